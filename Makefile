@@ -1,0 +1,46 @@
+# make demo: decode with and without the drafter.  make test: every test.  CONTRIBUTING.md says more.
+
+PYTHON ?= python3
+PIP = .venv/bin/python -m pip --disable-pip-version-check
+QUESTION = A baker makes 4 trays of 6 rolls. She sells 9 rolls. How many rolls are left?
+
+.PHONY: demo test check test-peers clean
+
+demo: .venv/.installed
+	.venv/bin/blockdraft generate --compare "$(QUESTION)"
+
+test: .venv/.installed
+	.venv/bin/python -m pytest -m "not peers"
+
+# The quick round before each commit.
+check: .venv/.installed
+	.venv/bin/ruff check src tests recipes
+	.venv/bin/ruff format --check src tests recipes
+	.venv/bin/mypy
+	.venv/bin/python -m pytest -m "not slow and not peers"
+
+# Compares with other implementations, in an environment of its own.
+test-peers: .venv-peers/.installed
+	.venv-peers/bin/python -m pytest -m peers
+
+# The constraints name one torch release, which comes from the package index that pip is set up with.
+# Set-up runs again only when one of these two files changes.
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(PIP) install --quiet -c constraints.txt setuptools
+	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e ".[dev]"
+	touch $@
+
+# The peers need older releases of three packages that are of no consequence here.
+.venv-peers/.installed: PIP = .venv-peers/bin/python -m pip --disable-pip-version-check
+.venv-peers/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-peers
+	grep -vE '^(fsspec|huggingface_hub|tqdm)==' constraints.txt > .venv-peers/constraints.txt
+	$(PIP) install --quiet -c .venv-peers/constraints.txt setuptools
+	$(PIP) install --quiet -c .venv-peers/constraints.txt --no-build-isolation -e ".[dev,peers]"
+	touch $@
+
+# Leaves the environments and what recipes wrote to build/tiny.
+clean:
+	rm -rf build/lib build/bdist.* dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
+	find src tests recipes -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,84 @@
+"""Step 6: measure the pair on prompts that it was never trained on, plain and drafted, and write the figures down.
+
+For each prompt set: tau over the answers that do not loop, acceptance by position, the share of answers that end by
+themselves and that loop, and whether drafted and plain tokens are the same.
+"""
+
+import argparse
+import json
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from blockdraft import Engine, SamplingParams, load_drafter, load_target
+from blockdraft.engine import mean_tau
+
+
+def loops(token_ids: Sequence[int], size: int = 8, times: int = 4) -> bool:
+    """Whether some run of `size` tokens occurs `times` times or more."""
+    runs = Counter(tuple(token_ids[i : i + size]) for i in range(len(token_ids) - size + 1))
+    return max(runs.values(), default=0) >= times
+
+
+def answer_of(text: str) -> str | None:
+    """The number in the last box of an answer."""
+    _, box, rest = text.rpartition("\\boxed{")
+    return rest.partition("}")[0].replace(",", "").replace("$", "") if box else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="folder with prompts/*.jsonl")
+    parser.add_argument("--target", type=Path, default=None, help="default: the bundled target")
+    parser.add_argument("--drafter", type=Path, default=None, help="default: the bundled drafter")
+    parser.add_argument("--sets", nargs="+", default=["gsm8k", "humaneval"])
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--limit", type=int, default=None, help="only so many prompts of each set")
+    parser.add_argument("--skip-plain", action="store_true", help="do not decode plainly as well")
+    parser.add_argument("--out", type=Path, default=None, help="JSON file for the figures")
+    args = parser.parse_args()
+
+    target = load_target(args.target)
+    drafted = Engine(target, load_drafter(args.drafter, target=target))
+    plain = Engine(target, load_drafter("none", target=target), max_batch_size=64)
+    params = SamplingParams(args.max_new_tokens)
+    figures = {}
+    for name in args.sets:
+        with (args.data / f"prompts/{name}.jsonl").open(encoding="utf-8") as file:
+            prompts = [json.loads(line)["turns"][0] for line in file][: args.limit]
+        began = time.time()
+        completions = [drafted.generate([prompt], params)[0] for prompt in prompts]
+        sound = [c.stats for c in completions if not loops(c.token_ids)]
+        longest = max(len(s.acceptance_by_position) for s in sound)
+        cycles = [count for s in sound for count in s.committed]
+        figure = {
+            "prompts": len(prompts),
+            "tau": round(mean_tau(sound), 3),
+            "tau_mean_over_answers": round(sum(s.tau for s in sound) / len(sound), 3),
+            "acceptance_by_position": [round(sum(c > i for c in cycles) / len(cycles), 3) for i in range(1, longest + 1)],
+            "ended_by_themselves": round(sum(c.finish_reason == "stop" for c in completions) / len(prompts), 4),
+            "looping": round(1 - len(sound) / len(prompts), 4),
+            "mean_tokens": round(sum(len(c.token_ids) for c in completions) / len(prompts), 1),
+            "seconds": round(time.time() - began, 1),
+        }
+        if not args.skip_plain:
+            reference = plain.generate(prompts, params)
+            same = sum(a.token_ids == b.token_ids for a, b in zip(completions, reference, strict=True))
+            figure["identical_to_plain"] = same
+        answers = args.data / f"prompts/{name}_test_with_answers.jsonl"
+        if answers.is_file():
+            with answers.open(encoding="utf-8") as file:
+                gold = [json.loads(line)["answer"].split("####")[-1].strip().replace(",", "") for line in file]
+            right = sum(answer_of(c.text) == g for c, g in zip(completions, gold, strict=False))
+            figure["right_answers"] = round(right / len(prompts), 4)
+        figures[name] = figure
+        print(name, json.dumps(figure, indent=2), flush=True)
+        for prompt, completion in list(zip(prompts, completions, strict=True))[:3]:
+            print(f"--- {prompt}\n>>> {completion.text}  [tau {completion.tau:.2f}, {completion.finish_reason}]")
+    if args.out:
+        args.out.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""The command line, one file a command. What takes long to import is imported when a command runs, not before."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from blockdraft.cli.generate import generate
+
+app = typer.Typer(
+    help="Lossless fast decoding of language models with block-diffusion drafters.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+app.command()(generate)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"blockdraft {version('blockdraft')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command that the arguments of the process name, and exit.
+
+    The exit code is 0, 2 for bad input of any kind with the reason on standard error, or 130 after Ctrl-C.
+    """
+    try:
+        app()
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,134 @@
+"""What the commands show: the answer as it comes, its statistics, comparisons."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.segment import Segment, Segments
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from blockdraft.cli.compare import RUNS, Comparison
+from blockdraft.engine import Completion, Engine, Stats
+from blockdraft.engine.prompts import TextStream
+from blockdraft.types import SamplingParams
+
+DRAFTED = "green"
+
+
+def terminal() -> Console:
+    return Console(highlight=False)
+
+
+def plain() -> Console:
+    """Text without colours and lines, whatever the environment says."""
+    return Console(file=sys.stdout, force_terminal=False, highlight=False, width=100)
+
+
+def stream_answer(console: Console, engine: Engine, prompt: str, params: SamplingParams) -> None:
+    """Print the answer as it comes, tokens that were guessed in colour, and a line of statistics.
+
+    A character that takes several tokens has the colour of its last one.
+    """
+    text, stats, reason, guessed = TextStream(engine.target.tokenizer), Stats(), None, 0
+    chunks = engine.stream(prompt, params)
+    try:
+        while reason is None:
+            began = time.perf_counter()
+            chunk = next(chunks)
+            seconds = time.perf_counter() - began
+            for token, drafted in zip(chunk.token_ids, chunk.drafted, strict=True):
+                _write(console, text.push([token]), DRAFTED if drafted else None)
+            if stats.prefill_seconds:
+                stats.committed.append(len(chunk.token_ids))
+                stats.total_seconds += seconds
+            else:  # the first chunk comes from the prompt and is no cycle
+                stats.prefill_seconds = seconds
+            guessed += sum(chunk.drafted)
+            reason = chunk.finish_reason
+        _write(console, text.finish())
+    finally:
+        console.print()
+    count = sum(stats.committed) + 1
+    console.print(
+        Text.assemble(
+            f"\n{_number(count, 'token')}, ",
+            (f"{guessed} drafted", DRAFTED),
+            f", tau {stats.tau:.2f}, {stats.tokens_per_second:.1f} tokens/s, finish reason: {reason}",
+        )
+    )
+
+
+def _write(console: Console, text: str, colour: str | None = None) -> None:
+    """Write as it is: unwrapped, tabs kept, brackets no markup."""
+    console.print(Segments([Segment(text, Style(color=colour))]), end="", soft_wrap=True)
+
+
+@contextmanager
+def notice(console: Console, text: str) -> Iterator[None]:
+    """Show a line for a while; a still one, since an animated one would take time from what is measured."""
+    _write(console, text + "\r")
+    try:
+        yield
+    finally:
+        _write(console, " " * len(text) + "\r")
+
+
+def show_comparison(console: Console, comparison: Comparison) -> None:
+    lines = box.SIMPLE if console.is_terminal else None
+    table = Table(box=lines, pad_edge=False, caption_justify="left")
+    table.caption = f"Medians of {RUNS} runs each, in turns after a warm-up; ms per cycle of the median run."
+    table.add_column("method")
+    for header in ("tokens", "tau", "tokens/s", "draft ms", "verify ms", "host ms"):
+        table.add_column(header, justify="right")
+    for name, run in (("drafted", comparison.drafted), ("plain", comparison.plain)):
+        stats = run.stats
+        cycles = max(len(stats.committed), 1)
+        parts = (stats.draft_seconds, stats.verify_seconds, stats.host_seconds)
+        table.add_row(
+            name,
+            str(len(run.token_ids)),
+            f"{stats.tau:.2f}",
+            f"{stats.tokens_per_second:.1f}",
+            *(f"{1000 * seconds / cycles:.2f}" for seconds in parts),
+        )
+    console.print()
+    console.print(table)
+    accepted = " ".join(f"{100 * share:.0f}" for share in comparison.drafted.stats.acceptance_by_position)
+    if accepted:
+        console.print(f"accepted by position, %: {accepted}")
+    ratio = "unknown (one token)" if comparison.speedup is None else f"{comparison.speedup:.2f}"
+    if comparison.first_difference is None:
+        same = "identical"
+    else:
+        same = f"differ, first at token {comparison.first_difference + 1}"
+    console.print(f"speed-up: {ratio}; tokens: {same}")
+
+
+def as_dict(completion: Completion, comparison: Comparison | None) -> dict[str, Any]:
+    """What `--json` prints."""
+    stats = completion.stats
+    found: dict[str, Any] = {
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "tau": stats.tau,
+        "acceptance_by_position": stats.acceptance_by_position,
+        "tokens_per_second": stats.tokens_per_second,
+    }
+    if comparison is not None:
+        found["plain_tokens_per_second"] = comparison.plain.stats.tokens_per_second
+        found["speedup"] = comparison.speedup
+        found["identical"] = comparison.first_difference is None
+    return found
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

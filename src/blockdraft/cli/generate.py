@@ -1,0 +1,118 @@
+"""`blockdraft generate`: answer one prompt."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import secrets
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from blockdraft.types import SamplingParams
+
+DEFAULTS = SamplingParams()
+
+
+def _sampling(name: str) -> Any:
+    """The option of a field of `SamplingParams`, explained as there."""
+    entry = re.search(rf"^    {name}: (.+?)(?=\n    \S|\Z)", inspect.getdoc(SamplingParams) or "", re.S | re.M)
+    return typer.Option(help=re.sub(r"\bNone\b", "the default", " ".join(entry[1].split())) if entry else None)
+
+
+def generate(
+    prompt: Annotated[
+        str | None, typer.Argument(help="What to answer; without it, or with -, it is read from standard input.")
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Target: a Hugging Face model folder; by default the bundled one.")
+    ] = None,
+    drafter: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR|none",
+            help="Drafter: a checkpoint folder, or none to decode plainly; by default the bundled one, "
+            "which fits the bundled target only.",
+        ),
+    ] = None,
+    max_new_tokens: Annotated[int, _sampling("max_new_tokens")] = DEFAULTS.max_new_tokens,
+    temperature: Annotated[float, _sampling("temperature")] = DEFAULTS.temperature,
+    top_k: Annotated[int, _sampling("top_k")] = DEFAULTS.top_k,
+    top_p: Annotated[float, _sampling("top_p")] = DEFAULTS.top_p,
+    seed: Annotated[int | None, _sampling("seed")] = DEFAULTS.seed,
+    block_size: Annotated[int | None, _sampling("block_size")] = DEFAULTS.block_size,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float32, bfloat16 or float16; by default float32 on a CPU and bfloat16 elsewhere."),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="By default the first GPU if there is one, else cpu.")] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Decode without the drafter too, and compare speed and tokens.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+) -> None:
+    """Answer a prompt.
+
+    A terminal shows the answer as it comes, tokens that the drafter had guessed in green. A pipe gets the plain answer.
+    """
+    if target is not None and drafter is None:
+        raise ValueError(f"No drafter is known for {target}; add --drafter DIR, or --drafter none to decode plainly.")
+    params = SamplingParams(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=secrets.randbits(32) if seed is None else seed,  # so that all runs of a comparison share one
+        block_size=block_size,
+    )
+    text = _read_prompt(prompt)
+
+    from transformers.utils import logging
+
+    from blockdraft.cli import display
+    from blockdraft.cli.compare import compare_with_plain
+    from blockdraft.drafters import load_drafter
+    from blockdraft.engine import Engine
+    from blockdraft.targets import load_target
+
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    loaded = load_target(target, dtype=dtype, device=device)
+    engine = Engine(loaded, load_drafter(drafter, target=loaded))
+
+    if sys.stdout.isatty() and not as_json:
+        console = display.terminal()
+        display.stream_answer(console, engine, text, params)
+        if compare:
+            with display.notice(console, "measuring ..."):
+                comparison = compare_with_plain(engine, text, params)
+            display.show_comparison(console, comparison)
+        return
+    measured = compare_with_plain(engine, text, params) if compare else None
+    completion = measured.drafted if measured else engine.generate([text], params)[0]
+    if as_json:
+        print(json.dumps(display.as_dict(completion, measured)))
+    else:
+        print(completion.text)
+        if measured:
+            display.show_comparison(display.plain(), measured)
+    sys.stdout.flush()  # here, where a closed pipe still ends the command quietly
+
+
+def _read_prompt(prompt: str | None) -> str:
+    if prompt not in (None, "-"):
+        text = str(prompt)
+    elif prompt is None and sys.stdin.isatty():
+        raise ValueError("There is no prompt; give one as an argument or on standard input.")
+    else:
+        try:
+            text = sys.stdin.read().removesuffix("\n")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"Standard input is no {error.encoding} text ({error.reason}).") from error
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # bytes of the command line that are no text arrive as lone surrogates
+        raise ValueError("The prompt is not valid UTF-8 text.") from error
+    return text

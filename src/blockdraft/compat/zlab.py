@@ -1,0 +1,131 @@
+"""The call of z-lab's `dflash` package: `DFlashDraftModel.from_pretrained(...).spec_generate(target=..., ...)`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from blockdraft.compat.adapt import DFlashDrafter, as_target, check_token_ids, drafter_for
+from blockdraft.engine import Engine
+from blockdraft.formats.zlab import check_fits, read_checkpoint
+from blockdraft.nn.dflash import DFlashNetwork
+from blockdraft.targets import Target
+from blockdraft.types import SamplingParams
+
+
+def spec_generate(
+    network_or_drafter: DFlashNetwork | DFlashDrafter,
+    *,
+    target: PreTrainedModel | Target,
+    input_ids: Tensor | Sequence[int],
+    max_new_tokens: int,
+    stop_token_ids: Sequence[int] | None = None,
+    temperature: float = SamplingParams.temperature,
+    top_p: float = SamplingParams.top_p,
+    top_k: int = SamplingParams.top_k,
+) -> Tensor:
+    """Answer one prompt.
+
+    Args:
+        network_or_drafter: A network moves to the target's device and dtype.
+        target: A causal LM of transformers, or from `load_target`.
+        input_ids: `[1, L]`, or the token ids of one prompt.
+        stop_token_ids: Exactly the tokens that end the answer; None ends it at `max_new_tokens` alone.
+        temperature, top_p, top_k: As in `SamplingParams`. Seed with `torch.manual_seed`.
+
+    Returns:
+        `[1, L + new]` int64, prompt and stop token included, on the device of `input_ids` (of the target for a list).
+
+    Raises:
+        ValueError: More than one prompt, a drafter of another target, or what `Engine.generate` refuses.
+    """
+    bound = as_target(target)
+    if isinstance(input_ids, Tensor):
+        ids = input_ids
+    else:
+        ids = torch.tensor([list(input_ids)], dtype=None if len(input_ids) else torch.int64, device=bound.device)
+    check_token_ids(ids)
+    if len(ids) != 1:
+        raise ValueError(
+            f"input_ids holds {len(ids)} prompts; spec_generate takes one, [1, length]. Engine.generate takes several."
+        )
+    check_fits(
+        network_or_drafter.config,
+        hidden_size=bound.hidden_size,
+        num_layers=bound.num_layers,
+        vocab_size=bound.vocab_size,
+        max_context=ids.size(1) + max_new_tokens,
+    )
+    params = SamplingParams(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        stop_token_ids=tuple(int(token) for token in stop_token_ids or ()),
+        ignore_eos=True,
+    )
+    [completion] = Engine(bound, drafter_for(network_or_drafter, bound)).generate([ids[0].tolist()], params)
+    return torch.cat([ids.long(), torch.tensor([completion.token_ids], device=ids.device)], dim=1)
+
+
+class DFlashDraftModel(DFlashNetwork):
+    """A draft network that is read without a target and gets one with each call."""
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, dtype: torch.dtype | str | None = None) -> DFlashDraftModel:
+        """Read a checkpoint folder.
+
+        Args:
+            dtype: Of the weights, such as `torch.bfloat16` or "bfloat16"; None or "auto" is the checkpoint's own.
+                `spec_generate` converts them to the target's.
+
+        Raises:
+            ValueError: The folder is no DFlash checkpoint, or the dtype is unknown.
+        """
+        config, tensors = read_checkpoint(path)
+        wanted = getattr(torch, dtype, None) if isinstance(dtype, str) and dtype != "auto" else dtype
+        if dtype is None or dtype == "auto":
+            wanted = tensors["fc.weight"].dtype
+        if not isinstance(wanted, torch.dtype) or not wanted.is_floating_point:
+            raise ValueError(f'dtype is {dtype!r}; use float32, bfloat16, float16 or "auto".')
+        model = cls(config)
+        model.load_state_dict(tensors)
+        return model.to(wanted).eval()
+
+    @property
+    def block_size(self) -> int:
+        return self.config.block_size
+
+    @property
+    def mask_token_id(self) -> int:
+        return self.config.mask_token_id
+
+    @property
+    def target_layer_ids(self) -> list[int]:
+        return list(self.config.taps)
+
+    def spec_generate(
+        self,
+        target: PreTrainedModel | Target,
+        input_ids: Tensor | Sequence[int],
+        max_new_tokens: int,
+        stop_token_ids: Sequence[int] | None = None,
+        temperature: float = SamplingParams.temperature,
+        top_p: float = SamplingParams.top_p,
+        top_k: int = SamplingParams.top_k,
+    ) -> Tensor:
+        """As the function `spec_generate`."""
+        return spec_generate(
+            self,
+            target=target,
+            input_ids=input_ids,
+            max_new_tokens=max_new_tokens,
+            stop_token_ids=stop_token_ids,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+        )

@@ -1,0 +1,56 @@
+"""Drafters, one a file. A file that defines `ARCHITECTURES` and `load` reads checkpoints that name one of these in
+their config.json; a file that defines `load_by_name` needs no checkpoint and goes by its file name."""
+
+from __future__ import annotations
+
+import json
+import pkgutil
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+from blockdraft.drafters.base import Drafter
+from blockdraft.targets import Target
+
+BUNDLED = Path(__file__).parents[1] / "pair" / "drafter"
+
+
+def _modules() -> dict[str, ModuleType]:
+    names = [module.name for module in pkgutil.iter_modules(__path__) if module.name != "base"]
+    return {name: import_module(f"{__name__}.{name}") for name in names}
+
+
+def load_drafter(path: str | Path | None = None, *, target: Target) -> Drafter:
+    """Load the drafter of a target.
+
+    Args:
+        path: A checkpoint folder, or the name of a drafter that needs none ("none" decodes plainly). None is the
+            bundled drafter, which fits the bundled target.
+        target: The target that it will draft for; dtype and device are taken from it.
+
+    Raises:
+        ValueError: Unknown folder or architecture, unreadable weights, or a drafter of another target.
+    """
+    folder = BUNDLED if path is None else Path(path)
+    modules = _modules()
+    by_name = {name for name, module in modules.items() if hasattr(module, "load_by_name")}
+    if str(path) in by_name:
+        drafter: Drafter = modules[str(path)].load_by_name(target)
+        return drafter
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"{folder} is no drafter: a folder with config.json or one of the names {sorted(by_name)} is needed."
+        )
+    try:
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or []
+    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
+        raise ValueError(f"{folder / 'config.json'} is no JSON object ({error}); fetch or copy it again.") from error
+    known = {name: module for module in modules.values() for name in getattr(module, "ARCHITECTURES", ())}
+    for architecture in found:
+        if architecture in known:
+            drafter = known[architecture].load(folder, target)
+            return drafter
+    raise ValueError(f"{folder} holds the architecture {found}; the drafters known here are {sorted(known)}.")
+
+
+__all__ = ["Drafter", "load_drafter"]

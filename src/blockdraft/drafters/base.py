@@ -1,0 +1,45 @@
+"""What the engine knows of a drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from blockdraft.proposal import Proposal
+
+
+class Drafter(Protocol):
+    """Guesses the next tokens of a target. It is told what was committed, never what was rejected.
+
+    Attributes:
+        taps: Target layers whose outputs `observe` wants, 0-based; empty for a drafter that reads tokens only.
+        block_size: Most tokens of a proposal, anchor included.
+    """
+
+    taps: tuple[int, ...]
+    block_size: int
+
+    def new_state(self, batch: int, capacity: int) -> Any:
+        """The drafter's own memory of `batch` rows with up to `capacity` tokens each; it has `select(rows)`."""
+
+    def state_bytes(self, batch: int, capacity: int) -> int:
+        """Memory that such a state takes, in bytes."""
+
+    def propose(self, state: Any, anchor: Tensor, block_size: int) -> Proposal:
+        """Guess what follows the anchors.
+
+        Args:
+            anchor: `[B]` int64, each row's last committed token.
+            block_size: Most nodes that are wanted, anchor included; at most `self.block_size`.
+        """
+
+    def observe(self, state: Any, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
+        """Learn what was committed since the last call; the newest anchor is not part of it.
+
+        Args:
+            tokens: `[B, N]` int64, filled up at the end of shorter rows.
+            features: `[B, N, m * H]`, the tapped outputs at these tokens; None without taps.
+            lengths: Valid tokens of each row.
+        """

@@ -1,0 +1,149 @@
+"""DFlash v1: a block of tokens in one bidirectional pass over the target's own hidden states (arXiv 2602.06036)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from blockdraft.formats.zlab import DraftConfig, check_fits, read_checkpoint
+from blockdraft.nn.attention import attend, visible_slots
+from blockdraft.nn.cache import KVCache
+from blockdraft.nn.dflash import DFlashNetwork
+from blockdraft.proposal import Proposal, chain
+from blockdraft.targets import Target
+from blockdraft.types import SamplingParams
+
+ARCHITECTURES = ("DFlashDraftModel",)
+
+# Share of the guesses that is settled after the fraction t of the draft passes.
+NOISE_SCHEDULES = {"linear": lambda t: t, "cosine": lambda t: 1 - math.cos(math.pi / 2 * t)}
+
+
+class DFlashDrafter:
+    """Drafts with a DFlash network; embedding and head are the target's own.
+
+    Args:
+        network: The draft network, on the target's device and in its dtype.
+        target: The target that it was trained for.
+        diffusion_steps: Draft passes a block. With more than one, each pass settles the most confident positions and
+            the next one sees them; with one, all guesses come from the same pass, as DFlash does it.
+        noise_schedule: Share of the positions settled after each pass, "cosine" or "linear".
+    """
+
+    def __init__(
+        self, network: DFlashNetwork, target: Target, diffusion_steps: int = 1, noise_schedule: str = "cosine"
+    ) -> None:
+        if diffusion_steps < 1:
+            raise ValueError(f"diffusion_steps is {diffusion_steps}; it must be at least 1.")
+        if noise_schedule not in NOISE_SCHEDULES:
+            raise ValueError(f"noise_schedule is {noise_schedule!r}; it must be one of {sorted(NOISE_SCHEDULES)}.")
+        self.network = network.to(target.device, target.dtype).eval().requires_grad_(False)
+        self.config: DraftConfig = network.config
+        self.taps = self.config.taps
+        self.block_size = self.config.block_size
+        self.diffusion_steps = diffusion_steps
+        self.noise_schedule = noise_schedule
+        self._target = target
+        self._context_weights = network.context_weights()
+
+    def new_state(self, batch: int, capacity: int) -> KVCache:
+        return KVCache(batch, capacity)
+
+    def state_bytes(self, batch: int, capacity: int) -> int:
+        config = self.config
+        per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+        return batch * capacity * per_token * self._target.dtype.itemsize
+
+    @torch.no_grad()
+    def observe(self, state: KVCache, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
+        assert features is not None
+        positions = state.slots(features.size(1), features.device)
+        keys, values = self.network.context(features, positions, self._context_weights)
+        for layer in range(self.config.num_hidden_layers):
+            state.write(layer, keys[layer], values[layer])
+        state.commit([range(length) for length in lengths])
+
+    def spec_generate(
+        self,
+        target: PreTrainedModel | Target,
+        input_ids: Tensor | Sequence[int],
+        max_new_tokens: int,
+        stop_token_ids: Sequence[int] | None = None,
+        temperature: float = SamplingParams.temperature,
+        top_p: float = SamplingParams.top_p,
+        top_k: int = SamplingParams.top_k,
+    ) -> Tensor:
+        """z-lab's call, as described at `blockdraft.compat.zlab.spec_generate`."""
+        # The one call upward in the house: z-lab's users expect this method on what they loaded.
+        from blockdraft.compat.zlab import spec_generate
+
+        return spec_generate(
+            self,
+            target=target,
+            input_ids=input_ids,
+            max_new_tokens=max_new_tokens,
+            stop_token_ids=stop_token_ids,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+        )
+
+    @torch.no_grad()
+    def propose(self, state: KVCache, anchor: Tensor, block_size: int) -> Proposal:
+        tokens = torch.full((len(anchor), block_size), self.config.mask_token_id, device=anchor.device)
+        tokens[:, 0] = anchor
+        if block_size == 1:
+            return chain(tokens)
+        share = NOISE_SCHEDULES[self.noise_schedule]
+        settled = torch.zeros_like(tokens, dtype=torch.bool)
+        settled[:, 0] = True
+        for step in range(1, self.diffusion_steps + 1):
+            logits = self._draft_logits(state, tokens)
+            if step == self.diffusion_steps:
+                return chain(torch.where(settled, tokens, logits.argmax(dim=-1)))
+            wanted = max(1, round(share(step / self.diffusion_steps) * (block_size - 1)))
+            newly = wanted - (int(settled[0].sum()) - 1)
+            confidence, guesses = logits.float().softmax(dim=-1).max(dim=-1)
+            surest = confidence.masked_fill(settled, -1.0).topk(max(newly, 0), dim=-1).indices
+            tokens = tokens.scatter(1, surest, guesses.gather(1, surest))
+            settled = settled.scatter(1, surest, True)
+        raise AssertionError("the last pass returns")
+
+    def _draft_logits(self, state: KVCache, tokens: Tensor) -> Tensor:
+        """Logits `[B, N, V]` of a block whose unknown slots hold the mask token; slot 0 is meaningless."""
+        count = tokens.size(1)
+        positions = state.slots(count, tokens.device)
+        visible = {kind: self._visible(state, positions, kind.causal, kind.window) for kind in set(self.config.layers)}
+
+        def attend_to_context(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            keys, values = state.write(layer, keys, values)  # never committed, so the block leaves no trace
+            return attend(queries, keys, values, visible[self.config.layers[layer]])
+
+        hidden = self.network(self._target.embed(tokens), positions, attend_to_context)
+        return self.network.adjust_logits(self._target.head(hidden))
+
+    def _visible(self, state: KVCache, positions: Tensor, causal: bool, window: int | None) -> Tensor | None:
+        batch, count = positions.shape
+        if batch == 1 and not causal and window is None:
+            return None
+        within = torch.ones(batch, count, count, dtype=torch.bool, device=positions.device)
+        return visible_slots(state.lengths, within.tril() if causal else within, positions, window)
+
+
+def load(path: Path, target: Target) -> DFlashDrafter:
+    config, tensors = read_checkpoint(path)
+    check_fits(
+        config,
+        hidden_size=target.hidden_size,
+        num_layers=target.num_layers,
+        vocab_size=target.vocab_size,
+        max_context=target.max_context,
+    )
+    network = DFlashNetwork(config)
+    network.load_state_dict(tensors)
+    return DFlashDrafter(network, target)

@@ -1,0 +1,36 @@
+"""No drafter: the proposal is the anchor alone, which makes the loop plain autoregressive decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from blockdraft.proposal import Proposal, chain
+from blockdraft.targets import Target
+
+
+class _NoState:
+    def select(self, rows: Sequence[int]) -> None:
+        pass
+
+
+class NoDrafter:
+    taps: tuple[int, ...] = ()
+    block_size = 1
+
+    def new_state(self, batch: int, capacity: int) -> _NoState:
+        return _NoState()
+
+    def state_bytes(self, batch: int, capacity: int) -> int:
+        return 0
+
+    def propose(self, state: _NoState, anchor: Tensor, block_size: int) -> Proposal:
+        return chain(anchor[:, None])
+
+    def observe(self, state: _NoState, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
+        pass
+
+
+def load_by_name(target: Target) -> NoDrafter:
+    return NoDrafter()

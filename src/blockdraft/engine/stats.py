@@ -1,0 +1,55 @@
+"""Statistics of decoding, each defined here and nowhere else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Stats:
+    """What one request did.
+
+    The prompt's forward, which yields the first token, is no cycle: it is counted in `prefill_seconds` alone.
+
+    Attributes:
+        committed: Tokens committed by each cycle, bonus included, after cutting at a stop token or the length limit.
+        drafted: Guesses of each cycle.
+        prefill_seconds: From the request's start to its first token.
+        draft_seconds, verify_seconds: Time in the drafter (propose and observe) and in the target's forward, summed
+            over cycles; shared in full by all rows of a batch.
+        total_seconds: From the first token to the last.
+    """
+
+    committed: list[int] = field(default_factory=list)
+    drafted: list[int] = field(default_factory=list)
+    prefill_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    total_seconds: float = 0.0
+
+    @property
+    def tau(self) -> float:
+        """Mean tokens committed per target forward, bonus included; 1 without drafting."""
+        return sum(self.committed) / len(self.committed) if self.committed else 1.0
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """S_i for i = 1, 2, ...: share of the cycles in which the first i guesses were accepted. tau = 1 + sum S_i."""
+        count = max(self.drafted, default=0)
+        return [sum(c > i for c in self.committed) / len(self.committed) for i in range(1, count + 1)]
+
+    @property
+    def host_seconds(self) -> float:
+        """Time of the cycles outside the drafter and the target: choosing, copying, bookkeeping."""
+        return self.total_seconds - self.draft_seconds - self.verify_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens after the first one over the time they took; 0 where there was none."""
+        return sum(self.committed) / self.total_seconds if self.total_seconds else 0.0
+
+
+def mean_tau(stats: list[Stats]) -> float:
+    """tau over several requests: all committed tokens over all cycles."""
+    cycles = sum(len(s.committed) for s in stats)
+    return sum(sum(s.committed) for s in stats) / cycles if cycles else 1.0

@@ -1,0 +1,1 @@
+"""On-disk formats of drafters, in and out."""

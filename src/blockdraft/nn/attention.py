@@ -1,0 +1,62 @@
+"""Attention over a cache and a block of new nodes: the mask, and the one place that computes attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def visible_slots(
+    lengths: Sequence[int], within_BNN: Tensor, positions_BN: Tensor | None = None, window: int | None = None
+) -> Tensor:
+    """Who may attend to whom, for N nodes written behind each row's committed tokens.
+
+    A node sees every committed token of its row, the nodes that `within_BNN` allows, and nothing else; with a window
+    W only what lies less than W positions away.
+
+    Args:
+        lengths: Committed tokens of each row; committed slot s has position s.
+        within_BNN: `[B, N, N]` bool, node i may see node j.
+        positions_BN: Positions of the nodes, needed with a window.
+        window: Sliding window in tokens.
+
+    Returns:
+        `[B, N, T]` bool, T = max(lengths) + N.
+    """
+    batch, count, _ = within_BNN.shape
+    device = within_BNN.device
+    starts = torch.tensor(lengths, device=device)
+    total = max(lengths) + count
+    slots = torch.arange(total, device=device)
+    visible = (slots < starts[:, None, None]).expand(batch, count, total).clone()
+    node_slots = starts[:, None] + torch.arange(count, device=device)
+    visible.scatter_(2, node_slots[:, None, :].expand(batch, count, count), within_BNN)
+    if window is not None:
+        assert positions_BN is not None
+        slot_positions = slots.repeat(batch, 1).scatter(1, node_slots, positions_BN)
+        visible &= (positions_BN[:, :, None] - slot_positions[:, None, :]).abs() < window
+    return visible
+
+
+def additive_mask(visible_BNT: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where visible, the dtype's lowest number elsewhere, `[B, 1, N, T]`."""
+    mask = torch.zeros(visible_BNT.shape, dtype=dtype, device=visible_BNT.device)
+    return mask.masked_fill_(~visible_BNT, torch.finfo(dtype).min).unsqueeze(1)
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None) -> Tensor:
+    """Scaled dot-product attention with grouped key/value heads.
+
+    Args:
+        queries: `[B, heads, N, D]`.
+        keys, values: `[B, kv_heads, T, D]`; `heads` is a multiple of `kv_heads`.
+        visible: `[B, N, T]` bool, or None where every query sees every key.
+
+    Returns:
+        `[B, heads, N, D]`.
+    """
+    mask = None if visible is None else visible.unsqueeze(1)
+    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)

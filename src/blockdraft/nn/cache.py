@@ -1,0 +1,73 @@
+"""The key/value cache: preallocated, with a length of its own for each row, and `commit` instead of cropping."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class KVCache:
+    """Keys and values of all layers for B rows of up to `capacity` tokens.
+
+    A forward writes its N nodes behind the committed tokens of each row; `commit` keeps some of them, moved together,
+    and forgets the others. Layers are allocated at their first write, because only then is their shape known.
+
+    Attributes:
+        lengths: Committed tokens of each row.
+        capacity: Slots of each row; nodes need slots too.
+    """
+
+    def __init__(self, batch: int, capacity: int) -> None:
+        self.lengths = [0] * batch
+        self.capacity = capacity
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Put the keys and values of N nodes, `[B, heads, N, D]`, behind each row's committed tokens.
+
+        Returns:
+            Views `[B, heads, T, D]` with T = max(lengths) + N. Slots past a row's own nodes hold leftovers, so a mask
+            must hide them; `self.slots` gives the slots of the nodes.
+        """
+        if layer not in self._layers:
+            shapes = [(t.size(0), t.size(1), self.capacity, t.size(3)) for t in (keys, values)]
+            self._layers[layer] = (keys.new_zeros(shapes[0]), values.new_zeros(shapes[1]))
+        stored = self._layers[layer]
+        count = keys.size(2)
+        end = max(self.lengths) + count
+        assert end <= self.capacity, f"{end} slots needed, {self.capacity} allocated"
+        for store, new in zip(stored, (keys, values), strict=True):
+            if min(self.lengths) == max(self.lengths):
+                store[:, :, end - count : end] = new
+            else:
+                slots = self.slots(count, new.device)[:, None, :, None].expand_as(new)
+                store.scatter_(2, slots, new)
+        return stored[0][:, :, :end], stored[1][:, :, :end]
+
+    def slots(self, count: int, device: torch.device) -> Tensor:
+        """The slots of the next `count` nodes, `[B, count]`."""
+        return torch.tensor(self.lengths, device=device)[:, None] + torch.arange(count, device=device)
+
+    def commit(self, path: Sequence[Sequence[int]]) -> None:
+        """Keep the nodes of each row's path, in order, as the row's next tokens.
+
+        Args:
+            path: For each row, indices of nodes of the last forward, increasing; an empty path commits nothing.
+        """
+        for row, nodes in enumerate(path):
+            start, count = self.lengths[row], len(nodes)
+            if list(nodes) != list(range(count)):
+                for keys, values in self._layers.values():
+                    kept = start + torch.tensor(nodes, device=keys.device)
+                    keys[row, :, start : start + count] = keys[row, :, kept]
+                    values[row, :, start : start + count] = values[row, :, kept]
+            self.lengths[row] += count
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only these rows of the batch, in this order."""
+        self.lengths = [self.lengths[row] for row in rows]
+        for layer, (keys, values) in self._layers.items():
+            index = torch.tensor(rows, device=keys.device)
+            self._layers[layer] = (keys[index], values[index])

@@ -1,0 +1,88 @@
+"""What the engine and the drafters know of a target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+
+class Cache(Protocol):
+    """The target's memory of committed tokens. It owns rollback: what is not committed is gone."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Committed tokens of each row."""
+
+    def commit(self, path: Sequence[Sequence[int]]) -> None:
+        """Keep these nodes of the last forward, for each row in order, and drop its other nodes."""
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only these rows of the batch."""
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """Attributes:
+    logits: `[B, N, V]`, or `[B, 1, V]` where only one node's logits were asked for.
+    features: `[B, N, m * H]`, the outputs of the tapped layers side by side; None without taps.
+    """
+
+    logits: Tensor
+    features: Tensor | None
+
+
+class Target(Protocol):
+    """The language model whose output must not change.
+
+    Attributes:
+        path: Where it was loaded from.
+        tokenizer: None where the folder has none; then prompts are token ids.
+        max_context: Tokens that a row may hold, prompt and answer together.
+        eos_token_ids: Tokens that end an answer.
+    """
+
+    path: Path | None
+    dtype: torch.dtype
+    device: torch.device
+    tokenizer: PreTrainedTokenizerBase | None
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    max_context: int
+    eos_token_ids: frozenset[int]
+
+    def new_cache(self, batch: int, capacity: int) -> Cache:
+        """An empty cache of `batch` rows with `capacity` slots each, nodes included."""
+
+    def cache_bytes(self, batch: int, capacity: int) -> int:
+        """Memory that such a cache takes, in bytes."""
+
+    def forward(
+        self,
+        tokens: Tensor,
+        parents: Tensor,
+        cache: Cache,
+        taps: Sequence[int] = (),
+        logits_at: Tensor | None = None,
+    ) -> TargetOutput:
+        """Score a tree of nodes behind each row's committed tokens.
+
+        Args:
+            tokens: `[B, N]` int64.
+            parents: `[B, N]` int64, as in `Proposal`; node i attends to the committed tokens, its ancestors, itself.
+            cache: Holds the nodes afterwards; `cache.commit` decides which stay.
+            taps: Layers whose output is wanted, 0-based.
+            logits_at: `[B]`, the one node of each row whose logits are wanted; None wants all.
+        """
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Raw rows of the embedding table, `[..., H]`, without the scale that some families apply."""
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """The output projection alone, `[..., H]` to `[..., V]`, without soft-caps."""

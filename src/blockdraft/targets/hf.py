@@ -1,0 +1,194 @@
+"""Any decoder-only causal language model of transformers as a target."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import Cache as TransformersCache
+
+from blockdraft.nn.attention import additive_mask, visible_slots
+from blockdraft.nn.cache import KVCache
+from blockdraft.proposal import depths, tree_mask
+from blockdraft.targets.base import Cache, TargetOutput
+
+ATTENTION_KINDS = {"full_attention", "sliding_attention"}
+
+
+class HFCache(TransformersCache):
+    """A `KVCache` in the shape in which transformers' models write to a cache."""
+
+    def __init__(self, batch: int, capacity: int) -> None:
+        super().__init__(layers=[])
+        self.store = KVCache(batch, capacity)
+
+    @property
+    def lengths(self) -> list[int]:
+        return self.store.lengths
+
+    def commit(self, path: Sequence[Sequence[int]]) -> None:
+        self.store.commit(path)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.store.select(rows)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        return self.store.write(layer_idx, key_states, value_states)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return max(self.store.lengths)
+
+
+class HFTarget:
+    """A causal LM of transformers behind the `Target` protocol. Tapped layers are read by forward hooks.
+
+    Args:
+        model: A decoder-only model in evaluation mode.
+        tokenizer: Its tokenizer, if there is one.
+
+    Raises:
+        ValueError: The model is no decoder-only attention model (encoder-decoder, recurrent or linear-attention layers).
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, path: Path | None = None
+    ) -> None:
+        config = model.config.get_text_config()
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.path = path
+        self.dtype: torch.dtype = model.dtype
+        self.device: torch.device = model.device
+        self.hidden_size: int = config.hidden_size
+        self.num_layers: int = config.num_hidden_layers
+        self.vocab_size: int = model.get_output_embeddings().weight.size(0)
+        self.max_context: int = getattr(config, "max_position_embeddings", None) or 2**31
+        self.eos_token_ids = _end_tokens(model, tokenizer)
+        self._config = config
+        kinds = getattr(config, "layer_types", None)
+        if config.is_encoder_decoder or (kinds and not set(kinds) <= ATTENTION_KINDS) or model._is_stateful:
+            raise ValueError(
+                f"{type(model).__name__} has layers of the kinds {sorted(set(kinds or ['unknown']))}; only decoder-only "
+                f"models of {sorted(ATTENTION_KINDS)} can be targets, since other states cannot be rolled back yet."
+            )
+        self._kinds = set(kinds) if kinds else {"sliding_attention" if _window(config) else "full_attention"}
+        self._layers = _decoder_layers(model, self.num_layers)
+        self._hooks: dict[int, RemovableHandle] = {}
+        self._tapped: dict[int, Tensor] = {}
+
+    def new_cache(self, batch: int, capacity: int) -> HFCache:
+        return HFCache(batch, capacity)
+
+    def cache_bytes(self, batch: int, capacity: int) -> int:
+        heads = getattr(self._config, "num_key_value_heads", None) or self._config.num_attention_heads
+        head_dim = getattr(self._config, "head_dim", None) or self.hidden_size // self._config.num_attention_heads
+        return 2 * self.num_layers * batch * heads * capacity * head_dim * self.dtype.itemsize
+
+    @torch.no_grad()
+    def forward(
+        self,
+        tokens: Tensor,
+        parents: Tensor,
+        cache: Cache,
+        taps: Sequence[int] = (),
+        logits_at: Tensor | None = None,
+    ) -> TargetOutput:
+        assert isinstance(cache, HFCache)
+        self._listen(taps)
+        starts = torch.tensor(cache.lengths, device=self.device)[:, None]
+        # Nodes that a shorter row of the batch will never commit may lie past the last position.
+        positions = (starts + depths(parents)).clamp(max=self.max_context - 1)
+        within = tree_mask(parents)
+        masks = {
+            kind: additive_mask(
+                visible_slots(
+                    cache.lengths, within, positions, _window(self._config) if kind == "sliding_attention" else None
+                ),
+                self.dtype,
+            )
+            for kind in self._kinds
+        }
+        output = self.model(
+            input_ids=tokens,
+            position_ids=positions,
+            attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=0 if logits_at is None else logits_at,
+        )
+        logits = output.logits
+        if logits_at is not None:  # the model keeps these nodes for every row; row b wants the b-th
+            logits = logits.diagonal(dim1=0, dim2=1).T.unsqueeze(1)
+        features = torch.cat([self._tapped.pop(tap) for tap in taps], dim=-1) if taps else None
+        return TargetOutput(logits, features)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return nn.functional.embedding(tokens, self.model.get_input_embeddings().weight)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.model.get_output_embeddings()(hidden)
+        return logits
+
+    def _listen(self, taps: Sequence[int]) -> None:
+        """Hook just these layers."""
+        for tap in self._hooks.keys() - set(taps):
+            self._hooks.pop(tap).remove()
+        for tap in set(taps) - self._hooks.keys():
+
+            def keep(module: nn.Module, args: Any, output: Any, tap: int = tap) -> None:
+                self._tapped[tap] = output[0] if isinstance(output, tuple) else output
+
+            self._hooks[tap] = self._layers[tap].register_forward_hook(keep)
+
+
+def _window(config: Any) -> int | None:
+    if getattr(config, "use_sliding_window", True) is False:
+        return None
+    window: int | None = getattr(config, "sliding_window", None)
+    return window
+
+
+def _decoder_layers(model: PreTrainedModel, count: int) -> nn.ModuleList:
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise ValueError(f"{type(model).__name__} has no list of {count} layers, so none can be tapped.")
+
+
+def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
+    ids: set[int] = set()
+    for source in (model.generation_config, model.config, tokenizer):
+        value = getattr(source, "eos_token_id", None)
+        ids |= set(value) if isinstance(value, list) else {value} if value is not None else set()
+    return frozenset(ids)
+
+
+def load(path: str | Path, dtype: torch.dtype, device: torch.device) -> HFTarget:
+    """Load a causal LM and, where there is one, its tokenizer, from a local folder or by hub name.
+
+    Raises:
+        ValueError: No such folder or hub name, or files that cannot be read.
+    """
+    folder = Path(path)
+    if folder.exists() and not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} has no config.json; a target is a Hugging Face model folder or a hub name.")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    except SafetensorError as error:
+        raise ValueError(
+            f"The weights in {path} are corrupt or cut short ({error}); fetch or copy them again."
+        ) from error
+    except (OSError, ValueError, RuntimeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} cannot be loaded as a causal language model: {error}") from error
+    has_tokenizer = not folder.exists() or any(folder.glob("tokenizer*")) or any(folder.glob("vocab*"))
+    tokenizer = AutoTokenizer.from_pretrained(path) if has_tokenizer else None
+    return HFTarget(model.to(device), tokenizer, folder if folder.exists() else None)

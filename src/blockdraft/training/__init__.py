@@ -1,0 +1,1 @@
+"""Training of drafters: anchors, block mask and loss. Recipes put them together."""

@@ -1,0 +1,332 @@
+"""`blockdraft generate` on tiny random models: what it prints, and how it refuses."""
+
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+from transformers import AutoTokenizer
+
+from blockdraft import cli
+from blockdraft.cli import display
+from blockdraft.cli.compare import compare_with_plain
+from blockdraft.drafters import load_drafter
+from blockdraft.engine import Engine
+from blockdraft.targets import load_target
+from blockdraft.types import Chunk, SamplingParams
+
+KEYS = {"text", "token_ids", "finish_reason", "tau", "acceptance_by_position", "tokens_per_second"}
+COMPARE_KEYS = {"plain_tokens_per_second", "speedup", "identical"}
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+class Stream(io.TextIOWrapper):
+    """A standard stream that is or is not a terminal."""
+
+    def __init__(self, content: bytes = b"", terminal: bool = False) -> None:
+        super().__init__(io.BytesIO(content), encoding="utf-8", newline="")
+        self.terminal = terminal
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+    def text(self) -> str:
+        self.flush()
+        return self.buffer.getvalue().decode()  # type: ignore[attr-defined, no-any-return]
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs `blockdraft` with arguments, in a pipe unless told otherwise."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
+    def blockdraft(*args: object, stdin: bytes = b"", stdin_terminal: bool = False, terminal: bool = False) -> Result:
+        out, err = Stream(terminal=terminal), Stream()
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "argv", ["blockdraft", *map(str, args)])
+            patch.setattr(sys, "stdin", Stream(stdin, stdin_terminal))
+            patch.setattr(sys, "stdout", out)
+            patch.setattr(sys, "stderr", err)
+            with pytest.raises(SystemExit) as exit_info:
+                cli.main()
+        return Result(int(exit_info.value.code or 0), out.text(), err.text())
+
+    return blockdraft
+
+
+@pytest.fixture
+def generate(run: Run, tiny_target_dir: Path, tiny_drafter_dir: Path) -> Run:
+    """Runs `blockdraft generate` on the tiny pair, 20 tokens unless told otherwise; later options win."""
+
+    def blockdraft_generate(*args: object, **streams: Any) -> Result:
+        pair = ("--target", tiny_target_dir, "--drafter", tiny_drafter_dir)
+        return run("generate", *pair, "--device", "cpu", "--max-new-tokens", 20, *args, **streams)
+
+    return blockdraft_generate
+
+
+@pytest.fixture
+def expected(tiny_target_dir: Path, tiny_drafter_dir: Path) -> Iterator[dict[str, Any]]:
+    """The answer to "hello" of the library itself."""
+    target = load_target(tiny_target_dir, device="cpu")
+    [completion] = Engine(target, load_drafter(tiny_drafter_dir, target=target)).generate(
+        ["hello"], SamplingParams(max_new_tokens=20)
+    )
+    yield {"text": completion.text, "token_ids": completion.token_ids}
+
+
+def test_a_pipe_gets_the_answer_and_nothing_else(generate: Run, expected: dict[str, Any]) -> None:
+    assert generate("hello") == Result(0, expected["text"] + "\n", "")
+
+
+def test_colours_forced_by_the_environment_stay_out_of_pipes(generate: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert "\x1b" not in generate("hello", "--compare").out
+
+
+def test_json(generate: Run, expected: dict[str, Any]) -> None:
+    for terminal in (False, True):
+        result = generate("hello", "--json", terminal=terminal)
+        answer = json.loads(result.out)
+        assert (result.code, result.err, answer.keys()) == (0, "", KEYS)
+        assert {key: answer[key] for key in expected} == expected
+        assert answer["finish_reason"] in ("stop", "length")
+        assert all(type(answer[key]) is float for key in ("tau", "tokens_per_second"))
+        assert 1 <= answer["tau"] <= 8
+        assert len(answer["acceptance_by_position"]) == 7
+        assert all(type(share) is float for share in answer["acceptance_by_position"])
+
+
+def test_compare_json(generate: Run, expected: dict[str, Any]) -> None:
+    result = generate("hello", "--json", "--compare", "--block-size", 4)
+    answer = json.loads(result.out)
+    assert (result.code, result.err, answer.keys()) == (0, "", KEYS | COMPARE_KEYS)
+    assert answer["identical"] is True
+    assert answer["token_ids"] == expected["token_ids"]
+    assert answer["speedup"] == answer["tokens_per_second"] / answer["plain_tokens_per_second"]
+
+
+def test_compare_json_of_one_token(generate: Run) -> None:
+    answer = json.loads(generate("hello", "--json", "--compare", "--max-new-tokens", 1).out)
+    assert (answer["speedup"], answer["tau"], answer["acceptance_by_position"]) == (None, 1.0, [])
+
+
+def test_compare_draws_one_seed_for_all_runs(generate: Run) -> None:
+    assert json.loads(generate("hello", "--json", "--compare", "--temperature", 1).out)["identical"] is True
+
+
+def test_compare_in_a_pipe(generate: Run, expected: dict[str, Any]) -> None:
+    result = generate("hello", "--compare")
+    assert (result.code, result.err) == (0, "")
+    assert result.out.startswith(expected["text"] + "\n\n")
+    table = result.out.removeprefix(expected["text"] + "\n\n")
+    assert table.isascii()
+    assert re.search(r"^drafted +20 +\d\.\d\d +\d+\.\d( +\d+\.\d\d){3}$", table, re.M)
+    assert re.search(r"^plain +20 +1\.00 +\d+\.\d( +\d+\.\d\d){3}$", table, re.M)
+    assert re.search(r"^accepted by position, %:( \d+){7}$", table, re.M)
+    assert re.search(r"^speed-up: \d+\.\d\d; tokens: identical$", table, re.M)
+
+
+def test_compare_reports_the_first_difference(
+    tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = load_target(tiny_target_dir, device="cpu")
+    engine = Engine(target, load_drafter("none", target=target))
+    decode = Engine.generate
+
+    def faulty(self: Engine, *args: Any) -> Any:
+        completions = decode(self, *args)
+        if self is engine:
+            completions[0].token_ids[4] += 1
+        return completions
+
+    monkeypatch.setattr(Engine, "generate", faulty)
+    comparison = compare_with_plain(engine, "hello", SamplingParams(max_new_tokens=10))
+    assert comparison.first_difference == 4
+    display.show_comparison(display.plain(), comparison)
+    assert "tokens: differ, first at token 5\n" in capsys.readouterr().out
+    assert display.as_dict(comparison.drafted, comparison)["identical"] is False
+
+
+def test_a_terminal_shows_the_answer_and_a_summary(generate: Run, expected: dict[str, Any]) -> None:
+    result = generate("hello", terminal=True)
+    shown = ESCAPES.sub("", result.out)
+    assert (result.code, result.err) == (0, "")
+    assert shown.startswith(expected["text"] + "\n\n")
+    summary = r"20 tokens, \d+ drafted, tau \d\.\d\d, \d+\.\d tokens/s, finish reason: length\n"
+    assert re.fullmatch(summary, shown.removeprefix(expected["text"] + "\n\n"))
+
+
+def test_compare_in_a_terminal(generate: Run) -> None:
+    result = generate("hello", "--compare", terminal=True)
+    assert (result.code, result.err) == (0, "")
+    assert "speed-up: " in result.out and "tokens: identical" in result.out
+
+
+def test_guessed_tokens_are_coloured_and_characters_stay_whole(
+    tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_target_dir)
+    ids = tokenizer("a\tö[b]€")["input_ids"]
+    assert len(ids) == len("a\tö[b]€".encode())
+    chunks = [  # ö is cut by two chunks, and € is never finished
+        Chunk("", tuple(ids[:1]), (False,)),
+        Chunk("", tuple(ids[1:3]), (True, False)),
+        Chunk("", tuple(ids[3:6]), (True, True, False)),
+        Chunk("", tuple(ids[6:9]), (True, True, False), "length"),
+    ]
+    engine: Any = SimpleNamespace(target=SimpleNamespace(tokenizer=tokenizer), stream=lambda *_: iter(chunks))
+    out = Stream(terminal=True)
+    monkeypatch.setattr(sys, "stdout", out)
+    display.stream_answer(display.terminal(), engine, "", SamplingParams())
+    answer, summary = out.text().split("\n\n")
+    green, end = "\x1b[32m", "\x1b[0m"
+    assert answer == f"a{green}\t{end}{green}ö{end}{green}[{end}b{green}]{end}\N{REPLACEMENT CHARACTER}"
+    assert ESCAPES.sub("", summary).startswith("9 tokens, 5 drafted, tau 2.67, ")
+
+
+def test_prompt_from_standard_input(generate: Run, expected: dict[str, Any]) -> None:
+    assert generate(stdin=b"hello\n").out == expected["text"] + "\n"
+    assert generate("-", stdin=b"hello").out == expected["text"] + "\n"
+
+
+def test_without_a_drafter(generate: Run, expected: dict[str, Any]) -> None:
+    answer = json.loads(generate("hello", "--json", "--drafter", "none").out)
+    assert {key: answer[key] for key in expected} == expected
+    assert (answer["tau"], answer["acceptance_by_position"]) == (1.0, [])
+
+
+def test_same_seed_same_answer(generate: Run) -> None:
+    hot = ("hello", "--temperature", 1)
+    first = generate(*hot, "--seed", 1).out
+    assert generate(*hot, "--seed", 1).out == first
+    assert generate(*hot, "--seed", 1, "--drafter", "none").out == first
+    assert generate(*hot, "--seed", 2).out != first
+    assert generate(*hot).out != generate(*hot).out
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["hello", "--temperature", "-1"], "temperature is -1.0"),
+        (["hello", "--temperature", "nan"], "temperature is nan"),
+        (["hello", "--top-p", "0"], "top_p is 0.0"),
+        (["hello", "--top-k", "-1"], "top_k is -1"),
+        (["hello", "--max-new-tokens", "0"], "max_new_tokens is 0"),
+        (["hello", "--max-new-tokens", "250"], "the target's context of 256"),
+        (["hello", "--block-size", "9"], "block_size is 9; this drafter was trained for at most 8"),
+        (["hello", "--block-size", "0"], "block_size is 0"),
+        (["hello", "--dtype", "int8"], "dtype is 'int8'"),
+        (["hello", "--device", "abacus"], "abacus"),
+        (["hello", "--seed", str(2**64)], ""),
+        (["hello", "--target", "/no/such/folder"], "/no/such/folder"),
+        (["hello", "--drafter", "/no/such/folder"], "/no/such/folder is no drafter"),
+        (["hello", "--drafter", "nonesuch"], "nonesuch is no drafter"),
+        ([""], "The prompt is empty"),
+        ([" \n"], "The prompt is empty"),
+        ([], "The prompt is empty"),
+        (["a" * 300], "shorten the prompt"),
+        (["\udcff"], "The prompt is not valid UTF-8 text"),
+    ],
+)
+def test_bad_input(generate: Run, args: list[str], message: str) -> None:
+    for extra in ((), ("--json",), ("--compare",)):
+        refused(generate(*args, *extra), message)
+    refused(generate(*args, terminal=True), message)
+
+
+def test_undecodable_standard_input(generate: Run) -> None:
+    refused(generate(stdin=b"caf\xe9"), "Standard input is no utf-8 text")
+
+
+def test_no_prompt_at_a_terminal(generate: Run) -> None:
+    refused(generate(stdin_terminal=True), "There is no prompt")
+
+
+def test_target_without_drafter(run: Run, tiny_target_dir: Path) -> None:
+    result = run("generate", "hello", "--target", tiny_target_dir)
+    refused(result, "add --drafter DIR, or --drafter none")
+
+
+def test_corrupt_weights(generate: Run, tiny_target_dir: Path, tiny_drafter_dir: Path, tmp_path: Path) -> None:
+    for option, folder in (("--target", tiny_target_dir), ("--drafter", tiny_drafter_dir)):
+        copy = tmp_path / folder.name
+        shutil.copytree(folder, copy)
+        weights = copy / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:1000])
+        refused(generate("hello", option, copy), str(copy))
+
+
+def test_drafter_of_another_target(generate: Run, tiny_drafter_dir: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "drafter"
+    shutil.copytree(tiny_drafter_dir, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "num_target_layers": 7}))
+    refused(generate("hello", "--drafter", copy), "7")
+
+
+def test_no_memory(generate: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    refused(generate("hello"), "ask for fewer new tokens")
+
+
+def test_unknown_option(generate: Run) -> None:
+    result = generate("hello", "--warp", 9)
+    assert (result.code, result.out) == (2, "")
+    assert "--warp" in ESCAPES.sub("", result.err)
+
+
+def test_ctrl_c(generate: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Engine, "generate", interrupted)
+    assert generate("hello") == Result(130, "", "")
+
+
+def test_help_takes_texts_and_defaults_from_the_parameters(run: Run) -> None:
+    result = run("generate", "--help")
+    words = " ".join(re.sub(r"[│\s]+", " ", ESCAPES.sub("", result.out)).split())
+    assert result.code == 0
+    assert f"[default: {SamplingParams().max_new_tokens}]" in words
+    for name in ("max-new-tokens", "temperature", "top-k", "top-p", "seed", "block-size"):
+        assert f"--{name}" in words
+    assert "0 decodes greedily; otherwise the divisor of the logits." in words
+    assert "None" not in words
+
+
+def test_version(run: Run) -> None:
+    assert re.fullmatch(r"blockdraft \d+\.\d+\.\d+\S*\n", run("--version").out)
+
+
+def test_the_command_line_starts_without_torch() -> None:
+    code = "import blockdraft.cli, sys; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def refused(result: Result, message: str) -> None:
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith("error: ") and message in result.err
+    assert "Traceback" not in result.err

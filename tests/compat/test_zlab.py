@@ -1,0 +1,138 @@
+"""z-lab's call gives what transformers' greedy decoding gives, and holds to z-lab's contract."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from blockdraft import load_drafter
+from blockdraft.compat import DFlashDraftModel
+from blockdraft.compat.zlab import spec_generate
+from blockdraft.drafters.dflash import DFlashDrafter
+from blockdraft.targets.hf import HFTarget
+
+PROMPT = [5, 17, 3, 80]
+
+
+@pytest.fixture
+def draft(drafter_dir: Path) -> DFlashDraftModel:
+    return DFlashDraftModel.from_pretrained(drafter_dir)
+
+
+@pytest.fixture
+def drafter(model: PreTrainedModel, drafter_dir: Path) -> DFlashDrafter:
+    loaded = load_drafter(drafter_dir, target=HFTarget(model))
+    assert isinstance(loaded, DFlashDrafter)
+    return loaded
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 40])
+def test_equals_greedy_generate(model, draft, good_guesses, greedy, count):
+    output = draft.spec_generate(target=model, input_ids=torch.tensor([PROMPT]), max_new_tokens=count)
+    assert output.dtype == torch.int64
+    assert output.tolist() == [PROMPT + greedy(PROMPT, count)]
+
+
+def test_a_loaded_drafter_has_the_call(model, drafter, greedy):
+    output = drafter.spec_generate(target=model, input_ids=torch.tensor([PROMPT]), max_new_tokens=20)
+    assert output.tolist() == [PROMPT + greedy(PROMPT, 20)]
+
+
+def test_positional_arguments_stand_in_zlabs_order(model, draft, drafter, greedy):
+    answer = greedy(PROMPT, 20)
+    first_end = answer.index(answer[8]) + 1
+    for callee in (draft, drafter):
+        output = callee.spec_generate(model, torch.tensor([PROMPT]), 20, [answer[8]], 0.0, 1.0, 0)
+        assert output.tolist() == [PROMPT + answer[:first_end]]
+
+
+def test_targets_and_lists_of_ids_are_taken_too(model, draft, greedy):
+    output = spec_generate(draft, target=HFTarget(model), input_ids=PROMPT, max_new_tokens=9)
+    assert output.tolist() == [PROMPT + greedy(PROMPT, 9)]
+
+
+def test_ends_at_the_first_stop_token_and_keeps_it(model, draft, good_guesses, greedy):
+    answer = greedy(PROMPT, 40)
+    stops = [answer[12], answer[25]]
+    end = min(answer.index(stop) for stop in stops) + 1
+    output = draft.spec_generate(model, torch.tensor([PROMPT]), 40, stops)
+    assert output.tolist() == [PROMPT + answer[:end]]
+
+
+@pytest.mark.parametrize("stops", [None, [], [200]])
+def test_the_models_own_end_tokens_do_not_count(model, draft, greedy, stops):
+    answer = greedy(PROMPT, 20)
+    target = HFTarget(model)
+    target.eos_token_ids = frozenset(answer)
+    output = draft.spec_generate(target, torch.tensor([PROMPT]), 20, stops)
+    assert output.tolist() == [PROMPT + answer]
+
+
+def test_sampling_follows_torchs_seed_and_not_the_drafter(model, draft, good_guesses):
+    def sample(seed: int, **more: float) -> list[int]:
+        torch.manual_seed(seed)
+        output = draft.spec_generate(model, torch.tensor([PROMPT]), 20, temperature=1.0, **more)
+        return output[0].tolist()
+
+    assert sample(1) == sample(1)
+    assert len({tuple(sample(seed)) for seed in range(5)}) == 5
+    assert sample(1, top_k=1) == sample(2, top_p=1e-6) == draft.spec_generate(model, PROMPT, 20)[0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("input_ids", "message"),
+    [
+        (torch.tensor([PROMPT, PROMPT]), "holds 2 prompts"),
+        (torch.tensor(PROMPT), r"shape \[4\]"),
+        (torch.ones(1, 4), "float32"),
+        ([PROMPT], "shape"),
+        ([], "empty"),
+    ],
+)
+def test_other_prompts_are_refused(model, draft, input_ids, message):
+    with pytest.raises(ValueError, match=message):
+        draft.spec_generate(model, input_ids, 5)
+
+
+def test_a_drafter_of_another_target_is_refused(model, wide_drafter_dir):
+    draft = DFlashDraftModel.from_pretrained(wide_drafter_dir)
+    with pytest.raises(ValueError, match="vocab_size is 100.*97"):
+        draft.spec_generate(model, PROMPT, 5)
+
+
+def test_what_is_no_target_is_refused(draft):
+    with pytest.raises(ValueError, match="target is a str"):
+        draft.spec_generate("folder", PROMPT, 5)
+
+
+def test_from_pretrained_needs_no_target(drafter_dir):
+    draft = DFlashDraftModel.from_pretrained(drafter_dir)
+    assert (draft.block_size, draft.mask_token_id, draft.target_layer_ids) == (8, 96, [0, 2])
+    assert draft.fc.weight.dtype == torch.float32
+    assert not draft.training
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "bfloat16"])
+def test_from_pretrained_takes_a_dtype(model, drafter_dir, greedy, dtype):
+    draft = DFlashDraftModel.from_pretrained(drafter_dir, dtype=dtype)
+    assert draft.fc.weight.dtype == torch.bfloat16
+    assert draft.spec_generate(model, PROMPT, 9)[0].tolist() == PROMPT + greedy(PROMPT, 9)
+
+
+@pytest.mark.parametrize("dtype", ["int64", "bfloat17", torch.int64])
+def test_from_pretrained_refuses_what_is_no_float_dtype(drafter_dir, dtype):
+    with pytest.raises(ValueError, match="dtype is"):
+        DFlashDraftModel.from_pretrained(drafter_dir, dtype=dtype)
+
+
+def test_a_drafter_survives_a_call_with_a_target_of_another_dtype(model, drafter, half_model, greedy):
+    drafter.spec_generate(half_model, PROMPT, 5)
+    assert drafter.network.fc.weight.dtype == torch.float32
+    assert drafter.spec_generate(model, PROMPT, 9)[0].tolist() == PROMPT + greedy(PROMPT, 9)
+
+
+def test_calls_leave_no_hooks_on_the_model(model, draft):
+    for _ in range(2):
+        draft.spec_generate(model, PROMPT, 5)
+    assert not any(module._forward_hooks for module in model.modules())

@@ -1,0 +1,100 @@
+"""Tiny random models that the tests share. Their answers are nonsense, which leaves the decoding of nonsense exact."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
+
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from blockdraft.formats.zlab import DraftConfig, LayerAttention, write_checkpoint
+from blockdraft.nn.dflash import DFlashNetwork
+
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+HIDDEN_SIZE = 32
+TARGET_LAYERS = 3
+MAX_CONTEXT = 256
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE without training: one entry a byte, a few merges."""
+    entries = SPECIAL_TOKENS + sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("t", "h"), ("th", "e"), ("i", "n"), ("Ġ", "a"), ("Ã", "¼")]
+    entries += ["".join(merge) for merge in merges]
+    tokenizer = Tokenizer(models.BPE({entry: i for i, entry in enumerate(entries)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL_TOKENS)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        mask_token="<|mask|>",
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+@pytest.fixture(scope="session")
+def tiny_target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3 of 3 layers with a byte-level tokenizer, a chat template and a context of 256 tokens."""
+    folder = tmp_path_factory.mktemp("tiny") / "target"
+    tokenizer = tiny_tokenizer()
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=HIDDEN_SIZE,
+        intermediate_size=64,
+        num_hidden_layers=TARGET_LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=MAX_CONTEXT,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_drafter_dir(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Path:
+    """A random DFlash drafter of 2 layers and blocks of 8 for `tiny_target_dir`."""
+    folder = tmp_path_factory.mktemp("tiny") / "drafter"
+    tokenizer = tiny_tokenizer()
+    config = DraftConfig(
+        hidden_size=HIDDEN_SIZE,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=len(tokenizer),
+        block_size=8,
+        mask_token_id=tokenizer.mask_token_id,
+        taps=(0, 1),
+        num_target_layers=TARGET_LAYERS,
+        rope_theta=10000.0,
+        layers=(LayerAttention(causal=False, window=None),) * 2,
+        max_position_embeddings=MAX_CONTEXT,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        network = DFlashNetwork(config)
+    write_checkpoint(folder, config, network.state_dict())
+    return folder

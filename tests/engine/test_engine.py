@@ -1,0 +1,218 @@
+"""Decoding with any drafter equals decoding plainly, whatever it guesses."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from blockdraft.drafters import load_drafter
+from blockdraft.drafters.dflash import DFlashDrafter
+from blockdraft.drafters.none import NoDrafter
+from blockdraft.engine import Engine
+from blockdraft.nn.cache import KVCache
+from blockdraft.proposal import Proposal, chain
+from blockdraft.targets import Target, load_target
+from blockdraft.targets.hf import HFTarget
+from blockdraft.types import SamplingParams
+
+PROMPTS = [[5, 9, 17, 4], [8, 8, 30], [40, 3, 22, 19, 7, 6, 5]]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_dir: Path) -> Target:
+    return load_target(tiny_target_dir)
+
+
+@pytest.fixture(scope="module")
+def random_drafter(tiny_drafter_dir: Path, target: Target) -> DFlashDrafter:
+    drafter = load_drafter(tiny_drafter_dir, target=target)
+    assert isinstance(drafter, DFlashDrafter)
+    return drafter
+
+
+class Oracle(NoDrafter):
+    """Knows the answers of single-row decoding; `wrong_after` lets it err at that guess. With `fork` it proposes a
+    tree whose first branch is wrong."""
+
+    block_size = 8
+
+    def __init__(self, answer: Sequence[int], wrong_after: int = 99, fork: bool = False) -> None:
+        self.answer, self.wrong_after, self.fork = list(answer), wrong_after, fork
+        self.seen: list[int] = []
+
+    def propose(self, state: object, anchor: Tensor, block_size: int) -> Proposal:
+        done = len(self.seen) - self.prompt_length + 1
+        guesses = self.answer[done : done + block_size - 1]
+        guesses = [g if i < self.wrong_after else (g + 1) % 50 for i, g in enumerate(guesses)]
+        if not self.fork or not guesses:
+            return chain(torch.tensor([[int(anchor), *guesses]]))
+        wrong = [(g + 1) % 50 for g in guesses]
+        tokens = torch.tensor([[int(anchor), *wrong, *guesses]])
+        right = [0, *range(len(guesses) + 1, 2 * len(guesses))]
+        return Proposal(tokens, torch.tensor([[-1, *range(len(guesses)), *right]]))
+
+    def observe(self, state: object, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
+        if not self.seen:
+            self.prompt_length = lengths[0]
+        self.seen += tokens[0, : lengths[0]].tolist()
+
+
+def plain(target: Target, prompt: list[int], **fields: object) -> list[int]:
+    return Engine(target, NoDrafter()).generate([prompt], SamplingParams(**fields))[0].token_ids  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_plain_greedy_equals_transformers_generate(target: Target, prompt: list[int]) -> None:
+    assert isinstance(target, HFTarget)
+    expected = target.model.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)[0, len(prompt) :]
+    assert plain(target, prompt, max_new_tokens=40) == expected.tolist()
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("block_size", [None, 1, 2, 5])
+def test_random_drafter_changes_nothing(
+    target: Target, random_drafter: DFlashDrafter, prompt: list[int], block_size: int | None
+) -> None:
+    params = SamplingParams(60, block_size=block_size, ignore_eos=True)
+    [completion] = Engine(target, random_drafter).generate([prompt], params)
+    assert completion.token_ids == plain(target, prompt, max_new_tokens=60, ignore_eos=True)
+    assert sum(completion.stats.committed) == 59
+
+
+@pytest.mark.parametrize("wrong_after", [99, 0, 1, 3])
+@pytest.mark.parametrize("fork", [False, True])
+def test_oracle_is_accepted_up_to_its_error(target: Target, wrong_after: int, fork: bool) -> None:
+    answer = plain(target, PROMPTS[0], max_new_tokens=41, ignore_eos=True)
+    oracle = Oracle(answer, wrong_after, fork)
+    [completion] = Engine(target, oracle).generate([PROMPTS[0]], SamplingParams(41, ignore_eos=True))
+    assert completion.token_ids == answer
+    assert completion.stats.committed[0] == min(wrong_after, 7) + 1
+    assert completion.tau == pytest.approx(40 / len(completion.stats.committed))
+    assert oracle.seen == PROMPTS[0] + answer[:-1]  # told all that was committed, once, in order
+
+
+@pytest.mark.parametrize("params", [SamplingParams(50, 0.8, seed=3), SamplingParams(50, 1.0, 20, 0.9, seed=4)])
+def test_sampled_tokens_depend_on_the_seed_alone(
+    target: Target, random_drafter: DFlashDrafter, params: SamplingParams
+) -> None:
+    engine = Engine(target, random_drafter)
+    [drafted], [again] = engine.generate([PROMPTS[0]], params), engine.generate([PROMPTS[0]], params)
+    [undrafted] = Engine(target, NoDrafter()).generate([PROMPTS[0]], params)
+    assert drafted.token_ids == again.token_ids == undrafted.token_ids
+    [other] = engine.generate([PROMPTS[0]], SamplingParams(50, params.temperature, seed=99))
+    assert other.token_ids != drafted.token_ids
+
+
+def test_rows_of_a_batch_do_not_touch_each_other(target: Target, random_drafter: DFlashDrafter) -> None:
+    params = [
+        SamplingParams(30, ignore_eos=True),
+        SamplingParams(7, 0.9, seed=1),
+        SamplingParams(55, 0.7, top_k=9, seed=2, ignore_eos=True),
+    ]
+    engine = Engine(target, random_drafter)
+    together = engine.generate(PROMPTS, params)
+    alone = [engine.generate([prompt], p)[0] for prompt, p in zip(PROMPTS, params, strict=True)]
+    assert [c.token_ids for c in together] == [c.token_ids for c in alone]
+    assert [c.token_ids for c in Engine(target, random_drafter, max_batch_size=2).generate(PROMPTS, params)] == [
+        c.token_ids for c in alone
+    ]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 9])
+def test_length_is_exact_and_a_stop_token_ends(target: Target, random_drafter: DFlashDrafter, count: int) -> None:
+    engine = Engine(target, random_drafter)
+    [cut] = engine.generate([PROMPTS[0]], SamplingParams(count, ignore_eos=True))
+    assert (len(cut.token_ids), cut.finish_reason) == (count, "length")
+    stop = cut.token_ids[-1]
+    [stopped] = engine.generate([PROMPTS[0]], SamplingParams(30, stop_token_ids=(stop,), ignore_eos=True))
+    assert stopped.finish_reason == "stop"
+    assert stopped.token_ids == cut.token_ids[: cut.token_ids.index(stop) + 1]
+
+
+def test_stop_inside_an_accepted_run_drops_what_follows(target: Target) -> None:
+    answer = plain(target, PROMPTS[0], max_new_tokens=30, ignore_eos=True)
+    first_new = next(i for i in range(3, 30) if answer[i] not in answer[:i])
+    params = SamplingParams(30, stop_token_ids=(answer[first_new],), ignore_eos=True)
+    [completion] = Engine(target, Oracle(answer)).generate([PROMPTS[0]], params)
+    assert completion.token_ids == answer[: first_new + 1]
+    assert len(completion.drafted) == len(completion.token_ids)
+
+
+def test_stream_joins_to_the_completion(target: Target, random_drafter: DFlashDrafter) -> None:
+    engine, params = Engine(target, random_drafter), SamplingParams(60, 1.0, seed=5, ignore_eos=True)
+    [completion] = engine.generate(["grüße \U0001f600"], params)
+    chunks = list(engine.stream("grüße \U0001f600", params))
+    assert "".join(chunk.text for chunk in chunks) == completion.text
+    assert [token for chunk in chunks for token in chunk.token_ids] == completion.token_ids
+    assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1].finish_reason == "length"
+
+
+def test_statistics_add_up(target: Target, random_drafter: DFlashDrafter) -> None:
+    answer = plain(target, PROMPTS[0], max_new_tokens=41, ignore_eos=True)
+    [completion] = Engine(target, Oracle(answer, 3)).generate([PROMPTS[0]], SamplingParams(41, ignore_eos=True))
+    stats = completion.stats
+    assert stats.tau == pytest.approx(1 + sum(stats.acceptance_by_position))
+    assert stats.acceptance_by_position[:4] == [1.0, 1.0, 1.0, 0.0]
+    assert stats.total_seconds >= stats.draft_seconds + stats.verify_seconds > 0
+    assert stats.tokens_per_second == pytest.approx(40 / stats.total_seconds)
+
+
+def test_forward_after_commit_leaves_the_caches_as_from_scratch(
+    target: Target, random_drafter: DFlashDrafter
+) -> None:
+    """After decoding, target and drafter know just the committed tokens: the next draft equals one from scratch."""
+    engine = Engine(target, random_drafter)
+    row = engine._row(PROMPTS[0], SamplingParams(40, ignore_eos=True))
+    batch = engine._prefill([row])
+    for _ in range(6):
+        engine.step(batch)
+    fresh_row = engine._row(PROMPTS[0] + row.token_ids[:-1], SamplingParams(2))
+    fresh = engine._prefill([fresh_row])
+    assert isinstance(batch.state, KVCache)
+    assert fresh.cache.lengths == batch.cache.lengths == batch.state.lengths
+    assert fresh_row.token_ids == row.token_ids[-1:]
+    anchor = torch.tensor(row.token_ids[-1:])
+    block = torch.tensor([[int(anchor), *[random_drafter.config.mask_token_id] * 7]])
+    old, new = (random_drafter._draft_logits(b.state, block) for b in (batch, fresh))
+    torch.testing.assert_close(old, new, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "message"),
+    [
+        ("", {}, "prompt is empty"),
+        ([], {}, "prompt is empty"),
+        ([1] * 256, {}, "prompt has 256 tokens and the target's context 256"),
+        ([1] * 200, {"max_new_tokens": 100}, "ask for at most 56"),
+        ([1, 9999], {}, "Token id 9999"),
+        ([1, 2], {"block_size": 9, "max_new_tokens": 9}, "block_size is 9; this drafter was trained for at most 8"),
+    ],
+)
+def test_bad_requests_are_refused(
+    target: Target, random_drafter: DFlashDrafter, prompt: str | list[int], fields: dict[str, int], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Engine(target, random_drafter).generate([prompt], SamplingParams(**fields))  # type: ignore[arg-type]
+
+
+def test_too_little_memory_is_refused_before_decoding(
+    target: Target, random_drafter: DFlashDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(target, "cache_bytes", lambda batch, capacity: 2**60)
+    with pytest.raises(ValueError, match="GiB are free"):
+        Engine(target, random_drafter).generate([PROMPTS[0]], SamplingParams(20))
+
+
+def test_a_target_without_tokenizer_takes_token_ids_only() -> None:
+    config = Qwen3Config(vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=2, head_dim=8,
+                         num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64)  # fmt: skip
+    target = HFTarget(Qwen3ForCausalLM(config))
+    engine = Engine(target, NoDrafter())
+    [completion] = engine.generate([[1, 2, 3]], SamplingParams(5))
+    assert len(completion.token_ids) == 5 and completion.text == ""
+    with pytest.raises(ValueError, match="no tokenizer"):
+        engine.generate(["hello"])

@@ -1,0 +1,82 @@
+import pytest
+import torch
+from torch import Tensor
+
+from blockdraft.nn.attention import additive_mask, visible_slots
+from blockdraft.nn.cache import KVCache
+from blockdraft.proposal import chain, depths, tree_mask
+
+
+def node_states(tokens: Tensor) -> Tensor:
+    """A state `[B, 1, N, 2]` that tells which token it belongs to."""
+    return tokens[:, None, :, None].float().expand(-1, 1, -1, 2).contiguous()
+
+
+def test_commit_keeps_the_path_and_forgets_the_rest() -> None:
+    cache = KVCache(batch=2, capacity=10)
+    cache.write(0, *[node_states(torch.tensor([[1, 2, 3], [11, 12, 13]]))] * 2)
+    cache.commit([[0, 1, 2], [0]])
+    assert cache.lengths == [3, 1]
+    nodes = torch.tensor([[4, 5, 6, 7], [14, 15, 16, 17]])
+    keys, _ = cache.write(0, *[node_states(nodes)] * 2)
+    assert keys.shape == (2, 1, 7, 2)
+    assert keys[0, 0, :, 0].tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert keys[1, 0, :5, 0].tolist() == [11, 14, 15, 16, 17]
+    cache.commit([[0, 2], [0, 1, 3]])
+    keys, values = cache.write(0, *[node_states(torch.tensor([[8], [18]]))] * 2)
+    assert keys[0, 0, :, 0].tolist() == [1, 2, 3, 4, 6, 8]
+    assert values[1, 0, :5, 0].tolist() == [11, 14, 15, 17, 18]
+
+
+def test_an_empty_path_commits_nothing() -> None:
+    cache = KVCache(1, 4)
+    cache.write(0, *[node_states(torch.tensor([[1, 2]]))] * 2)
+    cache.commit([[]])
+    assert cache.lengths == [0]
+
+
+def test_select_keeps_rows() -> None:
+    cache = KVCache(3, 4)
+    cache.write(0, *[node_states(torch.tensor([[1], [2], [3]]))] * 2)
+    cache.commit([[0], [0], []])
+    cache.select([1])
+    keys, _ = cache.write(0, *[node_states(torch.tensor([[9]]))] * 2)
+    assert (cache.lengths, keys[0, 0, :, 0].tolist()) == ([1], [2, 9])
+
+
+def test_writing_past_the_capacity_is_our_bug() -> None:
+    with pytest.raises(AssertionError, match="5 slots needed, 4 allocated"):
+        KVCache(1, 4).write(0, *[node_states(torch.zeros(1, 5, dtype=torch.long))] * 2)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3])
+def test_visible_slots_against_an_element_wise_twin(window: int | None) -> None:
+    lengths = [4, 1]
+    parents = torch.tensor([[-1, 0, 0, 1], [-1, 0, 1, 2]])
+    within = tree_mask(parents)
+    positions = torch.tensor(lengths)[:, None] + depths(parents)
+    visible = visible_slots(lengths, within, positions, window)
+    for row, length in enumerate(lengths):
+        for node in range(4):
+            for slot in range(max(lengths) + 4):
+                if slot < length:
+                    allowed, position = True, slot
+                elif slot < length + 4:
+                    allowed = bool(within[row, node, slot - length])
+                    position = int(positions[row, slot - length])
+                else:
+                    allowed, position = False, slot
+                if window is not None:
+                    allowed = allowed and abs(int(positions[row, node]) - position) < window
+                assert bool(visible[row, node, slot]) == allowed
+
+
+def test_additive_mask_hides_with_the_lowest_number() -> None:
+    mask = additive_mask(torch.tensor([[[True, False]]]), torch.bfloat16)
+    assert mask.shape == (1, 1, 1, 2)
+    assert mask.flatten().tolist() == [0.0, torch.finfo(torch.bfloat16).min]
+
+
+def test_chain_sees_all_before_it() -> None:
+    within = tree_mask(chain(torch.tensor([[1, 2, 3]])).parents)
+    assert visible_slots([2], within)[0].int().tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]

@@ -1,0 +1,141 @@
+"""A target's tree forward over its cache equals transformers' own forward from scratch, for several families."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from blockdraft.proposal import chain
+from blockdraft.targets import load_target
+from blockdraft.targets.hf import HFTarget
+
+SMALL = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": SMALL,
+    "qwen3-window": SMALL
+    | {
+        "model_type": "qwen3",
+        "use_sliding_window": True,
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "llama": SMALL,
+    "qwen2": SMALL,
+    "mistral": SMALL | {"sliding_window": 4},
+    "gemma2": SMALL | {"sliding_window": 4, "query_pre_attn_scalar": 8},
+    "gemma3_text": SMALL | {"sliding_window": 4, "query_pre_attn_scalar": 8},
+    "gpt2": {"vocab_size": 61, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 128, "bos_token_id": 2},
+    "gpt_neox": {k: v for k, v in SMALL.items() if k not in ("num_key_value_heads", "head_dim")},
+    "olmo2": SMALL,
+    "phi3": SMALL,
+}
+
+
+def make(family: str) -> HFTarget:
+    fields = dict(FAMILIES[family])
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(fields.pop("model_type", family), **fields)
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():  # default weights are so small that every model is nearly the identity
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.15)
+    return HFTarget(model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_forward_after_commit_equals_forward_from_scratch(family: str) -> None:
+    target = make(family)
+    generator = torch.Generator().manual_seed(1)
+    prompts = torch.randint(3, 61, (2, 9), generator=generator)
+    lengths = [9, 6]
+    cache = target.new_cache(2, 40)
+    last = torch.tensor([length - 1 for length in lengths])
+    first = target.forward(prompts, chain(prompts).parents, cache, taps=(0, 2), logits_at=last)
+    cache.commit([list(range(length)) for length in lengths])
+    history = [prompts[row, :length].tolist() for row, length in enumerate(lengths)]
+
+    def scratch(ids: list[int]) -> Any:
+        with torch.no_grad():
+            return target.model(torch.tensor([ids]), output_hidden_states=True, use_cache=False)
+
+    for row in range(2):
+        torch.testing.assert_close(first.logits[row, 0], scratch(history[row]).logits[0, -1], atol=2e-5, rtol=1e-4)
+    #     0
+    #   1   2
+    #  3 4    5
+    parents = torch.tensor([[-1, 0, 0, 1, 1, 2]]).repeat(2, 1)
+    path_to = {0: [0], 1: [0, 1], 2: [0, 2], 3: [0, 1, 3], 4: [0, 1, 4], 5: [0, 2, 5]}
+    for accepted in (4, 5, 0):
+        tokens = torch.randint(3, 61, (2, 6), generator=generator)
+        output = target.forward(tokens, parents, cache, taps=(0, 2))
+        assert output.features is not None and output.features.shape == (2, 6, 64)
+        for row in range(2):
+            for node, path in path_to.items():
+                exact = scratch(history[row] + tokens[row, path].tolist())
+                torch.testing.assert_close(output.logits[row, node], exact.logits[0, -1], atol=2e-5, rtol=1e-4)
+                taps = torch.cat([exact.hidden_states[1][0, -1], exact.hidden_states[3][0, -1]])
+                torch.testing.assert_close(output.features[row, node], taps, atol=2e-5, rtol=1e-4)
+            history[row] += tokens[row, path_to[accepted]].tolist()
+        cache.commit([path_to[accepted]] * 2)
+    assert cache.lengths == [len(ids) for ids in history]
+
+
+def test_only_tapped_layers_are_hooked_and_only_for_the_forward() -> None:
+    target = make("qwen3")
+    layers = target.model.model.layers
+    during: list[list[bool]] = []
+    watch = target.model.model.norm.register_forward_hook(
+        lambda *_: during.append([bool(layer._forward_hooks) for layer in layers])
+    )
+    tokens = torch.tensor([[3, 4]])
+    target.forward(tokens, chain(tokens).parents, target.new_cache(1, 2), taps=(1, 3))
+    target.forward(tokens, chain(tokens).parents, target.new_cache(1, 2))
+    watch.remove()
+    assert during == [[False, True, False, True], [False] * 4]
+    assert not any(layer._forward_hooks for layer in layers)
+
+
+def test_recurrent_models_are_refused() -> None:
+    config = AutoConfig.for_model("mamba", vocab_size=61, hidden_size=16, num_hidden_layers=2, state_size=4)
+    with pytest.raises(ValueError, match="MambaForCausalLM"):
+        HFTarget(AutoModelForCausalLM.from_config(config))
+
+
+def test_load_target_states_its_path_dtype_and_ends(tiny_target_dir: Path) -> None:
+    target = load_target(tiny_target_dir)
+    assert (target.path, target.dtype, target.num_layers) == (tiny_target_dir, torch.float32, 3)
+    assert target.tokenizer is not None and target.eos_token_ids == {target.tokenizer.eos_token_id}
+    assert load_target(tiny_target_dir, dtype="bfloat16").dtype == torch.bfloat16
+
+
+def test_bad_folders_and_dtypes_are_refused(tmp_path: Path, tiny_target_dir: Path) -> None:
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        load_target(tmp_path)
+    with pytest.raises(ValueError, match="no/such/folder"):
+        load_target("no/such/folder")
+    with pytest.raises(ValueError, match="dtype is 'int8'"):
+        load_target(tiny_target_dir, dtype="int8")
+    with pytest.raises(ValueError, match="Device"):
+        load_target(tiny_target_dir, device="tpu9")
+
+
+def test_truncated_weights_are_refused(tmp_path: Path, tiny_target_dir: Path) -> None:
+    for file in tiny_target_dir.iterdir():
+        data = file.read_bytes()
+        (tmp_path / file.name).write_bytes(data[: len(data) // 2] if file.suffix == ".safetensors" else data)
+    with pytest.raises(ValueError, match="corrupt or cut short"):
+        load_target(tmp_path)

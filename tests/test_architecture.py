@@ -1,0 +1,221 @@
+"""The shape of the house: who may import whom, and which names are public."""
+
+import ast
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import blockdraft
+
+SOURCE = Path(__file__).parents[1] / "src" / "blockdraft"
+
+# From the ground up. A module may import its own package and lower groups; members of one group are strangers.
+LAYERS = [
+    {"types"},
+    {"sampling"},
+    {"proposal", "nn"},
+    {"formats"},
+    {"targets", "verification"},
+    {"drafters"},
+    {"engine"},
+    {"training", "evaluation"},
+    {"compat"},
+    {"cli"},
+]
+HEIGHT = {name: height for height, group in enumerate(LAYERS) for name in group}
+
+PUBLIC_NAMES = {
+    "Completion",
+    "DFlashConfig",
+    "DFlashGenerationMixin",
+    "Drafter",
+    "Engine",
+    "SamplingParams",
+    "Target",
+    "load_drafter",
+    "load_target",
+}
+
+
+class Module(NamedTuple):
+    name: str
+    source: str
+    is_package: bool = False
+
+    @property
+    def unit(self) -> str:
+        """The package or file right under `blockdraft`; empty for the root itself."""
+        return unit_of(self.name)
+
+
+def unit_of(name: str) -> str:
+    return name.split(".")[1] if "." in name else ""
+
+
+def read_modules() -> list[Module]:
+    modules = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+        is_package = parts[-1] == "__init__"
+        name = ".".join(parts[:-1] if is_package else parts)
+        modules.append(Module(name, path.read_text(encoding="utf-8"), is_package))
+    return modules
+
+
+def imports_of(module: Module, known: set[str]) -> Iterator[str]:
+    """The modules of blockdraft that `module` imports anywhere in its code, also inside functions."""
+    for node in ast.walk(ast.parse(module.source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = module.name.split(".")
+                parts = parts[: len(parts) - node.level + module.is_package]
+                base = ".".join([*parts, base] if base else parts)
+            # `from package import name` imports a module where there is one of that name.
+            inside = [f"{base}.{alias.name}" for alias in node.names]
+            names = sorted({name if name in known else base for name in inside})
+        else:
+            continue
+        yield from (name for name in names if name.split(".")[0] == "blockdraft")
+
+
+def wrong_order(modules: Iterable[Module]) -> list[str]:
+    """Imports that run upward, sideways, or to the package root."""
+    modules = list(modules)
+    known = {module.name for module in modules}
+    reports = []
+    for module in modules:
+        if module.name in ("blockdraft", "blockdraft.__main__"):
+            continue
+        if module.unit not in HEIGHT:
+            reports.append(f"{module.name} has no layer; give {module.unit!r} one in LAYERS")
+            continue
+        for name in imports_of(module, known):
+            unit = unit_of(name)
+            if unit != module.unit and HEIGHT.get(unit, len(LAYERS)) >= HEIGHT[module.unit]:
+                reports.append(f"{module.name} imports {name}, which does not lie below it")
+    return reports
+
+
+def named_plugins(modules: Iterable[Module]) -> list[str]:
+    """Imports of one drafter's or one target's own file from outside its package."""
+    modules = list(modules)
+    known = {module.name for module in modules}
+    return [
+        f"{module.name} names {name}; use blockdraft.{unit} or blockdraft.{unit}.base"
+        for module in modules
+        for name in imports_of(module, known)
+        if (unit := unit_of(name)) in ("drafters", "targets")
+        and unit != module.unit
+        and name not in (f"blockdraft.{unit}", f"blockdraft.{unit}.base")
+    ]
+
+
+def test_imports_run_downward() -> None:
+    assert wrong_order(read_modules()) == []
+
+
+def test_drafters_and_targets_are_not_imported_by_file_name() -> None:
+    assert named_plugins(read_modules()) == []
+
+
+def test_every_folder_with_modules_is_a_package() -> None:
+    folders = {path.parent for path in SOURCE.rglob("*.py")}
+    assert [str(folder) for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []
+
+
+def test_public_names() -> None:
+    assert set(blockdraft.__all__) == PUBLIC_NAMES
+    assert len(blockdraft.__all__) == len(PUBLIC_NAMES)
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC_NAMES))
+def test_public_name_resolves(name: str) -> None:
+    assert getattr(blockdraft, name) is not None
+
+
+# The checkers themselves, on small made-up packages.
+
+TWO_DRAFTERS = [
+    Module("blockdraft", "", is_package=True),
+    Module("blockdraft.drafters", "", is_package=True),
+    Module("blockdraft.drafters.base", ""),
+    Module("blockdraft.drafters.dflash", ""),
+    Module("blockdraft.targets", "", is_package=True),
+    Module("blockdraft.targets.base", ""),
+    Module("blockdraft.targets.hf", ""),
+    Module("blockdraft.engine", "", is_package=True),
+    Module("blockdraft.types", ""),
+]
+
+
+@pytest.mark.parametrize(
+    ("importer", "source"),
+    [
+        ("blockdraft.sampling", "from blockdraft.engine import Engine"),  # upward
+        ("blockdraft.sampling", "import blockdraft.engine.engine"),
+        ("blockdraft.sampling", "from blockdraft import engine"),
+        ("blockdraft.sampling", "from blockdraft import Engine"),  # through the root
+        ("blockdraft.sampling", "def f():\n    from .engine import Engine"),
+        ("blockdraft.nn.cache", "from ..engine import Engine"),
+        ("blockdraft.nn.cache", "from blockdraft.proposal import Proposal"),  # sideways
+        ("blockdraft.verification.verify", "from blockdraft.targets.base import Target"),
+        ("blockdraft.unheard_of", "import torch"),
+    ],
+)
+def test_wrong_order_is_reported(importer: str, source: str) -> None:
+    [report] = wrong_order([*TWO_DRAFTERS, Module(importer, source)])
+    assert report.startswith(importer)
+
+
+@pytest.mark.parametrize(
+    ("importer", "source"),
+    [
+        ("blockdraft.sampling", "import torch\nfrom blockdraft.types import SamplingParams"),
+        ("blockdraft.nn.cache", "from .layers import RMSNorm\nfrom . import attention"),
+        ("blockdraft.engine.stats", "from ..drafters.base import Drafter\nfrom blockdraft import targets"),
+        ("blockdraft.__main__", "from blockdraft.cli import main"),
+        ("blockdraft.cli.generate", "from blockdraft.engine import Engine\nimport blockdraft_extras"),
+    ],
+)
+def test_right_order_is_not_reported(importer: str, source: str) -> None:
+    assert wrong_order([*TWO_DRAFTERS, Module(importer, source)]) == []
+
+
+def test_relative_import_in_a_package_file() -> None:
+    """In `nn/__init__.py` one dot is `nn` itself, two are the root."""
+    inside = Module("blockdraft.nn", "from . import cache\nfrom .cache import Cache", is_package=True)
+    upward = Module("blockdraft.nn", "from ..engine import Engine", is_package=True)
+    assert wrong_order([inside]) == []
+    assert wrong_order([upward]) == ["blockdraft.nn imports blockdraft.engine, which does not lie below it"]
+
+
+@pytest.mark.parametrize("importer", ["blockdraft", "blockdraft.engine.stats", "blockdraft.compat.zlab"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from blockdraft.drafters.dflash import DFlash",
+        "from blockdraft.drafters import dflash",
+        "import blockdraft.targets.hf",
+    ],
+)
+def test_named_plugin_is_reported(importer: str, source: str) -> None:
+    module = Module(importer, source, is_package=importer == "blockdraft")
+    [report] = named_plugins([*TWO_DRAFTERS[1:], module])
+    assert report.startswith(f"{importer} names blockdraft.")
+
+
+@pytest.mark.parametrize(
+    ("importer", "source"),
+    [
+        ("blockdraft.engine.stats", "from blockdraft.drafters.base import Drafter"),
+        ("blockdraft.cli.generate", "from blockdraft.drafters import load_drafter"),
+        ("blockdraft.drafters.eagle3", "from .dflash import DFlash\nfrom blockdraft.targets.base import Target"),
+    ],
+)
+def test_named_plugin_is_not_reported(importer: str, source: str) -> None:
+    assert named_plugins([*TWO_DRAFTERS, Module(importer, source)]) == []
