@@ -56,7 +56,9 @@ def main() -> None:
             "prompts": len(prompts),
             "tau": round(mean_tau(sound), 3),
             "tau_mean_over_answers": round(sum(s.tau for s in sound) / len(sound), 3),
-            "acceptance_by_position": [round(sum(c > i for c in cycles) / len(cycles), 3) for i in range(1, longest + 1)],
+            "acceptance_by_position": [
+                round(sum(c > i for c in cycles) / len(cycles), 3) for i in range(1, longest + 1)
+            ],
             "ended_by_themselves": round(sum(c.finish_reason == "stop" for c in completions) / len(prompts), 4),
             "looping": round(1 - len(sound) / len(prompts), 4),
             "mean_tokens": round(sum(len(c.token_ids) for c in completions) / len(prompts), 1),
@@ -77,7 +79,8 @@ def main() -> None:
         for prompt, completion in list(zip(prompts, completions, strict=True))[:3]:
             print(f"--- {prompt}\n>>> {completion.text}  [tau {completion.tau:.2f}, {completion.finish_reason}]")
     if args.out:
-        args.out.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        report = {"max_new_tokens": args.max_new_tokens, "sets": figures}
+        args.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

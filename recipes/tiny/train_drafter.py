@@ -108,7 +108,8 @@ def main() -> None:
         max_position_embeddings=target.max_context,
     )
     rows, starts = read_answers(args.answers, target, args.length)
-    print(f"{len(rows)} answers, {sum(map(len, rows)) - sum(starts)} of {sum(map(len, rows))} tokens supervised", flush=True)
+    tokens = sum(map(len, rows))
+    print(f"{len(rows)} answers, {tokens - sum(starts)} of {tokens} tokens supervised", flush=True)
     began = time.time()
     features = tapped_features(rows, target, config.taps)
     print(f"features: {sum(f.nbytes for f in features) / 2**30:.1f} GiB in {time.time() - began:.0f} s", flush=True)

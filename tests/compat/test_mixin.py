@@ -139,6 +139,11 @@ def test_each_pass_settles_its_share(model, config, monkeypatch, steps, schedule
     assert mask not in proposal.tokens
 
 
+def test_calls_leave_no_hooks_on_the_model(model, mixin):
+    mixin.generate(torch.tensor(PROMPTS[:1]), max_new_tokens=5)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
 def test_sampling_only_where_asked(mixin, good_guesses):
     inputs = padded(PROMPTS, "left")
     once = mixin.generate(**inputs, max_new_tokens=15, do_sample=True, temperature=2.0, top_k=50, top_p=0.9, seed=3)

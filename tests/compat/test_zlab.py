@@ -1,5 +1,6 @@
 """z-lab's call gives what transformers' greedy decoding gives, and holds to z-lab's contract."""
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,13 @@ def test_a_drafter_survives_a_call_with_a_target_of_another_dtype(model, drafter
 
 
 def test_calls_leave_no_hooks_on_the_model(model, draft):
-    for _ in range(2):
-        draft.spec_generate(model, PROMPT, 5)
+    draft.spec_generate(model, PROMPT, 5)
     assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_calls_leave_the_model_trainable(model, draft):
+    own = copy.deepcopy(model).requires_grad_(True)
+    frozen, *others = own.parameters()
+    frozen.requires_grad_(False)
+    draft.spec_generate(own, PROMPT, 5)
+    assert not frozen.requires_grad and all(parameter.requires_grad for parameter in others)

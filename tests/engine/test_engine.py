@@ -161,9 +161,7 @@ def test_statistics_add_up(target: Target, random_drafter: DFlashDrafter) -> Non
     assert stats.tokens_per_second == pytest.approx(40 / stats.total_seconds)
 
 
-def test_forward_after_commit_leaves_the_caches_as_from_scratch(
-    target: Target, random_drafter: DFlashDrafter
-) -> None:
+def test_forward_after_commit_leaves_the_caches_as_from_scratch(target: Target, random_drafter: DFlashDrafter) -> None:
     """After decoding, target and drafter know just the committed tokens: the next draft equals one from scratch."""
     engine = Engine(target, random_drafter)
     row = engine._row(PROMPTS[0], SamplingParams(40, ignore_eos=True))

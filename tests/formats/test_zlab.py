@@ -111,6 +111,7 @@ def test_default_taps_refuses(num_target_layers: Any, count: int) -> None:
         changed(mask_token_id=63, target_layer_ids=[1, 5, 7], dflash_config=None),
         changed(rope_theta=None, rope_parameters={"rope_theta": 5e5, "rope_type": "default"}),
         changed(rope_theta=None, rope_scaling={"rope_theta": 5e5}),
+        changed(rope_parameters={"rope_theta": 5e5, "rope_type": "default", "partial_rotary_factor": 1.0}),
         changed(rope_parameters={"rope_theta": 5e5}, rope_scaling={"rope_theta": 5e5, "type": "default"}),
         changed(rope_theta=None, rope_parameters={SLIDING: {"rope_theta": 5e5}, FULL: {"rope_theta": 1e6}}),
         changed(rope_theta=None, rope_parameters={SLIDING: None, FULL: {"rope_theta": 5e5}}),
@@ -159,6 +160,7 @@ def test_parse_scales(nest: bool) -> None:
         (changed(is_causal=False, nested={"causal": True}), [(False, None), (False, None)]),
         (changed(nested={"use_swa": True, "swa_window_size": 7}), [(False, 7), (False, 7)]),
         (changed(layer_types=[FULL, FULL], nested={"use_swa": True, "swa_window_size": 7}), [(False, 7), (False, 7)]),
+        (changed(sliding_window=9, nested={"use_swa": True, "swa_window_size": 7}), [(False, 7), (False, 7)]),
         (changed(nested={"use_swa": True, "swa_window_size": 7, "causal": True}), [(True, 7), (True, 7)]),
         (changed(layer_types=[SLIDING, SLIDING], nested={"swa_window_size": 7}), [(True, 7), (True, 7)]),
         (changed(use_sliding_window=True, sliding_window=9, max_window_layers=1), [(False, None), (True, 9)]),
@@ -191,6 +193,7 @@ def test_parse_attention(raw: dict[str, Any], layers: list[tuple[bool, int | Non
         (changed(block_size=None), "block_size is absent"),
         (changed(block_size=1), "block_size is 1; it must be a whole number of at least 2"),
         (changed(block_size="4"), "block_size is '4'"),
+        (changed(num_hidden_layers=True), "num_hidden_layers is True"),
         (changed(nested={"block_size": 8}), "block_size is 4 but dflash_config.block_size is 8"),
         (changed(target_layer_ids=[0, 5, 7]), r"target_layer_ids is \[0, 5, 7\] but dflash_config.target_layer_ids is"),
         (changed(nested={"target_layer_ids": 5}), "target_layer_ids is 5"),
@@ -306,6 +309,8 @@ def softcapped(config: DraftConfig, logits: Tensor) -> Tensor:
 def test_older_readers_find_their_keys() -> None:
     raw = config_dict(CONFIG)
     assert (raw["rope_theta"], raw["rope_scaling"], raw["block_size"], raw["model_type"]) == (5e5, None, 4, "qwen3")
+    assert raw["rope_parameters"] == {"rope_type": "default", "rope_theta": 5e5}
+    assert config_dict(replace(CONFIG, rope_scaling=YARN))["rope_parameters"] == {**YARN, "rope_theta": 5e5}
     assert "is_causal" not in raw and raw["dflash_config"].keys() == {"block_size", "mask_token_id", "target_layer_ids"}
 
 

@@ -51,7 +51,9 @@ def test_training_pass_equals_draft_pass(kind: str, tiny_target_dir: Path, tiny_
             state = drafter.new_state(1, 60)
             drafter.observe(state, tokens[row : row + 1, :anchor], features[row : row + 1, :anchor], [anchor])
             masked = torch.tensor([[int(tokens[row, anchor]), *[config.mask_token_id] * (config.block_size - 1)]])
-            torch.testing.assert_close(drafter._draft_logits(state, masked)[0], trained[row, column], atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(
+                drafter._draft_logits(state, masked)[0], trained[row, column], atol=1e-5, rtol=1e-4
+            )
 
 
 def test_anchors_are_supervised_distinct_and_leave_a_token_to_predict() -> None:

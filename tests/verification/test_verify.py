@@ -86,8 +86,9 @@ def test_agrees_with_the_readable_twin(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     count = 12
     tokens = torch.randint(V, (2, count), generator=generator)
-    parents = torch.stack([torch.tensor([-1] + [int(torch.randint(i, (), generator=generator)) for i in range(1, count)])
-                           for _ in range(2)])  # fmt: skip
+    parents = torch.tensor(
+        [[-1] + [int(torch.randint(i, (), generator=generator)) for i in range(1, count)] for _ in range(2)]
+    )
     probs = torch.rand(2, count, V, generator=generator).softmax(-1)
     uniforms = torch.rand(2, count, dtype=torch.float64, generator=generator)
     verdict = verify(Proposal(tokens, parents), probs, uniforms)

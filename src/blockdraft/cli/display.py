@@ -84,7 +84,7 @@ def notice(console: Console, text: str) -> Iterator[None]:
 def show_comparison(console: Console, comparison: Comparison) -> None:
     lines = box.SIMPLE if console.is_terminal else None
     table = Table(box=lines, pad_edge=False, caption_justify="left")
-    table.caption = f"Medians of {RUNS} runs each, in turns after a warm-up; ms per cycle of the median run."
+    table.caption = f"Median of {RUNS} runs each, in turns, warm; ms per cycle."
     table.add_column("method")
     for header in ("tokens", "tau", "tokens/s", "draft ms", "verify ms", "host ms"):
         table.add_column(header, justify="right")

@@ -27,7 +27,10 @@ def generate(
         str | None, typer.Argument(help="What to answer; without it, or with -, it is read from standard input.")
     ] = None,
     target: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Target: a Hugging Face model folder; by default the bundled one.")
+        str | None,
+        typer.Option(
+            metavar="DIR", help="Target: a Hugging Face model folder or hub name; by default the bundled one."
+        ),
     ] = None,
     drafter: Annotated[
         str | None,

@@ -17,7 +17,7 @@ from blockdraft.targets.hf import HFTarget
 
 
 def as_target(model: PreTrainedModel | Target) -> Target:
-    """A model of transformers behind the `Target` protocol; a target as it is."""
+    """A model of transformers behind the `Target` protocol, in evaluation mode; a target as it is."""
     if isinstance(model, PreTrainedModel):
         return HFTarget(model)
     if not hasattr(model, "new_cache"):

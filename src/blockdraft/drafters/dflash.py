@@ -42,14 +42,15 @@ class DFlashDrafter:
             raise ValueError(f"diffusion_steps is {diffusion_steps}; it must be at least 1.")
         if noise_schedule not in NOISE_SCHEDULES:
             raise ValueError(f"noise_schedule is {noise_schedule!r}; it must be one of {sorted(NOISE_SCHEDULES)}.")
-        self.network = network.to(target.device, target.dtype).eval().requires_grad_(False)
+        self.network = network.to(target.device, target.dtype).eval()
         self.config: DraftConfig = network.config
         self.taps = self.config.taps
         self.block_size = self.config.block_size
         self.diffusion_steps = diffusion_steps
         self.noise_schedule = noise_schedule
         self._target = target
-        self._context_weights = network.context_weights()
+        with torch.no_grad():
+            self._context_weights = self.network.context_weights()
 
     def new_state(self, batch: int, capacity: int) -> KVCache:
         return KVCache(batch, capacity)
@@ -137,13 +138,7 @@ class DFlashDrafter:
 
 def load(path: Path, target: Target) -> DFlashDrafter:
     config, tensors = read_checkpoint(path)
-    check_fits(
-        config,
-        hidden_size=target.hidden_size,
-        num_layers=target.num_layers,
-        vocab_size=target.vocab_size,
-        max_context=target.max_context,
-    )
+    check_fits(config, hidden_size=target.hidden_size, num_layers=target.num_layers, vocab_size=target.vocab_size)
     network = DFlashNetwork(config)
     network.load_state_dict(tensors)
     return DFlashDrafter(network, target)

@@ -131,7 +131,7 @@ class Engine:
             raise ValueError("prompts is one text; give a list of prompts.")
         each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts came with {len(each)} sampling parameters; give one, or one each.")
+            raise ValueError(f"{len(prompts)} prompts came with {len(each)} SamplingParams; give one, or one each.")
         rows = [self._row(prompt, p) for prompt, p in zip(prompts, each, strict=True)]
         for start in range(0, len(rows), self.max_batch_size):
             group = rows[start : start + self.max_batch_size]
@@ -198,9 +198,7 @@ class Engine:
         """The prompts as chains of which everything is committed; their last nodes yield the first tokens."""
         began = time.perf_counter()
         capacity = self._capacity(rows)
-        batch = Batch(
-            rows, self.target.new_cache(len(rows), capacity), self.drafter.new_state(len(rows), capacity)
-        )
+        batch = Batch(rows, self.target.new_cache(len(rows), capacity), self.drafter.new_state(len(rows), capacity))
         longest = max(len(row.prompt) for row in rows)
         prompts = chain(self._tensor([row.prompt + [0] * (longest - len(row.prompt)) for row in rows]))
         last = self._tensor([len(row.prompt) - 1 for row in rows])
@@ -241,8 +239,8 @@ class Engine:
             raise ValueError(f"The prompt has {len(ids)} tokens and the target's context {limit}; shorten the prompt.")
         if len(ids) + params.max_new_tokens > limit:
             raise ValueError(
-                f"The prompt's {len(ids)} tokens and max_new_tokens {params.max_new_tokens} exceed the target's context of "
-                f"{limit}; ask for at most {limit - len(ids)} new tokens."
+                f"The prompt's {len(ids)} tokens and max_new_tokens {params.max_new_tokens} exceed the target's "
+                f"context of {limit}; ask for at most {limit - len(ids)} new tokens."
             )
         if params.block_size is not None and params.block_size > self.drafter.block_size:
             raise ValueError(

@@ -177,8 +177,7 @@ def read_checkpoint(path: str | Path) -> tuple[DraftConfig, dict[str, Tensor]]:
         config = parse_config(json.loads(file.read_text(encoding="utf-8")))
         for file in sorted(Path(path).glob("*.safetensors")):
             for name, tensor in load_file(file).items():
-                name = name.removeprefix("model.")
-                name = f"layers.0.{name[9:]}" if name.startswith("midlayer.") else name
+                name = name.removeprefix("model.").replace("midlayer.", "layers.0.")
                 _need(name not in tensors, name, "a repeated tensor", "in one file; keep one copy of the weights")
                 if name != "embed_tokens.weight" and not name.endswith("rotary_emb.inv_freq"):  # not the drafter's own
                     tensors[name] = tensor
@@ -207,9 +206,10 @@ def write_checkpoint(path: str | Path, config: DraftConfig, tensors: Mapping[str
     with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
         new, old = Path(scratch, "new"), Path(scratch, "old")
         new.mkdir()
-        contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(contiguous, new / "model.safetensors", metadata={"format": "pt"})
         (new / "config.json").write_text(json.dumps({**raw, "dtype": dtypes[0]}, indent=2) + "\n", encoding="utf-8")
+        (new / "model.safetensors").chmod((new / "config.json").stat().st_mode)  # safetensors lets only the owner read
         if path.exists():
             path.rename(old)
         try:

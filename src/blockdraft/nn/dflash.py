@@ -71,20 +71,25 @@ class DFlashNetwork(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        # The many kinds of rotary scaling are transformers' business.
+        # The many kinds of rotary scaling are transformers' business. The frequencies are no buffer of this module,
+        # because they must stay float32 when the weights are cast: rounded to bfloat16, positions blur.
         rope = {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta}
-        self.rotary = Qwen3RotaryEmbedding(
+        rotary = Qwen3RotaryEmbedding(
             Qwen3Config(
                 head_dim=config.head_dim,
                 max_position_embeddings=config.max_position_embeddings,
                 rope_parameters=rope,
             )
         )
+        self._frequencies, self._rope_scale = {rotary.inv_freq.device: rotary.inv_freq}, rotary.attention_scaling
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin of the positions `[B, N]`, each `[B, N, D]`."""
-        cos, sin = self.rotary(torch.empty((), dtype=dtype, device=positions.device), positions)
-        return cos, sin
+        if positions.device not in self._frequencies:
+            self._frequencies[positions.device] = next(iter(self._frequencies.values())).to(positions.device)
+        angles = positions.unsqueeze(-1).float() * self._frequencies[positions.device]
+        angles = torch.cat([angles, angles], dim=-1)
+        return (angles.cos() * self._rope_scale).to(dtype), (angles.sin() * self._rope_scale).to(dtype)
 
     def context_weights(self) -> tuple[Tensor, Tensor | None, Tensor]:
         """Key and value projections of all layers in one matrix, their biases, and the key norms' scales."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache as TransformersCache
 
@@ -52,18 +52,18 @@ class HFTarget:
     """A causal LM of transformers behind the `Target` protocol. Tapped layers are read by forward hooks.
 
     Args:
-        model: A decoder-only model in evaluation mode.
+        model: A decoder-only model; it is put into evaluation mode.
         tokenizer: Its tokenizer, if there is one.
 
     Raises:
-        ValueError: The model is no decoder-only attention model (encoder-decoder, recurrent or linear-attention layers).
+        ValueError: The model is no decoder-only attention model (an encoder-decoder, or one with recurrent layers).
     """
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, path: Path | None = None
     ) -> None:
         config = model.config.get_text_config()
-        self.model = model.eval().requires_grad_(False)
+        self.model = model.eval()
         self.tokenizer = tokenizer
         self.path = path
         self.dtype: torch.dtype = model.dtype
@@ -77,13 +77,11 @@ class HFTarget:
         kinds = getattr(config, "layer_types", None)
         if config.is_encoder_decoder or (kinds and not set(kinds) <= ATTENTION_KINDS) or model._is_stateful:
             raise ValueError(
-                f"{type(model).__name__} has layers of the kinds {sorted(set(kinds or ['unknown']))}; only decoder-only "
-                f"models of {sorted(ATTENTION_KINDS)} can be targets, since other states cannot be rolled back yet."
+                f"{type(model).__name__} has layers of the kinds {sorted(set(kinds or ['unknown']))}; only "
+                f"decoder-only models of {sorted(ATTENTION_KINDS)} can be targets: other states cannot be rolled back."
             )
         self._kinds = set(kinds) if kinds else {"sliding_attention" if _window(config) else "full_attention"}
         self._layers = _decoder_layers(model, self.num_layers)
-        self._hooks: dict[int, RemovableHandle] = {}
-        self._tapped: dict[int, Tensor] = {}
 
     def new_cache(self, batch: int, capacity: int) -> HFCache:
         return HFCache(batch, capacity)
@@ -103,7 +101,6 @@ class HFTarget:
         logits_at: Tensor | None = None,
     ) -> TargetOutput:
         assert isinstance(cache, HFCache)
-        self._listen(taps)
         starts = torch.tensor(cache.lengths, device=self.device)[:, None]
         # Nodes that a shorter row of the batch will never commit may lie past the last position.
         positions = (starts + depths(parents)).clamp(max=self.max_context - 1)
@@ -117,18 +114,19 @@ class HFTarget:
             )
             for kind in self._kinds
         }
-        output = self.model(
-            input_ids=tokens,
-            position_ids=positions,
-            attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=0 if logits_at is None else logits_at,
-        )
+        with self._listening(taps) as tapped:
+            output = self.model(
+                input_ids=tokens,
+                position_ids=positions,
+                attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=0 if logits_at is None else logits_at,
+            )
         logits = output.logits
         if logits_at is not None:  # the model keeps these nodes for every row; row b wants the b-th
             logits = logits.diagonal(dim1=0, dim2=1).T.unsqueeze(1)
-        features = torch.cat([self._tapped.pop(tap) for tap in taps], dim=-1) if taps else None
+        features = torch.cat([tapped[tap] for tap in taps], dim=-1) if taps else None
         return TargetOutput(logits, features)
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -138,16 +136,22 @@ class HFTarget:
         logits: Tensor = self.model.get_output_embeddings()(hidden)
         return logits
 
-    def _listen(self, taps: Sequence[int]) -> None:
-        """Hook just these layers."""
-        for tap in self._hooks.keys() - set(taps):
-            self._hooks.pop(tap).remove()
-        for tap in set(taps) - self._hooks.keys():
+    @contextmanager
+    def _listening(self, taps: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+        """Collect the outputs of these layers. The hooks go afterwards: the model may be used without this target."""
+        tapped: dict[int, Tensor] = {}
+        hooks = []
+        for tap in set(taps):
 
             def keep(module: nn.Module, args: Any, output: Any, tap: int = tap) -> None:
-                self._tapped[tap] = output[0] if isinstance(output, tuple) else output
+                tapped[tap] = output[0] if isinstance(output, tuple) else output
 
-            self._hooks[tap] = self._layers[tap].register_forward_hook(keep)
+            hooks.append(self._layers[tap].register_forward_hook(keep))
+        try:
+            yield tapped
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 def _window(config: Any) -> int | None:
@@ -191,4 +195,4 @@ def load(path: str | Path, dtype: torch.dtype, device: torch.device) -> HFTarget
         raise ValueError(f"{path} cannot be loaded as a causal language model: {error}") from error
     has_tokenizer = not folder.exists() or any(folder.glob("tokenizer*")) or any(folder.glob("vocab*"))
     tokenizer = AutoTokenizer.from_pretrained(path) if has_tokenizer else None
-    return HFTarget(model.to(device), tokenizer, folder if folder.exists() else None)
+    return HFTarget(model.to(device).requires_grad_(False), tokenizer, folder if folder.exists() else None)

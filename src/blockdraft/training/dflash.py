@@ -77,7 +77,7 @@ def draft_hidden(
     masks = {}
     for kind in set(config.layers):
         context = (everywhere[:1, None, :] < anchors[:, None, None]).expand(-1, size, -1)
-        within = (slots[:, None] >= slots if kind.causal else torch.ones(size, size, device=device).bool())
+        within = slots[:, None] >= slots if kind.causal else torch.ones(size, size, device=device).bool()
         if kind.window is not None:
             context = context & (positions[:, :, None] - everywhere[:1, None, :] < kind.window)
             within = within & ((slots[:, None] - slots).abs() < kind.window)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 
-def verify_row(
-    tokens: Sequence[int], parents: Sequence[int], draw_at: Callable[[int], int]
-) -> tuple[list[int], int]:
+def verify_row(tokens: Sequence[int], parents: Sequence[int], draw_at: Callable[[int], int]) -> tuple[list[int], int]:
     """Walk the tree from the anchor; `draw_at(node)` draws the target's token after a node.
 
     Returns:

@@ -26,8 +26,8 @@ def verify(proposal: Proposal, probs_BNV: Tensor, uniforms_BN: Tensor) -> Verdic
 
     Guesses that were chosen, not drawn: at each node the target draws from its own p, and the walk descends while a
     child holds the drawn token. Every token that comes out is the target's own draw, so the output has law p whatever
-    was guessed; a guess x is accepted with probability p(x). At temperature 0, p is one-hot and the walk accepts
-    the longest prefix that equals the argmax (DFlash, arXiv 2602.06036, section 3; DDTree, arXiv 2604.12989, for trees).
+    was guessed; a guess x is accepted with probability p(x). At temperature 0, p is one-hot and the walk accepts the
+    longest prefix that equals the argmax (DFlash, arXiv 2602.06036; DDTree, arXiv 2604.12989, for trees).
 
     Args:
         proposal: The tree of B rows and N nodes, with `q` None.

@@ -1,0 +1,96 @@
+"""The parts of the tiny recipe that can be checked without training."""
+
+import contextlib
+import io
+import random
+import re
+
+import pytest
+import torch
+from corpus import clean_gsm8k, documented_functions
+from measure import answer_of, loops
+from muon import Muon, orthogonalize
+from python_tasks import python_task
+from train_target import packed_rows
+from word_problems import word_problem
+
+
+def test_word_problems_are_right() -> None:
+    rng = random.Random(5)
+    for _ in range(500):
+        question, answer = word_problem(rng)
+        *steps, last = answer.splitlines()
+        assert question and steps
+        results = []
+        for step in steps:
+            for left, right in re.findall(r"([$\d][\d $.+*/%()-]*) = \$?(\d+(?:\.\d+)?)", step):
+                assert abs(eval(left.replace("$", "").replace("%", "")) - float(right)) < 1e-9, step
+                results.append(float(right))
+        boxed = re.fullmatch(r"The answer is \\boxed\{([\d.]+)\}\.", last)
+        assert boxed and float(boxed[1]) == results[-1]
+
+
+def test_python_tasks_do_what_their_examples_say() -> None:
+    import doctest
+
+    rng = random.Random(5)
+    for _ in range(100):
+        stub, solution = python_task(rng)
+        space: dict[str, object] = {}
+        imports = "\n".join(line for line in stub.splitlines() if line.startswith(("from ", "import ")))
+        exec(imports + "\n" + solution, space)
+        examples = doctest.DocTestParser().get_doctest(stub, space, "stub", None, 0)
+        with contextlib.redirect_stdout(io.StringIO()) as report:
+            assert doctest.DocTestRunner(verbose=False).run(examples).failed == 0, report.getvalue()
+
+
+def test_gsm8k_answers_get_one_style() -> None:
+    raw = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = <<48+24=72>>72 clips.\n#### 1,072"
+    assert clean_gsm8k(raw) == (
+        "Natalia sold 48 / 2 = 24 clips in May.\nShe sold 48 + 24 = 72 clips.\nThe answer is \\boxed{1072}."
+    )
+
+
+def test_documented_functions_are_split_at_the_docstring() -> None:
+    source = 'import os\n\ndef f(x):\n    """Double x."""\n    return 2 * x\n\n\ndef g(x):\n    return x\n'
+    assert list(documented_functions(source)) == [('def f(x):\n    """Double x."""\n', "def f(x):\n    return 2 * x")]
+
+
+def test_loops_need_four_runs_of_eight() -> None:
+    run = list(range(8))
+    assert loops(run * 4)
+    assert not loops(run * 3)
+    assert loops([1] * 11) and not loops([1] * 10)
+
+
+def test_answer_is_what_the_last_box_holds() -> None:
+    assert answer_of("so \\boxed{3}.\nThe answer is \\boxed{$1,200}.") == "1200"
+    assert answer_of("no box") is None
+
+
+def test_rows_begin_with_documents_and_cut_only_the_last() -> None:
+    documents = {"gsm8k": [[1, 2, 3], [4, 5]], "problem": [[6, 7]], "task": [[8] * 9], "algorithms": [[9]],
+                 "math": [[10]], "leetcode": [[11]]}  # fmt: skip
+    rows = packed_rows(documents, 0, lambda: 8)
+    for _ in range(50):
+        row = next(rows)
+        assert len(row) == 8 and 8 not in row  # the task is longer than a row
+        assert row[0] in (1, 4, 6, 9, 10, 11)
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 20), (2, 20, 8)])
+def test_orthogonalize_brings_singular_values_near_one(shape: tuple[int, ...]) -> None:
+    values = torch.linalg.svdvals(orthogonalize(torch.randn(shape, generator=torch.Generator().manual_seed(0))))
+    assert 0.5 < float(values.min()) <= float(values.max()) < 1.4
+
+
+def test_muon_goes_downhill() -> None:
+    torch.manual_seed(0)
+    weight, goal = torch.nn.Parameter(torch.zeros(4, 6)), torch.randn(4, 6)
+    optimizer = Muon([weight], lr=0.05)
+    before = float((weight - goal).square().sum())
+    for _ in range(50):
+        optimizer.zero_grad()
+        (weight - goal).square().sum().backward()
+        optimizer.step()
+    assert float((weight - goal).square().sum()) < 0.2 * before
