@@ -11,8 +11,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from blockdraft.formats.zlab import DraftConfig, LayerAttention, write_checkpoint
+from blockdraft.formats.zlab import write_checkpoint
 from blockdraft.nn.dflash import DFlashNetwork
+from blockdraft.nn.draft_config import DraftConfig, LayerAttention
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"]
 CHAT_TEMPLATE = (

@@ -16,8 +16,9 @@ from torch import Tensor
 from train_target import save_checkpoint
 
 from blockdraft import Target, load_target
-from blockdraft.formats.zlab import DraftConfig, LayerAttention, default_taps, write_checkpoint
+from blockdraft.formats.zlab import write_checkpoint
 from blockdraft.nn.dflash import DFlashNetwork
+from blockdraft.nn.draft_config import DraftConfig, LayerAttention, default_taps
 from blockdraft.proposal import chain
 from blockdraft.training.dflash import (
     accepted_length,

@@ -10,9 +10,10 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from blockdraft.drafters.dflash import DFlashDrafter
-from blockdraft.formats.zlab import DraftConfig, LayerAttention, write_checkpoint
+from blockdraft.formats.zlab import write_checkpoint
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.dflash import DFlashNetwork
+from blockdraft.nn.draft_config import DraftConfig, LayerAttention
 
 LAYERS, HIDDEN, VOCAB, BLOCK_SIZE, MASK = 4, 32, 97, 8, 96
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from blockdraft.drafters.dflash import DFlashDrafter
-from blockdraft.formats.zlab import LayerAttention, read_checkpoint
+from blockdraft.formats.zlab import read_checkpoint
 from blockdraft.nn.dflash import DFlashNetwork
+from blockdraft.nn.draft_config import LayerAttention
 from blockdraft.proposal import chain
 from blockdraft.targets import load_target
 from blockdraft.training.dflash import (

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from blockdraft.formats.zlab import DraftConfig, check_fits, read_checkpoint
+from blockdraft.formats.zlab import check_fits, read_checkpoint
 from blockdraft.nn.attention import attend, visible_slots
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.dflash import DFlashNetwork
+from blockdraft.nn.draft_config import DraftConfig
 from blockdraft.proposal import Proposal, chain
 from blockdraft.targets import Target
 from blockdraft.types import SamplingParams

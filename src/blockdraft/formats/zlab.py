@@ -7,9 +7,8 @@ ModelOpt, vLLM and SGLang write or read. They are resolved here once; what we ca
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,6 +16,8 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from blockdraft.nn.draft_config import DraftConfig, LayerAttention, default_taps, need, whole
 
 ARCHITECTURE = "DFlashDraftModel"
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -30,70 +31,6 @@ INERT |= dict.fromkeys(("shift_label", "sample_from_anchor", "mrope_section", "q
 INERT |= dict.fromkeys(("attention_sink_bias", "add_swa_attention_sink_bias", "gru_hidden_dim", "emb_dim"), (False,))
 
 
-@dataclass(frozen=True)
-class LayerAttention:
-    """What one draft layer attends to."""
-
-    causal: bool  # inside the block: the slots up to the query's own; otherwise the whole block
-    window: int | None  # sliding window in tokens; None is full attention
-
-
-@dataclass(frozen=True)
-class DraftConfig:
-    """A DFlash v1 draft model, resolved from any variant of config.json. Raises ValueError for what is out of range."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    block_size: int  # tokens, anchor included
-    mask_token_id: int
-    taps: tuple[int, ...]  # x is the output of 0-based target layer x; in the order of the columns of `fc`
-    num_target_layers: int
-    rope_theta: float
-    layers: tuple[LayerAttention, ...]  # one a draft layer
-    rope_scaling: dict[str, Any] | None = None  # `rope_type` and its parameters, without theta; None is plain RoPE
-    rms_norm_eps: float = 1e-6
-    max_position_embeddings: int = 40960  # tokens
-    attention_bias: bool = False
-    hidden_act: str = "silu"
-    input_embedding_scale: float = 1.0  # factor on the target's embeddings where they enter the drafter
-    output_multiplier: float = 1.0  # factor on the logits, before the soft cap
-    final_logit_softcapping: float | None = None  # c in c * tanh(logits / c); None is no cap
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value, kind = getattr(self, field.name), field.type
-            if kind == "int":
-                _whole(field.name, value, minimum={"block_size": 2, "mask_token_id": 0}.get(field.name, 1))
-            elif kind == "float" or (kind == "float | None" and value is not None):
-                _need(type(value) in (int, float) and 0 < value < math.inf, field.name, value, "a positive number")
-            elif kind in ("bool", "str"):
-                _need(type(value).__name__ == kind, field.name, value, f"a {kind}")
-        heads, kv_heads, depth = self.num_attention_heads, self.num_key_value_heads, self.num_hidden_layers
-        _need(heads % kv_heads == 0, "num_attention_heads", heads, f"a multiple of num_key_value_heads, {kv_heads}")
-        _need(self.head_dim % 2 == 0, "head_dim", self.head_dim, "even, for rotary embeddings")
-        mask, size, tapped = self.mask_token_id, self.vocab_size, self.num_target_layers
-        _need(mask < size, "mask_token_id", mask, f"below vocab_size, {size}")
-        inside = all(_whole("a tap", tap, minimum=0) < tapped for tap in self.taps)
-        _need(inside and len(self.taps) > 0, "taps", self.taps, f"one or more layers below num_target_layers, {tapped}")
-        _need(len(self.layers) == depth, "the number of layers", len(self.layers), f"num_hidden_layers, {depth}")
-        for layer in self.layers:
-            _whole("a sliding window", 1 if layer.window is None else layer.window)
-
-
-def default_taps(num_target_layers: int, count: int) -> tuple[int, ...]:
-    """Spread `count` taps over the target as z-lab's `build_target_layer_ids` does: halves round to even. Raises
-    ValueError where there is no layer to tap, or where there are fewer than the four that a spread needs."""
-    if _whole("the number of taps", count) == 1:
-        return (_whole("num_target_layers", num_target_layers) // 2,)
-    span = _whole("num_target_layers", num_target_layers, minimum=4) - 4  # from layer 1 to the third from the end
-    return tuple(round(1 + i * span / (count - 1)) for i in range(count))
-
-
 def parse_config(raw: Mapping[str, Any]) -> DraftConfig:
     """Resolve the contents of a config.json.
 
@@ -101,21 +38,21 @@ def parse_config(raw: Mapping[str, Any]) -> DraftConfig:
         ValueError: The file is no DFlash v1 model, lacks a value, contradicts itself, or asks for the unsupported.
     """
     found = _object("config.json", raw).get("architectures")
-    _need(found == [ARCHITECTURE], "architectures", found, f"{[ARCHITECTURE]}, all that is supported")
+    need(found == [ARCHITECTURE], "architectures", found, f"{[ARCHITECTURE]}, all that is supported")
     nested = _object("dflash_config", raw.get("dflash_config"))
     theta, scaling = _rope(raw)
     inert = {**INERT, "target_hidden_size": (raw.get("hidden_size"),), "draft_vocab_size": (raw.get("vocab_size"),)}
     for level in (raw, nested, scaling or {}):
         for key, value in level.items():
             if value is not None and (key in inert or (level is nested and key not in READ)):
-                _need(value in inert.get(key, (False,)), key, value, "absent: this value is not supported")
+                need(value in inert.get(key, (False,)), key, value, "absent: this value is not supported")
     named = {field.name: _pick(raw, field.name) for field in fields(DraftConfig)}
-    depth, heads, hidden = (_whole(k, named[k]) for k in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
+    depth, heads, hidden = (whole(k, named[k]) for k in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
     remedy = f"in config.json; mask_token is {_pick(raw, 'mask_token')!r}, the target's tokenizer tells the id"
-    _need(named["mask_token_id"] is not None, "mask_token_id", None, remedy)
+    need(named["mask_token_id"] is not None, "mask_token_id", None, remedy)
     taps = _pick(raw, "target_layer_ids")
     taps = default_taps(named["num_target_layers"], depth) if taps is None else taps
-    _need(isinstance(taps, list | tuple), "target_layer_ids", taps, "a list of target layers")
+    need(isinstance(taps, list | tuple), "target_layer_ids", taps, "a list of target layers")
     scaling = None if scaling is None or scaling["rope_type"] == "default" else scaling
     named |= {"rope_theta": theta, "rope_scaling": scaling, "taps": tuple(taps), "layers": _layers(raw, depth)}
     named["final_logit_softcapping"] = named["final_logit_softcapping"] or None  # 0 is no cap, as in z-lab's code
@@ -131,34 +68,43 @@ def config_dict(config: DraftConfig) -> dict[str, Any]:
     layers, slides = config.layers, [layer.window is not None for layer in config.layers]
     windows, causal = {layer.window for layer in layers} - {None}, [layer.causal for layer in layers]
     sayable = len(windows) <= 1 and (causal == slides or len({*causal}) == 1)
-    _need(sayable, "layers", layers, "of one window, and all alike in causality or causal just where they slide")
+    need(sayable, "layers", layers, "of one window, and all alike in causality or causal just where they slide")
     raw = {name: value for name, value in asdict(config).items() if name not in ("mask_token_id", "taps", "layers")}
     draft = {"block_size": config.block_size, "mask_token_id": config.mask_token_id, "target_layer_ids": [*config.taps]}
     if causal != slides:  # else the layer types imply it
         raw["is_causal"] = draft["causal"] = causal[0]  # z-lab reads the former, vLLM the latter
     rope = {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta}
-    # fmt: off
     return {
-        "architectures": [ARCHITECTURE], "model_type": "qwen3", **raw, "rope_parameters": rope, "dflash_config": draft,
-        "layer_types": [SLIDING if sliding else FULL for sliding in slides], "use_sliding_window": any(slides),
-        "sliding_window": [*windows, None][0], "max_window_layers": len(layers), "tie_word_embeddings": False,
+        "architectures": [ARCHITECTURE],
+        "model_type": "qwen3",
+        **raw,
+        "rope_parameters": rope,
+        "dflash_config": draft,
+        "layer_types": [SLIDING if sliding else FULL for sliding in slides],
+        "use_sliding_window": any(slides),
+        "sliding_window": [*windows, None][0],
+        "max_window_layers": len(layers),
+        "tie_word_embeddings": False,
     }
-    # fmt: on
 
 
 def tensor_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of a checkpoint: 11 a layer (15 with biases) and 3 more."""
     hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
     query, key = config.num_attention_heads * head, config.num_key_value_heads * head
-    # fmt: off
     layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,),
-        "self_attn.q_proj.weight": (query, hidden), "self_attn.k_proj.weight": (key, hidden),
-        "self_attn.v_proj.weight": (key, hidden), "self_attn.o_proj.weight": (hidden, query),
-        "self_attn.q_norm.weight": (head,), "self_attn.k_norm.weight": (head,), "mlp.gate_proj.weight": (inner, hidden),
-        "mlp.up_proj.weight": (inner, hidden), "mlp.down_proj.weight": (hidden, inner),
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (query, hidden),
+        "self_attn.k_proj.weight": (key, hidden),
+        "self_attn.v_proj.weight": (key, hidden),
+        "self_attn.o_proj.weight": (hidden, query),
+        "self_attn.q_norm.weight": (head,),
+        "self_attn.k_norm.weight": (head,),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
     }
-    # fmt: on
     if config.attention_bias:
         layer |= {f"self_attn.{name}_proj.bias": layer[f"self_attn.{name}_proj.weight"][:1] for name in "qkvo"}
     top = {"fc.weight": (hidden, len(config.taps) * hidden), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
@@ -178,10 +124,10 @@ def read_checkpoint(path: str | Path) -> tuple[DraftConfig, dict[str, Tensor]]:
         for file in sorted(Path(path).glob("*.safetensors")):
             for name, tensor in load_file(file).items():
                 name = name.removeprefix("model.").replace("midlayer.", "layers.0.")
-                _need(name not in tensors, name, "a repeated tensor", "in one file; keep one copy of the weights")
+                need(name not in tensors, name, "a repeated tensor", "in one file; keep one copy of the weights")
                 if name != "embed_tokens.weight" and not name.endswith("rotary_emb.inv_freq"):  # not the drafter's own
                     tensors[name] = tensor
-        _need(file.suffix == ".safetensors", "*.safetensors", None, "beside it; copy the drafter's weights there")
+        need(file.suffix == ".safetensors", "*.safetensors", None, "beside it; copy the drafter's weights there")
         file = Path(path)
         _check_tensors(config, tensors)
     except (OSError, json.JSONDecodeError, UnicodeDecodeError, SafetensorError) as error:
@@ -198,10 +144,10 @@ def write_checkpoint(path: str | Path, config: DraftConfig, tensors: Mapping[str
     path, raw = Path(path).resolve(), config_dict(config)
     _check_tensors(config, tensors)
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
-    _need(len(dtypes) == 1, "the tensors' dtype", dtypes, "one; cast them")
+    need(len(dtypes) == 1, "the tensors' dtype", dtypes, "one; cast them")
     ours = (path / "config.json").is_file() and f'"{ARCHITECTURE}"'.encode() in (path / "config.json").read_bytes()
     free = ours or not path.exists() or (path.is_dir() and not any(path.iterdir()))
-    _need(free, "the folder to write", str(path), "new, empty or a draft model's; choose another")
+    need(free, "the folder to write", str(path), "new, empty or a draft model's; choose another")
     path.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
         new, old = Path(scratch, "new"), Path(scratch, "old")
@@ -226,23 +172,13 @@ def check_fits(
     context to be decoded, in tokens (None is not checked). Raises ValueError where they do not fit."""
     for name, theirs in (("hidden_size", hidden_size), ("num_target_layers", num_layers), ("vocab_size", vocab_size)):
         ours = getattr(config, name)
-        _need(ours == theirs, f"the drafter's {name}", ours, f"the target's, {theirs}; use a drafter made for it")
+        need(ours == theirs, f"the drafter's {name}", ours, f"the target's, {theirs}; use a drafter made for it")
     limit = config.max_position_embeddings
-    _need((max_context or 0) <= limit, "max_context", max_context, f"at most the drafter's positions, {limit}")
-
-
-def _need(holds: bool, name: str, value: Any, limit: str) -> None:
-    if not holds:
-        raise ValueError(f"{name} is {'absent' if value is None else repr(value)}; it must be {limit}.")
-
-
-def _whole(name: str, value: Any, minimum: int = 1) -> int:
-    _need(type(value) is int and value >= minimum, name, value, f"a whole number of at least {minimum}")
-    return int(value)
+    need((max_context or 0) <= limit, "max_context", max_context, f"at most the drafter's positions, {limit}")
 
 
 def _object(name: str, value: Any) -> Mapping[str, Any]:
-    _need(value is None or isinstance(value, Mapping), name, value, "a JSON object")
+    need(value is None or isinstance(value, Mapping), name, value, "a JSON object")
     return value or {}
 
 
@@ -277,17 +213,17 @@ def _layers(raw: Mapping[str, Any], depth: int) -> tuple[LayerAttention, ...]:
     types, window, swa_window = raw.get("layer_types"), raw.get("sliding_window"), _pick(raw, "swa_window_size")
     if types is None:  # the rule of Qwen3Config
         first = raw.get("max_window_layers", 28) if raw.get("use_sliding_window") and window else depth
-        types = [SLIDING if i >= _whole("max_window_layers", first, minimum=0) else FULL for i in range(depth)]
+        types = [SLIDING if i >= whole("max_window_layers", first, minimum=0) else FULL for i in range(depth)]
     fit = isinstance(types, list) and len(types) == depth and all(kind in (FULL, SLIDING) for kind in types)
-    _need(fit, "layer_types", types, f"a list of {depth}, each one {FULL} or {SLIDING}")
+    need(fit, "layer_types", types, f"a list of {depth}, each one {FULL} or {SLIDING}")
     slides, use_swa = [kind == SLIDING for kind in types], _pick(raw, "use_swa")
-    _need(not use_swa or len({*slides}) == 1, "layer_types", types, "all of one type where use_swa is true")
+    need(not use_swa or len({*slides}) == 1, "layer_types", types, "all of one type where use_swa is true")
     switched_off = any(slides) and raw.get("use_sliding_window") is False and swa_window is None
-    _need(not switched_off, "use_sliding_window", False, f"true where layers slide, as in layer_types, {types}")
+    need(not switched_off, "use_sliding_window", False, f"true where layers slide, as in layer_types, {types}")
     window = _agree({"sliding_window": window if any(slides) else None, "swa_window_size": swa_window})
-    _need(window is not None or not (use_swa or any(slides)), "sliding_window", None, "given where layers slide")
+    need(window is not None or not (use_swa or any(slides)), "sliding_window", None, "given where layers slide")
     causal = _pick(raw, "causal") if _pick(raw, "is_causal") is None else _pick(raw, "is_causal")
-    _need(causal is None or type(causal) is bool, "is_causal or causal", causal, "true or false")
+    need(causal is None or type(causal) is bool, "is_causal or causal", causal, "true or false")
     return tuple(LayerAttention(i if causal is None else causal, window if i or use_swa else None) for i in slides)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from blockdraft.formats.zlab import DraftConfig
+from blockdraft.nn.draft_config import DraftConfig
 from blockdraft.nn.layers import GatedMLP, RMSNorm, rotate
 
 # (layer, queries [B, heads, N, D], keys and values of the block [B, kv_heads, N, D]) -> [B, heads, N, D]
