@@ -16,6 +16,10 @@ def test_temperature_divides_the_logits() -> None:
     torch.testing.assert_close(law(temperature=0.5), (LOGITS / 0.5).softmax(-1))
 
 
+def test_a_very_low_temperature_is_greedy_and_finite() -> None:
+    assert law(temperature=1e-40).tolist() == [1, 0, 0, 0, 0]
+
+
 def test_greedy_is_one_hot_and_breaks_ties_towards_the_lowest_id() -> None:
     tied = torch.tensor([0.0, 3.0, 3.0]).expand(1, 1, -1)
     assert probabilities(tied, [SamplingParams()])[0, 0].tolist() == [0.0, 1.0, 0.0]
@@ -64,9 +68,11 @@ def test_draw_follows_the_law_and_never_draws_what_has_no_mass() -> None:
 
 
 def test_random_numbers_belong_to_positions() -> None:
-    numbers, same = RandomNumbers(7, 10), RandomNumbers(7, 10)
+    numbers, same = RandomNumbers(7), RandomNumbers(7)
     assert numbers.at(torch.tensor([3, 4])).tolist() == same.at(torch.tensor([4, 3])).flip(0).tolist()
-    assert numbers.at(torch.arange(10)).tolist() != RandomNumbers(8, 10).at(torch.arange(10)).tolist()
+    assert numbers.at(torch.arange(10)).tolist() != RandomNumbers(8).at(torch.arange(10)).tolist()
+    late = same.at(torch.tensor(700))  # asked for early or late, in one go or many
+    assert float(RandomNumbers(7).at(torch.arange(701))[700]) == float(late)
 
 
 @pytest.mark.parametrize(
@@ -79,6 +85,8 @@ def test_random_numbers_belong_to_positions() -> None:
         ("top_p", 1.1),
         ("max_new_tokens", 0),
         ("block_size", 0),
+        ("seed", -1),
+        ("seed", 2**64),
     ],
 )
 def test_bad_parameters_are_refused_by_name(field: str, value: float) -> None:

@@ -16,6 +16,11 @@ run() { echo "== $*"; "$python" -u "$here/$1" "${@:2}"; }
 [ -f "$build/corpus.jsonl" ] || run corpus.py --data "$data" --out "$build/corpus.jsonl"
 [ -f "$build/target/tokenizer.json" ] || run train_tokenizer.py --corpus "$build/corpus.jsonl" --out "$build/target"
 [ -f "$build/target/model.safetensors" ] || run train_target.py --corpus "$build/corpus.jsonl" --out "$build/target"
+if [ ! -f "$build/target/finished" ]; then
+    run train_target.py --stage finish --steps 240 --tokens-per-step 4096 --rate 0.4 \
+        --corpus "$build/corpus.jsonl" --out "$build/target"
+    touch "$build/target/finished"
+fi
 run write_answers.py --corpus "$build/corpus.jsonl" --target "$build/target" --out "$build/answers.jsonl"
 run train_drafter.py --answers "$build/answers.jsonl" --target "$build/target" --out "$build/drafter"
 run measure.py --data "$data" --target "$build/target" --drafter "$build/drafter" --out "$build/figures.json"

@@ -2,6 +2,10 @@
 
 Documents are packed whole into rows that begin with a document, as decoding does; rows are 256 tokens long at first and
 512 for the last 40 % of the steps, when the longer documents join.
+
+The stage `main` reads everything. The stage `finish` goes on from its weights with a lower rate and leaves out what a
+model of this size cannot follow (GSM8K answers of more than three steps, most MATH): after `main` alone 29 % of the
+greedy answers to GSM8K questions repeat themselves, because the model writes steps that lead nowhere.
 """
 
 import argparse
@@ -20,15 +24,23 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
 # Share of the documents drawn, by kind; in tokens about 38 % GSM8K, 31 % problems, 22 % Python, the rest MATH.
-MIXTURE = {"gsm8k": 0.28, "problem": 0.44, "task": 0.17, "algorithms": 0.03, "math": 0.04, "leetcode": 0.04}
+MIXTURES = {
+    "main": {"gsm8k": 0.28, "problem": 0.44, "task": 0.17, "algorithms": 0.03, "math": 0.04, "leetcode": 0.04},
+    "finish": {"gsm8k": 0.38, "problem": 0.36, "task": 0.22, "algorithms": 0.03, "math": 0.01},
+}
+MAX_STEPS = 3  # of GSM8K answers in the stage `finish`
 SHORT, LONG, LONG_SHARE = 256, 512, 0.4
 
 
-def tokenized(corpus: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[list[int]]]:
+def tokenized(corpus: Path, tokenizer: PreTrainedTokenizerBase, stage: str) -> dict[str, list[list[int]]]:
     texts = defaultdict(list)
     with corpus.open(encoding="utf-8") as file:
         for line in file:
             row = json.loads(line)
+            if row["kind"] not in MIXTURES[stage]:
+                continue
+            if stage == "finish" and row["kind"] == "gsm8k" and row["messages"][1]["content"].count("\n") > MAX_STEPS:
+                continue
             if "text" in row:
                 texts[row["kind"]].append(row["text"] + "<|endoftext|>")
             else:
@@ -36,13 +48,15 @@ def tokenized(corpus: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, lis
     return {kind: tokenizer(rows)["input_ids"] for kind, rows in texts.items()}
 
 
-def packed_rows(documents: dict[str, list[list[int]]], seed: int, limit: Callable[[], int]) -> Iterator[list[int]]:
+def packed_rows(
+    documents: dict[str, list[list[int]]], mixture: dict[str, float], seed: int, limit: Callable[[], int]
+) -> Iterator[list[int]]:
     """Rows of `limit()` tokens; each begins with a document, and only its last document may be cut."""
     rng = random.Random(seed)
     queues: dict[str, list[list[int]]] = defaultdict(list)
     row: list[int] = []
     while True:
-        kind = rng.choices(list(MIXTURE), list(MIXTURE.values()))[0]
+        kind = rng.choices(list(mixture), list(mixture.values()))[0]
         if not queues[kind]:
             queues[kind] = rng.sample(documents[kind], len(documents[kind]))
         document = queues[kind].pop()
@@ -69,10 +83,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=Path, default=Path("build/tiny/corpus.jsonl"))
     parser.add_argument("--out", type=Path, default=Path("build/tiny/target"), help="holds the tokenizer already")
-    parser.add_argument("--steps", type=int, default=900)
+    parser.add_argument("--stage", choices=list(MIXTURES), default="main")
+    parser.add_argument("--steps", type=int, default=760)
     parser.add_argument("--tokens-per-step", type=int, default=6144)
     parser.add_argument("--muon-lr", type=float, default=0.02)
     parser.add_argument("--adam-lr", type=float, default=3e-3)
+    parser.add_argument("--rate", type=float, default=1.0, help="factor on both learning rates")
     parser.add_argument("--save-every", type=int, default=100)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
@@ -80,7 +96,8 @@ def main() -> None:
 
     torch.manual_seed(args.seed)
     tokenizer = AutoTokenizer.from_pretrained(args.out)
-    documents = tokenized(args.corpus, tokenizer)
+    documents = tokenized(args.corpus, tokenizer, args.stage)
+    print({kind: len(rows) for kind, rows in documents.items()}, flush=True)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=224,
@@ -95,14 +112,17 @@ def main() -> None:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    model = Qwen3ForCausalLM(config).to(args.device)
+    model = Qwen3ForCausalLM(config)
+    if args.stage == "finish":
+        model = Qwen3ForCausalLM.from_pretrained(args.out, dtype=torch.float32)
+    model.to(args.device).train()
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     optimizers = [Muon(matrices, args.muon_lr), torch.optim.AdamW(others, args.adam_lr, (0.9, 0.95), weight_decay=0.0)]
-    peaks = [args.muon_lr, args.adam_lr]
+    peaks = [args.rate * args.muon_lr, args.rate * args.adam_lr]
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters on {args.device}", flush=True)
 
-    checkpoint = args.out / "training_state.pt"
+    checkpoint = args.out / f"{args.stage}_state.pt"
     start = 0
     if checkpoint.exists():
         state = torch.load(checkpoint, map_location=args.device)
@@ -117,9 +137,9 @@ def main() -> None:
         return F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
 
     compiled = torch.compile(loss_of, dynamic=False)
-    switch = math.ceil(args.steps * (1 - LONG_SHARE))
+    switch = math.ceil(args.steps * (1 - LONG_SHARE)) if args.stage == "main" else 0
     step = 0
-    rows = packed_rows(documents, args.seed, lambda: (SHORT if step < switch else LONG) + 1)
+    rows = packed_rows(documents, MIXTURES[args.stage], args.seed, lambda: (SHORT if step < switch else LONG) + 1)
     losses, began = [], time.time()
     for step in range(args.steps):
         length = SHORT if step < switch else LONG

@@ -19,8 +19,8 @@ from word_problems import word_problem
 
 from blockdraft import Engine, SamplingParams, load_drafter, load_target
 
-FROM_CORPUS = {"gsm8k": 7473, "math": 600, "algorithms": 1400}
-DRAWN = {"problem": 1500, "task": 2600}
+FROM_CORPUS = {"gsm8k": 6000, "math": 200, "algorithms": 1000}
+DRAWN = {"problem": 900, "task": 2200}
 
 
 def training_prompts(corpus: Path, seed: int) -> list[tuple[str, str]]:

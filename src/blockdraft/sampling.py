@@ -28,7 +28,9 @@ def _row_probabilities(logits_NV: Tensor, params: SamplingParams) -> Tensor:
     if params.temperature == 0:
         best_N1 = logits_NV.argmax(dim=-1, keepdim=True)
         return torch.zeros_like(logits_NV, dtype=torch.float32).scatter_(-1, best_N1, 1.0)
-    scores = logits_NV.float() / params.temperature
+    logits_NV = logits_NV.float()
+    # The maximum goes first, so that no temperature, however low, overflows.
+    scores = (logits_NV - logits_NV.max(dim=-1, keepdim=True).values) / params.temperature
     if params.top_k == 0 and params.top_p == 1:
         return scores.softmax(dim=-1)
     scores, order = scores.sort(dim=-1, descending=True, stable=True)
@@ -52,6 +54,7 @@ def draw(probs_BNV: Tensor, uniforms_BN: Tensor) -> Tensor:
     Returns:
         Token ids `[B, N]`, int64; never a token of probability 0.
     """
+    probs_BNV = probs_BNV.cpu() if probs_BNV.device.type == "mps" else probs_BNV  # which has no float64
     cumulative = probs_BNV.double().cumsum(dim=-1)
     threshold = uniforms_BN.to(cumulative.device).unsqueeze(-1) * cumulative[..., -1:]
     # Rounding could push the threshold up to the total, hence past the last token that has mass.
@@ -66,11 +69,16 @@ class RandomNumbers:
     block size or neighbours.
     """
 
-    def __init__(self, seed: int | None, count: int) -> None:
-        generator = torch.Generator()
-        generator.manual_seed(int(torch.randint(2**62, ())) if seed is None else seed)
-        self._numbers = torch.rand(count, generator=generator, dtype=torch.float64)
+    CHUNK = 256  # numbers drawn at once; part of what a seed means
+
+    def __init__(self, seed: int | None) -> None:
+        self._generator = torch.Generator()
+        self._generator.manual_seed(int(torch.randint(2**62, ())) if seed is None else seed)
+        self._numbers = torch.empty(0, dtype=torch.float64)
 
     def at(self, positions: Tensor) -> Tensor:
-        """Numbers for the output positions given, any shape; positions past the last one repeat it."""
-        return self._numbers[positions.clamp(max=len(self._numbers) - 1)]
+        """Numbers in [0, 1) for these output positions, any shape, float64."""
+        while len(self._numbers) <= int(positions.max()):
+            new = torch.rand(self.CHUNK, generator=self._generator, dtype=torch.float64)
+            self._numbers = torch.cat([self._numbers, new])
+        return self._numbers[positions]

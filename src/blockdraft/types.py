@@ -49,22 +49,7 @@ class SamplingParams:
             raise ValueError(f"top_k is {self.top_k}; it must be 0 (keep all) or more.")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1 (keep all).")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed is {self.seed}; it must be from 0 to 2**63 - 1.")
         if self.block_size is not None and self.block_size < 1:
             raise ValueError(f"block_size is {self.block_size}; it must be at least 1 (no drafting).")
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """What one cycle adds to a streamed answer.
-
-    Attributes:
-        text: New text; never half a UTF-8 character, so it may be empty while `token_ids` is not.
-        token_ids: New tokens.
-        drafted: For each new token, whether the drafter had guessed it (False for the bonus token).
-        finish_reason: Set on the last chunk.
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    drafted: tuple[bool, ...]
-    finish_reason: FinishReason | None = None

@@ -250,7 +250,7 @@ def test_parse_refuses(raw: Any, told: str) -> None:
 
 WRITTEN = [
     CONFIG,
-    replace(CONFIG, rope_scaling=YARN, attention_bias=True, rms_norm_eps=1e-5, hidden_act="gelu"),
+    replace(CONFIG, rope_scaling=YARN, attention_bias=True, rms_norm_eps=1e-5),
     replace(CONFIG, input_embedding_scale=2.0, output_multiplier=0.5, final_logit_softcapping=30.0),
     replace(CONFIG, layers=(LayerAttention(True, 9), BIDIRECTIONAL)),
     replace(CONFIG, layers=(LayerAttention(False, 9), BIDIRECTIONAL)),

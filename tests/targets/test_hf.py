@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from blockdraft.proposal import chain
@@ -125,12 +126,32 @@ def test_load_target_states_its_path_dtype_and_ends(tiny_target_dir: Path) -> No
 def test_bad_folders_and_dtypes_are_refused(tmp_path: Path, tiny_target_dir: Path) -> None:
     with pytest.raises(ValueError, match=r"no config\.json"):
         load_target(tmp_path)
-    with pytest.raises(ValueError, match="no/such/folder"):
-        load_target("no/such/folder")
-    with pytest.raises(ValueError, match="dtype is 'int8'"):
+    for missing in ("no/such/folder", "/nowhere", "nowhere"):
+        with pytest.raises(ValueError, match=f"no folder {missing}"):
+            load_target(missing)
+    with pytest.raises(ValueError, match="dtype is int8"):
         load_target(tiny_target_dir, dtype="int8")
     with pytest.raises(ValueError, match="Device"):
         load_target(tiny_target_dir, device="tpu9")
+
+
+def test_weights_that_do_not_fill_the_model_are_refused(tmp_path: Path, tiny_target_dir: Path) -> None:
+    for file in tiny_target_dir.iterdir():
+        if file.suffix == ".safetensors":
+            tensors = load_file(file)
+            del tensors["model.layers.1.mlp.up_proj.weight"]
+            save_file(tensors, tmp_path / file.name, metadata={"format": "pt"})
+        else:
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(ValueError, match=r"lacks 1 tensors .*layers\.1\.mlp\.up_proj"):
+        load_target(tmp_path)
+
+
+def test_a_corrupt_tokenizer_is_refused(tmp_path: Path, tiny_target_dir: Path) -> None:
+    for file in tiny_target_dir.iterdir():
+        (tmp_path / file.name).write_bytes(b"{" if file.name == "tokenizer.json" else file.read_bytes())
+    with pytest.raises(ValueError, match=tmp_path.name):
+        load_target(tmp_path)
 
 
 def test_truncated_weights_are_refused(tmp_path: Path, tiny_target_dir: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from blockdraft.cli.compare import RUNS, Comparison
-from blockdraft.engine import Completion, Engine, Stats
+from blockdraft.engine import Completion, Engine
 from blockdraft.engine.prompts import TextStream
 from blockdraft.types import SamplingParams
 
@@ -37,31 +36,21 @@ def stream_answer(console: Console, engine: Engine, prompt: str, params: Samplin
 
     A character that takes several tokens has the colour of its last one.
     """
-    text, stats, reason, guessed = TextStream(engine.target.tokenizer), Stats(), None, 0
-    chunks = engine.stream(prompt, params)
+    text, tokens, guessed = TextStream(engine.target.tokenizer), 0, 0
     try:
-        while reason is None:
-            began = time.perf_counter()
-            chunk = next(chunks)
-            seconds = time.perf_counter() - began
+        for chunk in engine.stream(prompt, params):
             for token, drafted in zip(chunk.token_ids, chunk.drafted, strict=True):
                 _write(console, text.push([token]), DRAFTED if drafted else None)
-            if stats.prefill_seconds:
-                stats.committed.append(len(chunk.token_ids))
-                stats.total_seconds += seconds
-            else:  # the first chunk comes from the prompt and is no cycle
-                stats.prefill_seconds = seconds
-            guessed += sum(chunk.drafted)
-            reason = chunk.finish_reason
+            tokens, guessed = tokens + len(chunk.token_ids), guessed + sum(chunk.drafted)
         _write(console, text.finish())
     finally:
         console.print()
-    count = sum(stats.committed) + 1
+    stats = chunk.stats
     console.print(
         Text.assemble(
-            f"\n{_number(count, 'token')}, ",
+            f"\n{_number(tokens, 'token')}, ",
             (f"{guessed} drafted", DRAFTED),
-            f", tau {stats.tau:.2f}, {stats.tokens_per_second:.1f} tokens/s, finish reason: {reason}",
+            f", tau {stats.tau:.2f}, {stats.tokens_per_second:.1f} tokens/s, finish reason: {chunk.finish_reason}",
         )
     )
 

@@ -17,7 +17,7 @@ from blockdraft.engine.stats import Stats
 from blockdraft.proposal import chain, depths
 from blockdraft.sampling import RandomNumbers, probabilities
 from blockdraft.targets import Cache, Target
-from blockdraft.types import Chunk, FinishReason, Prompt, SamplingParams
+from blockdraft.types import FinishReason, Prompt, SamplingParams
 from blockdraft.verification import Verdict, verify
 
 
@@ -75,6 +75,25 @@ class Completion:
     @property
     def tau(self) -> float:
         return self.stats.tau
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one cycle adds to a streamed answer.
+
+    Attributes:
+        text: New text; never half a UTF-8 character, so it may be empty while `token_ids` is not.
+        token_ids: New tokens.
+        drafted: For each new token, whether the drafter had guessed it (False for the bonus token).
+        stats: Counts and times so far; the same object in every chunk of an answer.
+        finish_reason: Set on the last chunk.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    drafted: tuple[bool, ...]
+    stats: Stats
+    finish_reason: FinishReason | None = None
 
 
 @dataclass
@@ -159,7 +178,7 @@ class Engine:
             piece = text.push(new)
             if row.finish_reason is not None:
                 piece += text.finish()
-            yield Chunk(piece, tuple(new), tuple(drafted), row.finish_reason)
+            yield Chunk(piece, tuple(new), tuple(drafted), row.stats, row.finish_reason)
 
     def _decode(self, rows: list[Row]) -> Iterator[None]:
         """Decode these rows to their ends, yielding after the prompts and after each cycle."""
@@ -247,7 +266,7 @@ class Engine:
                 f"block_size is {params.block_size}; this drafter was trained for at most {self.drafter.block_size}."
             )
         stops = set(params.stop_token_ids) | (set() if params.ignore_eos else self.target.eos_token_ids)
-        return Row(ids, params, frozenset(stops), RandomNumbers(params.seed, params.max_new_tokens))
+        return Row(ids, params, frozenset(stops), RandomNumbers(params.seed))
 
     def _block_size(self, row: Row) -> int:
         # Guesses past the length limit would be cut; the anchor is there already.

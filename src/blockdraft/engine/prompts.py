@@ -61,7 +61,7 @@ class TextStream:
 
     def finish(self) -> str:
         """What is still unsent once no token follows, an unfinished character included."""
-        return self.text.removeprefix(self._sent)
+        return self.text[len(self._sent) :]
 
     @property
     def text(self) -> str:

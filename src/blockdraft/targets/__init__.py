@@ -9,6 +9,7 @@ import torch
 from blockdraft.targets import hf
 from blockdraft.targets.base import Cache, Target, TargetOutput
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BUNDLED = Path(__file__).parents[1] / "pair" / "target"
 
 
@@ -31,18 +32,17 @@ def load_target(
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
-        device = torch.device(device)
-        torch.empty(0, device=device)
+        placed = torch.empty(0, device=device).device
+        if placed.type == "meta":
+            raise RuntimeError("it holds no numbers")
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"Device {device!r} is not usable here: {str(error).splitlines()[0]}") from error
-    if isinstance(dtype, str):
-        named = getattr(torch, dtype, None)
-        if not isinstance(named, torch.dtype) or not named.is_floating_point:
-            raise ValueError(f"dtype is {dtype!r}; use float32, bfloat16 or float16.")
-        dtype = named
+        raise ValueError(f"Device {device} is not usable here: {str(error).splitlines()[0]}") from error
     if dtype is None:
-        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    return hf.load(BUNDLED if path is None else path, dtype, device)
+        dtype = torch.float32 if placed.type == "cpu" else torch.bfloat16
+    chosen = DTYPES.get(str(dtype).removeprefix("torch."))
+    if chosen is None:
+        raise ValueError(f"dtype is {dtype}; use one of {sorted(DTYPES)}.")
+    return hf.load(BUNDLED if path is None else path, chosen, placed)
 
 
 __all__ = ["Cache", "Target", "TargetOutput", "load_target"]

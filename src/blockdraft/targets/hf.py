@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -180,19 +180,29 @@ def load(path: str | Path, dtype: torch.dtype, device: torch.device) -> HFTarget
     """Load a causal LM and, where there is one, its tokenizer, from a local folder or by hub name.
 
     Raises:
-        ValueError: No such folder or hub name, or files that cannot be read.
+        ValueError: No such folder or hub name, files that cannot be read, or weights that do not fill the model.
     """
     folder = Path(path)
     if folder.exists() and not (folder / "config.json").is_file():
         raise ValueError(f"{folder} has no config.json; a target is a Hugging Face model folder or a hub name.")
+    if not folder.exists() and not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
+        raise ValueError(f"There is no folder {path}, and it is no hub name of the form owner/name.")
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        model, report = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True)
+        has_tokenizer = not folder.exists() or any(folder.glob("tokenizer*")) or any(folder.glob("vocab*"))
+        tokenizer = AutoTokenizer.from_pretrained(path) if has_tokenizer else None
     except SafetensorError as error:
-        raise ValueError(
-            f"The weights in {path} are corrupt or cut short ({error}); fetch or copy them again."
-        ) from error
-    except (OSError, ValueError, RuntimeError, json.JSONDecodeError) as error:
+        raise ValueError(f"The weights in {path} are corrupt or cut short ({error}); copy them again.") from error
+    except Exception as error:  # transformers, tokenizers and the hub raise many kinds, and bare Exception too
         raise ValueError(f"{path} cannot be loaded as a causal language model: {error}") from error
-    has_tokenizer = not folder.exists() or any(folder.glob("tokenizer*")) or any(folder.glob("vocab*"))
-    tokenizer = AutoTokenizer.from_pretrained(path) if has_tokenizer else None
-    return HFTarget(model.to(device).requires_grad_(False), tokenizer, folder if folder.exists() else None)
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ValueError(
+            f"{path} lacks {len(missing)} tensors of {type(model).__name__}, such as {missing[0]}; is it a causal "
+            f"language model, and are all its files there?"
+        )
+    try:
+        model = model.to(device).requires_grad_(False)
+    except torch.OutOfMemoryError as error:
+        raise ValueError(f"{path} does not fit into the free memory of {device}: {error}") from error
+    return HFTarget(model, tokenizer, folder if folder.exists() else None)
