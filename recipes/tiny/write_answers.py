@@ -1,7 +1,7 @@
 """Step 4: the target's own answers to training prompts, which the drafter learns from. Goes on where it stopped.
 
 Most answers are greedy, some are sampled. Answers that fall into a loop are left out: a drafter gains nothing from
-them. GSM8K, MATH and TheAlgorithms prompts are those of the corpus; word problems and Python tasks are drawn anew.
+them. GSM8K and TheAlgorithms prompts are those of the corpus; word problems and Python tasks are drawn anew.
 """
 
 import argparse
@@ -19,14 +19,14 @@ from word_problems import word_problem
 
 from blockdraft import Engine, SamplingParams, load_drafter, load_target
 
-FROM_CORPUS = {"gsm8k": 6000, "math": 200, "algorithms": 1000}
-DRAWN = {"problem": 900, "task": 2200}
+FROM_CORPUS = {"gsm8k": 5000, "algorithms": 800}
+DRAWN = {"problem": 500, "task": 1700}
 
 
 def training_prompts(corpus: Path, seed: int) -> list[tuple[str, str]]:
     """(kind, user message) pairs in a fixed random order."""
     rng = random.Random(seed)
-    prompts, taken = [], Counter()
+    prompts, taken = [], Counter[str]()
     with corpus.open(encoding="utf-8") as file:
         for line in file:
             row = json.loads(line)
@@ -45,9 +45,9 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, default=Path("build/tiny/corpus.jsonl"))
     parser.add_argument("--target", type=Path, default=Path("build/tiny/target"))
     parser.add_argument("--out", type=Path, default=Path("build/tiny/answers.jsonl"))
-    parser.add_argument("--max-new-tokens", type=int, default=256)
-    parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--sampled-share", type=float, default=0.2)
+    parser.add_argument("--max-new-tokens", type=int, default=176)
+    parser.add_argument("--batch", type=int, default=160)
+    parser.add_argument("--sampled-share", type=float, default=0.15)
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--limit", type=int, default=None, help="only so many prompts")
     parser.add_argument("--seed", type=int, default=1)

@@ -1,0 +1,129 @@
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from blockdraft.drafters import load_drafter
+from blockdraft.drafters.dflash import DFlashDrafter
+from blockdraft.drafters.none import NoDrafter
+from blockdraft.formats.zlab import read_checkpoint, write_checkpoint
+from blockdraft.nn.dflash import DFlashNetwork
+from blockdraft.nn.draft_config import LayerAttention
+from blockdraft.targets import Target, load_target
+
+KINDS = {
+    "bidirectional": (LayerAttention(False, None),) * 2,
+    "causal": (LayerAttention(True, None),) * 2,
+    "window": (LayerAttention(False, 4), LayerAttention(False, 4)),
+    "mixed": (LayerAttention(True, 4), LayerAttention(False, None)),
+}
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_dir: Path) -> Target:
+    return load_target(tiny_target_dir)
+
+
+def test_none_proposes_the_anchor_alone(target: Target) -> None:
+    drafter = load_drafter("none", target=target)
+    assert isinstance(drafter, NoDrafter)
+    assert drafter.propose(drafter.new_state(2, 9), torch.tensor([4, 5]), 1).tokens.tolist() == [[4], [5]]
+
+
+def make(kind: str, target: Target, folder: Path, **options: object) -> DFlashDrafter:
+    config = dataclasses.replace(read_checkpoint(folder)[0], layers=KINDS[kind])
+    torch.manual_seed(3)
+    return DFlashDrafter(DFlashNetwork(config), target, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_different_lengths_draft_as_if_alone(kind: str, target: Target, tiny_drafter_dir: Path) -> None:
+    drafter = make(kind, target, tiny_drafter_dir)
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(2, 9, 64, generator=generator)
+    tokens, lengths, anchor = torch.zeros(2, 9, dtype=torch.long), [9, 5], torch.tensor([7, 8])
+    block = torch.full((2, 8), drafter.config.mask_token_id)
+    block[:, 0] = anchor
+    state = drafter.new_state(2, 40)
+    drafter.observe(state, tokens, features, lengths)
+    together = drafter._draft_logits(state, block)
+    for row in range(2):
+        alone = drafter.new_state(1, 40)
+        for start in (0, 3):  # observing in parts is the same
+            end = lengths[row] if start else 3
+            drafter.observe(alone, tokens[:1, start:end], features[row : row + 1, start:end], [end - start])
+        expected = drafter._draft_logits(alone, block[row : row + 1])[0]
+        torch.testing.assert_close(together[row], expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafting_leaves_no_trace_and_depends_on_what_is_visible(
+    kind: str, target: Target, tiny_drafter_dir: Path
+) -> None:
+    drafter = make(kind, target, tiny_drafter_dir)
+    features = torch.randn(1, 12, 64, generator=torch.Generator().manual_seed(1))
+    state = drafter.new_state(1, 40)
+    drafter.observe(state, torch.zeros(1, 12, dtype=torch.long), features, [12])
+    block = torch.tensor([[7, 11, 12, 13]])
+    first = drafter._draft_logits(state, block)
+    drafter.propose(state, torch.tensor([99]), 8)
+    torch.testing.assert_close(drafter._draft_logits(state, block), first)
+    changed = drafter._draft_logits(state, torch.tensor([[7, 11, 12, 50]]))
+    earlier_slots_see_later_ones = not torch.allclose(changed[:, 1], first[:, 1])
+    assert earlier_slots_see_later_ones == any(not layer.causal for layer in KINDS[kind])
+
+
+def test_weights_are_borrowed_not_copied(target: Target, tiny_drafter_dir: Path) -> None:
+    drafter = load_drafter(tiny_drafter_dir, target=target)
+    assert isinstance(drafter, DFlashDrafter)
+    assert not any("embed" in name or "lm_head" in name for name, _ in drafter.network.named_parameters())
+
+
+def test_unknown_drafters_are_refused(tmp_path: Path, target: Target) -> None:
+    with pytest.raises(ValueError, match=r"nowhere is no drafter: .*'none'"):
+        load_drafter("nowhere", target=target)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"]}))
+    with pytest.raises(ValueError, match=r"LlamaForCausalLMEagle3.*DFlashDraftModel"):
+        load_drafter(tmp_path, target=target)
+    config.write_text("{")
+    with pytest.raises(ValueError, match="no JSON object"):
+        load_drafter(tmp_path, target=target)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("hidden_size", 64, "hidden_size is 64; .*32"),
+        ("num_target_layers", 4, "num_target_layers is 4; .*3"),
+        ("vocab_size", 300, "vocab_size is 300; .*265"),
+    ],
+)
+def test_a_drafter_of_another_target_is_refused(
+    field: str, value: int, message: str, tmp_path: Path, target: Target, tiny_drafter_dir: Path
+) -> None:
+    config = dataclasses.replace(read_checkpoint(tiny_drafter_dir)[0], **{field: value})  # type: ignore[arg-type]
+    write_checkpoint(tmp_path / "other", config, DFlashNetwork(config).state_dict())
+    with pytest.raises(ValueError, match=message):
+        load_drafter(tmp_path / "other", target=target)
+
+
+def test_a_truncated_drafter_is_refused(tmp_path: Path, target: Target, tiny_drafter_dir: Path) -> None:
+    for file in tiny_drafter_dir.iterdir():
+        data = file.read_bytes()
+        (tmp_path / file.name).write_bytes(data[: len(data) // 2] if file.suffix == ".safetensors" else data)
+    with pytest.raises(ValueError, match=r"model\.safetensors cannot be read"):
+        load_drafter(tmp_path, target=target)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"diffusion_steps": 0}, "diffusion_steps is 0"), ({"noise_schedule": "quadratic"}, "'quadratic'.*cosine")],
+)
+def test_bad_options_are_refused(
+    options: dict[str, object], message: str, target: Target, tiny_drafter_dir: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make("causal", target, tiny_drafter_dir, **options)

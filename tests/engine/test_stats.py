@@ -1,0 +1,19 @@
+import pytest
+
+from blockdraft.engine.stats import Stats, mean_tau
+
+
+def test_definitions() -> None:
+    stats = Stats(committed=[3, 1, 4], drafted=[3, 3, 3], draft_seconds=1.0, verify_seconds=2.0, total_seconds=4.0)
+    assert stats.tau == pytest.approx(8 / 3)
+    assert stats.acceptance_by_position == pytest.approx([2 / 3, 2 / 3, 1 / 3])
+    assert 1 + sum(stats.acceptance_by_position) == pytest.approx(stats.tau)
+    assert (stats.host_seconds, stats.tokens_per_second) == (1.0, 2.0)
+
+
+def test_an_answer_of_one_token_has_no_cycle() -> None:
+    assert (Stats().tau, Stats().acceptance_by_position, Stats().tokens_per_second) == (1.0, [], 0.0)
+
+
+def test_mean_tau_weighs_cycles_alike() -> None:
+    assert mean_tau([Stats(committed=[4]), Stats(committed=[1, 1, 1])]) == pytest.approx(7 / 4)

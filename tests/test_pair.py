@@ -1,0 +1,76 @@
+"""The bundled pair: it is there, small, well-behaved, and drafting changes nothing about its answers."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+import blockdraft
+from blockdraft.engine import mean_tau
+
+PAIR = Path(blockdraft.__file__).parent / "pair"
+SHARED = Path(os.environ.get("BLOCKDRAFT_DATA", Path(__file__).parents[2] / "shared/data"))
+PROMPTS = [
+    "A baker makes 4 trays of 6 rolls. She sells 9 rolls. How many rolls are left?",
+    "Write a solution to the following problem and make sure that it passes the tests:\n"
+    '```python\ndef count_evens(numbers):\n    """Return how many of the numbers are even."""\n\n```',
+    [{"role": "user", "content": "What is 37 + 58?"}],
+    "grüße \U0001f600",
+]
+
+
+@pytest.fixture(scope="module")
+def engine() -> blockdraft.Engine:
+    target = blockdraft.load_target()
+    return blockdraft.Engine(target, blockdraft.load_drafter(target=target))
+
+
+@pytest.fixture(scope="module")
+def plain(engine: blockdraft.Engine) -> blockdraft.Engine:
+    return blockdraft.Engine(engine.target, blockdraft.load_drafter("none", target=engine.target))
+
+
+def test_files_are_small_and_complete() -> None:
+    files = [file for file in PAIR.rglob("*") if file.is_file()]
+    assert sum(file.stat().st_size for file in files) <= 40e6
+    for folder in ("target", "drafter"):
+        assert {"README.md", "config.json", "model.safetensors"} <= {file.name for file in (PAIR / folder).iterdir()}
+
+
+def test_shape_of_the_pair(engine: blockdraft.Engine) -> None:
+    target = engine.target
+    assert target.path == PAIR / "target" and target.num_layers >= 8
+    assert target.tokenizer is not None and target.tokenizer.mask_token_id is not None
+    assert 2 <= engine.drafter.block_size <= 16
+
+
+@pytest.mark.parametrize("prompt", PROMPTS, ids=range(len(PROMPTS)))
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.8, "top_p": 0.95, "seed": 1}], ids=["greedy", "sampled"])
+def test_drafting_changes_nothing(
+    engine: blockdraft.Engine, plain: blockdraft.Engine, prompt: object, params: dict[str, float]
+) -> None:
+    sampling = blockdraft.SamplingParams(max_new_tokens=64, **params)  # type: ignore[arg-type]
+    [drafted], [undrafted] = (e.generate([prompt], sampling) for e in (engine, plain))  # type: ignore[list-item]
+    assert drafted.token_ids == undrafted.token_ids
+
+
+def test_drafting_pays(engine: blockdraft.Engine) -> None:
+    completions = engine.generate(PROMPTS[:2], blockdraft.SamplingParams(max_new_tokens=128))
+    assert mean_tau([completion.stats for completion in completions]) > 2
+    assert [completion.finish_reason for completion in completions] == ["stop", "stop"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gsm8k", "humaneval"])
+def test_every_benchmark_prompt(engine: blockdraft.Engine, plain: blockdraft.Engine, name: str) -> None:
+    file = SHARED / f"prompts/{name}.jsonl"
+    if not file.is_file():
+        pytest.skip(f"{file} is not there; set BLOCKDRAFT_DATA to the folder that holds prompts/")
+    prompts = [json.loads(line)["turns"][0] for line in file.read_text(encoding="utf-8").splitlines()]
+    sampling = blockdraft.SamplingParams(max_new_tokens=256)
+    drafted, undrafted = engine.generate(prompts, sampling), plain.generate(prompts, sampling)
+    different = [i for i, (a, b) in enumerate(zip(drafted, undrafted, strict=True)) if a.token_ids != b.token_ids]
+    assert different == []
+    if name == "gsm8k":
+        assert sum(completion.finish_reason == "stop" for completion in drafted) >= 0.9 * len(prompts)
