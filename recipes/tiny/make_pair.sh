@@ -21,7 +21,12 @@ if [ ! -f "$build/target/finished" ]; then
         --corpus "$build/corpus.jsonl" --out "$build/target"
     touch "$build/target/finished"
 fi
-run write_answers.py --corpus "$build/corpus.jsonl" --target "$build/target" --out "$build/answers.jsonl"
+[ -f "$build/target/settled" ] || run write_answers.py --corpus "$build/corpus.jsonl" --target "$build/target" --out "$build/answers.jsonl"
+if [ ! -f "$build/target/settled" ]; then
+    run train_target.py --stage settle --steps 60 --rate 0.15 \
+        --corpus "$build/corpus.jsonl" --answers "$build/answers.jsonl" --out "$build/target"
+    touch "$build/target/settled"
+fi
 run train_drafter.py --answers "$build/answers.jsonl" --target "$build/target" --out "$build/drafter"
 run measure.py --data "$data" --target "$build/target" --drafter "$build/drafter" --out "$build/figures.json"
 run bundle.py --build "$build"
