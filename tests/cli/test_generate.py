@@ -19,9 +19,9 @@ from blockdraft import cli
 from blockdraft.cli import display
 from blockdraft.cli.compare import compare_with_plain
 from blockdraft.drafters import load_drafter
-from blockdraft.engine import Engine
+from blockdraft.engine import Chunk, Engine, Stats
 from blockdraft.targets import load_target
-from blockdraft.types import Chunk, SamplingParams
+from blockdraft.types import SamplingParams
 
 KEYS = {"text", "token_ids", "finish_reason", "tau", "acceptance_by_position", "tokens_per_second"}
 COMPARE_KEYS = {"plain_tokens_per_second", "speedup", "identical"}
@@ -190,11 +190,12 @@ def test_guessed_tokens_are_coloured_and_characters_stay_whole(
     tokenizer = AutoTokenizer.from_pretrained(tiny_target_dir)
     ids = tokenizer("a\tö[b]€")["input_ids"]
     assert len(ids) == len("a\tö[b]€".encode())
+    stats = Stats(committed=[2, 3, 3], total_seconds=2.0)
     chunks = [  # ö is cut by two chunks, and € is never finished
-        Chunk("", tuple(ids[:1]), (False,)),
-        Chunk("", tuple(ids[1:3]), (True, False)),
-        Chunk("", tuple(ids[3:6]), (True, True, False)),
-        Chunk("", tuple(ids[6:9]), (True, True, False), "length"),
+        Chunk("", tuple(ids[:1]), (False,), stats),
+        Chunk("", tuple(ids[1:3]), (True, False), stats),
+        Chunk("", tuple(ids[3:6]), (True, True, False), stats),
+        Chunk("", tuple(ids[6:9]), (True, True, False), stats, "length"),
     ]
     engine: Any = SimpleNamespace(target=SimpleNamespace(tokenizer=tokenizer), stream=lambda *_: iter(chunks))
     out = Stream(terminal=True)

@@ -202,7 +202,10 @@ def test_parse_attention(raw: dict[str, Any], layers: list[tuple[bool, int | Non
         (changed(num_target_layers=None), "num_target_layers is absent"),
         (changed(num_target_layers=None, nested={"target_layer_ids": None}), "num_target_layers is absent"),
         (changed(nested={"mask_token_id": None}), "mask_token_id is absent"),
-        (changed(nested={"mask_token_id": None, "mask_token": "<m>"}), "mask_token is '<m>', the target's tokenizer"),
+        (
+            changed(nested={"mask_token_id": None, "mask_token": "<m>"}),
+            "mask_token is '<m>' and no token of the target",
+        ),
         (changed(nested={"mask_token_id": 64}), "mask_token_id is 64; it must be below vocab_size, 64"),
         (changed(mask_token_id=5), "mask_token_id is 5 but dflash_config.mask_token_id is 63"),
         (changed(vocab_size=None), "vocab_size is absent"),
@@ -490,3 +493,8 @@ def test_check_fits() -> None:
 def test_config_counts_its_layers() -> None:
     with pytest.raises(ValueError, match="the number of layers is 1; it must be num_hidden_layers, 2"):
         replace(CONFIG, layers=(BIDIRECTIONAL,))
+
+
+def test_a_mask_token_given_as_text_is_looked_up() -> None:
+    raw = changed(nested={"mask_token_id": None, "mask_token": "<m>"})
+    assert parse_config(raw, {"<m>": 63}) == parse_config(RAW)

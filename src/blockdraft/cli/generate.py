@@ -80,8 +80,8 @@ def generate(
     from blockdraft.engine import Engine
     from blockdraft.targets import load_target
 
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     loaded = load_target(target, dtype=dtype, device=device)
     engine = Engine(loaded, load_drafter(drafter, target=loaded))
 

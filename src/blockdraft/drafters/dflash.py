@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -22,7 +22,10 @@ from blockdraft.types import SamplingParams
 ARCHITECTURES = ("DFlashDraftModel",)
 
 # Share of the guesses that is settled after the fraction t of the draft passes.
-NOISE_SCHEDULES = {"linear": lambda t: t, "cosine": lambda t: 1 - math.cos(math.pi / 2 * t)}
+NOISE_SCHEDULES: dict[str, Callable[[float], float]] = {
+    "linear": lambda t: t,
+    "cosine": lambda t: 1 - math.cos(math.pi / 2 * t),
+}
 
 
 class DFlashDrafter:
@@ -138,7 +141,7 @@ class DFlashDrafter:
 
 
 def load(path: Path, target: Target) -> DFlashDrafter:
-    config, tensors = read_checkpoint(path)
+    config, tensors = read_checkpoint(path, target.tokenizer.get_vocab() if target.tokenizer else None)
     check_fits(config, hidden_size=target.hidden_size, num_layers=target.num_layers, vocab_size=target.vocab_size)
     network = DFlashNetwork(config)
     network.load_state_dict(tensors)

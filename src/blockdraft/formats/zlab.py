@@ -31,8 +31,12 @@ INERT |= dict.fromkeys(("shift_label", "sample_from_anchor", "mrope_section", "q
 INERT |= dict.fromkeys(("attention_sink_bias", "add_swa_attention_sink_bias", "gru_hidden_dim", "emb_dim"), (False,))
 
 
-def parse_config(raw: Mapping[str, Any]) -> DraftConfig:
+def parse_config(raw: Mapping[str, Any], vocabulary: Mapping[str, int] | None = None) -> DraftConfig:
     """Resolve the contents of a config.json.
+
+    Args:
+        raw: The parsed file.
+        vocabulary: The target's tokens and their ids, for files that give the mask token as text.
 
     Raises:
         ValueError: The file is no DFlash v1 model, lacks a value, contradicts itself, or asks for the unsupported.
@@ -48,8 +52,11 @@ def parse_config(raw: Mapping[str, Any]) -> DraftConfig:
                 need(value in inert.get(key, (False,)), key, value, "absent: this value is not supported")
     named = {field.name: _pick(raw, field.name) for field in fields(DraftConfig)}
     depth, heads, hidden = (whole(k, named[k]) for k in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
-    remedy = f"in config.json; mask_token is {_pick(raw, 'mask_token')!r}, the target's tokenizer tells the id"
-    need(named["mask_token_id"] is not None, "mask_token_id", None, remedy)
+    if named["mask_token_id"] is None:
+        text = _pick(raw, "mask_token")
+        named["mask_token_id"] = (vocabulary or {}).get(text)
+        remedy = f"in config.json, since mask_token is {text!r} and no token of the target's tokenizer"
+        need(named["mask_token_id"] is not None, "mask_token_id", None, remedy)
     taps = _pick(raw, "target_layer_ids")
     taps = default_taps(named["num_target_layers"], depth) if taps is None else taps
     need(isinstance(taps, list | tuple), "target_layer_ids", taps, "a list of target layers")
@@ -111,16 +118,18 @@ def tensor_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
     return top | {f"layers.{i}.{name}": layer[name] for i in range(config.num_hidden_layers) for name in layer}
 
 
-def read_checkpoint(path: str | Path) -> tuple[DraftConfig, dict[str, Tensor]]:
+def read_checkpoint(
+    path: str | Path, vocabulary: Mapping[str, int] | None = None
+) -> tuple[DraftConfig, dict[str, Tensor]]:
     """Read a folder with config.json and one or several safetensors files of any name. The tensors come on the CPU and
-    are named as in `tensor_shapes`.
+    are named as in `tensor_shapes`. For `vocabulary` see `parse_config`.
 
     Raises:
         ValueError: The folder is absent, incomplete or broken, or holds no DFlash v1 model.
     """
     file, tensors = Path(path, "config.json"), dict[str, Tensor]()
     try:
-        config = parse_config(json.loads(file.read_text(encoding="utf-8")))
+        config = parse_config(json.loads(file.read_text(encoding="utf-8")), vocabulary)
         for file in sorted(Path(path).glob("*.safetensors")):
             for name, tensor in load_file(file).items():
                 name = name.removeprefix("model.").replace("midlayer.", "layers.0.")

@@ -7,7 +7,7 @@ an `attend` function in.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -81,7 +81,8 @@ class DFlashNetwork(nn.Module):
                 rope_parameters=rope,
             )
         )
-        self._frequencies, self._rope_scale = {rotary.inv_freq.device: rotary.inv_freq}, rotary.attention_scaling
+        frequencies = cast(Tensor, rotary.inv_freq)
+        self._frequencies, self._rope_scale = {frequencies.device: frequencies}, float(rotary.attention_scaling)
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin of the positions `[B, N]`, each `[B, N, D]`."""
@@ -93,7 +94,7 @@ class DFlashNetwork(nn.Module):
 
     def context_weights(self) -> tuple[Tensor, Tensor | None, Tensor]:
         """Key and value projections of all layers in one matrix, their biases, and the key norms' scales."""
-        attentions = [layer.self_attn for layer in self.layers]
+        attentions = [cast(DraftLayer, layer).self_attn for layer in self.layers]
         projections = [a.k_proj for a in attentions] + [a.v_proj for a in attentions]
         bias = torch.cat([p.bias for p in projections]) if self.config.attention_bias else None
         return torch.cat([p.weight for p in projections]), bias, torch.stack([a.k_norm.weight for a in attentions])

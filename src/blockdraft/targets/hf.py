@@ -89,7 +89,7 @@ class HFTarget:
     def cache_bytes(self, batch: int, capacity: int) -> int:
         heads = getattr(self._config, "num_key_value_heads", None) or self._config.num_attention_heads
         head_dim = getattr(self._config, "head_dim", None) or self.hidden_size // self._config.num_attention_heads
-        return 2 * self.num_layers * batch * heads * capacity * head_dim * self.dtype.itemsize
+        return int(2 * self.num_layers * batch * heads * capacity * head_dim * self.dtype.itemsize)
 
     @torch.no_grad()
     def forward(
@@ -188,13 +188,14 @@ def load(path: str | Path, dtype: torch.dtype, device: torch.device) -> HFTarget
     if not folder.exists() and not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
         raise ValueError(f"There is no folder {path}, and it is no hub name of the form owner/name.")
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True)
         has_tokenizer = not folder.exists() or any(folder.glob("tokenizer*")) or any(folder.glob("vocab*"))
         tokenizer = AutoTokenizer.from_pretrained(path) if has_tokenizer else None
     except SafetensorError as error:
         raise ValueError(f"The weights in {path} are corrupt or cut short ({error}); copy them again.") from error
     except Exception as error:  # transformers, tokenizers and the hub raise many kinds, and bare Exception too
         raise ValueError(f"{path} cannot be loaded as a causal language model: {error}") from error
+    model, report = loaded
     missing = sorted(report["missing_keys"])
     if missing:
         raise ValueError(

@@ -90,7 +90,7 @@ def draft_hidden(
         return attend(queries, keys, values, masks[config.layers[layer]])
 
     hidden: Tensor = network(block, positions, attend_to_context)
-    return hidden.unflatten(0, (batch, count))
+    return hidden.view(batch, count, size, -1)
 
 
 def decayed_cross_entropy(
