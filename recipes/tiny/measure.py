@@ -1,7 +1,8 @@
 """Step 6: measure the pair on prompts that it was never trained on, plain and drafted, and write the figures down.
 
 For each prompt set: tau over the answers that do not loop, acceptance by position, the share of answers that end by
-themselves and that loop, and whether drafted and plain tokens are the same.
+themselves and that loop, whether drafted and plain tokens are the same, and tokens per second of both, one prompt after
+the other and each decoded in turns.
 """
 
 import argparse
@@ -10,9 +11,10 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 
 from blockdraft import Engine, SamplingParams, load_drafter, load_target
-from blockdraft.engine import mean_tau
+from blockdraft.engine import Stats, mean_tau
 
 
 def loops(token_ids: Sequence[int], size: int = 8, times: int = 4) -> bool:
@@ -27,6 +29,19 @@ def answer_of(text: str) -> str | None:
     return rest.partition("}")[0].replace(",", "").replace("$", "") if box else None
 
 
+def speeds(engines: Sequence[Engine], prompts: list[str], params: SamplingParams, repeats: int) -> list[float]:
+    """Median over `repeats` of each engine's tokens per second over all prompts, first tokens left out."""
+    rates: list[list[float]] = [[] for _ in engines]
+    for _ in range(repeats):
+        stats: list[list[Stats]] = [[] for _ in engines]
+        for prompt in prompts:
+            for engine, own in zip(engines, stats, strict=True):
+                own.append(engine.generate([prompt], params)[0].stats)
+        for rate, own in zip(rates, stats, strict=True):
+            rate.append(sum(sum(s.committed) for s in own) / sum(s.total_seconds for s in own))
+    return [median(rate) for rate in rates]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with prompts/*.jsonl")
@@ -35,7 +50,11 @@ def main() -> None:
     parser.add_argument("--sets", nargs="+", default=["gsm8k", "humaneval"])
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--limit", type=int, default=None, help="only so many prompts of each set")
-    parser.add_argument("--skip-plain", action="store_true", help="do not decode plainly as well")
+    parser.add_argument("--skip-plain", action="store_true", help="do not decode all prompts plainly as well")
+    parser.add_argument(
+        "--speed", type=int, default=20, help="sound prompts to measure speed on"
+    )
+    parser.add_argument("--repeats", type=int, default=3, help="of the measurement of speed")
     parser.add_argument("--out", type=Path, default=None, help="JSON file for the figures")
     args = parser.parse_args()
 
@@ -68,6 +87,13 @@ def main() -> None:
             reference = plain.generate(prompts, params)
             same = sum(a.token_ids == b.token_ids for a, b in zip(completions, reference, strict=True))
             figure["identical_to_plain"] = same
+        if args.speed:
+            chosen = [p for p, c in zip(prompts, completions, strict=True) if not loops(c.token_ids)][: args.speed]
+            drafted_rate, plain_rate = speeds((drafted, plain), chosen, params, args.repeats)
+            figure["speed_prompts"], figure["repeats"] = len(chosen), args.repeats
+            figure["tokens_per_second_plain"] = round(plain_rate, 1)
+            figure["tokens_per_second_drafted"] = round(drafted_rate, 1)
+            figure["speedup"] = round(drafted_rate / plain_rate, 2)
         answers = args.data / f"prompts/{name}_test_with_answers.jsonl"
         if answers.is_file():
             with answers.open(encoding="utf-8") as file:

@@ -129,7 +129,7 @@ def test_bad_folders_and_dtypes_are_refused(tmp_path: Path, tiny_target_dir: Pat
     for missing in ("no/such/folder", "/nowhere", "nowhere"):
         with pytest.raises(ValueError, match=f"no folder {missing}"):
             load_target(missing)
-    with pytest.raises(ValueError, match="dtype is int8"):
+    with pytest.raises(ValueError, match="dtype is 'int8'"):
         load_target(tiny_target_dir, dtype="int8")
     with pytest.raises(ValueError, match="Device"):
         load_target(tiny_target_dir, device="tpu9")

@@ -37,8 +37,9 @@ def stream_answer(console: Console, engine: Engine, prompt: str, params: Samplin
     A character that takes several tokens has the colour of its last one.
     """
     text, tokens, guessed = TextStream(engine.target.tokenizer), 0, 0
+    chunks = engine.stream(prompt, params)  # refuses bad requests before anything is printed
     try:
-        for chunk in engine.stream(prompt, params):
+        for chunk in chunks:
             for token, drafted in zip(chunk.token_ids, chunk.drafted, strict=True):
                 _write(console, text.push([token]), DRAFTED if drafted else None)
             tokens, guessed = tokens + len(chunk.token_ids), guessed + sum(chunk.drafted)

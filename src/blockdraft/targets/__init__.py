@@ -39,10 +39,10 @@ def load_target(
         raise ValueError(f"Device {device} is not usable here: {str(error).splitlines()[0]}") from error
     if dtype is None:
         dtype = torch.float32 if placed.type == "cpu" else torch.bfloat16
-    chosen = DTYPES.get(str(dtype).removeprefix("torch."))
-    if chosen is None:
-        raise ValueError(f"dtype is {dtype}; use one of {sorted(DTYPES)}.")
-    return hf.load(BUNDLED if path is None else path, chosen, placed)
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ValueError(f"dtype is {name!r}; use one of {sorted(DTYPES)}.")
+    return hf.load(BUNDLED if path is None else path, DTYPES[name], placed)
 
 
 __all__ = ["Cache", "Target", "TargetOutput", "load_target"]
