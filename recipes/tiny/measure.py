@@ -51,9 +51,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--limit", type=int, default=None, help="only so many prompts of each set")
     parser.add_argument("--skip-plain", action="store_true", help="do not decode all prompts plainly as well")
-    parser.add_argument(
-        "--speed", type=int, default=20, help="sound prompts to measure speed on"
-    )
+    parser.add_argument("--speed", type=int, default=20, help="sound prompts to measure speed on")
     parser.add_argument("--repeats", type=int, default=3, help="of the measurement of speed")
     parser.add_argument("--out", type=Path, default=None, help="JSON file for the figures")
     args = parser.parse_args()
