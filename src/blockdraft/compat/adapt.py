@@ -10,7 +10,7 @@ import copy
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from blockdraft.drafters.dflash import NOISE_SCHEDULES, DFlashDrafter
+from blockdraft.drafters.dflash import DIFFUSION_STEPS, NOISE_SCHEDULE, DFlashDrafter, check_refinement
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.targets import Target
 from blockdraft.targets.hf import HFTarget
@@ -48,4 +48,13 @@ def check_token_ids(input_ids: Tensor) -> None:
         raise ValueError(f"input_ids is of {input_ids.dtype}; give token ids, such as torch.int64.")
 
 
-__all__ = ["NOISE_SCHEDULES", "DFlashDrafter", "HFTarget", "as_target", "check_token_ids", "drafter_for"]
+__all__ = [
+    "DIFFUSION_STEPS",
+    "NOISE_SCHEDULE",
+    "DFlashDrafter",
+    "HFTarget",
+    "as_target",
+    "check_refinement",
+    "check_token_ids",
+    "drafter_for",
+]

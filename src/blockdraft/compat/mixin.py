@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from blockdraft.compat.adapt import NOISE_SCHEDULES, DFlashDrafter, HFTarget, as_target, check_token_ids
+from blockdraft.compat.adapt import (
+    DIFFUSION_STEPS,
+    NOISE_SCHEDULE,
+    DFlashDrafter,
+    HFTarget,
+    as_target,
+    check_refinement,
+    check_token_ids,
+)
 from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.engine import Engine, Stats
 from blockdraft.targets import Target
@@ -30,17 +38,14 @@ class DFlashConfig:
     """
 
     block_size: int | None = None
-    diffusion_steps: int = 1
-    noise_schedule: str = "cosine"
+    diffusion_steps: int = DIFFUSION_STEPS
+    noise_schedule: str = NOISE_SCHEDULE
     drafter: str | Path | None = None
 
     def __post_init__(self) -> None:
         if self.block_size is not None and self.block_size < 1:
             raise ValueError(f"block_size is {self.block_size}; it must be at least 1 (no drafting).")
-        if self.diffusion_steps < 1:
-            raise ValueError(f"diffusion_steps is {self.diffusion_steps}; it must be at least 1.")
-        if self.noise_schedule not in NOISE_SCHEDULES:
-            raise ValueError(f"noise_schedule is {self.noise_schedule!r}; it must be one of {sorted(NOISE_SCHEDULES)}.")
+        check_refinement(self.diffusion_steps, self.noise_schedule)
 
 
 class DFlashGenerationMixin:

@@ -27,6 +27,16 @@ NOISE_SCHEDULES: dict[str, Callable[[float], float]] = {
     "cosine": lambda t: 1 - math.cos(math.pi / 2 * t),
 }
 
+DIFFUSION_STEPS, NOISE_SCHEDULE = 1, "cosine"
+
+
+def check_refinement(diffusion_steps: int, noise_schedule: str) -> None:
+    """Raise a ValueError for a number of draft passes below 1 or an unknown schedule."""
+    if diffusion_steps < 1:
+        raise ValueError(f"diffusion_steps is {diffusion_steps}; it must be at least 1.")
+    if noise_schedule not in NOISE_SCHEDULES:
+        raise ValueError(f"noise_schedule is {noise_schedule!r}; it must be one of {sorted(NOISE_SCHEDULES)}.")
+
 
 class DFlashDrafter:
     """Drafts with a DFlash network; embedding and head are the target's own.
@@ -40,12 +50,13 @@ class DFlashDrafter:
     """
 
     def __init__(
-        self, network: DFlashNetwork, target: Target, diffusion_steps: int = 1, noise_schedule: str = "cosine"
+        self,
+        network: DFlashNetwork,
+        target: Target,
+        diffusion_steps: int = DIFFUSION_STEPS,
+        noise_schedule: str = NOISE_SCHEDULE,
     ) -> None:
-        if diffusion_steps < 1:
-            raise ValueError(f"diffusion_steps is {diffusion_steps}; it must be at least 1.")
-        if noise_schedule not in NOISE_SCHEDULES:
-            raise ValueError(f"noise_schedule is {noise_schedule!r}; it must be one of {sorted(NOISE_SCHEDULES)}.")
+        check_refinement(diffusion_steps, noise_schedule)
         self.network = network.to(target.device, target.dtype).eval()
         self.config: DraftConfig = network.config
         self.taps = self.config.taps
