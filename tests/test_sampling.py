@@ -84,7 +84,6 @@ def test_random_numbers_belong_to_positions() -> None:
         ("top_p", 0.0),
         ("top_p", 1.1),
         ("max_new_tokens", 0),
-        ("block_size", 0),
         ("seed", -1),
         ("seed", 2**64),
     ],

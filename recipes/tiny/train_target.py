@@ -29,7 +29,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qw
 # Share of the documents drawn, by kind; in tokens about 38 % GSM8K, 31 % problems, 22 % Python, the rest MATH.
 MIXTURES = {
     "main": {"gsm8k": 0.28, "problem": 0.44, "task": 0.17, "algorithms": 0.03, "math": 0.04, "leetcode": 0.04},
-    "finish": {"gsm8k": 0.38, "problem": 0.36, "task": 0.22, "algorithms": 0.03, "math": 0.01},
+    "finish": {"gsm8k": 0.32, "problem": 0.42, "task": 0.23, "algorithms": 0.02, "math": 0.01},
     "settle": {"own": 0.75, "gsm8k": 0.1, "problem": 0.05, "task": 0.1},
 }
 MAX_STEPS = 3  # of GSM8K answers after the stage `main`

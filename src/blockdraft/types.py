@@ -27,7 +27,6 @@ class SamplingParams:
         top_p: Keep the most probable tokens that together reach this probability; 1 keeps all.
         seed: Same seed, same tokens, whichever drafter and block size; None draws one.
         stop_token_ids: Tokens that end the answer besides the target's own end tokens.
-        block_size: Tokens per proposal, anchor included; None is the drafter's trained size.
         ignore_eos: Go on past the target's end tokens, to `max_new_tokens`.
     """
 
@@ -37,7 +36,6 @@ class SamplingParams:
     top_p: float = 1.0
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
-    block_size: int | None = None
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
@@ -51,5 +49,22 @@ class SamplingParams:
             raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1 (keep all).")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ValueError(f"seed is {self.seed}; it must be from 0 to 2**63 - 1.")
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """How far an engine drafts. It changes the speed and never the law of the output.
+
+    Attributes:
+        block_size: Tokens of a block, anchor included; None is the drafter's trained size.
+        tree_budget: Most guesses of a draft tree, the anchor not counted; 0 drafts chains.
+    """
+
+    block_size: int | None = None
+    tree_budget: int = 0
+
+    def __post_init__(self) -> None:
         if self.block_size is not None and self.block_size < 1:
             raise ValueError(f"block_size is {self.block_size}; it must be at least 1 (no drafting).")
+        if self.tree_budget < 0:
+            raise ValueError(f"tree_budget is {self.tree_budget}; it must be 0 (chains) or more.")

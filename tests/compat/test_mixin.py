@@ -9,7 +9,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from blockdraft import DFlashConfig, DFlashGenerationMixin
+from blockdraft.proposal import Plan
 from blockdraft.targets.hf import HFTarget
+from blockdraft.types import SamplingParams
 
 PROMPTS = [[5, 17, 3, 80, 44, 9], [61, 2], [30, 31, 32, 33]]
 PAD = 95
@@ -130,7 +132,7 @@ def test_each_pass_settles_its_share(model, config, monkeypatch, steps, schedule
     state = drafter.new_state(2, 32)
     prompts = torch.tensor([[5, 17, 3], [7, 8, 9]])
     drafter.observe(state, prompts, torch.randn(2, 3, 64), [3, 2])
-    proposal = drafter.propose(state, torch.tensor([4, 6]), 8)
+    proposal = drafter.propose(state, torch.tensor([4, 6]), Plan(8, [SamplingParams()] * 2))
     mask = drafter.config.mask_token_id
     assert [(tokens == mask).sum(dim=1).tolist() for tokens in seen] == [[n, n] for n in MASKED[steps, schedule]]
     for earlier, later in zip(seen, [*seen[1:], proposal.tokens], strict=True):

@@ -11,7 +11,9 @@ from blockdraft.drafters.none import NoDrafter
 from blockdraft.formats.zlab import read_checkpoint, write_checkpoint
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.draft_config import LayerAttention
+from blockdraft.proposal import Plan
 from blockdraft.targets import Target, load_target
+from blockdraft.types import SamplingParams
 
 KINDS = {
     "bidirectional": (LayerAttention(False, None),) * 2,
@@ -29,7 +31,9 @@ def target(tiny_target_dir: Path) -> Target:
 def test_none_proposes_the_anchor_alone(target: Target) -> None:
     drafter = load_drafter("none", target=target)
     assert isinstance(drafter, NoDrafter)
-    assert drafter.propose(drafter.new_state(2, 9), torch.tensor([4, 5]), 1).tokens.tolist() == [[4], [5]]
+    assert drafter.propose(
+        drafter.new_state(2, 9), torch.tensor([4, 5]), Plan(1, [SamplingParams()] * 2)
+    ).tokens.tolist() == [[4], [5]]
 
 
 def make(kind: str, target: Target, folder: Path, **options: object) -> DFlashDrafter:
@@ -68,7 +72,7 @@ def test_drafting_leaves_no_trace_and_depends_on_what_is_visible(
     drafter.observe(state, torch.zeros(1, 12, dtype=torch.long), features, [12])
     block = torch.tensor([[7, 11, 12, 13]])
     first = drafter._draft_logits(state, block)
-    drafter.propose(state, torch.tensor([99]), 8)
+    drafter.propose(state, torch.tensor([99]), Plan(8, [SamplingParams()]))
     torch.testing.assert_close(drafter._draft_logits(state, block), first)
     changed = drafter._draft_logits(state, torch.tensor([[7, 11, 12, 50]]))
     earlier_slots_see_later_ones = not torch.allclose(changed[:, 1], first[:, 1])

@@ -13,10 +13,10 @@ from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.drafters.none import NoDrafter
 from blockdraft.engine import Engine
 from blockdraft.nn.cache import KVCache
-from blockdraft.proposal import Proposal, chain
+from blockdraft.proposal import Plan, Proposal, chain
 from blockdraft.targets import Target, load_target
 from blockdraft.targets.hf import HFTarget
-from blockdraft.types import SamplingParams
+from blockdraft.types import Drafting, SamplingParams
 
 PROMPTS = [[5, 9, 17, 4], [8, 8, 30], [40, 3, 22, 19, 7, 6, 5]]
 
@@ -43,9 +43,9 @@ class Oracle(NoDrafter):
         self.answer, self.wrong_after, self.fork = list(answer), wrong_after, fork
         self.seen: list[int] = []
 
-    def propose(self, state: object, anchor: Tensor, block_size: int) -> Proposal:
+    def propose(self, state: object, anchor: Tensor, plan: Plan) -> Proposal:
         done = len(self.seen) - self.prompt_length + 1
-        guesses = self.answer[done : done + block_size - 1]
+        guesses = self.answer[done : done + plan.block_size - 1]
         guesses = [g if i < self.wrong_after else (g + 1) % 50 for i, g in enumerate(guesses)]
         if not self.fork or not guesses:
             return chain(torch.tensor([[int(anchor), *guesses]]))
@@ -76,8 +76,8 @@ def test_plain_greedy_equals_transformers_generate(target: Target, prompt: list[
 def test_random_drafter_changes_nothing(
     target: Target, random_drafter: DFlashDrafter, prompt: list[int], block_size: int | None
 ) -> None:
-    params = SamplingParams(60, block_size=block_size, ignore_eos=True)
-    [completion] = Engine(target, random_drafter).generate([prompt], params)
+    engine = Engine(target, random_drafter, drafting=Drafting(block_size))
+    [completion] = engine.generate([prompt], SamplingParams(60, ignore_eos=True))
     assert completion.token_ids == plain(target, prompt, max_new_tokens=60, ignore_eos=True)
     assert sum(completion.stats.committed) == 59
 
@@ -187,7 +187,6 @@ def test_forward_after_commit_leaves_the_caches_as_from_scratch(target: Target, 
         ([1] * 256, {}, "prompt has 256 tokens and the target's context 256"),
         ([1] * 200, {"max_new_tokens": 100}, "ask for at most 56"),
         ([1, 9999], {}, "Token id 9999"),
-        ([1, 2], {"block_size": 9, "max_new_tokens": 9}, "block_size is 9; this drafter was trained for at most 8"),
     ],
 )
 def test_bad_requests_are_refused(

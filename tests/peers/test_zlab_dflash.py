@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.targets.hf import HFTarget
-from blockdraft.types import SamplingParams
+from blockdraft.types import Drafting, SamplingParams
 
 dflash = pytest.importorskip("dflash.model", reason="needs the extra `peers`")
 pytestmark = pytest.mark.peers
@@ -46,7 +46,7 @@ def both(
         draft, model, torch.tensor([prompt]), 96, stops, block_size=block_size, return_stats=True
     )
     drafter = load_drafter(draft_folder, target=target)
-    [ours] = Engine(target, drafter).generate([prompt], SamplingParams(96, block_size=block_size))
+    [ours] = Engine(target, drafter, drafting=Drafting(block_size)).generate([prompt], SamplingParams(96))
     assert ours.token_ids == theirs.output_ids[0, len(prompt) :].tolist()
     assert ours.stats.committed == theirs.acceptance_lengths
 

@@ -38,10 +38,10 @@ def compare_with_plain(engine: Engine, prompt: str, params: SamplingParams) -> C
         params: With a seed, unless greedy; otherwise the runs differ.
     """
     plain_engine = Engine(engine.target, load_drafter("none", target=engine.target))
-    methods = ((engine, params), (plain_engine, replace(params, block_size=None)))
-    for method, own in methods:
-        method.generate([prompt], replace(own, max_new_tokens=min(WARM_UP_TOKENS, own.max_new_tokens)))
-    runs = [[method.generate([prompt], own)[0] for method, own in methods] for _ in range(RUNS)]
+    methods = (engine, plain_engine)
+    for method in methods:
+        method.generate([prompt], replace(params, max_new_tokens=min(WARM_UP_TOKENS, params.max_new_tokens)))
+    runs = [[method.generate([prompt], params)[0] for method in methods] for _ in range(RUNS)]
     drafted, plain = (sorted(column, key=_speed)[RUNS // 2] for column in zip(*runs, strict=True))
     answers = [run.token_ids for pair in runs for run in pair]
     columns = enumerate(zip_longest(*answers))

@@ -11,14 +11,12 @@ from typing import Annotated, Any
 
 import typer
 
-from blockdraft.types import SamplingParams
-
-DEFAULTS = SamplingParams()
+from blockdraft.types import Drafting, SamplingParams
 
 
-def _sampling(name: str) -> Any:
-    """The option of a field of `SamplingParams`, explained as there."""
-    entry = re.search(rf"^    {name}: (.+?)(?=\n    \S|\Z)", inspect.getdoc(SamplingParams) or "", re.S | re.M)
+def _option(owner: type, name: str) -> Any:
+    """The option of a field of this dataclass, explained as in its docstring."""
+    entry = re.search(rf"^    {name}: (.+?)(?=\n    \S|\Z)", inspect.getdoc(owner) or "", re.S | re.M)
     return typer.Option(help=re.sub(r"\bNone\b", "the default", " ".join(entry[1].split())) if entry else None)
 
 
@@ -40,12 +38,12 @@ def generate(
             "which fits the bundled target only.",
         ),
     ] = None,
-    max_new_tokens: Annotated[int, _sampling("max_new_tokens")] = DEFAULTS.max_new_tokens,
-    temperature: Annotated[float, _sampling("temperature")] = DEFAULTS.temperature,
-    top_k: Annotated[int, _sampling("top_k")] = DEFAULTS.top_k,
-    top_p: Annotated[float, _sampling("top_p")] = DEFAULTS.top_p,
-    seed: Annotated[int | None, _sampling("seed")] = DEFAULTS.seed,
-    block_size: Annotated[int | None, _sampling("block_size")] = DEFAULTS.block_size,
+    max_new_tokens: Annotated[int, _option(SamplingParams, "max_new_tokens")] = SamplingParams.max_new_tokens,
+    temperature: Annotated[float, _option(SamplingParams, "temperature")] = SamplingParams.temperature,
+    top_k: Annotated[int, _option(SamplingParams, "top_k")] = SamplingParams.top_k,
+    top_p: Annotated[float, _option(SamplingParams, "top_p")] = SamplingParams.top_p,
+    seed: Annotated[int | None, _option(SamplingParams, "seed")] = SamplingParams.seed,
+    block_size: Annotated[int | None, _option(Drafting, "block_size")] = Drafting.block_size,
     dtype: Annotated[
         str | None,
         typer.Option(help="float32, bfloat16 or float16; by default float32 on a CPU and bfloat16 elsewhere."),
@@ -68,8 +66,8 @@ def generate(
         top_k=top_k,
         top_p=top_p,
         seed=secrets.randbits(32) if seed is None else seed,  # so that all runs of a comparison share one
-        block_size=block_size,
     )
+    drafting = Drafting(block_size)
     text = _read_prompt(prompt)
 
     from transformers.utils import logging
@@ -83,7 +81,7 @@ def generate(
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     loaded = load_target(target, dtype=dtype, device=device)
-    engine = Engine(loaded, load_drafter(drafter, target=loaded))
+    engine = Engine(loaded, load_drafter(drafter, target=loaded), drafting=drafting)
 
     if sys.stdout.isatty() and not as_json:
         console = display.terminal()

@@ -23,7 +23,7 @@ from blockdraft.compat.adapt import (
 from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.engine import Engine, Stats
 from blockdraft.targets import Target
-from blockdraft.types import SamplingParams
+from blockdraft.types import Drafting, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -156,12 +156,15 @@ class DFlashGenerationMixin:
                 top_p=top_p,
                 seed=None if seed is None else seed + row,
                 stop_token_ids=tuple(stops),
-                block_size=self.dflash_config.block_size if use_dflash else None,
                 ignore_eos=eos_token_id is not None,
             )
             for row in range(len(prompts))
         ]
-        completions = Engine(self.target, self.drafter if use_dflash else self._plain).generate(prompts, params)
+        if use_dflash:
+            engine = Engine(self.target, self.drafter, drafting=Drafting(self.dflash_config.block_size))
+        else:
+            engine = Engine(self.target, self._plain)
+        completions = engine.generate(prompts, params)
         self.last_stats = [completion.stats for completion in completions]
         longest = max(len(completion.token_ids) for completion in completions)
         pad = self._pad_token(stops) if pad_token_id is None else pad_token_id

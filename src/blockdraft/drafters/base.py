@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from blockdraft.proposal import Proposal
+from blockdraft.proposal import Plan, Proposal
 
 
 class Drafter(Protocol):
@@ -27,12 +27,12 @@ class Drafter(Protocol):
     def state_bytes(self, batch: int, capacity: int) -> int:
         """Memory that such a state takes, in bytes."""
 
-    def propose(self, state: Any, anchor: Tensor, block_size: int) -> Proposal:
+    def propose(self, state: Any, anchor: Tensor, plan: Plan) -> Proposal:
         """Guess what follows the anchors.
 
         Args:
             anchor: `[B]` int64, each row's last committed token.
-            block_size: Most nodes that are wanted, anchor included; at most `self.block_size`.
+            plan: How far to draft; `plan.block_size` is at most `self.block_size`.
         """
 
     def observe(self, state: Any, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:

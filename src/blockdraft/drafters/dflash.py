@@ -15,7 +15,7 @@ from blockdraft.nn.attention import attend, visible_slots
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.draft_config import DraftConfig
-from blockdraft.proposal import Proposal, chain
+from blockdraft.proposal import Plan, Proposal, chain
 from blockdraft.targets import Target
 from blockdraft.types import SamplingParams
 
@@ -110,7 +110,8 @@ class DFlashDrafter:
         )
 
     @torch.no_grad()
-    def propose(self, state: KVCache, anchor: Tensor, block_size: int) -> Proposal:
+    def propose(self, state: KVCache, anchor: Tensor, plan: Plan) -> Proposal:
+        block_size = plan.block_size
         tokens = torch.full((len(anchor), block_size), self.config.mask_token_id, device=anchor.device)
         tokens[:, 0] = anchor
         if block_size == 1:

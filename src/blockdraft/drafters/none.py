@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from blockdraft.proposal import Proposal, chain
+from blockdraft.proposal import Plan, Proposal, chain
 from blockdraft.targets import Target
 
 
@@ -25,7 +25,7 @@ class NoDrafter:
     def state_bytes(self, batch: int, capacity: int) -> int:
         return 0
 
-    def propose(self, state: _NoState, anchor: Tensor, block_size: int) -> Proposal:
+    def propose(self, state: _NoState, anchor: Tensor, plan: Plan) -> Proposal:
         return chain(anchor[:, None])
 
     def observe(self, state: _NoState, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:

@@ -14,10 +14,10 @@ from torch import Tensor
 from blockdraft.drafters import Drafter
 from blockdraft.engine.prompts import TextStream, encode
 from blockdraft.engine.stats import Stats
-from blockdraft.proposal import chain, depths
+from blockdraft.proposal import Plan, chain, depths
 from blockdraft.sampling import RandomNumbers, probabilities
 from blockdraft.targets import Cache, Target
-from blockdraft.types import FinishReason, Prompt, SamplingParams
+from blockdraft.types import Drafting, FinishReason, Prompt, SamplingParams
 from blockdraft.verification import Verdict, verify
 
 
@@ -124,13 +124,25 @@ class Engine:
         target: From `load_target`.
         drafter: From `load_drafter`.
         max_batch_size: Prompts decoded together by `generate`.
+        drafting: How far to draft.
+
+    Raises:
+        ValueError: `max_batch_size` is below 1, or a block is longer than the drafter's.
     """
 
-    def __init__(self, target: Target, drafter: Drafter, max_batch_size: int = 8) -> None:
+    def __init__(
+        self, target: Target, drafter: Drafter, max_batch_size: int = 8, drafting: Drafting | None = None
+    ) -> None:
         if max_batch_size < 1:
             raise ValueError(f"max_batch_size is {max_batch_size}; it must be at least 1.")
+        drafting = drafting or Drafting()
+        if drafting.block_size is not None and drafting.block_size > drafter.block_size:
+            raise ValueError(
+                f"block_size is {drafting.block_size}; this drafter was trained for at most {drafter.block_size}."
+            )
         self.target = target
         self.drafter = drafter
+        self.drafting = drafting
         self.max_batch_size = max_batch_size
 
     def generate(
@@ -143,8 +155,8 @@ class Engine:
             params: One for all, or one a prompt.
 
         Raises:
-            ValueError: A prompt is empty or too long for the context, a block is longer than the drafter's, or the
-                memory does not suffice. All prompts are checked before the first is decoded.
+            ValueError: A prompt is empty or too long for the context, or the memory does not suffice. All prompts are
+                checked before the first is decoded.
         """
         if isinstance(prompts, str):
             raise ValueError("prompts is one text; give a list of prompts.")
@@ -194,7 +206,10 @@ class Engine:
         began = time.perf_counter()
         rows, anchor = batch.rows, self._tensor([row.token_ids[-1] for row in batch.rows])
         going = [row for row in rows if row.finish_reason is None]
-        proposal = self.drafter.propose(batch.state, anchor, max(self._block_size(row) for row in going))
+        # Guesses past the length limit would be cut; the anchor is there already.
+        block_size = min(self._block_size, 1 + max(row.remaining for row in going))
+        plan = Plan(block_size, [row.params for row in rows], self.drafting.tree_budget)
+        proposal = self.drafter.propose(batch.state, anchor, plan)
         proposed = self._now()
         output = self.target.forward(proposal.tokens, proposal.parents, batch.cache, self.drafter.taps)
         scored = self._now()
@@ -261,19 +276,16 @@ class Engine:
                 f"The prompt's {len(ids)} tokens and max_new_tokens {params.max_new_tokens} exceed the target's "
                 f"context of {limit}; ask for at most {limit - len(ids)} new tokens."
             )
-        if params.block_size is not None and params.block_size > self.drafter.block_size:
-            raise ValueError(
-                f"block_size is {params.block_size}; this drafter was trained for at most {self.drafter.block_size}."
-            )
         stops = set(params.stop_token_ids) | (set() if params.ignore_eos else self.target.eos_token_ids)
         return Row(ids, params, frozenset(stops), RandomNumbers(params.seed))
 
-    def _block_size(self, row: Row) -> int:
-        # Guesses past the length limit would be cut; the anchor is there already.
-        return min(row.params.block_size or self.drafter.block_size, row.remaining + 1)
+    @property
+    def _block_size(self) -> int:
+        return self.drafting.block_size or self.drafter.block_size
 
     def _capacity(self, rows: list[Row]) -> int:
-        return max(len(row.prompt) + row.params.max_new_tokens for row in rows) + self.drafter.block_size
+        nodes = 1 + max(self.drafting.tree_budget, self._block_size - 1)
+        return max(len(row.prompt) + row.params.max_new_tokens for row in rows) + nodes
 
     def _check_memory(self, rows: list[Row]) -> None:
         capacity = self._capacity(rows)

@@ -9,19 +9,34 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
+class SparseLaw:
+    """Laws over a few tokens each: node j of a row drew its children from `probs[j]` over `ids[j]`.
+
+    Attributes:
+        ids: `[N, K]` int64, distinct tokens.
+        probs: `[N, K]` float32, each row summing to 1; every other token has probability 0.
+    """
+
+    ids: Tensor
+    probs: Tensor
+
+
+@dataclass(frozen=True)
 class Proposal:
     """Guesses of one cycle.
 
     Attributes:
         tokens: `[B, N]` int64; node 0 is the anchor, the last committed token, not yet in the target's cache.
-        parents: `[B, N]` int64; `parents[b, i] < i` for i > 0, and -1 for node 0.
-        q: Where guesses were drawn at random, `[B, N, V]`: the law that node i was drawn from. None where guesses
-            were chosen (argmax, n-gram, ...).
+        parents: `[B, N]` int64; `parents[b, i] < i` for i > 0, and -1 for node 0. A row with fewer guesses than the
+            others is filled up with nodes whose parent is -1 too; nothing accepts them.
+        q: For each row the laws that its guesses were drawn from at random, each child of a node drawn anew from that
+            node's law, in the order of the nodes; None for a row whose guesses were chosen (argmax, top-k,
+            n-gram, ...). None instead of a tuple where every row's guesses were chosen.
     """
 
     tokens: Tensor
     parents: Tensor
-    q: Tensor | None = None
+    q: tuple[SparseLaw | None, ...] | None = None
 
     def __post_init__(self) -> None:
         assert self.tokens.shape == self.parents.shape and self.tokens.ndim == 2
@@ -43,7 +58,7 @@ def is_chain(parents_BN: Tensor) -> bool:
 
 
 def depths(parents_BN: Tensor) -> Tensor:
-    """Distance of each node from the anchor, `[B, N]` int64."""
+    """Distance of each node from the anchor, `[B, N]` int64; 0 for nodes that fill up a row."""
     return tree_mask(parents_BN).sum(dim=-1) - 1
 
 
@@ -57,8 +72,10 @@ def tree_mask(parents_BN: Tensor) -> Tensor:
     if is_chain(parents_BN):
         ones = torch.ones(count, count, dtype=torch.bool, device=parents_BN.device)
         return ones.tril().expand(batch, count, count)
-    mask = torch.eye(count, dtype=torch.bool, device=parents_BN.device).repeat(batch, 1, 1)
-    rows = torch.arange(batch, device=parents_BN.device)
-    for i in range(1, count):  # parents come before children, so the parent's row is complete
-        mask[:, i] |= mask[rows, parents_BN[:, i]]
-    return mask
+    mask = torch.eye(count, device=parents_BN.device).repeat(batch, 1, 1)
+    has_parent = parents_BN >= 0
+    mask.scatter_add_(2, parents_BN.clamp(min=0).unsqueeze(2), has_parent.unsqueeze(2).to(mask.dtype))
+    # One step reaches the parent; squaring doubles the reach, and no node is deeper than there are nodes.
+    for _ in range((count - 1).bit_length()):
+        mask = (mask @ mask).clamp_(max=1)
+    return mask.bool()

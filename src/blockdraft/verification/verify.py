@@ -38,7 +38,7 @@ def verify(proposal: Proposal, probs_BNV: Tensor, uniforms_BN: Tensor) -> Verdic
     Raises:
         NotImplementedError: The guesses were drawn at random (`q` is set), which needs rejection against q.
     """
-    if proposal.q is not None:
+    if proposal.q is not None and any(law is not None for law in proposal.q):
         raise NotImplementedError("This proposal has drawn guesses (q is set); only chosen guesses can be verified.")
     drawn = draw(probs_BNV, uniforms_BN).tolist()
     tokens, parents = proposal.tokens.tolist(), proposal.parents.tolist()
