@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 Message: TypeAlias = dict[str, str]
 # A text, a chat (a list of {"role", "content"}) or token ids.
 Prompt: TypeAlias = "str | Sequence[Message] | Sequence[int]"
-FinishReason: TypeAlias = Literal["stop", "length"]
+FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "error"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class SamplingParams:
         top_p: Keep the most probable tokens that together reach this probability; 1 keeps all.
         seed: Same seed, same tokens, whichever drafter and block size; None draws one.
         stop_token_ids: Tokens that end the answer besides the target's own end tokens.
+        stop: Texts that end the answer, which is cut before them.
         ignore_eos: Go on past the target's end tokens, to `max_new_tokens`.
     """
 
@@ -36,6 +37,7 @@ class SamplingParams:
     top_p: float = 1.0
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:

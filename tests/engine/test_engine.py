@@ -164,12 +164,12 @@ def test_statistics_add_up(target: Target, random_drafter: DFlashDrafter) -> Non
 def test_forward_after_commit_leaves_the_caches_as_from_scratch(target: Target, random_drafter: DFlashDrafter) -> None:
     """After decoding, target and drafter know just the committed tokens: the next draft equals one from scratch."""
     engine = Engine(target, random_drafter)
-    row = engine._row(PROMPTS[0], SamplingParams(40, ignore_eos=True))
-    batch = engine._prefill([row])
+    row = engine.request(PROMPTS[0], SamplingParams(40, ignore_eos=True))
+    batch = engine.prefill([row])
     for _ in range(6):
         engine.step(batch)
-    fresh_row = engine._row(PROMPTS[0] + row.token_ids[:-1], SamplingParams(2))
-    fresh = engine._prefill([fresh_row])
+    fresh_row = engine.request(PROMPTS[0] + row.token_ids[:-1], SamplingParams(2))
+    fresh = engine.prefill([fresh_row])
     assert isinstance(batch.state, KVCache)
     assert fresh.cache.lengths == batch.cache.lengths == batch.state.lengths
     assert fresh_row.token_ids == row.token_ids[-1:]

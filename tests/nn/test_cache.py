@@ -80,3 +80,68 @@ def test_additive_mask_hides_with_the_lowest_number() -> None:
 def test_chain_sees_all_before_it() -> None:
     within = tree_mask(chain(torch.tensor([[1, 2, 3]])).parents)
     assert visible_slots([2], within)[0].int().tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
+
+
+def filled(*rows: list[int], capacity: int = 6) -> KVCache:
+    """A cache whose row i holds the states of `rows[i]`."""
+    cache = KVCache(len(rows), capacity)
+    longest = max(map(len, rows))
+    cache.write(0, *[node_states(torch.tensor([row + [0] * (longest - len(row)) for row in rows]))] * 2)
+    cache.commit([range(len(row)) for row in rows])
+    return cache
+
+
+def contents(cache: KVCache) -> list[list[int]]:
+    """What the rows hold, read by writing a node that is not committed."""
+    keys, values = cache.write(0, *[node_states(torch.full((len(cache.lengths), 1), 99))] * 2)
+    assert torch.equal(keys, values)
+    assert [keys[row, 0, n, 0] for row, n in enumerate(cache.lengths)] == [99] * len(cache.lengths)
+    return [keys[row, 0, :n, 0].int().tolist() for row, n in enumerate(cache.lengths)]
+
+
+@pytest.mark.parametrize("rows", [[0, 3, 2], [3, 1], [2, 0], [1, 2, 3], [3, 2, 1, 0], []])
+def test_select_moves_rows(rows: list[int]) -> None:
+    before = [[1], [2, 3], [4, 5, 6], [7, 8]]
+    cache = filled(*before)
+    cache.select(rows)
+    assert cache.lengths == [len(before[row]) for row in rows]
+    if rows:
+        assert contents(cache) == [before[row] for row in rows]
+
+
+@pytest.mark.parametrize("capacity", [4, 9])
+def test_join_takes_over_rows(capacity: int) -> None:
+    cache = filled([1, 2], [3], capacity=4)
+    cache.join(filled([4, 5, 6], [7]), capacity)
+    assert cache.capacity == capacity
+    assert contents(cache) == [[1, 2], [3], [4, 5, 6], [7]]
+
+
+def test_join_reuses_the_memory_of_rows_that_left() -> None:
+    cache = filled([1], [2], [3])
+    store = cache._layers[0][0]
+    cache.select([2])
+    cache.join(filled([4], [5]), 6)
+    assert contents(cache) == [[3], [4], [5]]
+    assert cache._layers[0][0] is store
+    cache.select([0])
+    cache.join(filled([6], capacity=20), 20)
+    assert cache._layers[0][0].shape[::2] == (2, 20)  # exactly what is needed now, not the three rows of before
+
+
+def test_rows_join_a_cache_that_never_held_any() -> None:
+    cache = KVCache(0, 9)
+    cache.join(KVCache(1, 0), 9)
+    cache.join(filled([4, 5]), 9)
+    assert cache.lengths == [0, 2]
+    assert contents(cache) == [[], [4, 5]]
+
+
+def test_prefix_is_a_copy_of_the_beginning() -> None:
+    cache = filled([1, 2, 3], [4, 5])
+    prefix = cache.prefix(0, 2)
+    cache.select([1])
+    cache.join(filled([9, 9, 9]), 6)
+    whole = KVCache(0, 5)
+    whole.join(prefix, 5)
+    assert contents(whole) == [[1, 2]]

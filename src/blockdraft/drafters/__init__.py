@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-from blockdraft.drafters.base import Drafter
+from blockdraft.drafters.base import Drafter, State
 from blockdraft.targets import Target
 
 BUNDLED = Path(__file__).parents[1] / "pair" / "drafter"
@@ -53,4 +53,4 @@ def load_drafter(path: str | Path | None = None, *, target: Target) -> Drafter:
     raise ValueError(f"{folder} holds the architecture {found}; the drafters known here are {sorted(known)}.")
 
 
-__all__ = ["Drafter", "load_drafter"]
+__all__ = ["Drafter", "State", "load_drafter"]

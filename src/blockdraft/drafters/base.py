@@ -10,6 +10,23 @@ from torch import Tensor
 from blockdraft.proposal import Plan, Proposal
 
 
+class State(Protocol):
+    """A drafter's own memory of the rows of a batch."""
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only these rows, in this order."""
+
+    def join(self, other: Any, capacity: int) -> None:
+        """Take over the rows of another state of the same drafter, behind this one's own.
+
+        Args:
+            capacity: Most tokens of a row from now on.
+        """
+
+    def prefix(self, row: int, length: int) -> Any:
+        """A state of one row as it was when its first `length` tokens had been observed."""
+
+
 class Drafter(Protocol):
     """Guesses the next tokens of a target. It is told what was committed, never what was rejected.
 
@@ -22,7 +39,7 @@ class Drafter(Protocol):
     block_size: int
 
     def new_state(self, batch: int, capacity: int) -> Any:
-        """The drafter's own memory of `batch` rows with up to `capacity` tokens each; it has `select(rows)`."""
+        """An empty `State` of `batch` rows with up to `capacity` tokens each."""
 
     def state_bytes(self, batch: int, capacity: int) -> int:
         """Memory that such a state takes, in bytes."""

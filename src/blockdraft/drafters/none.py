@@ -14,6 +14,12 @@ class _NoState:
     def select(self, rows: Sequence[int]) -> None:
         pass
 
+    def join(self, other: _NoState, capacity: int) -> None:
+        pass
+
+    def prefix(self, row: int, length: int) -> _NoState:
+        return self
+
 
 class NoDrafter:
     taps: tuple[int, ...] = ()

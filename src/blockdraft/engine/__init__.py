@@ -1,6 +1,9 @@
 """The engine: one decode loop for all drafters and targets."""
 
-from blockdraft.engine.engine import Batch, Chunk, Completion, Engine
+from blockdraft.engine.batch import Batch
+from blockdraft.engine.engine import Engine
+from blockdraft.engine.request import Chunk, Completion, Request
+from blockdraft.engine.scheduler import Scheduler
 from blockdraft.engine.stats import Stats, mean_tau
 
-__all__ = ["Batch", "Chunk", "Completion", "Engine", "Stats", "mean_tau"]
+__all__ = ["Batch", "Chunk", "Completion", "Engine", "Request", "Scheduler", "Stats", "mean_tau"]

@@ -69,3 +69,56 @@ class TextStream:
         if self._tokenizer is None:
             return ""
         return cast(str, self._tokenizer.decode(self._ids, skip_special_tokens=True))
+
+
+class AnswerText:
+    """The text of one answer as it may be shown: whole characters only, and cut before a stop string.
+
+    Args:
+        stop: Stop strings. What may be the beginning of one is held back until that is decided.
+
+    Attributes:
+        stopped: Whether a stop string has appeared. Where several appear with one token, the one that begins first
+            cuts the text.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str] = ()) -> None:
+        self._stream = TextStream(tokenizer)
+        self._stop = stop
+        self._text = ""
+        self._safe = 0  # characters that no later token can take back
+        self._taken = 0
+        self.stopped = False
+
+    def push(self, token: int) -> None:
+        self._add(self._stream.push([token]))
+
+    def finish(self) -> None:
+        """No token follows, so what was held back can be shown."""
+        if not self.stopped:
+            self._add(self._stream.finish())
+        self._safe = len(self._text)
+
+    def take(self) -> str:
+        """Text that may be shown since the last call."""
+        new = self._text[self._taken : self._safe]
+        self._taken = self._safe
+        return new
+
+    @property
+    def shown(self) -> str:
+        """All text that may be shown."""
+        return self._text[: self._safe]
+
+    def _add(self, piece: str) -> None:
+        searched = max(0, len(self._text) - max(map(len, self._stop), default=1) + 1)
+        self._text += piece
+        found = [at for at in (self._text.find(stop, searched) for stop in self._stop) if at >= 0]
+        if found:
+            self._text, self.stopped = self._text[: min(found)], True
+        held = 0 if self.stopped else max(map(self._beginning, self._stop), default=0)
+        self._safe = max(self._safe, len(self._text) - held)
+
+    def _beginning(self, stop: str) -> int:
+        """Length of the longest end of the text with which this stop string begins."""
+        return next((n for n in range(len(stop) - 1, 0, -1) if self._text.endswith(stop[:n])), 0)

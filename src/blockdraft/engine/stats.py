@@ -13,7 +13,7 @@ class Stats:
 
     Attributes:
         committed: Tokens committed by each cycle, bonus included, after cutting at a stop token or the length limit.
-        drafted: Guesses of each cycle.
+        drafted: Guesses on the longest path of each cycle's proposal.
         prefill_seconds: From the request's start to its first token.
         draft_seconds, verify_seconds: Time in the drafter (propose and observe) and in the target's forward, summed
             over cycles; shared in full by all rows of a batch.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +12,8 @@ class KVCache:
     """Keys and values of all layers for B rows of up to `capacity` tokens.
 
     A forward writes its N nodes behind the committed tokens of each row; `commit` keeps some of them, moved together,
-    and forgets the others. Layers are allocated at their first write, because only then is their shape known.
+    and forgets the others. Layers are allocated at their first write, because only then is their shape known. Rows may
+    leave (`select`) and come (`join`); the memory of rows that left is used again by rows that come.
 
     Attributes:
         lengths: Committed tokens of each row.
@@ -34,7 +35,8 @@ class KVCache:
         if layer not in self._layers:
             shapes = [(t.size(0), t.size(1), self.capacity, t.size(3)) for t in (keys, values)]
             self._layers[layer] = (keys.new_zeros(shapes[0]), values.new_zeros(shapes[1]))
-        stored = self._layers[layer]
+        batch = len(self.lengths)
+        stored = tuple(store[:batch] for store in self._layers[layer])
         count = keys.size(2)
         end = max(self.lengths) + count
         assert end <= self.capacity, f"{end} slots needed, {self.capacity} allocated"
@@ -67,7 +69,55 @@ class KVCache:
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows of the batch, in this order."""
+        if all(row >= place for place, row in enumerate(rows)):  # then no row is overwritten before it is read
+            for place, row in enumerate(rows):
+                if place != row:
+                    for store in self._stores():
+                        store[place, :, : self.lengths[row]] = store[row, :, : self.lengths[row]]
+        else:
+            for layer, (keys, values) in self._layers.items():
+                index = torch.tensor(rows, device=keys.device)
+                self._layers[layer] = (keys[index], values[index])
         self.lengths = [self.lengths[row] for row in rows]
+
+    def join(self, other: KVCache, capacity: int) -> None:
+        """Take over the rows of another cache, behind this one's own.
+
+        Args:
+            capacity: Slots that each row needs from now on.
+        """
+        first = len(self.lengths)
+        self.lengths += other.lengths
+        self.capacity = capacity
+        for layer in self._layers.keys() | other._layers.keys():
+            like = self._layers.get(layer) or other._layers[layer]
+            own = self._layers.get(layer, tuple(store[:0] for store in like))
+            grown = tuple(_with_room(store, len(self.lengths), self.capacity) for store in own)
+            for store, new in zip(grown, other._layers.get(layer, ()), strict=False):
+                for row, length in enumerate(other.lengths):
+                    store[first + row, :, :length] = new[row, :, :length]
+            self._layers[layer] = (grown[0], grown[1])
+
+    def prefix(self, row: int, length: int) -> KVCache:
+        """A cache of one row that holds a copy of this row's first `length` tokens, without room for more."""
+        assert length <= self.lengths[row]
+        copy = KVCache(1, length)
+        copy.lengths = [length]
         for layer, (keys, values) in self._layers.items():
-            index = torch.tensor(rows, device=keys.device)
-            self._layers[layer] = (keys[index], values[index])
+            copy._layers[layer] = (keys[row : row + 1, :, :length].clone(), values[row : row + 1, :, :length].clone())
+        return copy
+
+    def _stores(self) -> Iterator[Tensor]:
+        for keys, values in self._layers.values():
+            yield keys
+            yield values
+
+
+def _with_room(store: Tensor, rows: int, capacity: int) -> Tensor:
+    """The store itself if it has so many rows and slots, else a new one that has exactly these, with its numbers."""
+    if store.size(0) >= rows and store.size(2) >= capacity:
+        return store
+    new = store.new_zeros(rows, store.size(1), capacity, store.size(3))
+    kept, slots = min(store.size(0), rows), min(store.size(2), capacity)
+    new[:kept, :, :slots] = store[:kept, :, :slots]
+    return new

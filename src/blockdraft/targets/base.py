@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +23,17 @@ class Cache(Protocol):
         """Keep these nodes of the last forward, for each row in order, and drop its other nodes."""
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep only these rows of the batch."""
+        """Keep only these rows of the batch, in this order."""
+
+    def join(self, other: Any, capacity: int) -> None:
+        """Take over the rows of another cache of the same target, behind this one's own.
+
+        Args:
+            capacity: Slots that each row needs from now on.
+        """
+
+    def prefix(self, row: int, length: int) -> Any:
+        """A cache of one row that holds a copy of this row's first `length` committed tokens."""
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,14 @@ class HFCache(TransformersCache):
     def select(self, rows: Sequence[int]) -> None:
         self.store.select(rows)
 
+    def join(self, other: HFCache, capacity: int) -> None:
+        self.store.join(other.store, capacity)
+
+    def prefix(self, row: int, length: int) -> HFCache:
+        copy = HFCache(1, length)
+        copy.store = self.store.prefix(row, length)
+        return copy
+
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:

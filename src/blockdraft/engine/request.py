@@ -1,0 +1,123 @@
+"""A request from its prompt to its completion, and what a user gets to see of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from blockdraft.engine.prompts import AnswerText
+from blockdraft.engine.stats import Stats
+from blockdraft.sampling import RandomNumbers
+from blockdraft.types import FinishReason, SamplingParams
+
+
+@dataclass(eq=False)
+class Request:
+    """One request while it waits and while it is decoded.
+
+    Attributes:
+        prompt: Token ids.
+        stop_ids: Tokens that end it, the target's own included unless they are ignored.
+        token_ids: The answer so far; its last token is the anchor.
+        drafted: For each token, whether the drafter had guessed it.
+        finish_reason: None until it has ended.
+        error: What went wrong where the finish reason is "error".
+        cancelled: Set by `cancel`; the row is freed before the next cycle.
+    """
+
+    prompt: list[int]
+    params: SamplingParams
+    stop_ids: frozenset[int]
+    random: RandomNumbers
+    text: AnswerText
+    token_ids: list[int] = field(default_factory=list)
+    drafted: list[bool] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    cancelled: bool = False
+    stats: Stats = field(default_factory=Stats)
+
+    @property
+    def remaining(self) -> int:
+        return self.params.max_new_tokens - len(self.token_ids)
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def cancel(self) -> None:
+        """Stop decoding it; what it has so far stays."""
+        self.cancelled = True
+
+    def finish(self, reason: FinishReason, error: str | None = None) -> None:
+        self.finish_reason, self.error = reason, error
+        self.text.finish()
+
+    def extend(self, token_ids: Sequence[int], drafted: Sequence[bool]) -> int:
+        """Add committed tokens up to a stop token, a stop string or the length limit; returns how many were taken."""
+        for taken, (token, guessed) in enumerate(zip(token_ids, drafted, strict=True), start=1):
+            self.token_ids.append(token)
+            self.drafted.append(guessed)
+            self.text.push(token)
+            if token in self.stop_ids or self.text.stopped:
+                self.finish("stop")
+                return taken
+            if self.remaining == 0:
+                self.finish("length")
+                return taken
+        return len(token_ids)
+
+    def completion(self) -> Completion:
+        assert self.finish_reason is not None
+        return Completion(
+            self.text.shown, self.token_ids, self.finish_reason, self.drafted, self.stats, len(self.prompt), self.error
+        )
+
+
+@dataclass(frozen=True)
+class Completion:
+    """An answer.
+
+    Attributes:
+        text: Without special tokens and without the stop string that ended it; empty where the target has no tokenizer.
+        token_ids: The stop token, or the tokens of the stop string, included.
+        finish_reason: "stop" at a stop token or stop string, "length" at `max_new_tokens`, "cancelled", or "error".
+        drafted: For each token, whether the drafter had guessed it.
+        stats: Counts and times; `tau` is a short cut to the one most asked for.
+        prompt_tokens: Length of the prompt.
+        error: What went wrong where the finish reason is "error", else None.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    drafted: list[bool]
+    stats: Stats
+    prompt_tokens: int = 0
+    error: str | None = None
+
+    @property
+    def tau(self) -> float:
+        return self.stats.tau
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one cycle adds to a streamed answer.
+
+    Attributes:
+        text: New text; never half a UTF-8 character and nothing that may still turn out to be a stop string, so it may
+            be empty while `token_ids` is not.
+        token_ids: New tokens.
+        drafted: For each new token, whether the drafter had guessed it (False for the bonus token).
+        stats: Counts and times so far; the same object in every chunk of an answer.
+        finish_reason: Set on the last chunk.
+        error: Set on the last chunk where its finish reason is "error".
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    drafted: tuple[bool, ...]
+    stats: Stats
+    finish_reason: FinishReason | None = None
+    error: str | None = None
