@@ -55,9 +55,13 @@ class Scheduler:
     def waiting(self) -> list[Request]:
         return list(self._waiting)
 
-    def step(self) -> None:
-        """Let requests in and read their prompts, or else run one cycle; free the rows of those that ended."""
-        self._end_cancelled()
+    def step(self) -> list[Request]:
+        """Let requests in and read their prompts, or else run one cycle; free the rows of those that ended.
+
+        Returns:
+            The requests that ended.
+        """
+        ended = self._end_cancelled()
         joining = self._admitted()
         if joining:
             began = time.perf_counter()
@@ -72,17 +76,24 @@ class Scheduler:
             self._engine.step(self._batch)
         if self._batch is not None:
             self._engine.remember(self._batch)
-            self._batch.drop_finished()
-            self._batch = self._batch if self._batch.requests else None
+            ended += self._free_rows()
+        return ended
 
-    def _end_cancelled(self) -> None:
-        for request in [*self.running, *self._waiting]:
-            if request.cancelled and not request.finished:
-                request.finish("cancelled")
-        self._waiting = deque(request for request in self._waiting if not request.finished)
+    def _end_cancelled(self) -> list[Request]:
+        cancelled = [request for request in [*self.running, *self._waiting] if request.cancelled]
+        for request in cancelled:
+            request.finish("cancelled")
+        if cancelled:
+            self._waiting = deque(request for request in self._waiting if not request.finished)
+            self._free_rows()
+        return cancelled
+
+    def _free_rows(self) -> list[Request]:
+        ended = [request for request in self.running if request.finished]
         if self._batch is not None:
             self._batch.drop_finished()
             self._batch = self._batch if self._batch.requests else None
+        return ended
 
     def _admitted(self) -> list[Request]:
         """Take as many waiting requests as there are rows and memory for."""
