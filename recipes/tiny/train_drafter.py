@@ -80,6 +80,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=320, help="tokens of a sequence; longer ones are cut")
     parser.add_argument("--batch", type=int, default=20, help="sequences a step")
     parser.add_argument("--anchors", type=int, default=32, help="anchors a sequence")
+    parser.add_argument("--gamma", type=float, default=None, help="decay of the loss; by default by block size")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--muon-lr", type=float, default=0.02)
     parser.add_argument("--adam-lr", type=float, default=3e-3)
@@ -134,7 +135,7 @@ def main() -> None:
         start = state["step"]
         print(f"going on from step {start}", flush=True)
 
-    gamma = default_gamma(args.block_size)
+    gamma = args.gamma or default_gamma(args.block_size)
     mask_embedding = target.embed(torch.tensor(config.mask_token_id, device=target.device)).clone()
 
     def forward(

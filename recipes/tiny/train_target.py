@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from measure import loops
 from muon import Muon
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
@@ -53,12 +54,16 @@ def tokenized(corpus: Path, tokenizer: PreTrainedTokenizerBase, stage: str) -> d
 
 
 def own_answers(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Chats of the model's own answers that ended by themselves."""
+    """Chats of the model's own answers that ended by themselves and hardly repeat themselves.
+
+    Answers to TheAlgorithms prompts are left out: most are empty phrases of checks that it cannot fill.
+    """
     documents = []
     with path.open(encoding="utf-8") as file:
         for line in file:
             row = json.loads(line)
-            if row.get("ids", [None])[-1] == tokenizer.eos_token_id:
+            ids = row.get("ids", [None])
+            if ids[-1] == tokenizer.eos_token_id and row["kind"] != "algorithms" and not loops(ids, size=6, times=3):
                 answer = tokenizer.decode(row["ids"][:-1])
                 chat = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": answer}]
                 documents.append(tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"])

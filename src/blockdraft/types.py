@@ -58,15 +58,23 @@ class Drafting:
     """How far an engine drafts. It changes the speed and never the law of the output.
 
     Attributes:
-        block_size: Tokens of a block, anchor included; None is the drafter's trained size.
-        tree_budget: Most guesses of a draft tree, the anchor not counted; 0 drafts chains.
+        block_size: Tokens of a block, anchor included; None is the drafter's trained size. "auto" lets each cycle use
+            as many of them as pay, or none.
+        tree_budget: Most guesses of a draft tree, the anchor not counted; 0 drafts chains. "auto" lets each cycle
+            use as many as pay, or none.
     """
 
-    block_size: int | None = None
-    tree_budget: int = 0
+    block_size: int | Literal["auto"] | None = None
+    tree_budget: int | Literal["auto"] = 0
 
     def __post_init__(self) -> None:
-        if self.block_size is not None and self.block_size < 1:
-            raise ValueError(f"block_size is {self.block_size}; it must be at least 1 (no drafting).")
-        if self.tree_budget < 0:
-            raise ValueError(f"tree_budget is {self.tree_budget}; it must be 0 (chains) or more.")
+        for name, value, least, meaning in (
+            ("block_size", self.block_size, 1, "no drafting"),
+            ("tree_budget", self.tree_budget, 0, "chains"),
+        ):
+            if value in (None, "auto"):
+                continue
+            if not isinstance(value, int):
+                raise ValueError(f"{name} is {value!r}; it must be a number or 'auto'.")
+            if value < least:
+                raise ValueError(f"{name} is {value}; it must be at least {least} ({meaning}).")

@@ -43,7 +43,7 @@ def generate(
     top_k: Annotated[int, _option(SamplingParams, "top_k")] = SamplingParams.top_k,
     top_p: Annotated[float, _option(SamplingParams, "top_p")] = SamplingParams.top_p,
     seed: Annotated[int | None, _option(SamplingParams, "seed")] = SamplingParams.seed,
-    block_size: Annotated[int | None, _option(Drafting, "block_size")] = Drafting.block_size,
+    block_size: Annotated[int | None, _option(Drafting, "block_size")] = None,
     dtype: Annotated[
         str | None,
         typer.Option(help="float32, bfloat16 or float16; by default float32 on a CPU and bfloat16 elsewhere."),

@@ -49,6 +49,8 @@ class DFlashDrafter:
         noise_schedule: Share of the positions settled after each pass, "cosine" or "linear".
     """
 
+    knows_probabilities = True
+
     def __init__(
         self,
         network: DFlashNetwork,
