@@ -14,8 +14,8 @@ from torch import Tensor
 from blockdraft.drafters import Drafter
 from blockdraft.engine.prompts import TextStream, encode
 from blockdraft.engine.stats import Stats
-from blockdraft.proposal import Plan, chain, depths
-from blockdraft.sampling import RandomNumbers, probabilities
+from blockdraft.proposal import Plan, Proposal, chain, depths
+from blockdraft.sampling import Laws, RandomNumbers
 from blockdraft.targets import Cache, Target
 from blockdraft.types import Drafting, FinishReason, Prompt, SamplingParams
 from blockdraft.verification import Verdict, verify
@@ -216,7 +216,7 @@ class Engine:
         # Node i's draw decides the output token that follows it.
         positions = torch.tensor([[len(row.token_ids)] for row in rows]) + depths(proposal.parents).cpu()
         uniforms = torch.stack([row.random.at(p) for row, p in zip(rows, positions, strict=True)])
-        verdict = verify(proposal, probabilities(output.logits, [row.params for row in rows]), uniforms)
+        verdict = verify(proposal, self._laws(rows, proposal, output.logits), uniforms)
         path = [nodes if row.finish_reason is None else [] for nodes, row in zip(verdict.path, rows, strict=True)]
         batch.cache.commit(path)
         verified = time.perf_counter()
@@ -239,7 +239,7 @@ class Engine:
         output = self.target.forward(prompts.tokens, prompts.parents, batch.cache, self.drafter.taps, logits_at=last)
         uniforms = torch.stack([row.random.at(torch.tensor([0])) for row in rows])
         anchors = chain(prompts.tokens.gather(1, last[:, None]))
-        verdict = verify(anchors, probabilities(output.logits, [row.params for row in rows]), uniforms)
+        verdict = verify(anchors, self._laws(rows, anchors, output.logits), uniforms)
         path = [list(range(len(row.prompt))) for row in rows]
         batch.cache.commit(path)
         self._observe(batch, prompts.tokens, output.features, path)
@@ -247,6 +247,10 @@ class Engine:
             row.extend([token], [False])
             row.stats.prefill_seconds = self._now() - began
         return batch
+
+    def _laws(self, rows: list[Row], proposal: Proposal, logits: Tensor) -> Laws:
+        params, prompts, outputs = zip(*((row.params, row.prompt, row.token_ids) for row in rows), strict=True)
+        return Laws(logits, params, proposal.tokens, proposal.parents, prompts, outputs)
 
     def _observe(self, batch: Batch, tokens: Tensor, features: Tensor | None, path: list[list[int]]) -> None:
         """Tell the drafter which nodes were committed, rows padded to one length."""
