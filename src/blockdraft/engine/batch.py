@@ -49,4 +49,4 @@ class Batch:
 def padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """Rows of numbers as one tensor `[B, longest]` int64, filled up with zeros at their ends."""
     longest = max(map(len, rows))
-    return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)
+    return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], dtype=torch.int64, device=device)

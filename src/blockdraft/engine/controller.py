@@ -69,8 +69,10 @@ class Controller:
 
     def plan(self, requests: Sequence[Request]) -> Plan:
         """The plan of the next cycle of these requests."""
-        # Guesses past the length limit would be cut; the anchor is there already.
-        block_size = min(self._block_size, 1 + max(request.remaining for request in requests))
+        block_size = self._block_size
+        if not self._drafting.drawn:  # how a drawn chain is judged must not depend on the other rows
+            # Guesses past the length limit would be cut; the anchor is there already.
+            block_size = min(block_size, 1 + max(request.remaining for request in requests))
         params = [request.params for request in requests]
         budget = 0 if self._drafting.tree_budget == 0 else self.most_guesses
         if not self.automatic:

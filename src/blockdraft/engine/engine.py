@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ from blockdraft.engine.prompts import AnswerText, encode
 from blockdraft.engine.request import Chunk, Completion, Request
 from blockdraft.engine.scheduler import Scheduler
 from blockdraft.proposal import Plan, Proposal, chain, depths
-from blockdraft.sampling import RandomNumbers, probabilities
+from blockdraft.sampling import Laws, RandomNumbers
 from blockdraft.targets import Target, TargetOutput
 from blockdraft.types import Drafting, Prompt, SamplingParams
 from blockdraft.verification import Verdict, verify
@@ -63,6 +64,7 @@ class Engine:
             )
         self.target = target
         self.drafter = drafter
+        self.drafting = drafting
         self.controller = Controller(drafter, drafting, partial(load_or_measure, self))
         self.max_batch_size = max_batch_size
         self.memory_limit = memory_limit
@@ -136,6 +138,8 @@ class Engine:
         began = time.perf_counter()
         requests, anchor = batch.requests, self._tensor([request.token_ids[-1] for request in batch.requests])
         plan = plan or self.controller.plan(requests)
+        if self.drafting.drawn:
+            plan = replace(plan, draws=self._fresh(requests)[:, : plan.block_size - 1])
         if plan.block_size == 1:
             proposal = chain(anchor[:, None])
         else:
@@ -237,12 +241,20 @@ class Engine:
         # Node i's draw decides the output token that follows it.
         positions = torch.tensor([[len(request.token_ids)] for request in requests]) + node_depths
         uniforms = torch.stack([request.random.at(p) for request, p in zip(requests, positions, strict=True)])
-        verdict = verify(proposal, probabilities(output.logits, [request.params for request in requests]), uniforms)
-        broken = output.logits.isnan().flatten(1).any(dim=1).tolist()
-        for request, is_broken in zip(requests, broken, strict=True):
-            if is_broken:
-                request.finish("error", f"The target's logits after token {len(request.token_ids)} are not numbers.")
-        return verdict
+        params, prompts, outputs = zip(*((r.params, r.prompt, r.token_ids) for r in requests), strict=True)
+        laws = Laws(output.logits, params, proposal.tokens, proposal.parents, prompts, outputs)
+        tests = None
+        if proposal.q is not None:
+            tests = self._fresh(requests)[:, self.drafter.block_size :][:, : proposal.tokens.size(1)]
+        for row in laws.invalid_rows():
+            at = len(requests[row].token_ids)
+            requests[row].finish("error", f"The target's logits after token {at} of the answer are not finite numbers.")
+        return verify(proposal, laws, uniforms, tests)
+
+    def _fresh(self, requests: list[Request]) -> Tensor:
+        """Numbers `[B, 2 * block_size]` of this cycle: to draw the guesses of a chain, then to test its nodes."""
+        count = 2 * self.drafter.block_size
+        return torch.stack([request.random.fresh(len(request.token_ids), count) for request in requests])
 
     def _observe(self, batch: Batch, tokens: Tensor, features: Tensor | None, path: list[list[int]]) -> None:
         """Tell the drafter which nodes were committed, rows padded to one length."""
