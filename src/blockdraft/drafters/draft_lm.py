@@ -15,7 +15,7 @@ from blockdraft.proposal import Plan, Proposal, SparseLaw, chain
 from blockdraft.sampling import draw, probabilities
 from blockdraft.targets import Cache, Target, load_target
 
-ARCHITECTURES: tuple[str, ...] = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+ARCHITECTURES: tuple[str, ...] = tuple(sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}))
 BLOCK_SIZE = 8
 LAW_SIZE = 64  # most probable tokens among which a guess is drawn
 

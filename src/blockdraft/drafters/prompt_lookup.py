@@ -13,11 +13,10 @@ from blockdraft.proposal import Plan, Proposal
 from blockdraft.targets import Target
 
 BLOCK_SIZE = 16
-# Tokens that must match. One alone, often a space or a bracket, says too little about what follows; more than four
-# rarely tell two places apart that four do not.
-SHORTEST, LONGEST = 2, 4
+LONGEST = 4  # most tokens that are matched; longer matches rarely tell places apart that these do not
+GUESSES_A_TOKEN = 4  # for each matched token, since what a single one is followed by soon turns out otherwise
 RECENT = 8  # most occurrences of one n-gram that a tree looks at
-BYTES_PER_TOKEN = 700  # of the text and its index on the host; measured on text that repeats nothing
+BYTES_PER_TOKEN = 800  # of the text and its index on the host; measured on text that repeats nothing
 
 
 class Text:
@@ -28,21 +27,22 @@ class Text:
         self._ends: dict[tuple[int, ...], list[int]] = {}  # of each n-gram, the positions right behind it
         self._indexed = 0
 
-    def continuations(self, anchor: int, count: int) -> Iterator[list[int]]:
-        """What followed earlier occurrences of the last tokens, `count` tokens each.
+    def continuations(self, anchor: int, most: int) -> Iterator[list[int]]:
+        """What followed earlier occurrences of the last tokens, at most `most` tokens each.
 
         Longer matches come first, and of equally long ones the most recent. Where a continuation runs into the end of
         the text it goes on with itself, as the text would if it repeated this passage.
         """
         self._index()
         last = (*self.tokens[-(LONGEST - 1) :], anchor)
-        for length in range(min(LONGEST, len(last)), SHORTEST - 1, -1):
+        for length in range(len(last), 0, -1):
+            count = min(most, GUESSES_A_TOKEN * length)
             for end in reversed(self._ends.get(last[-length:], [])[-RECENT:]):
                 yield list(islice(cycle([*self.tokens[end : end + count], anchor]), count))
 
     def _index(self) -> None:
         for end in range(self._indexed + 1, len(self.tokens) + 1):
-            for length in range(SHORTEST, min(LONGEST, end) + 1):
+            for length in range(1, min(LONGEST, end) + 1):
                 self._ends.setdefault(tuple(self.tokens[end - length : end]), []).append(end)
         self._indexed = len(self.tokens)
 
