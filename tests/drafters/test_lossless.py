@@ -24,10 +24,10 @@ DRAFTINGS = {"chain": Drafting(), "tree": Drafting(tree_budget=12)}
 PROMPTS = [[(7 * i * i + 3 * row) % 60 + 4 for i in range(1 + (5 * row) % 23)] for row in range(16)]
 # Every third request is greedy.
 PARAMS = [
-    SamplingParams(1 + (11 * row) % 29, (0.0, 0.7, 1.0)[row % 3], top_k=20 * (row % 2), seed=row, ignore_eos=True)
+    SamplingParams(1 + (11 * row) % 23, (0.0, 0.7, 1.0)[row % 3], top_k=20 * (row % 2), seed=row, ignore_eos=True)
     for row in range(16)
 ]
-LONG = SamplingParams(30, ignore_eos=True)
+LONG = SamplingParams(18, ignore_eos=True)
 
 
 class RecordingState:
@@ -105,43 +105,39 @@ def test_every_drafter_is_tested() -> None:
 def test_answers_are_those_of_plain_decoding(
     rows: int, drafting: Drafting, target: Target, drafter: Drafter, plain: list[list[int]]
 ) -> None:
-    """Greedy and sampled side by side, in batches whose rows come and go."""
-    count = {1: 4, 3: 10, 16: 16}[rows]
-    engine = Engine(target, drafter, max_batch_size=rows, drafting=drafting)
+    """Greedy and sampled side by side, in batches whose rows come and go; and what the drafter hears and says."""
+    count = {1: 3, 3: 7, 16: 16}[rows]
+    recorder = Recorder(drafter)
+    engine = Engine(target, recorder, max_batch_size=rows, drafting=drafting)
     completions = engine.generate(PROMPTS[:count], PARAMS[:count])
-    for completion, params, expected in zip(completions, PARAMS, plain, strict=False):
+    heard = [text for text in recorder.texts if text]
+    for prompt, params, expected, completion, text in zip(PROMPTS, PARAMS, plain, completions, heard, strict=False):
         assert completion.token_ids == expected
         assert (len(completion.token_ids), completion.finish_reason) == (params.max_new_tokens, "length")
-
-
-@pytest.mark.parametrize("drafting", DRAFTINGS.values(), ids=DRAFTINGS)
-def test_committed_tokens_are_told_once_and_proposals_keep_to_the_plan(
-    drafting: Drafting, target: Target, drafter: Drafter
-) -> None:
-    recorder = Recorder(drafter)
-    engine = Engine(target, recorder, max_batch_size=3, drafting=drafting)
-    completions = engine.generate(PROMPTS[:5], [replace(LONG, max_new_tokens=10 * n) for n in (3, 1, 2, 3, 2)])
-    texts = [text for text in recorder.texts if text]
-    for prompt, completion, text in zip(PROMPTS[:5], completions, texts, strict=True):
-        whole = prompt + completion.token_ids[:-1]
-        assert text[: len(whole)] == whole
-        assert len(text) < len(whole) + engine.block_size  # the last path may reach past the end
-    most = drafting.tree_budget or engine.block_size - 1
+        told = prompt + completion.token_ids[:-1]
+        assert text[: len(told)] == told  # all that was committed, once, in order
+        assert len(text) < len(told) + engine.block_size  # the last path may reach past the end
+    assert len(heard) == len(completions) == count
     for proposal in recorder.proposals:
         for tokens, parents in zip(proposal.tokens.tolist(), proposal.parents.tolist(), strict=True):
-            guesses = [(parent, token) for parent, token in zip(parents, tokens, strict=True) if parent >= 0]
-            depths = [0] * len(parents)
-            for node, parent in enumerate(parents):
-                assert -1 <= parent < max(node, 1) and (node > 0 or parent == -1)
-                depths[node] = depths[parent] + 1 if parent >= 0 else 0
-            assert len(guesses) <= most and max(depths) < engine.block_size
-            assert len(set(guesses)) == len(guesses)  # no node has two children of one token
+            check_tree(tokens, parents, drafting.tree_budget or engine.block_size - 1, engine.block_size)
+
+
+def check_tree(tokens: list[int], parents: list[int], most: int, block_size: int) -> None:
+    """At most `most` guesses, no path of more than `block_size` tokens, and no two children of one token."""
+    guesses = [(parent, token) for parent, token in zip(parents, tokens, strict=True) if parent >= 0]
+    assert len(set(guesses)) == len(guesses) <= most
+    depths = [0] * len(parents)
+    for node, parent in enumerate(parents):
+        assert parent == -1 or 0 <= parent < node
+        depths[node] = depths[parent] + 1 if parent >= 0 else 0
+    assert max(depths) < block_size
 
 
 def test_a_stop_token_ends_the_answer(target: Target, drafter: Drafter) -> None:
     engine = Engine(target, drafter)
     [whole] = engine.generate([PROMPTS[3]], LONG)
-    for stop in whole.token_ids[2], whole.token_ids[11], whole.token_ids[19]:
+    for stop in whole.token_ids[2], whole.token_ids[11]:
         [stopped] = engine.generate([PROMPTS[3]], replace(LONG, stop_token_ids=(stop,)))
         assert stopped.token_ids == whole.token_ids[: whole.token_ids.index(stop) + 1]
         assert stopped.finish_reason == "stop"
@@ -149,8 +145,8 @@ def test_a_stop_token_ends_the_answer(target: Target, drafter: Drafter) -> None:
 
 def test_a_remembered_beginning_changes_nothing(target: Target, drafter: Drafter) -> None:
     engine = Engine(target, drafter, prefix_tokens=2000)
-    known = engine.generate(PROMPTS[:3], LONG)
-    turns = [PROMPTS[i] + known[i].token_ids[: 9 * i] + [31, 17] for i in range(3)]
+    known = engine.generate(PROMPTS[1:3], LONG)
+    turns = [PROMPTS[i + 1] + known[i].token_ids[: 7 * i] + [31, 17] for i in range(2)]
     for turn, completion in zip(turns, engine.generate(turns, LONG), strict=True):
         [fresh] = Engine(target, drafter).generate([turn], LONG)
         assert completion.token_ids == fresh.token_ids
