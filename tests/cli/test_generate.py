@@ -265,6 +265,14 @@ def test_no_prompt_at_a_terminal(generate: Run) -> None:
     refused(generate(stdin_terminal=True), "There is no prompt")
 
 
+def test_drafters_that_go_by_their_names_are_in_the_help(run: Run, tiny_target_dir: Path) -> None:
+    words = " ".join(re.sub(r"[│\s]+", " ", ESCAPES.sub("", run("generate", "--help").out)).split())
+    with pytest.raises(ValueError, match="names") as refusal:
+        load_drafter("nonesuch", target=load_target(tiny_target_dir))
+    names = re.findall(r"'(\w+)'", str(refusal.value))
+    assert len(names) >= 2 and all(f"{name} to " in words for name in names)
+
+
 def test_target_without_drafter(run: Run, tiny_target_dir: Path) -> None:
     result = run("generate", "hello", "--target", tiny_target_dir)
     refused(result, "add --drafter DIR, or --drafter none")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from blockdraft.drafters import load_drafter
+from blockdraft.drafters import _modules, load_drafter
 from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.drafters.none import NoDrafter
 from blockdraft.formats.zlab import read_checkpoint, write_checkpoint
@@ -86,11 +86,11 @@ def test_weights_are_borrowed_not_copied(target: Target, tiny_drafter_dir: Path)
 
 
 def test_unknown_drafters_are_refused(tmp_path: Path, target: Target) -> None:
-    with pytest.raises(ValueError, match=r"nowhere is no drafter: .*'none'"):
+    with pytest.raises(ValueError, match=r"nowhere is no drafter: .*'none', 'prompt_lookup'"):
         load_drafter("nowhere", target=target)
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"]}))
-    with pytest.raises(ValueError, match=r"LlamaForCausalLMEagle3.*DFlashDraftModel"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLMEagle3.*dflash \(DFlashDraftModel\), draft_lm \(.* more\)"):
         load_drafter(tmp_path, target=target)
     config.write_text("{")
     with pytest.raises(ValueError, match="no JSON object"):
@@ -131,3 +131,8 @@ def test_bad_options_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         make("causal", target, tiny_drafter_dir, **options)
+
+
+def test_no_architecture_has_two_drafters() -> None:
+    claimed = [name for module in _modules().values() for name in getattr(module, "ARCHITECTURES", ())]
+    assert len(claimed) == len({*claimed})

@@ -145,3 +145,18 @@ def test_prefix_is_a_copy_of_the_beginning() -> None:
     whole = KVCache(0, 5)
     whole.join(prefix, 5)
     assert contents(whole) == [[1, 2]]
+
+
+def test_truncate_keeps_the_beginning_of_each_row() -> None:
+    cache = filled([1, 2, 3], [4, 5], [6])
+    cache.truncate([1, 2, 0])
+    assert contents(cache) == [[1], [4, 5], []]
+    cache.write(0, *[node_states(torch.tensor([[7], [8], [9]]))] * 2)
+    cache.commit([[0]] * 3)
+    assert contents(cache) == [[1, 7], [4, 5, 8], [9]]
+
+
+@pytest.mark.parametrize("lengths", [[3, 2], [2, -1], [2]])
+def test_truncating_to_more_than_there_is_is_our_bug(lengths: list[int]) -> None:
+    with pytest.raises((AssertionError, ValueError)):
+        filled([1, 2], [4, 5]).truncate(lengths)

@@ -95,6 +95,23 @@ def test_forward_after_commit_equals_forward_from_scratch(family: str) -> None:
     assert cache.lengths == [len(ids) for ids in history]
 
 
+@pytest.mark.parametrize("family", ["qwen3-window", "gpt2"])
+def test_forward_after_truncation_equals_forward_from_scratch(family: str) -> None:
+    target = make(family)
+    ids = torch.randint(3, 61, (2, 12), generator=torch.Generator().manual_seed(2))
+    cache = target.new_cache(2, 20)
+    target.forward(ids, chain(ids).parents, cache)
+    cache.commit([range(12), range(9)])
+    cache.truncate([4, 7])
+    assert cache.lengths == [4, 7]
+    new = torch.tensor([[30, 31, 32], [40, 41, 42]])
+    output = target.forward(new, chain(new).parents, cache)
+    for row, length in enumerate(cache.lengths):
+        with torch.no_grad():
+            exact = target.model(torch.cat([ids[row : row + 1, :length], new[row : row + 1]], 1), use_cache=False)
+        torch.testing.assert_close(output.logits[row], exact.logits[0, length:], atol=2e-5, rtol=1e-4)
+
+
 def test_only_tapped_layers_are_hooked_and_only_for_the_forward() -> None:
     target = make("qwen3")
     layers = target.model.model.layers

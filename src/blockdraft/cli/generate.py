@@ -33,8 +33,9 @@ def generate(
     drafter: Annotated[
         str | None,
         typer.Option(
-            metavar="DIR|none",
-            help="Drafter: a checkpoint folder, or none to decode plainly; by default the bundled one, "
+            metavar="DIR|NAME",
+            help="Drafter: the folder of a drafter or of a smaller language model with the target's tokens, "
+            "prompt_lookup to guess what the text repeats, or none to decode plainly; by default the bundled one, "
             "which fits the bundled target only.",
         ),
     ] = None,

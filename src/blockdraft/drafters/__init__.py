@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import pkgutil
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -24,8 +25,8 @@ def load_drafter(path: str | Path | None = None, *, target: Target) -> Drafter:
     """Load the drafter of a target.
 
     Args:
-        path: A checkpoint folder, or the name of a drafter that needs none ("none" decodes plainly). None is the
-            bundled drafter, which fits the bundled target.
+        path: The folder of a drafter or of a smaller language model with the target's tokens, or the name of a drafter
+            that needs no folder ("none" decodes plainly). None is the bundled drafter, which fits the bundled target.
         target: The target that it will draft for; dtype and device are taken from it.
 
     Raises:
@@ -45,12 +46,19 @@ def load_drafter(path: str | Path | None = None, *, target: Target) -> Drafter:
         found = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or []
     except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
         raise ValueError(f"{folder / 'config.json'} is no JSON object ({error}); fetch or copy it again.") from error
-    known = {name: module for module in modules.values() for name in getattr(module, "ARCHITECTURES", ())}
+    known = {name: getattr(module, "ARCHITECTURES", ()) for name, module in modules.items()}
     for architecture in found:
-        if architecture in known:
-            drafter = known[architecture].load(folder, target)
-            return drafter
-    raise ValueError(f"{folder} holds the architecture {found}; the drafters known here are {sorted(known)}.")
+        for name, architectures in known.items():
+            if architecture in architectures:
+                drafter = modules[name].load(folder, target)
+                return drafter
+    told = ", ".join(f"{name} ({_few(architectures)})" for name, architectures in known.items() if architectures)
+    raise ValueError(f"{folder} holds the architecture {found}; the drafters known here are {told}.")
+
+
+def _few(names: Sequence[str]) -> str:
+    """The names, or the first of them and how many there are where they would fill the screen."""
+    return ", ".join(names) if len(names) <= 5 else f"{names[0]} and {len(names) - 1} more"
 
 
 __all__ = ["Drafter", "State", "load_drafter"]

@@ -67,6 +67,11 @@ class KVCache:
                     values[row, :, start : start + count] = values[row, :, kept]
             self.lengths[row] += count
 
+    def truncate(self, lengths: Sequence[int]) -> None:
+        """Keep the first `lengths[i]` committed tokens of row i, at most as many as it has."""
+        assert all(0 <= new <= old for new, old in zip(lengths, self.lengths, strict=True)), (lengths, self.lengths)
+        self.lengths = list(lengths)
+
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows of the batch, in this order."""
         if all(row >= place for place, row in enumerate(rows)):  # then no row is overwritten before it is read

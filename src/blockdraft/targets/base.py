@@ -22,6 +22,9 @@ class Cache(Protocol):
     def commit(self, path: Sequence[Sequence[int]]) -> None:
         """Keep these nodes of the last forward, for each row in order, and drop its other nodes."""
 
+    def truncate(self, lengths: Sequence[int]) -> None:
+        """Keep the first `lengths[i]` committed tokens of row i, at most as many as it has."""
+
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows of the batch, in this order."""
 

@@ -36,6 +36,9 @@ class HFCache(TransformersCache):
     def commit(self, path: Sequence[Sequence[int]]) -> None:
         self.store.commit(path)
 
+    def truncate(self, lengths: Sequence[int]) -> None:
+        self.store.truncate(lengths)
+
     def select(self, rows: Sequence[int]) -> None:
         self.store.select(rows)
 

@@ -1,0 +1,205 @@
+"""A smaller language model with the target's tokens guesses one token after the other: speculative decoding as it
+began (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os.path import commonprefix
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from blockdraft.proposal import Plan, Proposal, SparseLaw, chain
+from blockdraft.sampling import draw, probabilities
+from blockdraft.targets import Cache, Target, load_target
+
+ARCHITECTURES: tuple[str, ...] = tuple(sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}))
+BLOCK_SIZE = 8
+LAW_SIZE = 64  # most probable tokens among which a guess is drawn
+
+
+class DraftState:
+    """What the draft model knows of the rows of a batch.
+
+    Attributes:
+        cache: Its keys and values of `held`.
+        texts: Committed tokens of each row.
+        held: Tokens of each row that the cache holds: the beginning of its text or, between `propose` and `observe`,
+            all of it with anchor and guesses behind.
+    """
+
+    def __init__(self, cache: Cache, texts: list[list[int]], held: list[list[int]]) -> None:
+        self.cache = cache
+        self.texts = texts
+        self.held = held
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        """Keep so many of each row's tokens in the cache."""
+        self.held = [tokens[:length] for tokens, length in zip(self.held, lengths, strict=True)]
+        self.cache.truncate(lengths)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.cache.select(rows)
+        self.texts = [self.texts[row] for row in rows]
+        self.held = [self.held[row] for row in rows]
+
+    def join(self, other: DraftState, capacity: int) -> None:
+        self.cache.join(other.cache, capacity)
+        self.texts += other.texts
+        self.held += other.held
+
+    def prefix(self, row: int, length: int) -> DraftState:
+        held = self.held[row][:length]
+        return DraftState(self.cache.prefix(row, len(held)), [self.texts[row][:length]], [held])
+
+
+class DraftLMDrafter:
+    """Drafts chains with a causal language model.
+
+    A guess is the model's most probable token or, where `plan.draws` is set, drawn from its law under the row's
+    sampling parameters, cut to the `LAW_SIZE` most probable tokens. A row that has reached the model's context gets
+    fewer guesses, in the end none.
+
+    With `plan.cycle_seconds` drafting ends once even a guess as likely as the last one would not pay; the model's
+    probabilities stand for the target's. Drawn guesses have no such estimate, so there it is ignored.
+
+    Args:
+        model: The draft model.
+        target: What it drafts for.
+        block_size: Most tokens of a block, anchor included.
+
+    Raises:
+        ValueError: The model's tokens are not the target's. Only the sizes of the vocabularies are compared where one
+            of the two has no tokenizer; where both have one, the embeddings may be padded to different sizes.
+    """
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, model: Target, target: Target, block_size: int = BLOCK_SIZE) -> None:
+        _check_same_tokens(model, target)
+        self.model = model
+        self.block_size = block_size
+        self._vocab_size = target.vocab_size
+
+    def new_state(self, batch: int, capacity: int) -> DraftState:
+        empty: list[list[int]] = [[] for _ in range(batch)]
+        return DraftState(self.model.new_cache(batch, capacity), empty, list(empty))
+
+    def state_bytes(self, batch: int, capacity: int) -> int:
+        return self.model.cache_bytes(batch, capacity)
+
+    def observe(self, state: DraftState, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
+        new = [row[:length] for row, length in zip(tokens.tolist(), lengths, strict=True)]
+        state.truncate(
+            [
+                min(len(text), len(held)) + len(commonprefix([held[len(text) :], committed]))
+                for text, held, committed in zip(state.texts, state.held, new, strict=True)
+            ]
+        )
+        state.texts = [text + committed for text, committed in zip(state.texts, new, strict=True)]
+        # A few tokens are read together with the next anchor. A prompt is read at once, before its rows join others
+        # that would have to wait for it.
+        if max(lengths) > self.block_size:
+            self._read(state, [text if len(text) <= self.model.max_context else [] for text in state.texts])
+
+    @torch.no_grad()
+    def propose(self, state: DraftState, anchor: Tensor, plan: Plan) -> Proposal:
+        room = [max(0, min(plan.block_size - 1, self.model.max_context - len(text))) for text in state.texts]
+        draws = plan.draws if any(params.temperature > 0 for params in plan.params) else None
+        seconds = plan.cycle_seconds if draws is None else None
+        known = [[*t, a] if free else [] for t, a, free in zip(state.texts, anchor.tolist(), room, strict=True)]
+        guesses, laws = [anchor], list[SparseLaw]()
+        expected = float(len(room))  # tokens of this cycle, over all rows: the bonus tokens, and guesses times survival
+        survival = torch.tensor([float(free > 0) for free in room], device=anchor.device)
+        for depth in range(max(room)):
+            if seconds and (expected + float(survival.sum())) / seconds[depth + 1] <= expected / seconds[depth]:
+                break
+            if depth == 0:
+                logits = self._read(state, known)
+            else:
+                logits = self._forward(guesses[-1][:, None], state.cache)[:, 0]
+                state.cache.commit([[0] if free > depth else [] for free in room])
+            if draws is None:
+                probs, guess = logits.float().softmax(dim=-1).max(dim=-1)
+                survival = survival * probs * torch.tensor([free > depth for free in room], device=anchor.device)
+                expected += float(survival.sum()) if seconds else 0.0
+            else:
+                laws.append(_law(logits, plan))
+                drawn = draw(laws[-1].probs[:, None], draws[:, depth : depth + 1])
+                guess = laws[-1].ids.gather(1, drawn.to(anchor.device))[:, 0]
+            guesses.append(guess)
+        made = len(guesses) - 1
+        tokens = torch.stack(guesses, dim=1)
+        if made:  # the last guess has not been read
+            read = [ids[: min(free, made)] for ids, free in zip(tokens.tolist(), room, strict=True)]
+            state.held = [text[:-1] + ids for text, ids in zip(known, read, strict=True)]
+        past = torch.arange(made + 1) > torch.tensor(room)[:, None]
+        parents = chain(tokens).parents.masked_fill(past.to(anchor.device), -1)
+        return Proposal(tokens, parents, _by_row(laws, plan) if laws else None)
+
+    @torch.no_grad()
+    def _read(self, state: DraftState, texts: Sequence[list[int]]) -> Tensor:
+        """Make the cache hold these texts, each of which begins with what is held of it, or is empty.
+
+        A row that lacks fewer tokens than others reads some of its last ones again instead of padding. This costs the
+        same, and so no row needs slots beyond its text.
+
+        Returns:
+            Logits `[B, V]` after each row's last token.
+        """
+        state.truncate([min(len(text), len(held)) for text, held in zip(texts, state.held, strict=True)])
+        count = max(len(text) - len(held) for text, held in zip(texts, state.held, strict=True))
+        state.truncate([max(0, len(text) - count) for text in texts])
+        new = [text[len(held) :] for text, held in zip(texts, state.held, strict=True)]
+        tokens = torch.tensor([[*ids, *[0] * (count - len(ids))] for ids in new], device=self.model.device)
+        last = torch.tensor([max(len(ids) - 1, 0) for ids in new], device=self.model.device)
+        # The target computes the logits that it is asked for in every row.
+        logits = self._forward(tokens, state.cache, last if count > len(new) else None)
+        state.cache.commit([range(len(ids)) for ids in new])
+        state.held = [list(text) for text in texts]
+        return logits[torch.arange(len(new)), last.clamp(max=logits.size(1) - 1)]
+
+    def _forward(self, tokens: Tensor, cache: Cache, logits_at: Tensor | None = None) -> Tensor:
+        """Logits of a chain over the target's vocabulary. Where the two models' embeddings are padded to different
+        sizes, a token that this one lacks is read as its last one: no text of the tokenizer holds it."""
+        known = tokens.clamp(max=self.model.vocab_size - 1)
+        logits = self.model.forward(known, chain(known).parents, cache, logits_at=logits_at).logits
+        return logits[..., : self._vocab_size]
+
+
+def _law(logits: Tensor, plan: Plan) -> SparseLaw:
+    """The laws `[B, K]` that the rows' next guesses are drawn from."""
+    probs = probabilities(logits[:, None], plan.params)[:, 0]
+    top = probs.topk(min(LAW_SIZE, probs.size(-1)), dim=-1)
+    return SparseLaw(top.indices, top.values / top.values.sum(dim=-1, keepdim=True))
+
+
+def _by_row(laws: Sequence[SparseLaw], plan: Plan) -> tuple[SparseLaw | None, ...]:
+    """Laws of the nodes of each row from the laws of each depth; greedy rows have none."""
+    nodes = [*laws, laws[-1]]  # nothing is drawn after the last node: any law will do
+    ids, probs = torch.stack([law.ids for law in nodes], 1), torch.stack([law.probs for law in nodes], 1)
+    return tuple(SparseLaw(ids[i], probs[i]) if p.temperature > 0 else None for i, p in enumerate(plan.params))
+
+
+def _check_same_tokens(model: Target, target: Target) -> None:
+    """Raise a ValueError unless both models give the same ids to the same tokens."""
+    if model.tokenizer is None or target.tokenizer is None:
+        if model.vocab_size != target.vocab_size:
+            raise ValueError(
+                f"The draft model's vocabulary has {model.vocab_size} tokens and the target's {target.vocab_size}; "
+                f"use a draft model with the target's tokens."
+            )
+        return
+    ours, theirs = model.tokenizer.get_vocab(), target.tokenizer.get_vocab()
+    if ours != theirs:
+        token = min(token for token, _ in ours.items() ^ theirs.items())
+        raise ValueError(
+            f"The token {token!r} has the id {ours.get(token)} for the draft model, of {len(ours)} tokens, and "
+            f"{theirs.get(token)} for the target, of {len(theirs)}; use a draft model with the target's tokenizer."
+        )
+
+
+def load(path: Path, target: Target) -> DraftLMDrafter:
+    return DraftLMDrafter(load_target(path, target.dtype, target.device), target)

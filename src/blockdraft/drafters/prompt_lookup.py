@@ -1,0 +1,116 @@
+"""Prompt lookup: what followed the same tokens earlier in the text is guessed to follow again (A. Saxena, "Prompt
+Lookup Decoding", 2023). It needs no model, and pays where an answer repeats its prompt or itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import cycle, islice
+
+import torch
+from torch import Tensor
+
+from blockdraft.proposal import Plan, Proposal
+from blockdraft.targets import Target
+
+BLOCK_SIZE = 16
+LONGEST = 4  # most tokens that are matched; longer matches rarely tell places apart that these do not
+GUESSES_A_TOKEN = 4  # for each matched token, since what a single one is followed by soon turns out otherwise
+RECENT = 8  # most occurrences of one n-gram that a tree looks at
+BYTES_PER_TOKEN = 800  # of the text and its index on the host; measured on text that repeats nothing
+
+
+class Text:
+    """The committed tokens of one row, with an index of their n-grams that grows with them."""
+
+    def __init__(self, tokens: Sequence[int] = ()) -> None:
+        self.tokens = list(tokens)
+        self._ends: dict[tuple[int, ...], list[int]] = {}  # of each n-gram, the positions right behind it
+        self._indexed = 0
+
+    def continuations(self, anchor: int, most: int) -> Iterator[list[int]]:
+        """What followed earlier occurrences of the last tokens, at most `most` tokens each.
+
+        Longer matches come first, and of equally long ones the most recent. Where a continuation runs into the end of
+        the text it goes on with itself, as the text would if it repeated this passage.
+        """
+        self._index()
+        last = (*self.tokens[-(LONGEST - 1) :], anchor)
+        for length in range(len(last), 0, -1):
+            count = min(most, GUESSES_A_TOKEN * length)
+            for end in reversed(self._ends.get(last[-length:], [])[-RECENT:]):
+                yield list(islice(cycle([*self.tokens[end : end + count], anchor]), count))
+
+    def _index(self) -> None:
+        for end in range(self._indexed + 1, len(self.tokens) + 1):
+            for length in range(1, min(LONGEST, end) + 1):
+                self._ends.setdefault(tuple(self.tokens[end - length : end]), []).append(end)
+        self._indexed = len(self.tokens)
+
+
+class Texts:
+    """The texts of a batch."""
+
+    def __init__(self, texts: list[Text]) -> None:
+        self.texts = texts
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.texts = [self.texts[row] for row in rows]
+
+    def join(self, other: Texts, capacity: int) -> None:
+        self.texts += other.texts
+
+    def prefix(self, row: int, length: int) -> Texts:
+        return Texts([Text(self.texts[row].tokens[:length])])
+
+
+class PromptLookupDrafter:
+    """Guesses by looking up the longest match of the last tokens, anchor included, in prompt and answer so far.
+
+    A chain is the continuation of the most recent among the longest matches; a tree merges the continuations of several
+    matches. A row without a match gets no guesses. Guesses come without probabilities, so `plan.cycle_seconds` is
+    ignored, as are `plan.params` and `plan.draws`.
+    """
+
+    taps: tuple[int, ...] = ()
+    block_size = BLOCK_SIZE
+
+    def new_state(self, batch: int, capacity: int) -> Texts:
+        return Texts([Text() for _ in range(batch)])
+
+    def state_bytes(self, batch: int, capacity: int) -> int:
+        return batch * capacity * BYTES_PER_TOKEN
+
+    def observe(self, state: Texts, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
+        for text, row, length in zip(state.texts, tokens.tolist(), lengths, strict=True):
+            text.tokens += row[:length]
+
+    def propose(self, state: Texts, anchor: Tensor, plan: Plan) -> Proposal:
+        rows = [_tree(text, token, plan) for text, token in zip(state.texts, anchor.tolist(), strict=True)]
+        count = max(len(tokens) for tokens, _ in rows)
+        tokens = [[*tokens, *[0] * (count - len(tokens))] for tokens, _ in rows]
+        parents = [[*parents, *[-1] * (count - len(parents))] for _, parents in rows]
+        return Proposal(torch.tensor(tokens, device=anchor.device), torch.tensor(parents, device=anchor.device))
+
+
+def _tree(text: Text, anchor: int, plan: Plan) -> tuple[list[int], list[int]]:
+    """Tokens and parents of one row: its first continuation, or as many as the tree's budget holds."""
+    tokens, parents = [anchor], [-1]
+    nodes: dict[tuple[int, int], int] = {}  # by parent and token
+    budget = plan.tree_budget or plan.block_size - 1
+    for guesses in text.continuations(anchor, plan.block_size - 1):
+        node = 0
+        for token in guesses:
+            if (node, token) not in nodes:
+                if len(tokens) > budget:
+                    return tokens, parents
+                nodes[node, token] = len(tokens)
+                tokens.append(token)
+                parents.append(node)
+            node = nodes[node, token]
+        if plan.tree_budget == 0:
+            break
+    return tokens, parents
+
+
+def load_by_name(target: Target) -> PromptLookupDrafter:
+    return PromptLookupDrafter()

@@ -1,0 +1,20 @@
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+
+@pytest.fixture(scope="session")
+def tiny_lm_dir(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Path:
+    """A language model that often, and not always, agrees with `tiny_target_dir`: its weights, disturbed."""
+    folder = tmp_path_factory.mktemp("tiny") / "lm"
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(2)
+    for file in tiny_target_dir.iterdir():
+        if file.suffix == ".safetensors":
+            tensors = {n: t + 0.03 * torch.randn(t.shape, generator=generator) for n, t in load_file(file).items()}
+            save_file(tensors, folder / file.name, metadata={"format": "pt"})
+        else:
+            (folder / file.name).write_bytes(file.read_bytes())
+    return folder

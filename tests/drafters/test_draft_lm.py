@@ -1,0 +1,233 @@
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from blockdraft.drafters import load_drafter
+from blockdraft.drafters.draft_lm import BLOCK_SIZE, LAW_SIZE, DraftLMDrafter, DraftState
+from blockdraft.engine import Engine, Scheduler
+from blockdraft.proposal import Plan
+from blockdraft.sampling import draw, probabilities
+from blockdraft.targets import Target, load_target
+from blockdraft.targets.hf import HFTarget
+from blockdraft.types import Drafting, SamplingParams
+
+GREEDY = SamplingParams(33, ignore_eos=True)
+PROMPTS = [[(5 * i * i + 7 * row) % 60 + 4 for i in range(1 + 3 * row)] for row in range(7)]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_dir: Path) -> Target:
+    return load_target(tiny_target_dir)
+
+
+@pytest.fixture(scope="module")
+def drafter(tiny_lm_dir: Path, target: Target) -> DraftLMDrafter:
+    loaded = load_drafter(tiny_lm_dir, target=target)
+    assert isinstance(loaded, DraftLMDrafter)
+    return loaded
+
+
+def altered(folder: Path, copy: Path, vocab_size: int | None = None, **config: object) -> Path:
+    """A copy of a model's folder with another configuration and, if asked, more or fewer rows of embedding and head."""
+    shutil.copytree(folder, copy)
+    raw = json.loads((copy / "config.json").read_text())
+    if vocab_size is not None:
+        tensors = load_file(copy / "model.safetensors")
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            rows = tensors[name][torch.arange(vocab_size) % len(tensors[name])].clone()
+            rows[len(tensors[name]) :] *= 9  # so that many of the largest logits are those of padding
+            tensors[name] = rows
+        save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+        config["vocab_size"] = vocab_size
+    (copy / "config.json").write_text(json.dumps(raw | config))
+    return copy
+
+
+def observe(drafter: DraftLMDrafter, state: DraftState, rows: list[list[int]]) -> None:
+    longest = max(map(len, rows))
+    padded = torch.tensor([row + [77] * (longest - len(row)) for row in rows], dtype=torch.long)
+    drafter.observe(state, padded, None, [len(row) for row in rows])
+
+
+def logits_after(drafter: DraftLMDrafter, ids: list[int]) -> torch.Tensor:
+    """Of the draft model, from scratch."""
+    assert isinstance(drafter.model, HFTarget)
+    with torch.no_grad():
+        return drafter.model.model(torch.tensor([ids])).logits[0, -1]
+
+
+# The cache of the draft model.
+
+
+@pytest.mark.parametrize("block_size", [2, 5, BLOCK_SIZE])
+def test_the_target_as_its_own_drafter_is_always_right(target: Target, block_size: int) -> None:
+    """Any mistake in rolling back would cost guesses. Rows of different lengths come and go meanwhile."""
+    engine = Engine(target, DraftLMDrafter(target, target), max_batch_size=4, drafting=Drafting(block_size))
+    scheduler = Scheduler(engine)
+    requests = []
+    for prompt in PROMPTS:
+        requests.append(scheduler.submit(prompt, GREEDY))
+        scheduler.step()
+    while not scheduler.idle:
+        scheduler.step()
+    for request in requests:
+        assert request.stats.committed[:-1] == [block_size] * ((GREEDY.max_new_tokens - 2) // block_size)
+        assert sum(request.stats.committed) == GREEDY.max_new_tokens - 1
+
+
+def test_a_similar_model_is_sometimes_right(target: Target, drafter: DraftLMDrafter) -> None:
+    completions = Engine(target, drafter).generate(PROMPTS[4:], GREEDY)
+    taken = {count for completion in completions for count in completion.stats.committed[:-1]}
+    assert len(taken) >= 3, "the tests below need guesses that are right and guesses that are wrong"
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_guesses_equal_those_of_a_model_without_a_cache(drafter: DraftLMDrafter, drawn: bool) -> None:
+    """However many guesses were committed, with rows that leave, come, and stand still."""
+    generator = torch.Generator().manual_seed(4)
+    params = [SamplingParams(), SamplingParams(temperature=0.7), SamplingParams(temperature=1.0, top_k=5, top_p=0.9)]
+    texts = [[9, 8, 7], [4] * 12, [30]]
+    state = drafter.new_state(3, 60)
+    observe(drafter, state, texts)
+    for cycle in range(8):
+        if cycle == 3:  # the first row leaves, and one comes whose prompt is longer than a block
+            joining = drafter.new_state(1, 30)
+            observe(drafter, joining, [list(range(20, 40))])
+            state.select([2, 1])
+            state.join(joining, 70)
+            texts = [texts[2], texts[1], list(range(20, 40))]
+            params = [params[2], params[1], params[0]]
+        if cycle == 5:  # not drafted for a while, and told in one piece
+            new = [[50, 51, 52], [53] * 11, [54]]
+            observe(drafter, state, new)
+            texts = [text + more for text, more in zip(texts, new, strict=True)]
+        if cycle == 6:  # drafted in vain: no token was committed
+            drafter.propose(state, torch.tensor([11, 12, 13]), Plan(4, params))
+            observe(drafter, state, [[], [], []])
+        anchor = torch.randint(4, 60, (3,), generator=generator)
+        draws = torch.rand(3, 4, dtype=torch.float64, generator=generator) if drawn else None
+        proposal = drafter.propose(state, anchor, Plan(5, params, draws=draws))
+        assert proposal.tokens.shape == (3, 5)
+        new = []
+        for row, (text, ids) in enumerate(zip(texts, proposal.tokens.tolist(), strict=True)):
+            law = proposal.q[row] if proposal.q else None
+            assert (law is None) == (not drawn or params[row].temperature == 0)
+            for depth in range(4):
+                logits = logits_after(drafter, text + ids[: depth + 1])
+                if law is None or draws is None:
+                    assert ids[depth + 1] == int(logits.argmax())
+                    continue
+                probs = probabilities(logits[None, None], [params[row]])[0, 0]
+                probs[probs.argsort(descending=True)[LAW_SIZE:]] = 0
+                probs /= probs.sum()
+                dense = torch.zeros_like(probs).index_add(0, law.ids[depth], law.probs[depth])
+                torch.testing.assert_close(dense, probs, atol=1e-5, rtol=1e-3)
+                [[index]] = draw(law.probs[None, depth : depth + 1], draws[row : row + 1, depth : depth + 1]).tolist()
+                assert ids[depth + 1] == law.ids[depth, index]
+            if law is not None:
+                assert law.ids.shape == law.probs.shape == (5, LAW_SIZE)
+                torch.testing.assert_close(law.probs.sum(-1), torch.ones(5))
+                assert all(len(set(node)) == LAW_SIZE for node in law.ids.tolist())
+            new.append(ids[: (cycle + 2 * row) % 6])  # from nothing to all guesses
+        observe(drafter, state, new)
+        texts = [text + more for text, more in zip(texts, new, strict=True)]
+
+
+def test_a_prefix_is_the_state_of_a_shorter_text(drafter: DraftLMDrafter) -> None:
+    state = drafter.new_state(2, 60)
+    observe(drafter, state, [[9, 8, 7, 6], list(range(20, 40))])
+    drafter.propose(state, torch.tensor([5, 6]), Plan(5, [SamplingParams()] * 2))
+    observe(drafter, state, [[5], [6, 44]])
+    for row, length in ((0, 5), (0, 2), (1, 22), (1, 7)):
+        prefix = drafter.new_state(0, 40)
+        prefix.join(state.prefix(row, length), 40)
+        ids = drafter.propose(prefix, torch.tensor([17]), Plan(4, [SamplingParams()])).tokens[0].tolist()
+        for depth in range(1, 4):
+            assert ids[depth] == int(logits_after(drafter, state.texts[row][:length] + ids[:depth]).argmax())
+
+
+def test_the_state_takes_the_memory_of_the_models_cache(drafter: DraftLMDrafter) -> None:
+    state = drafter.new_state(2, 50)
+    observe(drafter, state, [[5] * 20, [6]])
+    taken = sum(store.nbytes for store in state.cache.store._stores())  # type: ignore[attr-defined]
+    assert drafter.state_bytes(2, 50) == taken
+
+
+# How far it drafts.
+
+
+def test_past_its_context_it_stops_guessing(target: Target, tiny_target_dir: Path, tmp_path: Path) -> None:
+    folder = altered(tiny_target_dir, tmp_path / "short", max_position_embeddings=20)
+    drafter = load_drafter(folder, target=target)
+    completions = Engine(target, drafter).generate([PROMPTS[1], PROMPTS[3], [7] * 30], GREEDY)
+    for prompt, completion in zip([PROMPTS[1], PROMPTS[3], [7] * 30], completions, strict=True):
+        [plain] = Engine(target, load_drafter("none", target=target)).generate([prompt], GREEDY)
+        assert completion.token_ids == plain.token_ids
+        length, guessed = len(prompt), []
+        for committed in completion.stats.committed:
+            guessed.append(max(0, min(BLOCK_SIZE - 1, 20 - length, 32 - (length - len(prompt)))))
+            length += committed
+        assert completion.stats.drafted == guessed
+        assert completion.stats.committed[:-1] == [1 + count for count in guessed[:-1]]  # it is the target itself
+
+
+def test_no_more_is_drafted_than_pays(drafter: DraftLMDrafter) -> None:
+    def count(seconds: list[float]) -> int:
+        state = drafter.new_state(2, 60)
+        observe(drafter, state, PROMPTS[1:3])
+        plan = Plan(6, [SamplingParams()] * 2, cycle_seconds=seconds)
+        return drafter.propose(state, torch.tensor([5, 6]), plan).tokens.size(1) - 1
+
+    assert count([1.0] * 6) == 5
+    assert count([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]) == 0
+    survival, expected, state = [1.0, 1.0], [2.0], [[*PROMPTS[1], 5], [*PROMPTS[2], 6]]
+    for _ in range(5):
+        for row, text in enumerate(state):
+            prob, token = logits_after(drafter, text).softmax(-1).max(-1)
+            survival[row] *= float(prob)
+            text.append(int(token))
+        expected.append(expected[-1] + sum(survival))
+    # A third guess costs just too much, or just too little to be left out, if it were as likely as the second.
+    dear = 1 + (expected[2] - expected[1]) / expected[2]
+    assert count([1.0, 1.0, 1.0, dear + 1e-3, 9.0, 9.0]) == 2
+    assert count([1.0, 1.0, 1.0, dear - 1e-3, 9.0, 9.0]) == 3
+
+
+# Whose tokens it speaks.
+
+
+def test_embeddings_padded_to_different_sizes(
+    target: Target, tiny_target_dir: Path, tiny_lm_dir: Path, tmp_path: Path
+) -> None:
+    wide = altered(tiny_lm_dir, tmp_path / "wide", vocab_size=300)
+    drafter = load_drafter(wide, target=target)
+    params = SamplingParams(20, ignore_eos=True)
+    [completion] = Engine(target, drafter).generate([PROMPTS[2]], params)
+    [plain] = Engine(target, load_drafter("none", target=target)).generate([PROMPTS[2]], params)
+    assert completion.token_ids == plain.token_ids  # a guess past 265 would have no embedding in the target
+    wide_target = load_target(altered(tiny_target_dir, tmp_path / "target", vocab_size=300))
+    narrow = load_drafter(tiny_lm_dir, target=wide_target)
+    [completion] = Engine(wide_target, narrow).generate([[299, 5]], params)
+    assert max(completion.token_ids) > 264, "the test needs an answer that the draft model has no embedding for"
+
+
+def test_a_model_with_other_tokens_is_refused(
+    target: Target, tiny_target_dir: Path, tiny_lm_dir: Path, tmp_path: Path
+) -> None:
+    folder = altered(tiny_lm_dir, tmp_path / "other")
+    raw = json.loads((folder / "tokenizer.json").read_text())
+    vocab = raw["model"]["vocab"]
+    vocab["in"], vocab["the"] = vocab["the"], vocab["in"]
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match=r"token 'in' has the id 261 .* and 262 for the target, of 265"):
+        load_drafter(folder, target=target)
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    assert load_drafter(folder, target=target).block_size == BLOCK_SIZE  # as many tokens, and no one knows which
+    bare = altered(folder, tmp_path / "bare", vocab_size=300)
+    with pytest.raises(ValueError, match="has 300 tokens and the target's 265"):
+        load_drafter(bare, target=target)

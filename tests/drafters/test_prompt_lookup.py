@@ -1,0 +1,105 @@
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from blockdraft.drafters.prompt_lookup import GUESSES_A_TOKEN, LONGEST, RECENT, PromptLookupDrafter, Texts
+from blockdraft.proposal import Plan
+from blockdraft.types import SamplingParams
+
+DRAFTER = PromptLookupDrafter()
+
+
+def observed(texts: Sequence[list[int]], state: Texts | None = None) -> Texts:
+    state = state or DRAFTER.new_state(len(texts), 99)
+    longest = max(map(len, texts))
+    padded = torch.tensor([text + [77] * (longest - len(text)) for text in texts], dtype=torch.long)
+    DRAFTER.observe(state, padded, None, [len(text) for text in texts])
+    return state
+
+
+def plan(block_size: int = 16, rows: int = 1, tree_budget: int = 0) -> Plan:
+    return Plan(block_size, [SamplingParams()] * rows, tree_budget)
+
+
+def guesses(state: Texts, anchor: int, block_size: int = 16) -> list[int]:
+    return DRAFTER.propose(state, torch.tensor([anchor]), plan(block_size)).tokens[0, 1:].tolist()
+
+
+def matches(text: list[int]) -> list[tuple[int, int]]:
+    """By reading the whole text: each earlier match of its end, as (length, position behind it), best first."""
+    found = []
+    for length in range(LONGEST, 0, -1):
+        ends = [end for end in range(length, len(text)) if text[end - length : end] == text[-length:]]
+        found += [(length, end) for end in reversed(ends[-RECENT:])]
+    return found
+
+
+def copied(text: list[int], length: int, end: int, most: int) -> list[int]:
+    longer = list(text)
+    for i in range(min(most, GUESSES_A_TOKEN * length)):
+        longer.append(longer[end + i])
+    return longer[len(text) :]
+
+
+def test_the_longest_and_then_latest_match_is_continued() -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(low: int, high: int, count: int = 1) -> list[int]:
+        return torch.randint(low, high, (count,), generator=generator).tolist()
+
+    lengths = set()
+    for letters in (2, 3, 4, 6, 9) * 3:
+        text: list[int] = []
+        state = DRAFTER.new_state(1, 99)
+        for most in range(25):
+            new = random(0, letters, random(1, 4)[0])
+            text += new
+            observed([new], state)
+            [anchor] = random(0, letters + 1)
+            found = matches([*text, anchor])
+            expected = copied([*text, anchor], *found[0], most) if found else []
+            assert guesses(state, anchor, most + 1) == expected
+            lengths.add(found[0][0] if found else 0)
+    assert lengths == {0, 1, 2, 3, 4}
+
+
+def test_a_repeating_text_is_guessed_to_go_on_repeating() -> None:
+    assert guesses(observed([[5, 6, 7, 5, 6, 7, 5]]), 6, block_size=8) == [7, 5, 6, 7, 5, 6, 7]
+    assert guesses(observed([[9, 4, 4, 4, 4]]), 4) == [4] * 15
+
+
+@pytest.mark.parametrize("budget", [1, 4, 12, 40])
+def test_a_tree_merges_the_continuations_of_the_best_matches(budget: int) -> None:
+    text = torch.randint(0, 5, (60,), generator=torch.Generator().manual_seed(1)).tolist()
+    proposal = DRAFTER.propose(observed([text[:-1]]), torch.tensor(text[-1:]), plan(6, tree_budget=budget))
+    tokens, parents = proposal.tokens[0].tolist(), proposal.parents[0].tolist()
+    paths: list[list[int]] = [[]]
+    for node in range(1, len(tokens)):
+        paths.append([*paths[parents[node]], tokens[node]])
+    expected: list[list[int]] = [[]]
+    for length, end in matches(text):
+        continuation = copied(text, length, end, 5)
+        expected += [p for n in range(1, len(continuation) + 1) if (p := continuation[:n]) not in expected]
+    assert paths == expected[: budget + 1]
+
+
+def test_rows_without_a_match_are_filled_up_and_texts_follow_their_rows() -> None:
+    state = observed([[1, 2, 3], [1, 2, 1], [7]])
+    proposal = DRAFTER.propose(state, torch.tensor([9, 2, 7]), plan(4, rows=3))
+    assert proposal.q is None
+    assert proposal.tokens.tolist() == [[9, 0, 0, 0], [2, 1, 2, 1], [7, 7, 7, 7]]
+    assert proposal.parents.tolist() == [[-1, -1, -1, -1], [-1, 0, 1, 2], [-1, 0, 1, 2]]
+    state.select([1, 0])
+    state.join(observed([[8, 3, 8]]), 99)
+    proposal = DRAFTER.propose(state, torch.tensor([2, 1, 3]), plan(3, rows=3))
+    assert proposal.tokens.tolist() == [[2, 1, 2], [1, 2, 3], [3, 8, 3]]
+    assert DRAFTER.propose(state, torch.tensor([9, 9, 9]), plan(rows=3)).tokens.tolist() == [[9]] * 3
+
+
+def test_a_prefix_knows_only_its_beginning() -> None:
+    state = observed([[1, 2, 3, 1, 4]])
+    guesses(state, 1)
+    assert guesses(state.prefix(0, 3), 1, block_size=3) == [2, 3]
+    assert guesses(state.prefix(0, 3), 4) == []
+    assert guesses(state, 1, block_size=3) == [4, 1]  # a copy was cut, not the text
