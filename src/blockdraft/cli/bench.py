@@ -122,7 +122,7 @@ def bench(
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "device": str(loaded.device),
     }
-    found = report.results(trials, arguments, loaded)
+    found = report.results(trials, arguments, loaded.device)
     try:
         if out is not None:
             report.write(out, found, pictures)

@@ -21,7 +21,6 @@ from rich.table import Table
 
 from blockdraft.evaluation.methods import PLAIN
 from blockdraft.evaluation.speed import Figures, Trial, figures
-from blockdraft.targets import Target
 
 RESULTS = "results.json"
 SHOWN_POSITIONS = 4  # of S_i in the tables; the JSON has all
@@ -62,7 +61,7 @@ class Results:
         return json.dumps(asdict(self), indent=2) + "\n"
 
 
-def results(trials: Sequence[Trial], arguments: Mapping[str, Any], target: Target) -> Results:
+def results(trials: Sequence[Trial], arguments: Mapping[str, Any], device: torch.device) -> Results:
     """Everything about one benchmark; `arguments` say with `temperature` whether it was greedy."""
     greedy = arguments["temperature"] == 0
     sets = list(dict.fromkeys(t.prompt_set for t in trials))
@@ -76,7 +75,7 @@ def results(trials: Sequence[Trial], arguments: Mapping[str, Any], target: Targe
             "transformers": version("transformers"),
             "python": platform.python_version(),
         },
-        hardware=hardware(target.device),
+        hardware=hardware(device),
     )
 
 

@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
 
 from blockdraft.drafters import Drafter, load_drafter
@@ -111,10 +112,9 @@ def load_methods(methods: Sequence[Method], target: Target, batch_size: int) -> 
                 drafters[method.drafter] = load_drafter(method.drafter, target=target)
             engines[method.name] = Engine(target, drafters[method.drafter], batch_size, method.drafting)
         except ValueError as error:
-            raise ValueError(
-                f"Method {method.name!r}: {error} (Methods are {CHAINS} and {TREES}, which use the drafter given "
-                "beside, and every drafter by its folder or name.)"
-            ) from error
+            unknown = method.drafter is not None and not Path(method.drafter).exists()
+            hint = f" Besides drafters, the methods are {CHAINS} and {TREES}." if unknown else ""
+            raise ValueError(f"Method {method.name!r}: {error}{hint}") from error
     return engines
 
 
@@ -228,7 +228,7 @@ def figures(trials: Sequence[Trial], greedy: bool) -> dict[str, Figures]:
     plain = by_method[PLAIN]
     reference = {key: tokens[0] for key, tokens in _answers([t for t in plain if t.repeat is None]).items()}
     measured = any(t.tokens for t in plain if t.repeat is not None)
-    plain_rates, plain_cycle = _rates(plain), _cycle_seconds(plain)
+    plain_rates, plain_cycle = _rates(plain) if measured else (), _cycle_seconds(plain)
     found = {}
     for method, own in by_method.items():
         answers, rates, cycle = _answers(own), _rates(own) if measured else (), _cycle_seconds(own)
