@@ -136,9 +136,10 @@ def test_pictures(found: Results, tmp_path: Path) -> None:
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
-def test_pictures_of_nothing_but_plain_decoding(tmp_path: Path) -> None:
+@pytest.mark.parametrize("methods", [["none"], ["none", "x"]])
+def test_pictures_where_nothing_was_timed(tmp_path: Path, methods: list[str]) -> None:
     pytest.importorskip("matplotlib")
-    trials = [trial("none", "a", None, 6.0, PLAIN_TRIAL)]
+    trials = [trial(method, "a", None, 6.0, PLAIN_TRIAL) for method in methods]
     bare = report.results(trials, {"temperature": 0.0, "repeats": 1}, torch.device("cpu"))
     write(tmp_path, bare, with_pictures=True)
     assert len(list(tmp_path.iterdir())) == 3

@@ -162,15 +162,15 @@ def trial(
 def test_figures_by_hand() -> None:
     trials = [trial("none", None, 50.0, [1] * 8)]
     trials += [trial("none", i, seconds, [1] * 8) for i, seconds in enumerate((4.0, 8.0, 2.0))]
-    trials += [trial("x", i, seconds, [4, 1, 2, 1]) for i, seconds in enumerate((1.0, 4.0, 2.0))]
+    trials += [trial("x", i, seconds, [4, 1, 2, 1]) for i, seconds in enumerate((1.0, 4.0, 4.0))]
     found = figures(trials, greedy=True)
     plain, x = found["none"], found["x"]
     assert (plain.tokens_per_second, plain.speedup, plain.tau, plain.cycle_cost) == (2.0, 1.0, 1.0, 1.0)
-    assert x.tokens_per_second_by_repeat == (8.0, 2.0, 4.0)
-    assert (x.tokens_per_second, x.tokens_per_second_range) == (4.0, (2.0, 8.0))
-    assert (x.speedup, x.speedup_by_repeat) == (2.0, (4.0, 2.0, 1.0))
+    assert x.tokens_per_second_by_repeat == (8.0, 2.0, 2.0)
+    assert (x.tokens_per_second, x.tokens_per_second_range) == (2.0, (2.0, 8.0))
+    assert (x.speedup, x.speedup_by_repeat) == (2.0, (4.0, 2.0, 0.5))
     assert (x.tau, x.acceptance_by_position) == (2.0, (0.5, 0.25, 0.25))
-    assert (x.cycle_seconds, x.cycle_cost, x.batch_seconds) == (0.5, 1.0, 3.0)
+    assert (x.cycle_seconds, x.cycle_cost, x.batch_seconds) == (1.0, 1.0, 5.0)
     assert x.tau / x.cycle_cost == x.speedup
     assert (x.prompts, x.timed_prompts, x.identical, x.looping) == (1, 1, 1.0, 0.0)
 
@@ -192,6 +192,12 @@ def test_without_a_cycle_there_is_no_speed() -> None:
     for one in figures(trials, greedy=True).values():
         assert (one.tokens_per_second, one.tokens_per_second_range, one.speedup, one.tau) == (None,) * 4
         assert (one.acceptance_by_position, one.cycle_seconds, one.cycle_cost, one.identical) == ((), None, None, 1.0)
+
+
+def test_a_method_whose_wrong_answers_take_no_cycle_has_no_cycle_cost() -> None:
+    trials = [trial("none", repeat, 2.0, [1] * 8) for repeat in (None, 0)] + [trial("x", 0, 0.5, [])]
+    x = figures(trials, greedy=True)["x"]
+    assert (x.tokens_per_second, x.speedup, x.cycle_seconds, x.cycle_cost, x.identical) == (0.0, 0.0, None, None, 0.0)
 
 
 def test_where_all_prompts_loop_there_is_no_speed() -> None:

@@ -28,9 +28,10 @@ LABEL_WIDTH = 32  # characters of a method's name in the pictures
 
 NOTES = (
     "tokens/s: tokens after each answer's first, over wall time without prefill; median of {repeats} repeats (slowest "
-    "to fastest). speed-up: over none. tau: tokens per cycle. R: time of a cycle over that of none. S_i: share of "
-    "cycles in which the first i guesses were accepted. same: answers identical to those of none. loops: answers in "
-    "which a run of 8 tokens occurs 4 times or more. Prompts whose plain answer loops count in same and loops only."
+    "to fastest). speed-up: over none in the same repeat, median. tau: tokens per cycle. R: time of a cycle over that "
+    "of none, likewise. S_i: share of cycles in which the first i guesses were accepted. same: answers identical to "
+    "those of none. loops: answers in which a run of 8 tokens occurs 4 times or more. Prompts whose plain answer loops "
+    "count in same and loops only."
 )
 
 
@@ -157,7 +158,7 @@ def require_pictures() -> None:
 
 def _acceptance(found: Results) -> bytes:
     """S_i of each method over all sets, as PNG."""
-    figure, axes = _axes(width=7.0)
+    figure, axes = _axes(width=5.5, methods=found.methods)
     longest = 1
     for method, one in found.methods.items():
         shares = one.acceptance_by_position
@@ -182,14 +183,17 @@ def _speedups(found: Results) -> bytes:
         groups[f"all sets\n({found.methods[PLAIN].timed_prompts} prompts)"] = found.methods
     methods = [method for method in found.methods if method != PLAIN]
     width = 0.8 / max(len(methods), 1)
-    figure, axes = _axes(width=3.5 + max(2.5, 0.55 * len(groups) * len(methods)))
+    room = max(1.3, 0.55 * len(methods), *(0.1 * len(name) for name in found.sets))
+    figure, axes = _axes(width=max(3.5, 1 + len(groups) * room), methods=found.methods)
     for i, method in enumerate(methods):
         places = [g - 0.4 + (i + 0.5) * width for g in range(len(groups))]
         drawn = [(place, group[method]) for place, group in zip(places, groups.values(), strict=True)]
         drawn = [(place, one) for place, one in drawn if one.speedup is not None]
+        if not drawn:
+            continue
         heights = [one.speedup or 0.0 for _, one in drawn]
-        lows = [max(0.0, height - min(one.speedup_by_repeat)) for height, (_, one) in zip(heights, drawn, strict=True)]
-        highs = [max(0.0, max(one.speedup_by_repeat) - height) for height, (_, one) in zip(heights, drawn, strict=True)]
+        lows = [height - min(one.speedup_by_repeat) for height, (_, one) in zip(heights, drawn, strict=True)]
+        highs = [max(one.speedup_by_repeat) - height for height, (_, one) in zip(heights, drawn, strict=True)]
         axes.bar(
             [place for place, _ in drawn],
             heights,
@@ -204,8 +208,9 @@ def _speedups(found: Results) -> bytes:
                 f"{height:.2f}", (place, height + high), (0, 3), textcoords="offset points", ha="center", fontsize=8
             )
     axes.axhline(1.0, color="black", linewidth=1, linestyle="--", label="plain decoding")
-    axes.set(title="Speed-up over plain decoding (bars: range of the repeats)", ylabel="Speed-up (ratio of tokens/s)")
-    axes.set_xticks(range(len(groups)), groups)
+    axes.set(title="Speed-up over plain decoding", ylabel="Ratio of tokens/s (thin lines: range of the repeats)")
+    axes.set_xticks(range(len(groups)), list(groups))
+    axes.set_xlim(-0.5, len(groups) - 0.5)
     axes.margins(y=0.1)
     axes.set_ylim(bottom=0)
     return _png(figure, axes)
@@ -214,9 +219,12 @@ def _speedups(found: Results) -> bytes:
 PICTURES = {"acceptance.png": _acceptance, "speedup.png": _speedups}
 
 
-def _axes(width: float) -> tuple[Any, Any]:
+def _axes(width: float, methods: Mapping[str, Figures]) -> tuple[Any, Any]:
+    """A plot of this width in inches, with room for a legend of these methods beside it."""
     # Without pyplot, hence without windows or a global state; saving as PNG takes the Agg backend by itself.
-    figure = import_module("matplotlib.figure").Figure(figsize=(width, 4.5), dpi=150, layout="constrained")
+    legend = 0.6 + 0.09 * max(len(_label(method)) for method in (*methods, "plain decoding"))
+    size = (width + legend, 4.5)
+    figure = import_module("matplotlib.figure").Figure(figsize=size, dpi=150, layout="constrained")
     axes = figure.subplots()
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)

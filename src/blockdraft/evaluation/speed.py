@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import truediv
 from pathlib import Path
 from statistics import median
 
@@ -70,12 +71,14 @@ class Figures:
             of all rows of a batch together. The median of the repeats.
         tokens_per_second_range: Of the slowest and of the fastest repeat.
         tokens_per_second_by_repeat: Of each repeat.
-        speedup: `tokens_per_second` over that of plain decoding.
-        speedup_by_repeat: The same within each repeat.
+        speedup: Tokens per second over those of plain decoding in the same repeat, so that a machine that is slower for
+            a while slows both; the median of the repeats.
+        speedup_by_repeat: Of each repeat.
         tau: Tokens committed per cycle and row, bonus included, over all cycles of timed answers.
         acceptance_by_position: S_1, S_2, ... over the same cycles.
         cycle_seconds: Wall time of decoding over the cycles that the batches took; the median of the repeats.
-        cycle_cost: R, `cycle_seconds` over those of plain decoding. With one prompt a batch, speedup = tau / R.
+        cycle_cost: R, time of a cycle over that of plain decoding in the same repeat; the median of the repeats. With
+            one prompt a batch, speedup = tau / R.
         batch_seconds: Mean wall time of a batch, prefill included: how long a user waits. The median of the repeats.
         identical: Share of the prompts of which every answer equals the plain one; None when sampling. For plain
             decoding itself it says whether that is repeatable.
@@ -227,31 +230,35 @@ def figures(trials: Sequence[Trial], greedy: bool) -> dict[str, Figures]:
         by_method[trial.method].append(trial)
     plain = by_method[PLAIN]
     reference = {key: tokens[0] for key, tokens in _answers([t for t in plain if t.repeat is None]).items()}
-    measured = any(t.tokens for t in plain if t.repeat is not None)
-    plain_rates, plain_cycle = _rates(plain) if measured else (), _cycle_seconds(plain)
+    plain_repeats = _repeats(plain) if any(t.tokens for t in plain if t.repeat is not None) else []
+    plain_rates, plain_cycles = _tokens_per_second(plain_repeats), _cycle_seconds(plain_repeats)
     found = {}
     for method, own in by_method.items():
-        answers, rates, cycle = _answers(own), _rates(own) if measured else (), _cycle_seconds(own)
-        timed = [t for t in own if t.repeat is not None]
-        stats = merge(c.stats for t in timed for c in t.completions)
-        batches = [[t.seconds for t in each] for each in _repeats(own)]
+        answers, repeats = _answers(own), _repeats(own) if plain_repeats else []
+        rates, cycles = _tokens_per_second(repeats), _cycle_seconds(repeats)
+        speedups = tuple(map(truediv, rates, plain_rates))
+        stats = merge(c.stats for each in repeats for t in each for c in t.completions)
         found[method] = Figures(
             prompts=len(answers),
-            timed_prompts=len({(t.prompt_set, i) for t in timed for i in t.prompts}),
-            tokens_per_second=median(rates) if rates else None,
+            timed_prompts=len({(t.prompt_set, i) for t in own if t.repeat is not None for i in t.prompts}),
+            tokens_per_second=_median(rates),
             tokens_per_second_range=(min(rates), max(rates)) if rates else None,
             tokens_per_second_by_repeat=rates,
-            speedup=median(rates) / median(plain_rates) if rates else None,
-            speedup_by_repeat=tuple(rate / base for rate, base in zip(rates, plain_rates, strict=True)),
-            tau=stats.tau if rates else None,
-            acceptance_by_position=tuple(stats.acceptance_by_position) if rates else (),
-            cycle_seconds=cycle,
-            cycle_cost=cycle / plain_cycle if cycle and plain_cycle else None,
-            batch_seconds=median(sum(each) / len(each) for each in batches) if batches else None,
+            speedup=_median(speedups),
+            speedup_by_repeat=speedups,
+            tau=stats.tau if repeats else None,
+            acceptance_by_position=tuple(stats.acceptance_by_position),
+            cycle_seconds=_median(cycles),
+            cycle_cost=_median(list(map(truediv, cycles, plain_cycles))),
+            batch_seconds=_median([sum(t.seconds for t in each) / len(each) for each in repeats]),
             identical=identical_share(answers, reference) if greedy else None,
             looping=looping_share(answers),
         )
     return found
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return median(values) if values else None
 
 
 def _answers(trials: Sequence[Trial]) -> dict[tuple[str, int], list[list[int]]]:
@@ -272,12 +279,11 @@ def _repeats(trials: Sequence[Trial]) -> list[list[Trial]]:
     return [repeats[repeat] for repeat in sorted(repeats)]
 
 
-def _rates(trials: Sequence[Trial]) -> tuple[float, ...]:
-    """Tokens per second of each repeat."""
-    return tuple(sum(t.tokens for t in each) / sum(t.decode_seconds for t in each) for each in _repeats(trials))
+def _tokens_per_second(repeats: list[list[Trial]]) -> tuple[float, ...]:
+    return tuple(sum(t.tokens for t in each) / sum(t.decode_seconds for t in each) for each in repeats)
 
 
-def _cycle_seconds(trials: Sequence[Trial]) -> float | None:
-    """Median over the repeats; None without cycles."""
-    totals = [(sum(t.decode_seconds for t in each), sum(t.cycles for t in each)) for each in _repeats(trials)]
-    return median(seconds / cycles for seconds, cycles in totals) if totals and all(c for _, c in totals) else None
+def _cycle_seconds(repeats: list[list[Trial]]) -> tuple[float, ...]:
+    """Of each repeat; empty where a method took no cycle, which its answers being wrong can cause."""
+    totals = [(sum(t.decode_seconds for t in each), sum(t.cycles for t in each)) for each in repeats]
+    return tuple(seconds / cycles for seconds, cycles in totals) if all(cycles for _, cycles in totals) else ()
