@@ -116,11 +116,11 @@ def test_answers_are_those_of_plain_decoding(
         assert (len(completion.token_ids), completion.finish_reason) == (params.max_new_tokens, "length")
         told = prompt + completion.token_ids[:-1]
         assert text[: len(told)] == told  # all that was committed, once, in order
-        assert len(text) < len(told) + engine.block_size  # the last path may reach past the end
+        assert len(text) < len(told) + drafter.block_size  # the last path may reach past the end
     assert len(heard) == len(completions) == count
     for proposal in recorder.proposals:
         for tokens, parents in zip(proposal.tokens.tolist(), proposal.parents.tolist(), strict=True):
-            check_tree(tokens, parents, drafting.tree_budget or engine.block_size - 1, engine.block_size)
+            check_tree(tokens, parents, drafting.tree_budget or drafter.block_size - 1, drafter.block_size)
 
 
 def check_tree(tokens: list[int], parents: list[int], most: int, block_size: int) -> None:

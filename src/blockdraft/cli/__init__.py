@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from blockdraft.cli.bench import bench
 from blockdraft.cli.generate import generate
 
 app = typer.Typer(
@@ -17,6 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(generate)
+app.command()(bench)
 
 
 def _print_version(wanted: bool) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.segment import Segment, Segments
 from rich.style import Style
 from rich.table import Table
@@ -69,6 +71,37 @@ def notice(console: Console, text: str) -> Iterator[None]:
         yield
     finally:
         _write(console, " " * len(text) + "\r")
+
+
+@contextmanager
+def progress(noun: str) -> Iterator[Callable[[str, int, int], None]]:
+    """Show on standard error how far a long command is: a bar on a terminal, else a line for each tenth of the way.
+
+    Yields:
+        To be called with the present stage, what is done and what there is to do. The bar is drawn in these calls only,
+        since an animated one would take time from what is measured.
+    """
+    console = Console(stderr=True, highlight=False)
+    if console.is_terminal:
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(f"{noun}, left:")
+        with Progress(*columns, TimeRemainingColumn(), console=console, auto_refresh=False, transient=True) as bar:
+            task = bar.add_task("")
+
+            def draw(stage: str, done: int, total: int) -> None:
+                bar.update(task, description=stage, completed=done, total=total, refresh=True)
+
+            yield draw
+        return
+    began, tenths = time.monotonic(), 0
+
+    def write_line(stage: str, done: int, total: int) -> None:
+        nonlocal tenths
+        if done and 10 * done // total > tenths:
+            tenths = 10 * done // total
+            left = (time.monotonic() - began) / done * (total - done)
+            print(f"{stage}: {done} of {total} {noun}, about {left:.0f} s left", file=sys.stderr, flush=True)
+
+    yield write_line
 
 
 def show_comparison(console: Console, comparison: Comparison) -> None:

@@ -4,6 +4,6 @@ from blockdraft.engine.batch import Batch
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import Chunk, Completion, Request
 from blockdraft.engine.scheduler import Scheduler
-from blockdraft.engine.stats import Stats, mean_tau
+from blockdraft.engine.stats import Stats, mean_tau, merge
 
-__all__ = ["Batch", "Chunk", "Completion", "Engine", "Request", "Scheduler", "Stats", "mean_tau"]
+__all__ = ["Batch", "Chunk", "Completion", "Engine", "Request", "Scheduler", "Stats", "mean_tau", "merge"]

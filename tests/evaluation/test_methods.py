@@ -1,0 +1,58 @@
+from typing import Any
+
+import pytest
+
+from blockdraft.evaluation import methods
+from blockdraft.evaluation.methods import Method, Settings, parse_methods
+from blockdraft.types import Drafting
+
+
+def test_settings_of_each_method() -> None:
+    found = parse_methods("dflash, dflash:4,none,ddtree,ddtree:64,look,look:3,/a:b/c,/a:b/c:5", "D", 8, 16)
+    assert found == [
+        Method("dflash", "D", Drafting(8)),
+        Method("dflash:4", "D", Drafting(4)),
+        Method("none", "none", Drafting()),
+        Method("ddtree", "D", Drafting(8, 16)),
+        Method("ddtree:64", "D", Drafting(8, 64)),
+        Method("look", "look", Drafting(8)),
+        Method("look:3", "look", Drafting(3)),
+        Method("/a:b/c", "/a:b/c", Drafting(8)),
+        Method("/a:b/c:5", "/a:b/c", Drafting(5)),
+    ]
+
+
+def test_plain_decoding_is_always_there_and_the_bundled_drafter_is_the_default() -> None:
+    assert parse_methods("ddtree", None, None, 32) == [
+        Method("none", "none", Drafting()),
+        Method("ddtree", None, Drafting(None, 32)),
+    ]
+
+
+def test_auto_reaches_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(methods, "Drafting", lambda *args: seen.append(args))
+    parse_methods("none,dflash,dflash:auto,dflash:2,ddtree,ddtree:auto,ddtree:0", None, "auto", "auto")
+    assert seen == [(), ("auto",), ("auto",), (2,), ("auto", "auto"), ("auto", "auto"), ("auto", 0)]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ("dflash,,ddtree", "empty name"),
+        ("", "empty name"),
+        ("dflash,ddtree,dflash", "names 'dflash' twice"),
+        ("none:8", "'none:8' has a setting"),
+        ("dflash:0", "block_size is 0"),
+    ],
+)
+def test_bad_methods(names: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_methods(names, None, None, 32)
+
+
+def test_bad_settings() -> None:
+    with pytest.raises(ValueError, match="batch_size is 0"):
+        Settings(batch_size=0)
+    with pytest.raises(ValueError, match="repeats is 0"):
+        Settings(repeats=0)
