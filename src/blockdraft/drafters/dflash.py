@@ -15,7 +15,7 @@ from blockdraft.nn.attention import attend, visible_slots
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.draft_config import DraftConfig
-from blockdraft.proposal import Plan, Proposal, SparseLaw, best_count, best_first, chain, top_ranks
+from blockdraft.proposal import Plan, Proposal, SparseLaw, best_count, best_first, chain
 from blockdraft.sampling import draw, probabilities
 from blockdraft.targets import Target
 from blockdraft.types import SamplingParams
@@ -123,11 +123,11 @@ class DFlashDrafter:
             return drawn_chain(anchor, logits, plan)
         if plan.tree_budget == 0 and plan.cycle_seconds is None:
             return chain(torch.cat([anchor[:, None], logits.argmax(dim=-1)], dim=1))
-        log_probs = _log_probs(logits, plan.params)
-        if plan.tree_budget == 0:
-            best = log_probs.max(dim=-1, keepdim=True)
-            return best_first(anchor, best.values, best.indices, plan.block_size - 1, plan.cycle_seconds)
-        return best_first(anchor, *top_ranks(log_probs, plan.tree_budget), plan.tree_budget, plan.cycle_seconds)
+        budget, ranks = plan.block_size - 1, 1
+        if plan.tree_budget > 0:
+            budget, ranks = plan.tree_budget, min(plan.tree_budget, logits.size(-1))
+        best = _log_probs(logits, plan.params).topk(ranks, dim=-1)
+        return best_first(anchor, best.values, best.indices, budget, plan.cycle_seconds)
 
     def _refined_logits(self, state: KVCache, anchor: Tensor, block_size: int) -> Tensor:
         """Logits `[B, D, V]` of the D = block_size - 1 guesses after the last draft pass.
@@ -178,8 +178,7 @@ def drawn_chain(anchor: Tensor, logits: Tensor, plan: Plan) -> Proposal:
     """Guesses drawn with `plan.draws` from one law a position, each cut to its `LAW_SIZE` most probable tokens.
 
     A row at temperature 0 has the argmax for its guesses and no laws. The length that `plan.cycle_seconds` asks for
-    must not depend on what was drawn, or the output would lose its law. So it follows from the laws: a drawn guess
-    counts with the probability of the likeliest, which is the chance of a chosen one.
+    must not depend on what was drawn, or the output would lose its law; it is that of a chain of chosen guesses.
 
     Args:
         anchor: `[B]` int64.
@@ -192,7 +191,8 @@ def drawn_chain(anchor: Tensor, logits: Tensor, plan: Plan) -> Proposal:
     guesses = ids.gather(2, draw(probs, plan.draws).to(ids.device).unsqueeze(2)).squeeze(2)
     depth = count = guesses.size(1)
     if plan.cycle_seconds is not None:
-        count = best_count(probs.amax(dim=-1).cumprod(dim=-1).tolist(), plan.cycle_seconds)
+        best = _log_probs(logits, plan.params).amax(dim=-1)
+        count = best_count(best.cumsum(dim=-1).exp().tolist(), plan.cycle_seconds)
     # Node j's law draws node j + 1. The last node draws none, so any law will do.
     nodes = [min(node, depth - 1) for node in range(1 + count)]
     q = tuple(

@@ -3,7 +3,7 @@
 from blockdraft.proposal.budget import best_count
 from blockdraft.proposal.plan import Plan
 from blockdraft.proposal.proposal import Proposal, SparseLaw, chain, depths, tree_mask
-from blockdraft.proposal.tree import best_first, top_ranks
+from blockdraft.proposal.tree import best_first
 
 __all__ = [
     "Plan",
@@ -13,6 +13,5 @@ __all__ = [
     "best_first",
     "chain",
     "depths",
-    "top_ranks",
     "tree_mask",
 ]

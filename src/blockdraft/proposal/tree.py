@@ -13,8 +13,6 @@ from torch.nn.functional import pad
 from blockdraft.proposal.budget import best_count
 from blockdraft.proposal.proposal import Proposal
 
-FIRST_RANKS = 32  # that `top_ranks` looks at; a peaked law seldom has more to offer
-
 
 def best_first(
     anchor_B: Tensor,
@@ -32,7 +30,8 @@ def best_first(
 
     Args:
         anchor_B: `[B]` int64.
-        log_probs_BDK: The K best log probabilities at each of D depths, descending, float; -inf is no candidate.
+        log_probs_BDK: The K best log probabilities at each of D depths, descending, float; -inf is no candidate. A
+            node comes after its better siblings, so no tree has use for more than K = `budget` ranks.
         ids_BDK: Their tokens, int64, distinct at each depth.
         budget: Most guesses of a row.
         cycle_seconds: As in `Plan`; where given, all rows are cut to the count of guesses that pays best.
@@ -73,32 +72,3 @@ def _grow(log_probs: list[float], ranks: int, budget: int) -> list[tuple[float, 
         child = (guess // ranks + 1) * ranks
         heappush(heap, (cost - log_probs[child], len(nodes), child))
     return nodes
-
-
-def top_ranks(log_probs_BDV: Tensor, budget: int) -> tuple[Tensor, Tensor]:
-    """As many of the best tokens at each depth as the best tree of `budget` guesses can use.
-
-    Let s(d, r) be the score of the guess of rank r at depth d behind the best guesses of all depths before. Any path
-    through this guess scores at most s(d, r). If at least `budget` guesses have s >= t, they form a tree by themselves
-    in which no node scores below t. So guesses with s <= t can be left out of all trees without loss, and where this
-    holds for the last rank of every depth, it holds for all ranks beyond.
-
-    Args:
-        log_probs_BDV: Log probabilities `[B, D, V]`, D >= 1.
-        budget: At least 1.
-
-    Returns:
-        Log probabilities, descending, and token ids, both `[B, D, K]` with K <= min(budget, V).
-    """
-    most = min(budget, log_probs_BDV.size(-1))
-    ranks = min(FIRST_RANKS, most)
-    while True:
-        log_probs, ids = log_probs_BDV.topk(ranks, dim=-1)
-        if ranks == most:
-            return log_probs, ids
-        best = log_probs[..., 0]
-        scores = log_probs + (best.cumsum(dim=-1) - best).unsqueeze(-1)
-        flat = scores.flatten(1)
-        if flat.size(1) >= budget and (scores[..., -1] <= flat.topk(budget, dim=-1).values[:, -1:]).all():
-            return log_probs, ids
-        ranks = min(4 * ranks, most)
