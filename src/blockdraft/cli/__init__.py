@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from blockdraft.cli.bench import bench
+from blockdraft.cli.calibrate import calibrate
 from blockdraft.cli.generate import generate
 
 app = typer.Typer(
@@ -19,6 +20,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(bench)
+app.command()(calibrate)
 
 
 def _print_version(wanted: bool) -> None:
