@@ -1,17 +1,19 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.draft_lm import BLOCK_SIZE, LAW_SIZE, DraftLMDrafter, DraftState
 from blockdraft.engine import Engine, Scheduler
 from blockdraft.proposal import Plan
 from blockdraft.sampling import draw, probabilities
-from blockdraft.targets import Target, load_target
+from blockdraft.targets import Target, TargetOutput, load_target
 from blockdraft.targets.hf import HFTarget
 from blockdraft.types import Drafting, SamplingParams
 
@@ -53,7 +55,7 @@ def observe(drafter: DraftLMDrafter, state: DraftState, rows: list[list[int]]) -
     drafter.observe(state, padded, None, [len(row) for row in rows])
 
 
-def logits_after(drafter: DraftLMDrafter, ids: list[int]) -> torch.Tensor:
+def logits_after(drafter: DraftLMDrafter, ids: list[int]) -> Tensor:
     """Of the draft model, from scratch."""
     assert isinstance(drafter.model, HFTarget)
     with torch.no_grad():
@@ -137,6 +139,37 @@ def test_guesses_equal_those_of_a_model_without_a_cache(drafter: DraftLMDrafter,
         texts = [text + more for text, more in zip(texts, new, strict=True)]
 
 
+def test_no_token_is_read_twice_for_nothing(drafter: DraftLMDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, int]] = []  # nodes, and nodes with logits, of each forward
+    forward = drafter.model.forward
+
+    def spy(tokens: Tensor, *args: Any, **kwargs: Any) -> TargetOutput:
+        output = forward(tokens, *args, **kwargs)
+        calls.append((tokens.size(1), output.logits.size(1)))
+        return output
+
+    def nodes(anchor: list[int]) -> list[tuple[int, int]]:
+        calls.clear()
+        drafter.propose(state, torch.tensor(anchor), Plan(4, [SamplingParams()] * len(anchor)))
+        return calls
+
+    monkeypatch.setattr(drafter.model, "forward", spy)
+    state = drafter.new_state(0, 60)
+    state.join(drafter.new_state(1, 60), 60)
+    observe(drafter, state, [[5] * 20])
+    assert calls == [(20, 1)]  # a prompt, here and not in `propose`
+    assert nodes([6]) == [(1, 1)] * 3
+    observe(drafter, state, [state.held[0][20:22]])
+    assert nodes([7]) == [(1, 1)] * 3  # one guess was right
+    more = drafter.new_state(1, 60)
+    observe(drafter, more, [[8] * 11])
+    state.join(more, 60)
+    observe(drafter, state, [state.held[0][22:25], []])
+    assert nodes([9, 9]) == [(1, 1)] * 3  # nor is anything read again when a row joins
+    observe(drafter, state, [[*state.held[0][25:28], 9], []])
+    assert nodes([9, 9]) == [(2, 2), (1, 1), (1, 1)]  # all guesses were right, and the last of them was not read yet
+
+
 def test_a_prefix_is_the_state_of_a_shorter_text(drafter: DraftLMDrafter) -> None:
     state = drafter.new_state(2, 60)
     observe(drafter, state, [[9, 8, 7, 6], list(range(20, 40))])
@@ -163,6 +196,13 @@ def test_the_state_takes_the_memory_of_the_models_cache(drafter: DraftLMDrafter)
 def test_past_its_context_it_stops_guessing(target: Target, tiny_target_dir: Path, tmp_path: Path) -> None:
     folder = altered(tiny_target_dir, tmp_path / "short", max_position_embeddings=20)
     drafter = load_drafter(folder, target=target)
+    assert isinstance(drafter, DraftLMDrafter)
+    state = drafter.new_state(4, 60)
+    observe(drafter, state, [[7] * length for length in (3, 17, 20, 30)])
+    assert state.cache.lengths == [3, 17, 20, 0]
+    proposal = drafter.propose(state, torch.tensor([6] * 4), Plan(6, [GREEDY] * 4))
+    assert [sum(parent >= 0 for parent in parents) for parents in proposal.parents.tolist()] == [5, 3, 0, 0]
+    assert state.cache.lengths == [len(held) for held in state.held] == [8, 20, 0, 0]
     completions = Engine(target, drafter).generate([PROMPTS[1], PROMPTS[3], [7] * 30], GREEDY)
     for prompt, completion in zip([PROMPTS[1], PROMPTS[3], [7] * 30], completions, strict=True):
         [plain] = Engine(target, load_drafter("none", target=target)).generate([prompt], GREEDY)

@@ -61,6 +61,8 @@ def test_the_longest_and_then_latest_match_is_continued() -> None:
             expected = copied([*text, anchor], *found[0], most) if found else []
             assert guesses(state, anchor, most + 1) == expected
             lengths.add(found[0][0] if found else 0)
+        index = state.texts[0]._ends
+        assert sum(map(len, index.values())) == sum(min(LONGEST, end) for end in range(1, len(text) + 1))  # each once
     assert lengths == {0, 1, 2, 3, 4}
 
 
