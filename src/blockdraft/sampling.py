@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -169,6 +171,7 @@ class Laws:
     def probs_of(self, rows: Sequence[int], nodes: Sequence[int], ids_MK: Tensor) -> Tensor:
         """p `[M, K]` float32 of a few tokens after each of these nodes, a handful of whole distributions at a time."""
         step = max(1, 2**22 // self._logits.size(-1))
+        ids_MK = ids_MK.to(self._logits.device)
         return torch.cat(
             [
                 self.probs(rows[m : m + step], nodes[m : m + step]).gather(-1, ids_MK[m : m + step])
@@ -179,31 +182,49 @@ class Laws:
     def _scores(self, rows: Sequence[int], nodes: Sequence[int]) -> Tensor:
         """Adjusted logits `[M, V]` float32 after each of these nodes."""
         scores_MV = self._logits[list(rows), list(nodes)].float()
+        biases, repeated, said = [], [], []  # entries (m, token, amount)
         for m, (row, node) in enumerate(zip(rows, nodes, strict=True)):
-            if self._adjusted[row]:
-                self._adjust(scores_MV[m], row, node)
+            if not self._adjusted[row]:
+                continue
+            p, output = self._params[row], [*self._outputs[row], *self._path(row, node)]
+            biases += [(m, token, bias) for token, bias in dict(p.logit_bias).items()]
+            if p.repetition_penalty != 1:
+                repeated += [(m, token, p.repetition_penalty) for token in {*self._prompts[row], *output}]
+            if p.presence_penalty or p.frequency_penalty:
+                times = Counter(output).items()
+                said += [(m, token, p.presence_penalty + p.frequency_penalty * count) for token, count in times]
+        if biases:
+            at, amounts = _entries(biases, scores_MV.device)
+            scores_MV[at] += amounts
+        if repeated:
+            at, amounts = _entries(repeated, scores_MV.device)
+            scores = scores_MV[at]
+            scores = torch.where(scores < 0, scores * amounts, scores / amounts)
+            scores_MV[at] = scores.clamp(max=torch.finfo(scores.dtype).max)  # tiny penalties must not overflow
+        if said:
+            at, amounts = _entries(said, scores_MV.device)
+            scores_MV[at] -= amounts
         return scores_MV
 
-    def _adjust(self, scores_V: Tensor, row: int, node: int) -> None:
-        """Apply the row's bias and penalties in place."""
-        params, device = self._params[row], scores_V.device
+    def _path(self, row: int, node: int) -> list[int]:
+        """The tokens between the anchor and the end of this node, in reverse."""
+        tokens, parents = self._nodes
         path = []
         while node > 0:
-            path.append(int(self._tokens[row, node]))
-            node = int(self._parents[row, node])
-        output = [*self._outputs[row], *path]
-        if params.logit_bias:
-            ids, biases = zip(*params.logit_bias, strict=True)
-            scores_V[list(ids)] += torch.tensor(biases, device=device)
-        if params.repetition_penalty != 1:
-            seen = torch.tensor(list({*self._prompts[row], *output}), device=device)
-            scores = scores_V[seen]
-            scores = torch.where(scores < 0, scores * params.repetition_penalty, scores / params.repetition_penalty)
-            scores_V[seen] = scores.clamp(max=torch.finfo(scores.dtype).max)
-        if params.presence_penalty or params.frequency_penalty:
-            said = torch.tensor(output, dtype=torch.int64, device=device)
-            times_V = torch.zeros_like(scores_V).index_add_(0, said, torch.ones(len(output), device=device))
-            scores_V -= params.presence_penalty * (times_V > 0) + params.frequency_penalty * times_V
+            path.append(tokens[row][node])
+            node = parents[row][node]
+        return path
+
+    @cached_property
+    def _nodes(self) -> tuple[list[list[int]], list[list[int]]]:
+        return self._tokens.tolist(), self._parents.tolist()
+
+
+def _entries(entries: list[tuple[int, int, float]], device: torch.device) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Entries (m, token, amount) as an index and amounts."""
+    m, token, amount = zip(*entries, strict=True)
+    at = torch.tensor([m, token], device=device)
+    return (at[0], at[1]), torch.tensor(amount, dtype=torch.float32, device=device)
 
 
 def _adjusts(params: SamplingParams) -> bool:
