@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from blockdraft.cli.options import BlockSize, Device, Dtype, TargetFolder, extent, option
-from blockdraft.evaluation.methods import CHAINS, PLAIN, TREES, Settings, parse_methods
+from blockdraft.evaluation.methods import CHAINS, DRAWN, PLAIN, TREES, Settings, parse_methods
 from blockdraft.evaluation.prompts import read_prompt_sets
 from blockdraft.types import SamplingParams
 
@@ -29,8 +29,8 @@ def bench(
         typer.Option(
             metavar="NAME,...",
             help=f"What to compare: {PLAIN} (plain decoding, always included); {CHAINS} (the drafter's chains) or "
-            f"{CHAINS}:8 (in blocks of 8); {TREES} (its trees) or {TREES}:64 (of at most 64 guesses); any other "
-            "drafter by folder or name, with or without a block size.",
+            f"{CHAINS}:8 (in blocks of 8); {DRAWN} (its guesses drawn at random); {TREES} (its trees) or {TREES}:64 (of "
+            "at most 64 guesses); any other drafter by folder or name, with or without a block size.",
         ),
     ] = f"{PLAIN},{CHAINS},{TREES}",
     target: TargetFolder = None,

@@ -9,8 +9,9 @@ from typing import Any
 from blockdraft.types import Drafting
 
 PLAIN = "none"
-# Both draft with the checkpoint at hand: chains (arXiv 2602.06036), and trees of its guesses (arXiv 2604.12989).
-CHAINS, TREES = "dflash", "ddtree"
+# All draft with the checkpoint at hand: chains (arXiv 2602.06036), chains of guesses drawn at random, and trees of its
+# guesses (arXiv 2604.12989).
+CHAINS, DRAWN, TREES = "dflash", "dflash-drawn", "ddtree"
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,8 @@ def parse_methods(names: str, drafter: str | None, block_size: Any, tree_budget:
 
     Args:
         names: With commas between them, each with or without a setting behind a colon: `none`; `dflash`, the drafter's
-            chains, or `dflash:8` with this block size; `ddtree`, its trees, or `ddtree:64` with this budget; any other
-            drafter by folder or name, with or without a block size.
+            chains, or `dflash:8` with this block size; `dflash-drawn`, chains of drawn guesses; `ddtree`, its trees,
+            or `ddtree:64` with this budget; any other drafter by folder or name, with or without a block size.
         drafter: What `dflash` and `ddtree` draft with, as in `Method`.
         block_size: As in `Drafting`, for methods without one of their own.
         tree_budget: As in `Drafting`, for `ddtree` without one of its own.
@@ -89,5 +90,5 @@ def _method(name: str, drafter: str | None, block_size: Any, tree_budget: Any) -
         return Method(name, PLAIN, Drafting())
     if kind == TREES:
         return Method(name, drafter, Drafting(block_size, tree_budget if setting is None else setting))
-    chains = Drafting(block_size if setting is None else setting)
-    return Method(name, drafter if kind == CHAINS else kind, chains)
+    chains = Drafting(block_size if setting is None else setting, drawn=kind == DRAWN)
+    return Method(name, drafter if kind in (CHAINS, DRAWN) else kind, chains)
