@@ -29,8 +29,8 @@ def bench(
         typer.Option(
             metavar="NAME,...",
             help=f"What to compare: {PLAIN} (plain decoding, always included); {CHAINS} (the drafter's chains) or "
-            f"{CHAINS}:8 (in blocks of 8); {DRAWN} (its guesses drawn at random); {TREES} (its trees) or {TREES}:64 (of "
-            "at most 64 guesses); any other drafter by folder or name, with or without a block size.",
+            f"{CHAINS}:8 (in blocks of 8); {DRAWN} (its guesses drawn at random); {TREES} (its trees) or {TREES}:64 "
+            "(of at most 64 guesses); any other drafter by folder or name, with or without a block size.",
         ),
     ] = f"{PLAIN},{CHAINS},{TREES}",
     target: TargetFolder = None,
