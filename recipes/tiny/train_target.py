@@ -22,10 +22,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from measure import loops
 from muon import Muon
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
+
+from blockdraft.evaluation.lossless import loops
 
 # Share of the documents drawn, by kind; in tokens about 38 % GSM8K, 31 % problems, 22 % Python, the rest MATH.
 MIXTURES = {
