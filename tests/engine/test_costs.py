@@ -68,7 +68,7 @@ def test_a_pair_is_measured_once(target: Target, tiny_drafter_dir: Path, cache: 
     assert len(files) == 3 and all(file.suffix == ".json" for file in files)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1]", json.dumps({"nodes": [1]}), json.dumps({"nodes": 3})])
+@pytest.mark.parametrize("content", ["{", "[1]", json.dumps({"nodes": [1]})])
 def test_an_unreadable_measurement_is_made_anew(
     target: Target, tiny_drafter_dir: Path, cache: Path, content: str
 ) -> None:

@@ -1,8 +1,5 @@
-from typing import Any
-
 import pytest
 
-from blockdraft.evaluation import methods
 from blockdraft.evaluation.methods import Method, Settings, parse_methods
 from blockdraft.types import Drafting
 
@@ -29,11 +26,22 @@ def test_plain_decoding_is_always_there_and_the_bundled_drafter_is_the_default()
     ]
 
 
-def test_auto_reaches_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(methods, "Drafting", lambda *args: seen.append(args))
-    parse_methods("none,dflash,dflash:auto,dflash:2,ddtree,ddtree:auto,ddtree:0", None, "auto", "auto")
-    assert seen == [(), ("auto",), ("auto",), (2,), ("auto", "auto"), ("auto", "auto"), ("auto", 0)]
+def test_auto_reaches_drafting() -> None:
+    chosen = parse_methods("none,dflash,dflash:auto,dflash:2,ddtree,ddtree:auto,ddtree:0", None, "auto", "auto")
+    assert [(method.drafting.block_size, method.drafting.tree_budget) for method in chosen] == [
+        (None, 0),
+        ("auto", 0),
+        ("auto", 0),
+        (2, 0),
+        ("auto", "auto"),
+        ("auto", "auto"),
+        ("auto", 0),
+    ]
+
+
+def test_drawn_guesses_come_in_chains() -> None:
+    [_, drawn] = parse_methods("none,dflash-drawn:4", "folder", None, 32)
+    assert (drawn.drafter, drawn.drafting) == ("folder", Drafting(4, drawn=True))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from blockdraft.evaluation.methods import Settings, parse_methods
 from blockdraft.evaluation.prompts import PromptSet
 from blockdraft.evaluation.speed import Trial, figures, load_methods, measure
 from blockdraft.proposal import Proposal
+from blockdraft.sampling import Laws
 from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, SamplingParams
 from blockdraft.verification import Verdict, verify
@@ -105,10 +106,10 @@ def test_an_engine_that_is_not_lossless_is_found_out(
 ) -> None:
     faults = 0
 
-    def gullible(proposal: Proposal, probs: Tensor, uniforms: Tensor) -> Verdict:
+    def gullible(proposal: Proposal, laws: Laws, uniforms: Tensor, tests: Tensor | None) -> Verdict:
         """Accepts one wrong guess, in one cycle of all."""
         nonlocal faults
-        verdict = verify(proposal, probs, uniforms)
+        verdict = verify(proposal, laws, uniforms, tests)
         if proposal.tokens.size(1) > 1 and verdict.path[0] == [0] and faults == 0:
             faults += 1
             return Verdict([[0, 1]], verdict.bonus)
@@ -118,11 +119,11 @@ def test_an_engine_that_is_not_lossless_is_found_out(
     warm_up_over = False
     step = Engine.step
 
-    def faulty_step(self: Engine, batch: Any) -> None:
+    def faulty_step(self: Engine, batch: Any, plan: Any = None) -> None:
         with monkeypatch.context() as patch:
             if warm_up_over and self is own["dflash"]:
                 patch.setattr(engine, "verify", gullible)
-            step(self, batch)
+            step(self, batch, plan)
 
     def progress(stage: str, done: int, total: int) -> None:
         nonlocal warm_up_over
