@@ -36,6 +36,7 @@ PUBLIC_NAMES = {
     "DFlashConfig",
     "DFlashGenerationMixin",
     "Drafter",
+    "Drafting",
     "Engine",
     "SamplingParams",
     "Target",

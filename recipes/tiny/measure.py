@@ -8,19 +8,13 @@ the other and each decoded in turns.
 import argparse
 import json
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
 from blockdraft import Engine, SamplingParams, load_drafter, load_target
-from blockdraft.engine import Stats, mean_tau
-
-
-def loops(token_ids: Sequence[int], size: int = 8, times: int = 4) -> bool:
-    """Whether some run of `size` tokens occurs `times` times or more."""
-    runs = Counter(tuple(token_ids[i : i + size]) for i in range(len(token_ids) - size + 1))
-    return max(runs.values(), default=0) >= times
+from blockdraft.engine import Stats, merge
+from blockdraft.evaluation.lossless import loops
 
 
 def answer_of(text: str) -> str | None:
@@ -67,15 +61,12 @@ def main() -> None:
         began = time.time()
         completions = [drafted.generate([prompt], params)[0] for prompt in prompts]
         sound = [c.stats for c in completions if not loops(c.token_ids)]
-        longest = max(len(s.acceptance_by_position) for s in sound)
-        cycles = [count for s in sound for count in s.committed]
+        together = merge(sound)
         figure = {
             "prompts": len(prompts),
-            "tau": round(mean_tau(sound), 3),
+            "tau": round(together.tau, 3),
             "tau_mean_over_answers": round(sum(s.tau for s in sound) / len(sound), 3),
-            "acceptance_by_position": [
-                round(sum(c > i for c in cycles) / len(cycles), 3) for i in range(1, longest + 1)
-            ],
+            "acceptance_by_position": [round(share, 3) for share in together.acceptance_by_position],
             "ended_by_themselves": round(sum(c.finish_reason == "stop" for c in completions) / len(prompts), 4),
             "looping": round(1 - len(sound) / len(prompts), 4),
             "mean_tokens": round(sum(len(c.token_ids) for c in completions) / len(prompts), 1),

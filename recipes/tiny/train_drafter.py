@@ -16,7 +16,7 @@ from torch import Tensor
 from train_target import save_checkpoint
 
 from blockdraft import Target, load_target
-from blockdraft.formats.zlab import write_checkpoint
+from blockdraft.formats.zlab import read_checkpoint, write_checkpoint
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention, default_taps
 from blockdraft.proposal import chain
@@ -74,12 +74,14 @@ def main() -> None:
     parser.add_argument("--answers", type=Path, default=Path("build/tiny/answers.jsonl"))
     parser.add_argument("--target", type=Path, default=Path("build/tiny/target"))
     parser.add_argument("--out", type=Path, default=Path("build/tiny/drafter"))
+    parser.add_argument("--init", type=Path, default=None, help="begin with the weights of this drafter")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--taps", type=int, default=5)
     parser.add_argument("--length", type=int, default=320, help="tokens of a sequence; longer ones are cut")
     parser.add_argument("--batch", type=int, default=20, help="sequences a step")
     parser.add_argument("--anchors", type=int, default=32, help="anchors a sequence")
+    parser.add_argument("--gamma", type=float, default=None, help="decay of the loss; by default by block size")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--muon-lr", type=float, default=0.02)
     parser.add_argument("--adam-lr", type=float, default=3e-3)
@@ -119,6 +121,8 @@ def main() -> None:
     for name, parameter in network.named_parameters():
         if parameter.ndim == 2:
             torch.nn.init.normal_(parameter, std=0.02 if "fc" not in name else parameter.size(1) ** -0.5)
+    if args.init is not None:
+        network.load_state_dict(read_checkpoint(args.init, target.tokenizer.get_vocab())[1])
     matrices = [p for p in network.parameters() if p.ndim == 2]
     others = [p for p in network.parameters() if p.ndim != 2]
     print(f"{sum(p.numel() for p in network.parameters()) / 1e6:.2f} M parameters, taps {config.taps}", flush=True)
@@ -134,7 +138,7 @@ def main() -> None:
         start = state["step"]
         print(f"going on from step {start}", flush=True)
 
-    gamma = default_gamma(args.block_size)
+    gamma = args.gamma or default_gamma(args.block_size)
     mask_embedding = target.embed(torch.tensor(config.mask_token_id, device=target.device)).clone()
 
     def forward(

@@ -26,6 +26,8 @@ from muon import Muon
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
+from blockdraft.evaluation.lossless import loops
+
 # Share of the documents drawn, by kind; in tokens about 38 % GSM8K, 31 % problems, 22 % Python, the rest MATH.
 MIXTURES = {
     "main": {"gsm8k": 0.28, "problem": 0.44, "task": 0.17, "algorithms": 0.03, "math": 0.04, "leetcode": 0.04},
@@ -53,12 +55,16 @@ def tokenized(corpus: Path, tokenizer: PreTrainedTokenizerBase, stage: str) -> d
 
 
 def own_answers(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Chats of the model's own answers that ended by themselves."""
+    """Chats of the model's own answers that ended by themselves and hardly repeat themselves.
+
+    Answers to TheAlgorithms prompts are left out: most are empty phrases of checks that it cannot fill.
+    """
     documents = []
     with path.open(encoding="utf-8") as file:
         for line in file:
             row = json.loads(line)
-            if row.get("ids", [None])[-1] == tokenizer.eos_token_id:
+            ids = row.get("ids", [None])
+            if ids[-1] == tokenizer.eos_token_id and row["kind"] != "algorithms" and not loops(ids, size=6, times=3):
                 answer = tokenizer.decode(row["ids"][:-1])
                 chat = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": answer}]
                 documents.append(tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"])

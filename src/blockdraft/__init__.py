@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from blockdraft.drafters import Drafter, load_drafter
     from blockdraft.engine import Completion, Engine
     from blockdraft.targets import Target, load_target
-    from blockdraft.types import SamplingParams
+    from blockdraft.types import Drafting, SamplingParams
 
 # Imported at first use, so that the command line starts without torch.
 _HOMES = {
@@ -16,6 +16,7 @@ _HOMES = {
     "DFlashConfig": "compat",
     "DFlashGenerationMixin": "compat",
     "Drafter": "drafters",
+    "Drafting": "types",
     "Engine": "engine",
     "SamplingParams": "types",
     "Target": "targets",
@@ -28,6 +29,7 @@ __all__ = [
     "DFlashConfig",
     "DFlashGenerationMixin",
     "Drafter",
+    "Drafting",
     "Engine",
     "SamplingParams",
     "Target",

@@ -2,78 +2,252 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from blockdraft.types import SamplingParams
 
+HEAD = 1024  # best tokens that top-k and top-p look at first; to sort a whole vocabulary takes ten times longer
+
 
 def probabilities(logits_BNV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """The target's distribution p under each row's sampling parameters.
+    """Distributions under each row's temperature, top-k, top-p and min-p, in the order of transformers.
 
     Args:
         logits_BNV: Logits `[B, N, V]`, any float dtype.
-        params: One entry a row. Temperature comes first, then top-k, then top-p, as in transformers.
+        params: One entry a row. Bias and penalties, which depend on the tokens before a node, are left to `Laws`.
 
     Returns:
         `[B, N, V]` float32, each row summing to 1; one-hot where the temperature is 0. Of equal logits the lowest
-        token id wins, and top-k keeps the lower ids.
+        token id wins, and top-k and top-p keep the lower ids.
     """
-    return torch.stack([_row_probabilities(logits, p) for logits, p in zip(logits_BNV, params, strict=True)])
+    groups: dict[tuple[float, int, float, float], list[int]] = {}
+    for row, p in enumerate(params):
+        groups.setdefault((p.temperature, p.top_k, p.top_p, p.min_p), []).append(row)
+    if len(groups) == 1:
+        return _probabilities(logits_BNV, *next(iter(groups)))
+    probs_BNV = torch.empty_like(logits_BNV, dtype=torch.float32)
+    for settings, rows in groups.items():
+        probs_BNV[rows] = _probabilities(logits_BNV[rows], *settings)
+    return probs_BNV
 
 
-def _row_probabilities(logits_NV: Tensor, params: SamplingParams) -> Tensor:
-    if params.temperature == 0:
-        best_N1 = logits_NV.argmax(dim=-1, keepdim=True)
-        return torch.zeros_like(logits_NV, dtype=torch.float32).scatter_(-1, best_N1, 1.0)
-    logits_NV = logits_NV.float()
+def _probabilities(logits_BNV: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
+    if temperature == 0:
+        best_BN1 = logits_BNV.argmax(dim=-1, keepdim=True)
+        return torch.zeros_like(logits_BNV, dtype=torch.float32).scatter_(-1, best_BN1, 1.0)
+    logits_BNV = logits_BNV.float()
     # The maximum goes first, so that no temperature, however low, overflows.
-    scores = (logits_NV - logits_NV.max(dim=-1, keepdim=True).values) / params.temperature
-    if params.top_k == 0 and params.top_p == 1:
-        return scores.softmax(dim=-1)
-    scores, order = scores.sort(dim=-1, descending=True, stable=True)
-    if 0 < params.top_k < scores.size(-1):
-        scores[..., params.top_k :] = -torch.inf
-    probs = scores.softmax(dim=-1)
-    # A token stays if the tokens before it do not reach top_p yet; the first one always stays.
-    probs = probs.masked_fill(probs.cumsum(dim=-1) - probs >= params.top_p, 0.0)
-    probs = probs / probs.sum(dim=-1, keepdim=True)
-    return torch.zeros_like(probs).scatter_(-1, order, probs)
+    scores_BNV = (logits_BNV - logits_BNV.amax(dim=-1, keepdim=True)) / temperature
+    if top_k == 0 and top_p == 1:
+        probs_BNV = scores_BNV.softmax(dim=-1)
+    else:
+        head = max(HEAD, top_k + 1)
+        probs_BNV = _best_probabilities(scores_BNV.flatten(0, 1), top_k, top_p, head).view_as(scores_BNV)
+    if min_p > 0:
+        probs_BNV = probs_BNV.masked_fill(probs_BNV < min_p * probs_BNV.amax(dim=-1, keepdim=True), 0.0)
+        probs_BNV /= probs_BNV.sum(dim=-1, keepdim=True)
+    return probs_BNV
+
+
+def _best_probabilities(scores_MV: Tensor, top_k: int, top_p: float, head: int) -> Tensor:
+    """Softmax `[M, V]` cut to top-k and top-p, which are looked for among the `head` best tokens if they suffice."""
+    vocabulary = scores_MV.size(-1)
+    scores, ids = scores_MV.topk(min(head, vocabulary), dim=-1)
+    # topk leaves open which of equals comes first; here it is the lower id.
+    ids, by_id = ids.sort(dim=-1)
+    scores, order = scores.gather(-1, by_id).sort(dim=-1, descending=True, stable=True)
+    ids = ids.gather(-1, order)
+    whole = scores[:, :top_k] if top_k else scores_MV
+    probs = (scores - whole.logsumexp(dim=-1, keepdim=True)).exp()
+    if top_k:
+        probs[:, top_k:] = 0.0
+    if top_p < 1:
+        # A token stays if the tokens before it do not reach top_p yet; the first one always stays.
+        probs = probs.masked_fill(probs.cumsum(dim=-1) - probs >= top_p, 0.0)
+    laws_MV = torch.zeros_like(scores_MV).scatter_(-1, ids, probs / probs.sum(dim=-1, keepdim=True))
+    if scores.size(-1) < vocabulary:
+        # What was not looked at scores no more than the last of the head. If that one and its equals are cut, so is
+        # the rest; where they are not, the row needs the whole vocabulary.
+        cut_short = ((scores == scores[:, -1:]) & (probs > 0)).any(dim=-1)
+        if cut_short.any():
+            laws_MV[cut_short] = _best_probabilities(scores_MV[cut_short], top_k, top_p, vocabulary)
+    return laws_MV
 
 
 def draw(probs_BNV: Tensor, uniforms_BN: Tensor) -> Tensor:
     """Draw one token from each distribution by inverting its cumulative sum.
 
     Args:
-        probs_BNV: Distributions `[B, N, V]`.
+        probs_BNV: Distributions `[B, N, V]`; any positive multiple of one will do.
         uniforms_BN: Numbers in [0, 1), float64, one a distribution. The same number always gives the same token, so
             that the caller decides which draws are coupled.
 
     Returns:
         Token ids `[B, N]`, int64; never a token of probability 0.
     """
-    probs_BNV = probs_BNV.cpu() if probs_BNV.device.type == "mps" else probs_BNV  # which has no float64
-    cumulative = probs_BNV.double().cumsum(dim=-1)
+    cumulative = exact(probs_BNV).cumsum(dim=-1)
     threshold = uniforms_BN.to(cumulative.device).unsqueeze(-1) * cumulative[..., -1:]
     # Rounding could push the threshold up to the total, hence past the last token that has mass.
     threshold = threshold.minimum(cumulative[..., -1:] * (1 - 1e-15))
     return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
 
 
+def exact(values: Tensor) -> Tensor:
+    """The same in float64, moved to the CPU from a device that has none."""
+    return (values.cpu() if values.device.type == "mps" else values).double()
+
+
+class Laws:
+    """The target's distribution p after each node of a proposal, computed where it is asked for.
+
+    Which tokens are penalised depends on what comes before: after node i these are the prompt, the output, and the
+    tokens on the path from the anchor to node i. Each row's logits are adjusted in the order of vLLM (bias, repetition
+    penalty, then presence and frequency penalty) and then cut as in `probabilities`.
+
+    Args:
+        logits_BNV: Logits `[B, N, V]` after each node, any float dtype.
+        params: One entry a row.
+        tokens_BN, parents_BN: The nodes, as in a proposal.
+        prompts: Token ids of each row's prompt.
+        outputs: Token ids of each row's output so far. Node 0 is the last token of prompt and output.
+    """
+
+    def __init__(
+        self,
+        logits_BNV: Tensor,
+        params: Sequence[SamplingParams],
+        tokens_BN: Tensor,
+        parents_BN: Tensor,
+        prompts: Sequence[Sequence[int]],
+        outputs: Sequence[Sequence[int]],
+    ) -> None:
+        self._logits, self._params = logits_BNV, params
+        self._tokens, self._parents = tokens_BN, parents_BN
+        self._prompts, self._outputs = prompts, outputs
+        self._adjusted = [_adjusts(p) for p in params]
+        highest, best = logits_BNV.max(dim=-1)
+        # -1 for a node without a law. The maximum is NaN if there is one, and -inf if no token is possible.
+        self._best: list[list[int]] = best.masked_fill(~highest.isfinite(), -1).tolist()
+
+    def invalid_rows(self) -> list[int]:
+        """Rows without a law at some node: a logit is NaN or +inf, or all are -inf (a single -inf is legal)."""
+        return [row for row, best in enumerate(self._best) if -1 in best]
+
+    def draw(self, rows: Sequence[int], nodes: Sequence[int], uniforms_BN: Tensor) -> list[int]:
+        """One token after each of these nodes, by the number of the node.
+
+        A greedy row takes the argmax and needs no distribution; a sampled one costs a distribution for each node that
+        is asked for, and nothing for the others.
+
+        Args:
+            rows, nodes: Node `nodes[m]` of row `rows[m]`, for M nodes of rows that are not invalid.
+            uniforms_BN: A number in [0, 1) for each node of the proposal, float64.
+        """
+        tokens = [self._best[row][node] for row, node in zip(rows, nodes, strict=True)]
+        greedy = [self._params[row].temperature == 0 for row in rows]
+        adjusted = [m for m, row in enumerate(rows) if greedy[m] and self._adjusted[row]]
+        sampled = [m for m in range(len(rows)) if not greedy[m]]
+        if adjusted:
+            scores = self._scores([rows[m] for m in adjusted], [nodes[m] for m in adjusted])
+            for m, token in zip(adjusted, scores.argmax(dim=-1).tolist(), strict=True):
+                tokens[m] = token
+        if sampled:
+            at = [rows[m] for m in sampled], [nodes[m] for m in sampled]
+            for m, token in zip(sampled, draw(self.probs(*at), uniforms_BN[at]).tolist(), strict=True):
+                tokens[m] = token
+        return tokens
+
+    def probs(self, rows: Sequence[int], nodes: Sequence[int]) -> Tensor:
+        """p `[M, V]` float32 after each of these nodes."""
+        scores_MV = self._scores(rows, nodes)
+        return probabilities(scores_MV.unsqueeze(1), [self._params[row] for row in rows]).squeeze(1)
+
+    def probs_of(self, rows: Sequence[int], nodes: Sequence[int], ids_MK: Tensor) -> Tensor:
+        """p `[M, K]` float32 of a few tokens after each of these nodes, a handful of whole distributions at a time."""
+        step = max(1, 2**22 // self._logits.size(-1))
+        ids_MK = ids_MK.to(self._logits.device)
+        return torch.cat(
+            [
+                self.probs(rows[m : m + step], nodes[m : m + step]).gather(-1, ids_MK[m : m + step])
+                for m in range(0, len(rows), step)
+            ]
+        )
+
+    def _scores(self, rows: Sequence[int], nodes: Sequence[int]) -> Tensor:
+        """Adjusted logits `[M, V]` float32 after each of these nodes."""
+        scores_MV = self._logits[list(rows), list(nodes)].float()
+        biases, repeated, said = [], [], []  # entries (m, token, amount)
+        for m, (row, node) in enumerate(zip(rows, nodes, strict=True)):
+            if not self._adjusted[row]:
+                continue
+            p, output = self._params[row], [*self._outputs[row], *self._path(row, node)]
+            biases += [(m, token, bias) for token, bias in dict(p.logit_bias).items()]
+            if p.repetition_penalty != 1:
+                repeated += [(m, token, p.repetition_penalty) for token in {*self._prompts[row], *output}]
+            if p.presence_penalty or p.frequency_penalty:
+                times = Counter(output).items()
+                said += [(m, token, p.presence_penalty + p.frequency_penalty * count) for token, count in times]
+        if biases:
+            at, amounts = _entries(biases, scores_MV.device)
+            scores_MV[at] += amounts
+        if repeated:
+            at, amounts = _entries(repeated, scores_MV.device)
+            scores = scores_MV[at]
+            scores = torch.where(scores < 0, scores * amounts, scores / amounts)
+            scores_MV[at] = scores.clamp(max=torch.finfo(scores.dtype).max)  # tiny penalties must not overflow
+        if said:
+            at, amounts = _entries(said, scores_MV.device)
+            scores_MV[at] -= amounts
+        return scores_MV
+
+    def _path(self, row: int, node: int) -> list[int]:
+        """The tokens between the anchor and the end of this node, in reverse."""
+        tokens, parents = self._nodes
+        path = []
+        while node > 0:
+            path.append(tokens[row][node])
+            node = parents[row][node]
+        return path
+
+    @cached_property
+    def _nodes(self) -> tuple[list[list[int]], list[list[int]]]:
+        return self._tokens.tolist(), self._parents.tolist()
+
+
+def _entries(entries: list[tuple[int, int, float]], device: torch.device) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Entries (m, token, amount) as an index and amounts."""
+    m, token, amount = zip(*entries, strict=True)
+    at = torch.tensor([m, token], device=device)
+    return (at[0], at[1]), torch.tensor(amount, dtype=torch.float32, device=device)
+
+
+def _adjusts(params: SamplingParams) -> bool:
+    """Whether the logits of a row depend on more than the model."""
+    penalties = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+    return penalties or bool(params.logit_bias)
+
+
 class RandomNumbers:
     """The uniform numbers of one request: number i decides output token i, whoever asks and how often.
 
-    Because a number belongs to a position and not to a moment, the same seed gives the same tokens with any drafter,
-    block size or neighbours.
+    Because a number belongs to a position and not to a moment, the same seed gives the same tokens with any drafter
+    that chooses its guesses, any block size and any neighbours. Drawn guesses, and the tests whether to accept them,
+    need numbers of their own (`fresh`), so there the tokens of a seed depend on the drafter and only their law does
+    not.
     """
 
     CHUNK = 256  # numbers drawn at once; part of what a seed means
 
     def __init__(self, seed: int | None) -> None:
+        self._seed = int(torch.randint(2**62, ())) if seed is None else seed
         self._generator = torch.Generator()
-        self._generator.manual_seed(int(torch.randint(2**62, ())) if seed is None else seed)
+        self._generator.manual_seed(self._seed)
         self._numbers = torch.empty(0, dtype=torch.float64)
 
     def at(self, positions: Tensor) -> Tensor:
@@ -82,3 +256,14 @@ class RandomNumbers:
             new = torch.rand(self.CHUNK, generator=self._generator, dtype=torch.float64)
             self._numbers = torch.cat([self._numbers, new])
         return self._numbers[positions]
+
+    def fresh(self, start: int, count: int) -> Tensor:
+        """Numbers in [0, 1) for what one cycle draws besides the output tokens, `[count]` float64.
+
+        They are independent of those of `at` and of every other start. A longer answer begins like a shorter one.
+
+        Args:
+            start: Output tokens committed before the cycle. Each cycle commits one at least, so none recurs.
+        """
+        bits = np.random.PCG64(np.random.SeedSequence(self._seed, spawn_key=(start,)))
+        return torch.from_numpy(np.random.Generator(bits).random(count))

@@ -6,7 +6,7 @@ tokens, D head size, m taps. A tensor named `logits_BNV` has that shape.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -25,9 +25,17 @@ class SamplingParams:
         temperature: 0 decodes greedily; otherwise the divisor of the logits.
         top_k: Keep the k most probable tokens; 0 keeps all.
         top_p: Keep the most probable tokens that together reach this probability; 1 keeps all.
+        min_p: Keep tokens of at least this share of the best token's probability; 0 keeps all. The order is that of
+            transformers: temperature, top-k, top-p, min-p.
+        logit_bias: Added to the logits of these token ids, -100 to 100, before anything else, as in OpenAI's API. Kept
+            as pairs.
+        repetition_penalty: Divides the positive and multiplies the negative logits of tokens that occur in prompt or
+            output (arXiv 1909.05858); 1 is none. This and the next two shape greedy decoding too.
+        presence_penalty: Subtracted from the logits of tokens that occur in the output, -2 to 2, as in OpenAI's API.
+        frequency_penalty: Subtracted once for each time that a token occurs in the output, -2 to 2, likewise.
         seed: Same seed, same tokens, whichever drafter and block size; None draws one.
         stop_token_ids: Tokens that end the answer besides the target's own end tokens.
-        stop: Texts that end the answer, which is cut before them.
+        stop: Texts that end the answer, which is cut before them. A single one may be given as it is.
         ignore_eos: Go on past the target's end tokens, to `max_new_tokens`.
     """
 
@@ -35,9 +43,14 @@ class SamplingParams:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()
+    stop: Sequence[str] = ()
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
@@ -49,6 +62,25 @@ class SamplingParams:
             raise ValueError(f"top_k is {self.top_k}; it must be 0 (keep all) or more.")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1 (keep all).")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p is {self.min_p}; it must be from 0 (keep all) to 1.")
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise ValueError(f"repetition_penalty is {self.repetition_penalty}; it must be above 0; 1 is no penalty.")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2 <= getattr(self, name) <= 2:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be from -2 to 2; 0 is no penalty.")
+        # Tuples of what was given, which no caller can change later.
+        biases = tuple(dict(self.logit_bias).items())
+        object.__setattr__(self, "logit_bias", biases)
+        for token, bias in biases:
+            if not isinstance(token, int) or token < 0:
+                raise ValueError(f"logit_bias names the token {token!r}; its keys must be token ids, 0 or more.")
+            if not -100 <= bias <= 100:
+                raise ValueError(f"logit_bias is {bias} for token {token}; it must be from -100 to 100.")
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise ValueError(f"stop holds {text!r}; every stop must be a text of at least one character.")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ValueError(f"seed is {self.seed}; it must be from 0 to 2**63 - 1.")
 
@@ -58,15 +90,28 @@ class Drafting:
     """How far an engine drafts. It changes the speed and never the law of the output.
 
     Attributes:
-        block_size: Tokens of a block, anchor included; None is the drafter's trained size.
-        tree_budget: Most guesses of a draft tree, the anchor not counted; 0 drafts chains.
+        block_size: Tokens of a block, anchor included; None is the drafter's trained size. "auto" lets each cycle use
+            as many of them as pay, or none.
+        tree_budget: Most guesses of a draft tree, the anchor not counted; 0 drafts chains. "auto" lets each cycle
+            use as many as pay, or none.
+        drawn: Draw the guesses of sampled requests at random from the drafter's law, in chains, instead of choosing
+            the likeliest. The law of the output stays; which tokens a seed gives then depends on the drafter.
     """
 
-    block_size: int | None = None
-    tree_budget: int = 0
+    block_size: int | Literal["auto"] | None = None
+    tree_budget: int | Literal["auto"] = 0
+    drawn: bool = False
 
     def __post_init__(self) -> None:
-        if self.block_size is not None and self.block_size < 1:
-            raise ValueError(f"block_size is {self.block_size}; it must be at least 1 (no drafting).")
-        if self.tree_budget < 0:
-            raise ValueError(f"tree_budget is {self.tree_budget}; it must be 0 (chains) or more.")
+        for name, value, least, meaning in (
+            ("block_size", self.block_size, 1, "no drafting"),
+            ("tree_budget", self.tree_budget, 0, "chains"),
+        ):
+            if value in (None, "auto"):
+                continue
+            if not isinstance(value, int):
+                raise ValueError(f"{name} is {value!r}; it must be a number or 'auto'.")
+            if value < least:
+                raise ValueError(f"{name} is {value}; it must be at least {least} ({meaning}).")
+        if self.drawn and self.tree_budget != 0:
+            raise ValueError(f"tree_budget is {self.tree_budget}; drawn guesses form chains, so it must be 0.")

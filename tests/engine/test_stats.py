@@ -1,6 +1,8 @@
+from dataclasses import astuple, fields
+
 import pytest
 
-from blockdraft.engine.stats import Stats, mean_tau
+from blockdraft.engine.stats import Stats, mean_tau, merge
 
 
 def test_definitions() -> None:
@@ -17,3 +19,13 @@ def test_an_answer_of_one_token_has_no_cycle() -> None:
 
 def test_mean_tau_weighs_cycles_alike() -> None:
     assert mean_tau([Stats(committed=[4]), Stats(committed=[1, 1, 1])]) == pytest.approx(7 / 4)
+
+
+def test_merge_weighs_cycles_alike_and_adds_up_everything() -> None:
+    """Also a field that is added one day."""
+    one = Stats(**{f.name: [2, 3] if f.type == "list[int]" else 1.0 for f in fields(Stats)})
+    assert astuple(merge([one, one])) == tuple(value * 2 for value in astuple(one))
+    assert one.committed == [2, 3]
+    merged = merge([Stats(committed=[4], drafted=[3]), Stats(committed=[1, 2, 1], drafted=[3, 3, 1])])
+    assert (merged.tau, merged.acceptance_by_position) == (2.0, [0.5, 0.25, 0.25])
+    assert merge([]) == Stats()

@@ -10,7 +10,7 @@ import re
 import pytest
 import torch
 from corpus import clean_gsm8k, documented_functions
-from measure import answer_of, loops
+from measure import answer_of
 from muon import Muon, orthogonalize
 from python_tasks import python_task
 from train_target import packed_rows
@@ -56,13 +56,6 @@ def test_gsm8k_answers_get_one_style() -> None:
 def test_documented_functions_are_split_at_the_docstring() -> None:
     source = 'import os\n\ndef f(x):\n    """Double x."""\n    return 2 * x\n\n\ndef g(x):\n    return x\n'
     assert list(documented_functions(source)) == [('def f(x):\n    """Double x."""\n', "def f(x):\n    return 2 * x")]
-
-
-def test_loops_need_four_runs_of_eight() -> None:
-    run = list(range(8))
-    assert loops(run * 4)
-    assert not loops(run * 3)
-    assert loops([1] * 11) and not loops([1] * 10)
 
 
 def test_answer_is_what_the_last_box_holds() -> None:

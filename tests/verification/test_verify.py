@@ -1,118 +1,306 @@
-"""Losslessness on exactly known small laws, and proof that the same tests catch broken rules."""
+"""Losslessness on exactly known small laws, and proof that the same test catches broken rules."""
 
+import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
-from blockdraft.proposal import Proposal, chain
-from blockdraft.verification import Verdict, verify
-from blockdraft.verification.reference import verify_row
+from blockdraft.proposal import Proposal, SparseLaw, chain, depths
+from blockdraft.sampling import Laws, draw, probabilities
+from blockdraft.types import SamplingParams
+from blockdraft.verification import Verdict, drawn, rules, verify
+from blockdraft.verification.reference import draw_token, verify_chosen
 
-V = 3
-# A small language: the law of the next token given the last one.
-BIGRAM = torch.tensor([[0.6, 0.3, 0.1], [0.2, 0.2, 0.6], [0.1, 0.8, 0.1]])
-CHAIN = Proposal(torch.tensor([[0, 1, 1, 2]]), torch.tensor([[-1, 0, 1, 2]]))
-TREE = Proposal(torch.tensor([[0, 0, 1, 0, 2, 1]]), torch.tensor([[-1, 0, 0, 1, 1, 4]]))
-Rule = Callable[[Proposal, Tensor, Tensor], Verdict]
-
-
-def committed(proposal: Proposal, verdict: Verdict) -> list[int]:
-    return [int(proposal.tokens[0, node]) for node in verdict.path[0][1:]] + verdict.bonus
-
-
-def sequences(proposal: Proposal, rule: Rule, length: int, grid: int) -> Counter[tuple[int, ...]]:
-    """First `length` tokens of decoding with one proposal and plain draws behind it, over a grid of random numbers."""
-    probs = BIGRAM[proposal.tokens]
-    depth = (proposal.parents >= 0).long()  # depth of each node, parents first
-    for i in range(1, depth.size(1)):
-        depth[0, i] = depth[0, int(proposal.parents[0, i])] + 1
-    found: Counter[tuple[int, ...]] = Counter()
-    points = [(k + 0.5) / grid for k in range(grid)]
-    for numbers in product(points, repeat=length):
-        u = torch.tensor([*numbers, *[0.5] * 8], dtype=torch.float64)
-        tokens = committed(proposal, rule(proposal, probs, u[depth]))
-        while len(tokens) < length:
-            law = BIGRAM[tokens[-1]].double().cumsum(0)
-            tokens.append(int(torch.searchsorted(law, u[len(tokens)] * law[-1], right=True)))
-        found[tuple(tokens[:length])] += 1
-    return found
+V, ROWS, LENGTH = 3, 2000, 3
+# Two small languages: the logits of the next token given the last two, for the target and for a drafter. Of many seeds
+# this one gives the subtlest of the broken rules below away with the fewest rows.
+TARGET, DRAFTER = 1.5 * torch.randn(2, V, V, V, generator=torch.Generator().manual_seed(39))
+CHAIN = [-1, 0, 1, 2]
+TREE = [-1, 0, 0, 0, 1, 1, 2]
+WARM = SamplingParams(temperature=1.0)
+Judge = Callable[[Proposal, Laws, Tensor, Tensor], Verdict]
+# Anchors and the tokens before them, and numbers for the draws, to a proposal.
+Drafter = Callable[[Tensor, Tensor, Tensor], Proposal]
 
 
-def distance(found: Counter[tuple[int, ...]], length: int) -> float:
-    """Total variation between the sequences found and the law of the language after token 0."""
-    total, gap = sum(found.values()), 0.0
-    for tokens in product(range(V), repeat=length):
-        exact, last = 1.0, 0
-        for token in tokens:
-            exact, last = exact * float(BIGRAM[last, token]), token
-        gap += abs(exact - found[tokens] / total)
-    return gap / 2
+def before(earlier: Tensor, tokens: Tensor, parents: Tensor) -> Tensor:
+    """The token before each node; `earlier` is that before the anchor."""
+    return torch.where(parents >= 0, tokens.gather(1, parents.clamp(min=0)), earlier[:, None])
 
 
-@pytest.mark.parametrize("proposal", [CHAIN, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("length", [1, 2, 3])
-def test_output_has_the_target_law(proposal: Proposal, length: int) -> None:
-    # 20 numbers a position resolve probabilities that are multiples of 0.1 without error.
-    assert distance(sequences(proposal, verify, length, 20 if length < 3 else 10), length) < 1e-6
+def drafting(
+    shape: list[int], is_drawn: bool, keep: int = V, ragged: bool = False, mixed: bool = False, claims: bool = False
+) -> Drafter:
+    """A drafter of trees of this shape, whose laws keep so many tokens.
+
+    Ragged proposals have fewer nodes in every second row, mixed ones have chosen guesses there. A drafter that
+    `claims` chooses its guesses and says that it drew them.
+    """
+
+    def propose(earlier: Tensor, anchor: Tensor, numbers: Tensor) -> Proposal:
+        tokens, parents = anchor[:, None], torch.tensor(shape).repeat(len(anchor), 1)
+        for node in range(1, len(shape)):
+            law = law_at(earlier, tokens, parents[:, :node])[:, shape[node]]
+            best = law.argsort(-1, descending=True)[:, shape[:node].count(shape[node])]
+            taken = draw(law[:, None], numbers[:, node : node + 1])[:, 0] if is_drawn else best
+            tokens = torch.cat([tokens, torch.where(choosers(len(anchor)), best, taken)[:, None]], 1)
+        if ragged:
+            parents[::2, -2:] = -1
+        if not is_drawn and not claims:
+            return Proposal(tokens, parents)
+        law, ids = law_at(earlier, tokens, parents).topk(keep, -1)
+        q = [SparseLaw(i, p) for i, p in zip(ids, law, strict=True)]
+        chosen = choosers(len(anchor)).tolist()
+        return Proposal(tokens, parents, tuple(None if c else law for c, law in zip(chosen, q, strict=True)))
+
+    def choosers(rows: int) -> Tensor:
+        return (torch.arange(rows) % 2 == 1) & mixed
+
+    def law_at(earlier: Tensor, tokens: Tensor, parents: Tensor) -> Tensor:
+        return probabilities(
+            DRAFTER[before(earlier, tokens, parents), tokens], [replace(WARM, top_k=keep)] * len(tokens)
+        )
+
+    return propose
 
 
-def accept_everything(proposal: Proposal, probs: Tensor, uniforms: Tensor) -> Verdict:
-    path = list(range(proposal.tokens.size(1)))
-    return Verdict([path], [int(probs[0, -1].argmax())])
+def decode(drafter: Drafter, params: SamplingParams, judge: Judge = verify) -> list[list[int]]:
+    """The first tokens of many rows after the prompt [0, 0], over as many cycles as it takes."""
+    generator = torch.Generator().manual_seed(1)
+    numbers = torch.rand(ROWS, 3 * LENGTH, generator=generator, dtype=torch.float64)  # number i decides token i
+    outputs: list[list[int]] = [[] for _ in range(ROWS)]
+    while going := [row for row in range(ROWS) if len(outputs[row]) < LENGTH]:
+        said = [outputs[row] for row in going]
+        earlier, anchor = torch.tensor([[0, 0, *output][-2:] for output in said]).unbind(1)
+        draws, tests = torch.rand(2, len(going), 8, generator=generator, dtype=torch.float64)
+        proposal = drafter(earlier, anchor, draws)
+        tokens, parents = proposal.tokens, proposal.parents
+        logits = TARGET[before(earlier, tokens, parents), tokens]
+        laws = Laws(logits, [params] * len(going), tokens, parents, [[0, 0]] * len(going), said)
+        done = torch.tensor([[len(output)] for output in said])
+        uniforms = numbers[going].gather(1, done + depths(parents))
+        verdict = judge(proposal, laws, uniforms, draws if judge is reused_numbers else tests)
+        for output, ids, path, bonus in zip(said, tokens.tolist(), verdict.path, verdict.bonus, strict=True):
+            output += [ids[node] for node in path[1:]] + [bonus]
+    return [output[:LENGTH] for output in outputs]
 
 
-def bonus_of_the_anchor(proposal: Proposal, probs: Tensor, uniforms: Tensor) -> Verdict:
-    verdict = verify(proposal, probs, uniforms)
-    return Verdict(verdict.path, verify(proposal, probs[:, :1].expand_as(probs), uniforms).bonus)
+def exact_law(params: SamplingParams) -> dict[tuple[int, ...], float]:
+    """The probability of each output, by enumeration."""
+    law = {}
+    for output in product(range(V), repeat=LENGTH):
+        text, law[output] = (0, 0, *output), 1.0
+        for i, token in enumerate(output):
+            logits = TARGET[text[i], text[i + 1]].clone()
+            for said in set(output[:i]):
+                logits[said] -= params.presence_penalty
+            law[output] *= float(probabilities(logits.view(1, 1, -1), [params])[0, 0, token])
+    return law
 
 
-def accept_with_fresh_numbers(proposal: Proposal, probs: Tensor, uniforms: Tensor) -> Verdict:
-    """Chosen guesses verified as if drawn with q = p would be: accepted too often, no residual."""
-    verdict = verify(proposal, probs, uniforms * 0.5)
-    return verdict
+def surprise(outputs: list[list[int]], params: SamplingParams) -> float:
+    """Chi-square of the outputs against the exact law, in standard deviations from what noise alone would give."""
+    found, law = Counter(map(tuple, outputs)), exact_law(params)
+    if any(law[output] == 0 for output in found):
+        return math.inf
+    possible = [output for output in law if law[output] > 0]
+    expected = {output: law[output] * len(outputs) for output in possible}
+    chi_square = sum((found[output] - expected[output]) ** 2 / expected[output] for output in possible)
+    freedom = len(possible) - 1
+    return (chi_square - freedom) / math.sqrt(2 * freedom)
 
 
-@pytest.mark.parametrize("rule", [accept_everything, bonus_of_the_anchor, accept_with_fresh_numbers])
-def test_broken_rules_are_caught(rule: Rule) -> None:
-    assert distance(sequences(CHAIN, rule, 2, 20), 2) > 0.05
+NOISE = 4.0
+DRAFTERS = {
+    "none": drafting([-1], is_drawn=False),
+    "chosen chain": drafting(CHAIN, is_drawn=False),
+    "chosen tree": drafting(TREE, is_drawn=False, ragged=True),
+    "drawn chain": drafting(CHAIN, is_drawn=True, keep=2),
+    "drawn chain, ragged and mixed": drafting(CHAIN, is_drawn=True, ragged=True, mixed=True),
+    "drawn tree": drafting(TREE, is_drawn=True, keep=2),
+    "drawn tree, ragged and mixed": drafting(TREE, is_drawn=True, ragged=True, mixed=True),
+}
+SETTINGS = {
+    "temperature 1": WARM,
+    "temperature 0.6": SamplingParams(temperature=0.6),
+    "nucleus": SamplingParams(temperature=1.0, top_p=0.8),
+    "penalty": SamplingParams(temperature=1.0, presence_penalty=1.5),
+}
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_output_has_the_target_law(name: str, setting: str) -> None:
+    params = SETTINGS[setting]
+    assert abs(surprise(decode(DRAFTERS[name], params), params)) < NOISE
+
+
+def test_greedy_output_is_the_argmax_whatever_was_drafted() -> None:
+    outputs = {tuple(output) for drafter in DRAFTERS.values() for output in decode(drafter, SamplingParams())}
+    assert outputs == {output for output, share in exact_law(SamplingParams()).items() if share == 1}
+
+
+# Broken on purpose.
+
+
+def accept_everything(proposal: Proposal, laws: Laws, uniforms: Tensor, tests: Tensor) -> Verdict:
+    count = proposal.tokens.size(1)
+    rows = range(len(proposal.tokens))
+    return Verdict([list(range(count)) for _ in rows], laws.draw(rows, [count - 1] * len(rows), uniforms))
+
+
+def bonus_of_the_anchor(proposal: Proposal, laws: Laws, uniforms: Tensor, tests: Tensor) -> Verdict:
+    rows = range(len(proposal.tokens))
+    return Verdict(verify(proposal, laws, uniforms, tests).path, laws.draw(rows, [0] * len(rows), uniforms))
+
+
+def skewed_numbers(proposal: Proposal, laws: Laws, uniforms: Tensor, tests: Tensor) -> Verdict:
+    return verify(proposal, laws, uniforms * 0.9, tests)
+
+
+def no_residual(proposal: Proposal, laws: Laws, uniforms: Tensor, tests: Tensor) -> Verdict:
+    path = verify(proposal, laws, uniforms, tests).path
+    return Verdict(path, laws.draw(range(len(path)), [nodes[-1] for nodes in path], uniforms))
+
+
+def q_of_the_wrong_node(proposal: Proposal, laws: Laws, uniforms: Tensor, tests: Tensor) -> Verdict:
+    assert proposal.q is not None
+    q = [SparseLaw(law.ids.roll(1, 0), law.probs.roll(1, 0)) for law in proposal.q if law is not None]
+    return verify(replace(proposal, q=tuple(q)), laws, uniforms, tests)
+
+
+def reused_numbers(proposal: Proposal, laws: Laws, uniforms: Tensor, tests: Tensor) -> Verdict:
+    return verify(proposal, laws, uniforms, tests)  # `decode` passes the numbers that drew the guesses
+
+
+def broken(name: str, rule: Callable[..., tuple[Tensor, Tensor]]) -> Judge:
+    def judge(proposal: Proposal, laws: Laws, uniforms: Tensor, tests: Tensor) -> Verdict:
+        with patch.object(drawn, name, rule):
+            return verify(proposal, laws, uniforms, tests)
+
+    return judge
+
+
+def forgetful_siblings(p: Tensor, q: Tensor, guess_p: Tensor, guess_q: Tensor, tests: Tensor) -> tuple[Tensor, Tensor]:
+    """Tests every sibling against p itself."""
+    accepts = (tests * guess_q < guess_p) & (guess_q > 0)
+    count = accepts.size(1)
+    accepted = torch.where(accepts, torch.arange(count), count).amin(1) if count else torch.zeros(len(p)).long()
+    return accepted, (guess_q > 0).any(1).double()
+
+
+def last_sibling_keeps_p(*args: Tensor) -> tuple[Tensor, Tensor]:
+    """Draws from the residual before the last rejection."""
+    accepted, c = rules.accept_sibling(*args)
+    return accepted, torch.where(c > 1, 1.0, c)
+
+
+def block_with_ratios(p: Tensor, q: Tensor, guess_p: Tensor, guess_q: Tensor, tests: Tensor) -> tuple[Tensor, Tensor]:
+    """Takes the last guess whose test is below the ratio r instead of the chance h."""
+    _, c = rules.block_chances(p, q, guess_p, guess_q)
+    last = torch.where(tests < 1 / c, torch.arange(tests.size(1)), 0).amax(1)
+    return last, c.gather(1, last[:, None])[:, 0]
+
+
+def block_up_to_first_rejection(
+    p: Tensor, q: Tensor, guess_p: Tensor, guess_q: Tensor, tests: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Tests the guesses one by one as plain rejection sampling does, then draws from the residual of the block."""
+    _, c = rules.block_chances(p, q, guess_p, guess_q)
+    accepted = tests * guess_q < guess_p
+    accepted[:, 0] = True
+    last = accepted.long().cumprod(1).sum(1) - 1
+    return last, c.gather(1, last[:, None])[:, 0]
+
+
+@pytest.mark.parametrize(
+    ("drafter", "judge"),
+    [
+        (drafting(CHAIN, is_drawn=False), accept_everything),
+        (drafting(CHAIN, is_drawn=False), bonus_of_the_anchor),
+        (drafting(TREE, is_drawn=False), skewed_numbers),
+        (drafting(CHAIN, is_drawn=True), no_residual),
+        (drafting(TREE, is_drawn=True), no_residual),
+        (drafting(CHAIN, is_drawn=True), q_of_the_wrong_node),
+        (drafting(TREE, is_drawn=True), q_of_the_wrong_node),
+        (drafting(CHAIN, is_drawn=True), reused_numbers),
+        (drafting(TREE, is_drawn=True), reused_numbers),
+        (drafting(CHAIN, is_drawn=False, claims=True), verify),
+        (drafting(TREE, is_drawn=False, claims=True), verify),
+        (drafting(TREE, is_drawn=True), broken("accept_sibling", forgetful_siblings)),
+        (drafting(TREE, is_drawn=True), broken("accept_sibling", last_sibling_keeps_p)),
+        (drafting(CHAIN, is_drawn=True), broken("accept_block", block_with_ratios)),
+        (drafting(CHAIN, is_drawn=True), broken("accept_block", block_up_to_first_rejection)),
+    ],
+)
+def test_broken_rules_are_caught(drafter: Drafter, judge: Judge) -> None:
+    assert surprise(decode(drafter, WARM, judge), WARM) > 2 * NOISE
+
+
+def laws_of(probs: Tensor, proposal: Proposal) -> Laws:
+    """Laws that are these probabilities `[B, N, V]`."""
+    nothing: list[list[int]] = [[]] * len(probs)
+    return Laws(probs.log(), [WARM] * len(probs), proposal.tokens, proposal.parents, nothing, nothing)
+
+
+@pytest.mark.parametrize("seed", range(10))
 def test_agrees_with_the_readable_twin(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     count = 12
     tokens = torch.randint(V, (2, count), generator=generator)
     parents = torch.tensor(
-        [[-1] + [int(torch.randint(i, (), generator=generator)) for i in range(1, count)] for _ in range(2)]
+        [[-1] + [int(torch.randint(-1, i, (), generator=generator)) for i in range(1, count)] for _ in range(2)]
     )
     probs = torch.rand(2, count, V, generator=generator).softmax(-1)
     uniforms = torch.rand(2, count, dtype=torch.float64, generator=generator)
-    verdict = verify(Proposal(tokens, parents), probs, uniforms)
+    proposal = Proposal(tokens, parents)
+    verdict = verify(proposal, laws_of(probs, proposal), uniforms)
     for row in range(2):
 
         def draw_at(node: int, row: int = row) -> int:
-            total = 0.0
-            for token in range(V):
-                total += float(probs[row, node, token])
-                if float(uniforms[row, node]) < total:
-                    return token
-            return V - 1
+            return draw_token(probs[row, node].tolist(), float(uniforms[row, node]))
 
-        expected = verify_row(tokens[row].tolist(), parents[row].tolist(), draw_at)
+        expected = verify_chosen(tokens[row].tolist(), parents[row].tolist(), draw_at)
         assert (verdict.path[row], verdict.bonus[row]) == expected
 
 
 def test_greedy_accepts_the_longest_matching_prefix() -> None:
-    probs = torch.nn.functional.one_hot(torch.tensor([[1, 2, 0, 1]]), V).float()
-    verdict = verify(chain(torch.tensor([[0, 1, 2, 2]])), probs, torch.rand(1, 4, dtype=torch.float64))
+    proposal = chain(torch.tensor([[0, 1, 2, 2]]))
+    logits = torch.nn.functional.one_hot(torch.tensor([[1, 2, 0, 1]]), V).float()
+    laws = Laws(logits, [SamplingParams()], proposal.tokens, proposal.parents, [[0]], [[]])
+    verdict = verify(proposal, laws, torch.rand(1, 4, dtype=torch.float64))
     assert (verdict.path, verdict.bonus) == ([[0, 1, 2]], [0])
 
 
-def test_drawn_guesses_are_refused() -> None:
-    proposal = Proposal(CHAIN.tokens, CHAIN.parents, q=torch.full((1, 4, V), 1 / V))
-    with pytest.raises(NotImplementedError, match="q is set"):
-        verify(proposal, BIGRAM[CHAIN.tokens], torch.zeros(1, 4, dtype=torch.float64))
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("is_drawn", [False, True], ids=["chosen", "drawn"])
+def test_a_row_without_a_law_leaves_the_others_alone(shape: list[int], is_drawn: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    earlier, draws = torch.zeros(3).long(), torch.rand(3, 8, generator=generator, dtype=torch.float64)
+    proposal = drafting(shape, is_drawn)(earlier, earlier, draws)
+    logits = TARGET[before(earlier, proposal.tokens, proposal.parents), proposal.tokens]
+    uniforms, tests = torch.rand(2, 3, len(shape), generator=generator, dtype=torch.float64)
+
+    def judged(logits: Tensor) -> Verdict:
+        params = [SamplingParams(), WARM, WARM]
+        laws = Laws(logits, params, proposal.tokens, proposal.parents, [[0, 0]] * 3, [[]] * 3)
+        return verify(proposal, laws, uniforms, tests)
+
+    sound = judged(logits)
+    logits[1, -1, 2] = torch.nan
+    verdict = judged(logits)
+    assert verdict == Verdict([sound.path[0], [], sound.path[2]], [sound.bonus[0], -1, sound.bonus[2]])
+
+
+def test_a_guess_that_its_law_cannot_offer_is_refused() -> None:
+    proposal = chain(torch.tensor([[0, 2]]))
+    law = SparseLaw(torch.tensor([[0, 1]] * 2), torch.tensor([[0.5, 0.5]] * 2))
+    numbers = torch.zeros(1, 2, dtype=torch.float64)
+    with pytest.raises(AssertionError, match="not drawn from the law"):
+        verify(replace(proposal, q=(law,)), laws_of(torch.full((1, 2, V), 1 / V), proposal), numbers, numbers)

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from blockdraft.cli.bench import bench
+from blockdraft.cli.calibrate import calibrate
 from blockdraft.cli.generate import generate
 
 app = typer.Typer(
@@ -17,6 +19,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(generate)
+app.command()(bench)
+app.command()(calibrate)
 
 
 def _print_version(wanted: bool) -> None:

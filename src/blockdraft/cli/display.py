@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.segment import Segment, Segments
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
 from blockdraft.cli.compare import RUNS, Comparison
-from blockdraft.engine import Completion, Engine
+from blockdraft.engine import Completion, Costs, Engine
 from blockdraft.engine.prompts import TextStream
 from blockdraft.types import SamplingParams
 
@@ -71,6 +73,37 @@ def notice(console: Console, text: str) -> Iterator[None]:
         _write(console, " " * len(text) + "\r")
 
 
+@contextmanager
+def progress(noun: str) -> Iterator[Callable[[str, int, int], None]]:
+    """Show on standard error how far a long command is: a bar on a terminal, else a line for each tenth of the way.
+
+    Yields:
+        To be called with the present stage, what is done and what there is to do. The bar is drawn in these calls only,
+        since an animated one would take time from what is measured.
+    """
+    console = Console(stderr=True, highlight=False)
+    if console.is_terminal:
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(f"{noun}, left:")
+        with Progress(*columns, TimeRemainingColumn(), console=console, auto_refresh=False, transient=True) as bar:
+            task = bar.add_task("")
+
+            def draw(stage: str, done: int, total: int) -> None:
+                bar.update(task, description=stage, completed=done, total=total, refresh=True)
+
+            yield draw
+        return
+    began, tenths = time.monotonic(), 0
+
+    def write_line(stage: str, done: int, total: int) -> None:
+        nonlocal tenths
+        if done and 10 * done // total > tenths:
+            tenths = 10 * done // total
+            left = (time.monotonic() - began) / done * (total - done)
+            print(f"{stage}: {done} of {total} {noun}, about {left:.0f} s left", file=sys.stderr, flush=True)
+
+    yield write_line
+
+
 def show_comparison(console: Console, comparison: Comparison) -> None:
     lines = box.SIMPLE if console.is_terminal else None
     table = Table(box=lines, pad_edge=False, caption_justify="left")
@@ -100,6 +133,31 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
     else:
         same = f"differ, first at token {comparison.first_difference + 1}"
     console.print(f"speed-up: {ratio}; tokens: {same}")
+
+
+def show_costs(console: Console, costs: Costs, block_size: int) -> None:
+    """Tables of forwards and of cycles; R is the time of a cycle that drafts over one that does not."""
+    lines = box.SIMPLE if console.is_terminal else None
+    forwards = Table(title="Target forward of one row", title_justify="left", box=lines, pad_edge=False)
+    for header in ("tokens", "ms", "times one token"):
+        forwards.add_column(header, justify="right")
+    for nodes, seconds in zip(costs.nodes, costs.forward, strict=True):
+        forwards.add_row(str(nodes), f"{1000 * seconds:.2f}", f"{seconds / costs.forward[0]:.2f}")
+    console.print(forwards)
+    cycles = Table(title="Cycles", title_justify="left", box=lines, pad_edge=False)
+    cycles.caption, cycles.caption_justify = (
+        "R: a cycle that drafts over a plain one; drafting pays where tau > R",
+        "left",
+    )
+    counts = [n for n in (3, block_size - 1, 31, 63) if n >= 1]
+    for header in ("rows", "plain ms", "drafting adds ms", *(f"R, {n} guesses" for n in sorted(set(counts)))):
+        cycles.add_column(header, justify="right")
+    for rows, plain, draft in zip(costs.rows, costs.plain, costs.draft, strict=True):
+        curve = costs.cycle(rows, max(counts, default=0))
+        ratios = (f"{curve[n] / plain:.2f}" for n in sorted(set(counts)))
+        cycles.add_row(str(rows), f"{1000 * plain:.2f}", f"{1000 * draft:.2f}", *ratios)
+    console.print()
+    console.print(cycles)
 
 
 def as_dict(completion: Completion, comparison: Comparison | None) -> dict[str, Any]:

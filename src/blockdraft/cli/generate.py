@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
 import json
-import re
 import secrets
 import sys
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from blockdraft.cli.options import BlockSize, Device, Dtype, TargetFolder, extent, option
 from blockdraft.types import Drafting, SamplingParams
-
-
-def _option(owner: type, name: str) -> Any:
-    """The option of a field of this dataclass, explained as in its docstring."""
-    entry = re.search(rf"^    {name}: (.+?)(?=\n    \S|\Z)", inspect.getdoc(owner) or "", re.S | re.M)
-    return typer.Option(help=re.sub(r"\bNone\b", "the default", " ".join(entry[1].split())) if entry else None)
 
 
 def generate(
     prompt: Annotated[
         str | None, typer.Argument(help="What to answer; without it, or with -, it is read from standard input.")
     ] = None,
-    target: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR", help="Target: a Hugging Face model folder or hub name; by default the bundled one."
-        ),
-    ] = None,
+    target: TargetFolder = None,
     drafter: Annotated[
         str | None,
         typer.Option(
@@ -39,17 +27,15 @@ def generate(
             "which fits the bundled target only.",
         ),
     ] = None,
-    max_new_tokens: Annotated[int, _option(SamplingParams, "max_new_tokens")] = SamplingParams.max_new_tokens,
-    temperature: Annotated[float, _option(SamplingParams, "temperature")] = SamplingParams.temperature,
-    top_k: Annotated[int, _option(SamplingParams, "top_k")] = SamplingParams.top_k,
-    top_p: Annotated[float, _option(SamplingParams, "top_p")] = SamplingParams.top_p,
-    seed: Annotated[int | None, _option(SamplingParams, "seed")] = SamplingParams.seed,
-    block_size: Annotated[int | None, _option(Drafting, "block_size")] = Drafting.block_size,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="float32, bfloat16 or float16; by default float32 on a CPU and bfloat16 elsewhere."),
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="By default the first GPU if there is one, else cpu.")] = None,
+    max_new_tokens: Annotated[int, option(SamplingParams, "max_new_tokens")] = SamplingParams.max_new_tokens,
+    temperature: Annotated[float, option(SamplingParams, "temperature")] = SamplingParams.temperature,
+    top_k: Annotated[int, option(SamplingParams, "top_k")] = SamplingParams.top_k,
+    top_p: Annotated[float, option(SamplingParams, "top_p")] = SamplingParams.top_p,
+    seed: Annotated[int | None, option(SamplingParams, "seed")] = SamplingParams.seed,
+    block_size: BlockSize = None,
+    tree_budget: Annotated[str, option(Drafting, "tree_budget", metavar="N|auto")] = str(Drafting.tree_budget),
+    dtype: Dtype = None,
+    device: Device = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Decode without the drafter too, and compare speed and tokens.")
     ] = False,
@@ -68,7 +54,7 @@ def generate(
         top_p=top_p,
         seed=secrets.randbits(32) if seed is None else seed,  # so that all runs of a comparison share one
     )
-    drafting = Drafting(block_size)
+    drafting = Drafting(extent("block_size", block_size), extent("tree_budget", tree_budget))
     text = _read_prompt(prompt)
 
     from transformers.utils import logging

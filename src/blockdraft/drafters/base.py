@@ -32,11 +32,13 @@ class Drafter(Protocol):
 
     Attributes:
         taps: Target layers whose outputs `observe` wants, 0-based; empty for a drafter that reads tokens only.
-        block_size: Most tokens of a proposal, anchor included.
+        block_size: Most tokens of a path, anchor included.
+        knows_probabilities: Whether it heeds `plan.cycle_seconds`.
     """
 
     taps: tuple[int, ...]
     block_size: int
+    knows_probabilities: bool
 
     def new_state(self, batch: int, capacity: int) -> Any:
         """An empty `State` of `batch` rows with up to `capacity` tokens each."""

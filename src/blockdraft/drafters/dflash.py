@@ -15,7 +15,8 @@ from blockdraft.nn.attention import attend, visible_slots
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.draft_config import DraftConfig
-from blockdraft.proposal import Plan, Proposal, chain
+from blockdraft.proposal import Plan, Proposal, SparseLaw, best_count, best_first, chain
+from blockdraft.sampling import draw, probabilities
 from blockdraft.targets import Target
 from blockdraft.types import SamplingParams
 
@@ -28,6 +29,8 @@ NOISE_SCHEDULES: dict[str, Callable[[float], float]] = {
 }
 
 DIFFUSION_STEPS, NOISE_SCHEDULE = 1, "cosine"
+
+LAW_SIZE = 64  # most probable tokens among which a guess is drawn
 
 
 def check_refinement(diffusion_steps: int, noise_schedule: str) -> None:
@@ -48,6 +51,8 @@ class DFlashDrafter:
             the next one sees them; with one, all guesses come from the same pass, as DFlash does it.
         noise_schedule: Share of the positions settled after each pass, "cosine" or "linear".
     """
+
+    knows_probabilities = True
 
     def __init__(
         self,
@@ -111,25 +116,42 @@ class DFlashDrafter:
 
     @torch.no_grad()
     def propose(self, state: KVCache, anchor: Tensor, plan: Plan) -> Proposal:
-        block_size = plan.block_size
+        if plan.block_size == 1:
+            return chain(anchor[:, None])
+        logits = self._refined_logits(state, anchor, plan.block_size)
+        if plan.draws is not None and any(params.temperature > 0 for params in plan.params):
+            return drawn_chain(anchor, logits, plan)
+        if plan.tree_budget == 0 and plan.cycle_seconds is None:
+            return chain(torch.cat([anchor[:, None], logits.argmax(dim=-1)], dim=1))
+        budget, ranks = plan.block_size - 1, 1
+        if plan.tree_budget > 0:
+            budget, ranks = plan.tree_budget, min(plan.tree_budget, logits.size(-1))
+        best = _log_probs(logits, plan.params).topk(ranks, dim=-1)
+        return best_first(anchor, best.values, best.indices, budget, plan.cycle_seconds)
+
+    def _refined_logits(self, state: KVCache, anchor: Tensor, block_size: int) -> Tensor:
+        """Logits `[B, D, V]` of the D = block_size - 1 guesses after the last draft pass.
+
+        A position that an earlier pass has settled has one possible token.
+        """
         tokens = torch.full((len(anchor), block_size), self.config.mask_token_id, device=anchor.device)
         tokens[:, 0] = anchor
-        if block_size == 1:
-            return chain(tokens)
-        share = NOISE_SCHEDULES[self.noise_schedule]
         settled = torch.zeros_like(tokens, dtype=torch.bool)
         settled[:, 0] = True
-        for step in range(1, self.diffusion_steps + 1):
+        share = NOISE_SCHEDULES[self.noise_schedule]
+        for step in range(1, self.diffusion_steps):
             logits = self._draft_logits(state, tokens)
-            if step == self.diffusion_steps:
-                return chain(torch.where(settled, tokens, logits.argmax(dim=-1)))
             wanted = max(1, round(share(step / self.diffusion_steps) * (block_size - 1)))
             newly = wanted - (int(settled[0].sum()) - 1)
             confidence, guesses = logits.float().softmax(dim=-1).max(dim=-1)
             surest = confidence.masked_fill(settled, -1.0).topk(max(newly, 0), dim=-1).indices
             tokens = tokens.scatter(1, surest, guesses.gather(1, surest))
             settled = settled.scatter(1, surest, True)
-        raise AssertionError("the last pass returns")
+        logits = self._draft_logits(state, tokens)[:, 1:]
+        if self.diffusion_steps == 1:
+            return logits
+        others = torch.ones_like(logits, dtype=torch.bool).scatter_(2, tokens[:, 1:, None], False)
+        return logits.masked_fill(settled[:, 1:, None] & others, -torch.inf)
 
     def _draft_logits(self, state: KVCache, tokens: Tensor) -> Tensor:
         """Logits `[B, N, V]` of a block whose unknown slots hold the mask token; slot 0 is meaningless."""
@@ -150,6 +172,45 @@ class DFlashDrafter:
             return None
         within = torch.ones(batch, count, count, dtype=torch.bool, device=positions.device)
         return visible_slots(state.lengths, within.tril() if causal else within, positions, window)
+
+
+def drawn_chain(anchor: Tensor, logits: Tensor, plan: Plan) -> Proposal:
+    """Guesses drawn with `plan.draws` from one law a position, each cut to its `LAW_SIZE` most probable tokens.
+
+    A row at temperature 0 has the argmax for its guesses and no laws. The length that `plan.cycle_seconds` asks for
+    must not depend on what was drawn, or the output would lose its law; it is that of a chain of chosen guesses.
+
+    Args:
+        anchor: `[B]` int64.
+        logits: `[B, D, V]`.
+    """
+    assert plan.draws is not None
+    laws = probabilities(logits, plan.params)
+    probs, ids = laws.topk(min(LAW_SIZE, laws.size(-1)), dim=-1)
+    probs /= probs.sum(dim=-1, keepdim=True)
+    guesses = ids.gather(2, draw(probs, plan.draws).to(ids.device).unsqueeze(2)).squeeze(2)
+    depth = count = guesses.size(1)
+    if plan.cycle_seconds is not None:
+        best = _log_probs(logits, plan.params).amax(dim=-1)
+        count = best_count(best.cumsum(dim=-1).exp().tolist(), plan.cycle_seconds)
+    # Node j's law draws node j + 1. The last node draws none, so any law will do.
+    nodes = [min(node, depth - 1) for node in range(1 + count)]
+    q = tuple(
+        SparseLaw(ids[row, nodes], probs[row, nodes]) if params.temperature > 0 else None
+        for row, params in enumerate(plan.params)
+    )
+    tokens = torch.cat([anchor[:, None], guesses[:, :count]], dim=1)
+    return Proposal(tokens, chain(tokens).parents, q)
+
+
+def _log_probs(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Log probabilities at each row's temperature, at 1 where it is 0."""
+    scores = logits.float()
+    temperatures = [p.temperature or 1.0 for p in params]
+    if any(temperature != 1 for temperature in temperatures):
+        scores = scores - scores.amax(dim=-1, keepdim=True)  # so that no temperature overflows
+        scores = scores / torch.tensor(temperatures, device=scores.device)[:, None, None]
+    return scores.log_softmax(dim=-1)
 
 
 def load(path: Path, target: Target) -> DFlashDrafter:

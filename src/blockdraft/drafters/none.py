@@ -24,6 +24,7 @@ class _NoState:
 class NoDrafter:
     taps: tuple[int, ...] = ()
     block_size = 1
+    knows_probabilities = False
 
     def new_state(self, batch: int, capacity: int) -> _NoState:
         return _NoState()

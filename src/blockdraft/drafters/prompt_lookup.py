@@ -73,6 +73,7 @@ class PromptLookupDrafter:
 
     taps: tuple[int, ...] = ()
     block_size = BLOCK_SIZE
+    knows_probabilities = False
 
     def new_state(self, batch: int, capacity: int) -> Texts:
         return Texts([Text() for _ in range(batch)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -18,12 +18,15 @@ class Batch:
     """Attributes:
     requests: One a row.
     cache: The target's cache; it holds a row's prompt and answer except for the anchor.
-    state: The drafter's memory of the same tokens.
+    state: The drafter's memory of the same tokens, those in `unobserved` left out.
+    unobserved: Tokens `[B, 1]` and features `[B, 1, m * H]` of cycles that did not draft, in order. The drafter is told
+        of them before it drafts again, all at once: a call for each would make plain decoding slower.
     """
 
     requests: list[Request]
     cache: Cache
     state: State
+    unobserved: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
 
     def join(self, other: Batch, capacity: int) -> None:
         """Take over the requests of another batch; `capacity` is what each row needs from now on, in slots."""
@@ -46,4 +49,4 @@ class Batch:
 def padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """Rows of numbers as one tensor `[B, longest]` int64, filled up with zeros at their ends."""
     longest = max(map(len, rows))
-    return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)
+    return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], dtype=torch.int64, device=device)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import psutil
@@ -12,15 +14,19 @@ from torch import Tensor
 
 from blockdraft.drafters import Drafter
 from blockdraft.engine.batch import Batch, padded
+from blockdraft.engine.controller import Controller
+from blockdraft.engine.costs import load_or_measure
 from blockdraft.engine.prefixes import Prefix, PrefixStore
 from blockdraft.engine.prompts import AnswerText, encode
 from blockdraft.engine.request import Chunk, Completion, Request
 from blockdraft.engine.scheduler import Scheduler
 from blockdraft.proposal import Plan, Proposal, chain, depths
-from blockdraft.sampling import RandomNumbers, probabilities
+from blockdraft.sampling import Laws, RandomNumbers
 from blockdraft.targets import Target, TargetOutput
 from blockdraft.types import Drafting, Prompt, SamplingParams
 from blockdraft.verification import Verdict, verify
+
+MOST_UNOBSERVED = 64  # cycles whose features are kept before the drafter is told of them
 
 
 class Engine:
@@ -52,13 +58,14 @@ class Engine:
         if max_batch_size < 1:
             raise ValueError(f"max_batch_size is {max_batch_size}; it must be at least 1.")
         drafting = drafting or Drafting()
-        if drafting.block_size is not None and drafting.block_size > drafter.block_size:
+        if isinstance(drafting.block_size, int) and drafting.block_size > drafter.block_size:
             raise ValueError(
                 f"block_size is {drafting.block_size}; this drafter was trained for at most {drafter.block_size}."
             )
         self.target = target
         self.drafter = drafter
         self.drafting = drafting
+        self.controller = Controller(drafter, drafting, partial(load_or_measure, self))
         self.max_batch_size = max_batch_size
         self.memory_limit = memory_limit
         self.prefixes = PrefixStore(prefix_tokens)
@@ -122,24 +129,36 @@ class Engine:
         text = AnswerText(self.target.tokenizer, params.stop)
         return Request(ids, params, frozenset(stops), RandomNumbers(params.seed), text)
 
-    def step(self, batch: Batch) -> None:
-        """One cycle: propose, score, verify, commit, observe. No request of the batch may have finished."""
+    def step(self, batch: Batch, plan: Plan | None = None) -> None:
+        """One cycle: propose, score, verify, commit, observe. No request of the batch may have finished.
+
+        Args:
+            plan: How far to draft; None leaves it to the controller.
+        """
         began = time.perf_counter()
         requests, anchor = batch.requests, self._tensor([request.token_ids[-1] for request in batch.requests])
-        # Guesses past the length limit would be cut; the anchor is there already.
-        block_size = min(self.block_size, 1 + max(request.remaining for request in requests))
-        plan = Plan(block_size, [request.params for request in requests], self.drafting.tree_budget)
-        proposal = self.drafter.propose(batch.state, anchor, plan)
-        proposed = self._now()
+        plan = plan or self.controller.plan(requests)
+        if self.drafting.drawn:
+            plan = replace(plan, draws=self._fresh(requests)[:, : plan.block_size - 1])
+        if plan.block_size == 1:
+            proposal = chain(anchor[:, None])
+        else:
+            self.catch_up(batch)
+            proposal = self.drafter.propose(batch.state, anchor, plan)
+        proposed = self.now()
         output = self.target.forward(proposal.tokens, proposal.parents, batch.cache, self.drafter.taps)
-        scored = self._now()
+        scored = self.now()
         node_depths = depths(proposal.parents).cpu()
         verdict = self._verdict(requests, proposal, node_depths, output)
-        path = [nodes if not request.finished else [] for nodes, request in zip(verdict.path, requests, strict=True)]
-        batch.cache.commit(path)
+        batch.cache.commit(verdict.path)
         verified = time.perf_counter()
-        self._observe(batch, proposal.tokens, output.features, path)
-        observed = self._now()
+        if plan.block_size > 1:
+            self._observe(batch, proposal.tokens, output.features, verdict.path)
+        else:
+            batch.unobserved.append((proposal.tokens, output.features))
+            if len(batch.unobserved) == MOST_UNOBSERVED:
+                self.catch_up(batch)
+        observed = self.now()
         ids, deepest = proposal.tokens.tolist(), node_depths.amax(dim=1).tolist()
         for row, request in enumerate(requests):
             if request.finished:  # by an error
@@ -148,6 +167,7 @@ class Engine:
             taken = request.extend([*accepted, verdict.bonus[row]], [True] * len(accepted) + [False])
             request.stats.committed.append(taken)
             request.stats.drafted.append(deepest[row])
+        self.controller.learn(requests, plan, proposal.tokens.size(1) - 1, [len(nodes) - 1 for nodes in verdict.path])
         for request in requests:
             request.stats.draft_seconds += proposed - began + observed - verified
             request.stats.verify_seconds += scored - proposed
@@ -174,13 +194,23 @@ class Engine:
         for request, token in zip(requests, verdict.bonus, strict=True):
             if not request.finished:
                 request.extend([token], [False])
-            request.stats.prefill_seconds = self._now() - began
+            request.stats.prefill_seconds = self.now() - began
         return batch
+
+    def catch_up(self, batch: Batch) -> None:
+        """Tell the drafter of the cycles that did not draft. Due before rows come or go."""
+        if not batch.unobserved:
+            return
+        tokens, features = zip(*batch.unobserved, strict=True)
+        together = None if features[0] is None else torch.cat(features, dim=1)
+        self.drafter.observe(batch.state, torch.cat(tokens, dim=1), together, [len(tokens)] * len(batch.requests))
+        batch.unobserved.clear()
 
     def remember(self, batch: Batch) -> None:
         """Keep what the finished requests of a batch leave behind, for requests that begin with it."""
-        if self.prefixes.max_tokens == 0:
+        if self.prefixes.max_tokens == 0 or not any(request.finished for request in batch.requests):
             return
+        self.catch_up(batch)
         for row, request in enumerate(batch.requests):
             tokens = request.prompt + request.token_ids[:-1]
             if request.finished and request.error is None and len(tokens) <= batch.cache.lengths[row]:
@@ -189,7 +219,7 @@ class Engine:
 
     def capacity(self, requests: list[Request]) -> int:
         """Slots that each row of these requests' caches needs."""
-        nodes = 1 + max(self.drafting.tree_budget, self.block_size - 1)
+        nodes = 1 + self.controller.most_guesses
         return max(len(request.prompt) + request.params.max_new_tokens for request in requests) + nodes
 
     def cache_bytes(self, requests: list[Request]) -> int:
@@ -204,10 +234,6 @@ class Engine:
         on_gpu = self.target.device.type == "cuda"
         return int(torch.cuda.mem_get_info(self.target.device)[0] if on_gpu else psutil.virtual_memory().available)
 
-    @property
-    def block_size(self) -> int:
-        return self.drafting.block_size or self.drafter.block_size
-
     def _verdict(
         self, requests: list[Request], proposal: Proposal, node_depths: Tensor, output: TargetOutput
     ) -> Verdict:
@@ -215,12 +241,20 @@ class Engine:
         # Node i's draw decides the output token that follows it.
         positions = torch.tensor([[len(request.token_ids)] for request in requests]) + node_depths
         uniforms = torch.stack([request.random.at(p) for request, p in zip(requests, positions, strict=True)])
-        verdict = verify(proposal, probabilities(output.logits, [request.params for request in requests]), uniforms)
-        broken = output.logits.isnan().flatten(1).any(dim=1).tolist()
-        for request, is_broken in zip(requests, broken, strict=True):
-            if is_broken:
-                request.finish("error", f"The target's logits after token {len(request.token_ids)} are not numbers.")
-        return verdict
+        params, prompts, outputs = zip(*((r.params, r.prompt, r.token_ids) for r in requests), strict=True)
+        laws = Laws(output.logits, params, proposal.tokens, proposal.parents, prompts, outputs)
+        tests = None
+        if proposal.q is not None:
+            tests = self._fresh(requests)[:, self.drafter.block_size :][:, : proposal.tokens.size(1)]
+        for row in laws.invalid_rows():
+            at = len(requests[row].token_ids)
+            requests[row].finish("error", f"The target's logits after token {at} of the answer are not finite numbers.")
+        return verify(proposal, laws, uniforms, tests)
+
+    def _fresh(self, requests: list[Request]) -> Tensor:
+        """Numbers `[B, 2 * block_size]` of this cycle: to draw the guesses of a chain, then to test its nodes."""
+        count = 2 * self.drafter.block_size
+        return torch.stack([request.random.fresh(len(request.token_ids), count) for request in requests])
 
     def _observe(self, batch: Batch, tokens: Tensor, features: Tensor | None, path: list[list[int]]) -> None:
         """Tell the drafter which nodes were committed, rows padded to one length."""
@@ -232,7 +266,7 @@ class Engine:
     def _tensor(self, values: list[Any]) -> Tensor:
         return torch.tensor(values, device=self.target.device)
 
-    def _now(self) -> float:
+    def now(self) -> float:
         """Time once the device has finished what was asked of it."""
         if self.target.device.type == "cuda":
             torch.cuda.synchronize(self.target.device)

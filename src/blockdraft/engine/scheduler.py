@@ -71,6 +71,7 @@ class Scheduler:
             if self._batch is None:
                 self._batch = group
             else:
+                self._engine.catch_up(self._batch)
                 self._batch.join(group, self._engine.capacity([*self.running, *joining]))
         elif self._batch is not None:
             self._engine.step(self._batch)
@@ -90,9 +91,12 @@ class Scheduler:
 
     def _free_rows(self) -> list[Request]:
         ended = [request for request in self.running if request.finished]
-        if self._batch is not None:
-            self._batch.drop_finished()
-            self._batch = self._batch if self._batch.requests else None
+        if self._batch is not None and ended:
+            if len(ended) == len(self._batch.requests):
+                self._batch = None
+            else:
+                self._engine.catch_up(self._batch)
+                self._batch.drop_finished()
         return ended
 
     def _admitted(self) -> list[Request]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 
@@ -49,7 +50,22 @@ class Stats:
         return sum(self.committed) / self.total_seconds if self.total_seconds else 0.0
 
 
+def merge(stats: Iterable[Stats]) -> Stats:
+    """Several requests as one, cycle after cycle and with their times added up, so that every cycle weighs alike.
+
+    Rows of one batch share their times in full, hence the times of a batch count once for each of its rows.
+    """
+    merged = Stats()
+    for one in stats:
+        merged.committed += one.committed
+        merged.drafted += one.drafted
+        merged.prefill_seconds += one.prefill_seconds
+        merged.draft_seconds += one.draft_seconds
+        merged.verify_seconds += one.verify_seconds
+        merged.total_seconds += one.total_seconds
+    return merged
+
+
 def mean_tau(stats: list[Stats]) -> float:
     """tau over several requests: all committed tokens over all cycles."""
-    cycles = sum(len(s.committed) for s in stats)
-    return sum(sum(s.committed) for s in stats) / cycles if cycles else 1.0
+    return merge(stats).tau

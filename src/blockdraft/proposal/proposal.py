@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -59,7 +61,11 @@ def is_chain(parents_BN: Tensor) -> bool:
 
 def depths(parents_BN: Tensor) -> Tensor:
     """Distance of each node from the anchor, `[B, N]` int64; 0 for nodes that fill up a row."""
-    return tree_mask(parents_BN).sum(dim=-1) - 1
+    if is_chain(parents_BN):
+        return torch.arange(parents_BN.size(1), device=parents_BN.device).expand(parents_BN.shape)
+    lines = list(_ancestors(parents_BN))
+    steps = [above != below for below, above in pairwise(lines)]
+    return sum(steps, torch.zeros_like(lines[0])).to(parents_BN.device)
 
 
 def tree_mask(parents_BN: Tensor) -> Tensor:
@@ -72,10 +78,24 @@ def tree_mask(parents_BN: Tensor) -> Tensor:
     if is_chain(parents_BN):
         ones = torch.ones(count, count, dtype=torch.bool, device=parents_BN.device)
         return ones.tril().expand(batch, count, count)
-    mask = torch.eye(count, device=parents_BN.device).repeat(batch, 1, 1)
-    has_parent = parents_BN >= 0
-    mask.scatter_add_(2, parents_BN.clamp(min=0).unsqueeze(2), has_parent.unsqueeze(2).to(mask.dtype))
-    # One step reaches the parent; squaring doubles the reach, and no node is deeper than there are nodes.
-    for _ in range((count - 1).bit_length()):
-        mask = (mask @ mask).clamp_(max=1)
-    return mask.bool()
+    mask = torch.zeros(batch, count, count, dtype=torch.bool)
+    for ancestor in _ancestors(parents_BN):
+        mask.scatter_(2, ancestor.unsqueeze(2), True)
+    return mask.to(parents_BN.device)
+
+
+def _ancestors(parents_BN: Tensor) -> Iterator[Tensor]:
+    """Each node's ancestor 0, 1, 2, ... steps up, `[B, N]` on the CPU, until no node has a further one.
+
+    Where a node has none so far up, it is the topmost that it has. Trees are shallow, so these few steps over N
+    numbers take a fraction of the time of any operation on N x N numbers.
+    """
+    parents_BN = parents_BN.cpu()
+    ancestor = torch.arange(parents_BN.size(1)).expand(parents_BN.shape)
+    up = torch.where(parents_BN < 0, ancestor, parents_BN)
+    while True:
+        yield ancestor
+        above = up.gather(1, ancestor)
+        if torch.equal(above, ancestor):
+            return
+        ancestor = above

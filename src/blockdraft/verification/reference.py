@@ -1,16 +1,36 @@
-"""The slow readable twin of `verify`, used by tests as an oracle: one row, one token at a time."""
+"""Slow readable twins of the rules, used by tests as oracles: one row, plain Python numbers, the papers' own formulas.
+
+Laws are lists over the whole vocabulary: `p[node]` and `q[node]`. A rule returns the accepted nodes, anchor first, and
+the bonus token.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+Law = Sequence[float]
+Accepted = tuple[list[int], int]
 
-def verify_row(tokens: Sequence[int], parents: Sequence[int], draw_at: Callable[[int], int]) -> tuple[list[int], int]:
-    """Walk the tree from the anchor; `draw_at(node)` draws the target's token after a node.
 
-    Returns:
-        The accepted nodes, anchor first, and the bonus token.
-    """
+def draw_token(law: Law, uniform: float) -> int:
+    """The first token at which the sum of the law exceeds `uniform` times its total."""
+    total, reached = sum(law), 0.0
+    for token, share in enumerate(law):
+        reached += share
+        if uniform * total < reached:
+            return token
+    return max(token for token, share in enumerate(law) if share > 0)
+
+
+def residual(p: Law, q: Law) -> list[float] | None:
+    """`max(p - q, 0)` normalised; None if nothing is left."""
+    left = [max(a - b, 0.0) for a, b in zip(p, q, strict=True)]
+    total = sum(left)
+    return [share / total for share in left] if total > 0 else None
+
+
+def verify_chosen(tokens: Sequence[int], parents: Sequence[int], draw_at: Callable[[int], int]) -> Accepted:
+    """Walk the tree from the anchor; `draw_at(node)` draws the target's token after a node."""
     path, node = [0], 0
     while True:
         token = draw_at(node)
@@ -19,3 +39,60 @@ def verify_row(tokens: Sequence[int], parents: Sequence[int], draw_at: Callable[
             return path, token
         node = matching[0]
         path.append(node)
+
+
+def block_ratios(tokens: Sequence[int], p: Sequence[Law], q: Sequence[Law]) -> list[float]:
+    """`r_i = min(1, r_{i-1} p(x_i) / q(x_i))` of arXiv 2403.10444, from `r_0 = 1` on."""
+    ratios = [1.0]
+    for i in range(1, len(tokens)):
+        ratios.append(min(1.0, ratios[-1] * p[i - 1][tokens[i]] / q[i - 1][tokens[i]]))
+    return ratios
+
+
+def block_chance(i: int, ratios: Sequence[float], p: Sequence[Law], q: Sequence[Law]) -> float:
+    """`h_i` of arXiv 2403.10444: the chance that guess i stands, whatever becomes of the later ones."""
+    ratio = ratios[i]
+    if i == len(ratios) - 1 or ratio == 1:
+        return ratio
+    left = sum(max(ratio * a - b, 0.0) for a, b in zip(p[i], q[i], strict=True))
+    return left / (left + 1 - ratio)
+
+
+def verify_block(
+    tokens: Sequence[int], p: Sequence[Law], q: Sequence[Law], uniforms: Sequence[float], tests: Sequence[float]
+) -> Accepted:
+    """Block verification of a chain of drawn guesses (arXiv 2403.10444, algorithm 2)."""
+    ratios = block_ratios(tokens, p, q)
+    last = 0
+    for i in range(1, len(tokens)):
+        if tests[i] < block_chance(i, ratios, p, q):
+            last = i
+    law: Law = p[last]
+    if last < len(tokens) - 1:
+        law = residual([ratios[last] * share for share in p[last]], q[last]) or p[last]
+    return list(range(last + 1)), draw_token(law, uniforms[last])
+
+
+def verify_siblings(
+    tokens: Sequence[int],
+    parents: Sequence[int],
+    p: Sequence[Law],
+    q: Sequence[Law],
+    uniforms: Sequence[float],
+    tests: Sequence[float],
+) -> Accepted:
+    """Recursive rejection sampling: each sibling is tested against what those before it have left of p.
+
+    On a chain this is plain rejection sampling, token by token (arXiv 2211.17192).
+    """
+    path = [0]
+    while True:
+        node = path[-1]
+        law: Law = p[node]
+        for child in (i for i in range(len(tokens)) if parents[i] == node):
+            if tests[child] * q[node][tokens[child]] < law[tokens[child]]:
+                path.append(child)
+                break
+            law = residual(law, q[node]) or law
+        else:
+            return path, draw_token(law, uniforms[node])

@@ -1,53 +1,85 @@
-"""Verification: a pure function of the proposal, the target's probabilities and random numbers."""
+"""Verification: a pure function of the proposal, the target's laws and random numbers."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from blockdraft.proposal import Proposal
-from blockdraft.sampling import draw
+from blockdraft.sampling import Laws
+from blockdraft.verification.drawn import judge_chains, judge_trees
 
 
 @dataclass(frozen=True)
 class Verdict:
     """Attributes:
-    path: For each row the accepted nodes from the anchor on, so it always begins with 0.
-    bonus: For each row the token drawn at the end of the path, which becomes the next anchor.
+    path: For each row the accepted nodes from the anchor on, so it begins with 0; empty for a row without a law.
+    bonus: For each row the token drawn at the end of the path, which becomes the next anchor; -1 for a row without
+        a law.
     """
 
     path: list[list[int]]
     bonus: list[int]
 
 
-def verify(proposal: Proposal, probs_BNV: Tensor, uniforms_BN: Tensor) -> Verdict:
-    """Accept the guesses that the target draws itself.
+def verify(proposal: Proposal, laws: Laws, uniforms_BN: Tensor, tests_BN: Tensor | None = None) -> Verdict:
+    """Accept as many guesses as can stand without changing the law of the output.
 
-    Guesses that were chosen, not drawn: at each node the target draws from its own p, and the walk descends while a
-    child holds the drawn token. Every token that comes out is the target's own draw, so the output has law p whatever
-    was guessed; a guess x is accepted with probability p(x). At temperature 0, p is one-hot and the walk accepts the
-    longest prefix that equals the argmax (DFlash, arXiv 2602.06036; DDTree, arXiv 2604.12989, for trees).
+    How a row is judged follows from how its guesses came about:
+
+    - Chosen (`q` None): at each node the target draws from its own p, and the walk descends while a child holds the
+      drawn token. Every token that comes out is the target's own draw; a guess x is accepted with probability p(x).
+      At temperature 0 this accepts the longest path of argmax tokens (DFlash, arXiv 2602.06036; DDTree, arXiv
+      2604.12989, for trees).
+    - Drawn, a chain: block verification (`rules.accept_block`), which accepts at least as many in expectation as
+      testing token by token.
+    - Drawn, a tree in which nodes have siblings: the children of a node are tested one after the other
+      (`rules.accept_sibling`).
+
+    A row of `laws.invalid_rows()` gets an empty path and the bonus -1; the others do not notice.
 
     Args:
-        proposal: The tree of B rows and N nodes, with `q` None.
-        probs_BNV: p after each node, `[B, N, V]`.
-        uniforms_BN: A number in [0, 1) for each node, float64. Nodes of one depth may share a number, because a walk
-            visits one node of each depth.
-
-    Raises:
-        NotImplementedError: The guesses were drawn at random (`q` is set), which needs rejection against q.
+        proposal: Trees of B rows and N nodes.
+        laws: p after each of these nodes.
+        uniforms_BN: A number in [0, 1) for each node, float64, for the token drawn there. Nodes of one depth may
+            share a number, because a path holds one node of each depth.
+        tests_BN: A number in [0, 1) for each node, float64, for its acceptance, independent of all other numbers,
+            those that drew the guesses included. None if no row has drawn guesses.
     """
-    if proposal.q is not None and any(law is not None for law in proposal.q):
-        raise NotImplementedError("This proposal has drawn guesses (q is set); only chosen guesses can be verified.")
-    drawn = draw(probs_BNV, uniforms_BN).tolist()
-    tokens, parents = proposal.tokens.tolist(), proposal.parents.tolist()
-    paths, bonuses = [], []
-    for row in range(len(tokens)):
-        children = {(parents[row][i], tokens[row][i]): i for i in reversed(range(1, len(tokens[row])))}
-        path = [0]
-        while (child := children.get((path[-1], drawn[row][path[-1]]))) is not None:
-            path.append(child)
-        paths.append(path)
-        bonuses.append(drawn[row][path[-1]])
-    return Verdict(paths, bonuses)
+    tokens, invalid = proposal.tokens.tolist(), set(laws.invalid_rows())
+    children = [children_of(parents) for parents in proposal.parents.tolist()]
+    q = proposal.q or (None,) * len(tokens)
+    valid = [row for row in range(len(tokens)) if row not in invalid]
+    drawn = [row for row in valid if q[row] is not None]
+    trees = [row for row in drawn if any(len(nodes) > 1 for nodes in children[row].values())]
+    chains = sorted(set(drawn) - set(trees))
+    paths: list[list[int]] = [[] if row in invalid else [0] for row in range(len(tokens))]
+    bonus = [-1] * len(tokens)
+
+    walking = [row for row in valid if q[row] is None]  # all chosen rows a level at a time
+    while walking:
+        nodes = [paths[row][-1] for row in walking]
+        for row, node, token in zip(walking, nodes, laws.draw(walking, nodes, uniforms_BN), strict=True):
+            matching = [child for child in children[row].get(node, ()) if tokens[row][child] == token]
+            paths[row] += matching[:1]
+            bonus[row] = token
+        walking = [row for row, node in zip(walking, nodes, strict=True) if paths[row][-1] != node]
+
+    for rows, judge in ((chains, judge_chains), (trees, judge_trees)):
+        if rows:
+            assert tests_BN is not None, "drawn guesses need numbers for their acceptance"
+            judged = judge(rows, proposal, children, laws, uniforms_BN, tests_BN)
+            for row, path, token in zip(rows, *judged, strict=True):
+                paths[row], bonus[row] = path, token
+    return Verdict(paths, bonus)
+
+
+def children_of(parents: Sequence[int]) -> dict[int, list[int]]:
+    """The children of each node that has any. What fills up a row is no one's child."""
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            children.setdefault(parent, []).append(node)
+    return children

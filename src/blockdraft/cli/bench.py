@@ -1,0 +1,134 @@
+"""`blockdraft bench`: methods against each other on prompt sets."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from blockdraft.cli.options import BlockSize, Device, Dtype, TargetFolder, extent, option
+from blockdraft.evaluation.methods import CHAINS, DRAWN, PLAIN, TREES, Settings, parse_methods
+from blockdraft.evaluation.prompts import read_prompt_sets
+from blockdraft.types import SamplingParams
+
+
+def bench(
+    prompts: Annotated[
+        list[Path],
+        typer.Option(
+            metavar="FILE",
+            help='A prompt set, named after the file: lines of {"turns": ["text", ...]}, of which the first turn alone '
+            'is used, or of {"prompt": "text"}. Repeat the option for several sets.',
+        ),
+    ],
+    methods: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME,...",
+            help=f"What to compare: {PLAIN} (plain decoding, always included); {CHAINS} (the drafter's chains) or "
+            f"{CHAINS}:8 (in blocks of 8); {DRAWN} (its guesses drawn at random); {TREES} (its trees) or {TREES}:64 "
+            "(of at most 64 guesses); any other drafter by folder or name, with or without a block size.",
+        ),
+    ] = f"{PLAIN},{CHAINS},{TREES}",
+    target: TargetFolder = None,
+    drafter: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help=f"What {CHAINS} and {TREES} draft with: a checkpoint folder; by default the bundled one.",
+        ),
+    ] = None,
+    limit: Annotated[int | None, option(Settings, "limit")] = Settings.limit,
+    max_new_tokens: Annotated[int, option(SamplingParams, "max_new_tokens")] = SamplingParams.max_new_tokens,
+    temperature: Annotated[float, option(SamplingParams, "temperature")] = SamplingParams.temperature,
+    top_k: Annotated[int, option(SamplingParams, "top_k")] = SamplingParams.top_k,
+    top_p: Annotated[float, option(SamplingParams, "top_p")] = SamplingParams.top_p,
+    seed: Annotated[
+        int | None,
+        typer.Option(help="Prompt i of a set, from 0 on, is decoded with this number + i; by default drawn."),
+    ] = None,
+    batch_size: Annotated[int, option(Settings, "batch_size")] = Settings.batch_size,
+    repeats: Annotated[int, option(Settings, "repeats")] = Settings.repeats,
+    block_size: BlockSize = None,
+    tree_budget: Annotated[str, option(Settings, "tree_budget", metavar="N|auto")] = str(Settings.tree_budget),
+    dtype: Dtype = None,
+    device: Device = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Write results.json, acceptance.png and speedup.png into this folder."),
+    ] = None,
+    pictures: Annotated[
+        bool, typer.Option(help="Draw pictures, which takes matplotlib (the extra `bench` of this package).")
+    ] = True,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the results that the folder holds.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON instead of tables.")] = False,
+) -> None:
+    """Measure methods of decoding against each other: speed, acceptance, and whether the output stays the same.
+
+    All methods decode the same prompts in turns. Progress goes to standard error.
+    """
+    settings = Settings(limit, batch_size, repeats, extent("tree_budget", tree_budget))
+    chosen = parse_methods(methods, drafter, extent("block_size", block_size), settings.tree_budget)
+    if target is not None and any(method.drafter is None for method in chosen):
+        raise ValueError(f"No drafter is known for {target}; add --drafter DIR, or name other methods.")
+    params = SamplingParams(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=secrets.randbits(32) if seed is None else seed,
+    )
+    sets = read_prompt_sets(prompts, limit)
+
+    from transformers.utils import logging
+
+    from blockdraft.cli import display
+    from blockdraft.evaluation import report, speed
+    from blockdraft.targets import load_target
+
+    if out is not None:
+        report.check_folder(out, overwrite)
+        if pictures:
+            report.require_pictures()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    loaded = load_target(target, dtype=dtype, device=device)
+    engines = speed.load_methods(chosen, loaded, batch_size)
+    try:
+        with display.progress("answers") as progress:
+            trials = speed.measure(engines, sets, params, settings, progress)
+    except KeyboardInterrupt:
+        print("Interrupted; what was measured is discarded, and nothing was written.", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+    arguments = {
+        "methods": [method.name for method in chosen],
+        "prompts": [str(path) for path in prompts],
+        "target": target,
+        "drafter": drafter,
+        "limit": limit,
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "seed": params.seed,
+        "batch_size": batch_size,
+        "repeats": repeats,
+        "block_size": extent("block_size", block_size),
+        "tree_budget": settings.tree_budget,
+        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "device": str(loaded.device),
+    }
+    found = report.results(trials, arguments, loaded.device)
+    try:
+        if out is not None:
+            report.write(out, found, pictures)
+    finally:  # also where the disk is full
+        if as_json:
+            print(found.as_json(), end="")
+        else:
+            report.show(display.terminal() if sys.stdout.isatty() else display.plain(), found)
+        sys.stdout.flush()  # here, where a closed pipe still ends the command quietly

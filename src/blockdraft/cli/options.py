@@ -1,0 +1,40 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Annotated, Any
+
+import typer
+
+from blockdraft.types import Drafting
+
+
+def option(owner: type, name: str, **settings: Any) -> Any:
+    """The option of a field of this dataclass, explained as in its docstring."""
+    entry = re.search(rf"^    {name}: (.+?)(?=\n    \S|\Z)", inspect.getdoc(owner) or "", re.S | re.M)
+    text = re.sub(r"\bNone\b", "the default", " ".join(entry[1].split())) if entry else None
+    return typer.Option(help=text, **settings)
+
+
+def extent(name: str, text: str | None) -> Any:
+    """A number of tokens or "auto", as `Drafting` takes it."""
+    if text is None or text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name} is {text!r}; it must be a whole number or auto.") from None
+
+
+TargetFolder = Annotated[
+    str | None,
+    typer.Option(metavar="DIR", help="Target: a Hugging Face model folder or hub name; by default the bundled one."),
+]
+BlockSize = Annotated[str | None, option(Drafting, "block_size", metavar="N|auto")]
+Dtype = Annotated[
+    str | None,
+    typer.Option(help="float32, bfloat16 or float16; by default float32 on a CPU and bfloat16 elsewhere."),
+]
+Device = Annotated[str | None, typer.Option(help="By default the first GPU if there is one, else cpu.")]

@@ -1,0 +1,80 @@
+"""Prompt sets: JSON lines on disk, one prompt a line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """Attributes:
+    name: The file's name without its suffix.
+    prompts: Texts, in the order of the file.
+    """
+
+    name: str
+    prompts: tuple[str, ...]
+
+
+def read_prompt_sets(paths: Sequence[Path], limit: int | None = None) -> list[PromptSet]:
+    """Read prompt files.
+
+    Args:
+        paths: Files of lines `{"turns": ["a user's text", ...]}`, of which the first turn is the prompt, or
+            `{"prompt": "a text"}`. Other keys are ignored.
+        limit: Prompts taken of each file, from its beginning; None takes all. The lines behind are checked as well.
+
+    Raises:
+        ValueError: No file, an unreadable or empty file, a line of another form, two files of one name, or a limit
+            below 1.
+    """
+    if not paths:
+        raise ValueError("There are no prompts; give at least one file.")
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit is {limit}; it must be at least 1.")
+    sets = [PromptSet(path.stem, tuple(_read(path))[:limit]) for path in paths]
+    names = [one.name for one in sets]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"Two prompt files are called {name!r}, which names their results; rename one of them.")
+    return sets
+
+
+def _read(path: Path) -> list[str]:
+    prompts = []
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    prompts.append(_prompt(line))
+                except ValueError as error:
+                    raise ValueError(f"{path}, line {number}: {error}") from error
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}).") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no UTF-8 text ({error.reason} at byte {error.start}).") from error
+    if not prompts:
+        raise ValueError(f"{path} holds no prompts.")
+    return prompts
+
+
+def _prompt(line: str) -> str:
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"this is no JSON ({error}).") from error
+    if not isinstance(entry, dict) or ("turns" in entry) == ("prompt" in entry):
+        raise ValueError('an object with either "turns" or "prompt" is needed.')
+    if "turns" in entry and not (isinstance(entry["turns"], list) and entry["turns"]):
+        raise ValueError('"turns" must be a list of texts that is not empty.')
+    text = entry["turns"][0] if "turns" in entry else entry["prompt"]
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(f"the prompt is {text!r}; it must be a text that is not empty.")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair
+        raise ValueError(f"the prompt is no valid Unicode text ({error.reason}).") from error
+    return text

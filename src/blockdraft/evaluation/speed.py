@@ -1,0 +1,289 @@
+"""Several methods on the same prompts, in turns, and what comes out of it."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import truediv
+from pathlib import Path
+from statistics import median
+
+from blockdraft.drafters import Drafter, load_drafter
+from blockdraft.engine import Completion, Engine, merge
+from blockdraft.evaluation.lossless import identical_share, looping_share, loops
+from blockdraft.evaluation.methods import CHAINS, PLAIN, TREES, Method, Settings
+from blockdraft.evaluation.prompts import PromptSet
+from blockdraft.targets import Target
+from blockdraft.types import SamplingParams
+
+WARM_UP_TOKENS = 8
+
+# Told what is going on, answers decoded so far, and answers to decode.
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One batch, decoded once by one method.
+
+    Attributes:
+        prompt_set: Name of the set.
+        prompts: Indices of the batch's prompts in their set.
+        repeat: The round that it was timed in; None for a batch that was decoded for its tokens alone.
+        seconds: Wall time of `Engine.generate`.
+    """
+
+    method: str
+    prompt_set: str
+    prompts: tuple[int, ...]
+    repeat: int | None
+    completions: tuple[Completion, ...]
+    seconds: float
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the cycles yielded; each answer's first token comes from the prompt's forward."""
+        return sum(sum(c.stats.committed) for c in self.completions)
+
+    @property
+    def decode_seconds(self) -> float:
+        """Wall time from the first tokens of the batch to its last one."""
+        return self.seconds - max(c.stats.prefill_seconds for c in self.completions)
+
+    @property
+    def cycles(self) -> int:
+        """Cycles of the batch; its longest row took part in all of them."""
+        return max(len(c.stats.committed) for c in self.completions)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one method did. Prompts whose plain answer loops are not timed, with any method: such answers are easy to
+    guess. They count in `prompts`, `identical` and `looping`, and in nothing else.
+
+    Attributes:
+        prompts: Number of prompts.
+        timed_prompts: Those among them whose plain answer does not loop. Where none is left, or no answer has more
+            than its first token, the figures of speed and acceptance are None.
+        tokens_per_second: Tokens after each answer's first one, over the wall time of decoding them, prefill left out;
+            of all rows of a batch together. The median of the repeats.
+        tokens_per_second_range: Of the slowest and of the fastest repeat.
+        tokens_per_second_by_repeat: Of each repeat.
+        speedup: Tokens per second over those of plain decoding in the same repeat, so that a machine that is slower for
+            a while slows both; the median of the repeats.
+        speedup_by_repeat: Of each repeat.
+        tau: Tokens committed per cycle and row, bonus included, over all cycles of timed answers.
+        acceptance_by_position: S_1, S_2, ... over the same cycles.
+        cycle_seconds: Wall time of decoding over the cycles that the batches took; the median of the repeats.
+        cycle_cost: R, time of a cycle over that of plain decoding in the same repeat; the median of the repeats. With
+            one prompt a batch, speedup = tau / R.
+        batch_seconds: Mean wall time of a batch, prefill included: how long a user waits. The median of the repeats.
+        identical: Share of the prompts of which every answer equals the plain one; None when sampling. For plain
+            decoding itself it says whether that is repeatable.
+        looping: Share of the prompts of which some answer loops, as `lossless.loops` has it.
+    """
+
+    prompts: int
+    timed_prompts: int
+    tokens_per_second: float | None
+    tokens_per_second_range: tuple[float, float] | None
+    tokens_per_second_by_repeat: tuple[float, ...]
+    speedup: float | None
+    speedup_by_repeat: tuple[float, ...]
+    tau: float | None
+    acceptance_by_position: tuple[float, ...]
+    cycle_seconds: float | None
+    cycle_cost: float | None
+    batch_seconds: float | None
+    identical: float | None
+    looping: float
+
+
+def load_methods(methods: Sequence[Method], target: Target, batch_size: int) -> dict[str, Engine]:
+    """An engine for each method, by its name; methods with the same drafter share it.
+
+    Raises:
+        ValueError: An unknown method, a drafter that does not load, or a setting beyond what its drafter can do.
+    """
+    drafters: dict[str | None, Drafter] = {}
+    engines = {}
+    for method in methods:
+        try:
+            if method.drafter not in drafters:
+                drafters[method.drafter] = load_drafter(method.drafter, target=target)
+            engines[method.name] = Engine(target, drafters[method.drafter], batch_size, method.drafting)
+        except ValueError as error:
+            unknown = method.drafter is not None and not Path(method.drafter).exists()
+            hint = f" Besides drafters, the methods are {CHAINS} and {TREES}." if unknown else ""
+            raise ValueError(f"Method {method.name!r}: {error}{hint}") from error
+    return engines
+
+
+def measure(
+    engines: Mapping[str, Engine],
+    sets: Sequence[PromptSet],
+    params: SamplingParams,
+    settings: Settings,
+    progress: Progress = lambda stage, done, total: None,
+) -> list[Trial]:
+    """Decode all prompts with all methods.
+
+    Plain decoding answers every prompt once, untimed: these answers are the reference, and tell which prompts loop.
+    After a short warm-up come the rounds. In each of them every method in turn decodes each batch of prompts, and
+    from round to round another method begins. Prompts that loop are decoded once by each method, untimed.
+
+    Args:
+        engines: By method, `none` among them, with `max_batch_size` of the settings.
+        params: Prompt i of a set is decoded with the seed `params.seed` + i, so that all methods and repeats share
+            it; the seed must be set unless decoding is greedy.
+
+    Raises:
+        ValueError: A prompt that the target cannot take, named by set and place, before anything is decoded; or too
+            little memory.
+    """
+    assert params.temperature == 0 or params.seed is not None
+    run = _Run(engines, sets, params, settings)
+    run.check()
+    count = sum(len(one.prompts) for one in sets)
+    done, total = 0, count * (1 + len(engines) * settings.repeats)
+    everything = {one.name: list(range(len(one.prompts))) for one in sets}
+    trials: list[Trial] = []
+
+    def decode(stage: str, method: str, prompt_set: str, prompts: tuple[int, ...], repeat: int | None) -> None:
+        nonlocal done
+        trials.append(run.trial(method, prompt_set, prompts, repeat))
+        done += len(prompts)
+        progress(stage, done, total)
+
+    progress("reference", 0, total)
+    for prompt_set, prompts in run.batches(everything):
+        decode("reference", PLAIN, prompt_set, prompts, None)
+    answers = {(t.prompt_set, i): c for t in trials for i, c in zip(t.prompts, t.completions, strict=True)}
+    looping: dict[str, list[int]] = {one.name: [] for one in sets}
+    sound: dict[str, list[int]] = {one.name: [] for one in sets}
+    for (name, i), completion in answers.items():
+        (looping if loops(completion.token_ids) else sound)[name].append(i)
+
+    names = list(engines)
+    timed = sum(map(len, sound.values()))
+    total = count + (count - timed) * (len(names) - 1) + timed * len(names) * settings.repeats
+    for prompt_set, prompts in run.batches(looping):
+        for method in names:
+            if method != PLAIN:
+                decode("looping answers", method, prompt_set, prompts, None)
+    run.warm_up()
+    for repeat in range(settings.repeats):
+        first = repeat % len(names)
+        for prompt_set, prompts in run.batches(sound):
+            for method in names[first:] + names[:first]:
+                decode(f"round {repeat + 1} of {settings.repeats}", method, prompt_set, prompts, repeat)
+    return trials
+
+
+class _Run:
+    def __init__(
+        self, engines: Mapping[str, Engine], sets: Sequence[PromptSet], params: SamplingParams, settings: Settings
+    ) -> None:
+        self.engines = engines
+        self.prompts = {one.name: one.prompts for one in sets}
+        self.params = params
+        self.batch_size = settings.batch_size
+
+    def check(self) -> None:
+        for name, prompts in self.prompts.items():
+            for i, prompt in enumerate(prompts):
+                try:
+                    self.engines[PLAIN].stream(prompt, self._params(i))  # checks the prompt, and decodes when read
+                except ValueError as error:
+                    raise ValueError(f"Prompt {i + 1} of {name}: {error}") from error
+
+    def warm_up(self) -> None:
+        short = replace(self.params, max_new_tokens=min(WARM_UP_TOKENS, self.params.max_new_tokens))
+        first = next(iter(self.prompts.values()))[: self.batch_size]
+        for engine in self.engines.values():
+            engine.generate(first, short)
+
+    def batches(self, chosen: Mapping[str, list[int]]) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Sets and indices, batch by batch; a batch never holds prompts of two sets."""
+        for name, indices in chosen.items():
+            for start in range(0, len(indices), self.batch_size):
+                yield name, tuple(indices[start : start + self.batch_size])
+
+    def trial(self, method: str, prompt_set: str, prompts: tuple[int, ...], repeat: int | None) -> Trial:
+        texts = [self.prompts[prompt_set][i] for i in prompts]
+        params = [self._params(i) for i in prompts]
+        began = time.perf_counter()
+        completions = self.engines[method].generate(texts, params)
+        seconds = time.perf_counter() - began
+        return Trial(method, prompt_set, prompts, repeat, tuple(completions), seconds)
+
+    def _params(self, i: int) -> SamplingParams:
+        return self.params if self.params.seed is None else replace(self.params, seed=self.params.seed + i)
+
+
+def figures(trials: Sequence[Trial], greedy: bool) -> dict[str, Figures]:
+    """The figures of each method, `none` among them, over these trials: those of all sets, or of one."""
+    by_method: dict[str, list[Trial]] = defaultdict(list)
+    for trial in trials:
+        by_method[trial.method].append(trial)
+    plain = by_method[PLAIN]
+    reference = {key: tokens[0] for key, tokens in _answers([t for t in plain if t.repeat is None]).items()}
+    plain_repeats = _repeats(plain) if any(t.tokens for t in plain if t.repeat is not None) else []
+    plain_rates, plain_cycles = _tokens_per_second(plain_repeats), _cycle_seconds(plain_repeats)
+    found = {}
+    for method, own in by_method.items():
+        answers, repeats = _answers(own), _repeats(own) if plain_repeats else []
+        rates, cycles = _tokens_per_second(repeats), _cycle_seconds(repeats)
+        speedups = tuple(map(truediv, rates, plain_rates))
+        stats = merge(c.stats for each in repeats for t in each for c in t.completions)
+        found[method] = Figures(
+            prompts=len(answers),
+            timed_prompts=len({(t.prompt_set, i) for t in own if t.repeat is not None for i in t.prompts}),
+            tokens_per_second=_median(rates),
+            tokens_per_second_range=(min(rates), max(rates)) if rates else None,
+            tokens_per_second_by_repeat=rates,
+            speedup=_median(speedups),
+            speedup_by_repeat=speedups,
+            tau=stats.tau if repeats else None,
+            acceptance_by_position=tuple(stats.acceptance_by_position),
+            cycle_seconds=_median(cycles),
+            cycle_cost=_median(list(map(truediv, cycles, plain_cycles))),
+            batch_seconds=_median([sum(t.seconds for t in each) / len(each) for each in repeats]),
+            identical=identical_share(answers, reference) if greedy else None,
+            looping=looping_share(answers),
+        )
+    return found
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return median(values) if values else None
+
+
+def _answers(trials: Sequence[Trial]) -> dict[tuple[str, int], list[list[int]]]:
+    """All answers to each prompt, by set and index."""
+    answers = defaultdict(list)
+    for trial in trials:
+        for i, completion in zip(trial.prompts, trial.completions, strict=True):
+            answers[trial.prompt_set, i].append(completion.token_ids)
+    return answers
+
+
+def _repeats(trials: Sequence[Trial]) -> list[list[Trial]]:
+    """The timed trials by repeat."""
+    repeats: dict[int, list[Trial]] = defaultdict(list)
+    for trial in trials:
+        if trial.repeat is not None:
+            repeats[trial.repeat].append(trial)
+    return [repeats[repeat] for repeat in sorted(repeats)]
+
+
+def _tokens_per_second(repeats: list[list[Trial]]) -> tuple[float, ...]:
+    return tuple(sum(t.tokens for t in each) / sum(t.decode_seconds for t in each) for each in repeats)
+
+
+def _cycle_seconds(repeats: list[list[Trial]]) -> tuple[float, ...]:
+    """Of each repeat; empty where a method took no cycle, which its answers being wrong can cause."""
+    totals = [(sum(t.decode_seconds for t in each), sum(t.cycles for t in each)) for each in repeats]
+    return tuple(seconds / cycles for seconds, cycles in totals) if all(cycles for _, cycles in totals) else ()

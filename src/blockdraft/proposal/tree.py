@@ -1,0 +1,74 @@
+"""Draft trees: of all guesses that one draft pass makes possible, those that are most likely to be accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heappush, heapreplace
+from math import exp, inf
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from blockdraft.proposal.budget import best_count
+from blockdraft.proposal.proposal import Proposal
+
+
+def best_first(
+    anchor_B: Tensor,
+    log_probs_BDK: Tensor,
+    ids_BDK: Tensor,
+    budget: int,
+    cycle_seconds: Sequence[float] | None = None,
+) -> Proposal:
+    """The tree with the largest expected accepted length (DDTree, arXiv 2604.12989).
+
+    The guess at a depth does not depend on the guesses before it, so the chance that a node is accepted is taken to be
+    the product of the probabilities on its path, and the expected length of a tree is the sum of these over its nodes.
+    Nodes are added best first. A path is never likelier than its beginnings, hence the first n nodes added are the
+    best tree of n nodes. With K = 1 the tree is a chain.
+
+    Args:
+        anchor_B: `[B]` int64.
+        log_probs_BDK: The K best log probabilities at each of D depths, descending, float; -inf is no candidate. A
+            node comes after its better siblings, so no tree has use for more than K = `budget` ranks.
+        ids_BDK: Their tokens, int64, distinct at each depth.
+        budget: Most guesses of a row.
+        cycle_seconds: As in `Plan`; where given, all rows are cut to the count of guesses that pays best.
+
+    Returns:
+        A proposal of at most 1 + budget nodes a row, in the order in which they were added. A row that has fewer
+        candidates than others is filled up.
+    """
+    # One more rank and one more depth, both impossible, spare the loop its bounds checks.
+    ranks = log_probs_BDK.size(2) + 1
+    flat = pad(log_probs_BDK, (0, 1, 0, 1), value=-inf).flatten(1).tolist()
+    rows = [_grow(log_probs, ranks, budget) for log_probs in flat]
+    count = max(len(nodes) for nodes in rows)
+    if cycle_seconds is not None:
+        count = best_count([[exp(-cost) for cost, _, _ in nodes] for nodes in rows], cycle_seconds)
+    filled = [[(0.0, -1, 0), *nodes[:count], *[(0.0, -1, 0)] * (count - len(nodes))] for nodes in rows]
+    device = ids_BDK.device
+    parents = torch.tensor([[parent for _, parent, _ in nodes] for nodes in filled], device=device)
+    guesses = torch.tensor([[guess for _, _, guess in nodes] for nodes in filled], device=device)
+    tokens = pad(ids_BDK, (0, 1, 0, 1)).flatten(1).gather(1, guesses)
+    tokens[:, 0] = anchor_B
+    return Proposal(tokens, parents)
+
+
+def _grow(log_probs: list[float], ranks: int, budget: int) -> list[tuple[float, int, int]]:
+    """Nodes `(cost, parent, guess)`: minus the log probability of the path, the parent's index and the guess.
+
+    Args:
+        log_probs: Of each guess; guess d * ranks + r has rank r at depth d + 1.
+    """
+    nodes: list[tuple[float, int, int]] = []
+    # What may be added next: of each family the best sibling that is not in the tree.
+    heap = [(-log_probs[0], 0, 0)]
+    while len(nodes) < budget and heap[0][0] < inf:
+        cost, parent, guess = best = heap[0]
+        nodes.append(best)
+        heapreplace(heap, (cost + (log_probs[guess] - log_probs[guess + 1]), parent, guess + 1))
+        child = (guess // ranks + 1) * ranks
+        heappush(heap, (cost - log_probs[child], len(nodes), child))
+    return nodes

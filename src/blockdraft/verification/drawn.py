@@ -1,0 +1,132 @@
+"""Verification of rows whose guesses were drawn: p and q where the rules need them, and the draw that follows.
+
+The rules run on the CPU, on the few tokens that q can offer; whole distributions stay on the target's device. Letters
+here: R rows, N nodes of a path, C children of a node, K tokens of a sparse law.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
+
+from blockdraft.proposal import Proposal
+from blockdraft.sampling import Laws, draw, exact
+from blockdraft.verification.rules import accept_block, accept_sibling
+
+Children = Sequence[dict[int, list[int]]]
+Judged = tuple[list[list[int]], list[int]]
+
+
+def judge_chains(
+    rows: list[int], proposal: Proposal, children: Children, laws: Laws, uniforms_BN: Tensor, tests_BN: Tensor
+) -> Judged:
+    """Paths and bonus tokens of rows whose guesses are chains."""
+    chains = []
+    for row in rows:
+        chain = [0]
+        while following := children[row].get(chain[-1]):
+            chain += following
+        chains.append(chain)
+    nodes_RN, is_node_RN = _padded(chains)
+    ids_RNK, q_RNK = _sparse_laws(rows, proposal)
+    each_R1 = torch.arange(len(rows))[:, None]
+    ids_RNK, q_RNK = ids_RNK[each_R1, nodes_RN], q_RNK[each_R1, nodes_RN]
+    p_RNK = _p_of(rows, nodes_RN, ids_RNK, q_RNK, laws)
+    has_child_RN1 = pad(is_node_RN, (0, 1))[:, 1:, None]
+    p_RNK, q_RNK = p_RNK * has_child_RN1, q_RNK * has_child_RN1
+    guesses_RN = _at(proposal.tokens, rows, nodes_RN)
+    # The law of a guess is that of the node before; the anchor has none.
+    p_and_q = _of_guesses(
+        ids_RNK[:, :-1], p_RNK[:, :-1], q_RNK[:, :-1], guesses_RN[:, 1:, None], is_node_RN[:, 1:, None]
+    )
+    guess_p_RN, guess_q_RN = (pad(values.squeeze(-1), (1, 0)) for values in p_and_q)
+    last_R, c_R = accept_block(p_RNK, q_RNK, guess_p_RN, guess_q_RN, _at(tests_BN, rows, nodes_RN))
+    end = torch.arange(len(rows)), last_R
+    bonus = _draw_residual(rows, nodes_RN[end], ids_RNK[end], q_RNK[end], c_R, laws, uniforms_BN)
+    return [chain[: last + 1] for chain, last in zip(chains, last_R.tolist(), strict=True)], bonus
+
+
+def judge_trees(
+    rows: list[int], proposal: Proposal, children: Children, laws: Laws, uniforms_BN: Tensor, tests_BN: Tensor
+) -> Judged:
+    """Paths and bonus tokens of rows whose guesses are trees; all rows go down a level at a time."""
+    ids_RNK, q_RNK = _sparse_laws(rows, proposal)
+    paths, bonus = [[0] for _ in rows], [-1 for _ in rows]
+    walking = list(range(len(rows)))
+    while walking:
+        here = [rows[r] for r in walking]
+        nodes = torch.tensor([paths[r][-1] for r in walking])
+        siblings = [children[rows[r]].get(paths[r][-1], []) for r in walking]
+        siblings_RC, is_node_RC = _padded(siblings)
+        ids_RK, q_RK = ids_RNK[walking, nodes], q_RNK[walking, nodes]
+        p_RK = _p_of(here, nodes[:, None], ids_RK[:, None], q_RK[:, None], laws).squeeze(1)
+        guesses_RC = _at(proposal.tokens, here, siblings_RC)
+        guess_p_RC, guess_q_RC = _of_guesses(ids_RK, p_RK, q_RK, guesses_RC, is_node_RC)
+        accepted_R, c_R = accept_sibling(p_RK, q_RK, guess_p_RC, guess_q_RC, _at(tests_BN, here, siblings_RC))
+        going, ended = [], []
+        for i, (r, accepted) in enumerate(zip(walking, accepted_R.tolist(), strict=True)):
+            if accepted < siblings_RC.size(1):
+                paths[r].append(siblings[i][accepted])
+                going.append(r)
+            else:
+                ended.append(i)
+        if ended:
+            ends = [here[i] for i in ended]
+            drawn = _draw_residual(ends, nodes[ended], ids_RK[ended], q_RK[ended], c_R[ended], laws, uniforms_BN)
+            for i, token in zip(ended, drawn, strict=True):
+                bonus[walking[i]] = token
+        walking = going
+    return paths, bonus
+
+
+def _padded(nodes: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """Lists of nodes as one tensor, and which of its entries are real; the others are node 0."""
+    longest = max(map(len, nodes))
+    filled = [[*row, *[-1] * (longest - len(row))] for row in nodes]
+    table = torch.tensor(filled, dtype=torch.int64).view(len(nodes), longest)
+    return table.clamp(min=0), table >= 0
+
+
+def _at(values_BN: Tensor, rows: list[int], nodes: Tensor) -> Tensor:
+    """Entries `[R, ...]` of nodes `[R, ...]`, on the CPU."""
+    return values_BN.cpu()[torch.tensor(rows)[:, None], nodes]
+
+
+def _sparse_laws(rows: list[int], proposal: Proposal) -> tuple[Tensor, Tensor]:
+    """The tokens `[R, N, K]` that q can offer after each node of these rows, and their probabilities."""
+    assert proposal.q is not None
+    laws = [law for row in rows if (law := proposal.q[row]) is not None]
+    ids_RKN = pad_sequence([law.ids.T for law in laws], batch_first=True)
+    q_RKN = exact(pad_sequence([law.probs.T for law in laws], batch_first=True)).cpu()
+    q_RKN = q_RKN / q_RKN.sum(dim=1, keepdim=True).clamp(min=1e-300)  # a law that nothing was drawn from may be 0
+    return ids_RKN.cpu().mT, q_RKN.mT
+
+
+def _p_of(rows: list[int], nodes_RN: Tensor, ids_RNK: Tensor, q_RNK: Tensor, laws: Laws) -> Tensor:
+    """p `[R, N, K]` of the tokens that q can offer, 0 where q is: there an id only fills up."""
+    every_row = [row for row in rows for _ in range(nodes_RN.size(1))]
+    p_MK = laws.probs_of(every_row, nodes_RN.flatten().tolist(), ids_RNK.flatten(0, 1))
+    return exact(p_MK).cpu().view_as(q_RNK) * (q_RNK > 0)
+
+
+def _of_guesses(ids: Tensor, p: Tensor, q: Tensor, guesses: Tensor, is_guess: Tensor) -> tuple[Tensor, Tensor]:
+    """p and q `[..., C]` of guesses `[..., C]` from laws `[..., K]`; 0 where there is no guess."""
+    same = (ids.unsqueeze(-2) == guesses.unsqueeze(-1)) & is_guess.unsqueeze(-1)
+    guess_p, guess_q = (same * p.unsqueeze(-2)).sum(dim=-1), (same * q.unsqueeze(-2)).sum(dim=-1)
+    assert bool(((guess_q > 0) | ~is_guess).all()), "a guess was not drawn from the law q of its parent"
+    return guess_p, guess_q
+
+
+def _draw_residual(
+    rows: list[int], nodes_R: Tensor, ids_RK: Tensor, q_RK: Tensor, c_R: Tensor, laws: Laws, uniforms_BN: Tensor
+) -> list[int]:
+    """Draw the token after the last node of each path from `max(p - c q, 0)`, or from p where nothing is left."""
+    p_RV = exact(laws.probs(rows, nodes_R.tolist()))
+    taken = (c_R.unsqueeze(-1) * q_RK).to(p_RV.device)
+    rest = p_RV.scatter_add(-1, ids_RK.to(p_RV.device), -taken).clamp(min=0)
+    rest = torch.where(rest.sum(dim=-1, keepdim=True) > 0, rest, p_RV)
+    return draw(rest.unsqueeze(1), _at(uniforms_BN, rows, nodes_R[:, None])).squeeze(1).tolist()

@@ -1,0 +1,193 @@
+"""`blockdraft bench` on tiny random models: what it prints and writes, and how it refuses."""
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from blockdraft import cli
+from blockdraft.cli import display
+from blockdraft.evaluation import report, speed
+
+METHOD_KEYS = {"tokens_per_second", "speedup", "tau", "acceptance_by_position", "cycle_cost", "identical", "looping"}
+METHODS = ["none", "dflash", "dflash:3"]
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> tuple[Path, Path]:
+    """Two sets of two prompts and one."""
+    paths = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
+    paths[0].write_text('{"turns": ["one", "never read"]}\n{"turns": ["two"]}\n')
+    paths[1].write_text('{"prompt": "three"}\n')
+    return paths
+
+
+@pytest.fixture
+def bench(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tiny_target_dir: Path,
+    tiny_drafter_dir: Path,
+    prompts: tuple[Path, Path],
+) -> Run:
+    """Runs `blockdraft bench` on the tiny pair, 8 tokens and 2 repeats unless told otherwise; later options win."""
+
+    def blockdraft_bench(*args: object) -> Result:
+        defaults = ("--target", tiny_target_dir, "--drafter", tiny_drafter_dir, "--device", "cpu")
+        size = ("--max-new-tokens", 8, "--repeats", 2, "--methods", "dflash,dflash:3")
+        sets = [part for path in prompts for part in ("--prompts", path)]
+        words = ["blockdraft", "bench", *map(str, (*defaults, *size, *sets, *args))]
+        monkeypatch.setattr(sys, "argv", words)
+        with pytest.raises(SystemExit) as exit_info:
+            cli.main()
+        return Result(int(exit_info.value.code or 0), *capsys.readouterr())
+
+    return blockdraft_bench
+
+
+def test_written_and_printed(bench: Run, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = bench("--out", out, "--no-pictures", "--tree-budget", 5, "--seed", 3)
+    assert result.code == 0
+    found = json.loads((out / "results.json").read_text())
+    assert list(found["methods"]) == METHODS and list(found["sets"]) == ["first", "second"]
+    for methods in (found["methods"], *(one["methods"] for one in found["sets"].values())):
+        assert list(methods) == METHODS
+        for one in methods.values():
+            assert one.keys() > METHOD_KEYS
+            assert len(one["tokens_per_second_by_repeat"]) == 2
+            assert (one["identical"], one["looping"]) == (1.0, 0.0)
+    assert found["methods"]["none"]["tau"] == found["methods"]["none"]["speedup"] == 1.0
+    assert len(found["methods"]["dflash:3"]["acceptance_by_position"]) == 2
+    assert {name: one["methods"]["none"]["prompts"] for name, one in found["sets"].items()} == {"first": 2, "second": 1}
+    arguments = found["arguments"]
+    assert arguments["methods"] == METHODS and (arguments["seed"], arguments["tree_budget"]) == (3, 5)
+    assert (arguments["dtype"], arguments["device"], arguments["limit"]) == ("float32", "cpu", None)
+    assert len(re.findall(r"^dflash:3 +\d+\.\d ", result.out, re.M)) == 3
+    assert re.search(r"^round 2 of 2: 21 of 21 answers, about 0 s left$", result.err, re.M)
+    assert 1 < result.err.count("\n") <= 10
+
+
+def test_json(bench: Run) -> None:
+    result = bench("--json", "--limit", 1, "--batch-size", 2, "--temperature", 1, "--methods", "none")
+    found = json.loads(result.out)
+    assert result.code == 0
+    assert list(found["methods"]) == ["none"]
+    assert (found["methods"]["none"]["prompts"], found["methods"]["none"]["identical"]) == (2, None)
+    assert type(found["arguments"]["seed"]) is int
+
+
+def test_drafters_by_folder_and_trees(bench: Run, tiny_drafter_dir: Path) -> None:
+    found = json.loads(bench("--json", "--repeats", 1, "--methods", f"ddtree:4,{tiny_drafter_dir}:2").out)
+    assert list(found["methods"]) == ["none", "ddtree:4", f"{tiny_drafter_dir}:2"]
+    assert len(found["methods"][f"{tiny_drafter_dir}:2"]["acceptance_by_position"]) == 1
+
+
+def test_results_are_not_overwritten_unasked(bench: Run, tmp_path: Path) -> None:
+    (tmp_path / "results.json").write_text("old")
+    result = bench("--out", tmp_path, "--no-pictures")
+    refused(result, "results.json exists")
+    assert (tmp_path / "results.json").read_text() == "old"
+    assert bench("--out", tmp_path, "--no-pictures", "--overwrite", "--limit", 1, "--methods", "none").code == 0
+    assert json.loads((tmp_path / "results.json").read_text())["arguments"]["limit"] == 1
+
+
+def test_a_failed_write_still_prints_what_was_measured(
+    bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise ValueError("no space")
+
+    monkeypatch.setattr(report, "write", full)
+    result = bench("--out", tmp_path, "--no-pictures", "--limit", 1)
+    assert (result.code, result.err.splitlines()[-1]) == (2, "error: no space")
+    assert "dflash:3" in result.out
+
+
+def test_without_matplotlib(bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    result = bench("--out", tmp_path)
+    refused(result, "pip install 'blockdraft[bench]'")
+    assert "--no-pictures" in result.err
+
+
+def test_ctrl_c(bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode, calls = speed.Engine.generate, 0
+
+    def interrupted(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 14:  # three answers of reference, three to warm up, and then in the first round
+            raise KeyboardInterrupt
+        return decode(*args)
+
+    monkeypatch.setattr(speed.Engine, "generate", interrupted)
+    result = bench("--out", tmp_path / "out", "--no-pictures")
+    assert (result.code, result.out) == (130, "")
+    assert result.err.endswith("Interrupted; what was measured is discarded, and nothing was written.\n")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--methods", "abacus"], "Method 'abacus': abacus is no drafter"),
+        (["--methods", "dflash:9"], "this drafter was trained for at most 8"),
+        (["--methods", "dflash,dflash"], "names 'dflash' twice"),
+        (["--block-size", "many"], "block_size is 'many'; it must be a whole number or auto"),
+        (["--tree-budget", "1.5"], "tree_budget is '1.5'"),
+        (["--tree-budget", "-1", "--methods", "ddtree"], "tree_budget is -1"),
+        (["--batch-size", "0"], "batch_size is 0"),
+        (["--repeats", "0"], "repeats is 0"),
+        (["--limit", "0"], "limit is 0"),
+        (["--temperature", "-1"], "temperature is -1.0"),
+        (["--prompts", "/no/such/file"], "/no/such/file cannot be read"),
+        (["--max-new-tokens", "250"], "Prompt 1 of first: The prompt's"),
+        (["--out", "/dev/null", "--no-pictures"], "/dev/null is no writable folder"),
+    ],
+)
+def test_bad_input(bench: Run, args: list[str], message: str) -> None:
+    refused(bench(*args), message)
+
+
+def test_a_target_needs_its_drafter(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    prompts: tuple[Path, Path],
+    tiny_target_dir: Path,
+) -> None:
+    words = ["blockdraft", "bench", "--target", str(tiny_target_dir), "--prompts", str(prompts[0])]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main()
+    refused(Result(int(exit_info.value.code or 0), *capsys.readouterr()), "add --drafter DIR")
+
+
+def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "100")
+    with display.progress("answers") as progress:
+        progress("round 1 of 2", 3, 7)
+    shown = capsys.readouterr()
+    assert shown.out == "" and "round 1 of 2" in shown.err and "3/7" in shown.err
+
+
+def refused(result: Result, message: str) -> None:
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith("error: ") and message in result.err
+    assert "Traceback" not in result.err

@@ -1,0 +1,66 @@
+import pytest
+
+from blockdraft.evaluation.methods import Method, Settings, parse_methods
+from blockdraft.types import Drafting
+
+
+def test_settings_of_each_method() -> None:
+    found = parse_methods("dflash, dflash:4,none,ddtree,ddtree:64,look,look:3,/a:b/c,/a:b/c:5", "D", 8, 16)
+    assert found == [
+        Method("dflash", "D", Drafting(8)),
+        Method("dflash:4", "D", Drafting(4)),
+        Method("none", "none", Drafting()),
+        Method("ddtree", "D", Drafting(8, 16)),
+        Method("ddtree:64", "D", Drafting(8, 64)),
+        Method("look", "look", Drafting(8)),
+        Method("look:3", "look", Drafting(3)),
+        Method("/a:b/c", "/a:b/c", Drafting(8)),
+        Method("/a:b/c:5", "/a:b/c", Drafting(5)),
+    ]
+
+
+def test_plain_decoding_is_always_there_and_the_bundled_drafter_is_the_default() -> None:
+    assert parse_methods("ddtree", None, None, 32) == [
+        Method("none", "none", Drafting()),
+        Method("ddtree", None, Drafting(None, 32)),
+    ]
+
+
+def test_auto_reaches_drafting() -> None:
+    chosen = parse_methods("none,dflash,dflash:auto,dflash:2,ddtree,ddtree:auto,ddtree:0", None, "auto", "auto")
+    assert [(method.drafting.block_size, method.drafting.tree_budget) for method in chosen] == [
+        (None, 0),
+        ("auto", 0),
+        ("auto", 0),
+        (2, 0),
+        ("auto", "auto"),
+        ("auto", "auto"),
+        ("auto", 0),
+    ]
+
+
+def test_drawn_guesses_come_in_chains() -> None:
+    [_, drawn] = parse_methods("none,dflash-drawn:4", "folder", None, 32)
+    assert (drawn.drafter, drawn.drafting) == ("folder", Drafting(4, drawn=True))
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ("dflash,,ddtree", "empty name"),
+        ("", "empty name"),
+        ("dflash,ddtree,dflash", "names 'dflash' twice"),
+        ("none:8", "'none:8' has a setting"),
+        ("dflash:0", "block_size is 0"),
+    ],
+)
+def test_bad_methods(names: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_methods(names, None, None, 32)
+
+
+def test_bad_settings() -> None:
+    with pytest.raises(ValueError, match="batch_size is 0"):
+        Settings(batch_size=0)
+    with pytest.raises(ValueError, match="repeats is 0"):
+        Settings(repeats=0)

@@ -1,0 +1,38 @@
+import random
+
+import pytest
+
+from blockdraft.proposal import best_count
+
+
+def test_best_count_is_the_best_of_all_counts_whatever_the_times() -> None:
+    generator = random.Random(0)
+    chosen = set()
+    for _ in range(300):
+        rows = [
+            sorted((generator.random() for _ in range(generator.randrange(9))), reverse=True)
+            for _ in range(generator.randint(1, 3))
+        ]
+        seconds = [generator.uniform(1, 3) for _ in range(generator.randint(1, 12))]  # neither rising nor convex
+        counts = range(min(len(seconds), 1 + max(len(row) for row in rows)))
+        rates = [sum(1 + sum(row[:n]) for row in rows) / seconds[n] for n in counts]
+        count = best_count(rows, seconds)
+        assert rates[count] == pytest.approx(max(rates))
+        chosen.add(count)
+    assert {0, 1, 4, 7} <= chosen
+
+
+def test_best_count_of_a_free_of_a_costly_and_of_an_even_guess() -> None:
+    assert best_count([[0.9, 0.5, 0.1]], [1.0, 1.0, 1.0, 1.0]) == 3
+    assert best_count([[0.9, 0.5, 0.1]], [1.0, 2.0, 3.0, 4.0]) == 0
+    assert best_count([[0.9, 0.5, 0.1]], [1.0, 1.1, 1.5, 3.0]) == 1
+    assert best_count([[0.5, 0.0]], [1.0, 1.5, 1.5]) == 0  # no faster, so not worth the work
+    assert best_count([[]], [1.0, 2.0]) == 0
+
+
+def test_rows_share_a_count() -> None:
+    sure, unsure, seconds = [0.9, 0.8, 0.7], [0.1, 0.0, 0.0], [1.0, 1.3, 1.6, 1.9]
+    assert best_count([sure], seconds) == 3
+    assert best_count([unsure], seconds) == 0
+    assert best_count([sure, sure, sure, unsure], seconds) == 3
+    assert best_count([sure, unsure, unsure, unsure], seconds) == 0

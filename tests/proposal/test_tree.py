@@ -1,0 +1,126 @@
+"""Best-first trees against the definition: the best of all sets of paths that hold their own beginnings."""
+
+from itertools import combinations, product
+from math import prod
+
+import pytest
+import torch
+from torch import Tensor
+
+from blockdraft.proposal import Proposal, best_count, best_first, depths
+
+ANCHOR = torch.tensor([7])
+
+
+def laws(depth: int, vocabulary: int, seed: int, spread: float = 2.0, batch: int = 1) -> Tensor:
+    """Random log probabilities `[B, D, V]`; a wide spread makes peaked laws."""
+    generator = torch.Generator().manual_seed(seed)
+    return (spread * torch.randn(batch, depth, vocabulary, generator=generator)).log_softmax(dim=-1)
+
+
+def build(log_probs: Tensor, budget: int, cycle_seconds: list[float] | None = None) -> Proposal:
+    ranked = log_probs.sort(dim=-1, descending=True)
+    anchor = ANCHOR.expand(len(log_probs))
+    return best_first(anchor, ranked.values, ranked.indices, budget, cycle_seconds)
+
+
+def path_probs(proposal: Proposal, log_probs: Tensor, row: int = 0) -> list[float]:
+    """The surrogate's probability of each guess, without the anchor and the nodes that fill up a row."""
+    parents, tokens = proposal.parents[row].tolist(), proposal.tokens[row].tolist()
+    scores, depth = [1.0], depths(proposal.parents)[row].tolist()
+    for node in range(1, len(tokens)):
+        if parents[node] >= 0:
+            scores.append(scores[parents[node]] * log_probs[row, depth[node] - 1, tokens[node]].exp().item())
+    return scores[1:]
+
+
+def best_expected_length(log_probs: Tensor, budget: int) -> float:
+    """The readable twin: try every set of `budget` paths and keep those sets that are trees."""
+    probs = log_probs[0].exp().tolist()
+    depth, vocabulary = len(probs), len(probs[0])
+    paths = [path for length in range(1, depth + 1) for path in product(range(vocabulary), repeat=length)]
+    value = {path: prod(probs[i][token] for i, token in enumerate(path)) for path in paths}
+    return max(
+        sum(value[path] for path in tree)
+        for tree in combinations(paths, min(budget, len(paths)))
+        if all(path[:-1] in {(), *tree} for path in tree)
+    )
+
+
+@pytest.mark.parametrize(("depth", "vocabulary"), [(3, 2), (2, 3), (1, 5)])
+@pytest.mark.parametrize("budget", [1, 2, 3, 5, 7])
+def test_no_tree_has_a_larger_expected_length(depth: int, vocabulary: int, budget: int) -> None:
+    for seed in range(3):
+        log_probs = laws(depth, vocabulary, seed)
+        found = sum(path_probs(build(log_probs, budget), log_probs))
+        assert found == pytest.approx(best_expected_length(log_probs, budget))
+
+
+@pytest.mark.parametrize("spread", [0.5, 3.0, 8.0])
+def test_trees_are_trees(spread: float) -> None:
+    log_probs = laws(6, 20, seed=1, spread=spread, batch=3)
+    proposal = build(log_probs, 64)
+    assert proposal.tokens.shape == (3, 65) and proposal.tokens[:, 0].tolist() == [7] * 3
+    assert depths(proposal.parents).max() <= 6
+    for row in range(3):
+        parents, tokens = proposal.parents[row].tolist(), proposal.tokens[row].tolist()
+        assert parents[0] == -1 and all(0 <= parents[node] < node for node in range(1, 65))
+        assert len(set(zip(parents, tokens, strict=True))) == 65  # siblings are distinct
+        scores = path_probs(proposal, log_probs, row)
+        assert all(later <= earlier * (1 + 1e-6) for earlier, later in zip(scores, scores[1:], strict=False))
+        alone = build(log_probs[row : row + 1], 64)
+        assert alone.parents.tolist() == [parents] and alone.tokens.tolist() == [tokens]
+
+
+def test_a_smaller_budget_is_a_beginning() -> None:
+    log_probs = laws(5, 9, seed=2)
+    large = build(log_probs, 40)
+    for budget in (1, 3, 17):
+        small = build(log_probs, budget)
+        assert torch.equal(small.tokens, large.tokens[:, : budget + 1])
+        assert torch.equal(small.parents, large.parents[:, : budget + 1])
+
+
+def test_one_candidate_a_depth_makes_a_chain() -> None:
+    best = laws(4, 9, seed=3, batch=2).max(dim=-1, keepdim=True)
+    proposal = best_first(torch.tensor([5, 6]), best.values, best.indices, 9)
+    assert proposal.parents.tolist() == [[-1, 0, 1, 2, 3]] * 2
+    assert proposal.tokens.tolist() == [[5, *best.indices[0, :, 0].tolist()], [6, *best.indices[1, :, 0].tolist()]]
+    assert best_first(torch.tensor([5, 6]), best.values, best.indices, 2).parents.tolist() == [[-1, 0, 1]] * 2
+
+
+def test_impossible_tokens_are_no_candidates_and_rows_are_filled_up() -> None:
+    log_probs = laws(2, 3, seed=4, batch=2)
+    log_probs[0, 0] = torch.tensor([-torch.inf, 0.0, -torch.inf])
+    log_probs[0, 1] = torch.tensor([-torch.inf, -torch.inf, 0.0])
+    proposal = build(log_probs, 100)
+    assert proposal.tokens.shape == (2, 1 + 3 + 9)  # the second row has all there is
+    assert proposal.parents[0].tolist() == [-1, 0, 1] + [-1] * 10
+    assert proposal.tokens[0, :3].tolist() == [7, 1, 2]
+    nothing = build(torch.full((1, 2, 3), torch.nan), 5)
+    assert nothing.tokens.tolist() == [[7]]
+
+
+def test_cycle_seconds_cut_all_rows_to_the_count_that_pays_best() -> None:
+    log_probs = laws(5, 9, seed=5, batch=2)
+    whole = build(log_probs, 30)
+    scores = [path_probs(whole, log_probs, row) for row in range(2)]
+    counts = set()
+    for slope in (0.0, 0.02, 0.2, 5.0):
+        seconds = [1 + slope * n for n in range(31)]
+        cut = build(log_probs, 30, seconds)
+        count = best_count(scores, seconds)
+        assert torch.equal(cut.tokens, whole.tokens[:, : count + 1])
+        assert torch.equal(cut.parents, whole.parents[:, : count + 1])
+        counts.add(count)
+    assert len(counts) == 4 and {0, 30} <= counts
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0, 3.0, 9.0])
+@pytest.mark.parametrize("budget", [1, 5, 30])
+def test_as_many_ranks_as_the_budget_are_enough(spread: float, budget: int) -> None:
+    log_probs = laws(4, 60, seed=6, spread=spread)
+    best = log_probs.topk(budget, dim=-1)
+    cut = best_first(ANCHOR, best.values, best.indices, budget)
+    lengths = [sum(path_probs(proposal, log_probs)) for proposal in (cut, build(log_probs, budget))]
+    assert lengths[0] == pytest.approx(lengths[1], rel=1e-6)

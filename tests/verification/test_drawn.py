@@ -1,0 +1,62 @@
+"""Drawn guesses agree with the readable twins, token by token."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from blockdraft.proposal import Proposal, SparseLaw
+from blockdraft.sampling import Laws
+from blockdraft.types import SamplingParams
+from blockdraft.verification import verify
+from blockdraft.verification.reference import Accepted, verify_block, verify_siblings
+
+V, K, COUNT, ROWS = 5, 3, 9, 6
+
+
+def random_parents(generator: torch.Generator, is_chain: bool) -> list[int]:
+    """A chain, or a tree that forks at the anchor; perhaps filled up."""
+    real = int(torch.randint(3, COUNT + 1, (), generator=generator))
+    tree = [-1, 0, 0] + [int(torch.randint(i, (), generator=generator)) for i in range(3, real)]
+    return (list(range(-1, real - 1)) if is_chain else tree) + [-1] * (COUNT - real)
+
+
+def random_law(generator: torch.Generator, width: int) -> SparseLaw:
+    """A law after each node over some tokens, one of which may have no mass."""
+    ids = torch.rand(COUNT, V, generator=generator).argsort(-1)[:, :width]
+    probs = torch.rand(COUNT, width, generator=generator) ** 2
+    probs[::3, 0] = 0
+    return SparseLaw(ids, probs / probs.sum(-1, keepdim=True))
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("twin", [verify_block, verify_siblings])
+def test_agrees_with_the_readable_twin(seed: int, twin: Callable[..., Accepted]) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    parents = [random_parents(generator, twin is verify_block) for _ in range(ROWS)]
+    q = [random_law(generator, K - row % 2) for row in range(ROWS)]  # of unequal widths
+    dense = [torch.zeros(COUNT, V).scatter(1, law.ids, law.probs) for law in q]
+    tokens = torch.zeros(ROWS, COUNT, dtype=torch.int64)
+    for row in range(ROWS):
+        for node in range(1, COUNT):
+            tokens[row, node] = torch.multinomial(dense[row][max(parents[row][node], 0)], 1, generator=generator)
+    p = torch.rand(ROWS, COUNT, V, generator=generator) ** 2
+    p[:, ::2, 1] = 0
+    p = p / p.sum(-1, keepdim=True)
+    uniforms, tests = torch.rand(2, ROWS, COUNT, dtype=torch.float64, generator=generator)
+    proposal = Proposal(tokens, torch.tensor(parents), tuple(q))
+    nothing: list[list[int]] = [[]] * ROWS
+    params = [SamplingParams(temperature=1.0)] * ROWS
+    verdict = verify(proposal, Laws(p.log(), params, tokens, proposal.parents, nothing, nothing), uniforms, tests)
+    for row in range(ROWS):
+        real = parents[row].index(-1, 1) if -1 in parents[row][1:] else COUNT
+
+        def values(table: Tensor, row: int = row, real: int = real) -> list[float]:
+            found: list[float] = table[row][:real].tolist()
+            return found
+
+        shape = [parents[row][:real]] if twin is verify_siblings else []
+        numbers = values(uniforms), values(tests)
+        expected = twin(values(tokens), *shape, values(p), values(torch.stack(dense)), *numbers)
+        assert (verdict.path[row], verdict.bonus[row]) == expected
