@@ -85,8 +85,9 @@ class DraftLMDrafter:
         self._vocab_size = target.vocab_size
 
     def new_state(self, batch: int, capacity: int) -> DraftState:
-        empty: list[list[int]] = [[] for _ in range(batch)]
-        return DraftState(self.model.new_cache(batch, capacity), empty, list(empty))
+        return DraftState(
+            self.model.new_cache(batch, capacity), texts=[[] for _ in range(batch)], held=[[] for _ in range(batch)]
+        )
 
     def state_bytes(self, batch: int, capacity: int) -> int:
         return self.model.cache_bytes(batch, capacity)
@@ -122,14 +123,16 @@ class DraftLMDrafter:
             else:
                 logits = self._forward(guesses[-1][:, None], state.cache)[:, 0]
                 state.cache.commit([[0] if free > depth else [] for free in room])
-            if draws is None:
-                probs, guess = logits.float().softmax(dim=-1).max(dim=-1)
-                survival = survival * probs * torch.tensor([free > depth for free in room], device=anchor.device)
-                expected += float(survival.sum()) if seconds else 0.0
-            else:
+            if draws is not None:
                 laws.append(_law(logits, plan))
                 drawn = draw(laws[-1].probs[:, None], draws[:, depth : depth + 1])
                 guess = laws[-1].ids.gather(1, drawn.to(anchor.device))[:, 0]
+            else:
+                guess = logits.argmax(dim=-1)
+            if seconds:
+                within = torch.tensor([free > depth for free in room], device=anchor.device)
+                survival = survival * within * logits.float().softmax(dim=-1).gather(1, guess[:, None])[:, 0]
+                expected += float(survival.sum())
             guesses.append(guess)
         made = len(guesses) - 1
         tokens = torch.stack(guesses, dim=1)
