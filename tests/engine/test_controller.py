@@ -48,7 +48,7 @@ def decode(controller: Controller, machine: Costs, requests: Sequence[Request], 
             while length < guesses and rng.random() < chance:
                 length += 1
             lengths.append(length)
-        controller.learn(requests, plan, guesses, lengths)
+        controller.learn(requests, plan, guesses, [guesses] * len(requests), lengths)
         tokens += sum(lengths) + len(requests)
         seconds += cycle_seconds(machine, len(requests), guesses)
     return tokens / seconds
@@ -87,7 +87,7 @@ def test_a_hopeless_drafter_is_tried_ever_more_rarely() -> None:
     plans = []
     for _ in range(5000):
         plan = controller.plan(requests)
-        controller.learn(requests, plan, plan.block_size - 1, [0])
+        controller.learn(requests, plan, plan.block_size - 1, [plan.block_size - 1], [0])
         plans.append(plan.block_size > 1)
     trials = [i for i, drafts in enumerate(plans) if drafts]
     gaps = [b - a for a, b in zip(trials[5:], trials[6:], strict=False)]
@@ -112,7 +112,7 @@ def test_a_new_request_begins_with_what_was_learnt_from_others() -> None:
         for _ in range(30):
             plan = controller.plan([newcomer])
             drafted += plan.block_size > 1
-            controller.learn([newcomer], plan, plan.block_size - 1, [0])
+            controller.learn([newcomer], plan, plan.block_size - 1, [plan.block_size - 1], [0])
     assert drafted <= 10
 
 
@@ -123,7 +123,7 @@ def test_one_decision_serves_the_whole_batch() -> None:
     easy, hard = request(), request()
     for _ in range(200):
         plan = Plan(16, [])
-        controller.learn([easy, hard], plan, 15, [9, 0])
+        controller.learn([easy, hard], plan, 15, [15, 15], [9, 0])
     assert controller.plan([easy, hard]).block_size > 1
     assert controller.plan([easy]).block_size > 1
     assert controller.plan([hard]).block_size == 1

@@ -85,26 +85,29 @@ class Controller:
             return Plan(block_size, params, budget, curve)
         return Plan(min(block_size, 1 + self._best_length(curve)), params, budget)
 
-    def learn(self, requests: Sequence[Request], plan: Plan, guesses: int, lengths: Sequence[int]) -> None:
+    def learn(
+        self, requests: Sequence[Request], plan: Plan, guesses: int, deepest: Sequence[int], lengths: Sequence[int]
+    ) -> None:
         """Take in what a cycle yielded.
 
         Args:
             requests: Those of the cycle.
             plan: As it was carried out.
-            guesses: Guesses a row, the longest row's.
-            lengths: Guesses that were accepted, for each request.
+            guesses: Guesses a row, those that fill up shorter rows included.
+            deepest: For each request the guesses on its longest path.
+            lengths: For each request the guesses that were accepted.
         """
         if not self.automatic or plan.block_size == 1:
             return
         trial = self._idle > 0
         self._guesses += MEMORY * (guesses - self._guesses)
-        for request, length in zip(requests, lengths, strict=True):
+        for request, depth, length in zip(requests, deepest, lengths, strict=True):
             before = self._taus.get(request, self._tau)
             weight = TRIAL_MEMORY if trial else MEMORY
             after = 1 + length if before is None else before + weight * (1 + length - before)
             self._taus[request] = after
             self._tau = after if self._tau is None else self._tau + COMMON_MEMORY * (1 + length - self._tau)
-            for position in range(min(length + 1, plan.block_size - 1, guesses)):
+            for position in range(min(length + 1, depth)):
                 self._reached[position] = (1 - COMMON_MEMORY) * self._reached[position] + 1
                 self._accepted[position] = (1 - COMMON_MEMORY) * self._accepted[position] + (position < length)
         if trial:

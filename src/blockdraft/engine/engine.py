@@ -167,7 +167,8 @@ class Engine:
             taken = request.extend([*accepted, verdict.bonus[row]], [True] * len(accepted) + [False])
             request.stats.committed.append(taken)
             request.stats.drafted.append(deepest[row])
-        self.controller.learn(requests, plan, proposal.tokens.size(1) - 1, [len(nodes) - 1 for nodes in verdict.path])
+        accepted_counts = [max(len(nodes) - 1, 0) for nodes in verdict.path]
+        self.controller.learn(requests, plan, proposal.tokens.size(1) - 1, deepest, accepted_counts)
         for request in requests:
             request.stats.draft_seconds += proposed - began + observed - verified
             request.stats.verify_seconds += scored - proposed
