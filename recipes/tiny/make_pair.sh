@@ -17,16 +17,24 @@ run() { echo "== $*"; "$python" -u "$here/$1" "${@:2}"; }
 [ -f "$build/target/tokenizer.json" ] || run train_tokenizer.py --corpus "$build/corpus.jsonl" --out "$build/target"
 [ -f "$build/target/model.safetensors" ] || run train_target.py --corpus "$build/corpus.jsonl" --out "$build/target"
 if [ ! -f "$build/target/finished" ]; then
-    run train_target.py --stage finish --steps 240 --tokens-per-step 4096 --rate 0.4 \
-        --corpus "$build/corpus.jsonl" --out "$build/target"
+    run train_target.py --stage finish --steps 940 --rate 0.6 --corpus "$build/corpus.jsonl" --out "$build/target"
     touch "$build/target/finished"
 fi
-[ -f "$build/target/settled" ] || run write_answers.py --corpus "$build/corpus.jsonl" --target "$build/target" --out "$build/answers.jsonl"
-if [ ! -f "$build/target/settled" ]; then
-    run train_target.py --stage settle --steps 60 --rate 0.15 \
-        --corpus "$build/corpus.jsonl" --answers "$build/answers.jsonl" --out "$build/target"
-    touch "$build/target/settled"
-fi
-run train_drafter.py --answers "$build/answers.jsonl" --target "$build/target" --out "$build/drafter"
+
+# Twice: the target answers, and learns from those of its answers that hardly repeat themselves.
+settle() {
+    local name=$1 answers=$2 steps=$3
+    shift 3
+    [ -f "$build/target/$name" ] && return
+    run write_answers.py --corpus "$build/corpus.jsonl" --target "$build/target" --out "$answers" "$@"
+    run train_target.py --stage settle --steps "$steps" --rate 0.25 \
+        --corpus "$build/corpus.jsonl" --answers "$answers" --out "$build/target"
+    rm "$build/target/settle_state.pt"
+    touch "$build/target/$name"
+}
+settle settled "$build/first_answers.jsonl" 220 --limit 7000 --sampled-share 0.2
+settle settled_again "$build/answers.jsonl" 60 --limit 14000 --sampled-share 0.3 --seed 2
+
+run train_drafter.py --gamma 4 --steps 1500 --answers "$build/answers.jsonl" --target "$build/target" --out "$build/drafter"
 run measure.py --data "$data" --target "$build/target" --drafter "$build/drafter" --out "$build/figures.json"
 run bundle.py --build "$build"

@@ -117,6 +117,9 @@ def test_broken_numbers_end_one_request_only(
     assert broken.finish_reason == "error"
     assert broken.error is not None and "not finite" in broken.error
     assert broken.token_ids == expected[1][: len(broken.token_ids)]
+    with pytest.raises(FloatingPointError, match="not finite"):
+        broken.checked()
+    assert first.checked() is first
 
 
 def test_a_stop_string_inside_an_accepted_path_is_exact(target: Target, drafter: Drafter) -> None:

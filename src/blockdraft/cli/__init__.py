@@ -41,10 +41,14 @@ def options(
 def main() -> None:
     """Run the command that the arguments of the process name, and exit.
 
-    The exit code is 0, 2 for bad input of any kind with the reason on standard error, or 130 after Ctrl-C.
+    The exit code is 0, 2 for bad input of any kind, 1 for a model that computes no finite numbers, both with the reason
+    on standard error, or 130 after Ctrl-C.
     """
     try:
         app()
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except FloatingPointError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)

@@ -41,7 +41,7 @@ def compare_with_plain(engine: Engine, prompt: str, params: SamplingParams) -> C
     methods = (engine, plain_engine)
     for method in methods:
         method.generate([prompt], replace(params, max_new_tokens=min(WARM_UP_TOKENS, params.max_new_tokens)))
-    runs = [[method.generate([prompt], params)[0] for method in methods] for _ in range(RUNS)]
+    runs = [[method.generate([prompt], params)[0].checked() for method in methods] for _ in range(RUNS)]
     drafted, plain = (sorted(column, key=_speed)[RUNS // 2] for column in zip(*runs, strict=True))
     answers = [run.token_ids for pair in runs for run in pair]
     columns = enumerate(zip_longest(*answers))

@@ -48,6 +48,8 @@ def stream_answer(console: Console, engine: Engine, prompt: str, params: Samplin
         _write(console, text.finish())
     finally:
         console.print()
+    if chunk.error is not None:
+        raise FloatingPointError(chunk.error)
     stats = chunk.stats
     console.print(
         Text.assemble(

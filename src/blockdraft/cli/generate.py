@@ -79,7 +79,7 @@ def generate(
             display.show_comparison(console, comparison)
         return
     measured = compare_with_plain(engine, text, params) if compare else None
-    completion = measured.drafted if measured else engine.generate([text], params)[0]
+    completion = measured.drafted if measured else engine.generate([text], params)[0].checked()
     if as_json:
         print(json.dumps(display.as_dict(completion, measured)))
     else:

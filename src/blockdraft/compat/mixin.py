@@ -164,7 +164,7 @@ class DFlashGenerationMixin:
             engine = Engine(self.target, self.drafter, drafting=Drafting(self.dflash_config.block_size))
         else:
             engine = Engine(self.target, self._plain)
-        completions = engine.generate(prompts, params)
+        completions = [completion.checked() for completion in engine.generate(prompts, params)]
         self.last_stats = [completion.stats for completion in completions]
         longest = max(len(completion.token_ids) for completion in completions)
         pad = self._pad_token(stops) if pad_token_id is None else pad_token_id

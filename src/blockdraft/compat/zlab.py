@@ -69,7 +69,7 @@ def spec_generate(
         ignore_eos=True,
     )
     [completion] = Engine(bound, drafter_for(network_or_drafter, bound)).generate([ids[0].tolist()], params)
-    return torch.cat([ids.long(), torch.tensor([completion.token_ids], device=ids.device)], dim=1)
+    return torch.cat([ids.long(), torch.tensor([completion.checked().token_ids], device=ids.device)], dim=1)
 
 
 class DFlashDraftModel(DFlashNetwork):

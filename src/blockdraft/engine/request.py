@@ -100,6 +100,16 @@ class Completion:
     def tau(self) -> float:
         return self.stats.tau
 
+    def checked(self) -> Completion:
+        """Itself.
+
+        Raises:
+            FloatingPointError: It ended in an error.
+        """
+        if self.error is not None:
+            raise FloatingPointError(self.error)
+        return self
+
 
 @dataclass(frozen=True)
 class Chunk:

@@ -215,7 +215,7 @@ class _Run:
         texts = [self.prompts[prompt_set][i] for i in prompts]
         params = [self._params(i) for i in prompts]
         began = time.perf_counter()
-        completions = self.engines[method].generate(texts, params)
+        completions = [one.checked() for one in self.engines[method].generate(texts, params)]
         seconds = time.perf_counter() - began
         return Trial(method, prompt_set, prompts, repeat, tuple(completions), seconds)
 
