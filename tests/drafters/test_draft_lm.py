@@ -216,14 +216,16 @@ def test_past_its_context_it_stops_guessing(target: Target, tiny_target_dir: Pat
 
 
 def test_no_more_is_drafted_than_pays(drafter: DraftLMDrafter) -> None:
-    def count(seconds: list[float]) -> int:
+    def count(seconds: list[float], **fields: Any) -> int:
         state = drafter.new_state(2, 60)
         observe(drafter, state, PROMPTS[1:3])
-        plan = Plan(6, [SamplingParams()] * 2, cycle_seconds=seconds)
+        plan = Plan(6, [SamplingParams(), SamplingParams(temperature=1.0)], cycle_seconds=seconds, **fields)
         return drafter.propose(state, torch.tensor([5, 6]), plan).tokens.size(1) - 1
 
-    assert count([1.0] * 6) == 5
+    assert count([1.0] * 6) == count([1.0] * 9) == 5
+    assert count([1.0] * 3) == 2  # no more than there are times for
     assert count([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]) == 0
+    assert count([1.0, 9.0], draws=torch.rand(2, 5, dtype=torch.float64)) == 5  # not what was drawn decides
     survival, expected, state = [1.0, 1.0], [2.0], [[*PROMPTS[1], 5], [*PROMPTS[2], 6]]
     for _ in range(5):
         for row, text in enumerate(state):

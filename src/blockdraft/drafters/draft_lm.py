@@ -63,7 +63,8 @@ class DraftLMDrafter:
     fewer guesses, in the end none.
 
     With `plan.cycle_seconds` drafting ends once even a guess as likely as the last one would not pay; the model's
-    probabilities stand for the target's. Drawn guesses have no such estimate, so there it is ignored.
+    probabilities stand for the target's. Where guesses are drawn it is ignored: each law depends on the guesses before
+    it, and the length of a drawn chain must not depend on what was drawn.
 
     Args:
         model: The draft model.
@@ -115,7 +116,7 @@ class DraftLMDrafter:
         guesses, laws = [anchor], list[SparseLaw]()
         expected = float(len(room))  # tokens of this cycle, over all rows: the bonus tokens, and guesses times survival
         survival = torch.tensor([float(free > 0) for free in room], device=anchor.device)
-        for depth in range(max(room)):
+        for depth in range(max(room) if seconds is None else min(max(room), len(seconds) - 1)):
             if seconds and (expected + float(survival.sum())) / seconds[depth + 1] <= expected / seconds[depth]:
                 break
             if depth == 0:
