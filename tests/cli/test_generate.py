@@ -236,7 +236,7 @@ def test_same_seed_same_answer(generate: Run) -> None:
         (["hello", "--top-k", "-1"], "top_k is -1"),
         (["hello", "--max-new-tokens", "0"], "max_new_tokens is 0"),
         (["hello", "--max-new-tokens", "250"], "the target's context of 256"),
-        (["hello", "--block-size", "9"], "block_size is 9; this drafter was trained for at most 8"),
+        (["hello", "--block-size", "9"], "block_size is 9; this drafter's blocks hold at most 8"),
         (["hello", "--block-size", "0"], "block_size is 0"),
         (["hello", "--block-size", "many"], "block_size is 'many'; it must be a whole number or auto"),
         (["hello", "--tree-budget", "-1"], "tree_budget is -1"),

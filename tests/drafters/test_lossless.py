@@ -58,7 +58,7 @@ class Recorder:
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter, self.taps, self.block_size = drafter, drafter.taps, drafter.block_size
-        self.knows_probabilities = drafter.knows_probabilities
+        self.knows_probabilities, self.path = drafter.knows_probabilities, drafter.path
         self.texts: list[list[int]] = []
         self.proposals: list[Proposal] = []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -32,10 +33,12 @@ class Drafter(Protocol):
 
     Attributes:
         taps: Target layers whose outputs `observe` wants, 0-based; empty for a drafter that reads tokens only.
+        path: Where it was loaded from; None for one that needs no files.
         block_size: Most tokens of a path, anchor included.
         knows_probabilities: Whether it heeds `plan.cycle_seconds`.
     """
 
+    path: Path | None
     taps: tuple[int, ...]
     block_size: int
     knows_probabilities: bool

@@ -50,6 +50,7 @@ class DFlashDrafter:
         diffusion_steps: Draft passes a block. With more than one, each pass settles the most confident positions and
             the next one sees them; with one, all guesses come from the same pass, as DFlash does it.
         noise_schedule: Share of the positions settled after each pass, "cosine" or "linear".
+        path: Where the network was read from.
     """
 
     knows_probabilities = True
@@ -60,9 +61,11 @@ class DFlashDrafter:
         target: Target,
         diffusion_steps: int = DIFFUSION_STEPS,
         noise_schedule: str = NOISE_SCHEDULE,
+        path: Path | None = None,
     ) -> None:
         check_refinement(diffusion_steps, noise_schedule)
         self.network = network.to(target.device, target.dtype).eval()
+        self.path = path
         self.config: DraftConfig = network.config
         self.taps = self.config.taps
         self.block_size = self.config.block_size
@@ -218,4 +221,4 @@ def load(path: Path, target: Target) -> DFlashDrafter:
     check_fits(config, hidden_size=target.hidden_size, num_layers=target.num_layers, vocab_size=target.vocab_size)
     network = DFlashNetwork(config)
     network.load_state_dict(tensors)
-    return DFlashDrafter(network, target)
+    return DFlashDrafter(network, target, path=path)

@@ -82,6 +82,7 @@ class DraftLMDrafter:
     def __init__(self, model: Target, target: Target, block_size: int = BLOCK_SIZE) -> None:
         _check_same_tokens(model, target)
         self.model = model
+        self.path = model.path
         self.block_size = block_size
         self._vocab_size = target.vocab_size
 

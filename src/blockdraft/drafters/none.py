@@ -22,6 +22,7 @@ class _NoState:
 
 
 class NoDrafter:
+    path = None
     taps: tuple[int, ...] = ()
     block_size = 1
     knows_probabilities = False

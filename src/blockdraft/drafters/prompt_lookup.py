@@ -71,6 +71,7 @@ class PromptLookupDrafter:
     ignored, as are `plan.params` and `plan.draws`.
     """
 
+    path = None
     taps: tuple[int, ...] = ()
     block_size = BLOCK_SIZE
     knows_probabilities = False

@@ -166,7 +166,7 @@ def _fingerprint(engine: Engine) -> str:
     gpu = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else ""
     facts = [
         *(target.path, target.hidden_size, target.num_layers, target.vocab_size, target.dtype, target.device.type, gpu),
-        *(type(drafter).__name__, getattr(drafter, "path", None), drafter.block_size, drafter.taps),
+        *(type(drafter).__name__, drafter.path, drafter.block_size, drafter.taps),
         *(engine.max_batch_size, torch.get_num_threads(), platform.node(), platform.processor()),
         *(version("torch"), version("transformers"), version("blockdraft")),
     ]

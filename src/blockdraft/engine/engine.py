@@ -60,7 +60,7 @@ class Engine:
         drafting = drafting or Drafting()
         if isinstance(drafting.block_size, int) and drafting.block_size > drafter.block_size:
             raise ValueError(
-                f"block_size is {drafting.block_size}; this drafter was trained for at most {drafter.block_size}."
+                f"block_size is {drafting.block_size}; this drafter's blocks hold at most {drafter.block_size}."
             )
         self.target = target
         self.drafter = drafter
