@@ -1,7 +1,20 @@
+from collections import Counter
+from dataclasses import replace
+
 import pytest
 import torch
+from torch import Tensor
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
-from blockdraft.sampling import RandomNumbers, draw, probabilities
+from blockdraft.sampling import HEAD, Laws, RandomNumbers, draw, probabilities
 from blockdraft.types import SamplingParams
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0]).log_softmax(-1)
@@ -39,22 +52,57 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p() -> None:
     assert law(temperature=1.0, top_p=1e-6).tolist() == [1, 0, 0, 0, 0]
 
 
-def test_filters_agree_with_transformers() -> None:
-    from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+def test_min_p_keeps_what_has_its_share_of_the_best() -> None:
+    p = LOGITS.exp()
+    share = float(p[2] / p[0])
+    kept = torch.where(p >= p[2], p, 0.0)
+    torch.testing.assert_close(law(temperature=1.0, min_p=share * 0.99), kept / kept.sum())
+    assert law(temperature=1.0, min_p=1.0).tolist() == [1, 0, 0, 0, 0]
 
-    logits = torch.randn(4, 60, generator=torch.Generator().manual_seed(0))
-    ids = torch.zeros(4, 1, dtype=torch.long)
-    scores = logits
-    for warper in (TemperatureLogitsWarper(0.7), TopKLogitsWarper(20), TopPLogitsWarper(0.8)):
-        scores = warper(ids, scores)
-    ours = probabilities(logits.unsqueeze(1), [SamplingParams(temperature=0.7, top_k=20, top_p=0.8)] * 4)
-    torch.testing.assert_close(ours.squeeze(1), scores.softmax(-1))
+
+@pytest.mark.parametrize("vocabulary", [60, 3 * HEAD])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"top_k": 20, "top_p": 0.8},
+        {"top_p": 0.8, "min_p": 0.05},
+        {"top_k": 20, "top_p": 0.8, "min_p": 0.3},
+        {"min_p": 0.1},
+        {"top_k": HEAD + 5},
+        {"top_p": 0.97},  # of the large vocabulary this keeps more than the head
+    ],
+)
+def test_filters_agree_with_transformers(vocabulary: int, fields: dict[str, float]) -> None:
+    logits = torch.randn(4, vocabulary, generator=torch.Generator().manual_seed(0))
+    logits[1] *= 5  # here the head suffices
+    warpers = {"top_k": TopKLogitsWarper, "top_p": TopPLogitsWarper, "min_p": MinPLogitsWarper}
+    processors = [TemperatureLogitsWarper(0.7), *(warpers[name](value) for name, value in fields.items())]
+    scores = LogitsProcessorList(processors)(torch.zeros(4, 1, dtype=torch.long), logits)
+    params = SamplingParams(temperature=0.7, **fields)  # type: ignore[arg-type]
+    torch.testing.assert_close(probabilities(logits.unsqueeze(1), [params] * 4).squeeze(1), scores.softmax(-1))
+
+
+@pytest.mark.parametrize("fields", [{"top_k": 3}, {"top_p": 0.0005}, {"top_k": HEAD + 3}])
+def test_of_equal_logits_the_lower_ids_are_kept(fields: dict[str, float]) -> None:
+    params = SamplingParams(temperature=1.0, **fields)  # type: ignore[arg-type]
+    kept = probabilities(torch.zeros(1, 1, 4 * HEAD), [params])[0, 0].nonzero().flatten()
+    assert kept.tolist() == list(range(params.top_k or 3))
 
 
 def test_rows_have_their_own_parameters() -> None:
     both = probabilities(LOGITS.expand(2, 1, -1), [SamplingParams(), SamplingParams(temperature=1.0)])
     assert both[0, 0].tolist() == [1, 0, 0, 0, 0]
     torch.testing.assert_close(both[1, 0], LOGITS.exp())
+
+
+def test_no_bit_of_a_law_depends_on_the_neighbours() -> None:
+    logits = torch.randn(5, 2, 2 * HEAD, generator=torch.Generator().manual_seed(0))
+    logits[::2] *= 5  # these rows need the head only, the others the whole vocabulary
+    cut = SamplingParams(temperature=1.0, top_p=0.9)
+    params = [cut, cut, SamplingParams(temperature=1.0), SamplingParams(), cut]
+    together = probabilities(logits, params)
+    for row in range(5):
+        assert torch.equal(together[row], probabilities(logits[row : row + 1], params[row : row + 1])[0])
 
 
 def test_draw_follows_the_law_and_never_draws_what_has_no_mass() -> None:
@@ -75,9 +123,128 @@ def test_random_numbers_belong_to_positions() -> None:
     assert float(RandomNumbers(7).at(torch.arange(701))[700]) == float(late)
 
 
+def test_fresh_numbers_belong_to_a_cycle() -> None:
+    numbers, same = RandomNumbers(7), RandomNumbers(7)
+    numbers.at(torch.arange(5))
+    assert numbers.fresh(3, 6).tolist() == same.fresh(3, 6).tolist()
+    assert numbers.fresh(3, 4).tolist() == same.fresh(3, 6).tolist()[:4]
+    streams = torch.stack([RandomNumbers(seed).fresh(start, 999) for seed in (7, 8) for start in (0, 1, 2)])
+    streams = torch.cat([streams, RandomNumbers(7).at(torch.arange(999))[None]])
+    assert streams.dtype == torch.float64 and float(streams.min()) >= 0 and float(streams.max()) < 1
+    assert float((torch.corrcoef(streams) - torch.eye(len(streams))).abs().max()) < 0.15
+    unseeded = RandomNumbers(None)
+    assert unseeded.fresh(0, 3).tolist() == unseeded.fresh(0, 3).tolist() != RandomNumbers(None).fresh(0, 3).tolist()
+
+
+# A tree whose node 0 is the last token of prompt and output.
+TOKENS = torch.tensor([[4, 1, 4, 2, 1, 0], [3, 3, 3, 0, 9, 3]])
+PARENTS = torch.tensor([[-1, 0, 0, 1, 2, 4], [-1, 0, 1, 2, 0, 4]])
+PROMPTS, OUTPUTS = [[7, 7, 5, 1], [2, 6, 3]], [[6, 4], []]
+EVERY_NODE = [0] * 6 + [1] * 6, [*range(6)] * 2
+NODE_LOGITS = torch.randn(2, 6, 10, generator=torch.Generator().manual_seed(1))
+
+
+def laws(*params: SamplingParams, logits: Tensor = NODE_LOGITS) -> Laws:
+    return Laws(logits, params, TOKENS, PARENTS, PROMPTS, OUTPUTS)
+
+
+def said_after(row: int, node: int) -> list[int]:
+    """Output and path, by brute force: the nodes from which one gets to the anchor."""
+    path: list[int] = []
+    while node != 0:
+        path.insert(0, int(TOKENS[row, node]))
+        node = int(PARENTS[row, node])
+    return OUTPUTS[row] + path
+
+
+def adjusted(params: SamplingParams, row: int, node: int) -> Tensor:
+    """The logits after a node under this row's bias and penalties, by transformers and by OpenAI's formula."""
+    said = said_after(row, node)
+    ids = torch.tensor([PROMPTS[row] + said])
+    scores = NODE_LOGITS[row, node][None]
+    if params.logit_bias:
+        scores = SequenceBiasLogitsProcessor({(i,): b for i, b in dict(params.logit_bias).items()})(ids, scores)
+    scores = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(ids, scores)[0].clone()
+    for token, count in Counter(said).items():
+        scores[token] -= count * params.frequency_penalty + float(count > 0) * params.presence_penalty
+    return scores
+
+
+PENALISED = [
+    SamplingParams(temperature=0.8, repetition_penalty=1.7),
+    SamplingParams(temperature=0.8, repetition_penalty=0.4),
+    SamplingParams(temperature=0.8, presence_penalty=1.3),
+    SamplingParams(temperature=0.8, frequency_penalty=-0.9),
+    SamplingParams(temperature=0.8, logit_bias={2: 1.5, 7: -100.0}),
+    SamplingParams(
+        temperature=0.8,
+        top_k=6,
+        top_p=0.9,
+        min_p=0.05,
+        logit_bias={2: 1.5, 7: -9.0},
+        repetition_penalty=1.7,
+        presence_penalty=0.3,
+        frequency_penalty=0.9,
+    ),
+]
+
+
+@pytest.mark.parametrize("params", PENALISED)
+def test_penalties_see_prompt_output_and_path(params: SamplingParams) -> None:
+    scores = torch.stack([adjusted(params, row, node) for row, node in zip(*EVERY_NODE, strict=True)])
+    exact = probabilities(scores[None], [params])[0]
+    both = laws(params, params)
+    torch.testing.assert_close(both.probs(*EVERY_NODE), exact)
+    few = torch.tensor([[3, 1]]).repeat(12, 1)
+    torch.testing.assert_close(both.probs_of(*EVERY_NODE, few), exact[:, [3, 1]])
+    greedy = laws(*[replace(params, temperature=0.0)] * 2)
+    assert greedy.draw(*EVERY_NODE, torch.zeros(2, 6)) == scores.argmax(-1).tolist()
+
+
+def test_the_prompt_has_no_presence_and_rows_keep_their_own_penalties() -> None:
+    plain, penalised = SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, presence_penalty=2.0)
+    torch.testing.assert_close(laws(plain, penalised).probs([0, 1], [0, 0]), NODE_LOGITS[:, 0].softmax(-1))
+    torch.testing.assert_close(laws(penalised, plain).probs([1, 1], [2, 5]), NODE_LOGITS[1, [2, 5]].softmax(-1))
+    assert NODE_LOGITS[0, 0].tolist() == laws(penalised, plain)._logits[0, 0].tolist()  # never adjusted in place
+
+
+def test_an_extreme_penalty_does_not_overflow() -> None:
+    probs = laws(*[SamplingParams(temperature=1.0, repetition_penalty=1e-40)] * 2).probs(*EVERY_NODE)
+    torch.testing.assert_close(probs.sum(-1), torch.ones(12))
+
+
+def test_each_node_is_drawn_with_its_own_number() -> None:
+    params = SamplingParams(), SamplingParams(temperature=1.0)
+    uniforms = torch.rand(2, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    sampled = draw(NODE_LOGITS[1:].softmax(-1), uniforms[1:])[0]
+    expected = NODE_LOGITS[0].argmax(-1).tolist() + sampled.tolist()
+    assert laws(*params).draw(*EVERY_NODE, uniforms) == expected
+    assert laws(*params).draw([1, 0, 1], [5, 2, 3], uniforms) == [expected[11], expected[2], expected[9]]
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_without_a_law_are_reported(bad: float, dtype: torch.dtype) -> None:
+    logits = NODE_LOGITS.to(dtype, copy=True)
+    logits[0, :, 3] = -torch.inf  # forbidden, which is legal
+    params = [SamplingParams(), SamplingParams(temperature=1.0)]
+    assert laws(*params, logits=logits).invalid_rows() == []
+    logits[1, 4, 7] = bad
+    assert laws(*params, logits=logits).invalid_rows() == [1]
+    logits[0, 2] = -torch.inf
+    assert laws(*params, logits=logits).invalid_rows() == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("min_p", float("nan")),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", float("inf")),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
         ("temperature", -0.1),
         ("temperature", float("nan")),
         ("top_k", -1),
@@ -91,3 +258,29 @@ def test_random_numbers_belong_to_positions() -> None:
 def test_bad_parameters_are_refused_by_name(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{field} is {value}"):
         SamplingParams(**{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"logit_bias": {-1: 1.0}}, "names the token -1"),
+        ({"logit_bias": {"5": 1.0}}, "names the token '5'"),
+        ({"logit_bias": {5: 101.0}}, "is 101.0 for token 5"),
+        ({"logit_bias": {5: float("nan")}}, "is nan for token 5"),
+        ({"stop": ""}, "stop holds ''"),
+        ({"stop": ["a", ""]}, "stop holds ''"),
+        ({"stop": [7]}, "stop holds 7"),
+    ],
+)
+def test_bad_biases_and_stops_are_refused(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**fields)  # type: ignore[arg-type]
+
+
+def test_parameters_are_copies_that_no_one_can_change() -> None:
+    bias, stop = {5: 1.0}, ["a"]
+    params = SamplingParams(logit_bias=bias, stop=stop)
+    bias[6], stop[0] = 2.0, "b"
+    assert (params.logit_bias, params.stop) == (((5, 1.0),), ("a",))
+    assert replace(params, temperature=1.0).logit_bias == params.logit_bias
+    assert hash(params) == hash(SamplingParams(logit_bias={5: 1.0}, stop="a"))
