@@ -14,8 +14,8 @@ test: .venv/.installed
 
 # The quick round before each commit.
 check: .venv/.installed
-	.venv/bin/ruff check src tests recipes
-	.venv/bin/ruff format --check src tests recipes
+	.venv/bin/ruff check src tests recipes benchmarks
+	.venv/bin/ruff format --check src tests recipes benchmarks
 	.venv/bin/mypy
 	.venv/bin/python -m pytest -m "not slow and not peers"
 

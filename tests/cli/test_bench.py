@@ -146,7 +146,7 @@ def test_ctrl_c(bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ("args", "message"),
     [
         (["--methods", "abacus"], "Method 'abacus': abacus is no drafter"),
-        (["--methods", "dflash:9"], "this drafter was trained for at most 8"),
+        (["--methods", "dflash:9"], "blocks hold at most 8"),
         (["--methods", "dflash,dflash"], "names 'dflash' twice"),
         (["--block-size", "many"], "block_size is 'many'; it must be a whole number or auto"),
         (["--tree-budget", "1.5"], "tree_budget is '1.5'"),
