@@ -15,7 +15,7 @@ from blockdraft.nn.attention import attend, visible_slots
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.draft_config import DraftConfig
-from blockdraft.proposal import Plan, Proposal, SparseLaw, best_count, best_first, chain
+from blockdraft.proposal import Plan, Proposal, SparseLaw, best_count, best_first, chain, paying_tree
 from blockdraft.sampling import draw, probabilities
 from blockdraft.targets import Target
 from blockdraft.types import SamplingParams
@@ -126,11 +126,14 @@ class DFlashDrafter:
             return drawn_chain(anchor, logits, plan)
         if plan.tree_budget == 0 and plan.cycle_seconds is None:
             return chain(torch.cat([anchor[:, None], logits.argmax(dim=-1)], dim=1))
-        budget, ranks = plan.block_size - 1, 1
-        if plan.tree_budget > 0:
-            budget, ranks = plan.tree_budget, min(plan.tree_budget, logits.size(-1))
-        best = _log_probs(logits, plan.params).topk(ranks, dim=-1)
-        return best_first(anchor, best.values, best.indices, budget, plan.cycle_seconds)
+        log_probs = _log_probs(logits, plan.params)
+        if plan.tree_budget > 0 and plan.cycle_seconds is not None:
+            return paying_tree(anchor, log_probs, plan.tree_budget, plan.cycle_seconds)
+        ranks = min(plan.tree_budget, logits.size(-1)) or 1
+        best = log_probs.topk(ranks, dim=-1)
+        return best_first(
+            anchor, best.values, best.indices, plan.tree_budget or plan.block_size - 1, plan.cycle_seconds
+        )
 
     def _refined_logits(self, state: KVCache, anchor: Tensor, block_size: int) -> Tensor:
         """Logits `[B, D, V]` of the D = block_size - 1 guesses after the last draft pass.

@@ -7,6 +7,7 @@ random that it would then drop: a token that is dropped because of what it is wo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from weakref import WeakKeyDictionary
 
 from blockdraft.drafters import Drafter
@@ -45,7 +46,7 @@ class Controller:
         self._block_size = drafter.block_size
         if isinstance(drafting.block_size, int):
             self._block_size = drafting.block_size
-        self._costs = costs
+        self._costs = cache(costs)
         self._curves: dict[tuple[int, int], list[float]] = {}
         self._tau: float | None = None  # of all requests; what a new one begins with
         self._taus: WeakKeyDictionary[Request, float] = WeakKeyDictionary()

@@ -3,7 +3,7 @@
 from blockdraft.proposal.budget import best_count
 from blockdraft.proposal.plan import Plan
 from blockdraft.proposal.proposal import Proposal, SparseLaw, chain, depths, tree_mask
-from blockdraft.proposal.tree import best_first
+from blockdraft.proposal.tree import best_first, paying_tree
 
 __all__ = [
     "Plan",
@@ -13,5 +13,6 @@ __all__ = [
     "best_first",
     "chain",
     "depths",
+    "paying_tree",
     "tree_mask",
 ]

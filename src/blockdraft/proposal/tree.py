@@ -13,6 +13,8 @@ from torch.nn.functional import pad
 from blockdraft.proposal.budget import best_count
 from blockdraft.proposal.proposal import Proposal
 
+FIRST_SIZE = 32  # guesses of the first tree that `paying_tree` grows
+
 
 def best_first(
     anchor_B: Tensor,
@@ -54,6 +56,26 @@ def best_first(
     tokens = pad(ids_BDK, (0, 1, 0, 1)).flatten(1).gather(1, guesses)
     tokens[:, 0] = anchor_B
     return Proposal(tokens, parents)
+
+
+def paying_tree(anchor_B: Tensor, log_probs_BDV: Tensor, budget: int, cycle_seconds: Sequence[float]) -> Proposal:
+    """The best-first tree of as many guesses as pay, at most `budget`.
+
+    Growing a tree takes time too, so a small one comes first, and a larger one only where most of that one pays.
+    Guesses are added in the order of their worth, so where a quarter of them does not pay, those beyond would have to
+    cost far less a node.
+
+    Args:
+        log_probs_BDV: Log probabilities `[B, D, V]` of the guesses at each depth.
+        cycle_seconds: As in `Plan`.
+    """
+    size = min(FIRST_SIZE, budget)
+    while True:
+        best = log_probs_BDV.topk(min(size, log_probs_BDV.size(-1)), dim=-1)
+        proposal = best_first(anchor_B, best.values, best.indices, size, cycle_seconds)
+        if size == budget or proposal.tokens.size(1) - 1 < 0.75 * size:
+            return proposal
+        size = min(4 * size, budget)
 
 
 def _grow(log_probs: list[float], ranks: int, budget: int) -> list[tuple[float, int, int]]:
