@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockdraft.proposal import Proposal, best_count, best_first, depths
+from blockdraft.proposal import Proposal, best_count, best_first, depths, paying_tree
 
 ANCHOR = torch.tensor([7])
 
@@ -124,3 +124,15 @@ def test_as_many_ranks_as_the_budget_are_enough(spread: float, budget: int) -> N
     cut = best_first(ANCHOR, best.values, best.indices, budget)
     lengths = [sum(path_probs(proposal, log_probs)) for proposal in (cut, build(log_probs, budget))]
     assert lengths[0] == pytest.approx(lengths[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("cost", [1e-5, 0.003, 0.03, 0.3, 10.0])
+@pytest.mark.parametrize("spread", [0.5, 3.0])
+def test_a_tree_that_pays_is_the_one_cut_from_the_whole_budget(cost: float, spread: float) -> None:
+    """However far it has to grow: from no guess at all to the whole budget."""
+    log_probs = laws(depth=9, vocabulary=60, seed=3, spread=spread, batch=2)
+    seconds = [1 + cost * guesses for guesses in range(301)]
+    expected = build(log_probs, 300, seconds)
+    found = paying_tree(ANCHOR.expand(2), log_probs, 300, seconds)
+    assert torch.equal(found.tokens, expected.tokens)
+    assert torch.equal(found.parents, expected.parents)
