@@ -21,7 +21,9 @@ def costs(per_node: float, draft: float, per_row: float = 0.05) -> Costs:
     """A plain cycle of one row takes 1."""
     rows = (1, 64)
     forward = tuple(1 + per_node * (n - 1) for n in NODES)
-    return Costs(NODES, forward, rows, tuple(1 + per_row * (b - 1) for b in rows), (draft, draft))
+    return Costs(
+        NODES, forward, rows, tuple(1 + per_row * (b - 1) for b in rows), (draft, draft), (draft, draft), (1, 1)
+    )
 
 
 class FixedDrafter:
@@ -56,12 +58,12 @@ def decode(controller: Controller, machine: Costs, requests: Sequence[Request], 
 
 @cache
 def cycle_seconds(machine: Costs, rows: int, guesses: int) -> float:
-    return machine.cycle(rows, guesses)[-1] if guesses else machine.plain_cycle(rows)
+    return machine.cycle(rows, guesses, False)[-1] if guesses else machine.plain_cycle(rows)
 
 
 def best_fixed(machine: Costs, rows: int, chance: float) -> float:
     rates = [rows / machine.plain_cycle(rows)]
-    for length, seconds in enumerate(machine.cycle(rows, 15)):
+    for length, seconds in enumerate(machine.cycle(rows, 15, False)):
         rates.append(rows * sum(chance**i for i in range(length + 1)) / seconds)
     return max(rates)
 
@@ -153,7 +155,7 @@ def test_a_drafter_with_probabilities_gets_the_costs() -> None:
     for drafting, most in ((Drafting("auto"), 15), (Drafting(None, "auto"), 256), (Drafting("auto", 40), 40)):
         controller = Controller(FixedDrafter(True), drafting, lambda: machine)  # type: ignore[arg-type]
         plan = controller.plan([request(), request()])
-        assert plan.cycle_seconds == machine.cycle(2, most)
+        assert plan.cycle_seconds == machine.cycle(2, most, most != 15)
         assert plan.tree_budget == (0 if most == 15 else most)
 
 

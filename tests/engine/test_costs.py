@@ -8,7 +8,15 @@ from blockdraft.engine import Engine
 from blockdraft.engine.costs import Costs, cache_folder, load_or_measure, measure
 from blockdraft.targets import Target, load_target
 
-COSTS = Costs(nodes=(1, 4, 8), forward=(10.0, 13.0, 21.0), rows=(1, 4), plain=(11.0, 14.0), draft=(3.0, 5.0))
+COSTS = Costs(
+    nodes=(1, 4, 8),
+    forward=(10.0, 13.0, 21.0),
+    rows=(1, 4),
+    plain=(11.0, 14.0),
+    chain=(3.0, 5.0),
+    tree=(4.0, 5.0),
+    scale=(1.0, 4.0),
+)
 
 
 @pytest.fixture(scope="module")
@@ -24,13 +32,15 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_cycle_costs_plain_decoding_drafting_and_the_guesses() -> None:
-    assert COSTS.cycle(1, 3) == [14.0, 15.0, 16.0, 17.0]
+    assert COSTS.cycle(1, 3, tree=False) == [14.0, 15.0, 16.0, 17.0]
+    assert COSTS.cycle(1, 3, tree=True) == [15.0, 16.0, 17.0, 18.0]
     assert COSTS.plain_cycle(2) == 12.0
 
 
 def test_rows_share_the_weights() -> None:
-    # Two rows of 4 nodes are as many as one row of 8, of which the two anchors are in the plain cycle.
-    assert COSTS.guesses(rows=2, count=3) == 21.0 - 11.0
+    # Two rows of 4 nodes are as many as one row of 8, of which the two anchors are in the plain cycle; in two rows a
+    # guess takes twice the time.
+    assert COSTS.guesses(rows=2, count=3) == 2 * (21.0 - 11.0)
 
 
 def test_beyond_the_measured_sizes_the_last_slope_goes_on() -> None:
@@ -39,8 +49,8 @@ def test_beyond_the_measured_sizes_the_last_slope_goes_on() -> None:
 
 
 def test_a_forward_that_was_measured_too_short_is_no_gain() -> None:
-    noisy = Costs((1, 2), (10.0, 9.0), (1,), (11.0,), (0.0,))
-    assert noisy.cycle(1, 5) == [11.0] * 6
+    noisy = Costs((1, 2), (10.0, 9.0), (1,), (11.0,), (0.0,), (0.0,), (1.0,))
+    assert noisy.cycle(1, 5, tree=False) == [11.0] * 6
 
 
 def test_measuring_covers_the_largest_batch(target: Target, tiny_drafter_dir: Path) -> None:
@@ -49,7 +59,8 @@ def test_measuring_covers_the_largest_batch(target: Target, tiny_drafter_dir: Pa
     costs = measure(engine, lines.append)
     assert costs.rows == (1, 2, 3)
     assert costs.nodes[:3] == (1, 2, 3) and max(costs.nodes) + 64 <= target.max_context
-    assert min(*costs.forward, *costs.plain) > 0 and min(costs.draft) >= 0
+    assert min(*costs.forward, *costs.plain) > 0 and min(*costs.chain, *costs.tree) >= 0
+    assert min(costs.scale) >= 0.5 and max(costs.scale) <= 2
     assert len(lines) == len(costs.nodes) + 3
 
 

@@ -152,12 +152,19 @@ def show_costs(console: Console, costs: Costs, block_size: int) -> None:
         "left",
     )
     counts = [n for n in (3, block_size - 1, 31, 63) if n >= 1]
-    for header in ("rows", "plain ms", "drafting adds ms", *(f"R, {n} guesses" for n in sorted(set(counts)))):
+    for header in (
+        "rows",
+        "plain ms",
+        "a chain adds ms",
+        "a tree adds ms",
+        *(f"R, {n} guesses" for n in sorted(set(counts))),
+    ):
         cycles.add_column(header, justify="right")
-    for rows, plain, draft in zip(costs.rows, costs.plain, costs.draft, strict=True):
-        curve = costs.cycle(rows, max(counts, default=0))
+    for rows, plain, chain, tree in zip(costs.rows, costs.plain, costs.chain, costs.tree, strict=True):
+        chains, trees = (costs.cycle(rows, max(counts, default=0), kind) for kind in (False, True))
+        curve = [*chains[:block_size], *trees[block_size:]]
         ratios = (f"{curve[n] / plain:.2f}" for n in sorted(set(counts)))
-        cycles.add_row(str(rows), f"{1000 * plain:.2f}", f"{1000 * draft:.2f}", *ratios)
+        cycles.add_row(str(rows), *(f"{1000 * seconds:.2f}" for seconds in (plain, chain, tree)), *ratios)
     console.print()
     console.print(cycles)
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from blockdraft.engine.engine import Engine
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
+SHORT_CHAIN, TREE_BUDGET = 3, 32  # guesses of the cycles that are measured, besides the longest chain
 NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 CONTEXT = 128  # committed tokens of each row while measuring
 REPEATS = 9
@@ -39,30 +40,36 @@ class Costs:
     Attributes:
         nodes, forward: Target forward of one row with so many nodes.
         rows, plain: Whole cycle of so many rows that does not draft.
-        draft: What a cycle of so many rows takes longer when it drafts, the target's work on the guesses left out.
+        chain, tree: What a cycle of so many rows takes longer when it drafts a chain or a tree, the target's work on
+            the guesses left out: the draft pass, choosing, and keeping what was accepted.
+        scale: Time of a guess in so many rows over what `forward` says of it, which knows one row only.
     """
 
     nodes: tuple[int, ...]
     forward: tuple[float, ...]
     rows: tuple[int, ...]
     plain: tuple[float, ...]
-    draft: tuple[float, ...]
+    chain: tuple[float, ...]
+    tree: tuple[float, ...]
+    scale: tuple[float, ...]
 
     def plain_cycle(self, rows: int) -> float:
         """Time of a cycle of `rows` rows that does not draft."""
         return _at(rows, self.rows, self.plain)
 
-    def cycle(self, rows: int, most: int) -> list[float]:
+    def cycle(self, rows: int, most: int, tree: bool) -> list[float]:
         """Time of a cycle that drafts, by guesses a row: entry n is for n guesses, from 0 to `most`."""
-        fixed = self.plain_cycle(rows) + _at(rows, self.rows, self.draft)
+        fixed = self.plain_cycle(rows) + _at(rows, self.rows, self.tree if tree else self.chain)
         return [fixed + self.guesses(rows, count) for count in range(most + 1)]
 
     def guesses(self, rows: int, count: int) -> float:
-        """Time that the target needs for `count` guesses in each of `rows` rows, besides the anchors.
+        """Time that the target needs for `count` guesses in each of `rows` rows, besides the anchors."""
+        return _at(rows, self.rows, self.scale) * _more(self.nodes, self.forward, rows, count)
 
-        Read off the forwards of one row: a batch shares the weights, whichever row a node belongs to.
-        """
-        return max(_at(rows * (count + 1), self.nodes, self.forward) - _at(rows, self.nodes, self.forward), 0.0)
+
+def _more(nodes: Sequence[int], forward: Sequence[float], rows: int, count: int) -> float:
+    """Time of `count` guesses a row, were the nodes of all rows those of one."""
+    return max(_at(rows * (count + 1), nodes, forward) - _at(rows, nodes, forward), 0.0)
 
 
 def _at(x: float, xs: Sequence[int], ys: Sequence[float]) -> float:
@@ -97,23 +104,40 @@ def measure(engine: Engine, report: Callable[[str], None] = lambda line: None) -
         nodes.append(count)
         forward.append(_seconds(engine, partial(score, count)))
         report(f"target forward of {count} tokens: {1000 * forward[-1]:.2f} ms")
+    depth = engine.drafter.block_size - 1
     rows: list[int] = []
-    plain: list[float] = []
-    draft: list[float] = []
+    plain, chain, tree, scale = [list[float]() for _ in range(4)]
     for size in [size for size in ROWS if size < engine.max_batch_size] + [engine.max_batch_size]:
         if rows and time.perf_counter() - began > LIMIT_SECONDS:
             break
-        params = [SamplingParams()] * size
-        seconds = []
-        for block_size in (1, engine.drafter.block_size):
-            batch = _batch(engine, size, context, 2 * (REPEATS + 1) * engine.drafter.block_size)
-            seconds.append(_seconds(engine, partial(engine.step, batch, Plan(block_size, params))))
         rows.append(size)
-        plain.append(seconds[0])
-        known = Costs(tuple(nodes), tuple(forward), tuple(rows), tuple(plain), tuple(plain))
-        draft.append(max(seconds[1] - seconds[0] - known.guesses(size, engine.drafter.block_size - 1), 0.0))
-        report(f"{size} rows: plain cycle {1000 * plain[-1]:.2f} ms, drafting {1000 * draft[-1]:.2f} ms more")
-    return Costs(tuple(nodes), tuple(forward), tuple(rows), tuple(plain), tuple(draft))
+        plain.append(_cycle(engine, size, context, 0)[1])
+        # A short and a whole chain tell what drafting costs at all from what each guess costs.
+        (few, short), (many, whole) = (_cycle(engine, size, context, n) for n in (min(SHORT_CHAIN, depth), depth))
+        extra = _more(nodes, forward, size, many) - _more(nodes, forward, size, few)
+        scale.append(min(max((whole - short) / extra, 0.5), 2.0) if extra > 0 else 1.0)
+        chain.append(max(whole - plain[-1] - scale[-1] * _more(nodes, forward, size, many), 0.0))
+        count, seconds = _cycle(engine, size, context, TREE_BUDGET, TREE_BUDGET)
+        tree.append(max(seconds - plain[-1] - scale[-1] * _more(nodes, forward, size, count), 0.0))
+        report(
+            f"{size} rows: plain cycle {1000 * plain[-1]:.2f} ms; drafting a chain {1000 * chain[-1]:.2f} ms more, "
+            f"a tree {1000 * tree[-1]:.2f} ms"
+        )
+    measured = (tuple(values) for values in (nodes, forward, rows, plain, chain, tree, scale))
+    return Costs(*measured)  # type: ignore[arg-type]
+
+
+def _cycle(engine: Engine, rows: int, context: int, guesses: int, tree_budget: int = 0) -> tuple[int, float]:
+    """Median time of a cycle with so many guesses a row, and how many there were: some drafters find fewer."""
+    drafter = engine.drafter
+    # Asked as the controller asks: with times by which just so many guesses pay, or for a chain of this length.
+    seconds = [1.0] * (guesses + 1) if guesses and drafter.knows_probabilities else None
+    block_size = drafter.block_size if seconds else min(drafter.block_size, guesses + 1)
+    plan = Plan(block_size, [SamplingParams()] * rows, tree_budget, seconds)
+    batch = _batch(engine, rows, context, (REPEATS + 1) * drafter.block_size + tree_budget)
+    made: list[int] = []
+    time_taken = _seconds(engine, lambda: made.append(engine.step(batch, plan)))
+    return int(statistics.median(made)), time_taken
 
 
 def _batch(engine: Engine, rows: int, context: int, room: int) -> Batch:
