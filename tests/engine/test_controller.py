@@ -21,9 +21,9 @@ def costs(per_node: float, draft: float, per_row: float = 0.05) -> Costs:
     """A plain cycle of one row takes 1."""
     rows = (1, 64)
     forward = tuple(1 + per_node * (n - 1) for n in NODES)
-    return Costs(
-        NODES, forward, rows, tuple(1 + per_row * (b - 1) for b in rows), (draft, draft), (draft, draft), (1, 1)
-    )
+    plain = tuple(1 + per_row * (b - 1) for b in rows)
+    drafted = tuple(((0, seconds + draft),) for seconds in plain)
+    return Costs(NODES, forward, rows, plain, drafted, drafted)
 
 
 class FixedDrafter:
@@ -164,3 +164,25 @@ def test_guesses_past_the_length_limit_are_not_asked_for() -> None:
     one, two = request(5), request(3)
     one.token_ids = [1]
     assert controller.plan([one, two]).block_size == 5
+
+
+def test_an_overconfident_drafter_is_trusted_less_and_a_modest_one_more() -> None:
+    for accepted, expected, trust in ((2, 4.0, 0.5), (4, 4.0, 1.0), (6, 4.0, 1.5)):
+        controller = Controller(FixedDrafter(True), Drafting("auto"), lambda: MACHINES[0])  # type: ignore[arg-type]
+        requests = [request(), request()]
+        for _ in range(300):
+            controller.learn(requests, controller.plan(requests), 8, [8, 8], [accepted, accepted], [expected] * 2)
+        assert controller.plan(requests).trust == pytest.approx(trust, rel=0.02)
+
+
+def test_the_draft_pass_is_as_long_as_the_guesses_that_pay() -> None:
+    controller = Controller(FixedDrafter(True), Drafting("auto"), lambda: MACHINES[0])  # type: ignore[arg-type]
+    requests = [request()]
+    assert controller.plan(requests).block_size == 16
+    for _ in range(200):
+        controller.learn(requests, controller.plan(requests), 4, [4], [4])
+    assert 5 < controller.plan(requests).block_size < 10
+    for _ in range(200):  # where all that is drafted pays, more is drafted
+        plan = controller.plan(requests)
+        controller.learn(requests, plan, plan.block_size - 1, [plan.block_size - 1], [plan.block_size - 1])
+    assert controller.plan(requests).block_size == 16

@@ -13,9 +13,8 @@ COSTS = Costs(
     forward=(10.0, 13.0, 21.0),
     rows=(1, 4),
     plain=(11.0, 14.0),
-    chain=(3.0, 5.0),
-    tree=(4.0, 5.0),
-    scale=(1.0, 4.0),
+    chain=(((1, 14.0), (3, 16.0)), ((1, 19.0),)),
+    tree=(((1, 15.0), (2, 19.0)), ((1, 20.0),)),
 )
 
 
@@ -31,26 +30,24 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_cycle_costs_plain_decoding_drafting_and_the_guesses() -> None:
-    assert COSTS.cycle(1, 3, tree=False) == [14.0, 15.0, 16.0, 17.0]
-    assert COSTS.cycle(1, 3, tree=True) == [15.0, 16.0, 17.0, 18.0]
+def test_between_measured_cycles_the_time_is_interpolated() -> None:
+    assert COSTS.cycle(1, 3, tree=False) == [14.0, 14.0, 15.0, 16.0]
+    assert COSTS.cycle(1, 2, tree=True) == [15.0, 15.0, 19.0]
     assert COSTS.plain_cycle(2) == 12.0
+    assert COSTS.cycle(2, 1, tree=False)[1] == pytest.approx(14 + (19 - 14) / 3)
 
 
-def test_rows_share_the_weights() -> None:
-    # Two rows of 4 nodes are as many as one row of 8, of which the two anchors are in the plain cycle; in two rows a
-    # guess takes twice the time.
-    assert COSTS.guesses(rows=2, count=3) == 2 * (21.0 - 11.0)
-
-
-def test_beyond_the_measured_sizes_the_last_slope_goes_on() -> None:
-    assert COSTS.guesses(rows=1, count=9) == 21.0 + 2 * 2.0 - 10.0
+def test_beyond_the_measured_cycles_guesses_cost_what_the_forwards_say() -> None:
+    assert COSTS.cycle(1, 7, tree=False)[3:] == [16.0, 18.0, 20.0, 22.0, 24.0]  # forwards of 5 to 8 nodes: 2 each
+    assert COSTS.cycle(1, 9, tree=False)[-1] == 16.0 + 8.0 + 2 * 2.0
+    # 4 rows of 3 nodes are as many as one row of 12, of 2 as many as one of 8.
+    assert COSTS.cycle(4, 2, tree=True)[-1] == 20.0 + 4 * 2.0
     assert COSTS.plain_cycle(8) == 18.0
 
 
 def test_a_forward_that_was_measured_too_short_is_no_gain() -> None:
-    noisy = Costs((1, 2), (10.0, 9.0), (1,), (11.0,), (0.0,), (0.0,), (1.0,))
-    assert noisy.cycle(1, 5, tree=False) == [11.0] * 6
+    noisy = Costs((1, 2), (10.0, 9.0), (1,), (11.0,), (((0, 12.0),),), (((0, 12.0),),))
+    assert noisy.cycle(1, 5, tree=False) == [12.0] * 6
 
 
 def test_measuring_covers_the_largest_batch(target: Target, tiny_drafter_dir: Path) -> None:
@@ -58,9 +55,12 @@ def test_measuring_covers_the_largest_batch(target: Target, tiny_drafter_dir: Pa
     engine = Engine(target, load_drafter(tiny_drafter_dir, target=target), max_batch_size=3)
     costs = measure(engine, lines.append)
     assert costs.rows == (1, 2, 3)
-    assert costs.nodes[:3] == (1, 2, 3) and max(costs.nodes) + 64 <= target.max_context
-    assert min(*costs.forward, *costs.plain) > 0 and min(*costs.chain, *costs.tree) >= 0
-    assert min(costs.scale) >= 0.5 and max(costs.scale) <= 2
+    assert costs.nodes[:3] == (1, 2, 4) and max(costs.nodes) + 64 <= target.max_context
+    assert min(*costs.forward, *costs.plain) > 0
+    for size, points in zip(costs.rows * 2, costs.chain + costs.tree, strict=True):
+        assert [count for count, _ in points] == sorted({count for count, _ in points})
+        assert [seconds for _, seconds in points] == sorted(seconds for _, seconds in points)
+        assert costs.cycle(size, points[-1][0], points in costs.tree)[-1] == points[-1][1]
     assert len(lines) == len(costs.nodes) + 3
 
 

@@ -8,12 +8,12 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,11 +26,13 @@ if TYPE_CHECKING:
     from blockdraft.engine.engine import Engine
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
-SHORT_CHAIN, TREE_BUDGET = 3, 32  # guesses of the cycles that are measured, besides the longest chain
-NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+CHAIN_GUESSES = (1, 3, 7, 15)
+TREE_GUESSES = (1, 4, 8, 16, 32, 64, 128)
+MOST_GUESSES = 512  # of all rows together; larger trees are extrapolated
 CONTEXT = 128  # committed tokens of each row while measuring
-REPEATS = 9
-LIMIT_SECONDS = 20.0  # once measuring has taken so long, larger sizes are left to extrapolation
+REPEATS = 5
+LIMIT_SECONDS = 25.0  # once measuring has taken so long, larger sizes are left to extrapolation
 
 
 @dataclass(frozen=True)
@@ -40,18 +42,15 @@ class Costs:
     Attributes:
         nodes, forward: Target forward of one row with so many nodes.
         rows, plain: Whole cycle of so many rows that does not draft.
-        chain, tree: What a cycle of so many rows takes longer when it drafts a chain or a tree, the target's work on
-            the guesses left out: the draft pass, choosing, and keeping what was accepted.
-        scale: Time of a guess in so many rows over what `forward` says of it, which knows one row only.
+        chain, tree: For each of these numbers of rows, whole cycles that draft, as pairs of guesses a row and seconds.
     """
 
     nodes: tuple[int, ...]
     forward: tuple[float, ...]
     rows: tuple[int, ...]
     plain: tuple[float, ...]
-    chain: tuple[float, ...]
-    tree: tuple[float, ...]
-    scale: tuple[float, ...]
+    chain: tuple[tuple[tuple[int, float], ...], ...]
+    tree: tuple[tuple[tuple[int, float], ...], ...]
 
     def plain_cycle(self, rows: int) -> float:
         """Time of a cycle of `rows` rows that does not draft."""
@@ -59,17 +58,22 @@ class Costs:
 
     def cycle(self, rows: int, most: int, tree: bool) -> list[float]:
         """Time of a cycle that drafts, by guesses a row: entry n is for n guesses, from 0 to `most`."""
-        fixed = self.plain_cycle(rows) + _at(rows, self.rows, self.tree if tree else self.chain)
-        return [fixed + self.guesses(rows, count) for count in range(most + 1)]
+        sizes = self.tree if tree else self.chain
+        curves = [self._curve(size, most, points) for size, points in zip(self.rows, sizes, strict=True)]
+        return [_at(rows, self.rows, seconds) for seconds in zip(*curves, strict=True)]
 
-    def guesses(self, rows: int, count: int) -> float:
-        """Time that the target needs for `count` guesses in each of `rows` rows, besides the anchors."""
-        return _at(rows, self.rows, self.scale) * _more(self.nodes, self.forward, rows, count)
+    def _curve(self, rows: int, most: int, points: Sequence[tuple[int, float]]) -> list[float]:
+        """`cycle` of a measured number of rows. What lies beyond its last point is taken from the forwards of one row:
+        a batch shares the weights, whichever row a node belongs to."""
+        counts, seconds = zip(*points, strict=True)
+        known = [float(x) for x in np.interp(range(min(most, counts[-1]) + 1), counts, seconds)]
+        last = self._forward(rows, counts[-1])
+        return known + [
+            seconds[-1] + max(self._forward(rows, count) - last, 0.0) for count in range(len(known), most + 1)
+        ]
 
-
-def _more(nodes: Sequence[int], forward: Sequence[float], rows: int, count: int) -> float:
-    """Time of `count` guesses a row, were the nodes of all rows those of one."""
-    return max(_at(rows * (count + 1), nodes, forward) - _at(rows, nodes, forward), 0.0)
+    def _forward(self, rows: int, guesses: int) -> float:
+        return _at(rows * (guesses + 1), self.nodes, self.forward)
 
 
 def _at(x: float, xs: Sequence[int], ys: Sequence[float]) -> float:
@@ -104,40 +108,47 @@ def measure(engine: Engine, report: Callable[[str], None] = lambda line: None) -
         nodes.append(count)
         forward.append(_seconds(engine, partial(score, count)))
         report(f"target forward of {count} tokens: {1000 * forward[-1]:.2f} ms")
-    depth = engine.drafter.block_size - 1
+    longest = engine.drafter.block_size - 1
+    chain_guesses = sorted({min(count, longest) for count in (*CHAIN_GUESSES, longest)})
     rows: list[int] = []
-    plain, chain, tree, scale = [list[float]() for _ in range(4)]
+    plain: list[float] = []
+    chain: list[tuple[tuple[int, float], ...]] = []
+    tree: list[tuple[tuple[int, float], ...]] = []
     for size in [size for size in ROWS if size < engine.max_batch_size] + [engine.max_batch_size]:
         if rows and time.perf_counter() - began > LIMIT_SECONDS:
             break
+        trees = [count for count in TREE_GUESSES if size * count <= MOST_GUESSES] or TREE_GUESSES[:1]
         rows.append(size)
         plain.append(_cycle(engine, size, context, 0)[1])
-        # A short and a whole chain tell what drafting costs at all from what each guess costs.
-        (few, short), (many, whole) = (_cycle(engine, size, context, n) for n in (min(SHORT_CHAIN, depth), depth))
-        extra = _more(nodes, forward, size, many) - _more(nodes, forward, size, few)
-        scale.append(min(max((whole - short) / extra, 0.5), 2.0) if extra > 0 else 1.0)
-        chain.append(max(whole - plain[-1] - scale[-1] * _more(nodes, forward, size, many), 0.0))
-        count, seconds = _cycle(engine, size, context, TREE_BUDGET, TREE_BUDGET)
-        tree.append(max(seconds - plain[-1] - scale[-1] * _more(nodes, forward, size, count), 0.0))
+        chain.append(_points(_cycle(engine, size, context, count) for count in chain_guesses))
+        tree.append(_points(_cycle(engine, size, context, count, tree=True) for count in trees))
+        (few, short), (many, long) = chain[-1][0], tree[-1][-1]
         report(
-            f"{size} rows: plain cycle {1000 * plain[-1]:.2f} ms; drafting a chain {1000 * chain[-1]:.2f} ms more, "
-            f"a tree {1000 * tree[-1]:.2f} ms"
+            f"{size} rows: plain cycle {1000 * plain[-1]:.2f} ms, with a chain of {few} {1000 * short:.2f} ms, "
+            f"with a tree of {many} {1000 * long:.2f} ms"
         )
-    measured = (tuple(values) for values in (nodes, forward, rows, plain, chain, tree, scale))
-    return Costs(*measured)  # type: ignore[arg-type]
+    return Costs(tuple(nodes), tuple(forward), tuple(rows), tuple(plain), tuple(chain), tuple(tree))
 
 
-def _cycle(engine: Engine, rows: int, context: int, guesses: int, tree_budget: int = 0) -> tuple[int, float]:
-    """Median time of a cycle with so many guesses a row, and how many there were: some drafters find fewer."""
+def _points(measured: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """Ascending, one for each number of guesses, and no dearer than a cycle with more guesses."""
+    points: list[tuple[int, float]] = []
+    for count, seconds in sorted(dict(measured).items(), reverse=True):
+        points.append((count, min(seconds, points[-1][1]) if points else seconds))
+    return tuple(reversed(points))
+
+
+def _cycle(engine: Engine, rows: int, context: int, guesses: int, tree: bool = False) -> tuple[int, float]:
+    """How many guesses a row there were, of those asked for, and the median time of a cycle with them."""
     drafter = engine.drafter
     # Asked as the controller asks: with times by which just so many guesses pay, or for a chain of this length.
     seconds = [1.0] * (guesses + 1) if guesses and drafter.knows_probabilities else None
-    block_size = drafter.block_size if seconds else min(drafter.block_size, guesses + 1)
-    plan = Plan(block_size, [SamplingParams()] * rows, tree_budget, seconds)
-    batch = _batch(engine, rows, context, (REPEATS + 1) * drafter.block_size + tree_budget)
+    block_size = drafter.block_size if seconds and tree else min(drafter.block_size, guesses + 1)
+    plan = Plan(block_size, [SamplingParams()] * rows, guesses if tree else 0, seconds)
+    batch = _batch(engine, rows, context, (REPEATS + 1) * drafter.block_size + guesses)
     made: list[int] = []
-    time_taken = _seconds(engine, lambda: made.append(engine.step(batch, plan)))
-    return int(statistics.median(made)), time_taken
+    taken = _seconds(engine, lambda: made.append(engine.step(batch, plan)))
+    return int(statistics.median(made)), taken
 
 
 def _batch(engine: Engine, rows: int, context: int, room: int) -> Batch:
@@ -170,7 +181,7 @@ def load_or_measure(engine: Engine, report: Callable[[str], None] = lambda line:
     path = cache_folder() / "costs" / f"{_fingerprint(engine)}.json"
     if path.is_file() and not anew:
         try:
-            return Costs(**{name: tuple(values) for name, values in json.loads(path.read_text()).items()})
+            return Costs(**{name: _tuples(values) for name, values in json.loads(path.read_text()).items()})
         except (ValueError, TypeError, AttributeError):
             report(f"{path} cannot be read; measuring again")
     costs = measure(engine, report)
@@ -179,6 +190,10 @@ def load_or_measure(engine: Engine, report: Callable[[str], None] = lambda line:
     partial.write_text(json.dumps(asdict(costs)), encoding="utf-8")
     partial.replace(path)
     return costs
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def cache_folder() -> Path:
