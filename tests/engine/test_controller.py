@@ -186,3 +186,23 @@ def test_the_draft_pass_is_as_long_as_the_guesses_that_pay() -> None:
         plan = controller.plan(requests)
         controller.learn(requests, plan, plan.block_size - 1, [plan.block_size - 1], [plan.block_size - 1])
     assert controller.plan(requests).block_size == 16
+
+
+def test_measured_times_outweigh_the_costs() -> None:
+    machine = costs(0.01, 0.4)
+    controller = Controller(FixedDrafter(True), Drafting("auto"), lambda: machine)  # type: ignore[arg-type]
+    requests = [request()]
+
+    def drafts(pace: float) -> int:
+        """Of 200 cycles, those that draft where 2 tokens come of one, and drafting takes `pace` times as expected."""
+        found = 0
+        for _ in range(200):
+            plan = controller.plan(requests)
+            found += plan.block_size > 1
+            guesses = 4 if plan.block_size > 1 else 0
+            seconds = pace * cycle_seconds(machine, 1, 4) if guesses else machine.plain_cycle(1)
+            controller.learn(requests, plan, guesses, [guesses], [min(guesses, 1)], None, seconds)
+        return found
+
+    assert drafts(1.0) == 200
+    assert drafts(1.8) < 60

@@ -7,6 +7,7 @@ from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.engine.costs import Costs, cache_folder, load_or_measure, measure
 from blockdraft.targets import Target, load_target
+from blockdraft.types import Drafting
 
 COSTS = Costs(
     nodes=(1, 4, 8),
@@ -62,6 +63,14 @@ def test_measuring_covers_the_largest_batch(target: Target, tiny_drafter_dir: Pa
         assert [seconds for _, seconds in points] == sorted(seconds for _, seconds in points)
         assert costs.cycle(size, points[-1][0], points in costs.tree)[-1] == points[-1][1]
     assert len(lines) == len(costs.nodes) + 3
+
+
+def test_measuring_teaches_the_controller_nothing(target: Target, tiny_drafter_dir: Path) -> None:
+    drafter = load_drafter(tiny_drafter_dir, target=target)
+    engine = Engine(target, drafter, max_batch_size=1, drafting=Drafting("auto"))
+    before = dict(vars(engine.controller))
+    measure(engine)
+    assert vars(engine.controller) == before
 
 
 def test_a_pair_is_measured_once(target: Target, tiny_drafter_dir: Path, cache: Path) -> None:

@@ -58,6 +58,8 @@ class Controller:
         self._came_true = self._expected = PRIOR  # accepted guesses, and what the drafter expected of them
         self._accepted = [0.0] * self._block_size  # by position: guesses accepted, and guesses that could have been
         self._reached = [0.0] * self._block_size
+        # Running means of measured over expected times: contexts grow, and machines have other work.
+        self._plain_pace = self._draft_pace = 1.0
         self._idle = 0
         self._wait = FIRST_WAIT
 
@@ -101,6 +103,7 @@ class Controller:
         deepest: Sequence[int],
         lengths: Sequence[int],
         expected: Sequence[float] | None = None,
+        seconds: float | None = None,
     ) -> None:
         """Take in what a cycle yielded.
 
@@ -111,8 +114,19 @@ class Controller:
             deepest: For each request the guesses on its longest path.
             lengths: For each request the guesses that were accepted.
             expected: For each request the guesses that the drafter expected to be accepted, where it says so.
+            seconds: Time that the cycle took, where it is known.
         """
-        if not self.automatic or plan.block_size == 1:
+        if not self.automatic:
+            return
+        rows, drafts = len(requests), plan.block_size > 1
+        if seconds is not None:
+            usual = self._curve(rows, self.most_guesses)[guesses] if drafts else self._costs().plain_cycle(rows)
+            pace = min(max(seconds / usual, 0.5), 2.0)  # a stray delay is no news
+            if drafts:
+                self._draft_pace += MEMORY * (pace - self._draft_pace)
+            else:
+                self._plain_pace += MEMORY * (pace - self._plain_pace)
+        if not drafts:
             return
         trial = self._idle > 0
         self._guesses += MEMORY * (guesses - self._guesses)
@@ -140,10 +154,11 @@ class Controller:
 
     def _worth(self, requests: Sequence[Request]) -> bool:
         """Whether these requests get more tokens a second with drafting than without."""
-        rows, costs = len(requests), self._costs()
+        rows = len(requests)
         tokens = sum(self._taus.get(request, self._tau or 1.0) for request in requests)
-        drafted = self._curve(rows, self.most_guesses)[round(self._guesses)]
-        return tokens * costs.plain_cycle(rows) > MARGIN * rows * drafted
+        plain = self._plain_pace * self._costs().plain_cycle(rows)
+        drafted = self._draft_pace * self._curve(rows, self.most_guesses)[round(self._guesses)]
+        return tokens * plain > MARGIN * rows * drafted
 
     def _curve(self, rows: int, most: int) -> list[float]:
         if (rows, most) not in self._curves:
