@@ -26,8 +26,8 @@ COSTS = Costs(
     forward=(1.0, 1.2),
     rows=(1, 100),
     plain=(1.0, 1.1),
-    chain=(((0, 1.1),), ((0, 1.2),)),
-    tree=(((0, 1.2),), ((0, 1.3),)),
+    chain=((0.1, 1.0), (0.1, 1.0)),
+    tree=((0.2, 1.0), (0.2, 1.0)),
 )
 
 PROMPTS = [[(7 * i * i + 3 * row) % 60 + 4 for i in range(1 + (5 * row) % 23)] for row in range(16)]

@@ -22,7 +22,7 @@ def costs(per_node: float, draft: float, per_row: float = 0.05) -> Costs:
     rows = (1, 64)
     forward = tuple(1 + per_node * (n - 1) for n in NODES)
     plain = tuple(1 + per_row * (b - 1) for b in rows)
-    drafted = tuple(((0, seconds + draft),) for seconds in plain)
+    drafted = ((draft, 1.0), (draft, 1.0))
     return Costs(NODES, forward, rows, plain, drafted, drafted)
 
 

@@ -8,10 +8,11 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ CHAIN_GUESSES = (1, 3, 7, 15)
 TREE_GUESSES = (1, 4, 8, 16, 32, 64, 128)
 MOST_GUESSES = 512  # of all rows together; larger trees are extrapolated
 CONTEXT = 128  # committed tokens of each row while measuring
-REPEATS = 5
+REPEATS = 7
 LIMIT_SECONDS = 25.0  # once measuring has taken so long, larger sizes are left to extrapolation
 
 
@@ -42,15 +43,16 @@ class Costs:
     Attributes:
         nodes, forward: Target forward of one row with so many nodes.
         rows, plain: Whole cycle of so many rows that does not draft.
-        chain, tree: For each of these numbers of rows, whole cycles that draft, as pairs of guesses a row and seconds.
+        chain, tree: For each of these numbers of rows, what a cycle takes longer when it drafts, the target's work on
+            the guesses left out; and the time of this work over what `forward` says of it, which knows one row only.
     """
 
     nodes: tuple[int, ...]
     forward: tuple[float, ...]
     rows: tuple[int, ...]
     plain: tuple[float, ...]
-    chain: tuple[tuple[tuple[int, float], ...], ...]
-    tree: tuple[tuple[tuple[int, float], ...], ...]
+    chain: tuple[tuple[float, float], ...]
+    tree: tuple[tuple[float, float], ...]
 
     def plain_cycle(self, rows: int) -> float:
         """Time of a cycle of `rows` rows that does not draft."""
@@ -58,22 +60,18 @@ class Costs:
 
     def cycle(self, rows: int, most: int, tree: bool) -> list[float]:
         """Time of a cycle that drafts, by guesses a row: entry n is for n guesses, from 0 to `most`."""
-        sizes = self.tree if tree else self.chain
-        curves = [self._curve(size, most, points) for size, points in zip(self.rows, sizes, strict=True)]
+        curves = [
+            [plain + extra + scale * _more(self.nodes, self.forward, size, count) for count in range(most + 1)]
+            for size, plain, (extra, scale) in zip(
+                self.rows, self.plain, self.tree if tree else self.chain, strict=True
+            )
+        ]
         return [_at(rows, self.rows, seconds) for seconds in zip(*curves, strict=True)]
 
-    def _curve(self, rows: int, most: int, points: Sequence[tuple[int, float]]) -> list[float]:
-        """`cycle` of a measured number of rows. What lies beyond its last point is taken from the forwards of one row:
-        a batch shares the weights, whichever row a node belongs to."""
-        counts, seconds = zip(*points, strict=True)
-        known = [float(x) for x in np.interp(range(min(most, counts[-1]) + 1), counts, seconds)]
-        last = self._forward(rows, counts[-1])
-        return known + [
-            seconds[-1] + max(self._forward(rows, count) - last, 0.0) for count in range(len(known), most + 1)
-        ]
 
-    def _forward(self, rows: int, guesses: int) -> float:
-        return _at(rows * (guesses + 1), self.nodes, self.forward)
+def _more(nodes: Sequence[int], forward: Sequence[float], rows: int, guesses: int) -> float:
+    """Time of so many guesses a row, were the nodes of all rows those of one: they share the weights."""
+    return max(_at(rows * (guesses + 1), nodes, forward) - _at(rows, nodes, forward), 0.0)
 
 
 def _at(x: float, xs: Sequence[int], ys: Sequence[float]) -> float:
@@ -112,30 +110,31 @@ def measure(engine: Engine, report: Callable[[str], None] = lambda line: None) -
     chain_guesses = sorted({min(count, longest) for count in (*CHAIN_GUESSES, longest)})
     rows: list[int] = []
     plain: list[float] = []
-    chain: list[tuple[tuple[int, float], ...]] = []
-    tree: list[tuple[tuple[int, float], ...]] = []
+    chain: list[tuple[float, float]] = []
+    tree: list[tuple[float, float]] = []
     for size in [size for size in ROWS if size < engine.max_batch_size] + [engine.max_batch_size]:
         if rows and time.perf_counter() - began > LIMIT_SECONDS:
             break
         trees = [count for count in TREE_GUESSES if size * count <= MOST_GUESSES] or TREE_GUESSES[:1]
         rows.append(size)
         plain.append(_cycle(engine, size, context, 0)[1])
-        chain.append(_points(_cycle(engine, size, context, count) for count in chain_guesses))
-        tree.append(_points(_cycle(engine, size, context, count, tree=True) for count in trees))
-        (few, short), (many, long) = chain[-1][0], tree[-1][-1]
-        report(
-            f"{size} rows: plain cycle {1000 * plain[-1]:.2f} ms, with a chain of {few} {1000 * short:.2f} ms, "
-            f"with a tree of {many} {1000 * long:.2f} ms"
-        )
+        for found, counts in ((chain, chain_guesses), (tree, trees)):
+            points = [_cycle(engine, size, context, count, found is tree) for count in counts]
+            work = [_more(nodes, forward, size, guesses) for guesses, _ in points]
+            found.append(_line(work, [seconds - plain[-1] for _, seconds in points]))
+        added = (f"a {kind} {1000 * found[-1][0]:.2f} ms" for kind, found in (("chain", chain), ("tree", tree)))
+        report(f"{size} rows: plain cycle {1000 * plain[-1]:.2f} ms; drafting adds to " + ", to ".join(added))
     return Costs(tuple(nodes), tuple(forward), tuple(rows), tuple(plain), tuple(chain), tuple(tree))
 
 
-def _points(measured: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    """Ascending, one for each number of guesses, and no dearer than a cycle with more guesses."""
-    points: list[tuple[int, float]] = []
-    for count, seconds in sorted(dict(measured).items(), reverse=True):
-        points.append((count, min(seconds, points[-1][1]) if points else seconds))
-    return tuple(reversed(points))
+def _line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
+    """Offset and slope, both at least 0, of the line through most of the points (Theil and Sen): machines have other
+    work too, and a few measurements are far off."""
+    pairs = combinations(zip(xs, ys, strict=True), 2)
+    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairs if a[0] != b[0]]
+    slope = max(statistics.median(slopes), 0.0) if slopes else 1.0
+    offset = statistics.median(y - slope * x for x, y in zip(xs, ys, strict=True))
+    return max(offset, 0.0), slope
 
 
 def _cycle(engine: Engine, rows: int, context: int, guesses: int, tree: bool = False) -> tuple[int, float]:
