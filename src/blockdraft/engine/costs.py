@@ -26,6 +26,7 @@ from blockdraft.types import SamplingParams
 if TYPE_CHECKING:
     from blockdraft.engine.engine import Engine
 
+LAYOUT = 2  # of the file; a new one measures anew
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 CHAIN_GUESSES = (1, 3, 7, 15)
@@ -206,6 +207,6 @@ def _fingerprint(engine: Engine) -> str:
         *(target.path, target.hidden_size, target.num_layers, target.vocab_size, target.dtype, target.device.type, gpu),
         *(type(drafter).__name__, drafter.path, drafter.block_size, drafter.taps),
         *(engine.max_batch_size, torch.get_num_threads(), platform.node(), platform.processor()),
-        *(version("torch"), version("transformers"), version("blockdraft")),
+        *(LAYOUT, version("torch"), version("transformers"), version("blockdraft")),
     ]
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
