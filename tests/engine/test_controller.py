@@ -206,3 +206,20 @@ def test_measured_times_outweigh_the_costs() -> None:
 
     assert drafts(1.0) == 200
     assert drafts(1.8) < 60
+
+
+@pytest.mark.parametrize("slope", [0.3, 2.0])
+def test_costs_that_were_measured_wrong_are_put_right(slope: float) -> None:
+    believed, real = costs(0.05, 0.4), costs(0.05 * slope, 0.4)
+    controller = Controller(FixedDrafter(), Drafting("auto"), lambda: believed)  # type: ignore[arg-type]
+    requests = [request()]
+    rng, tokens, seconds = random.Random(0), 0, 0.0
+    for cycle in range(3000):
+        plan = controller.plan(requests)
+        guesses = plan.block_size - 1
+        length = next((i for i in range(guesses) if rng.random() > 0.8), guesses)
+        took = cycle_seconds(real, 1, guesses)
+        controller.learn(requests, plan, guesses, [guesses], [length], None, took)
+        if cycle >= 1000:
+            tokens, seconds = tokens + 1 + length, seconds + took
+    assert tokens / seconds >= 0.95 * best_fixed(real, 1, 0.8)

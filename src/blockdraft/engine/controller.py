@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 from blockdraft.drafters import Drafter
 from blockdraft.engine.costs import Costs
+from blockdraft.engine.pace import Pace
 from blockdraft.engine.request import Request
 from blockdraft.proposal import Plan
 from blockdraft.types import Drafting
@@ -50,7 +51,7 @@ class Controller:
         if isinstance(drafting.block_size, int):
             self._block_size = drafting.block_size
         self._costs = cache(costs)
-        self._curves: dict[tuple[int, int], list[float]] = {}
+        self._curves: dict[int, list[float]] = {}  # by rows
         self._tau: float | None = None  # of all requests; what a new one begins with
         self._taus: WeakKeyDictionary[Request, float] = WeakKeyDictionary()
         self._guesses = 0.0  # running mean of the guesses a row
@@ -58,8 +59,7 @@ class Controller:
         self._came_true = self._expected = PRIOR  # accepted guesses, and what the drafter expected of them
         self._accepted = [0.0] * self._block_size  # by position: guesses accepted, and guesses that could have been
         self._reached = [0.0] * self._block_size
-        # Running means of measured over expected times: contexts grow, and machines have other work.
-        self._plain_pace = self._draft_pace = 1.0
+        self._pace = Pace(self.most_guesses)
         self._idle = 0
         self._wait = FIRST_WAIT
 
@@ -88,7 +88,7 @@ class Controller:
         if block_size == 1 or not self._pays(requests):
             self._idle += 1
             return Plan(1, params)
-        curve = self._curve(len(requests), self.most_guesses)
+        curve = self._curve(len(requests))
         if self._drafter.knows_probabilities:
             if not self._drafting.drawn:
                 block_size = min(block_size, 2 + round(SPARE_DEPTH * self._depth))
@@ -120,12 +120,8 @@ class Controller:
             return
         rows, drafts = len(requests), plan.block_size > 1
         if seconds is not None:
-            usual = self._curve(rows, self.most_guesses)[guesses] if drafts else self._costs().plain_cycle(rows)
-            pace = min(max(seconds / usual, 0.5), 2.0)  # a stray delay is no news
-            if drafts:
-                self._draft_pace += MEMORY * (pace - self._draft_pace)
-            else:
-                self._plain_pace += MEMORY * (pace - self._plain_pace)
+            usual = self._measured(rows)[guesses] if drafts else self._costs().plain_cycle(rows)
+            self._pace.learn(guesses if drafts else None, seconds, usual)
         if not drafts:
             return
         trial = self._idle > 0
@@ -156,14 +152,18 @@ class Controller:
         """Whether these requests get more tokens a second with drafting than without."""
         rows = len(requests)
         tokens = sum(self._taus.get(request, self._tau or 1.0) for request in requests)
-        plain = self._plain_pace * self._costs().plain_cycle(rows)
-        drafted = self._draft_pace * self._curve(rows, self.most_guesses)[round(self._guesses)]
-        return tokens * plain > MARGIN * rows * drafted
+        plain = self._pace.plain * self._costs().plain_cycle(rows)
+        return tokens * plain > MARGIN * rows * self._curve(rows)[round(self._guesses)]
 
-    def _curve(self, rows: int, most: int) -> list[float]:
-        if (rows, most) not in self._curves:
-            self._curves[rows, most] = self._costs().cycle(rows, most, self._drafting.tree_budget != 0)
-        return self._curves[rows, most]
+    def _curve(self, rows: int) -> list[float]:
+        """Seconds of a cycle that drafts, by guesses a row, as far as is known by now."""
+        return self._pace.cycle(self._measured(rows))
+
+    def _measured(self, rows: int) -> list[float]:
+        """The same as it was measured beforehand."""
+        if rows not in self._curves:
+            self._curves[rows] = self._costs().cycle(rows, self.most_guesses, self._drafting.tree_budget != 0)
+        return self._curves[rows]
 
     def _best_length(self, curve: Sequence[float]) -> int:
         """Guesses of a chain that maximise the expected tokens over time, from what was accepted at each position.
