@@ -29,7 +29,7 @@ def test_costs_are_measured_once_and_shown(
     pair = ("--target", tiny_target_dir, "--drafter", tiny_drafter_dir, "--batch-size", 2)
     code, out, err = calibrate(capsys, monkeypatch, *pair)
     assert code == 0
-    assert "R, 7 guesses" in out and "2 rows: plain cycle" in err
+    assert "R, chain of 7" in out and "R, tree of 64" in out and "2 rows: plain cycle" in err
     code, out, err = calibrate(capsys, monkeypatch, *pair, "--json")
     assert (code, err) == (0, "")
     assert json.loads(out)["rows"] == [1, 2]

@@ -342,3 +342,32 @@ def refused(result: Result, message: str) -> None:
     assert (result.code, result.out) == (2, "")
     assert result.err.startswith("error: ") and message in result.err
     assert "Traceback" not in result.err
+
+
+def test_a_file_of_prompts(generate: Run, expected: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    texts = ["hello", "good day to you", "hello"]
+    file.write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in texts))
+    result = generate("--prompts", file, "--batch-size", 2, "--json")
+    assert (result.code, result.err) == (0, "")
+    answers = sorted((json.loads(line) for line in result.out.splitlines()), key=lambda answer: answer["index"])
+    assert [(answer["index"], answer["prompt"]) for answer in answers] == list(enumerate(texts))
+    assert all(answer.keys() == KEYS | {"index", "prompt"} for answer in answers)
+    for answer in (answers[0], answers[2]):
+        assert {name: answer[name] for name in expected} == expected
+    assert len(answers[1]["token_ids"]) <= 20
+
+
+def test_what_does_not_go_with_a_file_of_prompts(generate: Run, tmp_path: Path) -> None:
+    for other in ("hello", "--compare"):
+        result = generate("--prompts", tmp_path / "prompts.jsonl", other)
+        assert result.code == 2 and "do not go together" in result.err
+    assert "cannot be read" in generate("--prompts", tmp_path / "absent.jsonl").err
+
+
+def test_penalties_and_stops_shape_the_answer(generate: Run, expected: dict[str, Any]) -> None:
+    assert generate("hello", "--repetition-penalty", 3).out != generate("hello").out
+    text = expected["text"]
+    cut = generate("hello", "--stop", text[5:8], "--stop", "no such text").out.removesuffix("\n")
+    assert text.startswith(cut) and len(cut) < len(text) and text[5:8] not in cut
+    assert "min_p" in generate("hello", "--min-p", 2).err

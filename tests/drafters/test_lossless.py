@@ -21,7 +21,14 @@ FOLDERS = {"dflash": "tiny_drafter_dir", "draft_lm": "tiny_lm_dir", "none": None
 FILES = [module.name for module in pkgutil.iter_modules(drafters.__path__) if module.name != "base"]
 DRAFTINGS = {"chain": Drafting(), "tree": Drafting(tree_budget=12), "auto": Drafting("auto", 12)}
 # Drafting costs little here, so that "auto" drafts, pauses where nothing is accepted, and tries again.
-COSTS = Costs(nodes=(1, 100), forward=(1.0, 1.2), rows=(1, 100), plain=(1.0, 1.1), draft=(0.1, 0.1))
+COSTS = Costs(
+    nodes=(1, 100),
+    forward=(1.0, 1.2),
+    rows=(1, 100),
+    plain=(1.0, 1.1),
+    chain=((0.1, 1.0), (0.1, 1.0)),
+    tree=((0.2, 1.0), (0.2, 1.0)),
+)
 
 PROMPTS = [[(7 * i * i + 3 * row) % 60 + 4 for i in range(1 + (5 * row) % 23)] for row in range(16)]
 # Every third request is greedy.

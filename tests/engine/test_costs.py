@@ -5,10 +5,18 @@ import pytest
 
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
-from blockdraft.engine.costs import Costs, cache_folder, load_or_measure, measure
+from blockdraft.engine.costs import Costs, _line, cache_folder, load_or_measure, measure
 from blockdraft.targets import Target, load_target
+from blockdraft.types import Drafting
 
-COSTS = Costs(nodes=(1, 4, 8), forward=(10.0, 13.0, 21.0), rows=(1, 4), plain=(11.0, 14.0), draft=(3.0, 5.0))
+COSTS = Costs(
+    nodes=(1, 4, 8),
+    forward=(10.0, 13.0, 21.0),
+    rows=(1, 4),
+    plain=(11.0, 14.0),
+    chain=((3.0, 1.0), (5.0, 2.0)),
+    tree=((4.0, 1.5), (6.0, 2.0)),
+)
 
 
 @pytest.fixture(scope="module")
@@ -24,23 +32,32 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_cycle_costs_plain_decoding_drafting_and_the_guesses() -> None:
-    assert COSTS.cycle(1, 3) == [14.0, 15.0, 16.0, 17.0]
+    assert COSTS.cycle(1, 3, tree=False) == [14.0, 15.0, 16.0, 17.0]
+    assert COSTS.cycle(1, 3, tree=True) == [15.0, 16.5, 18.0, 19.5]
     assert COSTS.plain_cycle(2) == 12.0
 
 
 def test_rows_share_the_weights() -> None:
-    # Two rows of 4 nodes are as many as one row of 8, of which the two anchors are in the plain cycle.
-    assert COSTS.guesses(rows=2, count=3) == 21.0 - 11.0
+    # Four rows of 2 nodes are as many as one row of 8, of which the four anchors are in the plain cycle.
+    assert COSTS.cycle(4, 1, tree=False) == [19.0, 19.0 + 2 * (21.0 - 13.0)]
+    assert COSTS.cycle(2, 1, tree=False)[1] == pytest.approx(15.0 + (35.0 - 15.0) / 3)
 
 
 def test_beyond_the_measured_sizes_the_last_slope_goes_on() -> None:
-    assert COSTS.guesses(rows=1, count=9) == 21.0 + 2 * 2.0 - 10.0
+    assert COSTS.cycle(1, 9, tree=False)[-1] == 14.0 + 11.0 + 2 * 2.0
     assert COSTS.plain_cycle(8) == 18.0
 
 
 def test_a_forward_that_was_measured_too_short_is_no_gain() -> None:
-    noisy = Costs((1, 2), (10.0, 9.0), (1,), (11.0,), (0.0,))
-    assert noisy.cycle(1, 5) == [11.0] * 6
+    noisy = Costs((1, 2), (10.0, 9.0), (1,), (11.0,), ((1.0, 1.0),), ((1.0, 1.0),))
+    assert noisy.cycle(1, 5, tree=False) == [12.0] * 6
+
+
+def test_a_line_goes_through_most_of_the_points() -> None:
+    xs = [0.0, 1.0, 2.0, 4.0, 7.0]
+    assert _line(xs, [3 + 2 * x + (20 if x == 2 else 0) for x in xs]) == (3.0, 2.0)
+    assert _line(xs, [5 - x for x in xs]) == (3.0, 0.0)  # more work is never faster
+    assert _line([1.0, 1.0], [4.0, 6.0]) == (4.0, 1.0)  # a drafter that found no guesses: the target's own slope
 
 
 def test_measuring_covers_the_largest_batch(target: Target, tiny_drafter_dir: Path) -> None:
@@ -48,9 +65,19 @@ def test_measuring_covers_the_largest_batch(target: Target, tiny_drafter_dir: Pa
     engine = Engine(target, load_drafter(tiny_drafter_dir, target=target), max_batch_size=3)
     costs = measure(engine, lines.append)
     assert costs.rows == (1, 2, 3)
-    assert costs.nodes[:3] == (1, 2, 3) and max(costs.nodes) + 64 <= target.max_context
-    assert min(*costs.forward, *costs.plain) > 0 and min(costs.draft) >= 0
+    assert costs.nodes[:3] == (1, 2, 4) and max(costs.nodes) + 64 <= target.max_context
+    assert min(*costs.forward, *costs.plain) > 0
+    assert len(costs.chain) == len(costs.tree) == 3
+    assert all(extra >= 0 and scale >= 0 for extra, scale in costs.chain + costs.tree)
     assert len(lines) == len(costs.nodes) + 3
+
+
+def test_measuring_teaches_the_controller_nothing(target: Target, tiny_drafter_dir: Path) -> None:
+    drafter = load_drafter(tiny_drafter_dir, target=target)
+    engine = Engine(target, drafter, max_batch_size=1, drafting=Drafting("auto"))
+    before = dict(vars(engine.controller))
+    measure(engine)
+    assert vars(engine.controller) == before
 
 
 def test_a_pair_is_measured_once(target: Target, tiny_drafter_dir: Path, cache: Path) -> None:

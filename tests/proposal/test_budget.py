@@ -36,3 +36,11 @@ def test_rows_share_a_count() -> None:
     assert best_count([unsure], seconds) == 0
     assert best_count([sure, sure, sure, unsure], seconds) == 3
     assert best_count([sure, unsure, unsure, unsure], seconds) == 0
+
+
+def test_trust_scales_what_is_expected() -> None:
+    rows, seconds = [[0.9, 0.5, 0.1], [0.8, 0.7]], [1.0, 1.2, 1.5, 1.9]
+    for trust in (0.3, 0.7, 1.3):
+        rates = [(2 + trust * sum(sum(row[:n]) for row in rows)) / seconds[n] for n in range(4)]
+        assert best_count(rows, seconds, trust) == rates.index(max(rates))
+    assert best_count(rows, seconds, 0.1) == 0 < best_count(rows, seconds, 1.0)

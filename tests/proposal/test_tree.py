@@ -114,6 +114,8 @@ def test_cycle_seconds_cut_all_rows_to_the_count_that_pays_best() -> None:
         assert torch.equal(cut.parents, whole.parents[:, : count + 1])
         counts.add(count)
     assert len(counts) == 4 and {0, 30} <= counts
+    cut = build(log_probs, 30, [1 + 0.2 * n for n in range(31)])
+    assert cut.expected == pytest.approx([sum(row[: cut.tokens.size(1) - 1]) for row in scores], rel=1e-5)
 
 
 @pytest.mark.parametrize("spread", [0.0, 1.0, 3.0, 9.0])

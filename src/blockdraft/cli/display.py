@@ -151,13 +151,14 @@ def show_costs(console: Console, costs: Costs, block_size: int) -> None:
         "R: a cycle that drafts over a plain one; drafting pays where tau > R",
         "left",
     )
-    counts = [n for n in (3, block_size - 1, 31, 63) if n >= 1]
-    for header in ("rows", "plain ms", "drafting adds ms", *(f"R, {n} guesses" for n in sorted(set(counts)))):
+    chains = [n for n in (3, 7, 15) if n < block_size]
+    trees = (16, 32, 64)
+    for header in ("rows", "plain ms", *(f"R, chain of {n}" for n in chains), *(f"R, tree of {n}" for n in trees)):
         cycles.add_column(header, justify="right")
-    for rows, plain, draft in zip(costs.rows, costs.plain, costs.draft, strict=True):
-        curve = costs.cycle(rows, max(counts, default=0))
-        ratios = (f"{curve[n] / plain:.2f}" for n in sorted(set(counts)))
-        cycles.add_row(str(rows), f"{1000 * plain:.2f}", f"{1000 * draft:.2f}", *ratios)
+    for rows, plain in zip(costs.rows, costs.plain, strict=True):
+        chain, tree = costs.cycle(rows, max(chains, default=0), False), costs.cycle(rows, max(trees), True)
+        ratios = [chain[n] / plain for n in chains] + [tree[n] / plain for n in trees]
+        cycles.add_row(str(rows), f"{1000 * plain:.2f}", *(f"{ratio:.2f}" for ratio in ratios))
     console.print()
     console.print(cycles)
 

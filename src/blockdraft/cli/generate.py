@@ -1,16 +1,22 @@
-"""`blockdraft generate`: answer one prompt."""
+"""`blockdraft generate`: answer a prompt, or a file of them."""
 
 from __future__ import annotations
 
 import json
 import secrets
 import sys
-from typing import Annotated
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from blockdraft.cli.options import BlockSize, Device, Dtype, TargetFolder, extent, option
+from blockdraft.evaluation.methods import Settings
 from blockdraft.types import Drafting, SamplingParams
+
+if TYPE_CHECKING:
+    from blockdraft.engine import Engine
 
 
 def generate(
@@ -31,9 +37,28 @@ def generate(
     temperature: Annotated[float, option(SamplingParams, "temperature")] = SamplingParams.temperature,
     top_k: Annotated[int, option(SamplingParams, "top_k")] = SamplingParams.top_k,
     top_p: Annotated[float, option(SamplingParams, "top_p")] = SamplingParams.top_p,
+    min_p: Annotated[float, option(SamplingParams, "min_p")] = SamplingParams.min_p,
+    repetition_penalty: Annotated[
+        float, option(SamplingParams, "repetition_penalty")
+    ] = SamplingParams.repetition_penalty,
+    presence_penalty: Annotated[float, option(SamplingParams, "presence_penalty")] = SamplingParams.presence_penalty,
+    frequency_penalty: Annotated[float, option(SamplingParams, "frequency_penalty")] = SamplingParams.frequency_penalty,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="A text that ends the answer, which is cut before it. Repeat the option for several."),
+    ] = None,
     seed: Annotated[int | None, option(SamplingParams, "seed")] = SamplingParams.seed,
     block_size: BlockSize = None,
     tree_budget: Annotated[str, option(Drafting, "tree_budget", metavar="N|auto")] = str(Drafting.tree_budget),
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help='Answer all prompts of this file instead, lines of {"prompt": "text"} or {"turns": ["text", ...]}, '
+            "and print one JSON object a line, each as soon as it is done. Prompt i, from 0 on, has the seed + i.",
+        ),
+    ] = None,
+    batch_size: Annotated[int, option(Settings, "batch_size")] = 8,
     dtype: Dtype = None,
     device: Device = None,
     compare: Annotated[
@@ -52,10 +77,18 @@ def generate(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        stop=stop or (),
         seed=secrets.randbits(32) if seed is None else seed,  # so that all runs of a comparison share one
     )
     drafting = Drafting(extent("block_size", block_size), extent("tree_budget", tree_budget))
-    text = _read_prompt(prompt)
+    if prompts is not None and (prompt is not None or compare):
+        other = "--compare" if compare else "a prompt"
+        raise ValueError(f"--prompts {prompts} and {other} do not go together; leave one of them away.")
+    texts = _read_prompts(prompts) if prompts else [_read_prompt(prompt)]
 
     from transformers.utils import logging
 
@@ -68,8 +101,13 @@ def generate(
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     loaded = load_target(target, dtype=dtype, device=device)
-    engine = Engine(loaded, load_drafter(drafter, target=loaded), drafting=drafting)
+    rows = {"max_batch_size": batch_size} if prompts else {}
+    engine = Engine(loaded, load_drafter(drafter, target=loaded), drafting=drafting, **rows)
 
+    if prompts:
+        _answer_all(engine, texts, params)
+        return
+    [text] = texts
     if sys.stdout.isatty() and not as_json:
         console = display.terminal()
         display.stream_answer(console, engine, text, params)
@@ -87,6 +125,31 @@ def generate(
         if measured:
             display.show_comparison(display.plain(), measured)
     sys.stdout.flush()  # here, where a closed pipe still ends the command quietly
+
+
+def _answer_all(engine: Engine, prompts: list[str], params: SamplingParams) -> None:
+    """Print the answers as JSON lines, in the order in which they end."""
+    from blockdraft.cli.display import as_dict
+    from blockdraft.engine import Scheduler
+
+    assert params.seed is not None
+    scheduler = Scheduler(engine)
+    numbers = {
+        scheduler.submit(prompt, replace(params, seed=params.seed + number)): number
+        for number, prompt in enumerate(prompts)
+    }
+    while not scheduler.idle:
+        for request in scheduler.step():
+            number = numbers[request]
+            answer = {"index": number, "prompt": prompts[number], **as_dict(request.completion(), None)}
+            print(json.dumps(answer | ({"error": request.error} if request.error else {})), flush=True)
+
+
+def _read_prompts(path: Path) -> list[str]:
+    from blockdraft.evaluation.prompts import read_prompt_sets
+
+    [found] = read_prompt_sets([path])
+    return list(found.prompts)
 
 
 def _read_prompt(prompt: str | None) -> str:

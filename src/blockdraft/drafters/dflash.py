@@ -128,12 +128,11 @@ class DFlashDrafter:
             return chain(torch.cat([anchor[:, None], logits.argmax(dim=-1)], dim=1))
         log_probs = _log_probs(logits, plan.params)
         if plan.tree_budget > 0 and plan.cycle_seconds is not None:
-            return paying_tree(anchor, log_probs, plan.tree_budget, plan.cycle_seconds)
+            return paying_tree(anchor, log_probs, plan.tree_budget, plan.cycle_seconds, plan.trust)
         ranks = min(plan.tree_budget, logits.size(-1)) or 1
         best = log_probs.topk(ranks, dim=-1)
-        return best_first(
-            anchor, best.values, best.indices, plan.tree_budget or plan.block_size - 1, plan.cycle_seconds
-        )
+        budget = plan.tree_budget or plan.block_size - 1
+        return best_first(anchor, best.values, best.indices, budget, plan.cycle_seconds, plan.trust)
 
     def _refined_logits(self, state: KVCache, anchor: Tensor, block_size: int) -> Tensor:
         """Logits `[B, D, V]` of the D = block_size - 1 guesses after the last draft pass.
@@ -198,7 +197,7 @@ def drawn_chain(anchor: Tensor, logits: Tensor, plan: Plan) -> Proposal:
     depth = count = guesses.size(1)
     if plan.cycle_seconds is not None:
         best = _log_probs(logits, plan.params).amax(dim=-1)
-        count = best_count(best.cumsum(dim=-1).exp().tolist(), plan.cycle_seconds)
+        count = best_count(best.cumsum(dim=-1).exp().tolist(), plan.cycle_seconds, plan.trust)
     # Node j's law draws node j + 1. The last node draws none, so any law will do.
     nodes = [min(node, depth - 1) for node in range(1 + count)]
     q = tuple(

@@ -115,11 +115,13 @@ class DraftLMDrafter:
         seconds = plan.cycle_seconds if draws is None else None
         known = [[*t, a] if free else [] for t, a, free in zip(state.texts, anchor.tolist(), room, strict=True)]
         guesses, laws = [anchor], list[SparseLaw]()
-        expected = float(len(room))  # tokens of this cycle, over all rows: the bonus tokens, and guesses times survival
+        expected = torch.zeros(len(room), device=anchor.device)  # guesses of each row, times their survival
         survival = torch.tensor([float(free > 0) for free in room], device=anchor.device)
         for depth in range(max(room) if seconds is None else min(max(room), len(seconds) - 1)):
-            if seconds and (expected + float(survival.sum())) / seconds[depth + 1] <= expected / seconds[depth]:
-                break
+            if seconds:  # the next guess is taken to be as likely as the last
+                now, more = (len(room) + plan.trust * float(x.sum()) for x in (expected, expected + survival))
+                if more / seconds[depth + 1] <= now / seconds[depth]:
+                    break
             if depth == 0:
                 logits = self._read(state, known)
             else:
@@ -134,7 +136,7 @@ class DraftLMDrafter:
             if seconds:
                 within = torch.tensor([free > depth for free in room], device=anchor.device)
                 survival = survival * within * logits.float().softmax(dim=-1).gather(1, guess[:, None])[:, 0]
-                expected += float(survival.sum())
+                expected += survival
             guesses.append(guess)
         made = len(guesses) - 1
         tokens = torch.stack(guesses, dim=1)
@@ -143,7 +145,8 @@ class DraftLMDrafter:
             state.held = [text[:-1] + ids for text, ids in zip(known, read, strict=True)]
         past = torch.arange(made + 1) > torch.tensor(room)[:, None]
         parents = chain(tokens).parents.masked_fill(past.to(anchor.device), -1)
-        return Proposal(tokens, parents, _by_row(laws, plan) if laws else None)
+        known_chances = tuple(expected.tolist()) if seconds else None
+        return Proposal(tokens, parents, _by_row(laws, plan) if laws else None, known_chances)
 
     @torch.no_grad()
     def _read(self, state: DraftState, texts: Sequence[list[int]]) -> Tensor:

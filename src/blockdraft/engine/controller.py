@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 from blockdraft.drafters import Drafter
 from blockdraft.engine.costs import Costs
+from blockdraft.engine.pace import Pace
 from blockdraft.engine.request import Request
 from blockdraft.proposal import Plan
 from blockdraft.types import Drafting
@@ -21,6 +22,8 @@ MEMORY = 0.07  # weight of a request's newest cycle in its running mean
 TRIAL_MEMORY = 0.5  # the same for a cycle that drafted after a pause: what was known before may be outdated
 COMMON_MEMORY = 0.02  # the same for what all requests share
 FIRST_GUESS = 0.6  # share of guesses taken to be accepted before any has been tried
+MARGIN = 1.02  # gain below which drafting is not worth its risk
+SPARE_DEPTH = 1.5  # slots of a draft pass over the depth that paid lately
 PRIOR = 10.0  # guesses that the mean of all positions counts for at each position
 FIRST_WAIT, LONGEST_WAIT = 4, 512  # cycles without drafting before it is tried again
 
@@ -34,7 +37,8 @@ class Controller:
       decoding yields. Then it is tried again after a while, and after ever longer whiles if it still does not pay.
     - A drafter that knows probabilities gets the time of a cycle by its number of guesses, and returns as many as
       maximise the expected tokens over time (CaDDTree, arXiv 2606.01813). For one that does not, the length of its
-      chains is set in the same way from the share of guesses that were accepted so far.
+      chains is set in the same way from the share of guesses that were accepted so far. How far its probabilities can
+      be trusted is learned, and so is how long a block is of use: a shorter one makes a cheaper draft pass.
 
     Args:
         costs: Called once, when a decision first needs it.
@@ -47,12 +51,15 @@ class Controller:
         if isinstance(drafting.block_size, int):
             self._block_size = drafting.block_size
         self._costs = cache(costs)
-        self._curves: dict[tuple[int, int], list[float]] = {}
+        self._curves: dict[int, list[float]] = {}  # by rows
         self._tau: float | None = None  # of all requests; what a new one begins with
         self._taus: WeakKeyDictionary[Request, float] = WeakKeyDictionary()
         self._guesses = 0.0  # running mean of the guesses a row
+        self._depth = float(self._block_size)  # running mean of the guesses on the longest path
+        self._came_true = self._expected = PRIOR  # accepted guesses, and what the drafter expected of them
         self._accepted = [0.0] * self._block_size  # by position: guesses accepted, and guesses that could have been
         self._reached = [0.0] * self._block_size
+        self._pace = Pace(self.most_guesses)
         self._idle = 0
         self._wait = FIRST_WAIT
 
@@ -81,13 +88,22 @@ class Controller:
         if block_size == 1 or not self._pays(requests):
             self._idle += 1
             return Plan(1, params)
-        curve = self._curve(len(requests), self.most_guesses)
+        curve = self._curve(len(requests))
         if self._drafter.knows_probabilities:
-            return Plan(block_size, params, budget, curve)
+            if not self._drafting.drawn:
+                block_size = min(block_size, 2 + round(SPARE_DEPTH * self._depth))
+            return Plan(block_size, params, budget, curve, self._came_true / self._expected)
         return Plan(min(block_size, 1 + self._best_length(curve)), params, budget)
 
     def learn(
-        self, requests: Sequence[Request], plan: Plan, guesses: int, deepest: Sequence[int], lengths: Sequence[int]
+        self,
+        requests: Sequence[Request],
+        plan: Plan,
+        guesses: int,
+        deepest: Sequence[int],
+        lengths: Sequence[int],
+        expected: Sequence[float] | None = None,
+        seconds: float | None = None,
     ) -> None:
         """Take in what a cycle yielded.
 
@@ -97,11 +113,24 @@ class Controller:
             guesses: Guesses a row, those that fill up shorter rows included.
             deepest: For each request the guesses on its longest path.
             lengths: For each request the guesses that were accepted.
+            expected: For each request the guesses that the drafter expected to be accepted, where it says so.
+            seconds: Time that the cycle took, where it is known.
         """
-        if not self.automatic or plan.block_size == 1:
+        if not self.automatic:
+            return
+        rows, drafts = len(requests), plan.block_size > 1
+        if seconds is not None:
+            usual = self._measured(rows)[guesses] if drafts else self._costs().plain_cycle(rows)
+            self._pace.learn(guesses if drafts else None, seconds, usual)
+        if not drafts:
             return
         trial = self._idle > 0
         self._guesses += MEMORY * (guesses - self._guesses)
+        self._depth += MEMORY * (max(deepest) - self._depth)
+        if expected is not None:
+            for hope, length in zip(expected, lengths, strict=True):
+                self._expected = (1 - COMMON_MEMORY) * self._expected + hope
+                self._came_true = (1 - COMMON_MEMORY) * self._came_true + length
         for request, depth, length in zip(requests, deepest, lengths, strict=True):
             before = self._taus.get(request, self._tau)
             weight = TRIAL_MEMORY if trial else MEMORY
@@ -121,15 +150,20 @@ class Controller:
 
     def _worth(self, requests: Sequence[Request]) -> bool:
         """Whether these requests get more tokens a second with drafting than without."""
-        rows, costs = len(requests), self._costs()
+        rows = len(requests)
         tokens = sum(self._taus.get(request, self._tau or 1.0) for request in requests)
-        drafted = self._curve(rows, self.most_guesses)[round(self._guesses)]
-        return tokens * costs.plain_cycle(rows) > rows * drafted
+        plain = self._pace.plain * self._costs().plain_cycle(rows)
+        return tokens * plain > MARGIN * rows * self._curve(rows)[round(self._guesses)]
 
-    def _curve(self, rows: int, most: int) -> list[float]:
-        if (rows, most) not in self._curves:
-            self._curves[rows, most] = self._costs().cycle(rows, most)
-        return self._curves[rows, most]
+    def _curve(self, rows: int) -> list[float]:
+        """Seconds of a cycle that drafts, by guesses a row, as far as is known by now."""
+        return self._pace.cycle(self._measured(rows))
+
+    def _measured(self, rows: int) -> list[float]:
+        """The same as it was measured beforehand."""
+        if rows not in self._curves:
+            self._curves[rows] = self._costs().cycle(rows, self.most_guesses, self._drafting.tree_budget != 0)
+        return self._curves[rows]
 
     def _best_length(self, curve: Sequence[float]) -> int:
         """Guesses of a chain that maximise the expected tokens over time, from what was accepted at each position.

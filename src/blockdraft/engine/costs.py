@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
+from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,11 +26,15 @@ from blockdraft.types import SamplingParams
 if TYPE_CHECKING:
     from blockdraft.engine.engine import Engine
 
+LAYOUT = 2  # of the file; a new one measures anew
 ROWS = (1, 2, 4, 8, 16, 32, 64)
-NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+CHAIN_GUESSES = (1, 3, 7, 15)
+TREE_GUESSES = (1, 4, 8, 16, 32, 64, 128)
+MOST_GUESSES = 512  # of all rows together; larger trees are extrapolated
 CONTEXT = 128  # committed tokens of each row while measuring
-REPEATS = 9
-LIMIT_SECONDS = 20.0  # once measuring has taken so long, larger sizes are left to extrapolation
+REPEATS = 7
+LIMIT_SECONDS = 25.0  # once measuring has taken so long, larger sizes are left to extrapolation
 
 
 @dataclass(frozen=True)
@@ -39,30 +44,35 @@ class Costs:
     Attributes:
         nodes, forward: Target forward of one row with so many nodes.
         rows, plain: Whole cycle of so many rows that does not draft.
-        draft: What a cycle of so many rows takes longer when it drafts, the target's work on the guesses left out.
+        chain, tree: For each of these numbers of rows, what a cycle takes longer when it drafts, the target's work on
+            the guesses left out; and the time of this work over what `forward` says of it, which knows one row only.
     """
 
     nodes: tuple[int, ...]
     forward: tuple[float, ...]
     rows: tuple[int, ...]
     plain: tuple[float, ...]
-    draft: tuple[float, ...]
+    chain: tuple[tuple[float, float], ...]
+    tree: tuple[tuple[float, float], ...]
 
     def plain_cycle(self, rows: int) -> float:
         """Time of a cycle of `rows` rows that does not draft."""
         return _at(rows, self.rows, self.plain)
 
-    def cycle(self, rows: int, most: int) -> list[float]:
+    def cycle(self, rows: int, most: int, tree: bool) -> list[float]:
         """Time of a cycle that drafts, by guesses a row: entry n is for n guesses, from 0 to `most`."""
-        fixed = self.plain_cycle(rows) + _at(rows, self.rows, self.draft)
-        return [fixed + self.guesses(rows, count) for count in range(most + 1)]
+        curves = [
+            [plain + extra + scale * _more(self.nodes, self.forward, size, count) for count in range(most + 1)]
+            for size, plain, (extra, scale) in zip(
+                self.rows, self.plain, self.tree if tree else self.chain, strict=True
+            )
+        ]
+        return [_at(rows, self.rows, seconds) for seconds in zip(*curves, strict=True)]
 
-    def guesses(self, rows: int, count: int) -> float:
-        """Time that the target needs for `count` guesses in each of `rows` rows, besides the anchors.
 
-        Read off the forwards of one row: a batch shares the weights, whichever row a node belongs to.
-        """
-        return max(_at(rows * (count + 1), self.nodes, self.forward) - _at(rows, self.nodes, self.forward), 0.0)
+def _more(nodes: Sequence[int], forward: Sequence[float], rows: int, guesses: int) -> float:
+    """Time of so many guesses a row, were the nodes of all rows those of one: they share the weights."""
+    return max(_at(rows * (guesses + 1), nodes, forward) - _at(rows, nodes, forward), 0.0)
 
 
 def _at(x: float, xs: Sequence[int], ys: Sequence[float]) -> float:
@@ -97,23 +107,48 @@ def measure(engine: Engine, report: Callable[[str], None] = lambda line: None) -
         nodes.append(count)
         forward.append(_seconds(engine, partial(score, count)))
         report(f"target forward of {count} tokens: {1000 * forward[-1]:.2f} ms")
+    longest = engine.drafter.block_size - 1
+    chain_guesses = sorted({min(count, longest) for count in (*CHAIN_GUESSES, longest)})
     rows: list[int] = []
     plain: list[float] = []
-    draft: list[float] = []
+    chain: list[tuple[float, float]] = []
+    tree: list[tuple[float, float]] = []
     for size in [size for size in ROWS if size < engine.max_batch_size] + [engine.max_batch_size]:
         if rows and time.perf_counter() - began > LIMIT_SECONDS:
             break
-        params = [SamplingParams()] * size
-        seconds = []
-        for block_size in (1, engine.drafter.block_size):
-            batch = _batch(engine, size, context, 2 * (REPEATS + 1) * engine.drafter.block_size)
-            seconds.append(_seconds(engine, partial(engine.step, batch, Plan(block_size, params))))
+        trees = [count for count in TREE_GUESSES if size * count <= MOST_GUESSES] or TREE_GUESSES[:1]
         rows.append(size)
-        plain.append(seconds[0])
-        known = Costs(tuple(nodes), tuple(forward), tuple(rows), tuple(plain), tuple(plain))
-        draft.append(max(seconds[1] - seconds[0] - known.guesses(size, engine.drafter.block_size - 1), 0.0))
-        report(f"{size} rows: plain cycle {1000 * plain[-1]:.2f} ms, drafting {1000 * draft[-1]:.2f} ms more")
-    return Costs(tuple(nodes), tuple(forward), tuple(rows), tuple(plain), tuple(draft))
+        plain.append(_cycle(engine, size, context, 0)[1])
+        for found, counts in ((chain, chain_guesses), (tree, trees)):
+            points = [_cycle(engine, size, context, count, found is tree) for count in counts]
+            work = [_more(nodes, forward, size, guesses) for guesses, _ in points]
+            found.append(_line(work, [seconds - plain[-1] for _, seconds in points]))
+        added = (f"a {kind} {1000 * found[-1][0]:.2f} ms" for kind, found in (("chain", chain), ("tree", tree)))
+        report(f"{size} rows: plain cycle {1000 * plain[-1]:.2f} ms; drafting adds to " + ", to ".join(added))
+    return Costs(tuple(nodes), tuple(forward), tuple(rows), tuple(plain), tuple(chain), tuple(tree))
+
+
+def _line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
+    """Offset and slope, both at least 0, of the line through most of the points (Theil and Sen): machines have other
+    work too, and a few measurements are far off."""
+    pairs = combinations(zip(xs, ys, strict=True), 2)
+    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairs if a[0] != b[0]]
+    slope = max(statistics.median(slopes), 0.0) if slopes else 1.0
+    offset = statistics.median(y - slope * x for x, y in zip(xs, ys, strict=True))
+    return max(offset, 0.0), slope
+
+
+def _cycle(engine: Engine, rows: int, context: int, guesses: int, tree: bool = False) -> tuple[int, float]:
+    """How many guesses a row there were, of those asked for, and the median time of a cycle with them."""
+    drafter = engine.drafter
+    # Asked as the controller asks: with times by which just so many guesses pay, or for a chain of this length.
+    seconds = [1.0] * (guesses + 1) if guesses and drafter.knows_probabilities else None
+    block_size = drafter.block_size if seconds and tree else min(drafter.block_size, guesses + 1)
+    plan = Plan(block_size, [SamplingParams()] * rows, guesses if tree else 0, seconds)
+    batch = _batch(engine, rows, context, (REPEATS + 1) * drafter.block_size + guesses)
+    made: list[int] = []
+    taken = _seconds(engine, lambda: made.append(engine.step(batch, plan)))
+    return int(statistics.median(made)), taken
 
 
 def _batch(engine: Engine, rows: int, context: int, room: int) -> Batch:
@@ -146,7 +181,7 @@ def load_or_measure(engine: Engine, report: Callable[[str], None] = lambda line:
     path = cache_folder() / "costs" / f"{_fingerprint(engine)}.json"
     if path.is_file() and not anew:
         try:
-            return Costs(**{name: tuple(values) for name, values in json.loads(path.read_text()).items()})
+            return Costs(**{name: _tuples(values) for name, values in json.loads(path.read_text()).items()})
         except (ValueError, TypeError, AttributeError):
             report(f"{path} cannot be read; measuring again")
     costs = measure(engine, report)
@@ -155,6 +190,10 @@ def load_or_measure(engine: Engine, report: Callable[[str], None] = lambda line:
     partial.write_text(json.dumps(asdict(costs)), encoding="utf-8")
     partial.replace(path)
     return costs
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def cache_folder() -> Path:
@@ -168,6 +207,6 @@ def _fingerprint(engine: Engine) -> str:
         *(target.path, target.hidden_size, target.num_layers, target.vocab_size, target.dtype, target.device.type, gpu),
         *(type(drafter).__name__, drafter.path, drafter.block_size, drafter.taps),
         *(engine.max_batch_size, torch.get_num_threads(), platform.node(), platform.processor()),
-        *(version("torch"), version("transformers"), version("blockdraft")),
+        *(LAYOUT, version("torch"), version("transformers"), version("blockdraft")),
     ]
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]

@@ -129,14 +129,18 @@ class Engine:
         text = AnswerText(self.target.tokenizer, params.stop)
         return Request(ids, params, frozenset(stops), RandomNumbers(params.seed), text)
 
-    def step(self, batch: Batch, plan: Plan | None = None) -> None:
+    def step(self, batch: Batch, plan: Plan | None = None) -> int:
         """One cycle: propose, score, verify, commit, observe. No request of the batch may have finished.
 
         Args:
-            plan: How far to draft; None leaves it to the controller.
+            plan: How far to draft; None leaves it to the controller, which learns from the outcome.
+
+        Returns:
+            Guesses a row, those that fill up shorter rows included.
         """
         began = time.perf_counter()
         requests, anchor = batch.requests, self._tensor([request.token_ids[-1] for request in batch.requests])
+        learns = plan is None
         plan = plan or self.controller.plan(requests)
         if self.drafting.drawn:
             plan = replace(plan, draws=self._fresh(requests)[:, : plan.block_size - 1])
@@ -168,11 +172,15 @@ class Engine:
             request.stats.committed.append(taken)
             request.stats.drafted.append(deepest[row])
         accepted_counts = [max(len(nodes) - 1, 0) for nodes in verdict.path]
-        self.controller.learn(requests, plan, proposal.tokens.size(1) - 1, deepest, accepted_counts)
+        guesses = proposal.tokens.size(1) - 1
+        if learns:
+            seconds = time.perf_counter() - began
+            self.controller.learn(requests, plan, guesses, deepest, accepted_counts, proposal.expected, seconds)
         for request in requests:
             request.stats.draft_seconds += proposed - began + observed - verified
             request.stats.verify_seconds += scored - proposed
             request.stats.total_seconds += time.perf_counter() - began
+        return guesses
 
     def prefill(self, requests: list[Request]) -> Batch:
         """Read the prompts, as chains of which everything is committed; their last nodes yield the first tokens."""

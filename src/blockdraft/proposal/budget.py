@@ -7,17 +7,18 @@ from collections.abc import Sequence
 import numpy as np
 
 
-def best_count(path_probs: Sequence[Sequence[float]], cycle_seconds: Sequence[float]) -> int:
+def best_count(path_probs: Sequence[Sequence[float]], cycle_seconds: Sequence[float], trust: float = 1.0) -> int:
     """The number of guesses a row with which a cycle yields the most tokens a second.
 
-    With n guesses a row is expected to commit 1 + (its first n path probabilities) tokens, the bonus included. All
-    rows go through one forward, so they share n. Every n is tried: measured times need not be convex.
+    With n guesses a row is expected to commit 1 + trust * (sum of its first n path probabilities) tokens, the bonus
+    included. All rows go through one forward, so they share n. Every n is tried: measured times need not be convex.
 
     Args:
         path_probs: For each row the chance that each guess is accepted together with all guesses before it on its
             path, in the order in which guesses are added. Rows may have different numbers of guesses.
         cycle_seconds: Time of a cycle with 0, 1, 2, ... guesses a row. More guesses than it has times for are not
             considered.
+        trust: As in `Plan`.
 
     Returns:
         The count, 0 included; of equally good ones the smallest.
@@ -27,5 +28,5 @@ def best_count(path_probs: Sequence[Sequence[float]], cycle_seconds: Sequence[fl
     tokens[0] = len(path_probs)
     for row in path_probs:
         gains = row[: len(tokens) - 1]
-        tokens[1 : 1 + len(gains)] += gains
+        tokens[1 : 1 + len(gains)] += trust * np.asarray(gains)
     return int(np.argmax(tokens.cumsum() / cycle_seconds[: len(tokens)]))

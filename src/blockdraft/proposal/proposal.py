@@ -34,11 +34,14 @@ class Proposal:
         q: For each row the laws that its guesses were drawn from at random, each child of a node drawn anew from that
             node's law, in the order of the nodes; None for a row whose guesses were chosen (argmax, top-k,
             n-gram, ...). None instead of a tuple where every row's guesses were chosen.
+        expected: For each row the number of guesses that the drafter's probabilities let expect to be accepted; None
+            where that was not computed.
     """
 
     tokens: Tensor
     parents: Tensor
     q: tuple[SparseLaw | None, ...] | None = None
+    expected: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         assert self.tokens.shape == self.parents.shape and self.tokens.ndim == 2

@@ -22,6 +22,7 @@ def best_first(
     ids_BDK: Tensor,
     budget: int,
     cycle_seconds: Sequence[float] | None = None,
+    trust: float = 1.0,
 ) -> Proposal:
     """The tree with the largest expected accepted length (DDTree, arXiv 2604.12989).
 
@@ -36,7 +37,7 @@ def best_first(
             node comes after its better siblings, so no tree has use for more than K = `budget` ranks.
         ids_BDK: Their tokens, int64, distinct at each depth.
         budget: Most guesses of a row.
-        cycle_seconds: As in `Plan`; where given, all rows are cut to the count of guesses that pays best.
+        cycle_seconds, trust: As in `Plan`; where given, all rows are cut to the count of guesses that pays best.
 
     Returns:
         A proposal of at most 1 + budget nodes a row, in the order in which they were added. A row that has fewer
@@ -47,18 +48,23 @@ def best_first(
     flat = pad(log_probs_BDK, (0, 1, 0, 1), value=-inf).flatten(1).tolist()
     rows = [_grow(log_probs, ranks, budget) for log_probs in flat]
     count = max(len(nodes) for nodes in rows)
+    expected = None
     if cycle_seconds is not None:
-        count = best_count([[exp(-cost) for cost, _, _ in nodes] for nodes in rows], cycle_seconds)
+        path_probs = [[exp(-cost) for cost, _, _ in nodes] for nodes in rows]
+        count = best_count(path_probs, cycle_seconds, trust)
+        expected = tuple(sum(probs[:count]) for probs in path_probs)
     filled = [[(0.0, -1, 0), *nodes[:count], *[(0.0, -1, 0)] * (count - len(nodes))] for nodes in rows]
     device = ids_BDK.device
     parents = torch.tensor([[parent for _, parent, _ in nodes] for nodes in filled], device=device)
     guesses = torch.tensor([[guess for _, _, guess in nodes] for nodes in filled], device=device)
     tokens = pad(ids_BDK, (0, 1, 0, 1)).flatten(1).gather(1, guesses)
     tokens[:, 0] = anchor_B
-    return Proposal(tokens, parents)
+    return Proposal(tokens, parents, expected=expected)
 
 
-def paying_tree(anchor_B: Tensor, log_probs_BDV: Tensor, budget: int, cycle_seconds: Sequence[float]) -> Proposal:
+def paying_tree(
+    anchor_B: Tensor, log_probs_BDV: Tensor, budget: int, cycle_seconds: Sequence[float], trust: float = 1.0
+) -> Proposal:
     """The best-first tree of as many guesses as pay, at most `budget`.
 
     Growing a tree takes time too, so a small one comes first, and a larger one only where most of that one pays.
@@ -67,12 +73,12 @@ def paying_tree(anchor_B: Tensor, log_probs_BDV: Tensor, budget: int, cycle_seco
 
     Args:
         log_probs_BDV: Log probabilities `[B, D, V]` of the guesses at each depth.
-        cycle_seconds: As in `Plan`.
+        cycle_seconds, trust: As in `Plan`.
     """
     size = min(FIRST_SIZE, budget)
     while True:
         best = log_probs_BDV.topk(min(size, log_probs_BDV.size(-1)), dim=-1)
-        proposal = best_first(anchor_B, best.values, best.indices, size, cycle_seconds)
+        proposal = best_first(anchor_B, best.values, best.indices, size, cycle_seconds, trust)
         if size == budget or proposal.tokens.size(1) - 1 < 0.75 * size:
             return proposal
         size = min(4 * size, budget)
