@@ -1,0 +1,164 @@
+"""Which parts of the training recipe pay: drafters trained on equal tokens, tau by the real engine, several seeds.
+
+    blockdraft data written.jsonl --out data/written     # rows {"prompt", "response"}, written by the target
+    blockdraft data original.jsonl --out data/original   # the same prompts with the responses they came with
+    python benchmarks/train_ablations.py recipes/tiny/ablation.toml --written data/written --original data/original \
+        --prompts gsm8k.jsonl --prompts humaneval.jsonl --out build/ablations
+
+Every arm changes one thing of the base recipe. Each seed of an arm is one `blockdraft train` run; what is finished is
+kept, so the command goes on where it stopped. It writes results.json, results.md and results.png.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from blockdraft import Engine, SamplingParams, Target, load_drafter, load_target
+from blockdraft.engine import merge
+from blockdraft.evaluation.lossless import loops
+from blockdraft.evaluation.prompts import PromptSet, read_prompt_sets
+
+BASE = "base"
+# Arm: what it changes, and whether the base is expected to accept more than it (None: no direction is claimed).
+ARMS: dict[str, tuple[dict[str, str], bool | None]] = {
+    BASE: ({}, None),
+    "original text": ({"data": "original"}, True),
+    "fixed blocks": ({"anchor_placement": "fixed"}, True),
+    "1 tap": ({"taps": "1"}, True),
+    "no decay": ({"gamma": "0"}, True),
+    "D-PACE": ({"objective": "dpace=1"}, False),
+    "DFlash2": ({"variant": "dflash2"}, False),
+    "1 layer": ({"layers": "1"}, True),
+    "3 layers": ({"layers": "3"}, False),
+    "block 8": ({"block_size": "8"}, True),
+}
+
+
+def train(
+    out: Path, recipe: Path, data: dict[str, Path], changes: dict[str, str], seed: int, target: str | None
+) -> None:
+    changes = dict(changes)
+    variant, folder = changes.pop("variant", "dflash"), data[changes.pop("data", "written")]
+    command = [
+        sys.executable,
+        "-m",
+        "blockdraft",
+        "train",
+        variant,
+        str(recipe),
+        "--data",
+        str(folder),
+        "--out",
+        str(out),
+    ]
+    command += ["--seed", str(seed)] + (["--target", target] if target else [])
+    for name, value in changes.items():
+        command += [f"--{name.replace('_', '-')}", value]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+def measure(drafter: str, target: Target, sets: Sequence[PromptSet], tokens: int) -> dict[str, float]:
+    """tau on each prompt set, greedily, answers that loop left out."""
+    engine = Engine(target, load_drafter(drafter, target=target), max_batch_size=16)
+    found = {}
+    for one in sets:
+        completions = engine.generate(list(one.prompts), SamplingParams(max_new_tokens=tokens))
+        sound = [completion.stats for completion in completions if not loops(completion.token_ids)]
+        found[one.name] = merge(sound).tau
+    return found
+
+
+def table(results: dict[str, dict[str, dict[str, float]]], names: Sequence[str]) -> str:
+    """A row for each arm: mean, lowest and highest tau of its seeds, and the ratio to the base on the same seeds."""
+    lines = [f"| | seeds | {' | '.join(f'{name}: tau | against base' for name in names)} | expected | found |"]
+    lines.append("|---" * (4 + 2 * len(names)) + "|")
+    for arm, runs in results.items():
+        cells, ratios = [], []
+        for name in names:
+            taus = [run[name] for run in runs.values()]
+            shared = [(run[name], results[BASE][seed][name]) for seed, run in runs.items() if seed in results[BASE]]
+            ratios += [mine / base for mine, base in shared]
+            ratio = statistics.mean(mine / base for mine, base in shared) if shared else float("nan")
+            cells += [f"{statistics.mean(taus):.2f} ({min(taus):.2f} to {max(taus):.2f})", f"{ratio:.2f}"]
+        worse = ARMS[arm][1]
+        expected = {None: "", True: "less", False: "more"}[worse]
+        found = "" if worse is None or not ratios else ("less" if statistics.mean(ratios) < 1 else "more")
+        lines.append(f"| {arm} | {len(runs)} | {' | '.join(cells)} | {expected} | {found} |")
+    return "\n".join(lines) + "\n"
+
+
+def picture(results: dict[str, dict[str, dict[str, float]]], names: Sequence[str], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, len(names), figsize=(5 * len(names), 4.5), sharey=True, squeeze=False)
+    arms = list(results)[::-1]
+    for axis, name in zip(axes[0], names, strict=True):
+        for place, arm in enumerate(arms):
+            taus = [run[name] for run in results[arm].values()]
+            axis.barh(place, statistics.mean(taus), color="tab:gray" if arm == BASE else "tab:blue", alpha=0.6)
+            axis.plot(taus, [place] * len(taus), "k.", markersize=5)
+        axis.set_yticks(range(len(arms)), arms)
+        axis.set_xlim(left=1)
+        axis.set_xlabel("tau (tokens per target forward)")
+        axis.set_title(name)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", type=Path, help="the base recipe")
+    parser.add_argument("--written", type=Path, required=True, help="token data that the target wrote")
+    parser.add_argument("--original", type=Path, required=True, help="token data of the same prompts, original text")
+    parser.add_argument("--prompts", type=Path, action="append", required=True, help="prompt set; may be repeated")
+    parser.add_argument("--limit", type=int, default=48, help="prompts of each set")
+    parser.add_argument("--max-new-tokens", type=int, default=160)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--target", default=None, help="by default the bundled one")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--arms", default=",".join(ARMS), help=f"of: {', '.join(ARMS)}")
+    args = parser.parse_args()
+    arms = [arm.strip() for arm in args.arms.split(",")]
+    if unknown := [arm for arm in arms if arm not in ARMS]:
+        parser.error(f"unknown arms {unknown}; there are {', '.join(ARMS)}")
+
+    sets = read_prompt_sets(args.prompts, args.limit)
+    names = [one.name for one in sets]
+    target = load_target(args.target)
+    args.out.mkdir(parents=True, exist_ok=True)
+    data = {"written": args.written, "original": args.original}
+    # Seed after seed, so that an interrupted comparison has seen every arm equally often.
+    for seed in range(args.seeds):
+        for arm in arms:
+            folder = args.out / f"{arm.replace(' ', '_')}-{seed}"
+            found = folder.with_suffix(".tau.json")
+            if not found.exists():
+                print(f"seed {seed}: {arm}", flush=True)
+                train(folder, args.recipe, data, ARMS[arm][0], seed, args.target)
+                found.write_text(json.dumps(measure(str(folder), target, sets, args.max_new_tokens)))
+                print(f"  tau {json.loads(found.read_text())}", flush=True)
+            write(args.out, names)
+
+
+def write(out: Path, names: Sequence[str]) -> None:
+    results: dict[str, dict[str, Any]] = {}
+    for arm in ARMS:
+        files = sorted(out.glob(f"{arm.replace(' ', '_')}-*.tau.json"))
+        if files:
+            results[arm] = {file.name.split(".")[0].rpartition("-")[2]: json.loads(file.read_text()) for file in files}
+    if BASE in results:
+        (out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+        (out / "results.md").write_text(table(results, names))
+        picture(results, names, out / "results.png")
+
+
+if __name__ == "__main__":
+    main()
