@@ -198,8 +198,9 @@ class DataWriter:
         self.manifest = read_manifest(folder)
         if self.manifest is None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ValueError(f"{folder} holds other files; choose another folder for --out.")
-        for name, ours in identity.items() if self.manifest is not None else ():
-            theirs = self.manifest.get(name)
+        known = identity if self.manifest is None else self.manifest
+        for name, ours in identity.items():
+            theirs = known.get(name)
             if theirs != ours:
                 raise ValueError(
                     f"{folder} was made with {name} {theirs!r}, not {ours!r}; choose another folder for --out, or "
