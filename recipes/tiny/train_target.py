@@ -26,7 +26,7 @@ from muon import Muon
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
-from blockdraft.evaluation.lossless import loops
+from blockdraft.engine import loops
 
 # Share of the documents drawn, by kind; in tokens about 38 % GSM8K, 31 % problems, 22 % Python, the rest MATH.
 MIXTURES = {

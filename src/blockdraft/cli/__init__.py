@@ -10,6 +10,8 @@ import typer
 
 from blockdraft.cli.bench import bench
 from blockdraft.cli.calibrate import calibrate
+from blockdraft.cli.data import data
+from blockdraft.cli.features import features
 from blockdraft.cli.generate import generate
 
 app = typer.Typer(
@@ -21,6 +23,8 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(bench)
 app.command()(calibrate)
+app.command()(data)
+app.command()(features)
 
 
 def _print_version(wanted: bool) -> None:

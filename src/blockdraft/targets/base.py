@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -50,6 +50,16 @@ class TargetOutput:
     features: Tensor | None
 
 
+@dataclass(frozen=True)
+class TargetText:
+    """What is known of a target without its weights; see `Target`."""
+
+    path: Path | None
+    tokenizer: PreTrainedTokenizerBase | None
+    max_context: int
+    eos_token_ids: frozenset[int]
+
+
 class Target(Protocol):
     """The language model whose output must not change.
 
@@ -58,6 +68,7 @@ class Target(Protocol):
         tokenizer: None where the folder has none; then prompts are token ids.
         max_context: Tokens that a row may hold, prompt and answer together.
         eos_token_ids: Tokens that end an answer.
+        architecture: What its configuration says, as JSON can spell it, without the dtype.
     """
 
     path: Path | None
@@ -69,6 +80,10 @@ class Target(Protocol):
     vocab_size: int
     max_context: int
     eos_token_ids: frozenset[int]
+    architecture: dict[str, Any]
+
+    def named_weights(self) -> Iterable[tuple[str, Tensor]]:
+        """Every weight, by a name that stays the same."""
 
     def new_cache(self, batch: int, capacity: int) -> Cache:
         """An empty cache of `batch` rows with `capacity` slots each, nodes included."""
