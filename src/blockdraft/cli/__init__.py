@@ -11,7 +11,7 @@ import typer
 from blockdraft.cli.bench import bench
 from blockdraft.cli.calibrate import calibrate
 from blockdraft.cli.generate import generate
-from blockdraft.cli.train import train
+from blockdraft.cli.train import RecipeCommand, train
 
 app = typer.Typer(
     help="Lossless fast decoding of language models with block-diffusion drafters.",
@@ -22,7 +22,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(bench)
 app.command()(calibrate)
-app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(train)
+app.command(cls=RecipeCommand)(train)
 
 
 def _print_version(wanted: bool) -> None:
