@@ -10,6 +10,8 @@ import typer
 
 from blockdraft.cli.bench import bench
 from blockdraft.cli.calibrate import calibrate
+from blockdraft.cli.data import data
+from blockdraft.cli.features import features
 from blockdraft.cli.generate import generate
 from blockdraft.cli.train import RecipeCommand, train
 
@@ -22,6 +24,8 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(bench)
 app.command()(calibrate)
+app.command()(data)
+app.command()(features)
 app.command(cls=RecipeCommand)(train)
 
 
