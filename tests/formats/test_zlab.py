@@ -175,7 +175,9 @@ def test_parse_attention(raw: dict[str, Any], layers: list[tuple[bool, int | Non
     [
         ([1], "JSON object"),
         (changed(architectures=None), "architectures is absent"),
-        (changed(architectures=["DFlash2DraftModel"]), r"'DFlash2DraftModel'\]; it must be \['DFlashDraftModel'\]"),
+        (changed(architectures=["Eagle3"]), r"'Eagle3'\]; it must be a list of one of \[.*'DFlashDraftModel'"),
+        (changed(architectures=["DFlashDraftModel", "DFlash2DraftModel"]), "architectures is"),
+        (changed(architectures=[["DFlashDraftModel"]]), "architectures is"),
         (changed(dflash_config=7), "dflash_config is 7"),
         (changed(rope_theta=None), "rope_theta is absent"),
         (
@@ -424,7 +426,7 @@ def test_write_replaces_a_draft_model_and_nothing_else(tmp_path: Path) -> None:
     write_checkpoint(path, replace(CONFIG, block_size=8), make_tensors(dtype=torch.float32))
     assert read_checkpoint(path)[0].block_size == 8
     assert json.loads((path / "config.json").read_text())["dtype"] == "float32"
-    other = put(tmp_path / "other", {"architectures": ["DFlash2DraftModel"]})
+    other = put(tmp_path / "other", {"architectures": ["Qwen3ForCausalLM"]})
     (tmp_path / "file").write_text("")
     for taken in (other, tmp_path / "file", tmp_path):
         with pytest.raises(ValueError, match="new, empty or a draft model's"):

@@ -13,6 +13,7 @@ from blockdraft.cli.calibrate import calibrate
 from blockdraft.cli.data import data
 from blockdraft.cli.features import features
 from blockdraft.cli.generate import generate
+from blockdraft.cli.train import RecipeCommand, train
 
 app = typer.Typer(
     help="Lossless fast decoding of language models with block-diffusion drafters.",
@@ -25,6 +26,7 @@ app.command()(bench)
 app.command()(calibrate)
 app.command()(data)
 app.command()(features)
+app.command(cls=RecipeCommand)(train)
 
 
 def _print_version(wanted: bool) -> None:

@@ -62,14 +62,20 @@ class DFlashNetwork(nn.Module):
     """The draft layers, `fc` and norms; embedding and head are the target's.
 
     Parameter names equal the tensor names of z-lab's checkpoints, so `state_dict` is the checkpoint.
+
+    Attributes:
+        config_class: What it is built from; `layer_class`: what its layers are. Networks that extend this one set both.
     """
+
+    config_class: type[DraftConfig] = DraftConfig
+    layer_class: type[DraftLayer] = DraftLayer
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
         self.config = config
         self.fc = nn.Linear(len(config.taps) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(self.layer_class(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         # The many kinds of rotary scaling are transformers' business. The frequencies are no buffer of this module,
         # because they must stay float32 when the weights are cast: rounded to bfloat16, positions blur.

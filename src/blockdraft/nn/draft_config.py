@@ -1,4 +1,4 @@
-"""The shape of a DFlash draft network, free of how any file writes it down."""
+"""The shapes of draft networks of the DFlash family, free of how any file writes them down."""
 
 from __future__ import annotations
 
@@ -61,6 +61,23 @@ class DraftConfig:
         need(len(self.layers) == depth, "the number of layers", len(self.layers), f"num_hidden_layers, {depth}")
         for layer in self.layers:
             whole("a sliding window", 1 if layer.window is None else layer.window)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlash2Config(DraftConfig):
+    """A DFlash2 draft model: DFlash v1 with convolutions in its layers and a selector among candidates."""
+
+    conv_kernel_size: int  # slots that a convolution reads: its own and those before
+    conv_group_size: int  # neighbouring channels that share a correction of the kernel
+    selector_rank: int  # width of the codebooks
+    selector_top_k: int  # candidates of a slot
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        group, size = self.conv_group_size, self.hidden_size
+        need(size % group == 0, "conv_group_size", group, f"a divisor of hidden_size, {size}")
+        top_k, vocab = self.selector_top_k, self.vocab_size
+        need(top_k <= vocab, "selector_top_k", top_k, f"at most vocab_size, {vocab}")
 
 
 def default_taps(num_target_layers: int, count: int) -> tuple[int, ...]:

@@ -80,11 +80,11 @@ def chosen_taps(text: str, num_layers: int) -> tuple[int, ...]:
 
 def check_taps(target: Target, taps: Sequence[int]) -> None:
     """Raises ValueError where there are no taps, or the target lacks a tapped layer."""
-    outside = [tap for tap in taps if not 0 <= tap < target.num_layers]
+    outside = [tap for tap in taps if not 0 <= tap <= target.num_layers]
     if outside or not taps:
         raise ValueError(
             f"taps are {list(taps)} and the target has {target.num_layers} layers; name one or more of "
-            f"0 to {target.num_layers - 1}."
+            f"0 to {target.num_layers - 1}, or {target.num_layers} for what goes into the head."
         )
 
 
