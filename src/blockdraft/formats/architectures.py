@@ -93,7 +93,13 @@ def _convolutions(config: DFlash2Config) -> list[str]:
 
 
 # z-lab's DFlash2 files and their readers keep all that is the drafter's own in dflash_config.
-_DFLASH2_NESTED: tuple[str, ...] = ("block_size", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+_DFLASH2_NESTED: tuple[str, ...] = (
+    "block_size",
+    "conv_kernel_size",
+    "conv_group_size",
+    "selector_rank",
+    "selector_top_k",
+)
 _DFLASH2_NESTED += ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
 
 ARCHITECTURES = (
