@@ -11,6 +11,7 @@ import typer
 from blockdraft.cli.bench import bench
 from blockdraft.cli.calibrate import calibrate
 from blockdraft.cli.generate import generate
+from blockdraft.cli.train import train
 
 app = typer.Typer(
     help="Lossless fast decoding of language models with block-diffusion drafters.",
@@ -21,6 +22,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(bench)
 app.command()(calibrate)
+app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(train)
 
 
 def _print_version(wanted: bool) -> None:
