@@ -41,7 +41,8 @@ def parse_config(raw: Mapping[str, Any], vocabulary: Mapping[str, int] | None = 
     nested = _object("dflash_config", raw.get("dflash_config"))
     theta, scaling = _rope(raw)
     inert = {**INERT, "target_hidden_size": (raw.get("hidden_size"),), "draft_vocab_size": (raw.get("vocab_size"),)}
-    read = READ | architecture.own_keys()
+    inert |= architecture.inert
+    read = READ | architecture.own_keys() | {*architecture.training}
     for level in (raw, nested, scaling or {}):
         for key, value in level.items():
             if value is not None and (key in inert or (level is nested and key not in read)):
@@ -76,7 +77,7 @@ def config_dict(config: DraftConfig) -> dict[str, Any]:
     draft = {"block_size": config.block_size, "mask_token_id": config.mask_token_id, "target_layer_ids": [*config.taps]}
     architecture = architecture_of(config)
     nested = {name: raw.pop(name) for name in architecture.nested}
-    draft |= {name: value for name, value in nested.items() if value is not None}
+    draft |= {**architecture.marks, **{name: value for name, value in nested.items() if value is not None}}
     if causal != slides:  # else the layer types imply it
         raw["is_causal"] = draft["causal"] = causal[0]  # z-lab reads the former, vLLM the latter
     rope = {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta}
