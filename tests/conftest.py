@@ -11,9 +11,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from blockdraft.formats.zlab import write_checkpoint
+from blockdraft.formats.zlab import read_checkpoint, write_checkpoint
 from blockdraft.nn.dflash import DFlashNetwork
-from blockdraft.nn.draft_config import DraftConfig, LayerAttention
+from blockdraft.nn.dflash2 import DFlash2Network
+from blockdraft.nn.draft_config import DFlash2Config, DraftConfig, LayerAttention
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"]
 CHAT_TEMPLATE = (
@@ -97,5 +98,22 @@ def tiny_drafter_dir(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: 
     with torch.random.fork_rng():
         torch.manual_seed(1)
         network = DFlashNetwork(config)
+    write_checkpoint(folder, config, network.state_dict())
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_dflash2_dir(tmp_path_factory: pytest.TempPathFactory, tiny_drafter_dir: Path) -> Path:
+    """`tiny_drafter_dir` as DFlash2, with random convolutions of three slots and a selector that matters."""
+    folder = tmp_path_factory.mktemp("tiny") / "dflash2"
+    v1, tensors = read_checkpoint(tiny_drafter_dir)
+    config = DFlash2Config(**vars(v1), conv_kernel_size=3, conv_group_size=8, selector_rank=4, selector_top_k=5)
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        network = DFlash2Network(config)
+        for name, weight in network.state_dict().items():
+            if name not in tensors:
+                weight += torch.randn_like(weight) * (1.0 if name.startswith("candidate_selector") else 0.2)
+    network.load_state_dict(tensors, strict=False)
     write_checkpoint(folder, config, network.state_dict())
     return folder

@@ -101,13 +101,13 @@ def good_guesses(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> Non
     """Drafters guess what the target says after one token without context, which is often what it says with it."""
     with torch.inference_mode():
         follower = model(torch.arange(VOCAB)[:, None]).logits[:, 0].argmax(dim=-1)
-    draft = DFlashDrafter._draft_logits
+    draft = DFlashDrafter._draft_pass
 
-    def informed(self: DFlashDrafter, state: KVCache, tokens: Tensor) -> Tensor:
-        logits, guess = draft(self, state, tokens), tokens[:, 0]
+    def informed(self: DFlashDrafter, state: KVCache, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        (hidden, logits), guess = draft(self, state, tokens), tokens[:, 0]
         for slot in range(1, tokens.size(1)):
             guess = follower[guess]
             logits[:, slot] += 1000 * torch.nn.functional.one_hot(guess, VOCAB)
-        return logits
+        return hidden, logits
 
-    monkeypatch.setattr(DFlashDrafter, "_draft_logits", informed)
+    monkeypatch.setattr(DFlashDrafter, "_draft_pass", informed)

@@ -120,15 +120,15 @@ MASKED = {
 def test_each_pass_settles_its_share(model, config, monkeypatch, steps, schedule):
     mixin = DFlashGenerationMixin(model, replace(config, diffusion_steps=steps, noise_schedule=schedule))
     drafter, seen = mixin.drafter, []
-    draft = drafter._draft_logits
+    draft = drafter._draft_pass
 
-    def look(state: object, tokens: Tensor) -> Tensor:
+    def look(state: object, tokens: Tensor) -> tuple[Tensor, Tensor]:
         seen.append(tokens.clone())
-        logits = draft(state, tokens)
+        hidden, logits = draft(state, tokens)
         logits[..., drafter.config.mask_token_id] = -1e9  # so that a mask is an unsettled slot and no guess
-        return logits
+        return hidden, logits
 
-    monkeypatch.setattr(drafter, "_draft_logits", look)
+    monkeypatch.setattr(drafter, "_draft_pass", look)
     state = drafter.new_state(2, 32)
     prompts = torch.tensor([[5, 17, 3], [7, 8, 9]])
     drafter.observe(state, prompts, torch.randn(2, 3, 64), [3, 2])

@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from blockdraft.drafters import load_drafter
-from blockdraft.drafters.draft_lm import BLOCK_SIZE, LAW_SIZE, DraftLMDrafter, DraftState
+from blockdraft.drafters.draft_lm import BLOCK_SIZE, DraftLMDrafter, DraftState
 from blockdraft.engine import Engine, Scheduler
-from blockdraft.proposal import Plan
+from blockdraft.proposal import LAW_SIZE, Plan
 from blockdraft.sampling import draw, probabilities
 from blockdraft.targets import Target, TargetOutput, load_target
 from blockdraft.targets.hf import HFTarget

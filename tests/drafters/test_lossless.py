@@ -17,7 +17,13 @@ from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, SamplingParams
 
 # By file name, the fixture with a small checkpoint; None for a drafter that goes by its name.
-FOLDERS = {"dflash": "tiny_drafter_dir", "draft_lm": "tiny_lm_dir", "none": None, "prompt_lookup": None}
+FOLDERS = {
+    "dflash": "tiny_drafter_dir",
+    "dflash2": "tiny_dflash2_dir",
+    "draft_lm": "tiny_lm_dir",
+    "none": None,
+    "prompt_lookup": None,
+}
 FILES = [module.name for module in pkgutil.iter_modules(drafters.__path__) if module.name != "base"]
 DRAFTINGS = {"chain": Drafting(), "tree": Drafting(tree_budget=12), "auto": Drafting("auto", 12)}
 # Drafting costs little here, so that "auto" drafts, pauses where nothing is accepted, and tries again.

@@ -11,9 +11,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from blockdraft.drafters.dflash import DIFFUSION_STEPS, NOISE_SCHEDULE, DFlashDrafter, check_refinement
+from blockdraft.drafters.dflash2 import DFlash2Drafter
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.targets import Target
 from blockdraft.targets.hf import HFTarget
+
+DRAFTERS = (DFlash2Drafter, DFlashDrafter)  # a class before those that it extends
 
 
 def as_target(model: PreTrainedModel | Target) -> Target:
@@ -28,11 +31,11 @@ def as_target(model: PreTrainedModel | Target) -> Target:
 def drafter_for(source: DFlashNetwork | DFlashDrafter, target: Target) -> DFlashDrafter:
     """A drafter for this target. A network is moved to the target's device and dtype; a drafter stays as it is."""
     if not isinstance(source, DFlashDrafter):
-        return DFlashDrafter(source, target)
+        return next(kind for kind in DRAFTERS if isinstance(source, kind.network_class))(source, target)
     network, weight = source.network, source.network.fc.weight
     if (weight.device, weight.dtype) != (target.device, target.dtype):
         network = copy.deepcopy(network)  # the drafter given goes on working for its own target
-    return DFlashDrafter(network, target, source.diffusion_steps, source.noise_schedule)
+    return type(source)(network, target, source.diffusion_steps, source.noise_schedule)
 
 
 def check_token_ids(input_ids: Tensor) -> None:

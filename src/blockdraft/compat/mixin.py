@@ -75,7 +75,7 @@ class DFlashGenerationMixin:
             raise ValueError(
                 f"block_size is {config.block_size}; this drafter was trained for at most {loaded.block_size}."
             )
-        self.drafter = DFlashDrafter(loaded.network, self.target, config.diffusion_steps, config.noise_schedule)
+        self.drafter = type(loaded)(loaded.network, self.target, config.diffusion_steps, config.noise_schedule)
         self._plain: Drafter = load_drafter("none", target=self.target)
 
     @property

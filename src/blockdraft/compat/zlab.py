@@ -13,6 +13,7 @@ from blockdraft.compat.adapt import DFlashDrafter, as_target, check_token_ids, d
 from blockdraft.engine import Engine
 from blockdraft.formats.zlab import check_fits, read_checkpoint
 from blockdraft.nn.dflash import DFlashNetwork
+from blockdraft.nn.dflash2 import DFlash2Network
 from blockdraft.targets import Target
 from blockdraft.types import SamplingParams
 
@@ -84,9 +85,11 @@ class DFlashDraftModel(DFlashNetwork):
                 `spec_generate` converts them to the target's.
 
         Raises:
-            ValueError: The folder is no DFlash checkpoint, or the dtype is unknown.
+            ValueError: The folder is no checkpoint of this architecture, or the dtype is unknown.
         """
         config, tensors = read_checkpoint(path)
+        if type(config) is not cls.config_class:
+            raise ValueError(f"{path} is no {cls.__name__}; use the class that its config.json names.")
         wanted = getattr(torch, dtype, None) if isinstance(dtype, str) and dtype != "auto" else dtype
         if dtype is None or dtype == "auto":
             wanted = tensors["fc.weight"].dtype
@@ -129,3 +132,7 @@ class DFlashDraftModel(DFlashNetwork):
             top_p=top_p,
             top_k=top_k,
         )
+
+
+class DFlash2DraftModel(DFlashDraftModel, DFlash2Network):
+    """The same with a DFlash2 network."""

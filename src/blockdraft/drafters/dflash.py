@@ -15,7 +15,7 @@ from blockdraft.nn.attention import attend, visible_slots
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.draft_config import DraftConfig
-from blockdraft.proposal import Plan, Proposal, SparseLaw, best_count, best_first, chain, paying_tree
+from blockdraft.proposal import Plan, Proposal, best_count, best_first, chain, chain_laws, cut_laws, paying_tree
 from blockdraft.sampling import draw, probabilities
 from blockdraft.targets import Target
 from blockdraft.types import SamplingParams
@@ -30,8 +30,6 @@ NOISE_SCHEDULES: dict[str, Callable[[float], float]] = {
 
 DIFFUSION_STEPS, NOISE_SCHEDULE = 1, "cosine"
 
-LAW_SIZE = 64  # most probable tokens among which a guess is drawn
-
 
 def check_refinement(diffusion_steps: int, noise_schedule: str) -> None:
     """Raise a ValueError for a number of draft passes below 1 or an unknown schedule."""
@@ -44,6 +42,8 @@ def check_refinement(diffusion_steps: int, noise_schedule: str) -> None:
 class DFlashDrafter:
     """Drafts with a DFlash network; embedding and head are the target's own.
 
+    Drafters that extend it set `network_class` and override `_guess`, which makes a proposal of a draft pass.
+
     Args:
         network: The draft network, on the target's device and in its dtype.
         target: The target that it was trained for.
@@ -54,6 +54,7 @@ class DFlashDrafter:
     """
 
     knows_probabilities = True
+    network_class: type[DFlashNetwork] = DFlashNetwork
 
     def __init__(
         self,
@@ -121,12 +122,15 @@ class DFlashDrafter:
     def propose(self, state: KVCache, anchor: Tensor, plan: Plan) -> Proposal:
         if plan.block_size == 1:
             return chain(anchor[:, None])
-        logits = self._refined_logits(state, anchor, plan.block_size)
+        return self._guess(anchor, *self._refined_pass(state, anchor, plan.block_size), plan)
+
+    def _guess(self, anchor: Tensor, hidden: Tensor, logits: Tensor, plan: Plan) -> Proposal:
+        """A proposal from the D slots behind the anchors: their hidden states `[B, D, H]` and logits `[B, D, V]`."""
         if plan.draws is not None and any(params.temperature > 0 for params in plan.params):
             return drawn_chain(anchor, logits, plan)
         if plan.tree_budget == 0 and plan.cycle_seconds is None:
             return chain(torch.cat([anchor[:, None], logits.argmax(dim=-1)], dim=1))
-        log_probs = _log_probs(logits, plan.params)
+        log_probs = log_probabilities(logits, plan.params)
         if plan.tree_budget > 0 and plan.cycle_seconds is not None:
             return paying_tree(anchor, log_probs, plan.tree_budget, plan.cycle_seconds)
         ranks = min(plan.tree_budget, logits.size(-1)) or 1
@@ -135,8 +139,8 @@ class DFlashDrafter:
             anchor, best.values, best.indices, plan.tree_budget or plan.block_size - 1, plan.cycle_seconds
         )
 
-    def _refined_logits(self, state: KVCache, anchor: Tensor, block_size: int) -> Tensor:
-        """Logits `[B, D, V]` of the D = block_size - 1 guesses after the last draft pass.
+    def _refined_pass(self, state: KVCache, anchor: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+        """Hidden states `[B, D, H]` and logits `[B, D, V]` of the D = block_size - 1 guesses after the last draft pass.
 
         A position that an earlier pass has settled has one possible token.
         """
@@ -153,14 +157,18 @@ class DFlashDrafter:
             surest = confidence.masked_fill(settled, -1.0).topk(max(newly, 0), dim=-1).indices
             tokens = tokens.scatter(1, surest, guesses.gather(1, surest))
             settled = settled.scatter(1, surest, True)
-        logits = self._draft_logits(state, tokens)[:, 1:]
+        hidden, logits = (each[:, 1:] for each in self._draft_pass(state, tokens))
         if self.diffusion_steps == 1:
-            return logits
+            return hidden, logits
         others = torch.ones_like(logits, dtype=torch.bool).scatter_(2, tokens[:, 1:, None], False)
-        return logits.masked_fill(settled[:, 1:, None] & others, -torch.inf)
+        return hidden, logits.masked_fill(settled[:, 1:, None] & others, -torch.inf)
 
     def _draft_logits(self, state: KVCache, tokens: Tensor) -> Tensor:
-        """Logits `[B, N, V]` of a block whose unknown slots hold the mask token; slot 0 is meaningless."""
+        return self._draft_pass(state, tokens)[1]
+
+    def _draft_pass(self, state: KVCache, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Hidden states `[B, N, H]` and logits `[B, N, V]` of a block whose unknown slots hold the mask token; slot 0
+        is meaningless."""
         count = tokens.size(1)
         positions = state.slots(count, tokens.device)
         visible = {kind: self._visible(state, positions, kind.causal, kind.window) for kind in set(self.config.layers)}
@@ -170,7 +178,7 @@ class DFlashDrafter:
             return attend(queries, keys, values, visible[self.config.layers[layer]])
 
         hidden = self.network(self._target.embed(tokens), positions, attend_to_context)
-        return self.network.adjust_logits(self._target.head(hidden))
+        return hidden, self.network.adjust_logits(self._target.head(hidden))
 
     def _visible(self, state: KVCache, positions: Tensor, causal: bool, window: int | None) -> Tensor | None:
         batch, count = positions.shape
@@ -181,7 +189,7 @@ class DFlashDrafter:
 
 
 def drawn_chain(anchor: Tensor, logits: Tensor, plan: Plan) -> Proposal:
-    """Guesses drawn with `plan.draws` from one law a position, each cut to its `LAW_SIZE` most probable tokens.
+    """Guesses drawn with `plan.draws` from one law a position.
 
     A row at temperature 0 has the argmax for its guesses and no laws. The length that `plan.cycle_seconds` asks for
     must not depend on what was drawn, or the output would lose its law; it is that of a chain of chosen guesses.
@@ -191,37 +199,29 @@ def drawn_chain(anchor: Tensor, logits: Tensor, plan: Plan) -> Proposal:
         logits: `[B, D, V]`.
     """
     assert plan.draws is not None
-    laws = probabilities(logits, plan.params)
-    probs, ids = laws.topk(min(LAW_SIZE, laws.size(-1)), dim=-1)
-    probs /= probs.sum(dim=-1, keepdim=True)
-    guesses = ids.gather(2, draw(probs, plan.draws).to(ids.device).unsqueeze(2)).squeeze(2)
-    depth = count = guesses.size(1)
+    laws = cut_laws(probabilities(logits, plan.params))
+    guesses = laws.ids.gather(2, draw(laws.probs, plan.draws).to(logits.device).unsqueeze(2)).squeeze(2)
+    count = guesses.size(1)
     if plan.cycle_seconds is not None:
-        best = _log_probs(logits, plan.params).amax(dim=-1)
+        best = log_probabilities(logits, plan.params).amax(dim=-1)
         count = best_count(best.cumsum(dim=-1).exp().tolist(), plan.cycle_seconds)
-    # Node j's law draws node j + 1. The last node draws none, so any law will do.
-    nodes = [min(node, depth - 1) for node in range(1 + count)]
-    q = tuple(
-        SparseLaw(ids[row, nodes], probs[row, nodes]) if params.temperature > 0 else None
-        for row, params in enumerate(plan.params)
-    )
     tokens = torch.cat([anchor[:, None], guesses[:, :count]], dim=1)
-    return Proposal(tokens, chain(tokens).parents, q)
+    return Proposal(tokens, chain(tokens).parents, chain_laws(laws, count, plan.params))
 
 
-def _log_probs(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Log probabilities at each row's temperature, at 1 where it is 0."""
+def log_probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Log probabilities `[B, ..., V]` at each row's temperature, at 1 where it is 0."""
     scores = logits.float()
     temperatures = [p.temperature or 1.0 for p in params]
     if any(temperature != 1 for temperature in temperatures):
         scores = scores - scores.amax(dim=-1, keepdim=True)  # so that no temperature overflows
-        scores = scores / torch.tensor(temperatures, device=scores.device)[:, None, None]
+        scores = scores / torch.tensor(temperatures, device=scores.device).view(-1, *[1] * (scores.ndim - 1))
     return scores.log_softmax(dim=-1)
 
 
-def load(path: Path, target: Target) -> DFlashDrafter:
+def load(path: Path, target: Target, kind: type[DFlashDrafter] = DFlashDrafter) -> DFlashDrafter:
     config, tensors = read_checkpoint(path, target.tokenizer.get_vocab() if target.tokenizer else None)
     check_fits(config, hidden_size=target.hidden_size, num_layers=target.num_layers, vocab_size=target.vocab_size)
-    network = DFlashNetwork(config)
+    network = kind.network_class(config)
     network.load_state_dict(tensors)
-    return DFlashDrafter(network, target, path=path)
+    return kind(network, target, path=path)

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from blockdraft.proposal import Plan, Proposal, SparseLaw, chain
+from blockdraft.proposal import Plan, Proposal, SparseLaw, chain, chain_laws, cut_laws
 from blockdraft.sampling import draw, probabilities
 from blockdraft.targets import Cache, Target, load_target
 
 ARCHITECTURES: tuple[str, ...] = tuple(sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}))
 BLOCK_SIZE = 8
-LAW_SIZE = 64  # most probable tokens among which a guess is drawn
 
 
 class DraftState:
@@ -126,9 +125,9 @@ class DraftLMDrafter:
                 logits = self._forward(guesses[-1][:, None], state.cache)[:, 0]
                 state.cache.commit([[0] if free > depth else [] for free in room])
             if draws is not None:
-                laws.append(_law(logits, plan))
-                drawn = draw(laws[-1].probs[:, None], draws[:, depth : depth + 1])
-                guess = laws[-1].ids.gather(1, drawn.to(anchor.device))[:, 0]
+                laws.append(cut_laws(probabilities(logits[:, None], plan.params)))  # [B, 1, K]
+                drawn = draw(laws[-1].probs, draws[:, depth : depth + 1])
+                guess = laws[-1].ids[:, 0].gather(1, drawn.to(anchor.device))[:, 0]
             else:
                 guess = logits.argmax(dim=-1)
             if seconds:
@@ -143,7 +142,10 @@ class DraftLMDrafter:
             state.held = [text[:-1] + ids for text, ids in zip(known, read, strict=True)]
         past = torch.arange(made + 1) > torch.tensor(room)[:, None]
         parents = chain(tokens).parents.masked_fill(past.to(anchor.device), -1)
-        return Proposal(tokens, parents, _by_row(laws, plan) if laws else None)
+        if not laws:
+            return Proposal(tokens, parents)
+        drawn_from = SparseLaw(torch.cat([law.ids for law in laws], 1), torch.cat([law.probs for law in laws], 1))
+        return Proposal(tokens, parents, chain_laws(drawn_from, made, plan.params))
 
     @torch.no_grad()
     def _read(self, state: DraftState, texts: Sequence[list[int]]) -> Tensor:
@@ -173,20 +175,6 @@ class DraftLMDrafter:
         known = tokens.clamp(max=self.model.vocab_size - 1)
         logits = self.model.forward(known, chain(known).parents, cache, logits_at=logits_at).logits
         return logits[..., : self._vocab_size]
-
-
-def _law(logits: Tensor, plan: Plan) -> SparseLaw:
-    """The laws `[B, K]` that the rows' next guesses are drawn from."""
-    probs = probabilities(logits[:, None], plan.params)[:, 0]
-    top = probs.topk(min(LAW_SIZE, probs.size(-1)), dim=-1)
-    return SparseLaw(top.indices, top.values / top.values.sum(dim=-1, keepdim=True))
-
-
-def _by_row(laws: Sequence[SparseLaw], plan: Plan) -> tuple[SparseLaw | None, ...]:
-    """Laws of the nodes of each row from the laws of each depth; greedy rows have none."""
-    nodes = [*laws, laws[-1]]  # nothing is drawn after the last node: any law will do
-    ids, probs = torch.stack([law.ids for law in nodes], 1), torch.stack([law.probs for law in nodes], 1)
-    return tuple(SparseLaw(ids[i], probs[i]) if p.temperature > 0 else None for i, p in enumerate(plan.params))
 
 
 def _check_same_tokens(model: Target, target: Target) -> None:

@@ -130,7 +130,13 @@ _DSPARK = Architecture(
     training=("confidence_head_alpha", "num_anchors"),
 )
 # z-lab's DFlash2 files and their readers keep all that is the drafter's own in dflash_config.
-_DFLASH2_NESTED: tuple[str, ...] = ("block_size", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+_DFLASH2_NESTED: tuple[str, ...] = (
+    "block_size",
+    "conv_kernel_size",
+    "conv_group_size",
+    "selector_rank",
+    "selector_top_k",
+)
 _DFLASH2_NESTED += ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
 
 ARCHITECTURES = (

@@ -89,7 +89,9 @@ class CandidateSelector(nn.Module):
         Returns:
             `[..., P, K]`.
         """
-        gate: Tensor = F.embedding(predecessors, self.predecessor_codebook) * self.hidden_projection(hidden).unsqueeze(-2)
+        gate: Tensor = F.embedding(predecessors, self.predecessor_codebook) * self.hidden_projection(hidden).unsqueeze(
+            -2
+        )
         return gate @ F.embedding(candidates, self.successor_codebook).mT
 
 

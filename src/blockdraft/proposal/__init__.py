@@ -1,18 +1,23 @@
 """What a drafter hands to the target: a tree of guesses."""
 
 from blockdraft.proposal.budget import best_count
+from blockdraft.proposal.drawn import LAW_SIZE, chain_laws, cut_laws
 from blockdraft.proposal.plan import Plan
 from blockdraft.proposal.proposal import Proposal, SparseLaw, chain, depths, tree_mask
-from blockdraft.proposal.tree import best_first, paying_tree
+from blockdraft.proposal.tree import best_first, lattice_tree, paying_tree
 
 __all__ = [
+    "LAW_SIZE",
     "Plan",
     "Proposal",
     "SparseLaw",
     "best_count",
     "best_first",
     "chain",
+    "chain_laws",
+    "cut_laws",
     "depths",
+    "lattice_tree",
     "paying_tree",
     "tree_mask",
 ]

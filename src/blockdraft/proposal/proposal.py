@@ -15,8 +15,8 @@ class SparseLaw:
     """Laws over a few tokens each: node j of a row drew its children from `probs[j]` over `ids[j]`.
 
     Attributes:
-        ids: `[N, K]` int64, distinct tokens.
-        probs: `[N, K]` float32, each row summing to 1; every other token has probability 0.
+        ids: `[N, K]` int64, distinct tokens; of several rows or depths before there is a proposal, `[..., K]`.
+        probs: Of the same shape, float32, each row summing to 1; every other token has probability 0.
     """
 
     ids: Tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from heapq import heappush, heapreplace
 from math import exp, inf
 
@@ -46,14 +46,60 @@ def best_first(
     ranks = log_probs_BDK.size(2) + 1
     flat = pad(log_probs_BDK, (0, 1, 0, 1), value=-inf).flatten(1).tolist()
     rows = [_grow(log_probs, ranks, budget) for log_probs in flat]
+    return _proposal(anchor_B, rows, pad(ids_BDK, (0, 1, 0, 1)).flatten(1), cycle_seconds)
+
+
+def lattice_tree(
+    anchor_B: Tensor,
+    log_probs_BDKK: Tensor,
+    ids_BDK: Tensor,
+    budget: int,
+    cycle_seconds: Sequence[float] | None = None,
+) -> Proposal:
+    """The tree with the largest expected accepted length where the law of a guess depends on the guess before it.
+
+    It grows like that of `best_first`; a node's children are scored given the node's own token.
+
+    Args:
+        anchor_B: `[B]` int64.
+        log_probs_BDKK: `[b, d, p, k]` is the log probability of candidate k at depth d after candidate p of the depth
+            before; at the first depth, where it follows the anchor, the same for every p. -inf is no candidate.
+        ids_BDK: The candidates, int64, distinct at each depth.
+        budget: Most guesses of a row.
+        cycle_seconds: As in `Plan`; where given, all rows are cut to the count of guesses that pays best.
+    """
+    depth, count = ids_BDK.shape[1:]
+    ranks = count + 1
+    log_probs, order = log_probs_BDKK.sort(dim=-1, descending=True)
+    # Candidate k's own children are those listed after it at the next depth.
+    next_depth = torch.arange(1, depth + 1, device=order.device)[:, None, None] * count
+    over = (0, 1, 0, 0, 0, 1)  # as in `best_first`
+    flat = pad(log_probs, over, value=-inf).flatten(1).tolist()
+    children = pad((next_depth + order) * ranks, over).flatten(1).tolist()
+    tokens_BG = pad(ids_BDK.unsqueeze(2).expand_as(order).gather(3, order), over).flatten(1)
+
+    def build(size: int) -> Proposal:
+        rows = [_grow(row, ranks, size, following) for row, following in zip(flat, children, strict=True)]
+        return _proposal(anchor_B, rows, tokens_BG, cycle_seconds)
+
+    return build(budget) if cycle_seconds is None else _paying(build, budget)
+
+
+def _proposal(
+    anchor_B: Tensor,
+    rows: Sequence[list[tuple[float, int, int]]],
+    tokens_BG: Tensor,
+    cycle_seconds: Sequence[float] | None,
+) -> Proposal:
+    """The trees that `_grow` made, cut to the count that pays best; guess g of a row has token `tokens_BG[row, g]`."""
     count = max(len(nodes) for nodes in rows)
     if cycle_seconds is not None:
         count = best_count([[exp(-cost) for cost, _, _ in nodes] for nodes in rows], cycle_seconds)
     filled = [[(0.0, -1, 0), *nodes[:count], *[(0.0, -1, 0)] * (count - len(nodes))] for nodes in rows]
-    device = ids_BDK.device
+    device = tokens_BG.device
     parents = torch.tensor([[parent for _, parent, _ in nodes] for nodes in filled], device=device)
     guesses = torch.tensor([[guess for _, _, guess in nodes] for nodes in filled], device=device)
-    tokens = pad(ids_BDK, (0, 1, 0, 1)).flatten(1).gather(1, guesses)
+    tokens = tokens_BG.gather(1, guesses)
     tokens[:, 0] = anchor_B
     return Proposal(tokens, parents)
 
@@ -69,20 +115,31 @@ def paying_tree(anchor_B: Tensor, log_probs_BDV: Tensor, budget: int, cycle_seco
         log_probs_BDV: Log probabilities `[B, D, V]` of the guesses at each depth.
         cycle_seconds: As in `Plan`.
     """
+
+    def build(size: int) -> Proposal:
+        best = log_probs_BDV.topk(min(size, log_probs_BDV.size(-1)), dim=-1)
+        return best_first(anchor_B, best.values, best.indices, size, cycle_seconds)
+
+    return _paying(build, budget)
+
+
+def _paying(build: Callable[[int], Proposal], budget: int) -> Proposal:
     size = min(FIRST_SIZE, budget)
     while True:
-        best = log_probs_BDV.topk(min(size, log_probs_BDV.size(-1)), dim=-1)
-        proposal = best_first(anchor_B, best.values, best.indices, size, cycle_seconds)
+        proposal = build(size)
         if size == budget or proposal.tokens.size(1) - 1 < 0.75 * size:
             return proposal
         size = min(4 * size, budget)
 
 
-def _grow(log_probs: list[float], ranks: int, budget: int) -> list[tuple[float, int, int]]:
+def _grow(
+    log_probs: list[float], ranks: int, budget: int, children: Sequence[int] = ()
+) -> list[tuple[float, int, int]]:
     """Nodes `(cost, parent, guess)`: minus the log probability of the path, the parent's index and the guess.
 
     Args:
         log_probs: Of each guess; guess d * ranks + r has rank r at depth d + 1.
+        children: The best guess after each guess; without it, that of the next depth.
     """
     nodes: list[tuple[float, int, int]] = []
     # What may be added next: of each family the best sibling that is not in the tree.
@@ -91,6 +148,6 @@ def _grow(log_probs: list[float], ranks: int, budget: int) -> list[tuple[float, 
         cost, parent, guess = best = heap[0]
         nodes.append(best)
         heapreplace(heap, (cost + (log_probs[guess] - log_probs[guess + 1]), parent, guess + 1))
-        child = (guess // ranks + 1) * ranks
+        child = children[guess] if children else (guess // ranks + 1) * ranks
         heappush(heap, (cost - log_probs[child], len(nodes), child))
     return nodes
