@@ -1,8 +1,8 @@
 """Draft models in the format of vllm-project/speculators, release 0.9: DFlash v1 and DSpark.
 
-It differs from z-lab's layout in four ways. The draft layers have a configuration of their own inside config.json. A tap
-is numbered by the target layer that it enters, one more than the layer that it leaves; the output of the last layer is
-never listed. Copies of the target's embedding and head lie in the file. And the head may be cut to part of the
+It differs from z-lab's layout in four ways. The draft layers have a configuration of their own inside config.json. A
+tap is numbered by the target layer that it enters, one more than the layer that it leaves; the output of the last layer
+is never listed. Copies of the target's embedding and head lie in the file. And the head may be cut to part of the
 vocabulary: `t2d` then marks the tokens that are kept, and token i of the draft vocabulary is the target's token
 i + `d2t[i]`.
 """
@@ -198,8 +198,8 @@ def write_checkpoint(
     target_name: str | None,
     target_architectures: Sequence[str],
 ) -> None:
-    """Write a folder that `speculators` and vLLM load. It appears whole or not at all, and replaces the whole of a draft
-    model's folder.
+    """Write a folder that `speculators` and vLLM load. It appears whole or not at all, and replaces the whole of a
+    draft model's folder.
 
     Args:
         path: The folder.

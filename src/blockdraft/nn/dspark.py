@@ -1,7 +1,7 @@
 """The DSpark draft network (arXiv 2607.05147): DFlash v1, a bias by the guess before, and a guess at acceptance.
 
-The backbone is that of DFlash; only, its slot j stands for the token at anchor + j + 1. A new network adds nothing to the
-backbone's logits.
+The backbone is that of DFlash; only, its slot j stands for the token at anchor + j + 1. A new network adds nothing to
+the backbone's logits.
 """
 
 from __future__ import annotations
