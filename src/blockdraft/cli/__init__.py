@@ -10,6 +10,7 @@ import typer
 
 from blockdraft.cli.bench import bench
 from blockdraft.cli.calibrate import calibrate
+from blockdraft.cli.export import export
 from blockdraft.cli.generate import generate
 
 app = typer.Typer(
@@ -21,6 +22,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(bench)
 app.command()(calibrate)
+app.command()(export)
 
 
 def _print_version(wanted: bool) -> None:

@@ -41,7 +41,7 @@ class DSparkDrafter(DFlashDrafter):
 
     def __init__(
         self,
-        network: DSparkNetwork,
+        network: DFlashNetwork,
         target: Target,
         diffusion_steps: int = DIFFUSION_STEPS,
         noise_schedule: str = NOISE_SCHEDULE,

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from blockdraft.targets import hf
-from blockdraft.targets.base import Cache, Target, TargetOutput
+from blockdraft.targets.base import Cache, Target, TargetOutput, embedding_and_head
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BUNDLED = Path(__file__).parents[1] / "pair" / "target"
@@ -45,4 +45,4 @@ def load_target(
     return hf.load(BUNDLED if path is None else path, DTYPES[name], placed)
 
 
-__all__ = ["Cache", "Target", "TargetOutput", "load_target"]
+__all__ = ["Cache", "Target", "TargetOutput", "embedding_and_head", "load_target"]
