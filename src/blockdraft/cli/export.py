@@ -18,7 +18,8 @@ def export(
     out: Annotated[str, typer.Option(metavar="DIR", help="Where to write; new, empty or a draft model's folder.")],
     target: TargetFolder = None,
     to_format: Annotated[
-        str, typer.Option("--format", metavar="zlab|speculators", help="What to write; docs/export.md says who reads it.")
+        str,
+        typer.Option("--format", metavar="zlab|speculators", help="What to write; docs/export.md says who reads it."),
     ] = "zlab",
     target_name: Annotated[
         str | None,

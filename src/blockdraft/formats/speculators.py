@@ -49,7 +49,13 @@ MODEL_TYPES = {
 }
 # Fields of a configuration that the format has no key for, so that only these values can be written.
 UNSAID = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None}
-LAYER_KEYS: tuple[str, ...] = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+LAYER_KEYS: tuple[str, ...] = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
 LAYER_KEYS += ("num_key_value_heads", "head_dim", "vocab_size", "hidden_act", "rms_norm_eps", "attention_bias")
 LAYER_KEYS += ("max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters", "layer_types")
 LAYER_KEYS += ("use_sliding_window", "sliding_window", "max_window_layers", "tie_word_embeddings")

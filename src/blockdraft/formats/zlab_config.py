@@ -34,7 +34,9 @@ def parse_config(raw: Mapping[str, Any], vocabulary: Mapping[str, int] | None = 
     Raises:
         ValueError: The file is no draft model, lacks a value, contradicts itself, or asks for the unsupported.
     """
-    found = _object("config.json", raw).get("architectures")
+    foreign = _object("config.json", raw).get("speculators_model_type")
+    need(foreign is None, "speculators_model_type", foreign, "absent in z-lab's layout; see blockdraft export")
+    found = raw.get("architectures")
     name = str(found[0]) if isinstance(found, list) and len(found) == 1 else ""
     need(name in BY_NAME, "architectures", found, f"a list of one of {sorted(BY_NAME)}, all that is supported")
     architecture = BY_NAME[name]
