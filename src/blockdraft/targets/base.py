@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -58,6 +58,8 @@ class Target(Protocol):
         tokenizer: None where the folder has none; then prompts are token ids.
         max_context: Tokens that a row may hold, prompt and answer together.
         eos_token_ids: Tokens that end an answer.
+        shape: What a new drafter may take over from it, where the model has it: intermediate_size, num_attention_heads,
+            num_key_value_heads, head_dim, rms_norm_eps, rope_theta, rope_scaling (as in `DraftConfig`).
     """
 
     path: Path | None
@@ -69,6 +71,9 @@ class Target(Protocol):
     vocab_size: int
     max_context: int
     eos_token_ids: frozenset[int]
+
+    @property
+    def shape(self) -> Mapping[str, Any]: ...
 
     def new_cache(self, batch: int, capacity: int) -> Cache:
         """An empty cache of `batch` rows with `capacity` slots each, nodes included."""
@@ -90,7 +95,7 @@ class Target(Protocol):
             tokens: `[B, N]` int64.
             parents: `[B, N]` int64, as in `Proposal`; node i attends to the committed tokens, its ancestors, itself.
             cache: Holds the nodes afterwards; `cache.commit` decides which stay.
-            taps: Layers whose output is wanted, 0-based.
+            taps: Layers whose output is wanted, 0-based; `num_layers` stands for the input of `head`.
             logits_at: `[B]`, the one node of each row whose logits are wanted; None wants all.
         """
 

@@ -94,6 +94,22 @@ class HFTarget:
         self._kinds = set(kinds) if kinds else {"sliding_attention" if _window(config) else "full_attention"}
         self._layers = _decoder_layers(model, self.num_layers)
 
+    @property
+    def shape(self) -> dict[str, Any]:
+        config = self._config
+        names = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps")
+        found = {name: value for name in names if isinstance(value := getattr(config, name, None), int | float)}
+        heads = found.get("num_attention_heads")
+        if heads:
+            found.setdefault("num_key_value_heads", heads)
+            found["head_dim"] = getattr(config, "head_dim", None) or self.hidden_size // heads
+        rope = dict(getattr(config, "rope_parameters", None) or {})
+        rope = dict(rope.get("full_attention") or rope)  # some nest it by the kind of layer
+        if rope.get("rope_theta"):
+            found["rope_theta"] = rope.pop("rope_theta")
+            found["rope_scaling"] = rope if rope.get("rope_type", "default") != "default" else None
+        return found
+
     def new_cache(self, batch: int, capacity: int) -> HFCache:
         return HFCache(batch, capacity)
 
@@ -152,12 +168,13 @@ class HFTarget:
         """Collect the outputs of these layers. The hooks go afterwards: the model may be used without this target."""
         tapped: dict[int, Tensor] = {}
         hooks = []
+        tapped_modules = dict(enumerate(self._layers)) | {self.num_layers: self.model.base_model}
         for tap in set(taps):
 
             def keep(module: nn.Module, args: Any, output: Any, tap: int = tap) -> None:
-                tapped[tap] = output[0] if isinstance(output, tuple) else output
+                tapped[tap] = output if isinstance(output, Tensor) else output[0]
 
-            hooks.append(self._layers[tap].register_forward_hook(keep))
+            hooks.append(tapped_modules[tap].register_forward_hook(keep))
         try:
             yield tapped
         finally:

@@ -1,14 +1,17 @@
 """Muon (Jordan et al., 2024): momentum whose update is made orthogonal, for the matrices inside the layers.
 
-`torch.optim.Muon` runs its iteration in bfloat16, which a CPU without bf16 instructions emulates ten times slower
-than float32; this one stays in float32 and treats all matrices of one shape in one batch.
+`torch.optim.Muon` runs its iteration in bfloat16 everywhere, which a CPU without bf16 instructions emulates ten times
+slower than float32; this one stays in float32 on a CPU and treats all matrices of one shape in one batch.
 """
+
+from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 # Coefficients of the quintic Newton-Schulz iteration, from the reference implementation.
 A, B, C = 3.4445, -4.7750, 2.0315
@@ -18,13 +21,18 @@ def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
     """Move the singular values of each matrix `[n, rows, cols]` towards 1."""
     x = matrices.mT if matrices.size(-2) > matrices.size(-1) else matrices
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    x = x.bfloat16() if x.is_cuda else x
     for _ in range(steps):
         gram = x @ x.mT
         x = A * x + (B * gram + C * gram @ gram) @ x
-    return x.mT if matrices.size(-2) > matrices.size(-1) else x
+    return (x.mT if matrices.size(-2) > matrices.size(-1) else x).to(matrices.dtype)
 
 
 class Muon(torch.optim.Optimizer):
+    """Args:
+    params: Matrices; sharded ones are gathered for the iteration.
+    """
+
     def __init__(self, params: Iterable[Tensor], lr: float, momentum: float = 0.95, weight_decay: float = 0.01) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
@@ -40,7 +48,13 @@ class Muon(torch.optim.Optimizer):
                     momentum = self.state[param].setdefault("momentum", torch.zeros_like(param))
                     momentum.lerp_(param.grad, 1 - group["momentum"])
                     param.grad.lerp_(momentum, group["momentum"])  # Nesterov
-                updates = orthogonalize(torch.stack([param.grad for param in params]))
+                updates = orthogonalize(torch.stack([_whole(param.grad) for param in params]))
                 scale = group["lr"] * max(1.0, rows / cols) ** 0.5
                 for param, update in zip(params, updates, strict=True):
+                    if isinstance(param, DTensor):
+                        update = distribute_tensor(update, param.device_mesh, param.placements, src_data_rank=None)
                     param.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=scale)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,226 @@
+"""From documents to steps: which documents lie in which row, and where the anchors are.
+
+Everything here follows from (seed, epoch, step) alone. So each process plans whole steps and takes its part of them:
+the number of processes changes nothing, and a run that goes on from step n needs no state of any generator.
+
+Letters: B rows, S tokens of a row, A anchors of a row, K taught slots of a block, L = K + 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from blockdraft.training.data import Document
+from blockdraft.training.recipe import Recipe
+
+OPEN_ROWS = 32  # rows that are filled at a time
+HELD_OUT, ORDER, ANCHORS = range(3)  # what random numbers are for
+
+
+def generator(*key: int) -> torch.Generator:
+    """A generator that depends on these numbers and nothing else."""
+    state = np.random.SeedSequence(key).generate_state(1, np.uint64)[0]
+    return torch.Generator().manual_seed(int(state >> np.uint64(1)))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of packed documents and their anchors.
+
+    Attributes:
+        tokens_BS, positions_BS: int64; positions begin at 0 in each document.
+        documents_BS: int64; the index of each token's document in `contents`, -1 behind the last one.
+        anchors_BA: int64 places in the row, in ascending order; -1 for no block.
+        tokens_BAL: int64; the anchor and the K tokens behind it.
+        taught_BAK: bool; which of these K are taught: those of the anchor's document that are supervised.
+        contents: The documents of each row, as indices into the data.
+    """
+
+    tokens_BS: Tensor
+    positions_BS: Tensor
+    documents_BS: Tensor
+    anchors_BA: Tensor
+    tokens_BAL: Tensor
+    taught_BAK: Tensor
+    contents: tuple[tuple[int, ...], ...]
+
+    def rows(self, begin: int, end: int) -> Batch:
+        return Batch(*(getattr(self, field.name)[begin:end] for field in fields(self)))
+
+
+class Documents:
+    """The documents that can be trained on, cut to the length of a row.
+
+    Attributes:
+        usable: Indices of those with an anchor.
+        lengths: Tokens of every document, after cutting.
+        cut, useless: How many were cut, and how many have no two supervised tokens side by side.
+        tokens, supervised: How many the usable ones hold.
+    """
+
+    def __init__(self, data: Sequence[Document], length: int) -> None:
+        self._data, self._length = data, length
+        self.usable: list[int] = []
+        self.lengths: list[int] = []
+        self.cut = self.tokens = self.supervised = 0
+        for index in range(len(data)):
+            document = self[index]
+            self.lengths.append(len(document.tokens))
+            self.cut += document.cut
+            if bool(eligible(document.supervised).any()):
+                self.usable.append(index)
+                self.tokens += len(document.tokens)
+                self.supervised += int(document.supervised.sum())
+        self.useless = len(data) - len(self.usable)
+
+    def __getitem__(self, index: int) -> Document:
+        document = self._data[index]
+        cut = len(document.tokens) > self._length
+        return Document(document.tokens[: self._length], document.supervised[: self._length], cut)
+
+
+def split(usable: Sequence[int], held_out: int, seed: int) -> tuple[list[int], list[int]]:
+    """Documents to train on, and those that are held out. Raises ValueError where none would be left."""
+    if held_out >= len(usable):
+        raise ValueError(
+            f"held_out is {held_out} and the data hold {len(usable)} usable documents; hold out fewer, or add data."
+        )
+    order = torch.randperm(len(usable), generator=generator(seed, HELD_OUT)).tolist()
+    return sorted(usable[i] for i in order[held_out:]), [usable[i] for i in order[:held_out]]
+
+
+def pack(order: Sequence[int], lengths: Sequence[int], length: int) -> list[tuple[int, ...]]:
+    """Put documents into rows of at most `length` tokens, each into the fullest open row that has room for it."""
+    done: list[tuple[int, ...]] = []
+    rows: list[list[int]] = []
+    rooms: list[int] = []
+    for index in order:
+        fitting = [(room, i) for i, room in enumerate(rooms) if room >= lengths[index]]
+        if fitting:
+            i = min(fitting)[1]
+        else:
+            if len(rows) == OPEN_ROWS:
+                fullest = rooms.index(min(rooms))
+                rooms.pop(fullest)
+                done.append(tuple(rows.pop(fullest)))
+            i = len(rows)
+            rows.append([])
+            rooms.append(length)
+        rows[i].append(index)
+        rooms[i] -= lengths[index]
+    return done + [tuple(row) for row in rows]
+
+
+def eligible(supervised_S: Tensor) -> Tensor:
+    """Where an anchor may stand, `[S]` bool: on a supervised token whose next one is supervised too."""
+    return supervised_S & F.pad(supervised_S[1:], (0, 1))
+
+
+def shares(counts: Sequence[int], total: int) -> list[int]:
+    """Split `total` in proportion to the counts, none above its count; the largest remainders round up."""
+    whole = sum(counts)
+    if whole <= total:
+        return list(counts)
+    found = [total * count // whole for count in counts]
+    for i in sorted(range(len(counts)), key=lambda i: -(total * counts[i] % whole))[: total - sum(found)]:
+        found[i] += 1
+    return found
+
+
+def place_anchors(documents: Sequence[Document], count: int, stride: int | None, random: torch.Generator) -> list[int]:
+    """Draw up to `count` anchors of a row, in ascending order, without replacement and in proportion to what each
+    document offers.
+
+    Args:
+        stride: None lets them stand anywhere; otherwise only on each stride-th place from the first supervised one on.
+    """
+    places, start = [], 0
+    for document in documents:
+        found = eligible(document.supervised).nonzero().flatten()
+        if stride is not None and len(found):
+            found = found[(found - found[0]) % stride == 0]
+        places.append(start + found)
+        start += len(document.tokens)
+    anchors: list[int] = []
+    for found, share in zip(places, shares([len(found) for found in places], count), strict=True):
+        anchors += found[torch.randperm(len(found), generator=random)[:share]].sort().values.tolist()
+    return anchors
+
+
+class Batches:
+    """The steps of a run over these documents.
+
+    Args:
+        documents: All documents.
+        chosen: Indices of those to use.
+        taught_slots: K.
+    """
+
+    def __init__(self, documents: Documents, chosen: Sequence[int], recipe: Recipe, taught_slots: int) -> None:
+        self._documents, self._chosen, self._recipe, self._taught = documents, list(chosen), recipe, taught_slots
+        self._epoch: tuple[int, list[tuple[int, ...]]] = (-1, [])
+
+    def _rows(self, epoch: int) -> list[tuple[int, ...]]:
+        if self._epoch[0] != epoch:
+            random = generator(self._recipe.seed, ORDER, epoch)
+            order = [self._chosen[i] for i in torch.randperm(len(self._chosen), generator=random).tolist()]
+            self._epoch = (epoch, pack(order, self._documents.lengths, self._recipe.length))
+        return self._epoch[1]
+
+    def steps_of(self, epoch: int) -> int:
+        return -(-len(self._rows(epoch)) // self._recipe.batch)
+
+    def steps(self) -> int:
+        """Steps of the whole run."""
+        if self._recipe.steps is not None:
+            return self._recipe.steps
+        return sum(self.steps_of(epoch) for epoch in range(self._recipe.epochs))
+
+    def run(self, start: int) -> Iterator[tuple[int, Batch]]:
+        """Epochs and batches of a step each, from step `start` on and without end. The last batch of an epoch is filled
+        up with empty rows."""
+        epoch = begun = 0
+        while True:
+            count = self.steps_of(epoch)
+            for step in range(max(start - begun, 0), count):
+                random = generator(self._recipe.seed, ANCHORS, epoch, step)
+                rows = self._rows(epoch)[step * self._recipe.batch : (step + 1) * self._recipe.batch]
+                yield epoch, self.batch(rows + [()] * (self._recipe.batch - len(rows)), random)
+            begun += count
+            epoch += 1
+
+    def fixed(self) -> list[Batch]:
+        """One epoch that is the same whenever it is asked for, in single rows: for measuring."""
+        random = generator(self._recipe.seed, ANCHORS)
+        return [self.batch([row], random) for row in pack(self._chosen, self._documents.lengths, self._recipe.length)]
+
+    def batch(self, rows: Sequence[tuple[int, ...]], random: torch.Generator) -> Batch:
+        size = len(rows), self._recipe.length
+        tokens, positions = torch.zeros(size, dtype=torch.long), torch.zeros(size, dtype=torch.long)
+        documents, supervised = torch.full(size, -1), torch.zeros(size, dtype=torch.bool)
+        anchors = torch.full((size[0], self._recipe.anchors), -1)
+        stride = self._recipe.block_size if self._recipe.anchor_placement == "fixed" else None
+        for row, indices in enumerate(rows):
+            held, begin = [self._documents[index] for index in indices], 0
+            for number, document in enumerate(held):
+                end = begin + len(document.tokens)
+                tokens[row, begin:end], supervised[row, begin:end] = document.tokens, document.supervised
+                positions[row, begin:end] = torch.arange(end - begin)
+                documents[row, begin:end] = number
+                begin = end
+            found = place_anchors(held, anchors.size(1), stride, random)
+            anchors[row, : len(found)] = torch.tensor(found, dtype=torch.long)
+        places = anchors.unsqueeze(-1) + torch.arange(self._taught + 1)
+        inside = places.clamp(0, size[1] - 1).flatten(1)
+        beginning = documents.gather(1, anchors.clamp(min=0)).unsqueeze(-1)
+        same = documents.gather(1, inside).view_as(places) == beginning
+        taught = (anchors >= 0).unsqueeze(-1) & (places < size[1]) & same
+        taught = taught & supervised.gather(1, inside).view_as(places)
+        blocks = tokens.gather(1, inside).view_as(places)
+        return Batch(tokens, positions, documents, anchors, blocks, taught[:, :, 1:], tuple(rows))

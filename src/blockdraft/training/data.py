@@ -1,0 +1,299 @@
+"""Training data on disk: shards of tokens, mapped into memory when read, and their manifest `data.json`.
+
+A shard is a safetensors file that appears whole or not at all. It holds the documents of some source rows one behind the
+other, and says which rows these are and which were left out; so it records both the data and how far their making is.
+
+    tokens, supervised   [T]      all documents one behind the other, int32 and bool
+    offsets              [D + 1]  where each document begins, and the end
+    rows, cut            [D]      the source row of each document; whether it was cut to the longest length allowed
+    left_out             [K, 2]   rows that gave no document, and why: an index into `REASONS`
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, overload
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+FORMAT = 1
+MANIFEST = "data.json"
+REASONS = ("no supervised token", "answer loops", "prompt too long")
+SHARD_TOKENS = 2**24
+SHARD_SECONDS = 120.0  # of work that a killed process loses at most
+
+
+@dataclass(frozen=True)
+class Document:
+    """One conversation or text.
+
+    Attributes:
+        tokens: `[S]` int64.
+        supervised: `[S]` bool; tokens that the drafter may learn to guess.
+        cut: Whether it goes on in its source past the longest length allowed.
+    """
+
+    tokens: Tensor
+    supervised: Tensor
+    cut: bool = False
+
+
+class TokenData(Sequence[Document]):
+    """The documents of a data folder, in the order of their source. From `read_data`.
+
+    Attributes:
+        folder: Where they lie.
+        fingerprint: Of the documents and the tokenizer; the same whatever the shards are.
+        tokenizer: Fingerprint of the tokenizer that made the tokens; see `tokenizer_fingerprint`.
+        lengths: Tokens of each document.
+        manifest: What `data.json` holds.
+    """
+
+    def __init__(self, folder: Path, manifest: dict[str, Any], shards: list[dict[str, Tensor]]) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self.fingerprint: str = manifest["fingerprint"] or ""
+        self.tokenizer: str = manifest["tokenizer"]
+        self._shards = shards
+        # Rows come to an end in another order than they began in where the target answers many at a time.
+        rows = torch.cat([shard["rows"] for shard in shards] or [torch.zeros(0, dtype=torch.int64)])
+        places = [(number, i) for number, shard in enumerate(shards) for i in range(len(shard["rows"]))]
+        self._places = [places[i] for i in rows.argsort(stable=True).tolist()]
+        lengths = [shard["offsets"].diff().tolist() for shard in shards]
+        self.lengths: list[int] = [lengths[number][i] for number, i in self._places]
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, index: int) -> Document: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Document]: ...
+    def __getitem__(self, index: int | slice) -> Document | list[Document]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        number, i = self._places[index]
+        shard = self._shards[number]
+        begin, end = shard["offsets"][i : i + 2].tolist()
+        tokens, supervised = shard["tokens"][begin:end].long(), shard["supervised"][begin:end].clone()
+        return Document(tokens, supervised, bool(shard["cut"][i]))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return read_data, (self.folder,)  # another process maps the files anew
+
+
+def read_data(folder: str | Path) -> TokenData:
+    """Open a data folder. Documents are read from disk when they are asked for.
+
+    Raises:
+        ValueError: The folder is absent, unfinished or broken, or holds no supervised token.
+    """
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    if manifest is None:
+        raise ValueError(f"{folder / MANIFEST} does not exist; give a folder made by `blockdraft data`.")
+    if not manifest["finished"]:
+        raise ValueError(f"{folder} is unfinished; run the `blockdraft data` command that began it again.")
+    shards = read_shards(folder)
+    found = {name: len(shard["rows"]) for name, shard in shards.items()}
+    if found != manifest["shards"]:
+        raise ValueError(f"{folder} holds the shards {found} and should hold {manifest['shards']}; copy it again.")
+    if not manifest["counts"]["supervised"]:
+        raise ValueError(f"{folder} holds no supervised token, so there is nothing to learn; make it from other rows.")
+    return TokenData(folder, manifest, list(shards.values()))
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Of the vocabulary: what each token id stands for."""
+    return fingerprint(sorted(tokenizer.get_vocab().items()))
+
+
+def fingerprint(value: Any) -> str:
+    """16 hexadecimal digits for a value that JSON can spell."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """What data.json holds; None where there is none. Raises ValueError for what is broken or of another format."""
+    path = folder / MANIFEST
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        version = manifest["format"]
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); copy it again, or make the data anew.") from error
+    if version != FORMAT:
+        raise ValueError(f"{path} is of format {version} and this version reads {FORMAT}; make the data anew.")
+    return manifest
+
+
+def read_shards(folder: Path) -> dict[str, dict[str, Tensor]]:
+    """Map the finished shards of a folder, by name. Raises ValueError for a broken one."""
+    shards = {}
+    for path in sorted(folder.glob("tokens-*.safetensors")):
+        try:
+            shard = load_file(path)
+            whole = int(shard["offsets"][-1]) == len(shard["tokens"]) == len(shard["supervised"])
+            if not whole or len(shard["offsets"]) != len(shard["rows"]) + 1:
+                raise ValueError("its tensors do not fit together")
+        except (OSError, SafetensorError, LookupError, ValueError) as error:
+            raise ValueError(f"{path} is broken ({error}); delete it, and make the data again.") from error
+        shards[path.name] = shard
+    return shards
+
+
+def write_file(path: Path, content: bytes | dict[str, Tensor]) -> None:
+    """Write bytes, or tensors as safetensors, beside the path and rename; whole or not at all.
+
+    Raises:
+        ValueError: The disk is full, or the like.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        if isinstance(content, bytes):
+            partial.write_bytes(content)
+        else:
+            save_file(content, partial)
+            partial.chmod(0o666 & ~_umask())  # safetensors lets only the owner read
+        partial.replace(path)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} cannot be written ({error}); what was finished before it stays.") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+class DataWriter:
+    """Makes a data folder, or goes on with an unfinished one, or adds to a finished one.
+
+    Args:
+        folder: Made if need be.
+        identity: What the data are made with. A folder of the same identity is gone on with.
+        tokenizer: Its fingerprint.
+
+    Attributes:
+        done: Source rows that need no work any more.
+        tokens: Tokens added since the beginning of this run.
+
+    Raises:
+        ValueError: The folder holds data of another identity, or other files.
+    """
+
+    def __init__(self, folder: Path, identity: dict[str, Any], tokenizer: str) -> None:
+        self.folder = folder
+        self.manifest = read_manifest(folder)
+        if self.manifest is None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ValueError(f"{folder} holds other files; choose another folder for --out.")
+        if self.manifest is not None:
+            theirs, ours = self.manifest["identity"], json.loads(json.dumps(identity))
+            for name in sorted(theirs.keys() | ours.keys()):
+                if theirs.get(name) != ours.get(name):
+                    raise ValueError(
+                        f"{folder} was made with {name} {theirs.get(name)!r}, not {ours.get(name)!r}; "
+                        f"choose another folder for --out, or delete this one."
+                    )
+        self._identity, self._tokenizer = identity, tokenizer
+        shards = read_shards(folder)
+        self._next = 1 + max((int(name[7:12]) for name in shards), default=-1)
+        rows = [shard[name].flatten() for shard in shards.values() for name in ("rows",)]
+        rows += [shard["left_out"][:, 0] for shard in shards.values()]
+        self.done: set[int] = set(torch.cat(rows).tolist()) if rows else set()
+        self.tokens = 0
+        self._clear()
+
+    def begin(self, **facts: Any) -> None:
+        """Mark the folder as unfinished, and note facts in its manifest."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"{self.folder} cannot be made ({error.strerror}).") from error
+        self._write_manifest(finished=False, shards={}, counts={}, fingerprint=None, **facts)
+
+    def add(self, row: int, documents: Sequence[Document], reason: str | None = None) -> None:
+        """Take a source row's documents, or the reason, one of `REASONS`, for which it has none."""
+        assert (reason is None) == bool(documents)
+        if reason is not None:
+            self._left_out.append((row, REASONS.index(reason)))
+        for document in documents:
+            self._documents.append((row, document))
+            self._held += len(document.tokens)
+            self.tokens += len(document.tokens)
+        self.done.add(row)
+        if self._held >= SHARD_TOKENS or time.monotonic() - self._since > SHARD_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what was added as a shard."""
+        if self._documents or self._left_out:
+            rows, documents = [row for row, _ in self._documents], [document for _, document in self._documents]
+            nothing = torch.zeros(0, dtype=torch.int32)
+            shard = {
+                "tokens": torch.cat([nothing, *(document.tokens.int() for document in documents)]),
+                "supervised": torch.cat([nothing.bool(), *(document.supervised for document in documents)]),
+                "offsets": torch.tensor([0, *(len(document.tokens) for document in documents)]).cumsum(0),
+                "rows": torch.tensor(rows, dtype=torch.int64),
+                "cut": torch.tensor([document.cut for document in documents], dtype=torch.bool),
+                "left_out": torch.tensor(self._left_out, dtype=torch.int64).reshape(-1, 2),
+            }
+            write_file(self.folder / f"tokens-{self._next:05}.safetensors", shard)
+            self._next += 1
+        self._clear()
+
+    def finish(self) -> dict[str, Any]:
+        """Count, and mark the folder as finished; returns its manifest.
+
+        Raises:
+            ValueError: There is no supervised token in it.
+        """
+        self.flush()
+        shards = read_shards(self.folder)
+        assert self.manifest is not None
+        data = TokenData(self.folder, self.manifest, list(shards.values()))
+        digest = hashlib.sha256(self._tokenizer.encode())
+        for document in data:
+            digest.update(len(document.tokens).to_bytes(8, "little"))
+            digest.update(document.tokens.int().numpy().tobytes() + document.supervised.numpy().tobytes())
+        reasons = Counter(int(i) for shard in shards.values() for i in shard["left_out"][:, 1])
+        counts: dict[str, Any] = {
+            "rows": len(self.done),
+            "documents": len(data),
+            "tokens": sum(data.lengths),
+            "supervised": sum(int(shard["supervised"].sum()) for shard in shards.values()),
+            "cut": sum(int(shard["cut"].sum()) for shard in shards.values()),
+            "left_out": {REASONS[i]: count for i, count in sorted(reasons.items())},
+        }
+        if not counts["supervised"]:
+            raise ValueError(
+                f"None of the {counts['rows']} rows has a token to learn from (left out: {counts['left_out']}); "
+                f"check the rows and the chat template, then delete {self.folder}."
+            )
+        found = {name: len(shard["rows"]) for name, shard in shards.items()}
+        self._write_manifest(finished=True, shards=found, counts=counts, fingerprint=digest.hexdigest()[:16])
+        return self.manifest
+
+    def _clear(self) -> None:
+        self._documents: list[tuple[int, Document]] = []
+        self._left_out: list[tuple[int, int]] = []
+        self._held, self._since = 0, time.monotonic()
+
+    def _write_manifest(self, **facts: Any) -> None:
+        own = {"format": FORMAT, "tokenizer": self._tokenizer, "identity": self._identity}
+        self.manifest = (self.manifest or {}) | own | facts
+        write_file(self.folder / MANIFEST, (json.dumps(self.manifest, indent=2) + "\n").encode())

@@ -1,0 +1,142 @@
+"""The training step's forward: from a batch to the sums that make up the loss, logits in chunks.
+
+Letters as in `blocks.py` and `batches.py`; T terms of the loss, C blocks of a chunk.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from blockdraft.nn.dflash import DFlashNetwork
+from blockdraft.targets import Target
+from blockdraft.training.batches import Batch
+from blockdraft.training.blocks import draft_hidden
+from blockdraft.training.objectives import Slots, slot_weights
+from blockdraft.training.variants import Variant
+
+
+class Sums(NamedTuple):
+    """Attributes:
+    terms_T: For each term of the loss the weighted sum over its slots, with gradient.
+    right_K, taught_K: Slots that were guessed right when all before them were given, and all slots.
+    accepted: Tokens that decoding would commit at these anchors: leading right guesses, and the bonus.
+    blocks: Anchors with a taught slot.
+    """
+
+    terms_T: Tensor
+    right_K: Tensor
+    taught_K: Tensor
+    accepted: Tensor
+    blocks: Tensor
+
+
+class DraftLoss(nn.Module):
+    """The draft network with its loss around it, so that wrappers for many devices see one module with one forward.
+
+    Embedding and head are the target's; they are no part of this module and are not trained.
+    """
+
+    def __init__(self, network: DFlashNetwork, variant: Variant[Any, Any], target: Target, flex: bool) -> None:
+        super().__init__()
+        self.network = network
+        self._variant, self._target, self._flex = variant, target, flex
+        mask = torch.tensor(network.config.mask_token_id, device=target.device)
+        self._mask_embedding = target.embed(mask).float()
+        recipe = variant.recipe
+        if recipe.checkpoint_activations:
+            for layer in network.layers:
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)  # type: ignore[method-assign]
+        self._run = torch.compile(self._sums, dynamic=False) if recipe.compile else self._sums
+
+    def forward(self, features_BSF: Tensor, teacher_BSH: Tensor | None, *batch: Tensor) -> Sums:
+        """The sums of a batch; `batch` is what `tensors_of` gives, `teacher_BSH` the input of the target's head."""
+        found: Sums = self._run(features_BSF, teacher_BSH, *batch)
+        return found
+
+    def _sums(
+        self,
+        features_BSF: Tensor,
+        teacher_BSH: Tensor | None,
+        positions_BS: Tensor,
+        documents_BS: Tensor,
+        anchors_BA: Tensor,
+        tokens_BAL: Tensor,
+        taught_BAK: Tensor,
+    ) -> Sums:
+        hidden_BANH = draft_hidden(
+            self.network,
+            features_BSF.float(),
+            documents_BS,
+            positions_BS,
+            anchors_BA,
+            self._target.embed(tokens_BAL[:, :, 0]).float(),
+            self._mask_embedding,
+            self._flex,
+        )
+        hidden = hidden_BANH[:, :, self._variant.first_slot :].flatten(0, 1)
+        tokens, taught = tokens_BAL.flatten(0, 1), taught_BAK.flatten(0, 1)
+        # The target's word on the k-th token comes from the place before it.
+        batch, count, slots = taught_BAK.shape
+        places = (anchors_BA.unsqueeze(-1) + torch.arange(slots, device=taught.device)).flatten(0, 1)
+        rows = torch.arange(batch, device=taught.device).repeat_interleave(count)
+        places = places.clamp(0, documents_BS.size(1) - 1)
+        size, sums, right = self._variant.recipe.chunk, [], []
+        for begin in range(0, len(hidden), size):
+            part = slice(begin, begin + size)
+            inputs = (hidden[part], tokens[part], taught[part], teacher_BSH, rows[part], places[part])
+            whole = len(hidden) <= size  # then recomputing would save no memory
+            found = self._chunk(*inputs) if whole else checkpoint(self._chunk, *inputs, use_reentrant=False)
+            sums.append(found[0])
+            right.append(found[1])
+        right_CK = torch.cat(right)
+        accepted = right_CK.long().cumprod(dim=-1).sum(dim=-1) + 1
+        blocks = taught[:, 0]
+        return Sums(
+            torch.stack(sums).sum(dim=0),
+            right_CK.sum(dim=0),
+            taught.sum(dim=0),
+            (accepted * blocks).sum(),
+            blocks.sum(),
+        )
+
+    def _chunk(
+        self,
+        hidden_CKH: Tensor,
+        tokens_CL: Tensor,
+        taught_CK: Tensor,
+        teacher_BSH: Tensor | None,
+        rows_C: Tensor,
+        places_CK: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """The terms' sums over a chunk, and which slots were guessed right."""
+        variant, target = self._variant, self._target
+        logits = self.network.adjust_logits(target.head(hidden_CKH.to(target.dtype)))
+        teacher = None
+        if teacher_BSH is not None:
+            with torch.no_grad():
+                teacher = target.head(teacher_BSH[rows_C.unsqueeze(-1), places_CK].to(target.dtype))
+        slots = Slots(hidden_CKH, logits, tokens_CL, taught_CK, teacher)
+        losses = variant.losses(self.network, slots)
+        sums = [
+            (losses[name].masked_fill(~taught_CK, 0) * term_weights(variant, name, taught_CK)).sum()
+            for name in variant.factors()
+        ]
+        with torch.no_grad():
+            right = (variant.guesses(self.network, slots) == slots.labels_CK) & taught_CK
+        return torch.stack(sums), right
+
+
+def term_weights(variant: Variant[Any, Any], term: str, taught: Tensor) -> Tensor:
+    """Weights of the slots in a term of the loss, in the shape of `taught`."""
+    return slot_weights(taught, variant.gamma if variant.decayed(term) else None)
+
+
+def tensors_of(batch: Batch, device: torch.device) -> tuple[Tensor, ...]:
+    """What `DraftLoss` needs of a batch besides features, on a device."""
+    names = (batch.positions_BS, batch.documents_BS, batch.anchors_BA, batch.tokens_BAL, batch.taught_BAK)
+    return tuple(tensor.to(device, non_blocking=True) for tensor in names)

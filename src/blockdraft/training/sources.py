@@ -1,0 +1,85 @@
+"""Where the features of a batch come from: the target in the loop, memory, or a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+import torch
+from torch import Tensor
+
+from blockdraft.targets import Target
+from blockdraft.training.batches import Batch, Documents
+from blockdraft.training.data import TokenData
+from blockdraft.training.features import read_features, tapped_features
+
+GROUP = 32  # documents that the target reads at a time where all are read in advance
+
+
+class Source(Protocol):
+    def __call__(self, documents: Sequence[int]) -> list[Tensor]:
+        """Features `[S, F]` of these documents, or of more of their tokens than a row holds."""
+
+
+def open_source(
+    where: str | None,
+    target: Target,
+    data: TokenData,
+    documents: Documents,
+    taps: tuple[int, ...],
+    progress: Callable[[str, int, int], None],
+) -> Source:
+    """The source that a recipe names as `features`.
+
+    Args:
+        taps: Layers whose outputs are wanted; `target.num_layers` is the input of the head.
+
+    Raises:
+        ValueError: Stored features are of another target, other data or other taps, or memory does not suffice.
+    """
+    if where is None:
+        return lambda chosen: tapped_features(target, taps, [documents[i].tokens for i in chosen])
+    if where == "memory":
+        return _memory(target, documents, taps, progress)
+    features = read_features(Path(where))
+    features.check(target, data, taps)
+    return lambda chosen: [features[i] for i in chosen]
+
+
+def _memory(
+    target: Target, documents: Documents, taps: tuple[int, ...], progress: Callable[[str, int, int], None]
+) -> Source:
+    needed = 2 * documents.tokens * len(taps) * target.hidden_size
+    free = psutil.virtual_memory().available
+    if needed > free:
+        raise ValueError(
+            f"The features of {documents.tokens} tokens take {needed / 2**30:.1f} GiB of memory and {free / 2**30:.1f} "
+            'GiB are free; leave out features = "memory", or store them with `blockdraft features`.'
+        )
+    kept: dict[int, Tensor] = {}
+    # Always in the same groups: what a document's features are, to the last bit, depends on its company.
+    order = sorted(documents.usable, key=lambda i: documents.lengths[i])
+    for begin in range(0, len(order), GROUP):
+        group = order[begin : begin + GROUP]
+        found = tapped_features(target, taps, [documents[i].tokens for i in group])
+        kept |= {i: features.to("cpu", torch.bfloat16) for i, features in zip(group, found, strict=True)}
+        progress("features", len(kept), len(order))
+    return lambda chosen: [kept[i] for i in chosen]
+
+
+def features_of(batch: Batch, source: Source, device: torch.device) -> Tensor | None:
+    """`[B, S, F]`, each document's features where it lies in its row, 0 behind the last one. None for empty rows."""
+    found = iter(source([i for row in batch.contents for i in row]) if any(batch.contents) else ())
+    features: Tensor | None = None
+    for row, contents in enumerate(batch.contents):
+        begin = 0
+        for number in range(len(contents)):
+            length = int((batch.documents_BS[row] == number).sum())
+            one = next(found)[:length]
+            if features is None:
+                features = torch.zeros(*batch.tokens_BS.shape, one.size(1), dtype=one.dtype, device=device)
+            features[row, begin : begin + length] = one.to(device)
+            begin += length
+    return features
