@@ -66,8 +66,8 @@ def convert(
     """Write the drafter of one folder, in either format, to another. As `export`.
 
     Raises:
-        ValueError: As `export`; also where `drafter` cannot be read, is `out` itself, or has a reduced vocabulary, which
-            only the speculators format can say.
+        ValueError: As `export`; also where `drafter` cannot be read, is `out` itself, or has a reduced vocabulary,
+            which only the speculators format can say.
     """
     check_format(to_format)
     if Path(drafter).resolve() == Path(out).resolve():
