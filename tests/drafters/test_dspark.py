@@ -152,7 +152,8 @@ def test_without_a_confidence_head_the_probabilities_decide(target: Target, tiny
     assert rates[cut.tokens.size(1) - 1] == pytest.approx(max(rates))
 
 
-def test_the_length_of_a_drawn_chain_does_not_depend_on_what_is_drawn(drafter: DSparkDrafter) -> None:
+def test_the_length_of_a_drawn_chain_does_not_depend_on_what_is_drawn(target: Target, tiny_dspark_dir: Path) -> None:
+    drafter = make(target, tiny_dspark_dir, confidence_temperatures=(30.0,) * DEPTH)  # neither sure nor hopeless
     params, lengths, firsts = [SamplingParams(temperature=1.0)], set(), set()
     costs = (0.3 * 0.8**n for n in range(40))
     times = ([1 + cost * n for n in range(DEPTH + 1)] for cost in costs)

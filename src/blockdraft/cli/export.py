@@ -44,7 +44,7 @@ def export(
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     loaded = load_target(target, device="cpu")
-    place = target if loaded.path is None else str(loaded.path.resolve())
+    place = str(target) if loaded.path is None else str(loaded.path.resolve())  # a hub name has no folder
     architectures = AutoConfig.from_pretrained(place).architectures or []
     convert(drafter, out, to_format, loaded, target_name or place, architectures)
     size = sum(file.stat().st_size for file in Path(out).iterdir())
