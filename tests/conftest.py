@@ -114,7 +114,7 @@ def tiny_dflash2_dir(tmp_path_factory: pytest.TempPathFactory, tiny_drafter_dir:
         network = DFlash2Network(config)
         for name, weight in network.state_dict().items():
             if name not in tensors:
-                weight += torch.randn_like(weight) * (1.0 if name.startswith("candidate_selector") else 0.2)
+                weight += torch.randn_like(weight) * (1.0 if name.endswith("codebook") else 0.2)
     network.load_state_dict(tensors, strict=False)
     write_checkpoint(folder, config, network.state_dict())
     return folder

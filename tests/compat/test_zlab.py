@@ -8,10 +8,15 @@ import torch
 from transformers import PreTrainedModel
 
 from blockdraft import load_drafter
-from blockdraft.compat import DFlashDraftModel
+from blockdraft.compat import DFlash2DraftModel, DFlashDraftModel
+from blockdraft.compat.adapt import drafter_for
 from blockdraft.compat.zlab import spec_generate
 from blockdraft.drafters.dflash import DFlashDrafter
+from blockdraft.drafters.dflash2 import DFlash2Drafter
+from blockdraft.engine import Engine
+from blockdraft.targets import load_target
 from blockdraft.targets.hf import HFTarget
+from blockdraft.types import SamplingParams
 
 PROMPT = [5, 17, 3, 80]
 
@@ -144,3 +149,20 @@ def test_calls_leave_the_model_trainable(model, draft):
     frozen.requires_grad_(False)
     draft.spec_generate(own, PROMPT, 5)
     assert not frozen.requires_grad and all(parameter.requires_grad for parameter in others)
+
+
+def test_dflash2_has_the_same_call(tiny_target_dir: Path, tiny_dflash2_dir: Path, tiny_drafter_dir: Path) -> None:
+    target = load_target(tiny_target_dir)
+    drafter = load_drafter(tiny_dflash2_dir, target=target)
+    assert isinstance(drafter, DFlash2Drafter)
+    draft = DFlash2DraftModel.from_pretrained(tiny_dflash2_dir)
+    assert isinstance(drafter_for(draft, target), DFlash2Drafter)
+    [expected] = Engine(target, load_drafter("none", target=target)).generate(
+        [PROMPT], SamplingParams(15, ignore_eos=True)
+    )
+    for callee in (draft, drafter):
+        output = callee.spec_generate(target=target, input_ids=PROMPT, max_new_tokens=15)
+        assert output.tolist() == [PROMPT + expected.token_ids]
+    for kind, folder in ((DFlashDraftModel, tiny_dflash2_dir), (DFlash2DraftModel, tiny_drafter_dir)):
+        with pytest.raises(ValueError, match=f"is no {kind.__name__}; use the class"):
+            kind.from_pretrained(folder)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockdraft.proposal import Proposal, best_count, best_first, depths, paying_tree
+from blockdraft.proposal import Proposal, best_count, best_first, depths, lattice_tree, paying_tree
 
 ANCHOR = torch.tensor([7])
 
@@ -136,3 +136,69 @@ def test_a_tree_that_pays_is_the_one_cut_from_the_whole_budget(cost: float, spre
     found = paying_tree(ANCHOR.expand(2), log_probs, 300, seconds)
     assert torch.equal(found.tokens, expected.tokens)
     assert torch.equal(found.parents, expected.parents)
+
+
+def lattice(depth: int, count: int, seed: int, batch: int = 1) -> tuple[Tensor, Tensor]:
+    """Random log probabilities `[B, D, K, K]` and tokens `[B, D, K]`."""
+    log_probs = laws(depth * count, count + 1, seed, batch=batch)[..., :count].unflatten(1, (depth, count))
+    log_probs[:, 0] = log_probs[:, 0, :1]
+    return log_probs, torch.stack([100 * d + torch.randperm(count) for d in range(depth)]).expand(batch, -1, -1)
+
+
+@pytest.mark.parametrize("budget", [1, 4, 9, 200])
+def test_a_lattice_tree_holds_the_best_paths(budget: int) -> None:
+    """A path is never likelier than its beginnings, so the best tree is that of the best paths."""
+    for seed in range(3):
+        log_probs, ids = lattice(depth=4, count=3, seed=seed, batch=2)
+        proposal = lattice_tree(torch.tensor([7, 8]), log_probs, ids, budget)
+        for row in range(2):
+            worth: dict[tuple[int, ...], float] = {}
+            for length in range(1, 5):
+                for path in product(range(3), repeat=length):
+                    steps = zip((0, *path), path, strict=False)
+                    worth[path] = sum(float(log_probs[row, d, p, k]) for d, (p, k) in enumerate(steps))
+            best = sorted(worth, key=lambda path: -worth[path])[:budget]
+            nodes: list[tuple[int, ...]] = [()]
+            for node in range(1, proposal.tokens.size(1)):
+                parent = nodes[proposal.parents[row, node]]
+                rank = ids[row, len(parent)].tolist().index(int(proposal.tokens[row, node]))
+                nodes.append((*parent, rank))
+            assert nodes[1:] == best
+            assert int(proposal.tokens[row, 0]) == 7 + row
+
+
+def test_a_lattice_whose_steps_do_not_depend_on_each_other_is_a_plain_tree() -> None:
+    log_probs = laws(5, 6, seed=8, batch=2)
+    ids = torch.arange(6).expand(2, 5, 6)
+    found = lattice_tree(ANCHOR.expand(2), log_probs[:, :, None].expand(-1, -1, 6, -1), ids, 50)
+    expected = build(log_probs, 50)
+    assert torch.equal(found.tokens, expected.tokens) and torch.equal(found.parents, expected.parents)
+
+
+@pytest.mark.parametrize("cost", [1e-5, 0.003, 0.03, 10.0])
+def test_a_lattice_tree_that_pays_is_the_one_cut_from_the_whole_budget(cost: float) -> None:
+    log_probs, ids = lattice(depth=6, count=5, seed=9, batch=2)
+    whole = lattice_tree(ANCHOR.expand(2), log_probs, ids, 200)
+    seconds = [1 + cost * guesses for guesses in range(201)]
+    cut = lattice_tree(ANCHOR.expand(2), log_probs, ids, 200, seconds)
+    worth = []
+    for row in range(2):
+        worth.append([1.0])
+        for node in range(1, 201):
+            parent, depth = int(whole.parents[row, node]), int(depths(whole.parents)[row, node]) - 1
+            before = 0 if depth == 0 else ids[row, depth - 1].tolist().index(int(whole.tokens[row, parent]))
+            rank = ids[row, depth].tolist().index(int(whole.tokens[row, node]))
+            worth[row].append(worth[row][parent] * float(log_probs[row, depth, before, rank].exp()))
+    count = best_count([row[1:] for row in worth], seconds)
+    assert torch.equal(cut.tokens, whole.tokens[:, : count + 1])
+    assert torch.equal(cut.parents, whole.parents[:, : count + 1])
+
+
+def test_impossible_candidates_of_a_lattice_are_left_out() -> None:
+    log_probs, ids = lattice(depth=2, count=3, seed=10)
+    log_probs[0, 0, :, 1:] = -torch.inf
+    log_probs[0, 1, 0, 2] = -torch.inf
+    proposal = lattice_tree(ANCHOR, log_probs, ids, 100)
+    assert proposal.parents.tolist() == [[-1, 0, 1, 1]]
+    nothing = lattice_tree(ANCHOR, torch.full((1, 2, 3, 3), torch.nan), ids, 5)
+    assert nothing.tokens.tolist() == [[7]]
