@@ -87,7 +87,7 @@ def test_layouts(raw: dict[str, Any]) -> None:
         ({**FLAT, "shift_label": False}, "shift_label is False"),
         ({**FLAT, "target_layer_ids": [-1, 3]}, "a tap is -1"),
         ({**NESTED, "dflash_config": {**OWN, "projector_type": "domino"}}, "projector_type is 'domino'"),
-        ({**NESTED, "architectures": ["DFlashDraftModel"]}, "projector_type is 'dspark'"),
+        ({**NESTED, "architectures": ["DFlashDraftModel"]}, "markov_rank is 3; it must be absent"),
     ],
 )
 def test_refusals(raw: dict[str, Any], told: str) -> None:

@@ -12,6 +12,7 @@ from blockdraft.cli.bench import bench
 from blockdraft.cli.calibrate import calibrate
 from blockdraft.cli.export import export
 from blockdraft.cli.generate import generate
+from blockdraft.cli.train import train
 
 app = typer.Typer(
     help="Lossless fast decoding of language models with block-diffusion drafters.",
@@ -23,6 +24,7 @@ app.command()(generate)
 app.command()(bench)
 app.command()(calibrate)
 app.command()(export)
+app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(train)
 
 
 def _print_version(wanted: bool) -> None:

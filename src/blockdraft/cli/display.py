@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ from blockdraft.engine.prompts import TextStream
 from blockdraft.types import SamplingParams
 
 DRAFTED = "green"
+SHOWN_EVALUATIONS = 12  # of a training run
 
 
 def terminal() -> Console:
@@ -160,6 +161,22 @@ def show_costs(console: Console, costs: Costs, block_size: int) -> None:
         cycles.add_row(str(rows), f"{1000 * plain:.2f}", f"{1000 * draft:.2f}", *ratios)
     console.print()
     console.print(cycles)
+
+
+def show_training(console: Console, lines: Sequence[Mapping[str, Any]]) -> None:
+    """A table of the evaluations of a training run, the last ones of many."""
+    table = Table(box=box.SIMPLE if console.is_terminal else None, pad_edge=False, caption_justify="left")
+    table.caption = (
+        "accepted length: leading right guesses at fixed anchors, and the bonus; tau: tokens per target forward of the "
+        "engine; accuracy: right guesses by position, %."
+    )
+    for header in ("step", "loss", "held-out loss", "accepted length", "tau", "accuracy"):
+        table.add_column(header, justify="right")
+    for line in [line for line in lines if "tau" in line or "held_out_loss" in line][-SHOWN_EVALUATIONS:]:
+        numbers = (line.get(name) for name in ("loss", "held_out_loss", "held_out_accepted_length", "tau"))
+        accuracy = " ".join("?" if a is None else f"{100 * a:.0f}" for a in line.get("held_out_accuracy") or [])
+        table.add_row(str(line["step"]), *("?" if n is None else f"{n:.3f}" for n in numbers), accuracy)
+    console.print(table)
 
 
 def as_dict(completion: Completion, comparison: Comparison | None) -> dict[str, Any]:

@@ -195,10 +195,12 @@ class Batches:
             begun += count
             epoch += 1
 
-    def fixed(self) -> list[Batch]:
-        """One epoch that is the same whenever it is asked for, in single rows: for measuring."""
+    def fixed(self, size: int) -> list[Batch]:
+        """One epoch that is the same whenever it is asked for, in batches of `size` rows: for measuring."""
         random = generator(self._recipe.seed, ANCHORS)
-        return [self.batch([row], random) for row in pack(self._chosen, self._documents.lengths, self._recipe.length)]
+        rows = pack(self._chosen, self._documents.lengths, self._recipe.length)
+        rows += [()] * (-len(rows) % size)
+        return [self.batch(rows[i : i + size], random) for i in range(0, len(rows), size)]
 
     def batch(self, rows: Sequence[tuple[int, ...]], random: torch.Generator) -> Batch:
         size = len(rows), self._recipe.length

@@ -118,7 +118,8 @@ def _dense(
         context_keys = keys_LBKSD[layer].repeat_interleave(count, dim=0)
         context_values = values_LBKSD[layer].repeat_interleave(count, dim=0)
         keys, values = torch.cat([context_keys, keys], dim=2), torch.cat([context_values, values], dim=2)
-        return attend(queries, keys, values, masks[config.layers[layer]])
+        # Under autocast norms leave queries and keys in float32.
+        return attend(queries.to(values.dtype), keys.to(values.dtype), values, masks[config.layers[layer]])
 
     return attention
 
@@ -147,9 +148,11 @@ def _flex(
 
     def attention(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         joined = [_by_row(x, batch) for x in (queries, keys, values)]
-        keys = torch.cat([keys_LBKSD[layer], joined[1]], dim=2)
         values = torch.cat([values_LBKSD[layer], joined[2]], dim=2)
-        out = attend_flexibly(joined[0], keys, values, block_mask=masks[config.layers[layer]], enable_gqa=True)
+        keys = torch.cat([keys_LBKSD[layer], joined[1]], dim=2).to(values.dtype)
+        out = attend_flexibly(
+            joined[0].to(values.dtype), keys, values, block_mask=masks[config.layers[layer]], enable_gqa=True
+        )
         heads, dim = out.size(1), out.size(3)
         return cast(
             Tensor, out.view(batch, heads, count, -1, dim).transpose(1, 2).reshape(batch * count, heads, -1, dim)

@@ -68,9 +68,11 @@ class DraftLoss(nn.Module):
         tokens_BAL: Tensor,
         taught_BAK: Tensor,
     ) -> Sums:
+        if not torch.is_autocast_enabled(features_BSF.device.type):
+            features_BSF = features_BSF.float()
         hidden_BANH = draft_hidden(
             self.network,
-            features_BSF.float(),
+            features_BSF,
             documents_BS,
             positions_BS,
             anchors_BA,

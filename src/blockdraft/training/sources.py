@@ -69,17 +69,14 @@ def _memory(
     return lambda chosen: [kept[i] for i in chosen]
 
 
-def features_of(batch: Batch, source: Source, device: torch.device) -> Tensor | None:
-    """`[B, S, F]`, each document's features where it lies in its row, 0 behind the last one. None for empty rows."""
+def features_of(batch: Batch, source: Source, width: int, target: Target) -> Tensor:
+    """`[B, S, width]` in the target's dtype: each document's features where it lies in its row, 0 behind the last."""
     found = iter(source([i for row in batch.contents for i in row]) if any(batch.contents) else ())
-    features: Tensor | None = None
+    features = torch.zeros(*batch.tokens_BS.shape, width, dtype=target.dtype, device=target.device)
     for row, contents in enumerate(batch.contents):
         begin = 0
         for number in range(len(contents)):
             length = int((batch.documents_BS[row] == number).sum())
-            one = next(found)[:length]
-            if features is None:
-                features = torch.zeros(*batch.tokens_BS.shape, one.size(1), dtype=one.dtype, device=device)
-            features[row, begin : begin + length] = one.to(device)
+            features[row, begin : begin + length] = next(found)[:length].to(target.device)
             begin += length
     return features

@@ -1,0 +1,130 @@
+"""`blockdraft train`: a drafter for a target, from token data."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from blockdraft.cli.options import Device, Dtype, TargetFolder
+
+
+def train(
+    context: typer.Context,
+    variant: Annotated[str, typer.Argument(metavar="VARIANT", help="The kind of drafter, such as dflash.")],
+    recipe: Annotated[
+        Path | None,
+        typer.Argument(metavar="[RECIPE.toml]", help="Values of recipe fields; others keep their defaults."),
+    ] = None,
+    target: TargetFolder = None,
+    data: Annotated[Path | None, typer.Option(metavar="DIR", help="Token data, made by `blockdraft data`.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Folder of the drafter. Recipe, log, curves and checkpoints go to DIR.run beside it; the same command "
+            "goes on with a run that was interrupted.",
+        ),
+    ] = None,
+    prompts_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompts",
+            metavar="FILE",
+            help='Measure tau on these prompts, lines of {"prompt": "text"} or {"turns": ["text"]}, instead of the '
+            "beginnings of held-out documents.",
+        ),
+    ] = None,
+    target_dtype: Dtype = None,
+    device: Device = None,
+    show_recipe: Annotated[
+        bool,
+        typer.Option("--show-recipe", help="Print all fields of the recipe with their meaning, as TOML, and exit."),
+    ] = False,
+) -> None:
+    """Train a drafter for a target.
+
+    Every recipe field is an option too: --layers 3, --learning-rate 1e-3, --objective decay=0.5,forward_kl=0.5.
+    `blockdraft train dflash --show-recipe` lists them. On many devices: `accelerate launch -m blockdraft train ...`.
+    """
+    flags = parse_flags(context.args)
+
+    from blockdraft.training.recipe import as_toml, read_recipe
+    from blockdraft.training.variants import find_variant
+
+    settings = read_recipe(find_variant(variant).recipe_class, recipe, flags)
+    if show_recipe:
+        print(as_toml(settings, explained=True), end="")
+        return
+    for name, value in (("--data", data), ("--out", out)):
+        if value is None:
+            raise ValueError(f"{name} is missing; name a folder.")
+    assert data is not None and out is not None
+    _train(variant, settings, target, data, out, prompts_file, target_dtype, device)
+
+
+def _train(
+    variant: str,
+    settings: Any,
+    target: str | None,
+    data: Path,
+    out: Path,
+    prompts_file: Path | None,
+    dtype: str | None,
+    device: str | None,
+) -> None:
+    from transformers.utils import logging
+
+    from blockdraft.cli import display
+    from blockdraft.evaluation.prompts import read_prompt_sets
+    from blockdraft.targets import load_target
+    from blockdraft.training.data import read_data
+    from blockdraft.training.devices import make_accelerator
+    from blockdraft.training.trainer import Telling, run_folder, train
+
+    documents = read_data(data)
+    prompts = read_prompt_sets([prompts_file])[0].prompts if prompts_file is not None else None
+    accelerator = make_accelerator(settings, run_folder(out), device)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    loaded = load_target(target, dtype=dtype, device=accelerator.device)
+
+    def note(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    try:
+        with display.progress("steps") as progress:
+            telling = Telling(progress, note)
+            lines = train(variant, loaded, documents, out, settings, accelerator, prompts, telling)
+    except KeyboardInterrupt:
+        if accelerator.is_main_process:
+            note("Interrupted; the same command goes on from the newest checkpoint.")
+        raise typer.Exit(130) from None
+    if accelerator.is_main_process:
+        console = display.terminal() if sys.stdout.isatty() else display.plain()
+        display.show_training(console, lines)
+        console.print(f"\nThe drafter is in {out}, recipe, log and curves are in {run_folder(out)}. Use it:")
+        named = f" --target {target}" if target is not None else ""
+        console.print(f"blockdraft generate{named} --drafter {out} PROMPT", soft_wrap=True)
+
+
+def parse_flags(arguments: Sequence[str]) -> dict[str, str]:
+    """Recipe fields from what is left of the command line: `--name value` or `--name=value`.
+
+    Raises:
+        ValueError: Something else is there.
+    """
+    found, left = {}, list(arguments)
+    while left:
+        name, equals, value = left.pop(0).partition("=")
+        if not name.startswith("--"):
+            raise ValueError(f"{name!r} is no option; recipe fields are given as --name value.")
+        if not equals:
+            if not left:
+                raise ValueError(f"{name} has no value; recipe fields are given as --name value.")
+            value = left.pop(0)
+        found[name.removeprefix("--")] = value
+    return found

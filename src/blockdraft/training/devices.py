@@ -1,0 +1,40 @@
+"""One process or many: what Accelerate is told."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin
+
+from blockdraft.training.recipe import Recipe
+
+
+def make_accelerator(recipe: Recipe, folder: Path, device: str | None = None) -> Accelerator:
+    """The accelerator of this process, which knows its device and its fellows.
+
+    Args:
+        folder: Where trackers write.
+        device: "cpu" uses no GPU even where there is one.
+
+    Raises:
+        ValueError: A tracker is unknown or not installed.
+    """
+    cpu = device == "cpu" or not torch.cuda.is_available()
+    bfloat16 = recipe.dtype == "bfloat16" or (recipe.dtype == "auto" and not cpu)
+    sharded = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true")
+    # The context's keys and values read all layers' weights at once, so the network is sharded and gathered as a whole.
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap") if sharded else None
+    found = Accelerator(
+        cpu=cpu,
+        mixed_precision="bf16" if bfloat16 else "no",
+        fsdp_plugin=plugin,
+        log_with=list(recipe.trackers),
+        project_dir=str(folder),
+    )
+    missing = {*recipe.trackers} - {str(getattr(tracker, "value", tracker)) for tracker in found.log_with}
+    if missing:
+        raise ValueError(f"The trackers {sorted(missing)} are not installed; install them, or leave them out.")
+    return found

@@ -1,0 +1,315 @@
+"""The training run: steps, evaluations, checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+
+from blockdraft.targets import Target
+from blockdraft.training import checkpoints, start
+from blockdraft.training.batches import Batch, Batches, Documents, split
+from blockdraft.training.data import TokenData
+from blockdraft.training.loss import DraftLoss, Sums, tensors_of, term_weights
+from blockdraft.training.measure import encoded, held_out_prompts, measured_tau
+from blockdraft.training.optimizers import make_optimizers, rate, set_rate
+from blockdraft.training.recipe import Recipe, as_toml
+from blockdraft.training.records import Records, draw
+from blockdraft.training.sources import features_of, open_source
+from blockdraft.training.variants import find_variant
+from blockdraft.types import Prompt
+
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+@dataclass(frozen=True)
+class Telling:
+    """Whom a run tells how far it is; only the main process tells anything.
+
+    Attributes:
+        progress: Called with the present stage, what is done and what there is to do.
+        note: Called with a sentence that should stay on the screen.
+    """
+
+    progress: Callable[[str, int, int], None] = lambda stage, done, total: None
+    note: Callable[[str], None] = lambda text: None
+
+
+def run_folder(out: Path) -> Path:
+    """Where recipe, log, curves and checkpoints of the run lie that writes a drafter to `out`."""
+    return out.with_name(f"{out.name}.run")
+
+
+def train(
+    variant_name: str,
+    target: Target,
+    data: TokenData,
+    out: Path,
+    recipe: Recipe,
+    accelerator: Accelerator,
+    prompts: Sequence[Prompt] | None = None,
+    telling: Telling | None = None,
+) -> list[dict[str, Any]]:
+    """Train a drafter, or go on with a run that was interrupted.
+
+    Args:
+        variant_name: File name of the variant.
+        target: On the accelerator's device.
+        out: Folder of the drafter; what belongs to the run lies beside it, see `run_folder`.
+        recipe: Of the variant's recipe class.
+        accelerator: From `make_accelerator`.
+        prompts: To measure tau on; None takes the beginnings of held-out documents.
+
+    Returns:
+        The figures of all steps, as in log.jsonl; empty in all processes but the main one.
+
+    Raises:
+        ValueError: Data, target, recipe, disk or an earlier run in the same folder do not fit together. All is checked
+            before the first step.
+        FloatingPointError: The loss is no number.
+    """
+    quiet = Telling()
+    trainer = Trainer(
+        variant_name,
+        target,
+        data,
+        out,
+        recipe,
+        accelerator,
+        prompts,
+        (telling or quiet) if accelerator.is_main_process else quiet,
+    )
+    return trainer.run()
+
+
+class Trainer:
+    """Arguments as in `train`. Making one checks and loads everything; `run` trains."""
+
+    def __init__(
+        self,
+        variant_name: str,
+        target: Target,
+        data: TokenData,
+        out: Path,
+        recipe: Recipe,
+        accelerator: Accelerator,
+        prompts: Sequence[Prompt] | None,
+        telling: Telling,
+    ) -> None:
+        self.target, self.recipe, self.accelerator, self.telling = target, recipe, accelerator, telling
+        self.out, self.folder = out, run_folder(out)
+        self.variant = find_variant(variant_name)(recipe)
+        start.check_data(data, target, recipe, accelerator.num_processes)
+        self.config = self.variant.config(target, start.mask_token(target, recipe))
+        vocabulary = target.tokenizer.get_vocab() if target.tokenizer is not None else None
+        network = self.variant.network(self.config, vocabulary).to(target.device)
+        start.check_folder(out, self.folder, network, recipe)
+        identity = start.identity(variant_name, target, data, recipe)
+        state = checkpoints.newest(self.folder / "checkpoints")
+        if state is not None:
+            start.check_same(self.folder, state["identity"], identity)
+        documents = Documents(data, recipe.length)
+        trained, held_out = split(documents.usable, recipe.held_out, recipe.seed)
+        self._tell_data(documents, len(trained), len(held_out))
+        slots = self.variant.taught_slots
+        self.batches = Batches(documents, trained, recipe, slots)
+        self.steps = self.batches.steps()
+        # Rows that one process has on its device at a time.
+        self.rows = recipe.batch // (accelerator.num_processes * recipe.accumulation)
+        self.fixed = Batches(documents, held_out, recipe, slots).fixed(self.rows)
+        if prompts is None:
+            self.prompts = held_out_prompts(documents, held_out, recipe.eval_prompts)
+        else:
+            self.prompts = encoded(prompts, target, recipe.eval_tokens)
+        taps = self.config.taps
+        if self.variant.needs_teacher:
+            taps = (*taps, target.num_layers)
+            start.check_teacher(target, documents[trained[0]].tokens)
+        self.width = len(taps) * target.hidden_size
+        self.source = open_source(recipe.features, target, data, documents, taps, telling.progress)
+
+        flex = recipe.attention == "flex" or (recipe.attention == "auto" and target.device.type == "cuda")
+        module = DraftLoss(network, self.variant, target, flex)
+        named = [(name.removeprefix("network."), parameter) for name, parameter in module.named_parameters()]
+        optimizers = make_optimizers(named, self.variant, recipe)
+        self.parameters = sum(parameter.numel() for _, parameter in named)
+        self.module, *wrapped = accelerator.prepare(module, *optimizers)
+        self.optimizers = [cast(torch.optim.Optimizer, getattr(one, "optimizer", one)) for one in wrapped]
+        self.begin = 0
+        if state is not None:
+            self._restore(state)
+        self.identity = identity
+        self.records = Records(self.folder, self.begin) if accelerator.is_main_process else None
+
+    def run(self) -> list[dict[str, Any]]:
+        recipe, accelerator = self.recipe, self.accelerator
+        if accelerator.is_main_process:
+            (self.folder / "recipe.toml").write_text(as_toml(recipe), encoding="utf-8")
+            accelerator.init_trackers("blockdraft")
+        began, tokens, last = time.monotonic(), 0, ""
+        stream = itertools.islice(self.batches.run(self.begin), max(self.steps - self.begin, 0))
+        for step, (epoch, batch) in enumerate(stream, self.begin + 1):
+            moment = time.monotonic()
+            figures = {"step": step, "epoch": epoch, **self._step(batch, step - 1)}
+            count = int((batch.documents_BS >= 0).sum())
+            figures["tokens_per_second"] = count / (time.monotonic() - moment)
+            tokens += count
+            end = step == self.steps
+            if end or (recipe.eval_every and step % recipe.eval_every == 0):
+                figures |= self._evaluate(step)
+                last = f", tau {figures['tau']:.2f}" if "tau" in figures else ""
+            self._record(figures)
+            if end or (recipe.save_every and step % recipe.save_every == 0):
+                self._save(step)
+            speed = tokens / (time.monotonic() - began)
+            told = f"step {step} of {self.steps}, loss {figures['loss']:.3f}, {speed:,.0f} tokens/s{last}"
+            self.telling.progress(told, step - self.begin, self.steps - self.begin)
+        if self.records is not None and not draw(self.records, self.folder / "curves.png"):
+            self.telling.note("There is no picture of the curves, since matplotlib is not installed.")
+        accelerator.end_training()
+        return self.records.lines if self.records is not None else []
+
+    def _step(self, batch: Batch, done: int) -> dict[str, Any]:
+        """One optimiser step; `batch` is that of all processes together."""
+        recipe, accelerator, processes = self.recipe, self.accelerator, self.accelerator.num_processes
+        share = rate(done, self.steps, recipe)
+        set_rate(self.optimizers, share)
+        weights = self._weights([batch])
+        self.module.train()
+        found: list[Sums] = []
+        for part in range(recipe.accumulation):
+            begin = (part * processes + accelerator.process_index) * self.rows
+            rows = batch.rows(begin, begin + self.rows)
+            syncing = part == recipe.accumulation - 1
+            with contextlib.nullcontext() if syncing else accelerator.no_sync(self.module):
+                sums = self._forward(rows)
+                # Wrappers for many processes take the mean of their gradients, and the sum is wanted.
+                accelerator.backward(self._loss(sums.terms_T, weights) * processes)
+            found.append(Sums(*(one.detach() for one in sums)))
+        norm = accelerator.clip_grad_norm_(self.module.parameters(), recipe.clip or math.inf)
+        figures = self._figures(found, weights)
+        if not math.isfinite(figures["loss"]) or not math.isfinite(float(norm)):
+            raise FloatingPointError(
+                f"Loss {figures['loss']} and gradient norm {float(norm)} at step {done + 1} are not both finite; lower "
+                "the learning rate, or use dtype float32. The newest checkpoint stays as it is."
+            )
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return {"rate": share, "gradient_norm": float(norm), **figures}
+
+    def _forward(self, rows: Batch) -> Sums:
+        features = features_of(rows, self.source, self.width, self.target)
+        tapped = len(self.config.taps) * self.target.hidden_size
+        teacher = features[:, :, tapped:] if self.variant.needs_teacher else None
+        sums: Sums = self.module(features[:, :, :tapped], teacher, *tensors_of(rows, self.target.device))
+        return Sums(*sums)
+
+    def _weights(self, batches: Iterable[Batch]) -> list[float]:
+        """The sum of the weights of each term's slots, over all processes."""
+        taught = [batch.taught_BAK for batch in batches]
+        return [
+            max(sum(float(term_weights(self.variant, name, one).sum()) for one in taught), 1e-9)
+            for name in self.variant.factors()
+        ]
+
+    def _loss(self, terms_T: Tensor, weights: Sequence[float]) -> Tensor:
+        factors = self.variant.factors().values()
+        return torch.stack([f * term / w for f, term, w in zip(factors, terms_T, weights, strict=True)]).sum()
+
+    def _figures(self, found: Sequence[Sums], weights: Sequence[float]) -> dict[str, Any]:
+        """What the sums of all processes say."""
+        parts = [torch.cat([one.double().flatten() for one in sums]) for sums in found]
+        summed = cast(Tensor, self.accelerator.reduce(torch.stack(parts).sum(dim=0), "sum")).cpu()
+        slots, names = self.variant.taught_slots, list(self.variant.factors())
+        terms, right, taught, accepted, blocks = summed.split([len(names), slots, slots, 1, 1])
+        figures: dict[str, Any] = {"loss": float(self._loss(terms, weights))}
+        if len(names) > 1:
+            figures |= {f"loss_{name}": float(t) / w for name, t, w in zip(names, terms, weights, strict=True)}
+        figures["accuracy"] = [round(float(r / t), 4) if t else None for r, t in zip(right, taught, strict=True)]
+        figures["accepted_length"] = float(accepted / blocks) if blocks else None
+        return figures
+
+    @torch.no_grad()
+    def _evaluate(self, step: int) -> dict[str, Any]:
+        """Figures on the held-out documents, and tau of the drafter as it is written."""
+        figures: dict[str, Any] = {}
+        if self.fixed:
+            self.module.eval()
+            processes, index = self.accelerator.num_processes, self.accelerator.process_index
+            empty = self.batches.batch([()] * self.rows, torch.Generator())
+            padded = self.fixed + [empty] * (-len(self.fixed) % processes)
+            weights = self._weights(self.fixed)
+            found = self._figures([self._forward(batch) for batch in padded[index::processes]], weights)
+            figures = {f"held_out_{name}": value for name, value in found.items()}
+        if self.prompts:
+            measured = self.folder / "measured"
+            self._export(measured)
+            if self.accelerator.is_main_process:
+                self.telling.progress(f"step {step}: measuring tau", step - self.begin, self.steps - self.begin)
+                figures["tau"] = measured_tau(measured, self.target, self.prompts, self.recipe.eval_tokens)
+            self.accelerator.wait_for_everyone()
+        return figures
+
+    def _record(self, figures: dict[str, Any]) -> None:
+        if self.records is None:
+            return
+        self.records.add(figures)
+        numbers = {name: value for name, value in figures.items() if isinstance(value, float)}
+        for name, values in figures.items():
+            if isinstance(values, list):
+                numbers |= {f"{name}/{k}": value for k, value in enumerate(values, 1) if value is not None}
+        self.accelerator.log(numbers, step=figures["step"])
+
+    def _export(self, folder: Path) -> None:
+        """Write the drafter as it is now."""
+        tensors = get_model_state_dict(self.module, options=WHOLE)
+        if self.accelerator.is_main_process:
+            named = {name.removeprefix("network."): cast(Tensor, tensor) for name, tensor in tensors.items()}
+            self.variant.save(folder, self.config, named)
+
+    def _save(self, step: int) -> None:
+        """Write a checkpoint and the drafter."""
+        network, optimizers = get_state_dict(self.module, self.optimizers, options=WHOLE)
+        if self.accelerator.is_main_process:
+            state = {"step": step, "identity": self.identity, "network": network, "optimizers": optimizers}
+            checkpoints.save(self.folder / "checkpoints", step, state, self.recipe.keep)
+        self._export(self.out)
+        self.accelerator.wait_for_everyone()
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        set_state_dict(
+            self.module,
+            self.optimizers,
+            model_state_dict=state["network"],
+            optim_state_dict=state["optimizers"],
+            options=StateDictOptions(full_state_dict=True),
+        )
+        self.begin = state["step"]
+        self.telling.note(f"Going on from step {self.begin}; delete {self.folder} to begin afresh.")
+
+    def _tell_data(self, documents: Documents, trained: int, held_out: int) -> None:
+        note = self.telling.note
+        note(
+            f"{trained} documents to train on, {held_out} held out; {documents.supervised:,} of {documents.tokens:,} "
+            "tokens supervised"
+        )
+        if documents.cut:
+            note(f"{documents.cut} documents are longer than {self.recipe.length} tokens and were cut; see --length")
+        if documents.useless:
+            note(f"{documents.useless} documents have no two supervised tokens side by side and are left out")
