@@ -14,6 +14,7 @@ from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.formats import speculators, zlab
 from blockdraft.formats.speculators import Borrowed
+from blockdraft.proposal import Plan
 from blockdraft.targets import Target, embedding_and_head, load_target
 from blockdraft.types import SamplingParams
 
@@ -79,10 +80,15 @@ def test_a_reduced_vocabulary_stays_reduced(
     kept = torch.arange(0, target.vocab_size, 2)
     own = Borrowed(embedding, 2 * head[kept], kept)  # as if it had been trained
     speculators.write_checkpoint(tmp_path / "half", config, tensors, own, None, [])
-    state_of = load_drafter(tmp_path / "half", target=target)
-    assert {token for cycle in [drafted(tmp_path / "half", target)] for token in cycle[0]}
+    drafter = load_drafter(tmp_path / "half", target=target)
+    state = drafter.new_state(4, 40)
+    features = torch.randn(4, 9, 2 * target.hidden_size, generator=torch.Generator().manual_seed(1))
+    drafter.observe(state, torch.zeros(4, 9, dtype=torch.long), features, [9] * 4)
+    proposal = drafter.propose(state, torch.tensor([7, 8, 9, 10]), Plan(8, [SamplingParams()] * 4))
+    assert not (proposal.tokens[:, 1:] % 2).any()  # nothing but kept tokens is guessed
+    assert drafted(tmp_path / "half", target)[0] == drafted(tiny_drafter_dir, target)[0]
     hidden = torch.randn(1, 2, target.hidden_size, generator=torch.Generator().manual_seed(0))
-    logits = state_of.reduced_head(hidden)  # type: ignore[attr-defined]
+    logits = drafter.reduced_head(hidden)  # type: ignore[attr-defined]
     torch.testing.assert_close(logits[..., kept], 2 * target.head(hidden)[..., kept])
     assert logits[..., 1::2].isneginf().all()
     assert export(tmp_path / "half", "--format", "speculators", "--out", tmp_path / "again") == 0
