@@ -34,13 +34,15 @@ test-peers: .venv-peers/.installed
 	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e ".[dev]"
 	touch $@
 
-# The peers need older releases of a few packages that are of no consequence here.
+# The peers need older releases of a few packages. speculators asks for torchaudio and torchvision and imports neither; one
+# that was built for another torch would break transformers, so they go.
 .venv-peers/.installed: PIP = .venv-peers/bin/python -m pip --disable-pip-version-check
 .venv-peers/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-peers
-	grep -vE '^(datasets|dill|fsspec|huggingface_hub|multiprocess|tqdm)==' constraints.txt > .venv-peers/constraints.txt
+	grep -vE '^(datasets|dill|fsspec|huggingface_hub|multiprocess|tqdm|transformers)==' constraints.txt > .venv-peers/constraints.txt
 	$(PIP) install --quiet -c .venv-peers/constraints.txt setuptools
 	$(PIP) install --quiet -c .venv-peers/constraints.txt --no-build-isolation -e ".[dev,peers]"
+	$(PIP) uninstall --quiet --yes torchaudio torchvision
 	touch $@
 
 # Leaves the environments and what recipes wrote to build/tiny.

@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from blockdraft.formats.zlab import read_checkpoint, write_checkpoint
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.dflash2 import DFlash2Network
-from blockdraft.nn.draft_config import DFlash2Config, DraftConfig, LayerAttention
+from blockdraft.nn.draft_config import DFlash2Config, DraftConfig, DSparkConfig, LayerAttention
+from blockdraft.nn.dspark import DSparkNetwork
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"]
 CHAT_TEMPLATE = (
@@ -114,6 +115,23 @@ def tiny_dflash2_dir(tmp_path_factory: pytest.TempPathFactory, tiny_drafter_dir:
         for name, weight in network.state_dict().items():
             if name not in tensors:
                 weight += torch.randn_like(weight) * (1.0 if name.endswith("codebook") else 0.2)
+    network.load_state_dict(tensors, strict=False)
+    write_checkpoint(folder, config, network.state_dict())
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_dspark_dir(tmp_path_factory: pytest.TempPathFactory, tiny_drafter_dir: Path) -> Path:
+    """`tiny_drafter_dir` as DSpark, with random heads that matter."""
+    folder = tmp_path_factory.mktemp("tiny") / "dspark"
+    v1, tensors = read_checkpoint(tiny_drafter_dir)
+    config = DSparkConfig(**vars(v1), markov_rank=4)
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        network = DSparkNetwork(config)
+        for name, weight in network.state_dict().items():
+            if name not in tensors:
+                weight += torch.randn_like(weight)
     network.load_state_dict(tensors, strict=False)
     write_checkpoint(folder, config, network.state_dict())
     return folder

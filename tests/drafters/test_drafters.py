@@ -90,7 +90,7 @@ def test_unknown_drafters_are_refused(tmp_path: Path, target: Target) -> None:
         load_drafter("nowhere", target=target)
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"]}))
-    with pytest.raises(ValueError, match=r"LlamaForCausalLMEagle3.*dflash \(DFlashDraftModel\).*draft_lm \(.* more\)"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLMEagle3.*dflash \(DFlashDraftModel.*draft_lm \(.* more\)"):
         load_drafter(tmp_path, target=target)
     config.write_text("{")
     with pytest.raises(ValueError, match="no JSON object"):

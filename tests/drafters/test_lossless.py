@@ -21,6 +21,7 @@ FOLDERS = {
     "dflash": "tiny_drafter_dir",
     "dflash2": "tiny_dflash2_dir",
     "draft_lm": "tiny_lm_dir",
+    "dspark": "tiny_dspark_dir",
     "none": None,
     "prompt_lookup": None,
 }

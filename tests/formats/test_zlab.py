@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen3Config
 
-from blockdraft.formats import zlab
+from blockdraft.formats import folder
 from blockdraft.formats.zlab import (
     check_fits,
     config_dict,
@@ -459,7 +459,7 @@ def test_a_failed_write_leaves_all_as_it_was(tmp_path: Path, monkeypatch: pytest
         return real_rename(self, to)
 
     real_rename = Path.rename
-    for place, name, fake in ((zlab, "save_file", full_disk), (Path, "rename", stuck)):
+    for place, name, fake in ((folder, "save_file", full_disk), (Path, "rename", stuck)):
         with monkeypatch.context() as patch, pytest.raises(OSError, match="no space|stuck"):
             patch.setattr(place, name, fake)
             write_checkpoint(tmp_path / "draft", replace(CONFIG, block_size=8), make_tensors())

@@ -11,6 +11,7 @@ import typer
 from blockdraft.cli.bench import bench
 from blockdraft.cli.calibrate import calibrate
 from blockdraft.cli.data import data
+from blockdraft.cli.export import export
 from blockdraft.cli.features import features
 from blockdraft.cli.generate import generate
 from blockdraft.cli.train import RecipeCommand, train
@@ -27,6 +28,7 @@ app.command()(calibrate)
 app.command()(data)
 app.command()(features)
 app.command(cls=RecipeCommand)(train)
+app.command()(export)
 
 
 def _print_version(wanted: bool) -> None:

@@ -12,11 +12,12 @@ from transformers import PreTrainedModel
 
 from blockdraft.drafters.dflash import DIFFUSION_STEPS, NOISE_SCHEDULE, DFlashDrafter, check_refinement
 from blockdraft.drafters.dflash2 import DFlash2Drafter
+from blockdraft.drafters.dspark import DSparkDrafter
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.targets import Target
 from blockdraft.targets.hf import HFTarget
 
-DRAFTERS = (DFlash2Drafter, DFlashDrafter)  # a class before those that it extends
+DRAFTERS = (DFlash2Drafter, DSparkDrafter, DFlashDrafter)  # a class before those that it extends
 
 
 def as_target(model: PreTrainedModel | Target) -> Target:
@@ -35,7 +36,8 @@ def drafter_for(source: DFlashNetwork | DFlashDrafter, target: Target) -> DFlash
     network, weight = source.network, source.network.fc.weight
     if (weight.device, weight.dtype) != (target.device, target.dtype):
         network = copy.deepcopy(network)  # the drafter given goes on working for its own target
-    return type(source)(network, target, source.diffusion_steps, source.noise_schedule)
+    settings = (source.diffusion_steps, source.noise_schedule)
+    return type(source)(network, target, *settings, reduced_head=source.reduced_head)
 
 
 def check_token_ids(input_ids: Tensor) -> None:

@@ -10,17 +10,20 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from blockdraft.formats import speculators
+from blockdraft.formats.speculators import Borrowed
 from blockdraft.formats.zlab import check_fits, read_checkpoint
 from blockdraft.nn.attention import attend, visible_slots
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.draft_config import DraftConfig
+from blockdraft.nn.reduced_head import ReducedHead
 from blockdraft.proposal import Plan, Proposal, best_count, best_first, chain, chain_laws, cut_laws, paying_tree
 from blockdraft.sampling import draw, probabilities
 from blockdraft.targets import Target
 from blockdraft.types import SamplingParams
 
-ARCHITECTURES = ("DFlashDraftModel",)
+ARCHITECTURES = ("DFlashDraftModel", "DFlashSpeculator")
 
 # Share of the guesses that is settled after the fraction t of the draft passes.
 NOISE_SCHEDULES: dict[str, Callable[[float], float]] = {
@@ -40,7 +43,7 @@ def check_refinement(diffusion_steps: int, noise_schedule: str) -> None:
 
 
 class DFlashDrafter:
-    """Drafts with a DFlash network; embedding and head are the target's own.
+    """Drafts with a DFlash network; embedding and, mostly, head are the target's own.
 
     Drafters that extend it set `network_class` and override `_guess`, which makes a proposal of a draft pass.
 
@@ -51,6 +54,7 @@ class DFlashDrafter:
             the next one sees them; with one, all guesses come from the same pass, as DFlash does it.
         noise_schedule: Share of the positions settled after each pass, "cosine" or "linear".
         path: Where the network was read from.
+        reduced_head: A head of its own, for a drafter that guesses among part of the vocabulary.
     """
 
     knows_probabilities = True
@@ -63,6 +67,7 @@ class DFlashDrafter:
         diffusion_steps: int = DIFFUSION_STEPS,
         noise_schedule: str = NOISE_SCHEDULE,
         path: Path | None = None,
+        reduced_head: ReducedHead | None = None,
     ) -> None:
         check_refinement(diffusion_steps, noise_schedule)
         self.network = network.to(target.device, target.dtype).eval()
@@ -72,6 +77,7 @@ class DFlashDrafter:
         self.block_size = self.config.block_size
         self.diffusion_steps = diffusion_steps
         self.noise_schedule = noise_schedule
+        self.reduced_head = reduced_head and reduced_head.to(target.device, target.dtype)
         self._target = target
         with torch.no_grad():
             self._context_weights = self.network.context_weights()
@@ -177,7 +183,7 @@ class DFlashDrafter:
             return attend(queries, keys, values, visible[self.config.layers[layer]])
 
         hidden = self.network(self._target.embed(tokens), positions, attend_to_context)
-        return hidden, self.network.adjust_logits(self._target.head(hidden))
+        return hidden, self.network.adjust_logits((self.reduced_head or self._target.head)(hidden))
 
     def _visible(self, state: KVCache, positions: Tensor, causal: bool, window: int | None) -> Tensor | None:
         batch, count = positions.shape
@@ -219,8 +225,33 @@ def log_probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tenso
 
 
 def load(path: Path, target: Target, kind: type[DFlashDrafter] = DFlashDrafter) -> DFlashDrafter:
-    config, tensors = read_checkpoint(path, target.tokenizer.get_vocab() if target.tokenizer else None)
+    """Load a folder in z-lab's layout or in the speculators format."""
+    borrowed = None
+    if speculators.recognises(path):
+        config, tensors, borrowed = speculators.read_checkpoint(path, target.num_layers)
+    else:
+        config, tensors = read_checkpoint(path, target.tokenizer.get_vocab() if target.tokenizer else None)
     check_fits(config, hidden_size=target.hidden_size, num_layers=target.num_layers, vocab_size=target.vocab_size)
+    head = None
+    if borrowed is not None:
+        _check_borrowed(path, borrowed, target)
+        if borrowed.kept is not None and borrowed.head is not None:
+            head = ReducedHead(borrowed.head, borrowed.kept, target.vocab_size)
     network = kind.network_class(config)
     network.load_state_dict(tensors)
-    return kind(network, target, path=path)
+    return kind(network, target, path=path, reduced_head=head)
+
+
+def _check_borrowed(path: Path, borrowed: Borrowed, target: Target) -> None:
+    """Raise a ValueError where a checkpoint's copies of the target's weights are those of another model. Some rows of
+    the embedding and some columns of the head are enough to tell; a cut head may have been trained."""
+    pairs: dict[str, tuple[Tensor, Tensor]] = {}
+    if borrowed.embedding is not None:
+        rows = torch.linspace(0, target.vocab_size - 1, 256).long()
+        pairs["embed_tokens.weight"] = borrowed.embedding[rows], target.embed(rows.to(target.device))
+    if borrowed.head is not None and borrowed.kept is None:
+        few = torch.eye(8, target.hidden_size, dtype=target.dtype, device=target.device)
+        pairs["lm_head.weight"] = borrowed.head[:, :8].T, target.head(few)
+    for name, (ours, theirs) in pairs.items():
+        if not torch.allclose(ours.float(), theirs.cpu().float(), rtol=0.02, atol=1e-3):  # dtypes may differ
+            raise ValueError(f"{name} of {path} is not the target's; use the target that it was exported with.")

@@ -36,11 +36,11 @@ class DFlash2Drafter(DFlashDrafter):
         ids_BDK, scores_BDKK = self.network.lattice(hidden, logits, anchor)
         drawn = plan.draws is not None and any(params.temperature > 0 for params in plan.params)
         if plan.tree_budget > 0 and not drawn:
-            log_probs_BDKK = _log_probs(scores_BDKK, ids_BDK, logits, plan)
+            log_probs_BDKK = lattice_log_probs(scores_BDKK, ids_BDK, logits, plan)
             return lattice_tree(anchor, log_probs_BDKK, ids_BDK, plan.tree_budget, plan.cycle_seconds, plan.trust)
         ranks_BD, count, q, expected = walk(scores_BDKK.argmax(dim=-1)), ids_BDK.size(1), None, None
         if plan.cycle_seconds is not None:
-            log_probs_BDK = _after(_log_probs(scores_BDKK, ids_BDK, logits, plan), ranks_BD)
+            log_probs_BDK = _after(lattice_log_probs(scores_BDKK, ids_BDK, logits, plan), ranks_BD)
             path_BD = log_probs_BDK.gather(2, ranks_BD.unsqueeze(2)).squeeze(2)
             path_probs = path_BD.cumsum(dim=-1).exp().tolist()
             count = best_count(path_probs, plan.cycle_seconds, plan.trust)
@@ -92,7 +92,7 @@ def _after(values_BDKK: Tensor, ranks_BD: Tensor) -> Tensor:
     return values_BDKK.gather(2, before[:, :, None, None].expand(-1, -1, 1, values_BDKK.size(3))).squeeze(2)
 
 
-def _log_probs(scores_BDKK: Tensor, ids_BDK: Tensor, logits_BDV: Tensor, plan: Plan) -> Tensor:
+def lattice_log_probs(scores_BDKK: Tensor, ids_BDK: Tensor, logits_BDV: Tensor, plan: Plan) -> Tensor:
     """Log probabilities `[B, D, K, K]` at each row's temperature, among all tokens of the vocabulary."""
     others_BDV = logits_BDV.float().scatter(2, ids_BDK, -torch.inf)
     heat_B11 = torch.tensor([params.temperature or 1.0 for params in plan.params], device=others_BDV.device)[

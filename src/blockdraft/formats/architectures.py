@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from blockdraft.nn.draft_config import DFlash2Config, DraftConfig
+from blockdraft.nn.draft_config import DFlash2Config, DraftConfig, DSparkConfig
 
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
 
@@ -23,6 +23,9 @@ class Architecture:
         shapes: Name and shape of every tensor of a checkpoint.
         nested: Fields that are written in `dflash_config` and nowhere else.
         adapted: From tensors as other writers name and shape them to ours.
+        marks: What `dflash_config` says of such a model besides.
+        inert: Values of further keys that go with this architecture, as in `zlab_config.INERT`.
+        training: Keys of `dflash_config` that matter to training only.
     """
 
     names: tuple[str, ...]
@@ -30,6 +33,9 @@ class Architecture:
     shapes: Callable[[Any], Shapes]
     nested: tuple[str, ...] = ()
     adapted: Callable[[Any, Mapping[str, Tensor]], dict[str, Tensor]] = lambda config, tensors: dict(tensors)
+    marks: Mapping[str, Any] = field(default_factory=dict)
+    inert: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    training: tuple[str, ...] = ()
 
     def own_keys(self) -> set[str]:
         """Keys of config.json that DFlash v1 does not have."""
@@ -92,6 +98,37 @@ def _convolutions(config: DFlash2Config) -> list[str]:
     return [f"layers.{i}.{part}_conv" for i in range(config.num_hidden_layers) for part in ("attention", "mlp")]
 
 
+def dspark_shapes(config: DSparkConfig) -> Shapes:
+    """DSpark: those of DFlash v1, 2 more for the Markov head and 2 for the confidence head."""
+    factor = (config.vocab_size, config.markov_rank)
+    shapes = dflash_shapes(config) | {"markov_head.markov_w1.weight": factor, "markov_head.markov_w2.weight": factor}
+    if config.enable_confidence_head:
+        width = config.hidden_size + config.confidence_head_with_markov * config.markov_rank
+        shapes |= {"confidence_head.proj.weight": (1, width), "confidence_head.proj.bias": (1,)}
+    return shapes
+
+
+def _dspark_adapted(config: DSparkConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Early SpecForge files put both heads into `logit_head`, ModelOpt names them otherwise, and DeepSpec keeps the
+    copy of the target's head that it trained with."""
+    found = {}
+    for name, tensor in tensors.items():
+        name = name.removeprefix("logit_head.").replace("confidence_proj.", "confidence_head.proj.")
+        found[f"markov_head.{name}" if name.startswith("markov_w") else name] = tensor
+    found.pop("lm_head.weight", None)
+    return found
+
+
+_DSPARK = Architecture(
+    ("DSparkDraftModel", "Qwen3DSparkModel"),
+    DSparkConfig,
+    dspark_shapes,
+    ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"),
+    _dspark_adapted,
+    marks={"projector_type": "dspark"},
+    inert={"projector_type": ("dspark",), "shift_label": (True,), "sample_from_anchor": (True,)},
+    training=("confidence_head_alpha", "num_anchors"),
+)
 # z-lab's DFlash2 files and their readers keep all that is the drafter's own in dflash_config.
 _DFLASH2_NESTED: tuple[str, ...] = (
     "block_size",
@@ -105,6 +142,7 @@ _DFLASH2_NESTED += ("input_embedding_scale", "output_multiplier", "final_logit_s
 ARCHITECTURES = (
     Architecture(("DFlashDraftModel",), DraftConfig, dflash_shapes),
     Architecture(("DFlash2DraftModel",), DFlash2Config, dflash2_shapes, _DFLASH2_NESTED, _dflash2_adapted),
+    _DSPARK,
 )
 BY_NAME = {name: architecture for architecture in ARCHITECTURES for name in architecture.names}
 

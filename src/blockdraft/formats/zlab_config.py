@@ -34,14 +34,17 @@ def parse_config(raw: Mapping[str, Any], vocabulary: Mapping[str, int] | None = 
     Raises:
         ValueError: The file is no draft model, lacks a value, contradicts itself, or asks for the unsupported.
     """
-    found = _object("config.json", raw).get("architectures")
+    foreign = _object("config.json", raw).get("speculators_model_type")
+    need(foreign is None, "speculators_model_type", foreign, "absent in z-lab's layout; see blockdraft export")
+    found = raw.get("architectures")
     name = str(found[0]) if isinstance(found, list) and len(found) == 1 else ""
     need(name in BY_NAME, "architectures", found, f"a list of one of {sorted(BY_NAME)}, all that is supported")
     architecture = BY_NAME[name]
     nested = _object("dflash_config", raw.get("dflash_config"))
     theta, scaling = _rope(raw)
     inert = {**INERT, "target_hidden_size": (raw.get("hidden_size"),), "draft_vocab_size": (raw.get("vocab_size"),)}
-    read = READ | architecture.own_keys()
+    inert |= architecture.inert
+    read = READ | architecture.own_keys() | {*architecture.training}
     for level in (raw, nested, scaling or {}):
         for key, value in level.items():
             if value is not None and (key in inert or (level is nested and key not in read)):
@@ -76,7 +79,7 @@ def config_dict(config: DraftConfig) -> dict[str, Any]:
     draft = {"block_size": config.block_size, "mask_token_id": config.mask_token_id, "target_layer_ids": [*config.taps]}
     architecture = architecture_of(config)
     nested = {name: raw.pop(name) for name in architecture.nested}
-    draft |= {name: value for name, value in nested.items() if value is not None}
+    draft |= {**architecture.marks, **{name: value for name, value in nested.items() if value is not None}}
     if causal != slides:  # else the layer types imply it
         raw["is_causal"] = draft["causal"] = causal[0]  # z-lab reads the former, vLLM the latter
     rope = {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta}

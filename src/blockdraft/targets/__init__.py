@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from blockdraft.targets import hf
-from blockdraft.targets.base import Cache, Target, TargetOutput, TargetText
+from blockdraft.targets.base import Cache, Target, TargetOutput, TargetText, embedding_and_head
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BUNDLED = Path(__file__).parents[1] / "pair" / "target"
@@ -50,4 +50,4 @@ def load_target_text(path: str | Path | None = None) -> TargetText:
     return hf.load_text(BUNDLED if path is None else path)
 
 
-__all__ = ["Cache", "Target", "TargetOutput", "TargetText", "load_target", "load_target_text"]
+__all__ = ["Cache", "Target", "TargetOutput", "TargetText", "embedding_and_head", "load_target", "load_target_text"]

@@ -119,3 +119,12 @@ class Target(Protocol):
 
     def head(self, hidden: Tensor) -> Tensor:
         """The output projection alone, `[..., H]` to `[..., V]`, without soft-caps."""
+
+
+def embedding_and_head(target: Target) -> tuple[Tensor, Tensor]:
+    """The weights that drafters borrow, each `[V, H]`: the embedding table and the output projection. Raises ValueError
+    where the projection has a bias, which is no part of it."""
+    rows = torch.eye(target.hidden_size, dtype=target.dtype, device=target.device)
+    if target.head(torch.zeros_like(rows[:1])).any():
+        raise ValueError(f"The output projection of {target.path or 'the target'} has a bias, which no format holds.")
+    return target.embed(torch.arange(target.vocab_size, device=target.device)), target.head(rows).T

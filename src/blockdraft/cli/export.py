@@ -1,0 +1,51 @@
+"""`blockdraft export`: a drafter in the format of another engine."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from blockdraft.cli.options import TargetFolder
+
+
+def export(
+    drafter: Annotated[
+        str, typer.Argument(metavar="DRAFTER", help="The folder of a drafter, in z-lab's layout or for speculators.")
+    ],
+    out: Annotated[str, typer.Option(metavar="DIR", help="Where to write; new, empty or a draft model's folder.")],
+    target: TargetFolder = None,
+    to_format: Annotated[
+        str,
+        typer.Option("--format", metavar="zlab|speculators", help="What to write; docs/export.md says who reads it."),
+    ] = "zlab",
+    target_name: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="For speculators: hub name or folder under which engines find the target; by default as in --target.",
+        ),
+    ] = None,
+) -> None:
+    """Write a drafter in the format that another engine reads.
+
+    The folder appears whole or not at all. Weights keep their dtype; the speculators format adds copies of the target's
+    embedding and head.
+    """
+    from transformers import AutoConfig
+    from transformers.utils import logging
+
+    from blockdraft.targets import load_target
+    from blockdraft.training.export import check_format, convert
+
+    check_format(to_format)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    loaded = load_target(target, device="cpu")
+    place = str(target) if loaded.path is None else str(loaded.path.resolve())  # a hub name has no folder
+    architectures = AutoConfig.from_pretrained(place).architectures or []
+    convert(drafter, out, to_format, loaded, target_name or place, architectures)
+    size = sum(file.stat().st_size for file in Path(out).iterdir())
+    print(f"{out}: {size / 1e6:,.1f} MB in the {to_format} format", file=sys.stderr)

@@ -1,0 +1,98 @@
+"""Folders of config.json and safetensors: read with errors that name the file, written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from blockdraft.nn.draft_config import need
+
+
+@contextmanager
+def blaming(file: Path) -> Iterator[None]:
+    """Raise what goes wrong inside as a ValueError that names this file or folder."""
+    try:
+        yield
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError, SafetensorError) as error:
+        raise ValueError(f"{file} cannot be read ({error}); give a drafter's folder or copy it again.") from error
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def read_config(path: str | Path) -> Any:
+    """The parsed config.json of a folder. Raises ValueError where there is none, or no JSON in it."""
+    file = Path(path, "config.json")
+    with blaming(file):
+        return json.loads(file.read_text(encoding="utf-8"))
+
+
+def read_tensors(path: str | Path) -> dict[str, Tensor]:
+    """All tensors of a folder's safetensors files, which may have any names, on the CPU; a prefix `model.` is left out.
+
+    Raises:
+        ValueError: There is no such file, one is broken, or two hold the same tensor.
+    """
+    tensors: dict[str, Tensor] = {}
+    files = sorted(Path(path).glob("*.safetensors"))
+    with blaming(Path(path, "config.json")):
+        need(len(files) > 0, "*.safetensors", None, "beside it; copy the drafter's weights there")
+    for file in files:
+        with blaming(file):
+            for name, tensor in load_file(file).items():
+                name = name.removeprefix("model.")
+                need(name not in tensors, name, "a repeated tensor", "in one file; keep one copy of the weights")
+                tensors[name] = tensor
+    return tensors
+
+
+def check_tensors(expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> None:
+    """Raise a ValueError unless just the expected tensors are there, each of its shape."""
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    wrong = [name for name in {**expected, **found} if expected.get(name) != found.get(name)]
+    told = "; ".join(f"{name}: expected {expected.get(name)}, found {found.get(name)}" for name in wrong[:5])
+    if wrong:
+        raise ValueError(f"{len(wrong)} tensors do not fit the configuration: {told}. Use files that belong together.")
+
+
+def write_folder(
+    path: str | Path, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], replaceable: Sequence[str]
+) -> None:
+    """Write config.json and model.safetensors. The folder appears whole or not at all.
+
+    Args:
+        path: A new or empty folder, or a draft model's, which is replaced as a whole.
+        raw: What config.json holds.
+        tensors: On any device, contiguous or not.
+        replaceable: Words, quotes included, of which the config.json of a draft model holds at least one.
+
+    Raises:
+        ValueError: The folder holds something else.
+    """
+    path = Path(path).resolve()
+    there = (path / "config.json").read_text(errors="ignore") if (path / "config.json").is_file() else ""
+    free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
+    ours = any(word in there for word in replaceable)
+    need(free or ours, "the folder to write", str(path), "new, empty or a draft model's; choose another")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
+        new, old = Path(scratch, "new"), Path(scratch, "old")
+        new.mkdir()
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(contiguous, new / "model.safetensors", metadata={"format": "pt"})
+        (new / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+        (new / "model.safetensors").chmod((new / "config.json").stat().st_mode)  # safetensors lets only the owner read
+        if path.exists():
+            path.rename(old)
+        try:
+            new.rename(path)
+        finally:
+            if old.exists() and not path.exists():
+                old.rename(path)

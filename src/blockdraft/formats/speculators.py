@@ -1,0 +1,268 @@
+"""Draft models in the format of vllm-project/speculators, release 0.9: DFlash v1 and DSpark.
+
+It differs from z-lab's layout in four ways. The draft layers have a configuration of their own inside config.json. A
+tap is numbered by the target layer that it enters, one more than the layer that it leaves; the output of the last layer
+is never listed. Copies of the target's embedding and head lie in the file. And the head may be cut to part of the
+vocabulary: `t2d` then marks the tokens that are kept, and token i of the draft vocabulary is the target's token
+i + `d2t[i]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from blockdraft.formats.architectures import BY_NAME, Architecture, architecture_of, tensor_shapes
+from blockdraft.formats.folder import blaming, check_tensors, read_config, read_tensors, write_folder
+from blockdraft.formats.zlab import DRAFT_MODELS, one_dtype
+from blockdraft.formats.zlab_config import config_dict as zlab_config_dict
+from blockdraft.formats.zlab_config import parse_config as parse_zlab_config
+from blockdraft.nn.draft_config import DraftConfig, need
+
+VERSION = "0.9.0"  # of the release whose keys are written
+
+
+@dataclass(frozen=True)
+class ModelType:
+    """A value of `speculators_model_type`.
+
+    Attributes:
+        architecture: What it is in z-lab's layout.
+        speculator: Its name under `architectures`.
+        from_anchor: Whether the anchor's slot guesses too, as it does in DSpark.
+    """
+
+    architecture: Architecture
+    speculator: str
+    from_anchor: bool
+
+
+MODEL_TYPES = {
+    "dflash": ModelType(BY_NAME["DFlashDraftModel"], "DFlashSpeculator", False),
+    "dspark": ModelType(BY_NAME["DSparkDraftModel"], "DSparkSpeculator", True),
+}
+# Fields of a configuration that the format has no key for, so that only these values can be written.
+UNSAID = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None}
+LAYER_KEYS: tuple[str, ...] = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
+LAYER_KEYS += ("num_key_value_heads", "head_dim", "vocab_size", "hidden_act", "rms_norm_eps", "attention_bias")
+LAYER_KEYS += ("max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters", "layer_types")
+LAYER_KEYS += ("use_sliding_window", "sliding_window", "max_window_layers", "tie_word_embeddings")
+# Tensors that a checkpoint may hold and that drafting has no use for: they serve training.
+UNUSED = ("verifier_lm_head.weight", "verifier_norm.weight")
+MARKOV_HEAD = "markov_head.markov_w2.weight"  # scores successors, so its rows are those of the draft vocabulary
+
+
+@dataclass(frozen=True)
+class Borrowed:
+    """What a checkpoint holds of its target.
+
+    Attributes:
+        embedding: `[V, H]`; None where the file leaves it to the target.
+        head: `[Vd, H]`, the output projection of the kept tokens; None likewise, never with a reduced vocabulary.
+        kept: `[Vd]` int64, ascending: the target's ids of the tokens that the drafter can guess. None is all.
+    """
+
+    embedding: Tensor | None
+    head: Tensor | None
+    kept: Tensor | None
+
+
+def recognises(path: str | Path) -> bool:
+    """Whether a folder's config.json is one of this format."""
+    raw = read_config(path)
+    return isinstance(raw, Mapping) and "speculators_model_type" in raw
+
+
+def parse_config(raw: Mapping[str, Any], num_target_layers: int) -> tuple[DraftConfig, int]:
+    """The configuration, and the size of the draft vocabulary, from the contents of a config.json.
+
+    Args:
+        raw: The parsed file.
+        num_target_layers: Of the target, which the file does not say.
+
+    Raises:
+        ValueError: The file is of another model type, lacks a value, or asks for the unsupported.
+    """
+    found = raw.get("speculators_model_type")
+    need(found in MODEL_TYPES, "speculators_model_type", found, f"one of {sorted(MODEL_TYPES)}, all that is supported")
+    kind = MODEL_TYPES[str(found)]
+    told = "; another convention puts every guess one token off"
+    from_anchor = raw.get("sample_from_anchor", kind.from_anchor)
+    need(from_anchor is kind.from_anchor, "sample_from_anchor", from_anchor, f"{kind.from_anchor}{told}")
+    ids = raw.get("aux_hidden_state_layer_ids")
+    need(isinstance(ids, list), "aux_hidden_state_layer_ids", ids, "a list of target layers")
+    entered = all(type(i) is int and 0 < i < num_target_layers for i in ids or ())
+    limit = f"from 1 to {num_target_layers - 1}: neither the embeddings nor the last layer's output can be tapped here"
+    need(entered, "aux_hidden_state_layer_ids", ids, limit)
+    layers = _layer_config(raw.get("transformer_layer_config"))
+    own = {name: raw.get(name) for name in kind.architecture.own_keys()}
+    config = parse_zlab_config(
+        {
+            **layers,
+            "architectures": [kind.architecture.names[0]],
+            "num_target_layers": num_target_layers,
+            "target_hidden_size": raw.get("target_hidden_size"),
+            "quantization_config": raw.get("quantization_config"),
+            "is_causal": False if raw.get("sliding_window_non_causal") else None,
+            "dflash_config": {
+                "block_size": raw.get("block_size"),
+                "mask_token_id": raw.get("mask_token_id"),
+                "target_layer_ids": [i - 1 for i in ids or ()],
+                **own,
+            },
+        }
+    )
+    size = raw.get("draft_vocab_size")
+    whole = type(size) is int and 0 < size <= config.vocab_size
+    need(whole, "draft_vocab_size", size, f"a whole number from 1 to vocab_size, {config.vocab_size}")
+    return config, int(size or 0)
+
+
+def config_dict(
+    config: DraftConfig, target_name: str | None, target_architectures: Sequence[str], draft_vocab_size: int
+) -> dict[str, Any]:
+    """What config.json holds. Raises ValueError where the format has no words for the configuration."""
+    named = [name for name, kind in MODEL_TYPES.items() if kind.architecture is architecture_of(config)]
+    need(len(named) > 0, "the architecture", architecture_of(config).names[0], f"one of {sorted(MODEL_TYPES)} here")
+    kind = MODEL_TYPES[named[0]]
+    for name, value in UNSAID.items():
+        found = getattr(config, name)
+        need(found == value, name, found, f"{value}, since this format cannot say it; keep z-lab's layout")
+    full = [layer for layer in config.layers if layer.window is None]
+    sliding = {layer.causal for layer in config.layers if layer.window is not None}
+    sayable = not any(layer.causal for layer in full) and len(sliding) <= 1
+    need(sayable, "layers", config.layers, "bidirectional where they are full, and alike in causality where they slide")
+    last = config.num_target_layers - 1
+    remedy = f"below the last target layer, {last}, which this format never lists; keep z-lab's layout"
+    need(max(config.taps) < last, "a tap", max(config.taps), remedy)
+    flat, fields = zlab_config_dict(config), asdict(config)
+    return {
+        "architectures": [kind.speculator],
+        "speculators_model_type": named[0],
+        "speculators_version": VERSION,
+        "speculators_config": {
+            "algorithm": named[0],
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {"proposal_type": "greedy", "speculative_tokens": config.block_size - (not kind.from_anchor)}
+            ],
+            "verifier": {"name_or_path": target_name, "architectures": [*target_architectures]},
+        },
+        "transformer_layer_config": {name: flat[name] for name in LAYER_KEYS},
+        "draft_vocab_size": draft_vocab_size,
+        "target_hidden_size": config.hidden_size,
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        "aux_hidden_state_layer_ids": [tap + 1 for tap in config.taps],
+        "sliding_window_non_causal": sliding == {False},
+        "sample_from_anchor": kind.from_anchor,
+        "tie_word_embeddings": False,
+        **{name: fields[name] for name in sorted(kind.architecture.own_keys()) if fields[name] is not None},
+    }
+
+
+def read_checkpoint(path: str | Path, num_target_layers: int) -> tuple[DraftConfig, dict[str, Tensor], Borrowed]:
+    """Read a folder. The draft network's tensors come on the CPU and are named as in z-lab's layout.
+
+    Raises:
+        ValueError: The folder is absent, incomplete or broken, or holds what `parse_config` refuses.
+    """
+    raw = read_config(path)
+    with blaming(Path(path, "config.json")):
+        config, size = parse_config(raw, num_target_layers)
+    tensors = {name: tensor for name, tensor in read_tensors(path).items() if name not in UNUSED}
+    with blaming(Path(path)):
+        reduced = size < config.vocab_size
+        optional = ("embed_tokens.weight",) if reduced else ("embed_tokens.weight", "lm_head.weight", "t2d", "d2t")
+        expected = _shapes(config, size)
+        check_tensors({n: s for n, s in expected.items() if n in tensors or n not in optional}, tensors)
+        kept = _kept(tensors.pop("t2d", None), tensors.pop("d2t", None))
+        if kept is not None and MARKOV_HEAD in tensors:
+            rows = tensors[MARKOV_HEAD]
+            tensors[MARKOV_HEAD] = rows.new_zeros(config.vocab_size, rows.size(1)).index_copy_(0, kept, rows)
+        embedding, head = tensors.pop("embed_tokens.weight", None), tensors.pop("lm_head.weight", None)
+    return config, tensors, Borrowed(embedding, head, kept if reduced else None)
+
+
+def write_checkpoint(
+    path: str | Path,
+    config: DraftConfig,
+    tensors: Mapping[str, Tensor],
+    borrowed: Borrowed,
+    target_name: str | None,
+    target_architectures: Sequence[str],
+) -> None:
+    """Write a folder that `speculators` and vLLM load. It appears whole or not at all, and replaces the whole of a
+    draft model's folder.
+
+    Args:
+        path: The folder.
+        config: Of the draft network.
+        tensors: Of the draft network, named as in z-lab's layout, of one dtype.
+        borrowed: Embedding and head of the target; they are cast to that dtype.
+        target_name: Folder or hub name under which readers find the target.
+        target_architectures: As in the target's config.json.
+
+    Raises:
+        ValueError: The tensors do not fit the configuration, or the format has no words for it.
+    """
+    check_tensors(tensor_shapes(config), tensors)
+    dtype = one_dtype(tensors)
+    assert borrowed.embedding is not None and borrowed.head is not None
+    # Copies, for the two may be one tensor in the target.
+    copies = {"embed_tokens.weight": borrowed.embedding, "lm_head.weight": borrowed.head}
+    written = {**tensors, **{name: tensor.to(getattr(torch, dtype), copy=True) for name, tensor in copies.items()}}
+    size = config.vocab_size
+    if borrowed.kept is not None:
+        kept, size = borrowed.kept.cpu(), len(borrowed.kept)
+        written["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, kept, True)
+        written["d2t"] = kept - torch.arange(size)
+        _kept(written["t2d"], written["d2t"])
+        if MARKOV_HEAD in written:
+            written[MARKOV_HEAD] = written[MARKOV_HEAD][kept.to(written[MARKOV_HEAD].device)]
+    check_tensors(_shapes(config, size, maps=borrowed.kept is not None), written)
+    raw = {**config_dict(config, target_name, target_architectures, size), "dtype": dtype}
+    write_folder(path, raw, written, DRAFT_MODELS)
+
+
+def _layer_config(raw: Any) -> dict[str, Any]:
+    """The draft layers' configuration. The format leaves out what equals the defaults of transformers."""
+    need(isinstance(raw, Mapping), "transformer_layer_config", raw, "a JSON object")
+    settings = {**raw}
+    kind = settings.pop("model_type", "qwen3")
+    try:
+        return {**AutoConfig.for_model(kind, **settings).to_dict()}
+    except Exception as error:  # transformers checks values by many means
+        raise ValueError(f"transformer_layer_config of the type {kind!r} cannot be read: {error}") from error
+
+
+def _shapes(config: DraftConfig, draft_vocab_size: int, maps: bool = True) -> dict[str, tuple[int, ...]]:
+    shapes = {**tensor_shapes(config)}
+    if MARKOV_HEAD in shapes:
+        shapes[MARKOV_HEAD] = (draft_vocab_size, *shapes[MARKOV_HEAD][1:])
+    shapes["embed_tokens.weight"] = (config.vocab_size, config.hidden_size)
+    shapes["lm_head.weight"] = (draft_vocab_size, config.hidden_size)
+    return shapes | ({"t2d": (config.vocab_size,), "d2t": (draft_vocab_size,)} if maps else {})
+
+
+def _kept(t2d: Tensor | None, d2t: Tensor | None) -> Tensor | None:
+    """The target's ids of the draft vocabulary. Raises ValueError where the two maps contradict each other."""
+    if t2d is None or d2t is None:
+        need(t2d is None and d2t is None, "one of t2d and d2t", None, "there where the other is")
+        return None
+    ids = d2t.long() + torch.arange(len(d2t))
+    marked = t2d.nonzero().flatten()
+    need(torch.equal(ids, marked), "d2t", d2t[:5].tolist(), "offsets to the tokens that t2d marks, in ascending order")
+    return ids

@@ -1,0 +1,141 @@
+"""`blockdraft export` on tiny models: what it writes, and how it refuses."""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from blockdraft import cli
+from blockdraft.drafters import load_drafter
+from blockdraft.engine import Engine
+from blockdraft.formats import speculators, zlab
+from blockdraft.formats.speculators import Borrowed
+from blockdraft.proposal import Plan
+from blockdraft.targets import Target, embedding_and_head, load_target
+from blockdraft.types import SamplingParams
+
+Run = Callable[..., int]
+PROMPT = [7, 60, 33, 12, 9]
+
+
+@pytest.fixture
+def export(monkeypatch: pytest.MonkeyPatch, tiny_target_dir: Path) -> Run:
+    """Runs `blockdraft export` for the tiny target and returns the exit code."""
+
+    def run(*args: object) -> int:
+        with monkeypatch.context() as patch, pytest.raises(SystemExit) as exit_info:
+            patch.setattr(sys, "argv", ["blockdraft", "export", "--target", str(tiny_target_dir), *map(str, args)])
+            cli.main()
+        return int(exit_info.value.code or 0)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_dir: Path) -> Target:
+    return load_target(tiny_target_dir)
+
+
+def drafted(folder: Path, target: Target) -> tuple[list[int], list[int]]:
+    """The answer, and how it came about cycle by cycle."""
+    [completion] = Engine(target, load_drafter(folder, target=target)).generate([PROMPT], SamplingParams(24))
+    return completion.token_ids, completion.stats.committed
+
+
+@pytest.mark.parametrize("name", ["tiny_drafter_dir", "tiny_dspark_dir"])
+def test_there_and_back(
+    export: Run,
+    tmp_path: Path,
+    target: Target,
+    tiny_target_dir: Path,
+    name: str,
+    request: pytest.FixtureRequest,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    source = request.getfixturevalue(name)
+    assert export(source, "--format", "speculators", "--out", tmp_path / "there") == 0
+    assert "MB in the speculators format" in capsys.readouterr().err
+    raw = json.loads((tmp_path / "there" / "config.json").read_text())
+    verifier = raw["speculators_config"]["verifier"]
+    assert verifier == {"name_or_path": str(tiny_target_dir.resolve()), "architectures": ["Qwen3ForCausalLM"]}
+    _, _, own = speculators.read_checkpoint(tmp_path / "there", target.num_layers)
+    weights = target.model.state_dict()  # type: ignore[attr-defined]
+    assert own.embedding is not None and torch.equal(own.embedding, weights["model.embed_tokens.weight"])
+    assert own.head is not None and torch.equal(own.head, weights["lm_head.weight"])
+    assert export(tmp_path / "there", "--out", tmp_path / "back") == 0
+    (config, tensors), (again, others) = zlab.read_checkpoint(source), zlab.read_checkpoint(tmp_path / "back")
+    assert config == again and all(torch.equal(tensors[name], others[name]) for name in tensors)
+    assert drafted(source, target) == drafted(tmp_path / "there", target) == drafted(tmp_path / "back", target)
+
+
+def test_a_reduced_vocabulary_stays_reduced(
+    export: Run, tmp_path: Path, target: Target, tiny_drafter_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, tensors = zlab.read_checkpoint(tiny_drafter_dir)
+    embedding, head = embedding_and_head(target)
+    kept = torch.arange(0, target.vocab_size, 2)
+    own = Borrowed(embedding, 2 * head[kept], kept)  # as if it had been trained
+    speculators.write_checkpoint(tmp_path / "half", config, tensors, own, None, [])
+    drafter = load_drafter(tmp_path / "half", target=target)
+    state = drafter.new_state(4, 40)
+    features = torch.randn(4, 9, 2 * target.hidden_size, generator=torch.Generator().manual_seed(1))
+    drafter.observe(state, torch.zeros(4, 9, dtype=torch.long), features, [9] * 4)
+    proposal = drafter.propose(state, torch.tensor([7, 8, 9, 10]), Plan(8, [SamplingParams()] * 4))
+    assert not (proposal.tokens[:, 1:] % 2).any()  # nothing but kept tokens is guessed
+    assert drafted(tmp_path / "half", target)[0] == drafted(tiny_drafter_dir, target)[0]
+    hidden = torch.randn(1, 2, target.hidden_size, generator=torch.Generator().manual_seed(0))
+    logits = drafter.reduced_head(hidden)  # type: ignore[attr-defined]
+    torch.testing.assert_close(logits[..., kept], 2 * target.head(hidden)[..., kept])
+    assert logits[..., 1::2].isneginf().all()
+    assert export(tmp_path / "half", "--format", "speculators", "--out", tmp_path / "again") == 0
+    _, _, again = speculators.read_checkpoint(tmp_path / "again", target.num_layers)
+    assert again.kept is not None and torch.equal(again.kept, kept)
+    assert own.head is not None and again.head is not None and torch.equal(again.head, own.head)
+    assert export(tmp_path / "half", "--format", "zlab", "--out", tmp_path / "whole") == 2
+    assert "which z-lab's layout cannot say; export to speculators" in capsys.readouterr().err
+    assert not (tmp_path / "whole").exists()
+
+
+def test_refusals(export: Run, tmp_path: Path, tiny_drafter_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, tensors = zlab.read_checkpoint(tiny_drafter_dir)
+    zlab.write_checkpoint(tmp_path / "last", replace(config, taps=(0, 2)), tensors)
+    zlab.write_checkpoint(tmp_path / "deep", replace(config, num_target_layers=4), tensors)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "letter.txt").write_text("dear")
+    for args, told in (
+        ((tmp_path / "nowhere", "--out", tmp_path / "out"), "nowhere/config.json cannot be read"),
+        ((tiny_drafter_dir, "--format", "onnx", "--out", tmp_path / "out"), "format is 'onnx'; it must be one of zlab"),
+        ((tmp_path / "last", "--format", "speculators", "--out", tmp_path / "out"), "a tap is 2; it must be below"),
+        ((tmp_path / "deep", "--out", tmp_path / "out"), "num_target_layers is 4; it must be the target's, 3"),
+        ((tiny_drafter_dir, "--format", "speculators", "--out", tmp_path / "taken"), "new, empty or a draft model's"),
+        ((tiny_drafter_dir, "--out", tiny_drafter_dir), "is the drafter's own folder; choose another"),
+    ):
+        assert export(*args) == 2
+        assert told in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"last", "deep", "taken"}
+
+
+def test_a_checkpoint_of_another_target_is_told(
+    export: Run, tmp_path: Path, target: Target, tiny_drafter_dir: Path
+) -> None:
+    config, tensors = zlab.read_checkpoint(tiny_drafter_dir)
+    embedding, head = embedding_and_head(target)
+    for name, own in (
+        ("embed_tokens", Borrowed(embedding.flip(0), head, None)),
+        ("lm_head", Borrowed(embedding, -head, None)),
+    ):
+        speculators.write_checkpoint(tmp_path / name, config, tensors, own, "another", [])
+        with pytest.raises(ValueError, match=f"{name}.weight of .* is not the target's; use the target"):
+            load_drafter(tmp_path / name, target=target)
+
+
+def test_another_name_for_the_target(export: Run, tmp_path: Path, tiny_drafter_dir: Path) -> None:
+    out = tmp_path / "out"
+    assert export(tiny_drafter_dir, "--format", "speculators", "--out", out, "--target-name", "Qwen/Qwen3-8B") == 0
+    assert json.loads((out / "config.json").read_text())["speculators_config"]["verifier"]["name_or_path"] == (
+        "Qwen/Qwen3-8B"
+    )

@@ -1,0 +1,132 @@
+"""DSpark as SpecForge nests it, as DeepSpec writes it flat, and as others name its tensors."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from blockdraft.formats.architectures import tensor_shapes
+from blockdraft.formats.zlab import read_checkpoint, write_checkpoint
+from blockdraft.formats.zlab_config import config_dict, parse_config
+from blockdraft.nn.draft_config import DSparkConfig, LayerAttention
+
+CONFIG = DSparkConfig(
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    vocab_size=20,
+    block_size=7,
+    mask_token_id=19,
+    taps=(1, 3),
+    num_target_layers=6,
+    rope_theta=1e6,
+    layers=(LayerAttention(False, None),),
+    markov_rank=3,
+)
+SHAPE: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 20,
+    "num_target_layers": 6,
+    "rope_theta": 1e6,
+    "layer_types": ["full_attention"],
+    "block_size": 7,
+}
+HEADS: dict[str, Any] = {
+    "markov_rank": 3,
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+}
+OWN: dict[str, Any] = {"mask_token_id": 19, "target_layer_ids": [1, 3], **HEADS}
+NESTED = {
+    **SHAPE,
+    "architectures": ["DSparkDraftModel"],
+    "dflash_config": {**OWN, "projector_type": "dspark", "confidence_head_alpha": 1.0},
+}
+FLAT = {**SHAPE, **OWN, "architectures": ["Qwen3DSparkModel"], "num_anchors": 512}
+
+
+def tensors_of(config: DSparkConfig = CONFIG) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(*s, generator=generator) for name, s in tensor_shapes(config).items()}
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        NESTED,
+        FLAT,
+        {**NESTED, **HEADS, "architectures": ["Qwen3DSparkModel"]},  # what SpecForge's own export makes of it
+        {**NESTED, "dflash_config": {**NESTED["dflash_config"], "shift_label": True, "sample_from_anchor": True}},
+    ],
+)
+def test_layouts(raw: dict[str, Any]) -> None:
+    assert parse_config(raw) == CONFIG
+
+
+@pytest.mark.parametrize(
+    ("raw", "told"),
+    [
+        ({**FLAT, "markov_rank": None}, "markov_rank is absent"),
+        ({**FLAT, "markov_rank": 0}, "markov_rank is 0"),
+        ({**FLAT, "markov_head_type": "rnn"}, "markov_head_type is 'rnn'; it must be vanilla"),
+        ({**FLAT, "sample_from_anchor": False}, "sample_from_anchor is False"),
+        ({**FLAT, "shift_label": False}, "shift_label is False"),
+        ({**FLAT, "target_layer_ids": [-1, 3]}, "a tap is -1"),
+        ({**NESTED, "dflash_config": {**OWN, "projector_type": "domino"}}, "projector_type is 'domino'"),
+        ({**NESTED, "architectures": ["DFlashDraftModel"]}, "markov_rank is 3; it must be absent"),
+    ],
+)
+def test_refusals(raw: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        parse_config(raw)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        CONFIG,
+        replace(CONFIG, enable_confidence_head=False),
+        replace(CONFIG, confidence_head_with_markov=False, confidence_temperatures=(1.0,) * 6 + (2.5,)),
+    ],
+)
+def test_round_trip(tmp_path: Path, config: DSparkConfig) -> None:
+    tensors = tensors_of(config)
+    write_checkpoint(tmp_path / "draft", config, tensors)
+    found, read = read_checkpoint(tmp_path / "draft")
+    assert found == config
+    assert read.keys() == tensors.keys() and all(torch.equal(read[name], tensors[name]) for name in tensors)
+
+
+def test_what_is_written_is_nested() -> None:
+    raw = config_dict(CONFIG)
+    assert raw["architectures"] == ["DSparkDraftModel"] and raw["block_size"] == 7
+    assert raw["dflash_config"]["projector_type"] == "dspark"
+    assert {name: raw["dflash_config"][name] for name in HEADS} == HEADS and not HEADS.keys() & raw.keys()
+
+
+def test_names_of_other_writers(tmp_path: Path) -> None:
+    tensors = tensors_of()
+    names = {
+        "markov_head.markov_w1.weight": "logit_head.markov_head.markov_w1.weight",
+        "markov_head.markov_w2.weight": "markov_w2.weight",
+        "confidence_head.proj.weight": "confidence_proj.weight",
+    }
+    copies = {"embed_tokens.weight": torch.zeros(20, 16), "lm_head.weight": torch.zeros(20, 16)}
+    (tmp_path / "config.json").write_text(json.dumps(FLAT))
+    save_file({**{names.get(n, n): t for n, t in tensors.items()}, **copies}, tmp_path / "model.safetensors")
+    _, read = read_checkpoint(tmp_path)
+    assert read.keys() == tensors.keys() and all(torch.equal(read[name], tensors[name]) for name in tensors)

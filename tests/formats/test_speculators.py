@@ -1,0 +1,215 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from blockdraft.formats import speculators, zlab
+from blockdraft.formats.architectures import tensor_shapes
+from blockdraft.formats.speculators import Borrowed, config_dict, parse_config, read_checkpoint, write_checkpoint
+from blockdraft.nn.draft_config import DFlash2Config, DraftConfig, DSparkConfig, LayerAttention
+
+FULL = LayerAttention(causal=False, window=None)
+CONFIG = DraftConfig(
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    vocab_size=64,
+    block_size=4,
+    mask_token_id=63,
+    taps=(1, 5, 6),
+    num_target_layers=8,
+    rope_theta=5e5,
+    layers=(FULL, FULL),
+    max_position_embeddings=128,
+)
+SPARK = DSparkConfig(**vars(CONFIG), markov_rank=3)
+KEPT = torch.tensor([0, 3, 4, 9, 62])
+
+
+def tensors_of(config: DraftConfig) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(*s, generator=generator).bfloat16() for name, s in tensor_shapes(config).items()}
+
+
+def borrowed(kept: Tensor | None = None) -> Borrowed:
+    weight = torch.arange(64 * 16).view(64, 16).bfloat16()
+    return Borrowed(weight, weight if kept is None else weight[kept], kept)
+
+
+def write(path: Path, config: DraftConfig = CONFIG, kept: Tensor | None = None) -> dict[str, Any]:
+    write_checkpoint(path, config, tensors_of(config), borrowed(kept), "some/target", ["Qwen3ForCausalLM"])
+    raw: dict[str, Any] = json.loads((path / "config.json").read_text())
+    return raw
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    """The config.json of `CONFIG` with keys set, or taken out where the value is None; `layers` does so inside."""
+    raw = config_dict(CONFIG, "some/target", ["Qwen3ForCausalLM"], 64)
+    layers = {**raw["transformer_layer_config"], **changes.pop("layers", {})}
+    raw = {**raw, "transformer_layer_config": {k: v for k, v in layers.items() if v is not None}, **changes}
+    return {key: value for key, value in raw.items() if value is not None}
+
+
+WRITTEN = [
+    CONFIG,
+    replace(CONFIG, attention_bias=True, rms_norm_eps=1e-5),
+    replace(CONFIG, rope_scaling={"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 64}),
+    replace(CONFIG, layers=(LayerAttention(True, 9), FULL)),
+    replace(CONFIG, layers=(LayerAttention(False, 9), FULL)),
+    SPARK,
+    replace(SPARK, enable_confidence_head=False),
+    replace(SPARK, confidence_head_with_markov=False, confidence_temperatures=(1.0, 1.5, 0.5, 2.0)),
+]
+
+
+@pytest.mark.parametrize("config", WRITTEN)
+def test_round_trip(tmp_path: Path, config: DraftConfig) -> None:
+    write(tmp_path / "draft", config)
+    found, tensors, own = read_checkpoint(tmp_path / "draft", 8)
+    assert found == config
+    expected = tensors_of(config)
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], expected[name]) for name in tensors)
+    assert own.kept is None and own.embedding is not None and own.head is not None
+    assert torch.equal(own.embedding, borrowed().embedding) and torch.equal(own.head, own.embedding)
+
+
+@pytest.mark.parametrize("config", [CONFIG, SPARK])
+def test_a_reduced_vocabulary_is_stored_as_offsets(tmp_path: Path, config: DraftConfig) -> None:
+    raw = write(tmp_path / "draft", config, KEPT)
+    stored = load_file(tmp_path / "draft" / "model.safetensors")
+    assert raw["draft_vocab_size"] == 5 and raw["transformer_layer_config"]["vocab_size"] == 64
+    assert stored["d2t"].dtype == torch.int64 and stored["d2t"].tolist() == [0, 2, 2, 6, 58]
+    assert stored["t2d"].dtype == torch.bool and stored["t2d"].nonzero().flatten().tolist() == KEPT.tolist()
+    assert torch.equal(stored["lm_head.weight"], stored["embed_tokens.weight"][stored["t2d"]])
+    found, tensors, own = read_checkpoint(tmp_path / "draft", 8)
+    assert found == config and own.kept is not None and own.kept.tolist() == KEPT.tolist()
+    assert own.head is not None and own.head.shape == (5, 16)
+    if config is SPARK:  # scores of successors that cannot be guessed are not stored
+        expected = tensors_of(config)["markov_head.markov_w2.weight"]
+        assert torch.equal(stored["markov_head.markov_w2.weight"], expected[KEPT])
+        assert torch.equal(tensors["markov_head.markov_w2.weight"][KEPT], expected[KEPT])
+        assert not tensors["markov_head.markov_w2.weight"][1].any()
+
+
+def test_keys(tmp_path: Path) -> None:
+    raw = write(tmp_path / "draft", replace(CONFIG, layers=(LayerAttention(False, 9), FULL)))
+    assert raw["speculators_model_type"] == raw["speculators_config"]["algorithm"] == "dflash"
+    assert raw["architectures"] == ["DFlashSpeculator"]
+    assert raw["aux_hidden_state_layer_ids"] == [2, 6, 7]
+    assert (raw["draft_vocab_size"], raw["block_size"], raw["mask_token_id"], raw["dtype"]) == (64, 4, 63, "bfloat16")
+    assert raw["sliding_window_non_causal"] is True and raw["sample_from_anchor"] is False
+    assert raw["speculators_config"]["verifier"] == {
+        "name_or_path": "some/target",
+        "architectures": ["Qwen3ForCausalLM"],
+    }
+    [method] = raw["speculators_config"]["proposal_methods"]
+    assert method == {"proposal_type": "greedy", "speculative_tokens": 3}
+    layers = raw["transformer_layer_config"]
+    assert layers["layer_types"] == ["sliding_attention", "full_attention"]
+    assert (layers["sliding_window"], layers["use_sliding_window"], layers["model_type"]) == (9, True, "qwen3")
+    spark = write(tmp_path / "spark", SPARK)
+    assert spark["architectures"] == ["DSparkSpeculator"] and spark["sample_from_anchor"] is True
+    assert spark["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 4
+    assert (spark["markov_rank"], spark["markov_head_type"]) == (3, "vanilla")
+
+
+def test_what_equals_the_defaults_of_transformers_may_be_absent() -> None:
+    config, _ = parse_config(changed(layers={"head_dim": None, "rope_parameters": None, "rope_scaling": None}), 8)
+    assert config.head_dim == 128 and config.rope_theta == 5e5
+    assert parse_config(changed(sliding_window_non_causal=None, target_hidden_size=None, sample_from_anchor=None), 8)[
+        0
+    ] == replace(CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("raw", "told"),
+    [
+        (changed(speculators_model_type="eagle3"), r"speculators_model_type is 'eagle3'; it must be one of \['dflash'"),
+        (changed(sample_from_anchor=True), "sample_from_anchor is True; it must be False; another convention"),
+        (changed(aux_hidden_state_layer_ids=None), "aux_hidden_state_layer_ids is absent"),
+        (changed(aux_hidden_state_layer_ids=[0, 2, 6]), r"aux_hidden_state_layer_ids is \[0, 2, 6\]; .* from 1 to 7"),
+        (changed(aux_hidden_state_layer_ids=[2, 6, 8]), "from 1 to 7: neither the embeddings nor the last layer"),
+        (changed(transformer_layer_config=None), "transformer_layer_config is absent"),
+        (changed(layers={"model_type": "nothing"}), "transformer_layer_config of the type 'nothing' cannot be read"),
+        (changed(mask_token_id=None), "mask_token_id is absent"),
+        (changed(draft_vocab_size=65), "draft_vocab_size is 65; it must be a whole number from 1 to vocab_size, 64"),
+        (changed(target_hidden_size=32), "target_hidden_size is 32"),
+        (changed(quantization_config={"bits": 4}), "quantization_config"),
+    ],
+)
+def test_parse_refuses(raw: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        parse_config(raw, 8)
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (replace(CONFIG, taps=(1, 7)), "a tap is 7; it must be below the last target layer, 7"),
+        (replace(CONFIG, layers=(LayerAttention(True, None), FULL)), "bidirectional where they are full"),
+        (replace(CONFIG, layers=(LayerAttention(True, 9), LayerAttention(False, 9))), "alike in causality"),
+        (replace(CONFIG, layers=(LayerAttention(True, 9), LayerAttention(True, 8))), "of one window"),
+        (replace(CONFIG, output_multiplier=0.5), "output_multiplier is 0.5; it must be 1.0, since this format cannot"),
+        (replace(CONFIG, final_logit_softcapping=30.0), "final_logit_softcapping is 30.0"),
+        (
+            DFlash2Config(**vars(CONFIG), conv_kernel_size=2, conv_group_size=4, selector_rank=2, selector_top_k=2),
+            "the architecture is 'DFlash2DraftModel'; it must be one of",
+        ),
+    ],
+)
+def test_write_refuses_what_the_format_cannot_say(tmp_path: Path, config: DraftConfig, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        write(tmp_path / "draft", config)
+    assert not list(tmp_path.iterdir())
+
+
+def test_read_refuses_contradictory_vocabularies(tmp_path: Path) -> None:
+    write(tmp_path, replace(CONFIG), KEPT)
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    for broken, told in (
+        ({"d2t": KEPT}, r"d2t is \[0, 3, 4, 9, 62\]; it must be offsets"),  # ids instead of offsets
+        ({"t2d": torch.zeros(64, dtype=torch.bool)}, "offsets to the tokens that t2d marks"),
+        ({"t2d": None}, "t2d: expected .64,., found None"),
+        ({"lm_head.weight": None}, "lm_head.weight: expected .5, 16., found None"),
+        ({"lm_head.weight": torch.zeros(64, 16)}, "lm_head.weight: expected .5, 16., found .64, 16."),
+    ):
+        save_file({name: t for name, t in {**stored, **broken}.items() if t is not None}, file)
+        with pytest.raises(ValueError, match=told):
+            read_checkpoint(tmp_path, 8)
+
+
+def test_read_takes_what_newer_releases_leave_to_the_target(tmp_path: Path) -> None:
+    write(tmp_path)
+    file = tmp_path / "model.safetensors"
+    stored = {name: t for name, t in load_file(file).items() if name not in ("embed_tokens.weight", "lm_head.weight")}
+    save_file({**stored, "verifier_norm.weight": torch.ones(16)}, file)
+    config, tensors, own = read_checkpoint(tmp_path, 8)
+    assert config == CONFIG and tensors.keys() == tensor_shapes(CONFIG).keys()
+    assert own == Borrowed(None, None, None)
+
+
+def test_both_formats_know_each_others_folders(tmp_path: Path) -> None:
+    write(tmp_path / "draft")
+    assert speculators.recognises(tmp_path / "draft")
+    zlab.write_checkpoint(tmp_path / "draft", CONFIG, tensors_of(CONFIG))
+    assert not speculators.recognises(tmp_path / "draft")
+    write(tmp_path / "draft")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes").touch()
+    with pytest.raises(ValueError, match="new, empty or a draft model's"):
+        write(tmp_path / "other")
+
+
+def test_read_refuses_a_missing_folder(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="config.json cannot be read"):
+        read_checkpoint(tmp_path / "nowhere", 8)

@@ -1,0 +1,125 @@
+"""vllm-project/speculators as outside judge: it loads what we export, computes what our drafter computes, and writes
+what we read."""
+
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from blockdraft.drafters import load_drafter
+from blockdraft.formats import speculators, zlab
+from blockdraft.formats.speculators import Borrowed
+from blockdraft.nn.draft_config import LayerAttention
+from blockdraft.targets import Target, embedding_and_head, load_target
+from blockdraft.training.export import convert
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of its imports
+    peer = pytest.importorskip("speculators", reason="needs the extra `peers`")
+pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
+
+CONTEXT, ANCHOR = 20, 7
+ARCHITECTURES = ["Qwen3ForCausalLM"]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_dir: Path) -> Target:
+    return load_target(tiny_target_dir)
+
+
+def theirs(folder: Path) -> Any:
+    config = peer.SpeculatorModelConfig.from_pretrained(folder)
+    config.transformer_layer_config._attn_implementation = "eager"
+    model = peer.SpeculatorModel.from_pretrained(folder, config=config, dtype=torch.float32).eval()
+    for name, tensor in model.state_dict().items():
+        assert not tensor.is_floating_point() or not tensor.isnan().any(), name  # they begin as NaN
+    return model
+
+
+def compare(folder: Path, target: Target, head_less_slots: int) -> None:
+    """The same hidden states and logits at one anchor, in their training pass and in our draft pass."""
+    model, drafter = theirs(folder), load_drafter(folder, target=target)
+    network = drafter.network  # type: ignore[attr-defined]
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(1, CONTEXT, len(drafter.taps) * target.hidden_size, generator=generator)
+    tokens = torch.randint(4, target.vocab_size, (1, CONTEXT), generator=generator)
+    alone = torch.zeros(1, CONTEXT)
+    alone[0, ANCHOR] = 1
+    with torch.no_grad():
+        last = torch.zeros(1, CONTEXT, target.hidden_size)
+        documents = torch.zeros(1, CONTEXT, dtype=torch.long)
+        hidden, logits, *_ = model._backbone_forward(features, tokens, alone, last, documents, max_anchors=1)
+        state = drafter.new_state(1, CONTEXT)
+        drafter.observe(state, tokens[:, :ANCHOR], features[:, :ANCHOR], [ANCHOR])
+        block = torch.full((1, network.config.block_size), network.config.mask_token_id)
+        block[0, 0] = tokens[0, ANCHOR]
+        our_hidden, our_logits = drafter._draft_pass(state, block)  # type: ignore[attr-defined]
+        kept = model.t2d if model.t2d is not None else torch.ones(target.vocab_size, dtype=torch.bool)
+        assert our_logits[..., ~kept].isneginf().all()
+        assert_close(hidden[:, head_less_slots:], our_hidden[:, head_less_slots:])
+        assert_close(logits[:, head_less_slots:], our_logits[:, head_less_slots:, kept])
+        if getattr(model, "markov_head", None) is not None:
+            before = tokens[:, ANCHOR : ANCHOR + block.size(1)]
+            bias = model.markov_head.block_bias(prev_token_ids=before, hidden_states=hidden)
+            assert_close(bias, network.bias(network.previous(before))[..., kept])
+            inputs = torch.cat([hidden, model.markov_head.prev_embeddings(before)], dim=-1)
+            ours = network.confidence_logits(our_hidden, network.previous(before))
+            assert_close(model.confidence_head(inputs), ours)
+
+
+def assert_close(first: Tensor, second: Tensor) -> None:
+    torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [(False, None), (False, None)],
+        [(True, 99), (False, None)],
+        [(False, 99), (False, None)],
+        [(True, 99), (True, 99)],
+    ],
+)
+def test_dflash(
+    tmp_path: Path, target: Target, tiny_target_dir: Path, tiny_drafter_dir: Path, layers: list[tuple[bool, int | None]]
+) -> None:
+    config, tensors = zlab.read_checkpoint(tiny_drafter_dir)
+    config = replace(config, layers=tuple(LayerAttention(*layer) for layer in layers))
+    zlab.write_checkpoint(tmp_path / "draft", config, tensors)
+    convert(tmp_path / "draft", tmp_path / "out", "speculators", target, str(tiny_target_dir), ARCHITECTURES)
+    compare(tmp_path / "out", target, head_less_slots=1)
+
+
+def test_dspark(tmp_path: Path, target: Target, tiny_target_dir: Path, tiny_dspark_dir: Path) -> None:
+    convert(tiny_dspark_dir, tmp_path / "out", "speculators", target, str(tiny_target_dir), ARCHITECTURES)
+    compare(tmp_path / "out", target, head_less_slots=0)
+
+
+@pytest.mark.parametrize("name", ["tiny_drafter_dir", "tiny_dspark_dir"])
+def test_reduced_vocabulary(
+    tmp_path: Path, target: Target, tiny_target_dir: Path, name: str, request: pytest.FixtureRequest
+) -> None:
+    config, tensors = zlab.read_checkpoint(request.getfixturevalue(name))
+    embedding, head = embedding_and_head(target)
+    kept = torch.arange(1, target.vocab_size, 3)
+    own = Borrowed(embedding, head[kept], kept)
+    speculators.write_checkpoint(tmp_path / "out", config, tensors, own, str(tiny_target_dir), ARCHITECTURES)
+    compare(tmp_path / "out", target, head_less_slots=0 if "dspark" in name else 1)
+
+
+@pytest.mark.parametrize("name", ["tiny_drafter_dir", "tiny_dspark_dir"])
+def test_we_read_what_they_write(
+    tmp_path: Path, target: Target, tiny_target_dir: Path, name: str, request: pytest.FixtureRequest
+) -> None:
+    config, tensors = zlab.read_checkpoint(request.getfixturevalue(name))
+    source = request.getfixturevalue(name)
+    convert(source, tmp_path / "out", "speculators", target, str(tiny_target_dir), ARCHITECTURES)
+    theirs(tmp_path / "out").save_pretrained(tmp_path / "again")
+    found, theirs_again, own = speculators.read_checkpoint(tmp_path / "again", target.num_layers)
+    assert found == config and own.kept is None
+    assert all(torch.equal(theirs_again[name], tensors[name]) for name in tensors)
+    assert type(load_drafter(tmp_path / "again", target=target)) is type(load_drafter(source, target=target))
