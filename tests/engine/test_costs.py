@@ -5,6 +5,7 @@ import pytest
 
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
+from blockdraft.engine import costs as costs_module
 from blockdraft.engine.costs import Costs, _line, cache_folder, load_or_measure, measure
 from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting
@@ -22,6 +23,13 @@ COSTS = Costs(
 @pytest.fixture(scope="module")
 def target(tiny_target_dir: Path) -> Target:
     return load_target(tiny_target_dir)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rough figures will do."""
+    monkeypatch.setattr(costs_module, "REPEATS", 1)
+    monkeypatch.setattr(costs_module, "TREE_GUESSES", (1, 8))
 
 
 @pytest.fixture

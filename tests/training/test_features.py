@@ -165,8 +165,8 @@ def test_taps(target: Target, data: TokenData) -> None:
     for text in ("", "x", "1,x", ","):
         with pytest.raises(ValueError, match="it must be a number of layers, or layers such as 1,3,5"):
             chosen_taps(text, 8)
-    for taps in ((3,), (-1,), ()):
-        with pytest.raises(ValueError, match="the target has 3 layers; name one or more of 0 to 2"):
+    for taps in ((4,), (-1,), ()):
+        with pytest.raises(ValueError, match="the target has 3 layers; name one or more of 0 to 2, or 3 for what goes"):
             tapped_features(target, taps, [data[0].tokens])
     with pytest.raises(ValueError, match=r"has 300 tokens and the target's context 256"):
         tapped_features(target, TAPS, [torch.zeros(300, dtype=torch.int64)])
