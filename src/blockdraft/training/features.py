@@ -293,8 +293,8 @@ def _check_same(folder: Path, theirs: dict[str, Any], ours: dict[str, Any], name
     for name in names:
         if (list(theirs[name]) if name == "taps" else theirs[name]) != ours[name]:
             raise ValueError(
-                f"{folder} holds features of another {name.removesuffix('s')} ({name}: {theirs[name]}, not "
-                f"{ours[name]}); make them anew with `blockdraft features` in another folder."
+                f"{folder} holds other features: {name} {theirs[name]} instead of {ours[name]}. Give what they were "
+                f"made for, or make them anew with `blockdraft features` in another folder."
             )
 
 
