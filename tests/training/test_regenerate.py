@@ -12,12 +12,13 @@ import pytest
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.targets import Target, load_target
-from blockdraft.training import regenerate
+from blockdraft.training import answerers
+from blockdraft.training.answerers import Answer, Answerer, EngineAnswerer, ServerAnswerer
 from blockdraft.training.chats import ChatEncoder
 from blockdraft.training.data import TokenData, read_data
 from blockdraft.training.data_settings import DataSettings, RowSettings
 from blockdraft.training.prepare import Preparation
-from blockdraft.training.regenerate import Answer, Answerer, Conversation, EngineAnswerer, ServerAnswerer, prompts_of
+from blockdraft.training.regenerate import Conversation, prompts_of
 from blockdraft.types import SamplingParams
 
 SAMPLED = DataSettings(
@@ -239,7 +240,7 @@ class Served:
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Served]]:
-    monkeypatch.setattr(regenerate, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(answerers, "FIRST_WAIT", 0.01)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     running: list[Served] = []
 
@@ -263,7 +264,7 @@ SERVER = DataSettings(writer="server", author="m", sampling=SamplingParams(24, 0
 def test_a_server_writes_the_answers(
     tmp_path: Path, target: Target, serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(regenerate.SERVER_KEY, "secret")
+    monkeypatch.setenv(answerers.SERVER_KEY, "secret")
     barrier = threading.Barrier(2)
 
     def reply(number: int, body: dict[str, Any]) -> tuple[int, Any]:
