@@ -10,8 +10,10 @@ import typer
 
 from blockdraft.cli.bench import bench
 from blockdraft.cli.calibrate import calibrate
+from blockdraft.cli.data import data
+from blockdraft.cli.features import features
 from blockdraft.cli.generate import generate
-from blockdraft.cli.train import train
+from blockdraft.cli.train import RecipeCommand, train
 
 app = typer.Typer(
     help="Lossless fast decoding of language models with block-diffusion drafters.",
@@ -22,7 +24,9 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(bench)
 app.command()(calibrate)
-app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(train)
+app.command()(data)
+app.command()(features)
+app.command(cls=RecipeCommand)(train)
 
 
 def _print_version(wanted: bool) -> None:
