@@ -13,8 +13,7 @@ from pathlib import Path
 from statistics import median
 
 from blockdraft import Engine, SamplingParams, load_drafter, load_target
-from blockdraft.engine import Stats, merge
-from blockdraft.evaluation.lossless import loops
+from blockdraft.engine import Stats, loops, merge
 
 
 def answer_of(text: str) -> str | None:

@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import torch
-from muon import Muon
 from torch import Tensor
 from train_target import save_checkpoint
 
@@ -28,6 +27,7 @@ from blockdraft.training.dflash import (
     draft_hidden,
     sample_anchors,
 )
+from blockdraft.training.muon import Muon
 
 HELD_OUT = 64  # answers kept back to watch the accepted length
 

@@ -22,11 +22,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from muon import Muon
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
-from blockdraft.evaluation.lossless import loops
+from blockdraft.engine import loops
+from blockdraft.training.muon import Muon
 
 # Share of the documents drawn, by kind; in tokens about 38 % GSM8K, 31 % problems, 22 % Python, the rest MATH.
 MIXTURES = {

@@ -17,8 +17,7 @@ from python_tasks import python_task
 from word_problems import word_problem
 
 from blockdraft import Engine, SamplingParams, load_drafter, load_target
-from blockdraft.engine import Request, Scheduler
-from blockdraft.evaluation.lossless import loops
+from blockdraft.engine import Request, Scheduler, loops
 
 FROM_CORPUS = {"gsm8k": 7500, "algorithms": 800}
 DRAWN = {"problem": 3000, "task": 3000}

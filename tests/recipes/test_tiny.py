@@ -7,11 +7,8 @@ import io
 import random
 import re
 
-import pytest
-import torch
 from corpus import clean_gsm8k, documented_functions
 from measure import answer_of
-from muon import Muon, orthogonalize
 from python_tasks import python_task
 from train_target import packed_rows
 from word_problems import word_problem
@@ -70,21 +67,3 @@ def test_rows_begin_with_documents_and_cut_only_the_last() -> None:
         row = next(rows)
         assert len(row) == 8 and 8 not in row  # the task is longer than a row
         assert row[0] in (1, 4, 6)
-
-
-@pytest.mark.parametrize("shape", [(3, 8, 20), (2, 20, 8)])
-def test_orthogonalize_brings_singular_values_near_one(shape: tuple[int, ...]) -> None:
-    values = torch.linalg.svdvals(orthogonalize(torch.randn(shape, generator=torch.Generator().manual_seed(0))))
-    assert 0.5 < float(values.min()) <= float(values.max()) < 1.4
-
-
-def test_muon_goes_downhill() -> None:
-    torch.manual_seed(0)
-    weight, goal = torch.nn.Parameter(torch.zeros(4, 6)), torch.randn(4, 6)
-    optimizer = Muon([weight], lr=0.05)
-    before = float((weight - goal).detach().square().sum())
-    for _ in range(50):
-        optimizer.zero_grad()
-        (weight - goal).square().sum().backward()
-        optimizer.step()
-    assert float((weight - goal).detach().square().sum()) < 0.2 * before

@@ -10,9 +10,11 @@ import typer
 
 from blockdraft.cli.bench import bench
 from blockdraft.cli.calibrate import calibrate
+from blockdraft.cli.data import data
 from blockdraft.cli.export import export
+from blockdraft.cli.features import features
 from blockdraft.cli.generate import generate
-from blockdraft.cli.train import train
+from blockdraft.cli.train import RecipeCommand, train
 
 app = typer.Typer(
     help="Lossless fast decoding of language models with block-diffusion drafters.",
@@ -24,7 +26,9 @@ app.command()(generate)
 app.command()(bench)
 app.command()(calibrate)
 app.command()(export)
-app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(train)
+app.command()(data)
+app.command()(features)
+app.command(cls=RecipeCommand)(train)
 
 
 def _print_version(wanted: bool) -> None:

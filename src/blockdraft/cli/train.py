@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from blockdraft.cli.options import Device, Dtype, TargetFolder
+
+
+class RecipeCommand(TyperCommand):
+    """A command whose unknown options are recipe fields; which there are depends on the variant."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = {name for parameter in self.get_params(ctx) for name in (*parameter.opts, *parameter.secondary_opts)}
+        own, ctx.obj = split_flags(args, known)
+        return super().parse_args(ctx, own)
 
 
 def train(
@@ -50,12 +60,10 @@ def train(
     Every recipe field is an option too: --layers 3, --learning-rate 1e-3, --objective decay=0.5,forward_kl=0.5.
     `blockdraft train dflash --show-recipe` lists them. On many devices: `accelerate launch -m blockdraft train ...`.
     """
-    flags = parse_flags(context.args)
-
     from blockdraft.training.recipe import as_toml, read_recipe
     from blockdraft.training.variants import find_variant
 
-    settings = read_recipe(find_variant(variant).recipe_class, recipe, flags)
+    settings = read_recipe(find_variant(variant).recipe_class, recipe, context.obj)
     if show_recipe:
         print(as_toml(settings, explained=True), end="")
         return
@@ -111,20 +119,25 @@ def _train(
         console.print(f"blockdraft generate{named} --drafter {out} PROMPT", soft_wrap=True)
 
 
-def parse_flags(arguments: Sequence[str]) -> dict[str, str]:
-    """Recipe fields from what is left of the command line: `--name value` or `--name=value`.
+def split_flags(arguments: Sequence[str], known: Collection[str]) -> tuple[list[str], dict[str, str]]:
+    """What of a command line is the command's own, and recipe fields: `--name value` or `--name=value`.
+
+    Args:
+        known: Options of the command.
 
     Raises:
-        ValueError: Something else is there.
+        ValueError: A field has no value.
     """
-    found, left = {}, list(arguments)
+    own, fields, left = list[str](), dict[str, str](), list(arguments)
     while left:
-        name, equals, value = left.pop(0).partition("=")
-        if not name.startswith("--"):
-            raise ValueError(f"{name!r} is no option; recipe fields are given as --name value.")
+        one = left.pop(0)
+        name, equals, value = one.partition("=")
+        if not name.startswith("--") or name in known:
+            own.append(one)
+            continue
         if not equals:
             if not left:
                 raise ValueError(f"{name} has no value; recipe fields are given as --name value.")
             value = left.pop(0)
-        found[name.removeprefix("--")] = value
-    return found
+        fields[name.removeprefix("--")] = value
+    return own, fields

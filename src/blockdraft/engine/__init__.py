@@ -5,7 +5,7 @@ from blockdraft.engine.costs import Costs, load_or_measure
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import Chunk, Completion, Request
 from blockdraft.engine.scheduler import Scheduler
-from blockdraft.engine.stats import Stats, mean_tau, merge
+from blockdraft.engine.stats import Stats, loops, mean_tau, merge
 
 __all__ = [
     "Batch",
@@ -17,6 +17,7 @@ __all__ = [
     "Scheduler",
     "Stats",
     "load_or_measure",
+    "loops",
     "mean_tau",
     "merge",
 ]

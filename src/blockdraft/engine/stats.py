@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+
+LOOP_SIZE, LOOP_TIMES = 8, 4
 
 
 @dataclass
@@ -69,3 +72,12 @@ def merge(stats: Iterable[Stats]) -> Stats:
 def mean_tau(stats: list[Stats]) -> float:
     """tau over several requests: all committed tokens over all cycles."""
     return merge(stats).tau
+
+
+def loops(token_ids: Sequence[int], size: int = LOOP_SIZE, times: int = LOOP_TIMES) -> bool:
+    """Whether some run of `size` tokens occurs `times` times or more; occurrences may overlap.
+
+    Such answers are easy to guess, so a mean over them says little about a drafter.
+    """
+    runs = Counter(tuple(token_ids[i : i + size]) for i in range(len(token_ids) - size + 1))
+    return max(runs.values(), default=0) >= times

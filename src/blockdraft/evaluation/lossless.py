@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
+from blockdraft.engine import loops
+
 Key = TypeVar("Key")
 Tokens = Sequence[int]
-
-LOOP_SIZE, LOOP_TIMES = 8, 4
-
-
-def loops(token_ids: Tokens, size: int = LOOP_SIZE, times: int = LOOP_TIMES) -> bool:
-    """Whether some run of `size` tokens occurs `times` times or more; occurrences may overlap.
-
-    Such answers are easy to guess, so a mean over them says little about a drafter.
-    """
-    runs = Counter(tuple(token_ids[i : i + size]) for i in range(len(token_ids) - size + 1))
-    return max(runs.values(), default=0) >= times
 
 
 def identical_share(answers: Mapping[Key, Sequence[Tokens]], reference: Mapping[Key, Tokens]) -> float:

@@ -11,8 +11,8 @@ from pathlib import Path
 from statistics import median
 
 from blockdraft.drafters import Drafter, load_drafter
-from blockdraft.engine import Completion, Engine, merge
-from blockdraft.evaluation.lossless import identical_share, looping_share, loops
+from blockdraft.engine import Completion, Engine, loops, merge
+from blockdraft.evaluation.lossless import identical_share, looping_share
 from blockdraft.evaluation.methods import CHAINS, PLAIN, TREES, Method, Settings
 from blockdraft.evaluation.prompts import PromptSet
 from blockdraft.targets import Target

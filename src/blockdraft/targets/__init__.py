@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from blockdraft.targets import hf
-from blockdraft.targets.base import Cache, Target, TargetOutput, embedding_and_head
+from blockdraft.targets.base import Cache, Target, TargetOutput, TargetText, embedding_and_head
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BUNDLED = Path(__file__).parents[1] / "pair" / "target"
@@ -45,4 +45,9 @@ def load_target(
     return hf.load(BUNDLED if path is None else path, DTYPES[name], placed)
 
 
-__all__ = ["Cache", "Target", "TargetOutput", "embedding_and_head", "load_target"]
+def load_target_text(path: str | Path | None = None) -> TargetText:
+    """Load what is known of a target without its weights. For `path`, and for errors, see `load_target`."""
+    return hf.load_text(BUNDLED if path is None else path)
+
+
+__all__ = ["Cache", "Target", "TargetOutput", "TargetText", "embedding_and_head", "load_target", "load_target_text"]

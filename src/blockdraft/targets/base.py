@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -50,6 +50,16 @@ class TargetOutput:
     features: Tensor | None
 
 
+@dataclass(frozen=True)
+class TargetText:
+    """What is known of a target without its weights; see `Target`."""
+
+    path: Path | None
+    tokenizer: PreTrainedTokenizerBase | None
+    max_context: int
+    eos_token_ids: frozenset[int]
+
+
 class Target(Protocol):
     """The language model whose output must not change.
 
@@ -60,6 +70,7 @@ class Target(Protocol):
         eos_token_ids: Tokens that end an answer.
         shape: What a new drafter may take over from it, where the model has it: intermediate_size, num_attention_heads,
             num_key_value_heads, head_dim, rms_norm_eps, rope_theta, rope_scaling (as in `DraftConfig`).
+        architecture: What its configuration says, as JSON can spell it, without the dtype.
     """
 
     path: Path | None
@@ -71,6 +82,10 @@ class Target(Protocol):
     vocab_size: int
     max_context: int
     eos_token_ids: frozenset[int]
+    architecture: dict[str, Any]
+
+    def named_weights(self) -> Iterable[tuple[str, Tensor]]:
+        """Every weight, by a name that stays the same."""
 
     @property
     def shape(self) -> Mapping[str, Any]: ...

@@ -183,14 +183,14 @@ class Batches:
         return sum(self.steps_of(epoch) for epoch in range(self._recipe.epochs))
 
     def run(self, start: int) -> Iterator[tuple[int, Batch]]:
-        """Epochs and batches of a step each, from step `start` on and without end. The last batch of an epoch is filled
-        up with empty rows."""
+        """Epochs and batches of a step each, from step `start` on and without end. The rows of an epoch are spread
+        evenly over its batches, which are filled up with empty ones."""
         epoch = begun = 0
         while True:
-            count = self.steps_of(epoch)
+            count, every = self.steps_of(epoch), self._rows(epoch)
             for step in range(max(start - begun, 0), count):
                 random = generator(self._recipe.seed, ANCHORS, epoch, step)
-                rows = self._rows(epoch)[step * self._recipe.batch : (step + 1) * self._recipe.batch]
+                rows = every[len(every) * step // count : len(every) * (step + 1) // count]
                 yield epoch, self.batch(rows + [()] * (self._recipe.batch - len(rows)), random)
             begun += count
             epoch += 1

@@ -173,4 +173,5 @@ def _compiled(function: Any) -> Any:
 
 def _by_row(x: Tensor, batch: int) -> Tensor:
     """`[B * A, heads, N, D]` to `[B, heads, A * N, D]`."""
-    return x.unflatten(0, (batch, -1)).transpose(1, 2).flatten(2, 3)
+    rows: Tensor = x.unflatten(0, (batch, -1))
+    return rows.transpose(1, 2).flatten(2, 3)

@@ -1,7 +1,7 @@
 """Training data on disk: shards of tokens, mapped into memory when read, and their manifest `data.json`.
 
-A shard is a safetensors file that appears whole or not at all. It holds the documents of some source rows one behind the
-other, and says which rows these are and which were left out; so it records both the data and how far their making is.
+A shard is a safetensors file that appears whole or not at all. It holds the documents of some source rows, and says
+which rows these are and which were left out; so it records both the data and how far their making is.
 
     tokens, supervised   [T]      all documents one behind the other, int32 and bool
     offsets              [D + 1]  where each document begins, and the end
@@ -23,7 +23,7 @@ from typing import Any, overload
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -92,6 +92,14 @@ class TokenData(Sequence[Document]):
     def __reduce__(self) -> tuple[Any, ...]:
         return read_data, (self.folder,)  # another process maps the files anew
 
+    def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        """Raises ValueError where the tokens are those of another tokenizer; None, of a target without one, passes."""
+        if tokenizer is not None and tokenizer_fingerprint(tokenizer) != self.tokenizer:
+            raise ValueError(
+                f"{self.folder} was made with the tokenizer {self.tokenizer} and the target's is "
+                f"{tokenizer_fingerprint(tokenizer)}; make the data anew with this target."
+            )
+
 
 def read_data(folder: str | Path) -> TokenData:
     """Open a data folder. Documents are read from disk when they are asked for.
@@ -154,30 +162,20 @@ def read_shards(folder: Path) -> dict[str, dict[str, Tensor]]:
     return shards
 
 
-def write_file(path: Path, content: bytes | dict[str, Tensor]) -> None:
-    """Write bytes, or tensors as safetensors, beside the path and rename; whole or not at all.
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file beside its place and rename it; whole or not at all.
 
     Raises:
         ValueError: The disk is full, or the like.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        if isinstance(content, bytes):
-            partial.write_bytes(content)
-        else:
-            save_file(content, partial)
-            partial.chmod(0o666 & ~_umask())  # safetensors lets only the owner read
+        partial.write_bytes(content)
         partial.replace(path)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path} cannot be written ({error}); what was finished before it stays.") from error
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written ({error.strerror}); what was finished before it stays.") from error
     finally:
         partial.unlink(missing_ok=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 class DataWriter:
@@ -185,37 +183,36 @@ class DataWriter:
 
     Args:
         folder: Made if need be.
-        identity: What the data are made with. A folder of the same identity is gone on with.
-        tokenizer: Its fingerprint.
+        identity: What the data are made with, `tokenizer` among it. A folder of the same identity is gone on with.
 
     Attributes:
         done: Source rows that need no work any more.
-        tokens: Tokens added since the beginning of this run.
+        supervised: Supervised tokens added in this run.
 
     Raises:
         ValueError: The folder holds data of another identity, or other files.
     """
 
-    def __init__(self, folder: Path, identity: dict[str, Any], tokenizer: str) -> None:
+    def __init__(self, folder: Path, identity: dict[str, Any]) -> None:
         self.folder = folder
         self.manifest = read_manifest(folder)
         if self.manifest is None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ValueError(f"{folder} holds other files; choose another folder for --out.")
-        if self.manifest is not None:
-            theirs, ours = self.manifest["identity"], json.loads(json.dumps(identity))
-            for name in sorted(theirs.keys() | ours.keys()):
-                if theirs.get(name) != ours.get(name):
-                    raise ValueError(
-                        f"{folder} was made with {name} {theirs.get(name)!r}, not {ours.get(name)!r}; "
-                        f"choose another folder for --out, or delete this one."
-                    )
-        self._identity, self._tokenizer = identity, tokenizer
+        known = identity if self.manifest is None else self.manifest
+        for name, ours in identity.items():
+            theirs = known.get(name)
+            if theirs != ours:
+                raise ValueError(
+                    f"{folder} was made with {name} {theirs!r}, not {ours!r}; choose another folder for --out, or "
+                    f"delete this one."
+                )
+        self._identity = identity
         shards = read_shards(folder)
         self._next = 1 + max((int(name[7:12]) for name in shards), default=-1)
-        rows = [shard[name].flatten() for shard in shards.values() for name in ("rows",)]
-        rows += [shard["left_out"][:, 0] for shard in shards.values()]
-        self.done: set[int] = set(torch.cat(rows).tolist()) if rows else set()
-        self.tokens = 0
+        self.done = {
+            row for shard in shards.values() for row in shard["rows"].tolist() + shard["left_out"][:, 0].tolist()
+        }
+        self.supervised = 0
         self._clear()
 
     def begin(self, **facts: Any) -> None:
@@ -234,7 +231,7 @@ class DataWriter:
         for document in documents:
             self._documents.append((row, document))
             self._held += len(document.tokens)
-            self.tokens += len(document.tokens)
+            self.supervised += int(document.supervised.sum())
         self.done.add(row)
         if self._held >= SHARD_TOKENS or time.monotonic() - self._since > SHARD_SECONDS:
             self.flush()
@@ -252,7 +249,7 @@ class DataWriter:
                 "cut": torch.tensor([document.cut for document in documents], dtype=torch.bool),
                 "left_out": torch.tensor(self._left_out, dtype=torch.int64).reshape(-1, 2),
             }
-            write_file(self.folder / f"tokens-{self._next:05}.safetensors", shard)
+            write_file(self.folder / f"tokens-{self._next:05}.safetensors", save(shard))
             self._next += 1
         self._clear()
 
@@ -266,7 +263,7 @@ class DataWriter:
         shards = read_shards(self.folder)
         assert self.manifest is not None
         data = TokenData(self.folder, self.manifest, list(shards.values()))
-        digest = hashlib.sha256(self._tokenizer.encode())
+        digest = hashlib.sha256(self._identity["tokenizer"].encode())
         for document in data:
             digest.update(len(document.tokens).to_bytes(8, "little"))
             digest.update(document.tokens.int().numpy().tobytes() + document.supervised.numpy().tobytes())
@@ -294,6 +291,5 @@ class DataWriter:
         self._held, self._since = 0, time.monotonic()
 
     def _write_manifest(self, **facts: Any) -> None:
-        own = {"format": FORMAT, "tokenizer": self._tokenizer, "identity": self._identity}
-        self.manifest = (self.manifest or {}) | own | facts
+        self.manifest = {"format": FORMAT} | self._identity | (self.manifest or {}) | facts
         write_file(self.folder / MANIFEST, (json.dumps(self.manifest, indent=2) + "\n").encode())

@@ -31,10 +31,13 @@ def make_accelerator(recipe: Recipe, folder: Path, device: str | None = None) ->
         cpu=cpu,
         mixed_precision="bf16" if bfloat16 else "no",
         fsdp_plugin=plugin,
-        log_with=list(recipe.trackers),
+        log_with=list(recipe.trackers) or None,
         project_dir=str(folder),
     )
     missing = {*recipe.trackers} - {str(getattr(tracker, "value", tracker)) for tracker in found.log_with}
     if missing:
-        raise ValueError(f"The trackers {sorted(missing)} are not installed; install them, or leave them out.")
+        raise ValueError(
+            f"The trackers {sorted(missing)} are unknown or not installed; run pip install 'blockdraft[train]' for "
+            "tensorboard, or name others with --trackers (none with --trackers '')."
+        )
     return found

@@ -50,7 +50,7 @@ class DraftLoss(nn.Module):
         recipe = variant.recipe
         if recipe.checkpoint_activations:
             for layer in network.layers:
-                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)  # type: ignore[method-assign]
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         self._run = torch.compile(self._sums, dynamic=False) if recipe.compile else self._sums
 
     def forward(self, features_BSF: Tensor, teacher_BSH: Tensor | None, *batch: Tensor) -> Sums:

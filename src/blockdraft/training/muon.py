@@ -25,7 +25,8 @@ def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
     for _ in range(steps):
         gram = x @ x.mT
         x = A * x + (B * gram + C * gram @ gram) @ x
-    return (x.mT if matrices.size(-2) > matrices.size(-1) else x).to(matrices.dtype)
+    found: Tensor = x.mT if matrices.size(-2) > matrices.size(-1) else x
+    return found.to(matrices.dtype)
 
 
 class Muon(torch.optim.Optimizer):
@@ -57,4 +58,5 @@ class Muon(torch.optim.Optimizer):
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    whole: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole

@@ -20,7 +20,7 @@ def make_optimizers(
     parameters: Iterable[tuple[str, nn.Parameter]], variant: Variant[Any, Any], recipe: Recipe
 ) -> list[torch.optim.Optimizer]:
     """AdamW, or Muon for the variant's matrices and AdamW for the rest."""
-    matrices, others = [], []
+    matrices, others = list[nn.Parameter](), list[nn.Parameter]()
     for name, parameter in parameters:
         muon = recipe.optimizer == "muon" and variant.is_matrix(name, parameter)
         (matrices if muon else others).append(parameter)

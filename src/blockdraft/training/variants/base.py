@@ -92,7 +92,7 @@ class Variant(Generic[R, N]):
         """
         recipe, shape = self.recipe, target.shape
         taps = default_taps(target.num_layers, recipe.taps) if isinstance(recipe.taps, int) else recipe.taps
-        sizes = {
+        sizes: dict[str, Any] = {
             "intermediate_size": recipe.intermediate_size or shape.get("intermediate_size"),
             "num_attention_heads": recipe.heads or shape.get("num_attention_heads"),
             "num_key_value_heads": recipe.kv_heads or shape.get("num_key_value_heads"),

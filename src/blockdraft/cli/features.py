@@ -1,0 +1,58 @@
+"""`blockdraft features`: the target's hidden states for training data, kept on disk."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from blockdraft.cli.options import Device, TargetFolder, option
+from blockdraft.training.data_settings import FeatureSettings
+
+
+def features(
+    data: Annotated[Path, typer.Option(metavar="DIR", help="Folder made by `blockdraft data`.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the features; it may hold part of them already.")],
+    target: TargetFolder = None,
+    taps: Annotated[str, option(FeatureSettings, "taps", metavar="N|LAYER,...")] = FeatureSettings.taps,
+    dtype: Annotated[str, option(FeatureSettings, "dtype")] = FeatureSettings.dtype,
+    batch_tokens: Annotated[int, option(FeatureSettings, "batch_tokens")] = FeatureSettings.batch_tokens,
+    target_dtype: Annotated[
+        str | None, typer.Option(help="Of the target's weights; by default float32 on a CPU and bfloat16 elsewhere.")
+    ] = None,
+    device: Device = None,
+) -> None:
+    """Compute what the target's tapped layers say about training data, once, so that training need not.
+
+    It takes a lot of disk; how much is printed first. An interrupted run goes on where it stopped when the command is
+    given again.
+    """
+    from transformers.utils import logging
+
+    from blockdraft.cli import display
+    from blockdraft.targets import load_target
+    from blockdraft.training.data import read_data
+    from blockdraft.training.features import chosen_taps, plan_features, size
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    settings = FeatureSettings(taps, dtype, batch_tokens)
+    documents = read_data(data)
+    loaded = load_target(target, target_dtype, device)
+    layers = chosen_taps(taps, loaded.num_layers)
+    cache = plan_features(out, loaded, documents, layers, settings)
+    print(
+        f"{len(documents)} documents, {sum(documents.lengths)} tokens, layers {', '.join(map(str, layers))}: "
+        f"{size(cache.need)} to write, {size(cache.free)} free",
+        file=sys.stderr,
+        flush=True,
+    )
+    try:
+        with display.progress("tokens") as progress:
+            cache.write(lambda done, total: progress("features", done, total))
+    except KeyboardInterrupt:
+        print(f"Interrupted; what is finished is kept in {out}. The same command goes on with it.", file=sys.stderr)
+        raise typer.Exit(130) from None
+    print(f"{out}: features of {len(documents)} documents, layers {', '.join(map(str, layers))}")

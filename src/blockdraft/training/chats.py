@@ -1,0 +1,151 @@
+"""Chats to tokens, and which of the tokens the assistant wrote."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, cast
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from blockdraft.training.rows import Message
+
+GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+PROBE = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}]
+
+
+def answer_places(messages: Sequence[Message]) -> list[int]:
+    """Where the assistant's messages stand that answer a user's."""
+    users = [i for i, message in enumerate(messages) if message["role"] == "user"]
+    return [i for i, message in enumerate(messages) if message["role"] == "assistant" and i > min(users, default=i)]
+
+
+class ChatEncoder:
+    """Encodes chats by a tokenizer's chat template, and texts.
+
+    A template that marks the assistant's tokens (`{% generation %}`) is believed. With any other the answers are found
+    by rendering the chat up to each of them: what such a beginning with the assistant's header lacks of the whole is
+    the answer, up to the last token that ends one. That takes a template that never changes what it has rendered.
+
+    Args:
+        tokenizer: With a chat template, unless only texts are encoded.
+        end_tokens: Tokens that end an answer.
+        template_args: Further arguments of the template, as a JSON object.
+
+    Raises:
+        ValueError: `template_args` is no JSON object.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, end_tokens: frozenset[int], template_args: str = "{}"
+    ) -> None:
+        try:
+            self.template_args: dict[str, Any] = json.loads(template_args)
+            if not isinstance(self.template_args, dict):
+                raise ValueError("it is of another kind")
+        except ValueError as error:
+            raise ValueError(f"template_args is {template_args!r}; it must be a JSON object ({error}).") from error
+        self._tokenizer, self._end_tokens = tokenizer, end_tokens
+        self._checked = False
+
+    def text(self, text: str) -> list[int]:
+        """Token ids of a plain text."""
+        return list(cast("list[int]", self._tokenizer(text)["input_ids"]))
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a chat up to where the assistant's next answer begins."""
+        return self._ids(self._render(messages, add_generation_prompt=True))
+
+    def chat(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+        """Token ids of a chat, and which of them the assistant wrote.
+
+        Raises:
+            ValueError: The template refuses the chat or marks no assistant tokens, or the answers cannot be told.
+        """
+        self._check()
+        return self._chat(messages)
+
+    def last_answer(self, messages: Sequence[Message]) -> tuple[list[int], list[int]]:
+        """Token ids of a chat up to its last message, an answer, and of this answer. Errors as in `chat`."""
+        self._check()
+        ids, written = self._chat(messages, last_only=True)
+        end = len(written) - written[::-1].index(True) if True in written else 0
+        begin = end
+        while begin > 0 and written[begin - 1]:
+            begin -= 1
+        return ids[:begin], ids[begin:end]
+
+    def decode(self, ids: list[int]) -> str:
+        return cast(str, self._tokenizer.decode(ids))
+
+    def without_end(self, ids: list[int]) -> list[int]:
+        """An answer without the end token that the template puts behind it, and without what follows that."""
+        return next((ids[:at] for at, token in enumerate(ids) if token in self._end_tokens), ids)
+
+    @property
+    def _marked(self) -> bool:
+        return GENERATION_MARK.search(self._template()) is not None
+
+    def _template(self) -> str:
+        try:
+            return self._tokenizer.get_chat_template()
+        except ValueError as error:
+            raise ValueError(
+                f"The target's tokenizer has no chat template; add --chat-template FILE. ({error})"
+            ) from error
+
+    def _check(self) -> None:
+        """Refuse a template that marks nothing before thousands of rows are encoded for nothing."""
+        if self._checked:
+            return
+        if not self._tokenizer.is_fast:
+            raise ValueError("The target's tokenizer is a slow one, which cannot tell answers from prompts.")
+        if not any(self._chat(PROBE)[1]):
+            raise ValueError(
+                "The chat template marks no assistant tokens, so there would be nothing to learn; put {% generation %} "
+                "around the answer in a copy of it and add --chat-template FILE."
+            )
+        self._checked = True
+
+    def _chat(self, messages: Sequence[Message], last_only: bool = False) -> tuple[list[int], list[bool]]:
+        if self._marked:
+            found = self._apply(messages, return_dict=True, return_assistant_tokens_mask=True)
+            return list(found["input_ids"]), list(map(bool, found["assistant_masks"]))
+        whole = self._render(messages)
+        found = self._tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+        ids, written = list(found["input_ids"]), [False] * len(found["input_ids"])
+        for i in answer_places(messages)[-1:] if last_only else answer_places(messages):
+            before = self._render(messages[:i], add_generation_prompt=True)
+            after = self._render(messages[: i + 1])
+            if not (after.startswith(before) and whole.startswith(after)):
+                raise ValueError(
+                    f"the chat template renders message {i + 1} in another way once the chat goes on, or not behind "
+                    f"its own header, so the answer cannot be told from the prompt. Add --split-turns to make a "
+                    f"document of each answer, --template-args if it is about thinking (such as "
+                    f"'{{\"enable_thinking\": false}}'), or --chat-template FILE, a copy with {{% generation %}} "
+                    f"around the answer."
+                )
+            inside = [
+                at
+                for at, (begin, end) in enumerate(found["offset_mapping"])
+                if len(before) <= begin < len(after) and end <= len(after)
+            ]
+            ends = [at for at in inside if ids[at] in self._end_tokens]
+            for at in inside:
+                written[at] = not ends or at <= ends[-1]
+        return ids, written
+
+    def _render(self, messages: Sequence[Message], **options: Any) -> str:
+        return cast(str, self._apply(messages, tokenize=False, **options))
+
+    def _ids(self, text: str) -> list[int]:
+        return list(cast("list[int]", self._tokenizer(text, add_special_tokens=False)["input_ids"]))
+
+    def _apply(self, messages: Sequence[Message], **options: Any) -> Any:
+        self._template()
+        try:
+            return self._tokenizer.apply_chat_template(list(messages), **options, **self.template_args)
+        except (TemplateError, TypeError, ValueError) as error:
+            raise ValueError(f"the chat template refuses these messages: {error}") from error

@@ -1,0 +1,99 @@
+"""How training data and features are made: the settings of `blockdraft data` and `blockdraft features`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from blockdraft.types import SamplingParams
+
+LONGEST = 3072  # the paper's sequences (arXiv 2602.06036), where the target's context is not shorter
+
+
+@dataclass(frozen=True)
+class RowSettings:
+    """What of a dataset is read.
+
+    Attributes:
+        split: Split of a dataset that has several.
+        subset: Subset (configuration) of a dataset that has several.
+        limit: Rows that are read, from the beginning, over all sources; None reads all.
+        text_field: Field that holds a plain text, which is then what each row is taken for.
+        prompt_field: Field that holds the prompt, which is then what each row is taken for.
+        response_field: Field that holds the response to it.
+    """
+
+    split: str = "train"
+    subset: str | None = None
+    limit: int | None = None
+    text_field: str | None = None
+    prompt_field: str | None = None
+    response_field: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"limit is {self.limit}; it must be at least 1.")
+        if self.text_field and (self.prompt_field or self.response_field):
+            raise ValueError("A text field and a prompt field are named; a row is either a text or a conversation.")
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """How documents are made of rows.
+
+    Attributes:
+        length: Tokens of a document at most. Longer chats are cut, longer texts make several documents. None is the
+            target's context, but at most 3072.
+        template_args: Further arguments of the chat template, as a JSON object.
+        split_turns: Make a document of each answer with what comes before it, instead of one of each chat. For chat
+            templates that render earlier turns in another way, which they are otherwise refused for.
+        writer: Who writes the answers: "text" keeps those of the rows; "target" is our own engine, "server" a server.
+        author: What answers then: the target's fingerprint, or the model's name on the server.
+        sampling: How; its seed makes one for each answer.
+        batch_size: Answers that are written at a time.
+    """
+
+    length: int | None = None
+    template_args: str = "{}"
+    split_turns: bool = False
+    writer: Literal["text", "target", "server"] = "text"
+    author: str | None = None
+    sampling: SamplingParams = SamplingParams(max_new_tokens=1024, seed=0)
+    batch_size: int = 32
+
+    def __post_init__(self) -> None:
+        if self.length is not None and self.length < 2:
+            raise ValueError(f"length is {self.length}; it must be at least 2.")
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size is {self.batch_size}; it must be at least 1.")
+
+    @property
+    def written_by(self) -> dict[str, Any]:
+        """Who wrote the answers, for the manifest."""
+        if self.writer == "text":
+            return {"writer": "text"}
+        names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
+        sampling = {name: getattr(self.sampling, name) for name in names}
+        mode = "sampled" if self.sampling.temperature else "greedy"
+        return {"writer": self.writer, "author": self.author, "mode": mode, **sampling}
+
+
+@dataclass(frozen=True)
+class FeatureSettings:
+    """How features are computed and kept.
+
+    Attributes:
+        taps: How many layers to tap, from layer 1 to the third from the end, or which, from 0 on, separated by commas.
+        dtype: Of the kept numbers: bfloat16, float16 or float32.
+        batch_tokens: Tokens of one target forward at most, padding included; a longer document goes alone.
+    """
+
+    taps: str = "5"
+    dtype: str = "bfloat16"
+    batch_tokens: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("bfloat16", "float16", "float32"):
+            raise ValueError(f"dtype is {self.dtype!r}; it must be bfloat16, float16 or float32.")
+        if self.batch_tokens < 1:
+            raise ValueError(f"batch_tokens is {self.batch_tokens}; it must be at least 1.")

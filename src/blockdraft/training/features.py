@@ -1,0 +1,312 @@
+"""What the target's tapped layers say about training data: computed in the loop, or once and kept on disk.
+
+A cache is a folder of shards and a manifest, `features.json`. Shard i is a safetensors file that holds the features of
+consecutive documents one behind the other, `[T, m * H]`; it appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from blockdraft.nn.draft_config import default_taps
+from blockdraft.proposal import chain
+from blockdraft.targets import Target
+from blockdraft.training.data import TokenData, fingerprint, write_file
+from blockdraft.training.data_settings import FeatureSettings
+
+FORMAT = 1
+MANIFEST = "features.json"
+SHARD_BYTES = 2**28
+SAMPLE = 32  # values of each weight that a target's fingerprint looks at
+
+
+def tapped_features(target: Target, taps: Sequence[int], tokens: Sequence[Tensor]) -> list[Tensor]:
+    """Features of some documents, in one forward of the target over all of them.
+
+    Args:
+        target: Its weights stay as they are; no gradients.
+        taps: 0-based layers whose outputs are read.
+        tokens: `[S]` int64, one a document, of any lengths.
+
+    Returns:
+        `[S, m * H]` for each document, in the target's dtype and on its device, the taps side by side in their order.
+        They share the memory of the padded batch.
+
+    Raises:
+        ValueError: The target lacks a tapped layer, or a document is longer than its context.
+    """
+    check_taps(target, taps)
+    longest = max(map(len, tokens))
+    if longest > target.max_context:
+        raise ValueError(
+            f"A document has {longest} tokens and the target's context {target.max_context}; make the data anew with "
+            f"--length {target.max_context}."
+        )
+    padded = torch.zeros(len(tokens), longest, dtype=torch.int64)
+    for row, document in zip(padded, tokens, strict=True):
+        row[: len(document)] = document
+    proposal = chain(padded.to(target.device))
+    cache = target.new_cache(len(tokens), longest)
+    first = torch.zeros(len(tokens), dtype=torch.int64, device=target.device)  # no logits are needed; one is the least
+    output = target.forward(proposal.tokens, proposal.parents, cache, taps, logits_at=first)
+    assert output.features is not None
+    return [row[: len(document)] for row, document in zip(output.features, tokens, strict=True)]
+
+
+def chosen_taps(text: str, num_layers: int) -> tuple[int, ...]:
+    """The layers that `FeatureSettings.taps` means. Raises ValueError where it means none."""
+    words = [word for word in text.split(",") if word.strip()]
+    try:
+        numbers = tuple(map(int, words))
+        if not numbers:
+            raise ValueError
+    except ValueError:
+        raise ValueError(f"taps is {text!r}; it must be a number of layers, or layers such as 1,3,5.") from None
+    return numbers if "," in text else default_taps(num_layers, numbers[0])
+
+
+def check_taps(target: Target, taps: Sequence[int]) -> None:
+    """Raises ValueError where there are no taps, or the target lacks a tapped layer."""
+    outside = [tap for tap in taps if not 0 <= tap <= target.num_layers]
+    if outside or not taps:
+        raise ValueError(
+            f"taps are {list(taps)} and the target has {target.num_layers} layers; name one or more of "
+            f"0 to {target.num_layers - 1}, or {target.num_layers} for what goes into the head."
+        )
+
+
+def target_fingerprint(target: Target) -> str:
+    """Of the configuration and a sample of each weight; the same in whichever dtype the weights were loaded."""
+    digest = hashlib.sha256(fingerprint(target.architecture).encode())
+    for name, weight in sorted(target.named_weights()):
+        at = torch.linspace(0, weight.numel() - 1, min(SAMPLE, weight.numel()), dtype=torch.float64).long()
+        values = weight.detach().flatten()[at.to(weight.device)].to("cpu", torch.bfloat16).tolist()
+        digest.update(json.dumps([name, list(weight.shape), values]).encode())
+    return digest.hexdigest()[:16]
+
+
+class Features(Sequence[Tensor]):
+    """The features of each document of a data folder, in its order, mapped into memory. From `read_features`.
+
+    Attributes:
+        folder: Where they lie.
+        taps: 0-based target layers, in the order in which their outputs lie side by side.
+        target: Fingerprint of the target.
+        data: Fingerprint of the data.
+    """
+
+    def __init__(self, folder: Path, manifest: dict[str, Any], shards: list[Tensor]) -> None:
+        self.folder = folder
+        self.taps: tuple[int, ...] = tuple(manifest["taps"])
+        self.target: str = manifest["target"]
+        self.data: str = manifest["data"]
+        self._shards = shards
+        self._first: list[int] = manifest["first"]
+        self._begins = [[0, *accumulate(lengths)] for lengths in manifest["lengths"]]
+
+    def __len__(self) -> int:
+        return self._first[-1] + len(self._begins[-1]) - 1
+
+    def __getitem__(self, index: Any) -> Any:
+        """`[S, m * H]` of a document, or a list of them for a slice."""
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        index %= len(self)
+        shard = bisect_right(self._first, index) - 1
+        begins, i = self._begins[shard], index - self._first[shard]
+        return self._shards[shard][begins[i] : begins[i + 1]]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return read_features, (self.folder,)  # another process maps the files anew
+
+    def check(self, target: Target, data: TokenData, taps: Sequence[int]) -> None:
+        """Check that these are the features of this target, these data and these taps.
+
+        Raises:
+            ValueError: They are others'.
+        """
+        _check_same(self.folder, vars(self), _identity(target, data, taps), ("target", "data", "taps"))
+
+
+def read_features(folder: str | Path) -> Features:
+    """Open a feature cache. Features are read from disk when they are asked for.
+
+    Raises:
+        ValueError: The folder is absent, unfinished or broken.
+    """
+    folder = Path(folder)
+    manifest = _read_manifest(folder)
+    if manifest is None:
+        raise ValueError(f"{folder / MANIFEST} does not exist; give a folder made by `blockdraft features`.")
+    shards = []
+    for i, lengths in enumerate(manifest["lengths"]):
+        path = _shard(folder, i)
+        if not path.exists():
+            raise ValueError(f"{folder} lacks {path.name}; run the `blockdraft features` command that began it again.")
+        try:
+            shards.append(load_file(path)["features"])
+            if len(shards[-1]) != sum(lengths):
+                raise ValueError(f"it holds {len(shards[-1])} tokens instead of {sum(lengths)}")
+        except (OSError, SafetensorError, LookupError, ValueError) as error:
+            raise ValueError(f"{path} is broken ({error}); delete it, and run `blockdraft features` again.") from error
+    return Features(folder, manifest, shards)
+
+
+@dataclass(frozen=True)
+class FeatureCache:
+    """A feature cache to be made. From `plan_features`.
+
+    Attributes:
+        need, free: Bytes that are still to be written, and that the disk has.
+    """
+
+    folder: Path
+    target: Target
+    data: TokenData
+    settings: FeatureSettings
+    manifest: dict[str, Any]
+    need: int
+    free: int
+
+    def write(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Compute and write what is missing. Interrupted, it goes on with the shard that it stopped at.
+
+        Args:
+            progress: Called with the tokens done and the tokens to do in this run.
+
+        Raises:
+            ValueError: There is too little space on the disk, or it cannot be written to.
+        """
+        if self.need > self.free:
+            raise ValueError(
+                f"The features need {size(self.need)} and {self.folder.absolute().parent} has {size(self.free)} free; "
+                f"choose fewer taps or fewer documents or another disk for --out, or train without a feature cache."
+            )
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"{self.folder} cannot be made ({error.strerror}).") from error
+        write_file(self.folder / MANIFEST, (json.dumps(self.manifest) + "\n").encode())
+        shards = list(zip(self.manifest["first"], self.manifest["lengths"], strict=True))
+        missing = [i for i in range(len(shards)) if not _shard(self.folder, i).exists()]
+        done, total = 0, sum(sum(shards[i][1]) for i in missing)
+        for i in missing:
+            features = torch.empty(sum(shards[i][1]), self.width, dtype=getattr(torch, self.settings.dtype))
+            for count in self._compute(features, *shards[i]):
+                done += count
+                progress(done, total)
+            write_file(_shard(self.folder, i), save({"features": features}))
+
+    @property
+    def width(self) -> int:
+        """Numbers a token."""
+        return len(self.manifest["taps"]) * self.target.hidden_size
+
+    def _compute(self, features: Tensor, first: int, lengths: list[int]) -> Iterator[int]:
+        """Fill in a shard's features batch by batch, with the tokens of each."""
+        taps, parts = self.manifest["taps"], features.split(lengths)
+        for group in batches(lengths, self.settings.batch_tokens):
+            tokens = [self.data[first + i].tokens for i in group]
+            for i, found in zip(group, tapped_features(self.target, taps, tokens), strict=True):
+                parts[i].copy_(found)
+                if not bool(parts[i].isfinite().all()):
+                    raise FloatingPointError(
+                        f"The features of document {first + i} are not finite in {self.settings.dtype}; "
+                        f"use another --dtype."
+                    )
+            yield sum(map(len, tokens))
+
+
+def plan_features(
+    folder: Path, target: Target, data: TokenData, taps: Sequence[int], settings: FeatureSettings
+) -> FeatureCache:
+    """Lay out a feature cache, or what is missing of one.
+
+    Raises:
+        ValueError: The folder holds the cache of another target, other data or taps, or other files; the target lacks
+            a layer, or has another tokenizer than the data.
+    """
+    check_taps(target, taps)
+    data.check_tokenizer(target.tokenizer)
+    width = len(taps) * target.hidden_size * getattr(torch, settings.dtype).itemsize
+    first, groups, held = [0], [list[int]()], 0
+    for i, length in enumerate(data.lengths):
+        if groups[-1] and held + length * width > SHARD_BYTES:
+            first.append(i)
+            groups.append([])
+            held = 0
+        groups[-1].append(length)
+        held += length * width
+    identity = _identity(target, data, taps) | {"dtype": settings.dtype}
+    manifest = {"format": FORMAT, **identity, "first": first, "lengths": groups}
+    earlier = _read_manifest(folder)
+    if earlier is not None:
+        _check_same(folder, earlier, identity, tuple(identity))
+        manifest = earlier
+    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} holds other files; choose another folder for --out.")
+    missing = (lengths for i, lengths in enumerate(manifest["lengths"]) if not _shard(folder, i).exists())
+    disk = next(parent for parent in [folder.absolute(), *folder.absolute().parents] if parent.exists())
+    need = sum(map(sum, missing)) * width
+    return FeatureCache(folder, target, data, settings, manifest, need, shutil.disk_usage(disk).free)
+
+
+def batches(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
+    """Indices in groups of like lengths, each of at most `most` tokens with padding, or of one."""
+    group: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if group and lengths[group[0]] * (len(group) + 1) > most:
+            yield group
+            group = []
+        group.append(i)
+    yield group
+
+
+def size(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+def _shard(folder: Path, number: int) -> Path:
+    return folder / f"features-{number:05}.safetensors"
+
+
+def _identity(target: Target, data: TokenData, taps: Sequence[int]) -> dict[str, Any]:
+    return {"target": target_fingerprint(target), "data": data.fingerprint, "taps": list(taps)}
+
+
+def _check_same(folder: Path, theirs: dict[str, Any], ours: dict[str, Any], names: Sequence[str]) -> None:
+    for name in names:
+        if (list(theirs[name]) if name == "taps" else theirs[name]) != ours[name]:
+            raise ValueError(
+                f"{folder} holds features of another {name.removesuffix('s')} ({name}: {theirs[name]}, not "
+                f"{ours[name]}); make them anew with `blockdraft features` in another folder."
+            )
+
+
+def _read_manifest(folder: Path) -> dict[str, Any] | None:
+    path = folder / MANIFEST
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        version = manifest["format"]
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); make the features anew.") from error
+    if version != FORMAT:
+        raise ValueError(f"{path} is of format {version} and this version reads {FORMAT}; make the features anew.")
+    return manifest

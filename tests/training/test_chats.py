@@ -1,0 +1,111 @@
+"""Chat templates to loss masks: marked ones, unmarked ones, and those that are refused."""
+
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from blockdraft.targets import load_target_text
+from blockdraft.training.chats import ChatEncoder, answer_places
+from blockdraft.training.rows import Message
+
+HEAD = "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
+MARKED = (
+    HEAD + "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}"
+    "{% endgeneration %}{{ '\\n' }}{% else %}{{ message['content'] + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+UNMARKED = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+# As some reasoning models: thoughts are shown in the last turn only.
+FORGETFUL = UNMARKED.replace(
+    "{{ message['content'] + '<|im_end|>' }}{{ '\\n' }}",
+    "{% if loop.last and think is not defined %}{{ '<t>' }}{% endif %}{{ message['content'] + '<|im_end|>\\n' }}",
+)
+CHAT: list[Message] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "the <|im_end|> thing"},
+    {"role": "assistant", "content": " ünd the end"},
+    {"role": "user", "content": "Why?"},
+    {"role": "assistant", "content": "Why not."},
+]
+
+
+@pytest.fixture
+def tokenizer(tiny_target_dir: Path) -> PreTrainedTokenizerBase:
+    tokenizer = load_target_text(tiny_target_dir).tokenizer
+    assert tokenizer is not None
+    return tokenizer
+
+
+def encoder(tokenizer: PreTrainedTokenizerBase, template: str, template_args: str = "{}") -> ChatEncoder:
+    tokenizer.chat_template = template
+    return ChatEncoder(tokenizer, frozenset({tokenizer.convert_tokens_to_ids("<|im_end|>")}), template_args)
+
+
+def written(tokenizer: PreTrainedTokenizerBase, ids: list[int], mask: list[bool]) -> list[str]:
+    """The runs of tokens that the mask holds, as text."""
+    runs: list[list[int]] = [[]]
+    for token, inside in zip(ids, mask, strict=True):
+        if inside:
+            runs[-1].append(token)
+        elif runs[-1]:
+            runs.append([])
+    return [str(tokenizer.decode(run)) for run in runs if run]
+
+
+@pytest.mark.parametrize("template", [MARKED, UNMARKED])
+def test_answers_with_their_end_tokens_are_supervised(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
+    chats = encoder(tokenizer, template)
+    ids, mask = chats.chat(CHAT)
+    assert written(tokenizer, ids, mask) == [" ünd the end<|im_end|>", "Why not.<|im_end|>"]
+    whole = tokenizer.apply_chat_template(CHAT, return_dict=True)
+    assert ids == whole["input_ids"]
+    prompt, answer = chats.last_answer(CHAT)
+    assert prompt == chats.prompt(CHAT[:-1]) and tokenizer.decode(answer) == "Why not.<|im_end|>"
+    assert tokenizer.decode(chats.without_end(answer)) == "Why not."
+
+
+def test_marked_and_unmarked_templates_give_the_same(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert encoder(tokenizer, MARKED).chat(CHAT) == encoder(tokenizer, UNMARKED).chat(CHAT)
+
+
+def test_a_greeting_answers_nobody(tokenizer: PreTrainedTokenizerBase) -> None:
+    greeting = [{"role": "assistant", "content": "Hello."}, *CHAT[1:3]]
+    assert answer_places(greeting) == [2]
+    assert written(tokenizer, *encoder(tokenizer, UNMARKED).chat(greeting)) == [" ünd the end<|im_end|>"]
+
+
+def test_a_template_that_changes_earlier_turns_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+    chats = encoder(tokenizer, FORGETFUL)
+    with pytest.raises(ValueError, match=r"renders message 3 in another way once the chat goes on.*--split-turns"):
+        chats.chat(CHAT)
+    assert written(tokenizer, *chats.chat(CHAT[:3])) == ["<t> ünd the end<|im_end|>"]  # one turn is no trouble
+    prompt, answer = chats.last_answer(CHAT)  # nor is the last of several
+    assert tokenizer.decode(answer) == "<t>Why not.<|im_end|>"
+    assert prompt == chats.prompt(CHAT[:-1])
+    told = encoder(tokenizer, FORGETFUL, '{"think": false}')
+    assert written(tokenizer, *told.chat(CHAT)) == [" ünd the end<|im_end|>", "Why not.<|im_end|>"]
+
+
+@pytest.mark.parametrize("template", [MARKED.replace("== 'assistant'", "== 'nobody'"), "{{ messages[0]['content'] }}"])
+def test_a_template_that_marks_nothing_is_refused(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
+    """The first has marks that never apply, the second shows no answers."""
+    with pytest.raises(ValueError, match=r"marks no assistant tokens|cannot be told from the prompt"):
+        encoder(tokenizer, template).chat(CHAT)
+
+
+def test_what_the_template_refuses_is_told(tokenizer: PreTrainedTokenizerBase) -> None:
+    strict = UNMARKED.replace(
+        "{% for", "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}{% for", 1
+    )
+    with pytest.raises(ValueError, match="the chat template refuses these messages: no system"):
+        encoder(tokenizer, strict).chat(CHAT)
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="no chat template; add --chat-template FILE"):
+        ChatEncoder(tokenizer, frozenset()).chat(CHAT)
+
+
+@pytest.mark.parametrize("args", ["{", "[1]"])
+def test_template_args_are_a_json_object(tokenizer: PreTrainedTokenizerBase, args: str) -> None:
+    with pytest.raises(ValueError, match="it must be a JSON object"):
+        encoder(tokenizer, MARKED, args)

@@ -1,0 +1,174 @@
+"""Data folders: written in pieces, read as one, gone on with, refused."""
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from blockdraft.targets import load_target_text
+from blockdraft.training import data
+from blockdraft.training.data import DataWriter, Document, read_data, tokenizer_fingerprint
+
+IDENTITY = {"tokenizer": "abc", "length": 9, "written_by": {"writer": "text"}}
+
+
+def document(*ids: int, cut: bool = False) -> Document:
+    tokens = torch.tensor(ids)
+    return Document(tokens, tokens % 2 == 1, cut)
+
+
+DOCUMENTS = {0: [document(1, 2, 3)], 1: [document(4, 5), document(6, 7, 8, 9, cut=True)], 3: [document(10, 11)]}
+
+
+def write(folder: Path, order: list[list[int]]) -> DataWriter:
+    """The rows of `DOCUMENTS`, and row 2, which gave none, in shards of these."""
+    writer = DataWriter(folder, IDENTITY)
+    writer.begin(target="somewhere")
+    for rows in order:
+        for row in rows:
+            writer.add(row, DOCUMENTS.get(row, []), "answer loops" if row == 2 else None)
+        writer.flush()
+    return writer
+
+
+def ids(folder: Path) -> list[list[int]]:
+    return [one.tokens.tolist() for one in read_data(folder)]
+
+
+def test_documents_come_in_the_order_of_their_rows(tmp_path: Path) -> None:
+    manifest = write(tmp_path / "a", [[3, 1], [0, 2]]).finish()
+    read = read_data(tmp_path / "a")
+    assert ids(tmp_path / "a") == [[1, 2, 3], [4, 5], [6, 7, 8, 9], [10, 11]]
+    assert [one.supervised.tolist() for one in read] == [[i % 2 == 1 for i in row] for row in ids(tmp_path / "a")]
+    assert [one.cut for one in read] == [False, False, True, False]
+    assert (read[0].tokens.dtype, read[0].supervised.dtype) == (torch.int64, torch.bool)
+    assert (len(read), read.lengths, read.tokenizer, read.folder) == (4, [3, 2, 4, 2], "abc", tmp_path / "a")
+    assert read[-1].tokens.tolist() == [10, 11] and len(read[1:3]) == 2
+    counts = {"rows": 4, "documents": 4, "tokens": 11, "supervised": 6, "cut": 1, "left_out": {"answer loops": 1}}
+    assert manifest["counts"] == counts
+    assert manifest["target"] == "somewhere"
+
+
+def test_the_fingerprint_is_of_the_contents(tmp_path: Path) -> None:
+    first, second = (
+        write(tmp_path / name, order).finish() for name, order in [("a", [[3], [1, 0, 2]]), ("b", [[0, 1, 2, 3]])]
+    )
+    assert first["fingerprint"] == second["fingerprint"] == read_data(tmp_path / "b").fingerprint
+    others = DataWriter(tmp_path / "c", IDENTITY)
+    others.begin()
+    for row, documents in DOCUMENTS.items():
+        others.add(row, [Document(one.tokens, ~one.supervised) for one in documents])
+    assert others.finish()["fingerprint"] != first["fingerprint"]
+
+
+def test_documents_are_mapped_and_not_read(tmp_path: Path) -> None:
+    write(tmp_path, [[0, 1, 2, 3]]).finish()
+    read = read_data(tmp_path)
+    path = next(tmp_path.glob("tokens-*"))
+    content = path.read_bytes()
+    with path.open("r+b") as file:  # the same file, changed behind its back
+        at = content.index(torch.tensor([6, 7, 8, 9], dtype=torch.int32).numpy().tobytes())
+        file.seek(at)
+        file.write(torch.tensor([66], dtype=torch.int32).numpy().tobytes())
+    assert read[2].tokens.tolist() == [66, 7, 8, 9]
+    again = pickle.loads(pickle.dumps(read))
+    assert again.lengths == read.lengths and again[2].tokens.tolist() == [66, 7, 8, 9]
+    assert len(pickle.dumps(read)) < 1000
+
+
+def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
+    write(tmp_path, [[1], [2]])
+    with pytest.raises(ValueError, match="is unfinished; run the `blockdraft data` command"):
+        read_data(tmp_path)
+    writer = DataWriter(tmp_path, IDENTITY)
+    assert writer.done == {1, 2}
+    writer.begin()
+    writer.add(3, DOCUMENTS[3])
+    writer.add(0, DOCUMENTS[0])
+    writer.finish()
+    assert ids(tmp_path) == [[1, 2, 3], [4, 5], [6, 7, 8, 9], [10, 11]]
+
+
+def test_shards_are_written_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By size, and by the work that would be lost."""
+    monkeypatch.setattr(data, "SHARD_TOKENS", 4)
+    writer = write(tmp_path / "size", [])
+    writer.add(0, DOCUMENTS[0])
+    assert list((tmp_path / "size").glob("tokens-*")) == []
+    writer.add(1, DOCUMENTS[1])
+    assert [path.name for path in (tmp_path / "size").glob("tokens-*")] == ["tokens-00000.safetensors"]
+    monkeypatch.setattr(data, "SHARD_SECONDS", -1.0)
+    writer.add(3, DOCUMENTS[3])
+    assert len(load_file(tmp_path / "size/tokens-00001.safetensors")["rows"]) == 1
+
+
+def test_other_arguments_and_other_files_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a", [[0]]).finish()
+    with pytest.raises(ValueError, match=r"made with length 9, not 10; choose another folder for --out"):
+        DataWriter(tmp_path / "a", IDENTITY | {"length": 10})
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b/notes.txt").touch()
+    with pytest.raises(ValueError, match="holds other files"):
+        DataWriter(tmp_path / "b", IDENTITY)
+
+
+def test_nothing_to_learn_is_refused(tmp_path: Path) -> None:
+    writer = DataWriter(tmp_path, IDENTITY)
+    writer.begin()
+    writer.add(0, [], "no supervised token")
+    with pytest.raises(ValueError, match=r"None of the 1 rows has a token to learn from .*'no supervised token': 1"):
+        writer.finish()
+    with pytest.raises(ValueError, match="unfinished"):
+        read_data(tmp_path)
+
+
+def test_broken_folders_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="data.json does not exist; give a folder made by `blockdraft data`"):
+        read_data(tmp_path)
+    write(tmp_path / "a", [[0], [1]]).finish()
+    shard = tmp_path / "a/tokens-00001.safetensors"
+    content = shard.read_bytes()
+    shard.unlink()
+    with pytest.raises(ValueError, match="copy it again"):
+        read_data(tmp_path / "a")
+    shard.write_bytes(content[:-1])
+    with pytest.raises(ValueError, match="tokens-00001.safetensors is broken"):
+        read_data(tmp_path / "a")
+    manifest = tmp_path / "a/data.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 2}))
+    with pytest.raises(ValueError, match="is of format 2 and this version reads 1"):
+        read_data(tmp_path / "a")
+    manifest.write_text("{")
+    with pytest.raises(ValueError, match=r"data\.json cannot be read"):
+        read_data(tmp_path / "a")
+
+
+def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Path, content: bytes) -> int:
+        self.touch()
+        raise OSError(28, "No space left on device")
+
+    writer = write(tmp_path, [[0]])
+    writer.add(1, DOCUMENTS[1])
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        with pytest.raises(ValueError, match=r"cannot be written \(No space left on device\)"):
+            writer.flush()
+    assert {path.name for path in tmp_path.iterdir()} == {"data.json", "tokens-00000.safetensors"}
+
+
+def test_tokenizers(tmp_path: Path, tiny_target_dir: Path) -> None:
+    ours, other = (load_target_text(tiny_target_dir).tokenizer for _ in range(2))
+    assert ours is not None and other is not None
+    assert tokenizer_fingerprint(ours) == tokenizer_fingerprint(other)
+    ours("text", truncation=True, max_length=2)  # which a fast tokenizer remembers
+    assert tokenizer_fingerprint(ours) == tokenizer_fingerprint(other)
+    other.add_tokens(["<|new|>"])
+    assert tokenizer_fingerprint(ours) != tokenizer_fingerprint(other)
+    write(tmp_path, [[0]]).finish()
+    read_data(tmp_path).check_tokenizer(None)
+    with pytest.raises(ValueError, match="with the tokenizer abc and the target's is"):
+        read_data(tmp_path).check_tokenizer(ours)

@@ -1,0 +1,184 @@
+"""Features: in the loop and on disk, of the right target, data and taps."""
+
+import pickle
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from blockdraft.targets import Target, load_target
+from blockdraft.training import features
+from blockdraft.training.data import DataWriter, Document, TokenData, read_data, tokenizer_fingerprint
+from blockdraft.training.data_settings import FeatureSettings
+from blockdraft.training.features import (
+    batches,
+    chosen_taps,
+    plan_features,
+    read_features,
+    tapped_features,
+    target_fingerprint,
+)
+
+TAPS = (2, 0)
+FLOAT = FeatureSettings(dtype="float32", batch_tokens=30)
+LENGTHS = [7, 1, 12, 3, 40, 9, 9]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_dir: Path) -> Target:
+    return load_target(tiny_target_dir, device="cpu")
+
+
+@pytest.fixture
+def data(tmp_path: Path, target: Target) -> TokenData:
+    return made(tmp_path / "data", target)
+
+
+def made(folder: Path, target: Target, seed: int = 0) -> TokenData:
+    generator = torch.Generator().manual_seed(seed)
+    assert target.tokenizer is not None
+    writer = DataWriter(folder, {"tokenizer": tokenizer_fingerprint(target.tokenizer)})
+    writer.begin()
+    for row, length in enumerate(LENGTHS):
+        tokens = torch.randint(target.vocab_size, (length,), generator=generator)
+        writer.add(row, [Document(tokens, tokens > 0)])
+    writer.finish()
+    return read_data(folder)
+
+
+def alone(target: Target, data: TokenData, i: int) -> torch.Tensor:
+    """By transformers itself: hidden state t + 1 is the output of layer t."""
+    model = target.model  # type: ignore[attr-defined]
+    states = model(data[i].tokens[None], output_hidden_states=True).hidden_states
+    last = model.model.layers[2]
+    kept = []
+    hook = last.register_forward_hook(lambda module, args, output: kept.append(output))
+    model(data[i].tokens[None])
+    hook.remove()
+    return torch.cat([kept[0][0] if isinstance(kept[0], tuple) else kept[0], states[1]], dim=-1)[0]
+
+
+def test_tapped_features_are_the_layers_outputs(target: Target, data: TokenData) -> None:
+    found = tapped_features(target, TAPS, [one.tokens for one in data])
+    assert [tuple(one.shape) for one in found] == [(length, 2 * target.hidden_size) for length in LENGTHS]
+    for i, one in enumerate(found):
+        torch.testing.assert_close(one, alone(target, data, i), atol=1e-4, rtol=1e-4)
+
+
+def test_a_cache_holds_them_in_document_order(
+    tmp_path: Path, target: Target, data: TokenData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(features, "SHARD_BYTES", 20 * 2 * target.hidden_size * 4)
+    told: list[tuple[int, int]] = []
+    cache = plan_features(tmp_path / "f", target, data, TAPS, FLOAT)
+    assert cache.need == sum(LENGTHS) * 2 * target.hidden_size * 4
+    cache.write(lambda done, total: told.append((done, total)))
+    assert told[-1] == (sum(LENGTHS), sum(LENGTHS)) and len(told) > 4
+    found = read_features(tmp_path / "f")
+    assert len(list((tmp_path / "f").glob("features-*"))) == 4  # [7 1 12] [3] [40] [9 9]
+    assert len(found) == len(data) and len(list(found)) == len(data)
+    for i in range(-1, len(data)):
+        torch.testing.assert_close(found[i], alone(target, data, i), atol=1e-4, rtol=1e-4)
+    assert (found.taps, found.data, found.target) == (TAPS, data.fingerprint, target_fingerprint(target))
+    assert torch.equal(pickle.loads(pickle.dumps(found))[4], found[4]) and len(pickle.dumps(found)) < 1000
+    with pytest.raises(IndexError):
+        found[len(data)]
+
+
+def test_an_interrupted_cache_goes_on(
+    tmp_path: Path, target: Target, data: TokenData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(features, "SHARD_BYTES", 20 * 2 * target.hidden_size * 4)
+
+    def stop(done: int, total: int) -> None:
+        if done > 40:  # in the third shard
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        plan_features(tmp_path / "f", target, data, TAPS, FLOAT).write(stop)
+    with pytest.raises(ValueError, match=r"lacks features-00002\.safetensors; run the `blockdraft features` command"):
+        read_features(tmp_path / "f")
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "f").glob("features-*")}
+    assert len(kept) == 2
+    monkeypatch.undo()  # the layout stays that of the beginning
+    cache = plan_features(tmp_path / "f", target, data, TAPS, FLOAT)
+    assert cache.need == 58 * 2 * target.hidden_size * 4
+    cache.write()
+    assert kept.items() <= {path: path.stat().st_mtime_ns for path in (tmp_path / "f").glob("features-*")}.items()
+    torch.testing.assert_close(read_features(tmp_path / "f")[5], alone(target, data, 5), atol=1e-4, rtol=1e-4)
+
+
+def test_a_full_disk_is_refused_before_it_starts(
+    tmp_path: Path, target: Target, data: TokenData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    need = sum(LENGTHS) * 2 * target.hidden_size * 2
+    monkeypatch.setattr(features.shutil, "disk_usage", lambda path: usage(0, 0, need - 1))
+    with pytest.raises(ValueError, match=r"need 0\.0 MiB and .* has 0\.0 MiB free; choose fewer taps"):
+        plan_features(tmp_path / "new/f", target, data, TAPS, FeatureSettings()).write()
+    assert not (tmp_path / "new").exists()
+    monkeypatch.setattr(features.shutil, "disk_usage", lambda path: usage(0, 0, need))
+    plan_features(tmp_path / "new/f", target, data, TAPS, FeatureSettings()).write()
+
+
+def test_anothers_cache_is_refused(tmp_path: Path, target: Target, data: TokenData) -> None:
+    plan_features(tmp_path / "f", target, data, TAPS, FLOAT).write()
+    found = read_features(tmp_path / "f")
+    found.check(target, data, TAPS)
+    others = made(tmp_path / "others", target, seed=1)
+    for arguments, message in [((target, data, (0, 2)), "another tap"), ((target, others, TAPS), "another data")]:
+        with pytest.raises(ValueError, match=message + ".*make them anew with `blockdraft features`"):
+            found.check(*arguments)
+        with pytest.raises(ValueError, match=message):
+            plan_features(tmp_path / "f", *arguments, FLOAT)
+    with pytest.raises(ValueError, match="another dtype"):
+        plan_features(tmp_path / "f", target, data, TAPS, FeatureSettings())
+    shutil.copytree(target.path, tmp_path / "target")  # type: ignore[arg-type]
+    weights = load_file(tmp_path / "target/model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"] *= 1.1
+    save_file(weights, tmp_path / "target/model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="another target"):
+        found.check(load_target(tmp_path / "target", device="cpu"), data, TAPS)
+
+
+def test_the_fingerprint_of_a_target_is_not_of_its_dtype(target: Target) -> None:
+    half = load_target(target.path, dtype="bfloat16", device="cpu")
+    assert target_fingerprint(half) == target_fingerprint(target)
+
+
+def test_broken_caches_are_refused(tmp_path: Path, target: Target, data: TokenData) -> None:
+    with pytest.raises(ValueError, match=r"features\.json does not exist"):
+        read_features(tmp_path)
+    plan_features(tmp_path / "f", target, data, TAPS, FLOAT).write()
+    save_file({"features": torch.zeros(3, 64)}, tmp_path / "f/features-00000.safetensors")
+    with pytest.raises(ValueError, match="is broken .it holds 3 tokens instead of 81.; delete it"):
+        read_features(tmp_path / "f")
+    with pytest.raises(ValueError, match="holds other files"):
+        plan_features(tmp_path / "data", target, data, TAPS, FLOAT)
+
+
+def test_taps(target: Target, data: TokenData) -> None:
+    assert chosen_taps("2", 8) == (1, 5) and chosen_taps("1,3,5", 8) == (1, 3, 5) and chosen_taps("3,", 8) == (3,)
+    for text in ("", "x", "1,x", ","):
+        with pytest.raises(ValueError, match="it must be a number of layers, or layers such as 1,3,5"):
+            chosen_taps(text, 8)
+    for taps in ((3,), (-1,), ()):
+        with pytest.raises(ValueError, match="the target has 3 layers; name one or more of 0 to 2"):
+            tapped_features(target, taps, [data[0].tokens])
+    with pytest.raises(ValueError, match=r"has 300 tokens and the target's context 256"):
+        tapped_features(target, TAPS, [torch.zeros(300, dtype=torch.int64)])
+
+
+def test_batches_hold_like_lengths() -> None:
+    assert list(batches([5, 1, 4, 9, 1], 10)) == [[3], [0, 2], [1, 4]]
+    assert sorted(i for group in batches([50] * 3, 10) for i in group) == [0, 1, 2]
+
+
+def test_bad_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="dtype is 'int8'"):
+        FeatureSettings(dtype="int8")
+    with pytest.raises(ValueError, match="batch_tokens is 0"):
+        FeatureSettings(batch_tokens=0)

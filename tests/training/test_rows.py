@@ -1,0 +1,113 @@
+"""Rows from files and folders, in every accepted form."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from blockdraft.training.data_settings import RowSettings
+from blockdraft.training.rows import parse_row, read_rows
+
+PLAIN = RowSettings()
+CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize(
+    ("raw", "row"),
+    [
+        ({"messages": CHAT, "prompt": "never read"}, CHAT),
+        ({"messages": [CHAT[0] | {"tool_calls": None}, CHAT[1]], "text": None}, CHAT),
+        ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, CHAT),
+        ({"prompt": "q", "response": "a", "id": 3}, CHAT),
+        ({"prompt": "q"}, [CHAT[0], {"role": "assistant", "content": None}]),
+        (
+            {"turns": ["q", "r"]},
+            [{"role": r, "content": c} for r, c in zip(["user", "assistant"] * 2, ["q", None, "r", None], strict=True)],
+        ),
+        ({"text": "t"}, "t"),
+    ],
+)
+def test_accepted_forms(raw: dict[str, Any], row: object) -> None:
+    assert parse_row(raw, PLAIN) == row
+
+
+def test_named_fields() -> None:
+    raw = {"question": "q", "answer": "a", "messages": CHAT, "code": "x"}
+    assert parse_row(raw, RowSettings(prompt_field="question", response_field="answer")) == CHAT
+    assert parse_row(raw, RowSettings(text_field="code")) == "x"
+    with pytest.raises(ValueError, match="either a text or a conversation"):
+        RowSettings(text_field="code", prompt_field="question")
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"question": "q"}, r"it has the fields \['question'\] and none that is needed .*--prompt-field"),
+        ({"messages": None}, "none that is needed"),
+        ({"messages": []}, "must be a list that is not empty"),
+        ({"messages": "hi"}, "must be a list"),
+        ({"messages": ["hi"]}, "must be a list of messages"),
+        ({"messages": [{"role": "oracle", "content": "x"}]}, "has the role 'oracle'; it must be one of assistant"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "it must be a text"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "holds no message of a user"),
+        ({"turns": [1]}, '"turns" is 1; it must be a text'),
+        ({"prompt": CHAT}, '"prompt" is .* it must be a text'),
+        ({"prompt": "q", "completion": "a"}, "name it by --response-field"),
+        ({"text": 3}, '"text" is 3'),
+    ],
+)
+def test_other_forms_are_refused(raw: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_row(raw, PLAIN)
+
+
+def test_kinds_of_sources(tmp_path: Path) -> None:
+    rows = [{"text": "one"}, {"messages": CHAT}, {"text": "zwei \u2028 ü"}]
+    lines = tmp_path / "a.jsonl"
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (tmp_path / "b.json").write_text(json.dumps([{"text": "three"}]), encoding="utf-8")
+    table = datasets.Dataset.from_list([{"text": "four"}])
+    table.to_parquet(tmp_path / "c.parquet")
+    datasets.DatasetDict(train=table, test=datasets.Dataset.from_list([{"text": "five"}])).save_to_disk(tmp_path / "d")
+    table.save_to_disk(tmp_path / "e")
+    (tmp_path / "f").mkdir()
+    (tmp_path / "f/train.jsonl").write_text('{"text": "six"}\n')
+    names = ["a.jsonl", "b.json", "c.parquet", "d", "e", "f"]
+    found = list(read_rows([str(tmp_path / name) for name in names], PLAIN))
+    assert [row for _, row in found] == ["one", CHAT, "zwei \u2028 ü", "three", "four", "four", "four", "six"]
+    assert found[2][0] == f"{lines}, row 3" and found[3][0].endswith("b.json, row 1")
+    assert [row for _, row in read_rows([str(tmp_path / "d")], RowSettings(split="test"))] == ["five"]
+    assert len(list(read_rows([str(lines), str(tmp_path / "b.json")], RowSettings(limit=2)))) == 2
+
+
+def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+    def read(name: str, settings: RowSettings = PLAIN) -> None:
+        list(read_rows([str(tmp_path / name)], settings))
+
+    (tmp_path / "bad.jsonl").write_text('{"text": "one"}\n{"nothing": 1}\n')
+    with pytest.raises(ValueError, match=r"bad\.jsonl, row 2: it has the fields"):
+        read("bad.jsonl")
+    (tmp_path / "broken.jsonl").write_text('{"text": "one"}\nnothing\n')
+    with pytest.raises(ValueError, match=r"broken\.jsonl, row \d or one after it cannot be read"):
+        read("broken.jsonl")
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(ValueError, match=r"empty\.jsonl"):
+        read("empty.jsonl")
+    (tmp_path / "notes.txt").write_text("text")
+    with pytest.raises(ValueError, match="of no known kind"):
+        read("notes.txt")
+    with pytest.raises(ValueError, match="There is no"):
+        read("absent.jsonl")
+    datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict(train=datasets.Dataset.from_list([{"text": "a"}])).save_to_disk(tmp_path / "splits")
+    with pytest.raises(ValueError, match="cannot be read as a dataset"):
+        read("splits", RowSettings(split="holdout"))
+    with pytest.raises(ValueError, match="limit is 0"):
+        RowSettings(limit=0)
