@@ -89,8 +89,8 @@ class CandidateSelector(nn.Module):
         Returns:
             `[..., P, K]`.
         """
-        gate: Tensor = F.embedding(predecessors, self.predecessor_codebook) * self.hidden_projection(hidden).unsqueeze(
-            -2
+        gate: Tensor = self.hidden_projection(hidden).unsqueeze(-2) * F.embedding(
+            predecessors, self.predecessor_codebook
         )
         return gate @ F.embedding(candidates, self.successor_codebook).mT
 

@@ -1,6 +1,6 @@
 """The training step's forward: from a batch to the sums that make up the loss, logits in chunks.
 
-Letters as in `blocks.py` and `batches.py`; T terms of the loss, C blocks of a chunk.
+Letters as in `blocks.py` and `batches.py`; T terms of the loss, M counts of the variant, C blocks of a chunk.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class Sums(NamedTuple):
     """Attributes:
     terms_T: For each term of the loss the weighted sum over its slots, with gradient.
     right_K, taught_K: Slots that were guessed right when all before them were given, and all slots.
+    counts_M: Slots for each name that the variant counts.
     accepted: Tokens that decoding would commit at these anchors: leading right guesses, and the bonus.
     blocks: Anchors with a taught slot.
     """
@@ -31,6 +32,7 @@ class Sums(NamedTuple):
     terms_T: Tensor
     right_K: Tensor
     taught_K: Tensor
+    counts_M: Tensor
     accepted: Tensor
     blocks: Tensor
 
@@ -87,7 +89,7 @@ class DraftLoss(nn.Module):
         places = (anchors_BA.unsqueeze(-1) + torch.arange(slots, device=taught.device)).flatten(0, 1)
         rows = torch.arange(batch, device=taught.device).repeat_interleave(count)
         places = places.clamp(0, documents_BS.size(1) - 1)
-        size, sums, right = self._variant.recipe.chunk, [], []
+        size, sums, right, counts = self._variant.recipe.chunk, [], [], []
         for begin in range(0, len(hidden), size):
             part = slice(begin, begin + size)
             inputs = (hidden[part], tokens[part], taught[part], teacher_BSH, rows[part], places[part])
@@ -95,6 +97,7 @@ class DraftLoss(nn.Module):
             found = self._chunk(*inputs) if whole else checkpoint(self._chunk, *inputs, use_reentrant=False)
             sums.append(found[0])
             right.append(found[1])
+            counts.append(found[2])
         right_CK = torch.cat(right)
         accepted = right_CK.long().cumprod(dim=-1).sum(dim=-1) + 1
         blocks = taught[:, 0]
@@ -102,6 +105,7 @@ class DraftLoss(nn.Module):
             torch.stack(sums).sum(dim=0),
             right_CK.sum(dim=0),
             taught.sum(dim=0),
+            torch.stack(counts).sum(dim=0),
             (accepted * blocks).sum(),
             blocks.sum(),
         )
@@ -114,8 +118,8 @@ class DraftLoss(nn.Module):
         teacher_BSH: Tensor | None,
         rows_C: Tensor,
         places_CK: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """The terms' sums over a chunk, and which slots were guessed right."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The terms' sums over a chunk, which slots were guessed right, and the variant's counts."""
         variant, target = self._variant, self._target
         logits = self.network.adjust_logits(target.head(hidden_CKH.to(target.dtype)))
         teacher = None
@@ -130,7 +134,9 @@ class DraftLoss(nn.Module):
         ]
         with torch.no_grad():
             right = (variant.guesses(self.network, slots) == slots.labels_CK) & taught_CK
-        return torch.stack(sums), right
+            found = variant.counts(self.network, slots)
+            counts = [(found[name] & taught_CK).sum() for name in variant.counted]
+        return torch.stack(sums), right, torch.stack(counts) if counts else right.new_zeros(0, dtype=torch.int64)
 
 
 def term_weights(variant: Variant[Any, Any], term: str, taught: Tensor) -> Tensor:

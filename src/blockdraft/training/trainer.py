@@ -236,12 +236,15 @@ class Trainer:
         """What the sums of all processes say."""
         parts = [torch.cat([one.double().flatten() for one in sums]) for sums in found]
         summed = cast(Tensor, self.accelerator.reduce(torch.stack(parts).sum(dim=0), "sum")).cpu()
-        slots, names = self.variant.taught_slots, list(self.variant.factors())
-        terms, right, taught, accepted, blocks = summed.split([len(names), slots, slots, 1, 1])
+        slots, names, counted = self.variant.taught_slots, list(self.variant.factors()), self.variant.counted
+        sizes = [len(names), slots, slots, len(counted), 1, 1]
+        terms, right, taught, counts, accepted, blocks = summed.split(sizes)
         figures: dict[str, Any] = {"loss": float(self._loss(terms, weights))}
         if len(names) > 1:
             figures |= {f"loss_{name}": float(t) / w for name, t, w in zip(names, terms, weights, strict=True)}
         figures["accuracy"] = [round(float(r / t), 4) if t else None for r, t in zip(right, taught, strict=True)]
+        if taught.any():
+            figures |= {name: float(count / taught.sum()) for name, count in zip(counted, counts, strict=True)}
         figures["accepted_length"] = float(accepted / blocks) if blocks else None
         return figures
 

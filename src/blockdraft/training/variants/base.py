@@ -25,9 +25,9 @@ states its network, its own recipe fields and its own losses:
 With `first_slot = 1` (DFlash) slot 0, the anchor's own, is not taught and K = block_size - 1; with `first_slot = 0`
 (DSpark, "shifted labels") it is, and K = block_size.
 
-`losses` and `guesses` see a chunk of blocks at a time. Modules of the network that its `forward` does not call, such as
-a head on top of hidden states and logits, are called there. What `losses` computes is thrown away and computed again in
-the backward pass, so it must not draw random numbers or change anything.
+`losses`, `guesses` and `counts` see a chunk of blocks at a time. Modules of the network that its `forward` does not
+call, such as a head on top of hidden states and logits, are called there. What `losses` computes is thrown away and
+computed again in the backward pass, so it must not draw random numbers or change anything.
 
 The parity test in `tests/training/variants/test_parity.py` runs over every file here without being told: what
 `load_drafter` reads back from `save` must guess what `guesses` says.
@@ -66,6 +66,7 @@ class Variant(Generic[R, N]):
         first_slot: The first slot that is taught, 1 or 0.
         own_modules: Parts of the names of parameters that DFlash v1 lacks. The network initialises them itself, and a
             warm start from a checkpoint without them is welcome.
+        counted: What `counts` counts.
         needs_teacher: Whether `losses` reads `slots.teacher_CKV`, besides what the objectives need.
     """
 
@@ -73,6 +74,7 @@ class Variant(Generic[R, N]):
     network_class: type[DFlashNetwork] = DFlashNetwork
     first_slot: int = 1
     own_modules: tuple[str, ...] = ()
+    counted: tuple[str, ...] = ()
     needs_teacher: bool = False
 
     def __init__(self, recipe: R) -> None:
@@ -198,6 +200,10 @@ class Variant(Generic[R, N]):
         """`[C, K]` int64: what is guessed greedily at each slot when all guesses before it were right. Accuracies and
         accepted lengths are counted on it."""
         return slots.logits_CKV.argmax(dim=-1)
+
+    def counts(self, network: N, slots: Slots) -> Mapping[str, Tensor]:
+        """`[C, K]` bool for all names of `counted`. Their shares of the taught slots are told beside the accuracy."""
+        return {}
 
 
 # (folder, configuration, tensors) -> None; writes a drafter in some format.
