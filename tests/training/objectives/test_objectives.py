@@ -50,9 +50,7 @@ def dpace(s: Slots, c: int, k: int) -> float:
     total = 0.0
     for i in range(k, SLOTS):
         if s.taught_CK[c, i]:
-            total += math.prod(
-                0.5 * math.exp(-entropy(s, c, j)) + 0.5 for j in range(i + 1) if bool(s.taught_CK[c, j])
-            )
+            total += math.prod(0.5 * math.exp(-entropy(s, c, j)) + 0.5 for j in range(i + 1) if bool(s.taught_CK[c, j]))
     return total * entropy(s, c, k)
 
 
