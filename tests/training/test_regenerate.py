@@ -180,11 +180,22 @@ def test_turns_share_a_document_where_their_tokens_go_on(target: Target) -> None
         assert int(sum(one.supervised.sum() for one in chat.documents)) == len(ids) + 3
 
 
+def test_nobody_goes_on_behind_half_an_answer(target: Target) -> None:
+    assert target.tokenizer is not None
+    encoder = ChatEncoder(target.tokenizer, target.eos_token_ids)
+    chat = Conversation([[{"role": "user", "content": "q"}], [{"role": "user", "content": "r"}]], encoder, 200)
+    chat.next_prompt()
+    chat.take(Answer("half", [5, 6], ended=False))
+    assert chat.next_prompt() is None
+    assert [one.tokens.tolist() for one in chat.documents] == [[*chat_ids(target, "q"), 5, 6]]
+
+
 def test_answers_are_cut_at_the_length(tmp_path: Path, target: Target) -> None:
     prompt = chat_ids(target, "say 0")
     settings = DataSettings(writer="target", sampling=SamplingParams(50, 1.0, seed=5), length=len(prompt) + 4)
     prepared(tmp_path / "a", target, ONE_TURN, settings).run(engine(target))
-    assert max(read_data(tmp_path / "a").lengths) == len(prompt) + 4
+    data = read_data(tmp_path / "a")
+    assert max(data.lengths) == len(prompt) + 4 and not any(one.cut for one in data)  # nothing written in vain
 
 
 def test_what_comes_before_each_answer() -> None:
