@@ -4,10 +4,12 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState, PartialState
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -15,6 +17,7 @@ from blockdraft.formats.zlab import read_checkpoint, write_checkpoint
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.dflash2 import DFlash2Network
 from blockdraft.nn.draft_config import DFlash2Config, DraftConfig, LayerAttention
+from blockdraft.training.data import DataWriter, Document, tokenizer_fingerprint
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"]
 CHAT_TEMPLATE = (
@@ -117,3 +120,26 @@ def tiny_dflash2_dir(tmp_path_factory: pytest.TempPathFactory, tiny_drafter_dir:
     network.load_state_dict(tensors, strict=False)
     write_checkpoint(folder, config, network.state_dict())
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_data_dir(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Path:
+    """40 documents of 12 to 30 tokens for `tiny_target_dir`, the answer of each from its middle on."""
+    folder = tmp_path_factory.mktemp("tiny") / "data"
+    writer = DataWriter(folder, {"tokenizer": tokenizer_fingerprint(tiny_tokenizer())})
+    writer.begin()
+    random = torch.Generator().manual_seed(3)
+    for row in range(40):
+        length = int(torch.randint(12, 31, (), generator=random))
+        tokens = torch.randint(5, 200, (length,), generator=random)
+        writer.add(row, [Document(tokens, torch.arange(length) >= length // 2)])
+    writer.finish()
+    return folder
+
+
+@pytest.fixture
+def fresh_accelerator() -> Iterator[None]:
+    """Accelerate keeps the state of a process; each test begins without."""
+    yield
+    AcceleratorState._reset_state(True)
+    PartialState._reset_state()

@@ -45,8 +45,9 @@ def newest(folder: Path) -> dict[str, Any] | None:
         try:
             state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # pickle, zip and torch each have their own
+            told = str(error).splitlines()[0]
             raise ValueError(
-                f"{path} cannot be read ({error}); delete it to go on from the one before, if there is one."
+                f"{path} cannot be read ({told}); delete it to go on from the one before, if there is one."
             ) from error
         return state
     return None

@@ -151,9 +151,9 @@ class Recipe:
 def explain(kind: type[Recipe], name: str) -> str:
     """What a field means, from the docstring of the class that brought it."""
     for owner in kind.__mro__:
-        found = re.search(rf"^    {name}: (.+?)(?=\n    \S|\Z)", inspect.getdoc(owner) or "", re.S | re.M)
+        found = re.search(rf"^( *){name}: (.+?)(?=\n\1\S|\Z)", inspect.getdoc(owner) or "", re.S | re.M)
         if found:
-            return " ".join(found[1].split())
+            return " ".join(found[2].split())
     raise AssertionError(f"{kind.__name__} does not explain {name}")
 
 

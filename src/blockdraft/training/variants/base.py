@@ -93,7 +93,10 @@ class Variant(Generic[R, N]):
             ValueError: A value is out of range, or neither the recipe nor the target has it.
         """
         recipe, shape = self.recipe, target.shape
-        taps = default_taps(target.num_layers, recipe.taps) if isinstance(recipe.taps, int) else recipe.taps
+        try:
+            taps = default_taps(target.num_layers, recipe.taps) if isinstance(recipe.taps, int) else recipe.taps
+        except ValueError as error:
+            raise ValueError(f"{error} Otherwise name the taps, as in --taps 0,1.") from error
         sizes: dict[str, Any] = {
             "intermediate_size": recipe.intermediate_size or shape.get("intermediate_size"),
             "num_attention_heads": recipe.heads or shape.get("num_attention_heads"),

@@ -1,0 +1,68 @@
+"""The command `train`: its options and the recipe's."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from blockdraft.cli import app
+from blockdraft.cli.train import split_flags
+from blockdraft.training.recipe import Recipe, read_recipe
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerator")
+
+
+def test_recipe_fields_are_told_from_options() -> None:
+    arguments = ["dflash", "r.toml", "--out", "x", "--layers", "3", "--learning-rate=1e-3", "--show-recipe"]
+    own, fields = split_flags(arguments, {"--out", "--show-recipe"})
+    assert own == ["dflash", "r.toml", "--out", "x", "--show-recipe"]
+    assert fields == {"layers": "3", "learning-rate": "1e-3"}
+    with pytest.raises(ValueError, match="--layers has no value"):
+        split_flags(["dflash", "--layers"], {"--out"})
+
+
+def test_show_recipe_is_a_recipe(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["train", "dflash", "--layers", "3", "--taps", "1,2", "--show-recipe"])
+    assert result.exit_code == 0
+    assert "# Draft layers.\nlayers = 3\n" in result.output
+    (tmp_path / "r.toml").write_text(result.output)
+    assert read_recipe(Recipe, tmp_path / "r.toml") == Recipe(layers=3, taps=(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["dflash", "--layer", "3"], "nearest one is 'layers'"),
+        (["dlfash"], "'dlfash' is unknown; there are dflash"),
+        (["dflash", "--out", "x"], "--data is missing"),
+        (["dflash", "--out", "x", "--data", "nowhere"], "give a folder made by `blockdraft data`"),
+        (["dflash", "nowhere.toml"], "cannot be read as a recipe"),
+    ],
+)
+def test_bad_input(arguments: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["train", *arguments])
+    assert isinstance(result.exception, ValueError) and told in str(result.exception)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_ends_with_a_table_and_the_command(tmp_path: Path, tiny_target_dir: Path, tiny_data_dir: Path) -> None:
+    fields = {
+        "layers": 1,
+        "taps": 1,
+        "block-size": 4,
+        "length": 40,
+        "batch": 2,
+        "anchors": 3,
+        "steps": 2,
+        "held-out": 4,
+    }
+    fields |= {"eval-prompts": 1, "eval-tokens": 4}
+    flags = [f"--{name}={value}" for name, value in fields.items()]
+    flags += ["--device", "cpu", "--trackers", "", "--data", str(tiny_data_dir), "--out", str(tmp_path / "drafter")]
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat"}\n')
+    flags += ["--target", str(tiny_target_dir), "--prompts", str(tmp_path / "prompts.jsonl")]
+    result = CliRunner().invoke(app, ["train", "dflash", *flags])
+    assert result.exit_code == 0, result.exception
+    assert "accepted length" in result.output
+    assert f"blockdraft generate --target {tiny_target_dir} --drafter {tmp_path / 'drafter'} PROMPT" in result.output

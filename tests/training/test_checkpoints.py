@@ -1,0 +1,48 @@
+"""Checkpoints are whole or absent."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from blockdraft.training import checkpoints
+
+
+def test_the_newest_ones_are_kept(tmp_path: Path) -> None:
+    for step in (5, 10, 15):
+        checkpoints.save(tmp_path, step, {"step": step, "weights": torch.ones(2)}, keep=2)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["step-00000010.pt", "step-00000015.pt"]
+    found = checkpoints.newest(tmp_path)
+    assert found is not None and found["step"] == 15
+
+
+@pytest.mark.parametrize("kind", [OSError, RuntimeError])
+def test_a_full_disk_leaves_the_old_one(kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints.save(tmp_path, 5, {"step": 5}, keep=1)
+
+    def full(state: Any, file: Any) -> None:
+        file.write(b"half of it")
+        raise kind("No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(ValueError, match=r"No space left.*newest checkpoint is step-00000005.pt; free space"):
+        checkpoints.save(tmp_path, 10, {"step": 10}, keep=1)
+    assert [file.name for file in tmp_path.iterdir()] == ["step-00000005.pt"]
+
+
+def test_what_was_cut_short_is_no_checkpoint(tmp_path: Path) -> None:
+    checkpoints.save(tmp_path, 5, {"step": 5}, keep=1)
+    (tmp_path / "step-00000010.partial").write_bytes(b"half of it")
+    found = checkpoints.newest(tmp_path)
+    assert found is not None and found["step"] == 5
+
+
+def test_a_broken_one_is_named(tmp_path: Path) -> None:
+    (tmp_path / "step-00000010.pt").write_bytes(b"nonsense")
+    with pytest.raises(ValueError, match=r"step-00000010.pt cannot be read .* delete it to go on from the one before"):
+        checkpoints.newest(tmp_path)
+
+
+def test_there_may_be_none(tmp_path: Path) -> None:
+    assert checkpoints.newest(tmp_path / "absent") is None

@@ -1,0 +1,84 @@
+"""Logits in chunks give the same sums and gradients as all at once, and the sums are what a slow twin finds."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from blockdraft.targets import load_target
+from blockdraft.training.batches import Batches, Documents
+from blockdraft.training.data import read_data
+from blockdraft.training.loss import DraftLoss, Sums, tensors_of
+from blockdraft.training.recipe import Recipe
+from blockdraft.training.sources import features_of, open_source
+from blockdraft.training.variants.dflash import DFlashVariant
+
+RECIPE = Recipe(
+    layers=2,
+    taps=(0, 1),
+    block_size=6,
+    length=48,
+    batch=3,
+    anchors=7,
+    held_out=4,
+    objective={"decay": 0.5, "dpace": 0.2, "forward_kl": 0.3},
+)
+
+
+def run(recipe: Recipe, target_dir: Path, data_dir: Path) -> tuple[Sums, dict[str, torch.Tensor]]:
+    target, data = load_target(target_dir), read_data(data_dir)
+    variant = DFlashVariant(recipe)
+    module = DraftLoss(variant.network(variant.config(target, 3)), variant, target, flex=False)
+    documents = Documents(data, recipe.length)
+    batch = next(iter(Batches(documents, documents.usable, recipe, variant.taught_slots).run(0)))[1]
+    taps = (0, 1, target.num_layers)
+    source = open_source(None, target, data, documents, taps, lambda stage, done, total: None)
+    features = features_of(batch, source, len(taps) * target.hidden_size, target)
+    tapped = 2 * target.hidden_size
+    sums = module(features[:, :, :tapped], features[:, :, tapped:], *tensors_of(batch, target.device))
+    sums.terms_T.sum().backward()
+    return sums, {name: parameter.grad for name, parameter in module.named_parameters()}
+
+
+@pytest.mark.parametrize("change", [{"chunk": 4}, {"chunk": 1}, {"checkpoint_activations": True}])
+def test_chunks_and_recomputing_change_nothing(
+    change: dict[str, int], tiny_target_dir: Path, tiny_data_dir: Path
+) -> None:
+    whole, gradients = run(RECIPE, tiny_target_dir, tiny_data_dir)
+    parts, others = run(dataclasses.replace(RECIPE, **change), tiny_target_dir, tiny_data_dir)
+    assert int(whole.blocks) > 10
+    for ours, theirs in zip(whole, parts, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    for name, gradient in gradients.items():
+        assert float(gradient.abs().max()) > 0
+        torch.testing.assert_close(gradient, others[name], rtol=1e-4, atol=1e-5)
+
+
+def test_logits_of_a_chunk_are_all_that_exist_at_once(
+    monkeypatch: pytest.MonkeyPatch, tiny_target_dir: Path, tiny_data_dir: Path
+) -> None:
+    sizes = []
+    original = DFlashVariant.losses
+
+    def watched(self: DFlashVariant, network: object, slots: object) -> object:
+        sizes.append(len(slots.logits_CKV))  # type: ignore[attr-defined]
+        return original(self, network, slots)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(DFlashVariant, "losses", watched)
+    run(dataclasses.replace(RECIPE, chunk=4), tiny_target_dir, tiny_data_dir)
+    assert max(sizes) == 4 and sum(sizes) == 2 * 3 * 7  # each chunk forward, and once more in the backward pass
+
+
+def test_accepted_length_and_accuracy_are_counted_block_by_block(
+    monkeypatch: pytest.MonkeyPatch, tiny_target_dir: Path, tiny_data_dir: Path
+) -> None:
+    """With guesses that are right at slots 1, 2 and 4 of every block."""
+    pattern = torch.tensor([True, True, False, True, False])
+    monkeypatch.setattr(
+        DFlashVariant, "guesses", lambda self, network, slots: torch.where(pattern, slots.labels_CK, -1)
+    )
+    sums, _ = run(RECIPE, tiny_target_dir, tiny_data_dir)
+    right = sums.taught_K * pattern
+    assert sums.right_K.tolist() == right.tolist() and int(sums.taught_K[0]) == int(sums.blocks)
+    assert int(sums.accepted) == int(sums.blocks + sums.taught_K[0] + sums.taught_K[1])

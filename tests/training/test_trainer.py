@@ -1,0 +1,301 @@
+"""Runs on a tiny random target: what they write, how they go on, what they refuse."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from blockdraft import load_drafter, load_target
+from blockdraft.targets import Target
+from blockdraft.training import checkpoints, start
+from blockdraft.training.data import DataWriter, Document, read_data, tokenizer_fingerprint
+from blockdraft.training.devices import make_accelerator
+from blockdraft.training.recipe import Recipe, read_recipe
+from blockdraft.training.trainer import Telling, run_folder, train
+from blockdraft.training.variants import find_variant, variant_names
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerator")
+
+BASE = {
+    "layers": "2",
+    "taps": "0,1",
+    "block-size": "5",
+    "length": "40",
+    "batch": "4",
+    "anchors": "6",
+    "held-out": "6",
+    "steps": "6",
+    "learning-rate": "3e-3",
+    "eval-every": "3",
+    "eval-prompts": "2",
+    "eval-tokens": "6",
+    "save-every": "2",
+    "save-dtype": "float32",
+    "trackers": "",
+}
+Run = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture
+def run(tiny_target_dir: Path, tiny_data_dir: Path) -> Run:
+    def call(out: Path, variant: str = "dflash", data: Path = tiny_data_dir, **changes: str) -> list[dict[str, Any]]:
+        notes = changes.pop("notes", None)
+        named = {name.replace("_", "-"): value for name, value in changes.items()}
+        recipe = read_recipe(find_variant(variant).recipe_class, flags=BASE | named)
+        telling = Telling(note=notes.append if notes is not None else lambda text: None)  # type: ignore[attr-defined]
+        accelerator = make_accelerator(recipe, run_folder(out), "cpu")
+        target = load_target(tiny_target_dir, device="cpu")
+        return train(variant, target, read_data(data), out, recipe, accelerator, telling=telling)
+
+    return call
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    return load_file(out / "model.safetensors")
+
+
+def same(one: Path, two: Path) -> bool:
+    ours, theirs = weights(one), weights(two)
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("variant", variant_names())
+def test_a_run_learns_and_leaves_a_drafter(variant: str, run: Run, tmp_path: Path, tiny_target_dir: Path) -> None:
+    out = tmp_path / "drafter"
+    lines = run(out, variant, steps="30", trackers="tensorboard", eval_every="15")
+    assert [line["step"] for line in lines] == list(range(1, 31))
+    assert sum(line["loss"] for line in lines[-5:]) < 0.9 * sum(line["loss"] for line in lines[:5])
+    end = lines[-1]
+    assert 1 <= end["tau"] <= 6 and 1 <= end["held_out_accepted_length"] <= 6 and len(end["held_out_accuracy"]) >= 4
+    assert "tau" in lines[14] and "tau" not in lines[15]
+    drafter = load_drafter(out, target=load_target(tiny_target_dir))
+    assert drafter.block_size >= 5
+    folder = run_folder(out)
+    assert [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()] == lines
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert any(folder.rglob("events.out.tfevents*"))
+    kind = find_variant(variant).recipe_class
+    assert read_recipe(kind, folder / "recipe.toml").length == 40
+    assert len(list((folder / "checkpoints").iterdir())) == 2
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_run_that_stopped_goes_on_to_the_same_weights(
+    optimizer: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run(tmp_path / "whole", optimizer=optimizer)
+    original, saved = checkpoints.save, []
+
+    def stop(folder: Path, step: int, *rest: Any) -> None:
+        original(folder, step, *rest)
+        saved.append(step)
+        if step == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoints, "save", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "stopped", optimizer=optimizer)
+    notes: list[str] = []
+    lines = run(tmp_path / "stopped", optimizer=optimizer, notes=notes)  # type: ignore[arg-type]
+    assert saved == [2, 4, 6] and any("Going on from step 4" in note for note in notes)
+    assert same(tmp_path / "whole", tmp_path / "stopped")
+    timeless = [[{k: v for k, v in line.items() if k != "tokens_per_second"} for line in one] for one in (whole, lines)]
+    assert timeless[0] == timeless[1]
+
+
+def test_a_finished_run_has_nothing_left_to_do(run: Run, tmp_path: Path) -> None:
+    first = run(tmp_path / "drafter")
+    assert run(tmp_path / "drafter") == first
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"accumulation": "2"},
+        {"accumulation": "4"},
+        {"features": "memory"},
+        {"chunk": "3"},
+        {"checkpoint_activations": "true"},
+    ],
+)
+def test_how_a_step_is_computed_does_not_matter(changes: dict[str, str], run: Run, tmp_path: Path) -> None:
+    plain = run(tmp_path / "plain", objective="decay=0.5,forward_kl=0.5")
+    other = run(tmp_path / "other", objective="decay=0.5,forward_kl=0.5", **changes)
+    tolerance = 2e-2 if "features" in changes else 2e-4  # features in memory are rounded
+    for ours, theirs in zip(plain, other, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=tolerance)
+        assert ours["held_out_loss" if "held_out_loss" in ours else "loss"] > 0
+
+
+def test_bfloat16_trains_float32_weights(run: Run, tmp_path: Path) -> None:
+    lines = run(tmp_path / "drafter", dtype="bfloat16", steps="20")
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    state = checkpoints.newest(run_folder(tmp_path / "drafter") / "checkpoints")
+    assert state is not None and {tensor.dtype for tensor in state["network"].values()} == {torch.float32}
+
+
+def test_fixed_blocks_are_another_run(run: Run, tmp_path: Path) -> None:
+    random, fixed = run(tmp_path / "a", steps="2"), run(tmp_path / "b", steps="2", anchor_placement="fixed")
+    assert random[0]["loss"] != fixed[0]["loss"]
+
+
+def test_a_full_disk_ends_the_run_and_keeps_the_last_checkpoint(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = tmp_path / "whole"
+    run(whole)
+    original = torch.save
+
+    def full(state: Any, file: Any) -> None:
+        if state.get("step") == 4:
+            raise OSError(28, "No space left on device")
+        original(state, file)
+
+    out = tmp_path / "drafter"
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "save", full)
+        with pytest.raises(ValueError, match="No space left on device.*newest checkpoint is step-00000002.pt"):
+            run(out)
+    run(out)
+    assert same(whole, out)
+
+
+def test_what_does_not_fit_is_refused_at_the_start(
+    run: Run, tmp_path: Path, tiny_target_dir: Path, tiny_data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "drafter"
+
+    def refused(told: str, **changes: Any) -> None:
+        with pytest.raises(ValueError, match=told):
+            run(out, **changes)
+        assert not (out / "config.json").exists()
+
+    refused("taps is .* below num_target_layers, 3", taps="0,7")
+    refused("num_target_layers is 3.*name the taps", taps="5")
+    refused("length is 4000 and the target's context is 256", length="4000")
+    refused("held_out is 40 and the data hold 40", held_out="40")
+    refused("mask_token_id is 100000|no mask token", mask_token_id="100000")
+    refused("ends answers", mask_token_id="2")
+    refused("no folder made by|does not exist", features=str(tmp_path / "nowhere"))
+    refused("'nll' is unknown", objective="nll=1")
+    refused("holds no draft|cannot be read|absent", init=str(tmp_path / "nowhere"))
+    writer = DataWriter(tmp_path / "foreign", {"tokenizer": "0123"})
+    writer.begin()
+    writer.add(0, [Document(torch.arange(9), torch.ones(9).bool())])
+    writer.finish()
+    refused("made with the tokenizer 0123", data=tmp_path / "foreign")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 100}))
+    refused("needs up to .* GiB .* are free; free some", steps="2")
+    monkeypatch.undo()
+    out.mkdir()
+    (out / "thesis.tex").touch()
+    shutil.rmtree(run_folder(out))
+    refused("is no run of this command; choose another --out")
+
+
+def test_a_run_is_not_gone_on_with_under_another_recipe(run: Run, tmp_path: Path) -> None:
+    run(tmp_path / "drafter", steps="2")
+    with pytest.raises(ValueError, match="holds a run with learning_rate = 0.003, and 0.1 is asked for now"):
+        run(tmp_path / "drafter", steps="2", learning_rate="0.1")
+    run(tmp_path / "drafter", steps="2", eval_every="1")  # says how often, not what
+
+
+def test_loss_that_is_no_number_ends_the_run(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(FloatingPointError, match="lower the learning rate"):
+        run(tmp_path / "drafter", learning_rate="1e30", clip="0", steps="6")
+
+
+def test_mask_token(tiny_target_dir: Path) -> None:
+    target = load_target(tiny_target_dir)
+    assert target.tokenizer is not None
+    assert start.mask_token(target, Recipe()) == target.tokenizer.mask_token_id == 3
+    assert start.mask_token(target, Recipe(mask_token_id=7)) == 7
+    target.tokenizer.mask_token = None
+    target.vocab_size += 1  # a row of the embedding that no token has
+    assert start.mask_token(target, Recipe()) == target.vocab_size - 1
+
+
+def test_targets_that_cap_their_logits_teach_no_laws(tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target: Target = load_target(tiny_target_dir)
+    tokens = torch.arange(5, 30)
+    start.check_teacher(target, tokens)
+    head = target.head
+    monkeypatch.setattr(target, "head", lambda hidden: 0.1 * head(hidden))
+    with pytest.raises(ValueError, match="scales or caps its logits; choose objectives that learn from tokens"):
+        start.check_teacher(target, tokens)
+
+
+def command(target: Path, data: Path, out: Path, launch: tuple[str, ...] = ("-m",), **changes: str) -> list[str]:
+    flags = BASE | {name.replace("_", "-"): value for name, value in changes.items()}
+    given = [part for name, value in flags.items() for part in (f"--{name}", value)]
+    folders = ["--target", str(target), "--data", str(data), "--out", str(out), "--device", "cpu"]
+    return [sys.executable, *launch, "blockdraft", "train", "dflash", *folders, *given]
+
+
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+ENVIRONMENT["PYTHONPATH"] = str(Path(start.__file__).parents[2])
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_it_goes_on_to_the_same_weights(
+    tmp_path: Path, tiny_target_dir: Path, tiny_data_dir: Path
+) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    changes = {"steps": "40", "save_every": "1", "eval_every": "0", "eval_prompts": "0", "length": "80"}
+    subprocess.run(command(tiny_target_dir, tiny_data_dir, whole, **changes), check=True, env=ENVIRONMENT)
+    found = run_folder(killed) / "checkpoints"
+    for least in (3, 11, 24):
+        process = subprocess.Popen(command(tiny_target_dir, tiny_data_dir, killed, **changes), env=ENVIRONMENT)
+        deadline = time.monotonic() + 240
+        while not any(int(path.stem[5:]) >= least for path in found.glob("step-*.pt")):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    subprocess.run(command(tiny_target_dir, tiny_data_dir, killed, **changes), check=True, env=ENVIRONMENT)
+    assert same(whole, killed)
+    steps = [json.loads(line)["step"] for line in (run_folder(killed) / "log.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 41))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_two_processes_have_the_loss_of_one(
+    kind: str, optimizer: str, tmp_path: Path, tiny_target_dir: Path, tiny_data_dir: Path
+) -> None:
+    changes = {"objective": "decay=0.5,dpace=0.25,forward_kl=0.25", "optimizer": optimizer}
+    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"]
+    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    if kind == "fsdp2":
+        launch += ["--use_fsdp", "--fsdp_version", "2"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    subprocess.run(command(tiny_target_dir, tiny_data_dir, one, **changes), check=True, env=ENVIRONMENT)
+    started = command(tiny_target_dir, tiny_data_dir, two, (*launch, "-m"), accumulation="2", **changes)
+    subprocess.run(started, check=True, env=ENVIRONMENT)
+    logs = [
+        [json.loads(line) for line in (run_folder(out) / "log.jsonl").read_text().splitlines()] for out in (one, two)
+    ]
+    assert len(logs[0]) == len(logs[1]) == 6
+    for ours, theirs in zip(*logs, strict=True):
+        for name in ("loss", "gradient_norm", "accepted_length", "held_out_loss", "held_out_accepted_length"):
+            if name in ours:
+                assert theirs[name] == pytest.approx(ours[name], rel=1e-3)
+    for name, tensor in weights(one).items():
+        torch.testing.assert_close(weights(two)[name], tensor, rtol=2e-2, atol=2e-4)
+
+
+def test_tokenizer_fingerprint_is_what_the_data_hold(tiny_target_dir: Path, tiny_data_dir: Path) -> None:
+    target = load_target(tiny_target_dir)
+    assert target.tokenizer is not None
+    assert read_data(tiny_data_dir).tokenizer == tokenizer_fingerprint(target.tokenizer)

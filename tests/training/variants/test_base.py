@@ -1,0 +1,87 @@
+"""Configuration, initial weights and warm starts, as every variant has them."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from blockdraft.targets import load_target
+from blockdraft.training.recipe import Recipe
+from blockdraft.training.variants import find_variant, variant_names
+from blockdraft.training.variants.base import Variant
+from blockdraft.training.variants.dflash import DFlashVariant
+
+RECIPE = Recipe(layers=2, taps=(0, 1), block_size=8)
+
+
+def test_configuration_is_the_targets_where_the_recipe_is_silent(tiny_target_dir: Path) -> None:
+    target = load_target(tiny_target_dir)
+    config = DFlashVariant(RECIPE).config(target, 3)
+    assert (config.intermediate_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (
+        64,
+        4,
+        2,
+        8,
+    )
+    other = dataclasses.replace(RECIPE, intermediate_size=48, heads=2, kv_heads=1, head_dim=16, window=9, causal=True)
+    config = DFlashVariant(other).config(target, 3)
+    assert (config.intermediate_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (
+        48,
+        2,
+        1,
+        16,
+    )
+    assert {(layer.causal, layer.window) for layer in config.layers} == {(True, 9)}
+
+
+def test_initial_weights_follow_from_the_seed(tiny_target_dir: Path) -> None:
+    target = load_target(tiny_target_dir)
+    config = DFlashVariant(RECIPE).config(target, 3)
+    before = torch.random.get_rng_state()
+    one, two = (DFlashVariant(RECIPE).network(config).state_dict() for _ in range(2))
+    other = DFlashVariant(dataclasses.replace(RECIPE, seed=1)).network(config).state_dict()
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert not torch.equal(one["fc.weight"], other["fc.weight"])
+
+
+def test_warm_start_takes_the_weights_and_allows_another_block_size(
+    tiny_target_dir: Path, tiny_drafter_dir: Path
+) -> None:
+    target = load_target(tiny_target_dir)
+    recipe = dataclasses.replace(RECIPE, init=str(tiny_drafter_dir), block_size=5)
+    variant = DFlashVariant(recipe)
+    cold = DFlashVariant(RECIPE)
+    config = variant.config(target, 3)
+    found = variant.network(config).state_dict()
+    assert not torch.equal(found["fc.weight"], cold.network(cold.config(target, 3)).state_dict()["fc.weight"])
+    with pytest.raises(ValueError, match=r"taps of .* is \(0, 1\); it must be that of the recipe and target, \(0, 2\)"):
+        DFlashVariant(dataclasses.replace(recipe, taps=(0, 2))).network(dataclasses.replace(config, taps=(0, 2)))
+
+
+@pytest.mark.parametrize("name", variant_names())
+def test_every_variant_starts_from_dflash_v1(name: str, tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
+    target = load_target(tiny_target_dir)
+    kind = find_variant(name)
+    variant = kind(kind.recipe_class(layers=2, taps=(0, 1), block_size=8, init=str(tiny_drafter_dir)))
+    network = variant.network(variant.config(target, 3))
+    v1 = DFlashVariant(dataclasses.replace(RECIPE, init=str(tiny_drafter_dir)))
+    tensors = v1.network(v1.config(target, 3)).state_dict()
+    assert all(torch.equal(network.state_dict()[name], tensor) for name, tensor in tensors.items())
+
+
+def test_terms_and_gamma() -> None:
+    variant = DFlashVariant(Recipe(objective={"decay": 0.3, "dpace": 0.7}, block_size=16))
+    assert dict(variant.factors()) == {"decay": 0.3, "dpace": 0.7}
+    assert variant.decayed("decay") and not variant.decayed("dpace")
+    assert variant.gamma == 7 and not variant.needs_teacher
+    assert DFlashVariant(Recipe(gamma=0)).gamma is None
+    assert DFlashVariant(Recipe(objective={"forward_kl": 1})).needs_teacher
+    assert variant.taught_slots == 15
+
+
+def test_unknown_variant() -> None:
+    with pytest.raises(ValueError, match="'medusa' is unknown; there are dflash"):
+        find_variant("medusa")
+    assert issubclass(find_variant("dflash"), Variant)
