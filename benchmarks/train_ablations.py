@@ -1,9 +1,10 @@
-"""Which parts of the training recipe pay: drafters trained on equal tokens, tau by the real engine, several seeds.
+"""Which parts of the training recipe pay: drafters of the bundled target on equal tokens, tau of each, several seeds.
 
     blockdraft data written.jsonl --out data/written     # rows {"prompt", "response"}, written by the target
     blockdraft data original.jsonl --out data/original   # the same prompts with the responses they came with
+    blockdraft features --data data/written --taps 5 --out features/written-5  # likewise written-1 and original-5
     python benchmarks/train_ablations.py recipes/tiny/ablation.toml --written data/written --original data/original \
-        --prompts gsm8k.jsonl --prompts humaneval.jsonl --out build/ablations
+        --features features --prompts gsm8k.jsonl --prompts humaneval.jsonl --out build/ablations
 
 Every arm changes one thing of the base recipe. Each seed of an arm is one `blockdraft train` run; what is finished is
 kept, so the command goes on where it stopped. It writes results.json, results.md and results.png.
@@ -39,24 +40,14 @@ ARMS: dict[str, tuple[dict[str, str], bool | None]] = {
 }
 
 
-def train(
-    out: Path, recipe: Path, data: dict[str, Path], changes: dict[str, str], seed: int, target: str | None
-) -> None:
-    changes = dict(changes)
-    variant, folder = changes.pop("variant", "dflash"), data[changes.pop("data", "written")]
-    command = [
-        sys.executable,
-        "-m",
-        "blockdraft",
-        "train",
-        variant,
-        str(recipe),
-        "--data",
-        str(folder),
-        "--out",
-        str(out),
-    ]
-    command += ["--seed", str(seed)] + (["--target", target] if target else [])
+def train(out: Path, recipe: Path, data: dict[str, Path], features: Path | None, arm: str, seed: int) -> None:
+    changes = dict(ARMS[arm][0])
+    variant, kind = changes.pop("variant", "dflash"), changes.pop("data", "written")
+    command = [sys.executable, "-m", "blockdraft", "train", variant, str(recipe)]
+    command += ["--data", str(data[kind]), "--out", str(out), "--seed", str(seed)]
+    if features is not None:
+        taps = changes.get("taps", "5")
+        command += ["--features", str(features / f"{kind}-{taps}")]
     for name, value in changes.items():
         command += [f"--{name.replace('_', '-')}", value]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -118,11 +109,13 @@ def main() -> None:
     parser.add_argument("recipe", type=Path, help="the base recipe")
     parser.add_argument("--written", type=Path, required=True, help="token data that the target wrote")
     parser.add_argument("--original", type=Path, required=True, help="token data of the same prompts, original text")
+    parser.add_argument(
+        "--features", type=Path, help="folder of stored features, DATA-TAPS each, instead of the target"
+    )
     parser.add_argument("--prompts", type=Path, action="append", required=True, help="prompt set; may be repeated")
     parser.add_argument("--limit", type=int, default=48, help="prompts of each set")
     parser.add_argument("--max-new-tokens", type=int, default=160)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--target", default=None, help="by default the bundled one")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--arms", default=",".join(ARMS), help=f"of: {', '.join(ARMS)}")
     args = parser.parse_args()
@@ -132,7 +125,7 @@ def main() -> None:
 
     sets = read_prompt_sets(args.prompts, args.limit)
     names = [one.name for one in sets]
-    target = load_target(args.target)
+    target = load_target()
     args.out.mkdir(parents=True, exist_ok=True)
     data = {"written": args.written, "original": args.original}
     # Seed after seed, so that an interrupted comparison has seen every arm equally often.
@@ -142,7 +135,7 @@ def main() -> None:
             found = folder.with_suffix(".tau.json")
             if not found.exists():
                 print(f"seed {seed}: {arm}", flush=True)
-                train(folder, args.recipe, data, ARMS[arm][0], seed, args.target)
+                train(folder, args.recipe, data, args.features, arm, seed)
                 found.write_text(json.dumps(measure(str(folder), target, sets, args.max_new_tokens)))
                 print(f"  tau {json.loads(found.read_text())}", flush=True)
             write(args.out, names)
