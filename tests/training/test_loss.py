@@ -82,3 +82,19 @@ def test_accepted_length_and_accuracy_are_counted_block_by_block(
     right = sums.taught_K * pattern
     assert sums.right_K.tolist() == right.tolist() and int(sums.taught_K[0]) == int(sums.blocks)
     assert int(sums.accepted) == int(sums.blocks + sums.taught_K[0] + sums.taught_K[1])
+
+
+@pytest.mark.parametrize("chunk", [4, 100])
+def test_what_a_variant_counts_is_counted_over_taught_slots(
+    chunk: int, monkeypatch: pytest.MonkeyPatch, tiny_target_dir: Path, tiny_data_dir: Path
+) -> None:
+    pattern = torch.tensor([True, True, False, True, False])
+    monkeypatch.setattr(DFlashVariant, "counted", ("some", "all"))
+    monkeypatch.setattr(
+        DFlashVariant,
+        "counts",
+        lambda self, network, slots: {"all": slots.labels_CK >= 0, "some": pattern.expand_as(slots.labels_CK)},
+    )
+    sums, _ = run(dataclasses.replace(RECIPE, chunk=chunk), tiny_target_dir, tiny_data_dir)
+    assert sums.counts_M.tolist() == [int((sums.taught_K * pattern).sum()), int(sums.taught_K.sum())]
+    assert 0 < int(sums.taught_K.sum()) < 5 * int(sums.blocks)  # some slots are not taught
