@@ -275,14 +275,14 @@ def test_two_processes_have_the_loss_of_one(
     kind: str, optimizer: str, tmp_path: Path, tiny_target_dir: Path, tiny_data_dir: Path
 ) -> None:
     changes = {"objective": "decay=0.5,dpace=0.25,forward_kl=0.25", "optimizer": optimizer}
-    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"]
-    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
-    if kind == "fsdp2":
-        launch += ["--use_fsdp", "--fsdp_version", "2"]
+    # Accelerate's launcher starts several processes on GPUs only, by torch's launcher and with these variables.
+    launch = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
+    environment = ENVIRONMENT | ({"ACCELERATE_USE_FSDP": "true"} if kind == "fsdp2" else {})
     one, two = tmp_path / "one", tmp_path / "two"
     subprocess.run(command(tiny_target_dir, tiny_data_dir, one, **changes), check=True, env=ENVIRONMENT)
     started = command(tiny_target_dir, tiny_data_dir, two, (*launch, "-m"), accumulation="2", **changes)
-    subprocess.run(started, check=True, env=ENVIRONMENT)
+    told = subprocess.run(started, check=True, env=environment, stderr=subprocess.PIPE, text=True).stderr
+    assert f"2 processes ({'fsdp' if kind == 'fsdp2' else 'multi_cpu'})" in told.lower()
     logs = [
         [json.loads(line) for line in (run_folder(out) / "log.jsonl").read_text().splitlines()] for out in (one, two)
     ]

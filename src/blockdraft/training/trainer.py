@@ -147,7 +147,10 @@ class Trainer:
         module = DraftLoss(network, self.variant, target, flex)
         named = [(name.removeprefix("network."), parameter) for name, parameter in module.named_parameters()]
         optimizers = make_optimizers(named, self.variant, recipe)
-        self.parameters = sum(parameter.numel() for _, parameter in named)
+        size = sum(parameter.numel() for _, parameter in named)
+        share = f"{accelerator.num_processes} processes ({accelerator.distributed_type.value})"
+        alone = accelerator.num_processes == 1
+        telling.note(f"{size:,} parameters, taps {self.config.taps}, {'one process' if alone else share}")
         self.module, *wrapped = accelerator.prepare(module, *optimizers)
         self.optimizers = [cast(torch.optim.Optimizer, getattr(one, "optimizer", one)) for one in wrapped]
         self.begin = 0
