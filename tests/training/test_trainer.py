@@ -293,6 +293,11 @@ def test_two_processes_have_the_loss_of_one(
                 assert theirs[name] == pytest.approx(ours[name], rel=1e-3)
     for name, tensor in weights(one).items():
         torch.testing.assert_close(weights(two)[name], tensor, rtol=2e-2, atol=2e-4)
+    # And they go on from a checkpoint to the same weights.
+    (run_folder(two) / "checkpoints" / "step-00000006.pt").unlink()
+    shutil.copytree(two, tmp_path / "before")
+    told = subprocess.run(started, check=True, env=environment, stderr=subprocess.PIPE, text=True).stderr
+    assert "Going on from step 4" in told and same(tmp_path / "before", two)
 
 
 def test_tokenizer_fingerprint_is_what_the_data_hold(tiny_target_dir: Path, tiny_data_dir: Path) -> None:
