@@ -2,7 +2,9 @@ from dataclasses import astuple, fields
 
 import pytest
 
-from blockdraft.engine.stats import Stats, mean_tau, merge
+from blockdraft.engine.stats import Stats, loops, mean_tau, merge
+
+LOOP = [*range(8)] * 4
 
 
 def test_definitions() -> None:
@@ -29,3 +31,16 @@ def test_merge_weighs_cycles_alike_and_adds_up_everything() -> None:
     merged = merge([Stats(committed=[4], drafted=[3]), Stats(committed=[1, 2, 1], drafted=[3, 3, 1])])
     assert (merged.tau, merged.acceptance_by_position) == (2.0, [0.5, 0.25, 0.25])
     assert merge([]) == Stats()
+
+
+def test_loops_counts_runs_of_eight() -> None:
+    assert loops(LOOP)
+    assert loops([5] * 11)  # occurrences overlap
+    assert not loops([5] * 10)
+    assert not loops(LOOP[:-1])
+    assert not loops([token for i in range(9) for token in (*range(7), 100 + i)])  # runs of seven
+    assert not loops(range(1000)) and not loops([])
+
+
+def test_loops_need_not_be_adjacent() -> None:
+    assert loops([token for i in range(4) for token in (*range(8), 100 + i)])

@@ -1,19 +1,6 @@
-from blockdraft.evaluation.lossless import identical_share, looping_share, loops
+from blockdraft.evaluation.lossless import identical_share, looping_share
 
 LOOP = [*range(8)] * 4
-
-
-def test_loops_counts_runs_of_eight() -> None:
-    assert loops(LOOP)
-    assert loops([5] * 11)  # occurrences overlap
-    assert not loops([5] * 10)
-    assert not loops(LOOP[:-1])
-    assert not loops([token for i in range(9) for token in (*range(7), 100 + i)])  # runs of seven
-    assert not loops(range(1000)) and not loops([])
-
-
-def test_loops_need_not_be_adjacent() -> None:
-    assert loops([token for i in range(4) for token in (*range(8), 100 + i)])
 
 
 def test_a_prompt_is_identical_if_all_of_its_answers_are() -> None:

@@ -160,6 +160,16 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     assert {path.name for path in tmp_path.iterdir()} == {"data.json", "tokens-00000.safetensors"}
 
 
+def test_a_killed_write_leaves_no_obstacle(tmp_path: Path) -> None:
+    (tmp_path / ".data.json.123.tmp").write_text("{")
+    write(tmp_path, [[0]]).finish()
+    assert not list(tmp_path.glob(".*")) and len(read_data(tmp_path)) == 1
+    with pytest.raises(ValueError, match=r"inside cannot be written to \(Not a directory\)"):
+        write(tmp_path / "data.json/inside", [])
+    with pytest.raises(ValueError, match=r"data\.json holds other files"):
+        write(tmp_path / "data.json", [])
+
+
 def test_tokenizers(tmp_path: Path, tiny_target_dir: Path) -> None:
     ours, other = (load_target_text(tiny_target_dir).tokenizer for _ in range(2))
     assert ours is not None and other is not None

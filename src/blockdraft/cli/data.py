@@ -21,7 +21,7 @@ def data(
     sources: Annotated[
         list[str],
         typer.Argument(
-            metavar="SOURCE...",
+            metavar="SOURCE",
             help="JSON-lines, JSON or Parquet files, folders of them, or datasets of the hub by name. Rows are chats "
             '({"messages": [{"role", "content"}, ...]} or {"conversations": [{"from", "value"}, ...]}), '
             '{"prompt", "response"}, {"turns": ["prompt", ...]} or {"text"}.',
@@ -88,9 +88,9 @@ def data(
     from blockdraft.drafters import load_drafter
     from blockdraft.engine import Engine
     from blockdraft.targets import load_target, load_target_text
+    from blockdraft.training.answerers import Answerer, EngineAnswerer, ServerAnswerer
     from blockdraft.training.features import target_fingerprint
     from blockdraft.training.prepare import Preparation
-    from blockdraft.training.regenerate import Answerer, EngineAnswerer, ServerAnswerer
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -108,7 +108,7 @@ def read_data(folder: str | Path) -> TokenData:
         ValueError: The folder is absent, unfinished or broken, or holds no supervised token.
     """
     folder = Path(folder)
-    manifest = read_manifest(folder)
+    manifest = read_manifest(folder / MANIFEST, FORMAT)
     if manifest is None:
         raise ValueError(f"{folder / MANIFEST} does not exist; give a folder made by `blockdraft data`.")
     if not manifest["finished"]:
@@ -132,18 +132,17 @@ def fingerprint(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """What data.json holds; None where there is none. Raises ValueError for what is broken or of another format."""
-    path = folder / MANIFEST
+def read_manifest(path: Path, version: int) -> dict[str, Any] | None:
+    """What a manifest holds; None where there is none. Raises ValueError for what is broken or of another version."""
     try:
         manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        version = manifest["format"]
-    except FileNotFoundError:
+        found = manifest["format"]
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); copy it again, or make the data anew.") from error
-    if version != FORMAT:
-        raise ValueError(f"{path} is of format {version} and this version reads {FORMAT}; make the data anew.")
+        raise ValueError(f"{path} cannot be read ({error}); copy it again, or make the folder anew.") from error
+    if found != version:
+        raise ValueError(f"{path} is of format {found} and this version reads {version}; make the folder anew.")
     return manifest
 
 
@@ -178,6 +177,22 @@ def write_file(path: Path, content: bytes) -> None:
         partial.unlink(missing_ok=True)
 
 
+def check_free(folder: Path) -> None:
+    """Raises ValueError where a folder holds files; what a killed `write_file` left behind does not count."""
+    if folder.exists() and (not folder.is_dir() or any(path.suffix != ".tmp" for path in folder.iterdir())):
+        raise ValueError(f"{folder} holds other files; choose another folder for --out.")
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder, or clear it of what killed calls of `write_file` left behind. Raises ValueError if it cannot."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.glob(".*.tmp"):
+            path.unlink()
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be written to ({error.strerror}).") from error
+
+
 class DataWriter:
     """Makes a data folder, or goes on with an unfinished one, or adds to a finished one.
 
@@ -195,9 +210,9 @@ class DataWriter:
 
     def __init__(self, folder: Path, identity: dict[str, Any]) -> None:
         self.folder = folder
-        self.manifest = read_manifest(folder)
-        if self.manifest is None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise ValueError(f"{folder} holds other files; choose another folder for --out.")
+        self.manifest = read_manifest(folder / MANIFEST, FORMAT)
+        if self.manifest is None:
+            check_free(folder)
         known = identity if self.manifest is None else self.manifest
         for name, ours in identity.items():
             theirs = known.get(name)
@@ -217,10 +232,7 @@ class DataWriter:
 
     def begin(self, **facts: Any) -> None:
         """Mark the folder as unfinished, and note facts in its manifest."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"{self.folder} cannot be made ({error.strerror}).") from error
+        make_folder(self.folder)
         self._write_manifest(finished=False, shards={}, counts={}, fingerprint=None, **facts)
 
     def add(self, row: int, documents: Sequence[Document], reason: str | None = None) -> None:

@@ -42,7 +42,7 @@ class DataSettings:
     """How documents are made of rows.
 
     Attributes:
-        length: Tokens of a document at most. Longer chats are cut, longer texts make several documents. None is the
+        length: Tokens of a document at most. Longer chats are cut, longer texts make several documents; None is the
             target's context, but at most 3072.
         template_args: Further arguments of the chat template, as a JSON object.
         split_turns: Make a document of each answer with what comes before it, instead of one of each chat. For chat

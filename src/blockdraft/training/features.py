@@ -24,7 +24,7 @@ from torch import Tensor
 from blockdraft.nn.draft_config import default_taps
 from blockdraft.proposal import chain
 from blockdraft.targets import Target
-from blockdraft.training.data import TokenData, fingerprint, write_file
+from blockdraft.training.data import TokenData, check_free, fingerprint, make_folder, read_manifest, write_file
 from blockdraft.training.data_settings import FeatureSettings
 
 FORMAT = 1
@@ -150,7 +150,7 @@ def read_features(folder: str | Path) -> Features:
         ValueError: The folder is absent, unfinished or broken.
     """
     folder = Path(folder)
-    manifest = _read_manifest(folder)
+    manifest = read_manifest(folder / MANIFEST, FORMAT)
     if manifest is None:
         raise ValueError(f"{folder / MANIFEST} does not exist; give a folder made by `blockdraft features`.")
     shards = []
@@ -197,10 +197,7 @@ class FeatureCache:
                 f"The features need {size(self.need)} and {self.folder.absolute().parent} has {size(self.free)} free; "
                 f"choose fewer taps or fewer documents or another disk for --out, or train without a feature cache."
             )
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"{self.folder} cannot be made ({error.strerror}).") from error
+        make_folder(self.folder)
         write_file(self.folder / MANIFEST, (json.dumps(self.manifest) + "\n").encode())
         shards = list(zip(self.manifest["first"], self.manifest["lengths"], strict=True))
         missing = [i for i in range(len(shards)) if not _shard(self.folder, i).exists()]
@@ -254,12 +251,12 @@ def plan_features(
         held += length * width
     identity = _identity(target, data, taps) | {"dtype": settings.dtype}
     manifest = {"format": FORMAT, **identity, "first": first, "lengths": groups}
-    earlier = _read_manifest(folder)
+    earlier = read_manifest(folder / MANIFEST, FORMAT)
     if earlier is not None:
         _check_same(folder, earlier, identity, tuple(identity))
         manifest = earlier
-    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} holds other files; choose another folder for --out.")
+    else:
+        check_free(folder)
     missing = (lengths for i, lengths in enumerate(manifest["lengths"]) if not _shard(folder, i).exists())
     disk = next(parent for parent in [folder.absolute(), *folder.absolute().parents] if parent.exists())
     need = sum(map(sum, missing)) * width
@@ -293,20 +290,6 @@ def _check_same(folder: Path, theirs: dict[str, Any], ours: dict[str, Any], name
     for name in names:
         if (list(theirs[name]) if name == "taps" else theirs[name]) != ours[name]:
             raise ValueError(
-                f"{folder} holds features of another {name.removesuffix('s')} ({name}: {theirs[name]}, not "
-                f"{ours[name]}); make them anew with `blockdraft features` in another folder."
+                f"{folder} holds other features: {name} {theirs[name]} instead of {ours[name]}. Give what they were "
+                f"made for, or make them anew with `blockdraft features` in another folder."
             )
-
-
-def _read_manifest(folder: Path) -> dict[str, Any] | None:
-    path = folder / MANIFEST
-    try:
-        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        version = manifest["format"]
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); make the features anew.") from error
-    if version != FORMAT:
-        raise ValueError(f"{path} is of format {version} and this version reads {FORMAT}; make the features anew.")
-    return manifest

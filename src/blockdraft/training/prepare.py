@@ -12,10 +12,11 @@ from typing import Any
 from torch import tensor
 
 from blockdraft.targets import Target, TargetText
+from blockdraft.training.answerers import Answerer
 from blockdraft.training.chats import ChatEncoder, answer_places
 from blockdraft.training.data import DataWriter, Document, fingerprint, tokenizer_fingerprint
 from blockdraft.training.data_settings import LONGEST, DataSettings, RowSettings
-from blockdraft.training.regenerate import Answerer, regenerate
+from blockdraft.training.regenerate import regenerate
 from blockdraft.training.rows import Message, Row, read_rows
 
 

@@ -1,0 +1,164 @@
+"""Who writes answers anew: our own engine, or a server that speaks OpenAI's protocol."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from threading import Event
+from typing import Any, Protocol
+
+from blockdraft.engine import Engine, Request, Scheduler
+from blockdraft.training.rows import Message
+from blockdraft.types import SamplingParams
+
+RETRIES = 6
+FIRST_WAIT = 1.0  # seconds before the first retry, twice as long before each further one
+REQUEST_SECONDS = 1800.0
+SERVER_KEY = "BLOCKDRAFT_SERVER_KEY"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Attributes:
+    text: Without special tokens.
+    token_ids: As they were generated, the end token included; None where a server does not tell.
+    ended: Whether the target ended it; False where it was cut at the longest length.
+    prompt_ids: The prompt as a server read it, where it tells.
+    reasoning: What a server has taken out of the text and told apart.
+    """
+
+    text: str
+    token_ids: list[int] | None
+    ended: bool
+    prompt_ids: list[int] | None = None
+    reasoning: str | None = None
+
+
+class Answerer(Protocol):
+    """Attributes:
+    at_once: Questions that it should have at any time.
+    """
+
+    at_once: int
+
+    def ask(self, key: int, messages: Sequence[Message], prompt: list[int], params: SamplingParams) -> None:
+        """Have a prompt answered."""
+
+    def answers(self) -> list[tuple[int, Answer]]:
+        """Wait until at least one question is answered; the keys and answers of those that are."""
+
+    def close(self) -> None:
+        """Drop what is unanswered."""
+
+
+class EngineAnswerer:
+    """Our own engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.at_once = 2 * engine.max_batch_size  # so that one is always waiting for a free row
+        self._scheduler = Scheduler(engine)
+        self._keys: dict[Request, int] = {}
+
+    def ask(self, key: int, messages: Sequence[Message], prompt: list[int], params: SamplingParams) -> None:
+        self._keys[self._scheduler.submit(prompt, params)] = key
+
+    def answers(self) -> list[tuple[int, Answer]]:
+        ended: list[Request] = []
+        while not ended:
+            ended = self._scheduler.step()
+        found = [request.completion().checked() for request in ended]
+        keys = [self._keys.pop(request) for request in ended]
+        return [
+            (key, Answer(c.text, c.token_ids, c.finish_reason == "stop")) for key, c in zip(keys, found, strict=True)
+        ]
+
+    def close(self) -> None:
+        pass
+
+
+class ServerAnswerer:
+    """A server with OpenAI's chat completions, such as vLLM or SGLang. A key for it may stand in the environment.
+
+    Args:
+        url: Such as http://localhost:8000/v1.
+        model: The name under which the server has the target.
+        at_once: Requests at a time.
+        template_args: Further arguments of the chat template.
+    """
+
+    def __init__(self, url: str, model: str, at_once: int, template_args: dict[str, Any]) -> None:
+        try:
+            import httpx
+        except ImportError as error:
+            raise ValueError("A server takes `httpx`; pip install 'blockdraft[train]' brings it.") from error
+        self._broken: tuple[type[Exception], ...] = (httpx.TransportError, httpx.InvalidURL)
+        key = os.environ.get(SERVER_KEY)
+        self._url, self._model, self.at_once = url.rstrip("/"), model, at_once
+        self._client = httpx.Client(
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=httpx.Timeout(REQUEST_SECONDS, connect=30),
+            limits=httpx.Limits(max_connections=at_once),
+        )
+        self._pool = ThreadPoolExecutor(at_once)
+        self._extra = {"chat_template_kwargs": template_args} if template_args else {}
+        self._running: dict[Future[Answer], int] = {}
+        self._closing = Event()
+
+    def ask(self, key: int, messages: Sequence[Message], prompt: list[int], params: SamplingParams) -> None:
+        body = {
+            "model": self._model,
+            "messages": list(messages),
+            "max_tokens": params.max_new_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "seed": params.seed,
+            "return_token_ids": True,  # vLLM's; other servers pass over it
+            **({"top_k": params.top_k} if params.top_k else {}),
+            **self._extra,
+        }
+        self._running[self._pool.submit(self._request, body)] = key
+
+    def answers(self) -> list[tuple[int, Answer]]:
+        done, _ = wait(self._running, return_when=FIRST_COMPLETED)
+        return [(self._running.pop(future), future.result()) for future in done]
+
+    def close(self) -> None:
+        self._closing.set()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._client.close()
+
+    def _request(self, body: dict[str, Any]) -> Answer:
+        """Ask, and ask again where the server is busy or away."""
+        told = "closed"
+        for attempt in range(RETRIES + 1):
+            if self._closing.wait(FIRST_WAIT * 2 ** (attempt - 1) if attempt else 0):
+                break
+            try:
+                response = self._client.post(f"{self._url}/chat/completions", json=body)
+            except self._broken as error:
+                told = f"{type(error).__name__}: {error}"
+                continue
+            told = f"status {response.status_code}: {response.text[:300]}"
+            if response.status_code == 200:
+                return _parsed(response, self._url)
+            if response.status_code < 500 and response.status_code not in (408, 425, 429):
+                raise ValueError(f"{self._url} refuses a request ({told}); check --server and --model.")
+        raise ValueError(f"{self._url} did not answer after {RETRIES + 1} tries ({told}).")
+
+
+def _parsed(response: Any, url: str) -> Answer:
+    try:
+        body = response.json()
+        [choice] = body["choices"]
+        message, reason = choice["message"], choice["finish_reason"]
+        reasoning = message.get("reasoning_content") or message.get("reasoning")
+        if reason not in ("stop", "length"):
+            raise ValueError(f"an answer has the finish reason {reason!r}")
+        ids, prompt_ids = choice.get("token_ids"), body.get("prompt_token_ids")
+        return Answer(message["content"] or "", ids, reason == "stop", prompt_ids, reasoning)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{url} answers in another way than OpenAI's chat completions ({error}): {response.text[:300]}"
+        ) from error

@@ -1,0 +1,132 @@
+"""`blockdraft data` and `blockdraft features` on tiny random models."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from blockdraft import cli
+from blockdraft.targets import load_target
+from blockdraft.training import features, prepare
+from blockdraft.training.data import read_data
+from blockdraft.training.features import read_features
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tiny_target_dir: Path, tmp_path: Path
+) -> Run:
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "say {i}", "response": "yes"}}\n' for i in range(6)))
+    (tmp_path / "foreign.jsonl").write_text('{"question": "why?"}\n')
+
+    def blockdraft(command: str, *args: object) -> Result:
+        words = ["blockdraft", command, "--target", tiny_target_dir, *args, "--device", "cpu"]
+        monkeypatch.setattr(sys, "argv", list(map(str, words)))
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(SystemExit) as exit_info:
+            cli.main()
+        return Result(int(exit_info.value.code or 0), *capsys.readouterr())
+
+    return blockdraft
+
+
+def test_from_rows_to_features(run: Run, tiny_target_dir: Path, tmp_path: Path) -> None:
+    code, out, err = run("data", "rows.jsonl", "--out", "data")
+    data = read_data(tmp_path / "data")
+    assert code == 0 and "6 rows, 6 to do" in err and "of 6 rows, about" in err
+    supervised = sum(int(one.supervised.sum()) for one in data)
+    share = f"({supervised / sum(data.lengths):.0%})"
+    assert out == f"data: 6 documents of 6 rows, {sum(data.lengths)} tokens, {supervised} of them supervised {share}\n"
+    code, out, err = run("features", "--data", "data", "--out", "features", "--taps", "0,2")
+    assert code == 0 and "layers 0, 2: 0.0 MiB to write, " in err and out.startswith("features: features of 6 doc")
+    found = read_features(tmp_path / "features")
+    found.check(load_target(tiny_target_dir, device="cpu"), data, (0, 2))
+    assert len(found) == 6
+
+
+def test_regenerated(run: Run, tiny_drafter_dir: Path, tmp_path: Path) -> None:
+    options = ("--regenerate", "--temperature", 0.9, "--seed", 4, "--max-new-tokens", 12, "--limit", 4)
+    found = run("data", "rows.jsonl", "--out", "plain", *options, "--json")
+    manifest = json.loads(found.out)
+    assert manifest["counts"]["rows"] == 4 and manifest["arguments"]["limit"] == 4
+    assert manifest["written_by"]["writer"] == "target" and manifest["written_by"]["seed"] == 4
+    drafted = run("data", "rows.jsonl", "--out", "drafted", *options, "--drafter", tiny_drafter_dir, "--json")
+    assert json.loads(drafted.out)["fingerprint"] == manifest["fingerprint"]
+    assert read_data(tmp_path / "plain").lengths == [len(one.tokens) for one in read_data(tmp_path / "drafted")]
+
+
+def test_interrupted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    add = prepare.DataWriter.add
+
+    def interrupted(self: prepare.DataWriter, row: int, *rest: object) -> None:
+        add(self, row, *rest)  # type: ignore[arg-type]
+        if row == 3:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare.DataWriter, "add", interrupted)
+        code, out, err = run("data", "rows.jsonl", "--out", "data")
+    assert (code, out) == (130, "")
+    assert err.endswith("Interrupted; 4 of 6 rows are kept in data. The same command goes on with them.\n")
+    assert "6 rows, 2 to do" in run("data", "rows.jsonl", "--out", "data").err
+
+    def stopped(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(features, "tapped_features", stopped)
+        code, out, err = run("features", "--data", "data", "--out", "features", "--taps", "1,")
+    assert (code, out) == (130, "") and "The same command goes on with it." in err
+    assert run("features", "--data", "data", "--out", "features", "--taps", "1,").code == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["foreign.jsonl"], "foreign.jsonl, row 1: it has the fields ['question']"),
+        (["absent.jsonl"], "There is no absent.jsonl"),
+        (["rows.jsonl", "--server", "http://x"], "takes both --server URL and --model NAME"),
+        (["rows.jsonl", "--server", "http://x", "--model", "m"], "add --regenerate"),
+        (["rows.jsonl", "--drafter", "none"], "add --regenerate"),
+        (["rows.jsonl", "--regenerate", "--server", "x", "--model", "m", "--drafter", "none"], "leave it out"),
+        (["rows.jsonl", "--length", "1000"], "length is 1000 and the target's context 256"),
+        (["rows.jsonl", "--chat-template", "absent.jinja"], "absent.jinja cannot be read"),
+        (["rows.jsonl", "--template-args", "x"], "must be a JSON object"),
+    ],
+)
+def test_bad_input_of_data(run: Run, tmp_path: Path, args: list[str], message: str) -> None:
+    code, out, err = run("data", *args, "--out", "data")
+    assert (code, out) == (2, "") and f"error: {message}" in err or message in err
+    assert "Traceback" not in err and not (tmp_path / "data").exists()
+
+
+def test_bad_input_of_features(run: Run, tmp_path: Path) -> None:
+    code, out, err = run("features", "--data", "data", "--out", "features")
+    assert (code, out) == (2, "") and "error: data/data.json does not exist" in err
+    run("data", "rows.jsonl", "--out", "data")
+    for taps, message in (("9,", "the target has 3 layers"), ("x", "taps is 'x'"), ("5", "at least 4")):
+        code, out, err = run("features", "--data", "data", "--out", "features", "--taps", taps)
+        assert (code, out) == (2, "") and message in err
+    assert not (tmp_path / "features").exists()
+
+
+def test_another_chat_template(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "marked.jinja").write_text(
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% else %}{{ m.content }}: {% endif %}{% endfor %}"
+    )
+    assert run("data", "rows.jsonl", "--out", "data", "--chat-template", "marked.jinja").code == 0
+    one = read_data(tmp_path / "data")[0]
+    assert len(one.tokens) == len("say 0: yes") and int(one.supervised.sum()) == len("yes")

@@ -1,0 +1,126 @@
+"""Rows to data folders without anyone writing responses anew."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blockdraft.targets import TargetText, load_target_text
+from blockdraft.training.data import TokenData, read_data
+from blockdraft.training.data_settings import DataSettings, RowSettings
+from blockdraft.training.prepare import Preparation
+
+LONG = "the end " * 20
+
+
+@pytest.fixture
+def target(tiny_target_dir: Path) -> TargetText:
+    return load_target_text(tiny_target_dir)
+
+
+def prepared(folder: Path, target: TargetText, rows: list[dict[str, Any]], **settings: Any) -> tuple[Preparation, Path]:
+    source = folder.parent / "rows.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Preparation(folder, target, [str(source)], RowSettings(), DataSettings(**settings)), source
+
+
+def texts(target: TargetText, data: TokenData, supervised_only: bool = False) -> list[str]:
+    assert target.tokenizer is not None
+    kept = [one.tokens[one.supervised] if supervised_only else one.tokens for one in data]
+    return [str(target.tokenizer.decode(tokens)) for tokens in kept]
+
+
+def test_chats_and_texts(tmp_path: Path, target: TargetText) -> None:
+    rows: list[dict[str, Any]] = [
+        {"prompt": "q", "response": "the answer"},
+        {"text": LONG},
+        {"messages": [{"role": "user", "content": "only a prompt"}]},
+        {"prompt": LONG, "response": "never reached"},
+        {"prompt": "r", "response": LONG},
+    ]
+    counts = prepared(tmp_path / "a", target, rows, length=40)[0].run()["counts"]
+    data = read_data(tmp_path / "a")
+    found = texts(target, data, supervised_only=True)
+    assert found[0] == "the answer<|im_end|>"
+    parts = found[1:-1]
+    assert "".join(parts) == LONG and len(parts) == 3  # 100 tokens, all of them supervised
+    assert max(data.lengths) == 40 and data[-1].cut and LONG.startswith(found[-1])
+    assert counts["left_out"] == {"no supervised token": 2} and counts["cut"] == 1
+
+
+def test_split_turns(tmp_path: Path, target: TargetText) -> None:
+    roles = ["user", "assistant"] * 2
+    rows = [{"messages": [{"role": role, "content": str(i)} for i, role in enumerate(roles)]}]
+    prepared(tmp_path / "together", target, rows)[0].run()
+    assert texts(target, read_data(tmp_path / "together"), supervised_only=True) == ["1<|im_end|>3<|im_end|>"]
+    prepared(tmp_path / "split", target, rows, split_turns=True)[0].run()
+    split = read_data(tmp_path / "split")
+    assert texts(target, split, supervised_only=True) == ["1<|im_end|>", "3<|im_end|>"]
+    assert "1<|im_end|>" in texts(target, split)[1]
+
+
+def test_all_rows_are_checked_before_the_first_is_encoded(tmp_path: Path, target: TargetText) -> None:
+    rows: list[dict[str, Any]] = [{"text": "fine"}] * 3
+    with pytest.raises(ValueError, match=r"rows\.jsonl, row 4: it has the fields"):
+        prepared(tmp_path / "a", target, [*rows, {"nothing": 1}])
+    with pytest.raises(ValueError, match=r"row 4: this is a prompt without a response; add --regenerate"):
+        prepared(tmp_path / "a", target, [*rows, {"turns": ["q"]}])
+    with pytest.raises(ValueError, match=r"row 1: this is a plain text, which nobody can answer"):
+        prepared(tmp_path / "a", target, rows, writer="target")
+    assert not (tmp_path / "a").exists()
+
+
+def test_other_rows_are_refused_and_further_ones_added(tmp_path: Path, target: TargetText) -> None:
+    rows = [{"text": "one"}, {"text": "two"}]
+    first = prepared(tmp_path / "a", target, rows)[0].run()
+    assert prepared(tmp_path / "a", target, rows)[0].run() == first
+    for others in ([{"text": "one"}, {"text": "three"}], rows[:1]):
+        with pytest.raises(ValueError, match="was made from 2 rows, and the first 2 of these are others"):
+            prepared(tmp_path / "a", target, others)
+    prepared(tmp_path / "a", target, [*rows, {"text": "three"}])[0].run()
+    assert texts(target, read_data(tmp_path / "a")) == ["one", "two", "three"]
+    with pytest.raises(ValueError, match="was made with length 256, not 100"):
+        prepared(tmp_path / "a", target, rows, length=100)
+
+
+def test_interrupted_it_goes_on(tmp_path: Path, target: TargetText) -> None:
+    rows = [{"text": f"row {i}"} for i in range(5)]
+
+    def stop(stage: str, done: int, total: int) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepared(tmp_path / "a", target, rows)[0].run(progress=stop)
+    again = prepared(tmp_path / "a", target, rows)[0]
+    assert again.missing == 3
+    again.run()
+    assert texts(target, read_data(tmp_path / "a")) == [f"row {i}" for i in range(5)]
+
+
+def test_no_usable_token_is_refused(tmp_path: Path, target: TargetText) -> None:
+    rows = [{"messages": [{"role": "user", "content": "only a prompt"}]}]
+    with pytest.raises(ValueError, match="None of the 1 rows has a token to learn from"):
+        prepared(tmp_path / "a", target, rows)[0].run()
+
+
+def test_a_refused_chat_is_named(tmp_path: Path, target: TargetText) -> None:
+    assert target.tokenizer is not None
+    target.tokenizer.chat_template = "{% if messages | length > 2 %}{{ raise_exception('too many') }}{% endif %}" + str(
+        target.tokenizer.chat_template
+    )
+    chat = [{"role": role, "content": "x"} for role in ("user", "assistant", "user")]
+    with pytest.raises(ValueError, match=r"rows\.jsonl, row 1: the chat template refuses these messages: too many"):
+        prepared(tmp_path / "a", target, [{"messages": chat}])[0].run()
+
+
+def test_bad_settings_are_refused(tmp_path: Path, target: TargetText) -> None:
+    with pytest.raises(ValueError, match="length is 1; it must be at least 2"):
+        DataSettings(length=1)
+    with pytest.raises(ValueError, match="batch_size is 0"):
+        DataSettings(batch_size=0)
+    with pytest.raises(ValueError, match="length is 257 and the target's context 256"):
+        prepared(tmp_path / "a", target, [{"text": "x"}], length=257)
+    with pytest.raises(ValueError, match="no tokenizer"):
+        prepared(tmp_path / "a", TargetText(None, None, 10, frozenset()), [{"text": "x"}])
