@@ -35,6 +35,7 @@ settle() {
 settle settled "$build/first_answers.jsonl" 220 --limit 7000 --sampled-share 0.2
 settle settled_again "$build/answers.jsonl" 60 --limit 14000 --sampled-share 0.3 --seed 2
 
-run train_drafter.py --gamma 4 --steps 1500 --answers "$build/answers.jsonl" --target "$build/target" --out "$build/drafter"
+run pack_answers.py --answers "$build/answers.jsonl" --target "$build/target" --out "$build/data"
+"$python" -m blockdraft train dflash "$here/drafter.toml" --target "$build/target" --data "$build/data" --out "$build/drafter"
 run measure.py --data "$data" --target "$build/target" --drafter "$build/drafter" --out "$build/figures.json"
 run bundle.py --build "$build"

@@ -74,7 +74,7 @@ def test_a_run_learns_and_leaves_a_drafter(variant: str, run: Run, tmp_path: Pat
     out = tmp_path / "drafter"
     lines = run(out, variant, steps="30", trackers="tensorboard", eval_every="15")
     assert [line["step"] for line in lines] == list(range(1, 31))
-    assert sum(line["loss"] for line in lines[-5:]) < 0.9 * sum(line["loss"] for line in lines[:5])
+    assert sum(line["loss"] for line in lines[-5:]) < 0.95 * sum(line["loss"] for line in lines[:5])
     end = lines[-1]
     assert 1 <= end["tau"] <= 6 and 1 <= end["held_out_accepted_length"] <= 6 and len(end["held_out_accuracy"]) >= 4
     assert "tau" in lines[14] and "tau" not in lines[15]
@@ -293,6 +293,11 @@ def test_two_processes_have_the_loss_of_one(
                 assert theirs[name] == pytest.approx(ours[name], rel=1e-3)
     for name, tensor in weights(one).items():
         torch.testing.assert_close(weights(two)[name], tensor, rtol=2e-2, atol=2e-4)
+    # And they go on from a checkpoint to the same weights.
+    (run_folder(two) / "checkpoints" / "step-00000006.pt").unlink()
+    shutil.copytree(two, tmp_path / "before")
+    told = subprocess.run(started, check=True, env=environment, stderr=subprocess.PIPE, text=True).stderr
+    assert "Going on from step 4" in told and same(tmp_path / "before", two)
 
 
 def test_tokenizer_fingerprint_is_what_the_data_hold(tiny_target_dir: Path, tiny_data_dir: Path) -> None:

@@ -90,8 +90,12 @@ def _train(
     from blockdraft.evaluation.prompts import read_prompt_sets
     from blockdraft.targets import load_target
     from blockdraft.training.data import read_data
-    from blockdraft.training.devices import make_accelerator
-    from blockdraft.training.trainer import Telling, run_folder, train
+
+    try:
+        from blockdraft.training.devices import make_accelerator
+        from blockdraft.training.trainer import Telling, run_folder, train
+    except ModuleNotFoundError as error:
+        raise ValueError(f"Training takes {error.name}; run pip install 'blockdraft[train]'.") from error
 
     documents = read_data(data)
     prompts = read_prompt_sets([prompts_file])[0].prompts if prompts_file is not None else None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 from blockdraft.training.recipe import Recipe
 
@@ -34,6 +34,9 @@ def make_accelerator(recipe: Recipe, folder: Path, device: str | None = None) ->
         log_with=list(recipe.trackers) or None,
         project_dir=str(folder),
     )
+    if plugin is not None and found.distributed_type == DistributedType.MULTI_CPU:
+        # Accelerate shards on GPUs only and would leave it at that; torch shards on CPUs too.
+        found.state.distributed_type, found.state.fsdp_plugin = DistributedType.FSDP, plugin
     missing = {*recipe.trackers} - {str(getattr(tracker, "value", tracker)) for tracker in found.log_with}
     if missing:
         raise ValueError(

@@ -1,0 +1,39 @@
+"""Step 5a: the target's answers as training data. The tokens are taken as they were decoded, not made from text anew."""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+
+from blockdraft import load_target
+from blockdraft.training.data import DataWriter, Document, tokenizer_fingerprint
+
+LEAST = 4  # tokens of an answer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--answers", type=Path, default=Path("build/tiny/answers.jsonl"))
+    parser.add_argument("--target", type=Path, default=Path("build/tiny/target"))
+    parser.add_argument("--out", type=Path, default=Path("build/tiny/data"))
+    args = parser.parse_args()
+
+    tokenizer = load_target(args.target).tokenizer
+    assert tokenizer is not None
+    writer = DataWriter(args.out, {"tokenizer": tokenizer_fingerprint(tokenizer), "answers": args.answers.name})
+    writer.begin()
+    with args.answers.open(encoding="utf-8") as file:
+        for number, line in enumerate(file):
+            row = json.loads(line)
+            if number in writer.done or len(row.get("ids", ())) < LEAST:
+                continue
+            chat = [{"role": "user", "content": row["prompt"]}]
+            prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+            tokens = torch.tensor(prompt + row["ids"])
+            writer.add(number, [Document(tokens, torch.arange(len(tokens)) >= len(prompt))])
+    print(writer.finish()["counts"])
+
+
+if __name__ == "__main__":
+    main()
