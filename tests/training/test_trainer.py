@@ -118,6 +118,7 @@ def test_a_finished_run_has_nothing_left_to_do(run: Run, tmp_path: Path) -> None
     assert run(tmp_path / "drafter") == first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
