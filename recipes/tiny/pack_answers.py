@@ -1,4 +1,4 @@
-"""Step 5a: the target's answers as training data. Their tokens are those that were decoded, not made from text anew."""
+"""Step 5a: the target's answers as training data. Tokens are taken as they were decoded, not made from text anew."""
 
 import argparse
 import json

@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from blockdraft.cli import app
+from blockdraft.cli.display import progress
 from blockdraft.cli.train import split_flags
 from blockdraft.training.recipe import Recipe, read_recipe
 
@@ -19,6 +20,16 @@ def test_recipe_fields_are_told_from_options() -> None:
     assert fields == {"layers": "3", "learning-rate": "1e-3"}
     with pytest.raises(ValueError, match="--layers has no value"):
         split_flags(["dflash", "--layers"], {"--out"})
+
+
+def test_progress_of_one_stage_after_another(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress("done") as tell:
+        for stage in ("features", "steps"):
+            for done in range(1, 21):
+                tell(stage, done, 20)
+    lines = capsys.readouterr().err.splitlines()
+    assert sum(line.startswith("features: ") for line in lines) == 10
+    assert sum(line.startswith("steps: ") for line in lines) == 10
 
 
 def test_show_recipe_is_a_recipe(tmp_path: Path) -> None:

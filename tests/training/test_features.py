@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from blockdraft.proposal import chain
 from blockdraft.targets import Target, load_target
 from blockdraft.training import features
 from blockdraft.training.data import DataWriter, Document, TokenData, read_data, tokenizer_fingerprint
@@ -169,7 +170,7 @@ def test_taps(target: Target, data: TokenData) -> None:
         with pytest.raises(ValueError, match="it must be a number of layers, or layers such as 1,3,5"):
             chosen_taps(text, 8)
     for taps in ((4,), (-1,), ()):
-        with pytest.raises(ValueError, match="the target has 3 layers; name one or more of 0 to 2, or 3 for what goes"):
+        with pytest.raises(ValueError, match="the target has 3 layers; name one or more of 0 to 2, or 3 for"):
             tapped_features(target, taps, [data[0].tokens])
     with pytest.raises(ValueError, match=r"has 300 tokens and the target's context 256"):
         tapped_features(target, TAPS, [torch.zeros(300, dtype=torch.int64)])
@@ -185,3 +186,12 @@ def test_bad_settings_are_refused() -> None:
         FeatureSettings(dtype="int8")
     with pytest.raises(ValueError, match="batch_tokens is 0"):
         FeatureSettings(batch_tokens=0)
+
+
+def test_the_input_of_the_head_can_be_tapped(tiny_target_dir: Path) -> None:
+    target = load_target(tiny_target_dir)
+    tokens = torch.arange(5, 25)
+    [hidden] = tapped_features(target, (0, target.num_layers), [tokens])
+    proposal = chain(tokens[None])
+    logits = target.forward(proposal.tokens, proposal.parents, target.new_cache(1, 20)).logits[0]
+    torch.testing.assert_close(target.head(hidden[:, target.hidden_size :]), logits, atol=1e-5, rtol=1e-5)

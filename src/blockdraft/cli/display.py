@@ -98,7 +98,9 @@ def progress(noun: str) -> Iterator[Callable[[str, int, int], None]]:
     began, tenths = time.monotonic(), 0
 
     def write_line(stage: str, done: int, total: int) -> None:
-        nonlocal tenths
+        nonlocal began, tenths
+        if 10 * done // total < tenths:  # another stage
+            began, tenths = time.monotonic(), 0
         if done and 10 * done // total > tenths:
             tenths = 10 * done // total
             left = (time.monotonic() - began) / done * (total - done)

@@ -108,7 +108,7 @@ def _train(
         print(text, file=sys.stderr, flush=True)
 
     try:
-        with display.progress("steps") as progress:
+        with display.progress("done") as progress:
             telling = Telling(progress, note)
             lines = train(variant, loaded, documents, out, settings, accelerator, prompts, telling)
     except KeyboardInterrupt:

@@ -290,12 +290,12 @@ class Trainer:
             self.variant.save(folder, self.config, named)
 
     def _save(self, step: int) -> None:
-        """Write a checkpoint and the drafter."""
+        """Write the drafter and then a checkpoint, so that a run whose last checkpoint is there has nothing to do."""
+        self._export(self.out)
         network, optimizers = get_state_dict(self.module, self.optimizers, options=WHOLE)
         if self.accelerator.is_main_process:
             state = {"step": step, "identity": self.identity, "network": network, "optimizers": optimizers}
             checkpoints.save(self.folder / "checkpoints", step, state, self.recipe.keep)
-        self._export(self.out)
         self.accelerator.wait_for_everyone()
 
     def _restore(self, state: dict[str, Any]) -> None:
