@@ -15,7 +15,8 @@ def document(length: int, begin: int, end: int | None = None, first: int = 100) 
     return Document(first + places, (places >= begin) & (places < (end or length)))
 
 
-DATA = [document(6 + i % 7, 2 + i % 3, first=100 * i) for i in range(30)] + [document(5, 4), document(40, 3)]
+# Every fourth one is supervised from its first token on, as plain text is.
+DATA = [document(6 + i % 7, 0 if i % 4 == 0 else 2 + i % 3, first=100 * i) for i in range(30)] + [document(5, 4), document(40, 3)]
 RECIPE = Recipe(length=24, batch=4, anchors=5, block_size=4, epochs=2, held_out=6)
 
 
@@ -120,6 +121,12 @@ def test_a_run_goes_on_where_it_stopped(start: int) -> None:
     for (epoch, ours), (theirs_epoch, theirs) in zip(whole[start:], rest, strict=True):
         assert epoch == theirs_epoch and ours.contents == theirs.contents
         assert torch.equal(ours.anchors_BA, theirs.anchors_BA) and torch.equal(ours.taught_BAK, theirs.taught_BAK)
+
+
+def test_anchors_of_the_same_row_are_drawn_anew_in_each_epoch() -> None:
+    recipe = Recipe(length=40, batch=1, anchors=4, block_size=4, held_out=1)
+    run = Batches(Documents(DATA, 40), [31], recipe, 3).run(0)
+    assert len({tuple(batch.anchors_BA[0].tolist()) for _, batch in islice(run, 8)}) > 5
 
 
 def test_rows_of_a_batch() -> None:

@@ -74,7 +74,7 @@ def test_a_run_learns_and_leaves_a_drafter(variant: str, run: Run, tmp_path: Pat
     out = tmp_path / "drafter"
     lines = run(out, variant, steps="30", trackers="tensorboard", eval_every="15")
     assert [line["step"] for line in lines] == list(range(1, 31))
-    assert sum(line["loss"] for line in lines[-5:]) < 0.9 * sum(line["loss"] for line in lines[:5])
+    assert sum(line["loss"] for line in lines[-5:]) < 0.95 * sum(line["loss"] for line in lines[:5])
     end = lines[-1]
     assert 1 <= end["tau"] <= 6 and 1 <= end["held_out_accepted_length"] <= 6 and len(end["held_out_accuracy"]) >= 4
     assert "tau" in lines[14] and "tau" not in lines[15]
