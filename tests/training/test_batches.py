@@ -5,7 +5,7 @@ from itertools import islice
 import pytest
 import torch
 
-from blockdraft.training.batches import Batches, Documents, eligible, pack, place_anchors, shares, split
+from blockdraft.training.batches import Batch, Batches, Documents, eligible, pack, place_anchors, shares, split
 from blockdraft.training.data import Document
 from blockdraft.training.recipe import Recipe
 
@@ -16,7 +16,10 @@ def document(length: int, begin: int, end: int | None = None, first: int = 100) 
 
 
 # Every fourth one is supervised from its first token on, as plain text is.
-DATA = [document(6 + i % 7, 0 if i % 4 == 0 else 2 + i % 3, first=100 * i) for i in range(30)] + [document(5, 4), document(40, 3)]
+DATA = [document(6 + i % 7, 0 if i % 4 == 0 else 2 + i % 3, first=100 * i) for i in range(30)] + [
+    document(5, 4),
+    document(40, 3),
+]
 RECIPE = Recipe(length=24, batch=4, anchors=5, block_size=4, epochs=2, held_out=6)
 
 
@@ -75,8 +78,13 @@ def test_eligible_needs_two_in_a_row() -> None:
     assert eligible(torch.tensor([True, False, True, True, False])).tolist() == [False, False, True, False, False]
 
 
-def test_a_batch_says_what_the_documents_say() -> None:
-    batch = next(iter(batches().run(0)))[1]
+def test_batches_say_what_the_documents_say() -> None:
+    run = batches()
+    for _, batch in islice(run.run(0), run.steps_of(0)):
+        check_batch(batch)
+
+
+def check_batch(batch: Batch) -> None:
     assert batch.tokens_BS.shape == (4, 24) and batch.taught_BAK.shape == (4, 5, 3)
     documents = Documents(DATA, 24)
     for row, contents in enumerate(batch.contents):
