@@ -5,7 +5,7 @@ from itertools import islice
 import pytest
 import torch
 
-from blockdraft.training.batches import Batches, Documents, eligible, pack, place_anchors, shares, split
+from blockdraft.training.batches import Batch, Batches, Documents, eligible, pack, place_anchors, shares, split
 from blockdraft.training.data import Document
 from blockdraft.training.recipe import Recipe
 
@@ -15,7 +15,11 @@ def document(length: int, begin: int, end: int | None = None, first: int = 100) 
     return Document(first + places, (places >= begin) & (places < (end or length)))
 
 
-DATA = [document(6 + i % 7, 2 + i % 3, first=100 * i) for i in range(30)] + [document(5, 4), document(40, 3)]
+# Every fourth one is supervised from its first token on, as plain text is.
+DATA = [document(6 + i % 7, 0 if i % 4 == 0 else 2 + i % 3, first=100 * i) for i in range(30)] + [
+    document(5, 4),
+    document(40, 3),
+]
 RECIPE = Recipe(length=24, batch=4, anchors=5, block_size=4, epochs=2, held_out=6)
 
 
@@ -74,8 +78,13 @@ def test_eligible_needs_two_in_a_row() -> None:
     assert eligible(torch.tensor([True, False, True, True, False])).tolist() == [False, False, True, False, False]
 
 
-def test_a_batch_says_what_the_documents_say() -> None:
-    batch = next(iter(batches().run(0)))[1]
+def test_batches_say_what_the_documents_say() -> None:
+    run = batches()
+    for _, batch in islice(run.run(0), run.steps_of(0)):
+        check_batch(batch)
+
+
+def check_batch(batch: Batch) -> None:
     assert batch.tokens_BS.shape == (4, 24) and batch.taught_BAK.shape == (4, 5, 3)
     documents = Documents(DATA, 24)
     for row, contents in enumerate(batch.contents):
@@ -120,6 +129,12 @@ def test_a_run_goes_on_where_it_stopped(start: int) -> None:
     for (epoch, ours), (theirs_epoch, theirs) in zip(whole[start:], rest, strict=True):
         assert epoch == theirs_epoch and ours.contents == theirs.contents
         assert torch.equal(ours.anchors_BA, theirs.anchors_BA) and torch.equal(ours.taught_BAK, theirs.taught_BAK)
+
+
+def test_anchors_of_the_same_row_are_drawn_anew_in_each_epoch() -> None:
+    recipe = Recipe(length=40, batch=1, anchors=4, block_size=4, held_out=1)
+    run = Batches(Documents(DATA, 40), [31], recipe, 3).run(0)
+    assert len({tuple(batch.anchors_BA[0].tolist()) for _, batch in islice(run, 8)}) > 5
 
 
 def test_rows_of_a_batch() -> None:

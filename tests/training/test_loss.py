@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from blockdraft.proposal import chain
 from blockdraft.targets import load_target
 from blockdraft.training.batches import Batches, Documents
 from blockdraft.training.data import read_data
 from blockdraft.training.loss import DraftLoss, Sums, tensors_of
+from blockdraft.training.objectives import Slots
 from blockdraft.training.recipe import Recipe
 from blockdraft.training.sources import features_of, open_source
 from blockdraft.training.variants.dflash import DFlashVariant
@@ -98,3 +100,33 @@ def test_what_a_variant_counts_is_counted_over_taught_slots(
     sums, _ = run(dataclasses.replace(RECIPE, chunk=chunk), tiny_target_dir, tiny_data_dir)
     assert sums.counts_M.tolist() == [int((sums.taught_K * pattern).sum()), int(sums.taught_K.sum())]
     assert 0 < int(sums.taught_K.sum()) < 5 * int(sums.blocks)  # some slots are not taught
+
+
+def test_the_teacher_speaks_of_the_token_that_the_label_is(
+    monkeypatch: pytest.MonkeyPatch, tiny_target_dir: Path, tiny_data_dir: Path
+) -> None:
+    """Of each taught slot, the teacher's logits are those of the target after all tokens before the label."""
+    seen: list[Slots] = []
+    original = DFlashVariant.losses
+
+    def watched(self: DFlashVariant, network: object, slots: Slots) -> object:
+        seen.append(slots)
+        return original(self, network, slots)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(DFlashVariant, "losses", watched)
+    run(RECIPE, tiny_target_dir, tiny_data_dir)
+    target, data = load_target(tiny_target_dir), read_data(tiny_data_dir)
+    laws = {}  # by the tokens so far
+    for document in data:
+        proposal = chain(document.tokens[None])
+        cache = target.new_cache(1, len(document.tokens))
+        logits = target.forward(proposal.tokens, proposal.parents, cache).logits[0]
+        for place in range(1, len(document.tokens) - 1):
+            laws[tuple(document.tokens[place - 1 : place + 2].tolist())] = logits[place]
+    [slots], compared = seen, 0
+    assert slots.teacher_CKV is not None
+    for c, k in slots.taught_CK[:, 1:].nonzero().tolist():  # from the second label on, three tokens are known
+        key = tuple(slots.tokens_CL[c, k : k + 3].tolist())
+        torch.testing.assert_close(slots.teacher_CKV[c, k + 1], laws[key], atol=1e-4, rtol=1e-4)
+        compared += 1
+    assert compared > 20

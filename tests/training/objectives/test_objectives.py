@@ -103,6 +103,27 @@ def test_going_downhill_makes_the_taught_tokens_or_the_target_likelier(name: str
             assert entropy(moved, c, k) < 0.1
 
 
+@pytest.mark.parametrize("name", ["dpace", "lk_hybrid"])
+def test_weights_carry_no_gradient(name: str) -> None:
+    """The gradient is that of the same sum with its weights as plain numbers."""
+    s = slots()
+    logits = s.logits_CKV.clone().requires_grad_()
+    moved = Slots(s.hidden_CKH, logits, s.tokens_CL, s.taught_CK, s.teacher_CKV)
+    find_objective(name).losses(moved)[0].sum().backward()
+    found, logits.grad = logits.grad, None
+    entropies = find_objective("decay").losses(moved)[0]
+    kls, rejected = (find_objective(one).losses(moved)[0] for one in ("forward_kl", "total_variation"))
+    total = torch.zeros(())
+    for k in range(SLOTS):
+        share = math.exp(-3 * alpha(s, 0, k))
+        if name == "dpace":
+            total = total + dpace(s, 0, k) / entropy(s, 0, k) * entropies[k]
+        else:
+            total = total + share * kls[k] + (1 - share) * rejected[k]
+    total.backward()
+    torch.testing.assert_close(found, logits.grad, rtol=1e-4, atol=1e-6)
+
+
 def test_acceptance_of_a_hopeless_slot_is_finite() -> None:
     far = torch.tensor([[[100.0, -100.0]]])
     s = Slots(torch.zeros(1, 1, 1), far, torch.zeros(1, 2, dtype=torch.long), torch.ones(1, 1).bool(), -far)
