@@ -58,7 +58,7 @@ def generate(
             "and print one JSON object a line, each as soon as it is done. Prompt i, from 0 on, has the seed + i.",
         ),
     ] = None,
-    batch_size: Annotated[int, option(Settings, "batch_size")] = 8,
+    batch_size: Annotated[int | None, option(Settings, "batch_size")] = None,
     dtype: Dtype = None,
     device: Device = None,
     compare: Annotated[
@@ -101,7 +101,7 @@ def generate(
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     loaded = load_target(target, dtype=dtype, device=device)
-    rows = {"max_batch_size": batch_size} if prompts else {}
+    rows = {} if batch_size is None else {"max_batch_size": batch_size}
     engine = Engine(loaded, load_drafter(drafter, target=loaded), drafting=drafting, **rows)
 
     if prompts:

@@ -20,8 +20,8 @@ class Plan:
         tree_budget: Most guesses of each row's tree; 0 asks for chains. A drafter that has no trees returns chains.
         cycle_seconds: Time of a whole cycle with 0, 1, 2, ... guesses a row. With it only as many guesses are worth
             returning as maximise the expected tokens over this time; None asks for as many as the rest allows.
-        trust: Accepted guesses over expected ones, as far as is known. Drafters tend to be surer than they should;
-            with `cycle_seconds`, expected acceptance is multiplied by it.
+        trust: Accepted guesses over those that the drafter expected, as far as is known; with `cycle_seconds`, expected
+            acceptance is multiplied by it.
         draws: `[B, block_size - 1]` float64 in [0, 1): asks for a chain of guesses drawn with these numbers, one a
             depth. None asks for chosen guesses. A drafter that cannot draw ignores them and returns q None.
     """
