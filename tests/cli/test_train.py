@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 from blockdraft.cli import app
 from blockdraft.cli.display import progress
 from blockdraft.cli.train import split_flags
+from blockdraft.formats.speculators import recognises
 from blockdraft.training.recipe import Recipe, read_recipe
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerator")
@@ -47,6 +48,7 @@ def test_show_recipe_is_a_recipe(tmp_path: Path) -> None:
         (["dlfash"], "'dlfash' is unknown; there are dflash"),
         (["dflash", "--out", "x"], "--data is missing"),
         (["dflash", "--out", "x", "--data", "nowhere"], "give a folder made by `blockdraft data`"),
+        (["dflash", "--out", "x", "--data", "y", "--format", "gguf"], "format is 'gguf'"),
         (["dflash", "nowhere.toml"], "cannot be read as a recipe"),
     ],
 )
@@ -57,7 +59,10 @@ def test_bad_input(arguments: list[str], told: str, tmp_path: Path, monkeypatch:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_ends_with_a_table_and_the_command(tmp_path: Path, tiny_target_dir: Path, tiny_data_dir: Path) -> None:
+@pytest.mark.parametrize("written", ["zlab", "speculators"])
+def test_a_run_ends_with_a_table_and_the_command(
+    written: str, tmp_path: Path, tiny_target_dir: Path, tiny_data_dir: Path
+) -> None:
     fields = {
         "layers": 1,
         "taps": 1,
@@ -73,7 +78,14 @@ def test_a_run_ends_with_a_table_and_the_command(tmp_path: Path, tiny_target_dir
     flags += ["--device", "cpu", "--trackers", "", "--data", str(tiny_data_dir), "--out", str(tmp_path / "drafter")]
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat"}\n')
     flags += ["--target", str(tiny_target_dir), "--prompts", str(tmp_path / "prompts.jsonl")]
-    result = CliRunner().invoke(app, ["train", "dflash", *flags])
+    result = CliRunner().invoke(app, ["train", "dflash", *flags, "--format", written])
     assert result.exit_code == 0, result.exception
     assert "accepted length" in result.output
     assert f"blockdraft generate --target {tiny_target_dir} --drafter {tmp_path / 'drafter'} PROMPT" in result.output
+    assert recognises(tmp_path / "drafter") == (written == "speculators")
+
+    # Asked again in the other format, the finished run writes that.
+    other = "zlab" if written == "speculators" else "speculators"
+    result = CliRunner().invoke(app, ["train", "dflash", *flags, "--format", other])
+    assert result.exit_code == 0, result.exception
+    assert recognises(tmp_path / "drafter") == (other == "speculators")

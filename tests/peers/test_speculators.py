@@ -15,7 +15,7 @@ from blockdraft.formats import speculators, zlab
 from blockdraft.formats.speculators import Borrowed
 from blockdraft.nn.draft_config import LayerAttention
 from blockdraft.targets import Target, embedding_and_head, load_target
-from blockdraft.training.export import convert
+from blockdraft.training.export import Format, convert
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of its imports
@@ -23,7 +23,7 @@ with warnings.catch_warnings():
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 
 CONTEXT, ANCHOR = 20, 7
-ARCHITECTURES = ["Qwen3ForCausalLM"]
+ARCHITECTURES = ("Qwen3ForCausalLM",)
 
 
 @pytest.fixture(scope="module")
@@ -90,12 +90,12 @@ def test_dflash(
     config, tensors = zlab.read_checkpoint(tiny_drafter_dir)
     config = replace(config, layers=tuple(LayerAttention(*layer) for layer in layers))
     zlab.write_checkpoint(tmp_path / "draft", config, tensors)
-    convert(tmp_path / "draft", tmp_path / "out", "speculators", target, str(tiny_target_dir), ARCHITECTURES)
+    convert(tmp_path / "draft", tmp_path / "out", Format("speculators", str(tiny_target_dir), ARCHITECTURES), target)
     compare(tmp_path / "out", target, head_less_slots=1)
 
 
 def test_dspark(tmp_path: Path, target: Target, tiny_target_dir: Path, tiny_dspark_dir: Path) -> None:
-    convert(tiny_dspark_dir, tmp_path / "out", "speculators", target, str(tiny_target_dir), ARCHITECTURES)
+    convert(tiny_dspark_dir, tmp_path / "out", Format("speculators", str(tiny_target_dir), ARCHITECTURES), target)
     compare(tmp_path / "out", target, head_less_slots=0)
 
 
@@ -117,7 +117,7 @@ def test_we_read_what_they_write(
 ) -> None:
     config, tensors = zlab.read_checkpoint(request.getfixturevalue(name))
     source = request.getfixturevalue(name)
-    convert(source, tmp_path / "out", "speculators", target, str(tiny_target_dir), ARCHITECTURES)
+    convert(source, tmp_path / "out", Format("speculators", str(tiny_target_dir), ARCHITECTURES), target)
     theirs(tmp_path / "out").save_pretrained(tmp_path / "again")
     found, theirs_again, own = speculators.read_checkpoint(tmp_path / "again", target.num_layers)
     assert found == config and own.kept is None

@@ -34,18 +34,15 @@ def export(
     The folder appears whole or not at all. Weights keep their dtype; the speculators format adds copies of the target's
     embedding and head.
     """
-    from transformers import AutoConfig
     from transformers.utils import logging
 
     from blockdraft.targets import load_target
-    from blockdraft.training.export import check_format, convert
+    from blockdraft.training.export import check_format, convert, format_for
 
     check_format(to_format)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     loaded = load_target(target, device="cpu")
-    place = str(target) if loaded.path is None else str(loaded.path.resolve())  # a hub name has no folder
-    architectures = AutoConfig.from_pretrained(place).architectures or []
-    convert(drafter, out, to_format, loaded, target_name or place, architectures)
+    convert(drafter, out, format_for(to_format, loaded, target, target_name), loaded)
     size = sum(file.stat().st_size for file in Path(out).iterdir())
     print(f"{out}: {size / 1e6:,.1f} MB in the {to_format} format", file=sys.stderr)

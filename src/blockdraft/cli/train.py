@@ -48,6 +48,12 @@ def train(
             "beginnings of held-out documents.",
         ),
     ] = None,
+    to_format: Annotated[
+        str,
+        typer.Option(
+            "--format", metavar="zlab|speculators", help="How to write the drafter, as in `blockdraft export`."
+        ),
+    ] = "zlab",
     target_dtype: Dtype = None,
     device: Device = None,
     show_recipe: Annotated[
@@ -71,7 +77,7 @@ def train(
         if value is None:
             raise ValueError(f"{name} is missing; name a folder.")
     assert data is not None and out is not None
-    _train(variant, settings, target, data, out, prompts_file, target_dtype, device)
+    _train(variant, settings, target, data, out, prompts_file, to_format, target_dtype, device)
 
 
 def _train(
@@ -81,6 +87,7 @@ def _train(
     data: Path,
     out: Path,
     prompts_file: Path | None,
+    to_format: str,
     dtype: str | None,
     device: str | None,
 ) -> None:
@@ -93,10 +100,12 @@ def _train(
 
     try:
         from blockdraft.training.devices import make_accelerator
+        from blockdraft.training.export import check_format, format_for
         from blockdraft.training.trainer import Telling, run_folder, train
     except ModuleNotFoundError as error:
         raise ValueError(f"Training takes {error.name}; run pip install 'blockdraft[train]'.") from error
 
+    check_format(to_format)
     documents = read_data(data)
     prompts = read_prompt_sets([prompts_file])[0].prompts if prompts_file is not None else None
     accelerator = make_accelerator(settings, run_folder(out), device)
@@ -110,7 +119,8 @@ def _train(
     try:
         with display.progress("done") as progress:
             telling = Telling(progress, note)
-            lines = train(variant, loaded, documents, out, settings, accelerator, prompts, telling)
+            written = format_for(to_format, loaded, target)
+            lines = train(variant, loaded, documents, out, settings, accelerator, prompts, telling, written)
     except KeyboardInterrupt:
         if accelerator.is_main_process:
             note("Interrupted; the same command goes on from the newest checkpoint.")

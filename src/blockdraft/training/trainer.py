@@ -25,6 +25,7 @@ from blockdraft.targets import Target
 from blockdraft.training import checkpoints, start
 from blockdraft.training.batches import Batch, Batches, Documents, split
 from blockdraft.training.data import TokenData
+from blockdraft.training.export import ZLAB, Format, export
 from blockdraft.training.loss import DraftLoss, Sums, tensors_of, term_weights
 from blockdraft.training.measure import encoded, held_out_prompts, measured_tau
 from blockdraft.training.optimizers import make_optimizers, rate, set_rate
@@ -64,6 +65,7 @@ def train(
     accelerator: Accelerator,
     prompts: Sequence[Prompt] | None = None,
     telling: Telling | None = None,
+    written: Format = ZLAB,
 ) -> list[dict[str, Any]]:
     """Train a drafter, or go on with a run that was interrupted.
 
@@ -74,6 +76,7 @@ def train(
         recipe: Of the variant's recipe class.
         accelerator: From `make_accelerator`.
         prompts: To measure tau on; None takes the beginnings of held-out documents.
+        written: Format of the drafter in `out`.
 
     Returns:
         The figures of all steps, as in log.jsonl; empty in all processes but the main one.
@@ -93,6 +96,7 @@ def train(
         accelerator,
         prompts,
         (telling or quiet) if accelerator.is_main_process else quiet,
+        written,
     )
     return trainer.run()
 
@@ -110,12 +114,15 @@ class Trainer:
         accelerator: Accelerator,
         prompts: Sequence[Prompt] | None,
         telling: Telling,
+        written: Format,
     ) -> None:
         self.target, self.recipe, self.accelerator, self.telling = target, recipe, accelerator, telling
+        self.written = written
         self.out, self.folder = out, run_folder(out)
         self.variant = find_variant(variant_name)(recipe)
         start.check_data(data, target, recipe, accelerator.num_processes)
         self.config = self.variant.config(target, start.mask_token(target, recipe))
+        written.check(self.config)
         vocabulary = target.tokenizer.get_vocab() if target.tokenizer is not None else None
         network = self.variant.network(self.config, vocabulary).to(target.device)
         start.check_folder(out, self.folder, network, recipe)
@@ -164,6 +171,8 @@ class Trainer:
         if accelerator.is_main_process:
             (self.folder / "recipe.toml").write_text(as_toml(recipe), encoding="utf-8")
             accelerator.init_trackers("blockdraft")
+        if self.begin == self.steps:  # it may be asked for in another format now
+            self._export(self.out, self.written)
         began, tokens, last = time.monotonic(), 0, ""
         stream = itertools.islice(self.batches.run(self.begin), max(self.steps - self.begin, 0))
         for step, (epoch, batch) in enumerate(stream, self.begin + 1):
@@ -265,7 +274,7 @@ class Trainer:
             figures = {f"held_out_{name}": value for name, value in found.items()}
         if self.prompts:
             measured = self.folder / "measured"
-            self._export(measured)
+            self._export(measured, ZLAB)
             if self.accelerator.is_main_process:
                 self.telling.progress(f"step {step}: measuring tau", step - self.begin, self.steps - self.begin)
                 figures["tau"] = measured_tau(measured, self.target, self.prompts, self.recipe.eval_tokens)
@@ -282,16 +291,16 @@ class Trainer:
                 numbers |= {f"{name}/{k}": value for k, value in enumerate(values, 1) if value is not None}
         self.accelerator.log(numbers, step=figures["step"])
 
-    def _export(self, folder: Path) -> None:
+    def _export(self, folder: Path, written: Format) -> None:
         """Write the drafter as it is now."""
         tensors = get_model_state_dict(self.module, options=WHOLE)
         if self.accelerator.is_main_process:
             named = {name.removeprefix("network."): cast(Tensor, tensor) for name, tensor in tensors.items()}
-            self.variant.save(folder, self.config, named)
+            export(folder, written, self.config, self.variant.saved(named), self.target)
 
     def _save(self, step: int) -> None:
         """Write the drafter and then a checkpoint, so that a run whose last checkpoint is there has nothing to do."""
-        self._export(self.out)
+        self._export(self.out, self.written)
         network, optimizers = get_state_dict(self.module, self.optimizers, options=WHOLE)
         if self.accelerator.is_main_process:
             state = {"step": step, "identity": self.identity, "network": network, "optimizers": optimizers}

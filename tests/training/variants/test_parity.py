@@ -18,6 +18,7 @@ from blockdraft.proposal import Plan
 from blockdraft.targets import Target, load_target
 from blockdraft.training.batches import Batch
 from blockdraft.training.blocks import draft_hidden
+from blockdraft.training.export import ZLAB, export
 from blockdraft.training.features import tapped_features
 from blockdraft.training.objectives import Slots
 from blockdraft.training.recipe import read_recipe
@@ -48,7 +49,7 @@ def made(name: str, kind: str, target: Target, folder: Path) -> tuple[Variant[An
     with torch.no_grad():
         for parameter in network.parameters():
             parameter += 0.15 * torch.randn(parameter.shape, generator=random)
-    variant.save(folder, config, network.state_dict())
+    export(folder, ZLAB, config, variant.saved(network.state_dict()), target)
     return variant, network.eval()
 
 

@@ -30,13 +30,13 @@ call, such as a head on top of hidden states and logits, are called there. What 
 computed again in the backward pass, so it must not draw random numbers or change anything.
 
 The parity test in `tests/training/variants/test_parity.py` runs over every file here without being told: what
-`load_drafter` reads back from `save` must guess what `guesses` says.
+`load_drafter` reads back must guess what `guesses` says.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
@@ -44,7 +44,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from blockdraft.formats.zlab import read_checkpoint, write_checkpoint
+from blockdraft.formats.zlab import read_checkpoint
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention, default_taps, need
 from blockdraft.targets import Target
@@ -160,14 +160,10 @@ class Variant(Generic[R, N]):
         foreign = [*unknown, *(name for name in missing if not self._own(name))]
         need(not foreign, f"what {path} holds", foreign[:5], "the tensors of this drafter; begin without init")
 
-    def save(self, path: Path, config: DraftConfig, tensors: Mapping[str, Tensor]) -> None:
-        """Write a drafter that `load_drafter` reads. The folder appears whole or not at all.
-
-        Args:
-            tensors: The network's state dict.
-        """
+    def saved(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors as they are written: on the CPU, in the recipe's `save_dtype`."""
         dtype = getattr(torch, self.recipe.save_dtype)
-        write_checkpoint(path, config, {name: tensor.to("cpu", dtype) for name, tensor in tensors.items()})
+        return {name: tensor.to("cpu", dtype) for name, tensor in tensors.items()}
 
     def is_matrix(self, name: str, parameter: Tensor) -> bool:
         """Whether Muon trains this parameter; AdamW trains the others."""
@@ -207,7 +203,3 @@ class Variant(Generic[R, N]):
     def counts(self, network: N, slots: Slots) -> Mapping[str, Tensor]:
         """`[C, K]` bool for all names of `counted`. Their shares of the taught slots are told beside the accuracy."""
         return {}
-
-
-# (folder, configuration, tensors) -> None; writes a drafter in some format.
-Save = Callable[[Path, DraftConfig, Mapping[str, Tensor]], None]
