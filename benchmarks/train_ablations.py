@@ -3,6 +3,7 @@
     blockdraft data written.jsonl --out data/written     # rows {"prompt", "response"}, written by the target
     blockdraft data original.jsonl --out data/original   # the same prompts with the responses they came with
     blockdraft features --data data/written --taps 5 --out features/written-5  # likewise written-1 and original-5
+    blockdraft features --data data/written --taps 1,2,3,4,5,8 --out features/written-teacher  # 8 taps the last layer
     python benchmarks/train_ablations.py recipes/tiny/ablation.toml --written data/written --original data/original \
         --features features --prompts gsm8k.jsonl --prompts humaneval.jsonl --out build/ablations
 
@@ -33,6 +34,7 @@ ARMS: dict[str, tuple[dict[str, str], bool | None]] = {
     "1 tap": ({"taps": "1"}, True),
     "no decay": ({"gamma": "0"}, True),
     "D-PACE": ({"objective": "dpace=1"}, False),
+    "half forward KL": ({"objective": "decay=0.5,forward_kl=0.5", "stored": "teacher"}, None),
     "DFlash2": ({"variant": "dflash2"}, False),
     "1 layer": ({"layers": "1"}, True),
     "3 layers": ({"layers": "3"}, False),
@@ -43,11 +45,11 @@ ARMS: dict[str, tuple[dict[str, str], bool | None]] = {
 def train(out: Path, recipe: Path, data: dict[str, Path], features: Path | None, arm: str, seed: int) -> None:
     changes = dict(ARMS[arm][0])
     variant, kind = changes.pop("variant", "dflash"), changes.pop("data", "written")
+    stored = changes.pop("stored", changes.get("taps", "5"))
     command = [sys.executable, "-m", "blockdraft", "train", variant, str(recipe)]
     command += ["--data", str(data[kind]), "--out", str(out), "--seed", str(seed)]
     if features is not None:
-        taps = changes.get("taps", "5")
-        command += ["--features", str(features / f"{kind}-{taps}")]
+        command += ["--features", str(features / f"{kind}-{stored}")]
     for name, value in changes.items():
         command += [f"--{name.replace('_', '-')}", value]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)

@@ -1,6 +1,7 @@
 """Step 5a: the target's answers as training data. Tokens are taken as they were decoded, not made from text anew."""
 
 import argparse
+import fileinput
 import json
 from pathlib import Path
 
@@ -14,17 +15,18 @@ LEAST = 4  # tokens of an answer
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--answers", type=Path, default=Path("build/tiny/answers.jsonl"))
+    parser.add_argument("--answers", type=Path, nargs="+", default=[Path("build/tiny/answers.jsonl")])
     parser.add_argument("--target", type=Path, default=Path("build/tiny/target"))
     parser.add_argument("--out", type=Path, default=Path("build/tiny/data"))
     args = parser.parse_args()
 
     tokenizer = load_target(args.target).tokenizer
     assert tokenizer is not None
-    writer = DataWriter(args.out, {"tokenizer": tokenizer_fingerprint(tokenizer), "answers": args.answers.name})
+    origin = {"tokenizer": tokenizer_fingerprint(tokenizer), "answers": [file.name for file in args.answers]}
+    writer = DataWriter(args.out, origin)
     writer.begin()
-    with args.answers.open(encoding="utf-8") as file:
-        for number, line in enumerate(file):
+    with fileinput.input(args.answers, encoding="utf-8") as lines:
+        for number, line in enumerate(lines):
             row = json.loads(line)
             if number in writer.done or len(row.get("ids", ())) < LEAST:
                 continue
