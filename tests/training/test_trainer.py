@@ -276,13 +276,13 @@ def test_two_processes_have_the_loss_of_one(
     kind: str, optimizer: str, tmp_path: Path, tiny_target_dir: Path, tiny_data_dir: Path
 ) -> None:
     changes = {"objective": "decay=0.5,dpace=0.25,forward_kl=0.25", "optimizer": optimizer}
-    # Accelerate's launcher starts several processes on GPUs only, by torch's launcher and with these variables.
-    launch = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
-    environment = ENVIRONMENT | ({"ACCELERATE_USE_FSDP": "true"} if kind == "fsdp2" else {})
+    # On CPUs too, Accelerate's launcher starts several processes when told that they are many "GPUs".
+    kinds = {"ddp": ("--multi_gpu",), "fsdp2": ("--use_fsdp", "--fsdp_version", "2")}
+    launch = ("-m", "accelerate.commands.launch", *kinds[kind], "--num_processes", "2")
     one, two = tmp_path / "one", tmp_path / "two"
     subprocess.run(command(tiny_target_dir, tiny_data_dir, one, **changes), check=True, env=ENVIRONMENT)
     started = command(tiny_target_dir, tiny_data_dir, two, (*launch, "-m"), accumulation="2", **changes)
-    told = subprocess.run(started, check=True, env=environment, stderr=subprocess.PIPE, text=True).stderr
+    told = subprocess.run(started, check=True, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True).stderr
     assert f"2 processes ({'fsdp' if kind == 'fsdp2' else 'multi_cpu'})" in told.lower()
     logs = [
         [json.loads(line) for line in (run_folder(out) / "log.jsonl").read_text().splitlines()] for out in (one, two)
@@ -297,7 +297,7 @@ def test_two_processes_have_the_loss_of_one(
     # And they go on from a checkpoint to the same weights.
     (run_folder(two) / "checkpoints" / "step-00000006.pt").unlink()
     shutil.copytree(two, tmp_path / "before")
-    told = subprocess.run(started, check=True, env=environment, stderr=subprocess.PIPE, text=True).stderr
+    told = subprocess.run(started, check=True, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True).stderr
     assert "Going on from step 4" in told and same(tmp_path / "before", two)
 
 
