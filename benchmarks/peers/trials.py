@@ -123,12 +123,11 @@ def measure(
         PeerError: The reference fails. Where another peer fails, the journal keeps why, and the others go on.
     """
     had = {(t.peer, t.key, t.repeat) for t in journal.trials}
-    sound: list[Task] = list(tasks)
-    plan: list[tuple[str, str, Task, int | None]] = [("reference", REFERENCE, task, None) for task in tasks]
     done = len(had)
 
-    def decode(peer: str, task: Task) -> dict[str, Any]:
-        return processes[peer].ask("decode", {**request, "prompt": task.prompt})
+    def decode(peer: str, task: Task, repeat: int | None) -> Trial:
+        answer = processes[peer].ask("decode", {**request, "prompt": task.prompt})
+        return Trial(peer, *task.key, repeat, **answer | {"tokens": tuple(answer["tokens"])})
 
     def run(steps: Sequence[tuple[str, str, Task, int | None]], total: int) -> None:
         nonlocal done
@@ -136,7 +135,7 @@ def measure(
             if peer in journal.failed or (peer, task.key, repeat) in had:
                 continue
             try:
-                journal.add(Trial(peer, *task.key, repeat, **decode(peer, task)))
+                journal.add(decode(peer, task, repeat))
             except PeerError as error:
                 if peer == REFERENCE:
                     raise
@@ -144,7 +143,7 @@ def measure(
             done += 1
             progress(stage, done, total)
 
-    run(plan, len(tasks) * (1 + repeats * len(processes)))
+    run([("reference", REFERENCE, task, None) for task in tasks], len(tasks) * (1 + repeats * len(processes)))
     looping = {t.key for t in journal.trials if t.repeat is None and loops(t.tokens)}
     sound = [task for task in tasks if task.key not in looping]
     rounds = list(_rounds(list(processes), sound, repeats))
@@ -152,7 +151,7 @@ def measure(
     for i, peer in enumerate(sorted(left)):
         progress(f"warming up {peer}", i, len(left))
         try:
-            decode(peer, sound[0])
+            decode(peer, sound[0], None)
         except PeerError as error:
             if peer == REFERENCE:
                 raise
