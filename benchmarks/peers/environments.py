@@ -76,8 +76,8 @@ def _dflash() -> None:
 
 def _llama_cpp() -> None:
     name, home = "llama_cpp", folder("llama_cpp")
-    # What llama.cpp's converter imports, besides its own gguf package; its pins are too old for tokenizers of today.
-    _venv(name, "torch", "transformers", "pyyaml", "tqdm", "requests")
+    # What the converter imports besides its own gguf package; its pins are too old for the tokenizers of today.
+    _venv(name, "torch", "transformers", "sentencepiece", "pyyaml", "tqdm", "requests")
     if not list(home.glob("*.tar.gz")):
         source_only = ("--no-deps", "--no-binary", "llama-cpp-python", LLAMA_CPP_PYTHON)
         _run(name, python(name), "-m", "pip", "--disable-pip-version-check", "download", "-d", home, *source_only)
