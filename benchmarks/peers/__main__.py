@@ -184,7 +184,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _name(path: Path) -> str:
     """Without the place of this checkout or of anyone's models."""
-    return "the bundled one" if path.parent == BUNDLED.parent else path.resolve().name
+    return "bundled" if path.parent == BUNDLED.parent else path.resolve().name
 
 
 def main() -> None:

@@ -146,11 +146,11 @@ def picture(results: Results, peers: Sequence[Peer]) -> bytes:
         axes.set_yticks(range(len(names)), names)
         axes.grid(axis="x", alpha=0.3)
         axes.set_axisbelow(True)
-    panels[0].invert_yaxis()
+    panels[0].set_ylim(len(names) - 0.4, -0.6)  # in the order of the table
     settings = results.settings
     figure.suptitle(
-        f"Greedy decoding, one prompt at a time: {settings['target_name']}, {settings['dtype']}, "
-        f"{settings['device']}, {settings['threads']} threads",
+        f"Greedy decoding, one prompt at a time. Target: {settings['target_name']}; {settings['dtype']}, "
+        f"{settings['device']}, threads: {settings['threads']}",
         fontsize=10,
     )
     data = io.BytesIO()

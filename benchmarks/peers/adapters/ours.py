@@ -60,7 +60,8 @@ def load(settings: Request) -> tuple[dict[str, str], dict[str, Any]]:
             "decode_seconds": seconds - stats.prefill_seconds,
         }
 
-    about = {"blockdraft": sources(), "torch": torch.__version__, "target": type(target).__name__}
+    backend = getattr(target, "backend", "hf")
+    about = {"blockdraft": sources(), "torch": torch.__version__, "backend": backend}
     return about, {"decode": decode}
 
 
