@@ -7,7 +7,7 @@ QUESTION = A baker makes 4 trays of 6 rolls. She sells 9 rolls. How many rolls a
 # One thread a worker: the models of the tests are too small to share.
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --maxprocesses 8
 
-.PHONY: demo test check test-peers bench-peers clean
+.PHONY: demo test check test-peers bench-peers bench-gpu clean
 
 demo: .venv/.installed
 	.venv/bin/blockdraft generate --compare --tree-budget 16 "$(QUESTION)"
@@ -30,6 +30,10 @@ test-peers: .venv-peers/.installed
 bench-peers: .venv/.installed
 	.venv/bin/python -m benchmarks.peers.environments
 	.venv/bin/python -m benchmarks.peers $(ARGS)
+
+# Decoding against the limits of a GPU, at the shapes of real models with random weights.
+bench-gpu: .venv/.installed
+	.venv/bin/python -m benchmarks.gpu $(ARGS)
 
 # The constraints name one torch release, which comes from the package index that pip is set up with.
 # Set-up runs again only when one of these two files changes.

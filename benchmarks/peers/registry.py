@@ -67,12 +67,13 @@ PEERS = (
     _llama("llama.cpp ngram-simple", "its defaults", speculator="ngram-simple"),
     _llama("llama.cpp ngram-cache", "its defaults", speculator="ngram-cache"),
     _llama("llama.cpp draft-simple", "a smaller model drafts", speculator="draft-simple", draft="assistant"),
-    # Twice, since its default is 3 guesses, and its documentation asks for the whole block.
+    # 3 guesses are its default, and its documentation asks for the whole block.
     _llama("llama.cpp draft-dflash:3", "3 guesses", speculator="draft-dflash", draft="drafter"),
+    _llama("llama.cpp draft-dflash:7", "7 guesses", speculator="draft-dflash", draft="drafter", guesses=7),
     _llama("llama.cpp draft-dflash:15", "15 guesses", speculator="draft-dflash", draft="drafter", guesses=15),
     _ours(PLAIN, "the backend it chooses", drafter="none"),
-    _ours("ours plain, hf", "transformers as backend", drafter="none", backend="hf"),
-    _ours("ours plain, native", "our own decoder as backend", drafter="none", backend="native"),
+    _ours("ours plain (hf)", "transformers as backend", drafter="none", backend="hf"),
+    _ours("ours plain (native)", "our own decoder as backend", drafter="none", backend="native"),
     _ours("ours dflash", "chains"),
     _ours("ours ddtree", "trees of up to 32 guesses", drafting={"tree_budget": 32}),
     _ours("ours cost-aware", "trees as large as pays", drafting={"tree_budget": "auto"}),

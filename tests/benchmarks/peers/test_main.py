@@ -37,7 +37,8 @@ def test_one_command_measures_and_writes(
     assert [(one["peer"], one["place"], one["margin"]) for one in found["differences"]] == [("a", 3, 0.25)] * 2
     assert found["settings"]["prompts"] == {"sums": 2} and found["looping"] == {"sums": 0}
     assert "| b | missing: no wheel |" in capsys.readouterr().out
-    assert str(tmp_path) not in (tmp_path / "out" / "peers.json").read_text()
+    for file in ("peers.json", "peers.md"):
+        assert str(tmp_path) not in (tmp_path / "out" / file).read_text()
     assert not (tmp_path / "build" / "journal.jsonl").exists()
 
 

@@ -25,3 +25,7 @@ def test_a_peer_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.Monkey
     reasons = {peer.name: peer.why_missing() for peer in PEERS}
     assert reasons["dflash"] == "not installed; run `make bench-peers`"
     assert reasons[PLAIN] is None
+
+
+def test_names_can_be_listed() -> None:
+    assert not [peer.name for peer in PEERS if "," in peer.name]
