@@ -145,7 +145,8 @@ def run(args: argparse.Namespace) -> None:
             if device.type == "cuda":
                 torch.cuda.empty_cache()
     found = {"dtype": args.dtype, "bandwidth": bandwidth, "hardware": hardware(device), "runs": runs}
-    command = shlex.join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]])
+    told = [Path(word).name if "/" in word else word for word in sys.argv[1:]]  # of a path its name only
+    command = shlex.join(["python", "-m", "benchmarks.gpu", *told])
     args.out.mkdir(parents=True, exist_ok=True)
     for file, text in (("gpu.json", json.dumps(found, indent=1) + "\n"), ("gpu.md", page(found, command))):
         unfinished = args.out / f"{file}.tmp"
