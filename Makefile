@@ -7,7 +7,7 @@ QUESTION = A baker makes 4 trays of 6 rolls. She sells 9 rolls. How many rolls a
 # One thread a worker: the models of the tests are too small to share.
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --maxprocesses 8
 
-.PHONY: demo test check test-peers clean
+.PHONY: demo test check test-peers bench-peers bench-gpu clean
 
 demo: .venv/.installed
 	.venv/bin/blockdraft generate --compare --tree-budget 16 "$(QUESTION)"
@@ -25,6 +25,15 @@ check: .venv/.installed
 # Compares with other implementations, in an environment of its own.
 test-peers: .venv-peers/.installed
 	.venv-peers/bin/python -m pytest -m peers
+
+# Decoding speed against other implementations; ARGS="--help" lists what can be set.
+bench-peers: .venv/.installed
+	.venv/bin/python -m benchmarks.peers.environments
+	.venv/bin/python -m benchmarks.peers $(ARGS)
+
+# Decoding against the limits of a GPU, at the shapes of real models with random weights.
+bench-gpu: .venv/.installed
+	.venv/bin/python -m benchmarks.gpu $(ARGS)
 
 # The constraints name one torch release, which comes from the package index that pip is set up with.
 # Set-up runs again only when one of these two files changes.
@@ -45,7 +54,7 @@ test-peers: .venv-peers/.installed
 	$(PIP) uninstall --quiet --yes torchaudio torchvision
 	touch $@
 
-# Leaves the environments and what recipes wrote to build/tiny.
+# Leaves the environments, those in build/peers too, and what recipes wrote to build/tiny.
 clean:
 	rm -rf build/lib build/bdist.* dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
 	find src tests recipes -name __pycache__ -type d -prune -exec rm -rf {} +

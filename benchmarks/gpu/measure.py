@@ -1,0 +1,172 @@
+"""The measurements, each on an engine with one request."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from blockdraft.drafters import Drafter
+from blockdraft.drafters.dflash import DFlashDrafter
+from blockdraft.engine import Engine
+from blockdraft.engine.batch import Batch
+from blockdraft.proposal import Plan, Proposal
+from blockdraft.types import SamplingParams
+
+COPIED_BYTES = {"cuda": 2**31, "cpu": 2**27}
+PROFILED_CYCLES = 4
+PARAMS = SamplingParams(1)
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """Median times of one kind of cycle, in seconds.
+
+    Attributes:
+        total: From step to step.
+        draft, verify, host: In the drafter, in the target's forward, and outside both.
+        tokens: Mean tokens committed.
+    """
+
+    total: float
+    draft: float
+    verify: float
+    host: float
+    tokens: float
+
+
+class Forced:
+    """A drafter whose draft passes run as they are, and whose guesses are then right as often as asked for.
+
+    Args:
+        inner: The drafter; it drafts chains.
+        answer: What the target is going to say.
+        tau: Tokens per cycle, bonus included; the number of right guesses differs by at most one from cycle to cycle.
+    """
+
+    def __init__(self, inner: Drafter, prompt_length: int, answer: Sequence[int], tau: float, vocab_size: int) -> None:
+        self.inner, self.answer, self.tau, self.vocab_size = inner, answer, tau, vocab_size
+        self._place, self._cycle = -prompt_length, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def propose(self, state: Any, anchor: Tensor, plan: Plan) -> Proposal:
+        proposal = self.inner.propose(state, anchor, plan)
+        right = int((self._cycle + 1) * (self.tau - 1) + 1e-9) - int(self._cycle * (self.tau - 1) + 1e-9)
+        self._cycle += 1
+        known = list(self.answer[self._place + 1 : self._place + proposal.tokens.size(1)])
+        known[right:] = [(token + 1) % self.vocab_size for token in known[right:]]
+        tokens = proposal.tokens.clone()
+        tokens[0, 1 : 1 + len(known)] = torch.tensor(known, device=tokens.device)
+        return replace(proposal, tokens=tokens)
+
+    def observe(self, state: Any, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
+        self._place += lengths[0]
+        self.inner.observe(state, tokens, features, lengths)
+
+
+def copy_bandwidth(device: torch.device, repeats: int) -> float:
+    """Bytes read and written per second by a large copy."""
+    size = COPIED_BYTES.get(device.type, COPIED_BYTES["cpu"])
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    copy = torch.empty_like(source)
+    now = clock(device)
+    times = []
+    for _ in range(repeats + 1):
+        began = now()
+        copy.copy_(source)
+        times.append(now() - began)
+    return 2 * size / min(times[1:])
+
+
+def clock(device: torch.device) -> Callable[[], float]:
+    """Wall time once the device is idle."""
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    return now
+
+
+def start(engine: Engine, context: int, room: int) -> Batch:
+    """One request whose prompt has `context` arbitrary tokens, with slots for `room` more."""
+    prompt = [(7 * i + 3) % engine.target.vocab_size for i in range(context)]
+    return engine.prefill([engine.request(prompt, SamplingParams(room, ignore_eos=True))])
+
+
+def cycle(engine: Engine, context: int, plan: Plan, repeats: int) -> Cycle:
+    """Cycles of this plan behind a context."""
+    batch = start(engine, context, (repeats + 2) * engine.drafter.block_size)
+    [request] = batch.requests
+    now, parts, totals = clock(engine.target.device), [], []
+    for _ in range(repeats + 2):
+        stats = request.stats
+        before = stats.draft_seconds, stats.verify_seconds
+        began = now()
+        engine.step(batch, plan)
+        totals.append(now() - began)
+        parts.append((stats.draft_seconds - before[0], stats.verify_seconds - before[1]))
+    del totals[:2], parts[:2]  # warming up
+    draft, verify = (median(part) for part in zip(*parts, strict=True))
+    host = median(total - sum(part) for total, part in zip(totals, parts, strict=True))
+    committed = request.stats.committed[2:]
+    return Cycle(median(totals), draft, verify, host, sum(committed) / len(committed))
+
+
+def forced_rate(engine: Engine, drafter: DFlashDrafter, context: int, tau: float, cycles: int) -> tuple[float, float]:
+    """Tokens per second, and per cycle, when guesses are right as often as `tau` says.
+
+    The latter falls short of `tau` where the target decides otherwise inside a block than alone, as bfloat16 and the
+    nearly equal logits of random weights make it do.
+    """
+    length = int(cycles * tau) + 2 * drafter.block_size
+    plain = start(engine, context, length)
+    while len(plain.requests[0].token_ids) < length:
+        engine.step(plain, Plan(1, [PARAMS]))
+    forced = Forced(drafter, context, plain.requests[0].token_ids, tau, engine.target.vocab_size)
+    own = Engine(engine.target, forced, 1)  # type: ignore[arg-type]  # it has the rest from the inner drafter
+    batch = start(own, context, length)
+    now, plan = clock(engine.target.device), Plan(drafter.block_size, [PARAMS])
+    own.step(batch, plan)
+    before, began = len(batch.requests[0].token_ids), now()
+    for _ in range(cycles - 1):
+        own.step(batch, plan)
+    tokens = len(batch.requests[0].token_ids) - before
+    return tokens / (now() - began), tokens / (cycles - 1)
+
+
+def idle_share(engine: Engine, context: int, plan: Plan) -> float | None:
+    """Share of the time of some cycles in which no kernel ran on the device; None where there is no GPU."""
+    if engine.target.device.type != "cuda":
+        return None
+    batch = start(engine, context, (PROFILED_CYCLES + 2) * engine.drafter.block_size)
+    engine.step(batch, plan)
+    now = clock(engine.target.device)
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        now()
+        for _ in range(PROFILED_CYCLES):
+            engine.step(batch, plan)
+        now()
+    kernels = [e.time_range for e in found.events() or [] if e.device_type == torch.autograd.DeviceType.CUDA]
+    return gaps([(each.start, each.end) for each in kernels])
+
+
+def gaps(spans: Sequence[tuple[float, float]]) -> float | None:
+    """Share of the time from the first start to the last end in which none of the spans ran."""
+    if not spans:
+        return None
+    busy, reached = 0.0, min(start for start, _ in spans)
+    first = reached
+    for begin, end in sorted(spans):
+        busy += max(end - max(begin, reached), 0.0)
+        reached = max(reached, end)
+    return 1 - busy / (reached - first)

@@ -1,0 +1,1 @@
+"""Decoding speed against other implementations: `make bench-peers`. The README of this folder says more."""

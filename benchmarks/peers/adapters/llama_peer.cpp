@@ -1,0 +1,208 @@
+// Decodes token ids with llama.cpp, greedily: plainly, or with one of its speculators. The first argument is JSON:
+// {"model": file, "threads": n, "max_length": n, "type": of keys and values, and, to speculate, "speculator": name,
+// "draft": file or null, "guesses": most in a block, or null for llama.cpp's default}. Requests and answers are JSON lines, as the README of this folder has them.
+
+#include "build-info.h"
+#include "common.h"
+#include "llama.h"
+#include "log.h"
+#include "speculative.h"
+
+#include <nlohmann/json.hpp>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <iostream>
+#include <map>
+#include <string>
+#include <unistd.h>
+#include <vector>
+
+using nlohmann::json;
+
+namespace {
+
+double now() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+struct Peer {
+    common_params params;
+    common_init_result_ptr target;
+    common_speculative_init_result_ptr draft;
+    llama_context * ctx = nullptr;
+    llama_context * draft_ctx = nullptr;
+    int n_vocab = 0;
+    bool speculates = false;
+
+    bool load(const json & settings);
+    json decode(const json & request);
+
+    llama_token best(int index) const {
+        const float * logits = llama_get_logits_ith(ctx, index);
+        return (llama_token) (std::max_element(logits, logits + n_vocab) - logits);
+    }
+
+    void forget_from(llama_pos position) const {
+        llama_memory_seq_rm(llama_get_memory(ctx), 0, position, -1);
+        if (draft_ctx) {
+            llama_memory_seq_rm(llama_get_memory(draft_ctx), 0, position, -1);
+        }
+    }
+};
+
+bool Peer::load(const json & settings) {
+    const ggml_type type = std::map<std::string, ggml_type>{
+        {"f32", GGML_TYPE_F32}, {"f16", GGML_TYPE_F16}, {"bf16", GGML_TYPE_BF16}}.at(settings.at("type"));
+    auto & drafting = params.speculative.draft;
+    params.model.path = settings.at("model");
+    params.n_ctx = settings.at("max_length");
+    params.fit_params = false; // all settings are given
+    params.cache_type_k = params.cache_type_v = drafting.cache_type_k = drafting.cache_type_v = type;
+    for (auto * cpu : {&params.cpuparams, &params.cpuparams_batch, &drafting.cpuparams, &drafting.cpuparams_batch}) {
+        cpu->n_threads = settings.at("threads");
+    }
+    if (settings.contains("speculator")) {
+        speculates = true;
+        params.speculative.types = {common_speculative_type_from_name(settings.at("speculator"))};
+        if (!settings.at("draft").is_null()) {
+            drafting.mparams.path = settings.at("draft");
+        }
+        if (!settings.at("guesses").is_null()) {
+            drafting.n_max = settings.at("guesses");
+        }
+    }
+    const int most = speculates ? common_speculative_n_max(&params.speculative) : 0;
+    const auto limits = common_speculative_get_output_limits(params.n_batch, 1, most);
+    params.n_outputs_max = limits.total;
+    params.n_outputs_max_per_seq = limits.per_seq;
+    target = common_init_from_params(params);
+    ctx = target->context();
+    if (!ctx || common_context_can_seq_rm(ctx) == COMMON_CONTEXT_SEQ_RM_TYPE_FULL) {
+        return false; // states that cannot be rolled back by a few tokens take another loop
+    }
+    if (params.speculative.has_dft()) {
+        common_params own = common_base_params_to_speculative(params);
+        draft = common_speculative_init_from_params(own, target->model(), ctx);
+        draft_ctx = draft->context();
+        if (!draft_ctx) {
+            return false;
+        }
+    }
+    params.speculative.draft.ctx_tgt = ctx;
+    params.speculative.draft.ctx_dft = draft_ctx;
+    n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(target->model()));
+    return true;
+}
+
+json Peer::decode(const json & request) {
+    const auto prompt = request.at("prompt").get<llama_tokens>();
+    const auto stops = request.at("stops").get<llama_tokens>();
+    const size_t max_new_tokens = request.at("max_new_tokens");
+    const auto is_stop = [&](llama_token token) { return std::count(stops.begin(), stops.end(), token) > 0; };
+
+    // A request knows nothing of those before it.
+    llama_memory_clear(llama_get_memory(ctx), false);
+    if (draft_ctx) {
+        llama_memory_clear(llama_get_memory(draft_ctx), false);
+    }
+    common_speculative_ptr spec(speculates ? common_speculative_init(params.speculative, 1) : nullptr);
+    if (speculates && !spec) {
+        throw std::runtime_error("the speculator cannot be set up");
+    }
+    common_batch batch(ctx);
+    const auto score = [&] {
+        if (llama_process(ctx, LLAMA_PROCESS_TYPE_DECODE, batch.get()) != 0) {
+            throw std::runtime_error("llama_process failed");
+        }
+        if (spec && !common_speculative_process(spec.get(), batch)) {
+            throw std::runtime_error("the speculator failed");
+        }
+        llama_synchronize(ctx);
+    };
+
+    const double began = now();
+    for (size_t i = 0; i < prompt.size(); i++) {
+        batch.add(prompt[i], (llama_pos) i, 0, i + 1 == prompt.size());
+    }
+    score();
+    llama_tokens past = prompt; // what both contexts hold; `anchor` comes next
+    llama_token anchor = best((int) prompt.size() - 1);
+    if (spec) {
+        common_speculative_begin(spec.get(), 0, past);
+    }
+    llama_tokens answer = {anchor};
+    const double first = now();
+
+    int cycles = 0;
+    llama_tokens guesses;
+    while (!is_stop(anchor) && answer.size() < max_new_tokens) {
+        const auto n_past = (llama_pos) past.size();
+        const int room = std::min((int) llama_n_ctx(ctx) - n_past - 2, (int) (max_new_tokens - answer.size()) - 1);
+        guesses.clear();
+        if (spec && room > 0) {
+            common_speculative_get_draft_params(spec.get(), 0) = {true, room, n_past, anchor, &past, &guesses};
+            common_speculative_draft(spec.get());
+            guesses.resize(std::min(guesses.size(), (size_t) room));
+            forget_from(n_past);
+        }
+        batch.clear();
+        batch.add(anchor, n_past, 0, true);
+        for (size_t i = 0; i < guesses.size(); i++) {
+            batch.add(guesses[i], n_past + 1 + (llama_pos) i, 0, true);
+        }
+        score();
+        int accepted = 0;
+        while (true) {
+            past.push_back(anchor);
+            anchor = best(accepted);
+            answer.push_back(anchor);
+            if (is_stop(anchor) || accepted == (int) guesses.size() || guesses[accepted] != anchor) {
+                break;
+            }
+            accepted++;
+        }
+        if (spec) {
+            common_speculative_accept(spec.get(), 0, (uint16_t) accepted);
+        }
+        forget_from((llama_pos) past.size());
+        cycles++;
+    }
+    return {
+        {"tokens", answer},
+        {"first", 1},
+        {"cycles", cycles},
+        {"prefill_seconds", first - began},
+        {"decode_seconds", now() - first},
+    };
+}
+
+} // namespace
+
+int main(int argc, char ** argv) {
+    // Whatever llama.cpp prints must not end up among the answers.
+    FILE * lines = fdopen(dup(1), "w");
+    dup2(2, 1);
+    const auto say = [&](const json & message) {
+        fprintf(lines, "%s\n", message.dump().c_str());
+        fflush(lines);
+    };
+    Peer peer;
+    common_init();
+    common_log_set_verbosity_thold(LOG_LEVEL_WARN);
+    if (argc != 2 || !peer.load(json::parse(argv[1]))) {
+        say({{"missing", "llama.cpp does not load the model or the speculator"}});
+        return 0;
+    }
+    say({{"ready", {{"llama.cpp", llama_commit()}, {"system", llama_print_system_info()}}}});
+    std::string line;
+    while (std::getline(std::cin, line)) {
+        try {
+            say(peer.decode(json::parse(line).at("decode")));
+        } catch (const std::exception & error) {
+            say({{"error", error.what()}});
+            return 1;
+        }
+    }
+}

@@ -1,0 +1,143 @@
+"""Installs the peers, each in an environment of its own under build/peers.
+
+    python -m benchmarks.peers.environments [NAME ...]
+
+What is installed already is left alone, and what failed is tried again. A peer that cannot be installed does not stop
+the others: the reason is kept beside it, and the benchmark's table shows it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+BUILD = ROOT / "build" / "peers"
+LLAMA_CPP_PYTHON = "llama-cpp-python==0.3.36"  # its source package holds llama.cpp
+REASON_LENGTH = 300  # characters of a failure that are kept
+
+
+class NotInstalled(Exception):
+    """A step failed; the message says why."""
+
+
+def folder(name: str) -> Path:
+    return BUILD / name
+
+
+def python(name: str) -> Path:
+    """The interpreter of an environment."""
+    return folder(name) / "venv" / "bin" / "python"
+
+
+def why_missing(name: str) -> str | None:
+    """Why an environment cannot be used, or None where it can."""
+    if (folder(name) / ".installed").exists():
+        return None
+    reason = folder(name) / "failed"
+    return reason.read_text() if reason.exists() else "not installed; run `make bench-peers`"
+
+
+def _run(name: str, *command: str | Path) -> None:
+    with (folder(name) / "install.log").open("a") as log:
+        try:
+            subprocess.run([str(part) for part in command], stdout=log, stderr=subprocess.STDOUT, check=True, cwd=ROOT)
+        except FileNotFoundError as error:
+            raise NotInstalled(f"{command[0]} is not there") from error
+        except subprocess.CalledProcessError as error:
+            log.flush()
+            lines = Path(log.name).read_text(errors="replace").splitlines()
+            told = [line for line in lines if "error" in line.lower()] or lines or [""]
+            raise NotInstalled(f"{told[-1].strip()[:REASON_LENGTH]} ({log.name})") from error
+
+
+def _venv(name: str, *packages: str, constraints: Path | None = ROOT / "constraints.txt") -> None:
+    if not python(name).exists():
+        _run(name, sys.executable, "-m", "venv", folder(name) / "venv")
+    options = ["--quiet", "--no-compile", *(["-c", str(constraints)] if constraints else [])]
+    _run(name, python(name), "-m", "pip", "--disable-pip-version-check", "install", *options, *packages)
+
+
+def _transformers() -> None:
+    _venv("transformers", "torch", "transformers")
+
+
+def _dflash() -> None:
+    _venv("dflash", "dflash[local]==0.1.0", constraints=None)  # the extra pins torch and transformers exactly
+
+
+def _llama_cpp() -> None:
+    name, home = "llama_cpp", folder("llama_cpp")
+    # What the converter imports besides its own gguf package; its pins are too old for the tokenizers of today.
+    _venv(name, "torch", "transformers", "sentencepiece", "pyyaml", "tqdm", "requests")
+    if not list(home.glob("*.tar.gz")):
+        source_only = ("--no-deps", "--no-binary", "llama-cpp-python", LLAMA_CPP_PYTHON)
+        _run(name, python(name), "-m", "pip", "--disable-pip-version-check", "download", "-d", home, *source_only)
+    [archive] = home.glob("*.tar.gz")
+    source = home / archive.name.removesuffix(".tar.gz")
+    if not source.exists():
+        with tarfile.open(archive) as packed:
+            packed.extractall(home / "unpacking", filter="data")
+        (home / "unpacking" / source.name).rename(source)
+    tools = [shutil.which(tool) for tool in ("cmake", "ninja")]
+    if not all(tools):
+        _venv(name, "cmake", "ninja")
+        tools = [str(python(name).with_name(tool)) for tool in ("cmake", "ninja")]
+    cmake, ninja = map(str, tools)
+    options = ("-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}", f"-DLLAMA_CPP_SOURCE={source}/vendor/llama.cpp")
+    _run(name, cmake, "-S", HERE, "-B", home / "build", *options)
+    jobs = os.environ.get("JOBS") or str(os.cpu_count() or 1)
+    _run(name, cmake, "--build", home / "build", "--target", "llama_peer", "-j", jobs)
+
+
+INSTALLERS: dict[str, Callable[[], None]] = {"transformers": _transformers, "dflash": _dflash, "llama_cpp": _llama_cpp}
+
+
+def _recipe() -> str:
+    """Changes with what an environment is made from."""
+    made_from = (Path(__file__), ROOT / "constraints.txt", HERE / "CMakeLists.txt", HERE / "adapters/llama_peer.cpp")
+    return hashlib.sha256(b"".join(path.read_bytes() for path in made_from)).hexdigest()
+
+
+def install(name: str) -> str | None:
+    """Install one environment where that is still to be done; returns why it failed, or None."""
+    home, recipe = folder(name), _recipe()
+    done, failed = home / ".installed", home / "failed"
+    if done.exists() and done.read_text() == recipe:
+        return None
+    home.mkdir(parents=True, exist_ok=True)
+    done.unlink(missing_ok=True)
+    (home / "install.log").unlink(missing_ok=True)
+    try:
+        INSTALLERS[name]()
+    except (NotInstalled, OSError) as error:
+        failed.write_text(str(error))
+        return str(error)
+    failed.unlink(missing_ok=True)
+    done.write_text(recipe)
+    return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(INSTALLERS)}; default: all")
+    names = parser.parse_args().names or list(INSTALLERS)
+    unknown = set(names) - set(INSTALLERS)
+    if unknown:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(INSTALLERS)}.")
+    for name in names:
+        print(f"{name}: installing in {folder(name)}" if why_missing(name) else f"{name}: checking", flush=True)
+        failure = install(name)
+        print(f"{name}: {failure or 'ready'}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Who takes part: each peer's name, the environment and adapter it runs in, and what the adapter is told."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers import environments
+
+OURS = ""  # the environment that the benchmark itself runs in
+REFERENCE = "transformers"  # whose tokens count, and whose speed is 1
+PLAIN = "ours plain"
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One way to decode.
+
+    Attributes:
+        environment: Its folder under build/peers, or `OURS`.
+        adapter: File in adapters/ that speaks for it.
+        does: What a reader of the table wants to know.
+        options: Told to the adapter.
+    """
+
+    name: str
+    environment: str
+    adapter: str
+    does: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_ours(self) -> bool:
+        return self.environment == OURS
+
+    def command(self) -> list[str]:
+        python = sys.executable if self.is_ours else str(environments.python(self.environment))
+        return [python, str(Path(__file__).parent / "adapters" / self.adapter)]
+
+    def why_missing(self) -> str | None:
+        return None if self.is_ours else environments.why_missing(self.environment)
+
+
+def _transformers(name: str, mode: str, does: str) -> Peer:
+    return Peer(name, "transformers", "hf_generate.py", does, {"mode": mode})
+
+
+def _llama(name: str, does: str, **options: Any) -> Peer:
+    return Peer(name, "llama_cpp", "llama_cpp.py", does, options)
+
+
+def _ours(name: str, does: str, **options: Any) -> Peer:
+    return Peer(name, OURS, "ours.py", does, options)
+
+
+PEERS = (
+    _transformers(REFERENCE, "plain", "`generate`"),
+    _transformers("transformers compiled", "compiled", "static cache, `torch.compile`"),
+    _transformers("transformers assistant", "assistant", "a smaller model drafts"),
+    _transformers("transformers lookup", "lookup", "prompt lookup, 10 tokens"),
+    _transformers("transformers dflash", "dflash", '`speculation_type="dflash"`'),
+    Peer("dflash", "dflash", "zlab_dflash.py", "z-lab's package, `dflash_generate`"),
+    _llama("llama.cpp", "plain"),
+    _llama("llama.cpp ngram-simple", "its defaults", speculator="ngram-simple"),
+    _llama("llama.cpp ngram-cache", "its defaults", speculator="ngram-cache"),
+    _llama("llama.cpp draft-simple", "a smaller model drafts", speculator="draft-simple", draft="assistant"),
+    # 3 guesses are its default, and its documentation asks for the whole block.
+    _llama("llama.cpp draft-dflash:3", "3 guesses", speculator="draft-dflash", draft="drafter"),
+    _llama("llama.cpp draft-dflash:7", "7 guesses", speculator="draft-dflash", draft="drafter", guesses=7),
+    _llama("llama.cpp draft-dflash:15", "15 guesses", speculator="draft-dflash", draft="drafter", guesses=15),
+    _ours(PLAIN, "the backend it chooses", drafter="none"),
+    _ours("ours plain (hf)", "transformers as backend", drafter="none", backend="hf"),
+    _ours("ours plain (native)", "our own decoder as backend", drafter="none", backend="native"),
+    _ours("ours dflash", "chains"),
+    _ours("ours ddtree", "trees of up to 32 guesses", drafting={"tree_budget": 32}),
+    _ours("ours cost-aware", "trees as large as pays", drafting={"tree_budget": "auto"}),
+)
+
+
+def choose(names: Sequence[str] | None) -> list[Peer]:
+    """The peers of these names, in the order of the table, with the reference and our plain decoding among them.
+
+    Raises:
+        ValueError: An unknown name.
+    """
+    known = {peer.name for peer in PEERS}
+    for name in names or ():
+        if name not in known:
+            raise ValueError(f"Peer {name!r} is unknown; there are: {', '.join(sorted(known))}.")
+    return [peer for peer in PEERS if names is None or peer.name in {*names, REFERENCE, PLAIN}]

@@ -1,0 +1,83 @@
+"""The benchmark of real shapes, tried out at a tiny one on the CPU."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu import __main__ as program
+from benchmarks.gpu.measure import PARAMS, cycle, forced_rate, gaps, idle_share
+from benchmarks.gpu.shapes import SHAPES, build, bytes_per_token
+from blockdraft.drafters import load_drafter
+from blockdraft.engine import Engine
+from blockdraft.proposal import Plan
+
+CPU = torch.device("cpu")
+
+
+def test_gaps_between_kernels() -> None:
+    assert gaps([]) is None
+    assert gaps([(0, 4), (6, 8), (7, 10)]) == pytest.approx(0.2)
+    assert gaps([(5, 6), (0, 10), (2, 3)]) == 0
+
+
+@pytest.mark.parametrize("tau", [1.0, 2.5, 4.0])
+def test_guesses_are_right_as_often_as_asked_for(tau: float) -> None:
+    target, drafter = build(SHAPES["tiny"], "hf", torch.float32, CPU)
+    engine = Engine(target, load_drafter("none", target=target), 1)
+    rate, reached = forced_rate(engine, drafter, 20, tau, cycles=9)
+    assert rate > 0
+    assert reached == pytest.approx(tau, abs=0.5 / 8)
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-moe"])
+def test_a_cycle_has_parts(name: str) -> None:
+    target, drafter = build(SHAPES[name], "hf", torch.float32, CPU)
+    engine = Engine(target, drafter, 1)
+    one = cycle(engine, 20, Plan(8, [PARAMS]), repeats=3)
+    assert one.draft > 0 and one.verify > 0 and one.draft + one.verify < 1.5 * one.total
+    assert 1 <= one.tokens <= 8
+    assert idle_share(engine, 20, Plan(8, [PARAMS])) is None
+
+
+def test_bytes_of_a_plain_step() -> None:
+    shape = SHAPES["tiny"]
+    target, _ = build(shape, "hf", torch.float32, CPU)
+    layer = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128 + 2 * 64 + 2 * 16
+    weights = 4 * layer + 64 + 512 * 64  # the head, and not the embedding table
+    assert bytes_per_token(target, shape.target, 0) == 4 * weights
+    assert bytes_per_token(target, shape.target, 10) == 4 * (weights + 10 * 4 * 2 * 32)
+
+
+def test_of_the_experts_a_few_are_read() -> None:
+    shape = SHAPES["tiny-moe"]
+    target, _ = build(shape, "hf", torch.float32, CPU)
+    everything = sum(tensor.numel() for _, tensor in target.named_weights()) - 512 * 64
+    experts = 4 * 8 * 3 * 64 * 32
+    assert bytes_per_token(target, shape.target, 0) == 4 * (everything - experts * 6 / 8)
+
+
+def test_one_command_measures_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = ["--contexts", "16", "--trees", "16", "--repeats", "2", "--cycles", "4", "--dtype", "float32"]
+    monkeypatch.setattr(sys, "argv", ["gpu", "--device", "cpu", "--shapes", "tiny", *small, "--out", str(tmp_path)])
+    program.run(program.arguments())
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    [context] = found["runs"][0]["contexts"]
+    assert list(context["cycles"]) == ["plain", "block 8", "block 16", "tree 16"]
+    assert context["cycles"]["plain"]["R"] == 1
+    assert 0 < context["share_of_roofline"] < 1
+    assert context["forced"][0]["tau"] == 4.5
+    assert "| block 16 |" in (tmp_path / "gpu.md").read_text()
+    assert str(tmp_path) not in (tmp_path / "gpu.md").read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gpu.json", "gpu.md"]
+
+
+def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["gpu"])
+    with pytest.raises(SystemExit) as ended:
+        program.arguments()
+    assert ended.value.code == 2
+    assert "--device cpu --shapes tiny" in capsys.readouterr().err

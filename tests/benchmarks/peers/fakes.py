@@ -1,0 +1,26 @@
+"""Peers and answers without a model."""
+
+from pathlib import Path
+
+from benchmarks.peers.process import PeerProcess
+from benchmarks.peers.registry import OURS, Peer
+from benchmarks.peers.trials import Trial
+
+FAKE = Path(__file__).with_name("fake_peer.py")
+
+
+def fake(name: str, **options: object) -> Peer:
+    """A peer that decodes at once; `options` say how it behaves, see fake_peer.py."""
+    return Peer(name, OURS, str(FAKE), "a fake", options)
+
+
+def started(peer: Peer, folder: Path, patience: float = 60.0) -> PeerProcess:
+    settings = {"options": peer.options, "log": str(folder / f"{peer.name}.asked")}
+    return PeerProcess(peer.command(), settings, 1, folder / f"{peer.name}.log", patience)
+
+
+def trial(
+    peer: str, index: int, repeat: int | None, tokens: tuple[int, ...] = (1, 2, 3, 4, 5), seconds: float = 1.0
+) -> Trial:
+    cycles = len(tokens) - 1
+    return Trial(peer, "set", index, repeat, tokens, 1, cycles, prefill_seconds=0.5, decode_seconds=seconds)

@@ -1,0 +1,59 @@
+"""The adapters of packages that this environment has, on tiny random models."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.peers.process import PeerError, PeerProcess
+from benchmarks.peers.registry import PEERS, REFERENCE
+from blockdraft import Drafting, Engine, SamplingParams, load_drafter, load_target
+
+pytestmark = pytest.mark.slow
+HERE = ("transformers", "transformers lookup", "transformers dflash", "ours plain", "ours dflash", "ours ddtree")
+PROMPT, MOST, STOPS = [7, 60, 33, 12, 9, 60, 33], 24, [2]
+
+
+@pytest.fixture
+def settings(tiny_target_dir: Path, tiny_drafter_dir: Path) -> dict[str, Any]:
+    folders = {"target": str(tiny_target_dir), "drafter": str(tiny_drafter_dir), "assistant": None}
+    return {**folders, "dtype": "float32", "device": "cpu", "threads": 1, "max_length": 64}
+
+
+def adapter(name: str, settings: dict[str, Any], folder: Path) -> PeerProcess:
+    [peer] = [peer for peer in PEERS if peer.name == name]
+    command = [sys.executable, peer.command()[1]]
+    return PeerProcess(command, {**settings, "options": peer.options}, 1, folder / "log", 120)
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_adapters_decode_alike(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    target = load_target(settings["target"])
+    drafting = Drafting(tree_budget=32 if name == "ours ddtree" else 0)
+    drafter = load_drafter("none" if name in HERE[:2] or "plain" in name else settings["drafter"], target=target)
+    params = SamplingParams(MOST, stop_token_ids=tuple(STOPS), ignore_eos=True)
+    [expected] = Engine(target, drafter, drafting=drafting).generate([PROMPT], params)
+    with adapter(name, settings, tmp_path) as peer:
+        for _ in range(2):  # the second must not know of the first
+            answer = peer.ask("decode", {"prompt": PROMPT, "max_new_tokens": MOST, "stops": STOPS})
+            assert answer["tokens"] == expected.token_ids
+            assert answer["prefill_seconds"] > 0 and answer["decode_seconds"] > 0
+            if "lookup" not in name:
+                assert answer["first"] == 1
+                assert answer["cycles"] == len(expected.stats.committed)
+
+
+def test_the_margin_of_two_tokens(settings: dict[str, Any], tmp_path: Path) -> None:
+    target = load_target(settings["target"])
+    [expected] = Engine(target, load_drafter("none", target=target)).generate([PROMPT], SamplingParams(1))
+    best = expected.token_ids[0]
+    with adapter(REFERENCE, settings, tmp_path) as peer:
+        margins = [peer.ask("margin", {"tokens": PROMPT, "ids": [best, other]})["margin"] for other in (best, best - 1)]
+        reverse = peer.ask("margin", {"tokens": PROMPT, "ids": [best - 1, best]})["margin"]
+    assert margins[0] == 0 < margins[1] == -reverse
+
+
+def test_what_an_adapter_lacks(settings: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(PeerError, match="no smaller model"):
+        adapter("transformers assistant", settings, tmp_path)

@@ -1,0 +1,54 @@
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.peers import environments
+
+
+@pytest.fixture(autouse=True)
+def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(environments, "BUILD", tmp_path)
+    return tmp_path
+
+
+def test_failures_are_kept_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = "import sys; print('error: no such compiler'); sys.exit(3)"
+    monkeypatch.setitem(environments.INSTALLERS, "a", lambda: environments._run("a", sys.executable, "-c", program))
+    for _ in range(2):
+        failure = environments.install("a")
+        assert failure and failure.startswith("error: no such compiler (")
+        assert environments.why_missing("a") == failure
+    monkeypatch.setitem(environments.INSTALLERS, "a", lambda: None)
+    assert environments.install("a") is None
+    assert environments.why_missing("a") is None
+    assert not (environments.folder("a") / "failed").exists()
+
+
+def test_a_program_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(environments.INSTALLERS, "a", lambda: environments._run("a", "no-such-cmake"))
+    assert environments.install("a") == "no-such-cmake is not there"
+
+
+def test_what_is_installed_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    monkeypatch.setitem(environments.INSTALLERS, "a", lambda: calls.append(1))
+    for _ in range(2):
+        environments.install("a")
+    assert len(calls) == 1
+    monkeypatch.setattr(environments, "_recipe", lambda: "another one")
+    environments.install("a")
+    assert len(calls) == 2
+
+
+def test_one_failure_does_not_stop_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails() -> None:
+        raise environments.NotInstalled("no network")
+
+    monkeypatch.setattr(environments, "INSTALLERS", {"a": fails, "b": lambda: None})
+    monkeypatch.setattr(sys, "argv", ["environments"])
+    environments.main()
+    printed = capsys.readouterr().out
+    assert "a: no network" in printed and "b: ready" in printed
