@@ -1,0 +1,301 @@
+"""One decoder for the Llama, Mistral, Qwen and Gemma families, written for decoding speed.
+
+What differs between the families lies in `DecoderConfig`; tensors go by the names that their checkpoints share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from blockdraft.nn.attention import attend_grouped
+from blockdraft.nn.cache import write_nodes
+from blockdraft.nn.packed import PackedLinear
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+# From the name of a checkpoint's tensor to the tensor, on the device and in the dtype of the network.
+Read: TypeAlias = Callable[[str], Tensor]
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embeddings: angles per position and pair of channels, and a factor on cosine and sine."""
+
+    inverse_frequencies: tuple[float, ...]  # radians a position, one a pair
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """In what the layers of one decoder differ."""
+
+    rope: Rope
+    window: int | None = None  # sliding window in tokens; None is full attention
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """A decoder, free of how any family's configuration spells it."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    layers: tuple[LayerKind, ...]  # one a layer
+    norm_eps: float
+    activation: str  # a key of ACTIVATIONS
+    query_scale: float  # factor on the scores of attention
+    tied_head: bool  # the head is the embedding table
+    qkv_bias: bool = False
+    output_bias: bool = False  # of attention's output projection
+    mlp_bias: bool = False
+    qk_norm: bool = False  # RMS norms of each head's query and key, before they are rotated
+    norm_plus_one: bool = False  # norms multiply by 1 + weight
+    post_norms: bool = False  # what attention and MLP add is normed too
+    embedding_scale: float = 1.0  # factor on the embeddings where they enter the first layer
+    attention_softcap: float | None = None  # c in c * tanh(scores / c); None is no cap
+    final_softcap: float | None = None  # the same for the logits
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The kinds of attention masks, in the order in which `Decoder.forward` takes them."""
+        return tuple(dict.fromkeys(kind.window for kind in self.layers))
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        return tuple(dict.fromkeys(kind.rope for kind in self.layers))
+
+    def projections(self, layer: int) -> dict[str, tuple[tuple[str, int], ...]]:
+        """What is fused into each projection of a layer: names without `.weight` or `.bias`, and their rows."""
+        prefix = f"model.layers.{layer}."
+        keys = self.num_kv_heads * self.head_dim
+        attention = {"q_proj": self.num_heads * self.head_dim, "k_proj": keys, "v_proj": keys}
+        return {
+            "qkv": tuple((f"{prefix}self_attn.{name}", rows) for name, rows in attention.items()),
+            "output": ((f"{prefix}self_attn.o_proj", self.hidden_size),),
+            "gate_up": tuple((f"{prefix}mlp.{name}", self.intermediate_size) for name in ("gate_proj", "up_proj")),
+            "down": ((f"{prefix}mlp.down_proj", self.hidden_size),),
+        }
+
+    def has_bias(self, projection: str) -> bool:
+        return {"qkv": self.qkv_bias, "output": self.output_bias}.get(projection, self.mlp_bias)
+
+    def norms(self, layer: int) -> dict[str, str]:
+        """Names of a layer's norms: before attention and MLP, after them, and of queries and keys."""
+        prefix = f"model.layers.{layer}."
+        names = {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"}
+        if self.post_norms:
+            names |= {
+                "after_attention": "post_attention_layernorm",
+                "before_mlp": "pre_feedforward_layernorm",
+                "after_mlp": "post_feedforward_layernorm",
+            }
+        if self.qk_norm:
+            names |= {"query": "self_attn.q_norm", "key": "self_attn.k_norm"}
+        return {role: f"{prefix}{name}.weight" for role, name in names.items()}
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor of a checkpoint."""
+        table, inputs = (self.vocab_size, self.hidden_size), {"output": self.num_heads * self.head_dim}
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": table}
+        if not self.tied_head:
+            shapes["lm_head.weight"] = table
+        for layer in range(len(self.layers)):
+            for projection, parts in self.projections(layer).items():
+                width = {"down": self.intermediate_size}.get(projection, inputs.get(projection, self.hidden_size))
+                for name, rows in parts:
+                    shapes[f"{name}.weight"] = (rows, width)
+                    if self.has_bias(projection):
+                        shapes[f"{name}.bias"] = (rows,)
+            for role, name in self.norms(layer).items():
+                shapes[name] = (self.head_dim if role in ("query", "key") else self.hidden_size,)
+        shapes["model.norm.weight"] = (self.hidden_size,)
+        return shapes
+
+
+class Norm(nn.Module):
+    """RMS norm over the last dimension (arXiv 1910.07467), with a weight of its own for each of several heads.
+
+    Args:
+        config: Its epsilon, and whether one is added to the weights.
+        given: The weights as the checkpoint has them, each `[size]`.
+        heads: To how many heads each of them belongs; without it there is one weight and no dimension of heads.
+    """
+
+    def __init__(self, config: DecoderConfig, given: Sequence[Tensor], heads: Sequence[int] = ()) -> None:
+        super().__init__()
+        self.given = given
+        rows = [weight.float() + 1 if config.norm_plus_one else weight for weight in given]
+        self.weight: Tensor
+        stacked = [row.expand(count, -1) for row, count in zip(rows, heads, strict=True)] if heads else rows
+        self.register_buffer("weight", torch.cat(stacked))
+        self.eps: Tensor
+        self.register_buffer("eps", torch.tensor(config.norm_eps, device=self.weight.device))
+
+    def scale(self, x: Tensor) -> Tensor:
+        """The factor that norms x, float32. Half as many operations as `F.rms_norm` on a CPU, where each one costs more
+        than its arithmetic."""
+        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        return torch.addcmul(self.eps, size, size, value=1 / x.size(-1)).rsqrt_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.scale(x)).mul_(self.weight).to(x.dtype)
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: DecoderConfig, number: int, read: Read) -> None:
+        super().__init__()
+        self.config = config
+        own = config.layers[number]
+        self.rope, self.mask = config.ropes.index(own.rope), config.windows.index(own.window)
+        self.activation = ACTIVATIONS[config.activation]
+        for projection, parts in config.projections(number).items():
+            kinds = ("weight", "bias") if config.has_bias(projection) else ("weight",)
+            fused = [torch.cat([read(f"{name}.{kind}") for name, _ in parts]) for kind in kinds]
+            setattr(self, projection, PackedLinear(*fused))
+        self.given = given = {role: read(name) for role, name in config.norms(number).items()}
+        for role in ("before_attention", "after_attention", "before_mlp", "after_mlp"):
+            setattr(self, role, Norm(config, [given[role]]) if role in given else None)
+        heads = (config.num_heads, config.num_kv_heads)
+        self.qk_norm = Norm(config, [given["query"], given["key"]], heads) if config.qk_norm else None
+
+    def forward(
+        self,
+        x: Tensor,
+        angles: Sequence[tuple[Tensor, Tensor]],
+        slots: Tensor,
+        masks: Sequence[Tensor | None],
+        store: Tensor,
+    ) -> Tensor:
+        added = self.attention(self.before_attention(x), *angles[self.rope], slots, masks[self.mask], store)
+        x = x + (added if self.after_attention is None else self.after_attention(added))
+        gate, up = self.gate_up(self.before_mlp(x)).chunk(2, dim=-1)
+        added = self.down(self.activation(gate) * up)
+        return x + (added if self.after_mlp is None else self.after_mlp(added))
+
+    def attention(
+        self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, mask: Tensor | None, store: Tensor
+    ) -> Tensor:
+        config = self.config
+        heads, kv_heads = config.num_heads, config.num_kv_heads
+        qkv = self.qkv(x).unflatten(-1, (heads + 2 * kv_heads, config.head_dim))
+        # Queries and keys are normed and rotated where they lie, together.
+        qk = qkv[:, :, : heads + kv_heads]
+        if self.qk_norm is not None:
+            qk.mul_(self.qk_norm.scale(qk) * self.qk_norm.weight)
+        halves_swapped = qk.roll(config.head_dim // 2, dims=-1)
+        qk.mul_(cos).addcmul_(halves_swapped, sin)
+        write_nodes(store, qkv[:, :, heads:], slots)
+        keys, values = store.split(kv_heads, dim=1)
+        attended = attend_grouped(qkv[:, :, :heads], keys, values, mask, config.query_scale, config.attention_softcap)
+        return self.output(attended)
+
+
+class Decoder(nn.Module):
+    """A decoder over a store of keys and values that its caller keeps.
+
+    `forward` is a pure function of its arguments but for the nodes that it writes into `stores`, and takes no branch on
+    the numbers in tensors, so that it can be compiled. Shapes alone decide what it does.
+
+    Args:
+        config: Its shape.
+        read: Gives the tensors of `config.tensor_shapes()`, one at a time; only the fused ones are kept.
+    """
+
+    def __init__(self, config: DecoderConfig, read: Read) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding: Tensor
+        self.register_buffer("embedding", read("model.embed_tokens.weight"))
+        self.layers = nn.ModuleList(DecoderLayer(config, layer, read) for layer in range(len(config.layers)))
+        self.norm = Norm(config, [read("model.norm.weight")])
+        self.head = PackedLinear(self.embedding if config.tied_head else read("lm_head.weight"))
+        # Rounded to the dtype of the weights, as the models were trained.
+        self.embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self.embedding.dtype))
+        # With the frequencies [-f, f], one cosine and one sine give cos and the signed sine of both halves. They stay
+        # float32 in every dtype: rounded to bfloat16, positions blur.
+        halves = torch.tensor([rope.inverse_frequencies for rope in config.ropes], dtype=torch.float32)
+        self.frequencies: Tensor
+        self.register_buffer("frequencies", torch.cat([-halves, halves], dim=1).to(self.embedding.device))
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        masks: Sequence[Tensor | None],
+        stores: Sequence[Tensor],
+        taps: Sequence[int] = (),
+        logits_at: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Score N nodes a row, and write their keys and values.
+
+        A caller that compiles it may pad: to more nodes, whose slots must be free and differ, and whose outputs mean
+        nothing; and to more slots T, which the masks hide.
+
+        Args:
+            tokens: `[B, N]` int64.
+            positions: `[B, N]` int64, or `[1, N]` where the rows share them.
+            slots: Where the nodes are written, `[B, N]` int64, or `[N]` where the rows share them.
+            masks: One for each of `config.windows`, `[B or 1, 1, groups * N, T]` as `attend_grouped` takes it.
+            stores: One a layer, `[B, 2 * num_kv_heads, T, D]`, keys before values.
+            taps: Layers whose outputs are wanted; the number of layers stands for the input of the head.
+            logits_at: `[B]` int64, the one node of each row whose logits are wanted.
+
+        Returns:
+            Logits `[B, N, V]`, or `[B, 1, V]` with `logits_at`; and features `[B, N, m * H]`, None without taps.
+        """
+        config = self.config
+        x = F.embedding(tokens, self.embedding)
+        if self.embedding_scale != 1:
+            x = x * self.embedding_scale
+        angles = [self._angles(positions, i, x.dtype) for i in range(len(config.ropes))]
+        outputs = []
+        for layer, store in zip(self.layers, stores, strict=True):
+            x = layer(x, angles, slots, masks, store)
+            outputs.append(x)
+        x = self.norm(x)
+        outputs.append(x)
+        features = torch.cat([outputs[tap] for tap in taps], dim=-1) if taps else None
+        if logits_at is not None:
+            x = x[torch.arange(len(x), device=x.device), logits_at].unsqueeze(1)
+        logits: Tensor = self.head(x)
+        cap = config.final_softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap, features
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors as the checkpoint names them; those of fused projections are views."""
+        yield "model.embed_tokens.weight", self.embedding
+        for number, layer in enumerate(self.layers):
+            for projection, parts in self.config.projections(number).items():
+                fused: PackedLinear = getattr(layer, projection)
+                sizes = [rows for _, rows in parts]
+                for kind, whole in (("weight", fused.weight), ("bias", fused.bias)):
+                    if whole is not None:
+                        for (name, _), part in zip(parts, whole.split(sizes), strict=True):
+                            yield f"{name}.{kind}", part
+            for role, name in self.config.norms(number).items():
+                yield name, layer.given[role]
+        yield "model.norm.weight", self.norm.given[0]
+        if not self.config.tied_head:
+            yield "lm_head.weight", self.head.weight
+
+    def _angles(self, positions: Tensor, rope: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and signed sin of the positions `[B, N]`, each `[B, N, 1, D]`."""
+        angles = (positions.unsqueeze(-1) * self.frequencies[rope]).unsqueeze(-2)
+        cos, sin, scale = angles.cos(), angles.sin(), self.config.ropes[rope].scale
+        if scale != 1:
+            cos, sin = cos * scale, sin * scale
+        return cos.to(dtype), sin.to(dtype)
