@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from blockdraft.nn.attention import grouped_mask
-from blockdraft.nn.decoder import Decoder, DecoderConfig, LayerKind, Rope
+from blockdraft.nn.decoder import Decoder
+from blockdraft.nn.decoder_config import DecoderConfig, LayerKind, Rope
 
 ROPE = Rope((1.0, 0.3, 0.1))
 CONFIG = DecoderConfig(

@@ -61,7 +61,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral": SMALL | {"sliding_window": None},
     "mistral-window": SMALL | {"sliding_window": 4},
     "qwen2": SMALL | {"tie_word_embeddings": True},
-    "qwen2-window": SMALL | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2},
+    "qwen2-window": SMALL | {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 2},
     "qwen3": SMALL | {"attention_bias": True},
     "qwen3-window": SMALL | WINDOWS | {"use_sliding_window": True, "tie_word_embeddings": True},
     "gemma": SMALL | {"attention_bias": True},
@@ -123,6 +123,7 @@ def scores(target: Target, rows: int) -> Iterator[Tensor]:
 
     cache = target.new_cache(rows, 48)
     lengths = [9, 6, 9][:rows]
+    yield from score(random(4), torch.tensor([[-1, 0, 0, 1]] * rows))
     prompts = random(9)
     yield from score(prompts, chain(prompts).parents, logits_at=torch.tensor(lengths) - 1)
     cache.commit([range(length) for length in lengths])

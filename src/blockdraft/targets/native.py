@@ -16,7 +16,8 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from blockdraft.nn.attention import grouped_mask, visible_slots
 from blockdraft.nn.cache import KVCache
-from blockdraft.nn.decoder import Decoder, DecoderConfig
+from blockdraft.nn.decoder import Decoder
+from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.proposal import depths, is_chain, tree_mask
 from blockdraft.targets.base import Cache, TargetOutput
 from blockdraft.targets.checkpoint import (
@@ -90,48 +91,36 @@ class NativeTarget:
         config, end = self.decoder.config, max(cache.lengths) + tokens.size(1)
         assert end <= cache.capacity, f"{end} slots needed, {cache.capacity} allocated"
         store = cache.stacked(self.num_layers, 2 * config.num_kv_heads, config.head_dim, self.decoder.embedding)
-        where = self._layout(parents, cache.lengths)
-        return TargetOutput(*self.decoder(tokens, *where, store[..., :end, :].unbind(0), taps, logits_at))
+        layers = store[..., :end, :].unbind(0)
+        return TargetOutput(*self.decoder(tokens, *self._layout(parents, cache.lengths), layers, taps, logits_at))
 
     def _layout(self, parents: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-        """Positions, slots and masks of the nodes as `Decoder.forward` takes them, as few and small as will do."""
-        count, end = parents.size(1), max(lengths) + parents.size(1)
-        starts, is_line = set(lengths), parents.size(1) == 1 or is_chain(parents)
-        if len(starts) == 1:
-            slots = torch.arange(end - count, end, device=self.device)
-            positions = slots[None]
-        else:
-            positions = slots = torch.tensor(lengths, device=self.device)[:, None] + torch.arange(
-                count, device=self.device
-            )
+        """Positions, slots and masks of the nodes as `Decoder.forward` takes them."""
+        config, count, starts = self.decoder.config, parents.size(1), set(lengths)
+        end, is_line = max(starts) + count, count == 1 or is_chain(parents)
+        slots = torch.arange(end - count, end, device=self.device)
+        if len(starts) > 1:
+            slots = torch.tensor(lengths, device=self.device)[:, None] + torch.arange(count, device=self.device)
+        positions = slots if slots.ndim == 2 else slots[None]
         if not is_line:
-            positions = positions[:, :1] + depths(parents)
-        if end > self.max_context:  # nodes that a shorter row of the batch will never commit
-            positions = positions.clamp(max=self.max_context - 1)
-        fresh = starts == {0} and is_line and self.decoder.config.attention_softcap is None
-        masks: list[Tensor | None] = []
-        whole: Tensor | None = None  # the mask of full attention
-        for window in self.decoder.config.windows:
-            reaches_all = window is None or end <= window
-            if reaches_all and len(starts) == 1 and (count == 1 or fresh):
-                masks.append(None)
-            elif reaches_all:
-                if whole is None:
-                    whole = self._mask(parents, lengths)
-                masks.append(whole)
-            else:
-                within = tree_mask(parents)
-                rows = positions.expand(parents.shape)
-                visible = visible_slots(lengths, within, rows, window)
-                masks.append(grouped_mask(visible, self._group, self.dtype))
-        return positions, slots, masks
+            positions = positions[:, :1] + depths(parents).to(self.device)
+        # Where no window hides anything, a lone node on rows of one length, or a line on empty rows, needs no mask.
+        unmasked = len(starts) == 1 and (count == 1 or (is_line and end == count and config.attention_softcap is None))
+        masks: dict[int | None, Tensor | None] = {}  # by window; None is full attention
+        for window in config.windows:
+            reached = window if window is not None and window < end else None
+            if reached not in masks:
+                alone = reached is None and unmasked
+                masks[reached] = None if alone else self._mask(parents, positions, lengths, reached)
+            masks[window] = masks[reached]
+        return positions, slots, [masks[window] for window in config.windows]
 
-    def _mask(self, parents: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Who sees whom where no window hides anything."""
-        within = tree_mask(parents)
-        if len(set(lengths)) > 1:
-            return grouped_mask(visible_slots(lengths, within), self._group, self.dtype)
-        return F.pad(grouped_mask(within, self._group, self.dtype), (lengths[0], 0))
+    def _mask(self, parents: Tensor, positions: Tensor, lengths: Sequence[int], window: int | None) -> Tensor:
+        within = tree_mask(parents).to(self.device)
+        if window is None and len(set(lengths)) == 1:  # all see the same committed tokens
+            return F.pad(grouped_mask(within, self._group, self.dtype), (lengths[0], 0))
+        visible = visible_slots(lengths, within, positions.expand(parents.shape), window)
+        return grouped_mask(visible, self._group, self.dtype)
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
         return self.decoder.named_weights()

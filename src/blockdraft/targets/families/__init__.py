@@ -10,7 +10,7 @@ from pathlib import Path
 
 from transformers import PretrainedConfig
 
-from blockdraft.nn.decoder import DecoderConfig
+from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.targets.families.base import NotCovered, check_covered
 
 FAMILIES = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem not in ("__init__", "base"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig
 
-from blockdraft.nn.decoder import DecoderConfig
+from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.targets.families.base import base_config, equal_layers
 
 
