@@ -23,7 +23,7 @@ from blockdraft.engine import Chunk, Engine, Stats
 from blockdraft.targets import load_target
 from blockdraft.types import SamplingParams
 
-KEYS = {"text", "token_ids", "finish_reason", "tau", "acceptance_by_position", "tokens_per_second"}
+KEYS = {"text", "token_ids", "finish_reason", "tau", "acceptance_by_position", "tokens_per_second", "backend"}
 COMPARE_KEYS = {"plain_tokens_per_second", "speedup", "identical"}
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -103,6 +103,29 @@ def test_colours_forced_by_the_environment_stay_out_of_pipes(generate: Run, monk
     assert "\x1b" not in generate("hello", "--compare").out
 
 
+@pytest.mark.parametrize("backend", ["hf", "native"])
+def test_the_backend_changes_nothing_but_itself(generate: Run, expected: dict[str, Any], backend: str) -> None:
+    answer = json.loads(generate("hello", "--json", "--backend", backend).out)
+    assert (answer["backend"], answer["token_ids"]) == (backend, expected["token_ids"])
+
+
+def test_why_the_native_decoder_does_not_run_the_target_is_told(
+    generate: Run, tiny_target_dir: Path, tmp_path: Path
+) -> None:
+    for file in tiny_target_dir.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_act": "relu"}))
+    result = generate("hello", "--json", "--target", tmp_path)
+    assert (result.code, json.loads(result.out)["backend"]) == (0, "hf")
+    assert result.err.startswith("The target runs on transformers (backend hf): its activation relu is none of ")
+    asked = generate("hello", "--target", tmp_path, "--backend", "hf")
+    assert (asked.code, asked.err) == (0, "")
+    refused = generate("hello", "--target", tmp_path, "--backend", "native")
+    assert (refused.code, refused.out) == (2, "") and "its activation relu" in refused.err
+    assert generate("hello", "--backend", "fast").code == 2
+
+
 def test_json(generate: Run, expected: dict[str, Any]) -> None:
     for terminal in (False, True):
         result = generate("hello", "--json", terminal=terminal)
@@ -164,7 +187,7 @@ def test_compare_reports_the_first_difference(
     assert comparison.first_difference == 4
     display.show_comparison(display.plain(), comparison)
     assert "tokens: differ, first at token 5\n" in capsys.readouterr().out
-    assert display.as_dict(comparison.drafted, comparison)["identical"] is False
+    assert display.as_dict(comparison.drafted, comparison, engine.target)["identical"] is False
 
 
 def test_a_terminal_shows_the_answer_and_a_summary(generate: Run, expected: dict[str, Any]) -> None:
@@ -172,7 +195,7 @@ def test_a_terminal_shows_the_answer_and_a_summary(generate: Run, expected: dict
     shown = ESCAPES.sub("", result.out)
     assert (result.code, result.err) == (0, "")
     assert shown.startswith(expected["text"] + "\n\n")
-    summary = r"20 tokens, \d+ drafted, tau \d\.\d\d, \d+\.\d tokens/s, finish reason: length\n"
+    summary = r"20 tokens, \d+ drafted, tau \d\.\d\d, \d+\.\d tokens/s, finish reason: length, backend: native\n"
     assert re.fullmatch(summary, shown.removeprefix(expected["text"] + "\n\n"))
 
 
@@ -197,7 +220,9 @@ def test_guessed_tokens_are_coloured_and_characters_stay_whole(
         Chunk("", tuple(ids[3:6]), (True, True, False), stats),
         Chunk("", tuple(ids[6:9]), (True, True, False), stats, "length"),
     ]
-    engine: Any = SimpleNamespace(target=SimpleNamespace(tokenizer=tokenizer), stream=lambda *_: iter(chunks))
+    engine: Any = SimpleNamespace(
+        target=SimpleNamespace(tokenizer=tokenizer, backend="native"), stream=lambda *_: iter(chunks)
+    )
     out = Stream(terminal=True)
     monkeypatch.setattr(sys, "stdout", out)
     display.stream_answer(display.terminal(), engine, "", SamplingParams())

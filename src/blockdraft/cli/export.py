@@ -8,7 +8,9 @@ from typing import Annotated
 
 import typer
 
-from blockdraft.cli.options import TargetFolder
+from blockdraft.cli import loading
+from blockdraft.cli.options import TargetBackend, TargetFolder
+from blockdraft.types import DEFAULT_BACKEND
 
 
 def export(
@@ -28,21 +30,17 @@ def export(
             help="For speculators: hub name or folder under which engines find the target; by default as in --target.",
         ),
     ] = None,
+    backend: TargetBackend = DEFAULT_BACKEND,
 ) -> None:
     """Write a drafter in the format that another engine reads.
 
     The folder appears whole or not at all. Weights keep their dtype; the speculators format adds copies of the target's
     embedding and head.
     """
-    from transformers.utils import logging
-
-    from blockdraft.targets import load_target
     from blockdraft.training.export import check_format, convert, format_for
 
     check_format(to_format)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    loaded = load_target(target, device="cpu")
+    loaded = loading.load(target, device="cpu", backend=backend)
     convert(drafter, out, format_for(to_format, loaded, target, target_name), loaded)
     size = sum(file.stat().st_size for file in Path(out).iterdir())
     print(f"{out}: {size / 1e6:,.1f} MB in the {to_format} format", file=sys.stderr)

@@ -172,8 +172,8 @@ def _seconds(engine: Engine, work: Callable[[], object]) -> float:
 def load_or_measure(engine: Engine, report: Callable[[str], None] = lambda line: None, anew: bool = False) -> Costs:
     """The costs of an engine's pair from the cache on disk, or measured now and put there.
 
-    A measurement is kept for each target, drafter, dtype, device, number of threads, largest batch and version of torch
-    and transformers, in the folder that `BLOCKDRAFT_CACHE` names, or else in `~/.cache/blockdraft`.
+    A measurement is kept for each target, backend, drafter, dtype, device, number of threads, largest batch and version
+    of torch and transformers, in the folder that `BLOCKDRAFT_CACHE` names, or else in `~/.cache/blockdraft`.
 
     Args:
         anew: Measure even if there is a measurement.
@@ -204,7 +204,16 @@ def _fingerprint(engine: Engine) -> str:
     target, drafter = engine.target, engine.drafter
     gpu = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else ""
     facts = [
-        *(target.path, target.hidden_size, target.num_layers, target.vocab_size, target.dtype, target.device.type, gpu),
+        *(
+            target.path,
+            target.backend,
+            target.hidden_size,
+            target.num_layers,
+            target.vocab_size,
+            target.dtype,
+            target.device.type,
+            gpu,
+        ),
         *(type(drafter).__name__, drafter.path, drafter.block_size, drafter.taps),
         *(engine.max_batch_size, torch.get_num_threads(), platform.node(), platform.processor()),
         *(LAYOUT, version("torch"), version("transformers"), version("blockdraft")),

@@ -60,3 +60,45 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None
     """
     mask = None if visible is None else visible.unsqueeze(1)
     return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
+
+
+def attend_grouped(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float | None = None
+) -> Tensor:
+    """Attention of a few nodes, in which the query heads of a group stand as further rows of their key/value head.
+
+    So each key is read once a group, and the matrix products have more rows.
+
+    Args:
+        queries: `[B, N, heads, D]`.
+        keys, values: `[B, kv_heads, T, D]`; `heads` is a multiple of `kv_heads`, a group is `heads / kv_heads`.
+        mask: `[B or 1, 1, group * N, T]`, added to the scores, of the dtype of the queries; from `grouped_mask`. None
+            lets each node see all slots up to its own, which takes N = 1, or N = T and no soft-cap.
+        scale: Factor on the scores.
+        softcap: c in c * tanh(scores / c), or None.
+
+    Returns:
+        `[B, N, heads * D]`.
+    """
+    batch, count, heads, head_dim = queries.shape
+    kv_heads = keys.size(1)
+    if mask is None and count > 1:
+        assert softcap is None and keys.size(2) == count
+        out = F.scaled_dot_product_attention(
+            queries.transpose(1, 2), keys, values, is_causal=True, scale=scale, enable_gqa=True
+        )
+        return out.transpose(1, 2).flatten(-2)
+    grouped = (batch, count, kv_heads, heads // kv_heads, head_dim)
+    rows = queries.reshape(grouped).permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, head_dim)
+    if softcap is None:
+        out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale)
+    else:
+        scores = torch.tanh((rows @ keys.mT) * (scale / softcap)) * softcap
+        scores = scores if mask is None else scores + mask
+        out = scores.softmax(dim=-1, dtype=torch.float32).to(values.dtype) @ values
+    return out.view(batch, kv_heads, -1, count, head_dim).permute(0, 3, 1, 2, 4).reshape(batch, count, -1)
+
+
+def grouped_mask(visible_BNT: Tensor, group: int, dtype: torch.dtype) -> Tensor:
+    """The mask `[B, 1, group * N, T]` of `attend_grouped`."""
+    return additive_mask(visible_BNT, dtype).repeat(1, 1, group, 1)

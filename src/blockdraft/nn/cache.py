@@ -12,8 +12,9 @@ class KVCache:
     """Keys and values of all layers for B rows of up to `capacity` tokens.
 
     A forward writes its N nodes behind the committed tokens of each row; `commit` keeps some of them, moved together,
-    and forgets the others. Layers are allocated at their first write, because only then is their shape known. Rows may
-    leave (`select`) and come (`join`); the memory of rows that left is used again by rows that come.
+    and forgets the others. Layers are allocated at their first write, because only then is their shape known; a network
+    that knows it beforehand has them all in one tensor (`stacked`). Rows may leave (`select`) and come (`join`); the
+    memory of rows that left is used again by rows that come.
 
     Attributes:
         lengths: Committed tokens of each row.
@@ -23,7 +24,8 @@ class KVCache:
     def __init__(self, batch: int, capacity: int) -> None:
         self.lengths = [0] * batch
         self.capacity = capacity
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        # Of each layer, or of all in one, tensors `[..., B, heads, capacity, D]`.
+        self._layers: dict[int, tuple[Tensor, ...]] = {}
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Put the keys and values of N nodes, `[B, heads, N, D]`, behind each row's committed tokens.
@@ -48,6 +50,16 @@ class KVCache:
                 store.scatter_(2, slots, new)
         return stored[0][:, :, :end], stored[1][:, :, :end]
 
+    def stacked(self, layers: int, heads: int, head_dim: int, like: Tensor) -> Tensor:
+        """The store of a network that writes and reads all layers itself, `[layers, B, heads, capacity, D]`.
+
+        Each layer's keys and values lie in it side by side, as so many heads, so that one operation writes both and
+        `commit` moves the nodes of all layers at once. `like` gives its dtype and device.
+        """
+        if 0 not in self._layers:
+            self._layers[0] = (like.new_zeros(layers, len(self.lengths), heads, self.capacity, head_dim),)
+        return self._layers[0][0][:, : len(self.lengths)]
+
     def slots(self, count: int, device: torch.device) -> Tensor:
         """The slots of the next `count` nodes, `[B, count]`."""
         return torch.tensor(self.lengths, device=device)[:, None] + torch.arange(count, device=device)
@@ -61,10 +73,10 @@ class KVCache:
         for row, nodes in enumerate(path):
             start, count = self.lengths[row], len(nodes)
             if list(nodes) != list(range(count)):
-                for keys, values in self._layers.values():
-                    kept = start + torch.tensor(nodes, device=keys.device)
-                    keys[row, :, start : start + count] = keys[row, :, kept]
-                    values[row, :, start : start + count] = values[row, :, kept]
+                for store in self._stores():
+                    kept = start + torch.tensor(nodes, device=store.device)
+                    of_row = store.select(-4, row)
+                    of_row[..., start : start + count, :] = of_row.index_select(-2, kept)
             self.lengths[row] += count
 
     def truncate(self, lengths: Sequence[int]) -> None:
@@ -78,11 +90,11 @@ class KVCache:
             for place, row in enumerate(rows):
                 if place != row:
                     for store in self._stores():
-                        store[place, :, : self.lengths[row]] = store[row, :, : self.lengths[row]]
+                        _copy_row(store, place, store, row, self.lengths[row])
         else:
-            for layer, (keys, values) in self._layers.items():
-                index = torch.tensor(rows, device=keys.device)
-                self._layers[layer] = (keys[index], values[index])
+            for layer, stores in self._layers.items():
+                index = torch.tensor(rows, device=stores[0].device)
+                self._layers[layer] = tuple(store.index_select(-4, index) for store in stores)
         self.lengths = [self.lengths[row] for row in rows]
 
     def join(self, other: KVCache, capacity: int) -> None:
@@ -96,33 +108,52 @@ class KVCache:
         self.capacity = capacity
         for layer in self._layers.keys() | other._layers.keys():
             like = self._layers.get(layer) or other._layers[layer]
-            own = self._layers.get(layer, tuple(store[:0] for store in like))
+            own = self._layers.get(layer, tuple(store.narrow(-4, 0, 0) for store in like))
             grown = tuple(_with_room(store, len(self.lengths), self.capacity) for store in own)
             for store, new in zip(grown, other._layers.get(layer, ()), strict=False):
                 for row, length in enumerate(other.lengths):
-                    store[first + row, :, :length] = new[row, :, :length]
-            self._layers[layer] = (grown[0], grown[1])
+                    _copy_row(store, first + row, new, row, length)
+            self._layers[layer] = grown
 
     def prefix(self, row: int, length: int) -> KVCache:
         """A cache of one row that holds a copy of this row's first `length` tokens, without room for more."""
         assert length <= self.lengths[row]
         copy = KVCache(1, length)
         copy.lengths = [length]
-        for layer, (keys, values) in self._layers.items():
-            copy._layers[layer] = (keys[row : row + 1, :, :length].clone(), values[row : row + 1, :, :length].clone())
+        for layer, stores in self._layers.items():
+            copy._layers[layer] = tuple(s.narrow(-4, row, 1)[..., :length, :].clone() for s in stores)
         return copy
 
     def _stores(self) -> Iterator[Tensor]:
-        for keys, values in self._layers.values():
-            yield keys
-            yield values
+        for stores in self._layers.values():
+            yield from stores
+
+
+def _copy_row(into: Tensor, place: int, store: Tensor, row: int, length: int) -> None:
+    into.select(-4, place)[..., :length, :] = store.select(-4, row)[..., :length, :]
 
 
 def _with_room(store: Tensor, rows: int, capacity: int) -> Tensor:
     """The store itself if it has so many rows and slots, else a new one that has exactly these, with its numbers."""
-    if store.size(0) >= rows and store.size(2) >= capacity:
+    *layers, held, heads, room, head_dim = store.shape
+    if held >= rows and room >= capacity:
         return store
-    new = store.new_zeros(rows, store.size(1), capacity, store.size(3))
-    kept, slots = min(store.size(0), rows), min(store.size(2), capacity)
-    new[:kept, :, :slots] = store[:kept, :, :slots]
+    new = store.new_zeros(*layers, rows, heads, capacity, head_dim)
+    kept, slots = min(held, rows), min(room, capacity)
+    new[..., :kept, :, :slots, :] = store[..., :kept, :, :slots, :]
     return new
+
+
+def write_nodes(store: Tensor, nodes: Tensor, slots: Tensor) -> None:
+    """Put nodes into slots of a store.
+
+    Args:
+        store: `[B, heads, T, D]`.
+        nodes: `[B, N, heads, D]`.
+        slots: `[B, N]` int64, or `[N]` where the rows share them.
+    """
+    if slots.ndim == 1:
+        store.index_copy_(2, slots, nodes.transpose(1, 2))
+    else:
+        rows = torch.arange(len(slots), device=slots.device)
+        store[rows[:, None], :, slots] = nodes

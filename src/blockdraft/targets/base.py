@@ -65,6 +65,8 @@ class Target(Protocol):
 
     Attributes:
         path: Where it was loaded from.
+        backend: How it is run, "native" or "hf".
+        backend_reason: Why it is not run natively, where that was not asked for; else None.
         tokenizer: None where the folder has none; then prompts are token ids.
         max_context: Tokens that a row may hold, prompt and answer together.
         eos_token_ids: Tokens that end an answer.
@@ -74,6 +76,8 @@ class Target(Protocol):
     """
 
     path: Path | None
+    backend: str
+    backend_reason: str | None
     dtype: torch.dtype
     device: torch.device
     tokenizer: PreTrainedTokenizerBase | None
@@ -85,7 +89,7 @@ class Target(Protocol):
     architecture: dict[str, Any]
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
-        """Every weight, by a name that stays the same."""
+        """Every weight, by its name in the checkpoint, whichever the backend; a tied head is not named again."""
 
     @property
     def shape(self) -> Mapping[str, Any]: ...

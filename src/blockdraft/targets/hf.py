@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache as TransformersCache
 
 from blockdraft.nn.attention import additive_mask, visible_slots
 from blockdraft.nn.cache import KVCache
 from blockdraft.proposal import depths, tree_mask
-from blockdraft.targets.base import Cache, TargetOutput, TargetText
+from blockdraft.targets.base import Cache, TargetOutput
+from blockdraft.targets.checkpoint import (
+    architecture,
+    checked_folder,
+    drafter_shape,
+    end_tokens,
+    load_tokenizer,
+    loading,
+    max_context,
+)
 
-# What a configuration says about how and by what it was saved, not about the model.
-INCIDENTAL = {"dtype", "torch_dtype", "transformers_version", "_name_or_path"}
 ATTENTION_KINDS = {"full_attention", "sliding_attention"}
 
 
@@ -80,6 +77,8 @@ class HFTarget:
         ValueError: The model is no decoder-only attention model (an encoder-decoder, or one with recurrent layers).
     """
 
+    backend = "hf"
+
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, path: Path | None = None
     ) -> None:
@@ -87,16 +86,15 @@ class HFTarget:
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.path = path
+        self.backend_reason: str | None = None
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
         self.hidden_size: int = config.hidden_size
         self.num_layers: int = config.num_hidden_layers
         self.vocab_size: int = model.get_output_embeddings().weight.size(0)
-        self.max_context = _max_context(model.config)
-        self.eos_token_ids = _end_tokens(model.generation_config, model.config, tokenizer)
-        self.architecture: dict[str, Any] = {
-            name: value for name, value in json.loads(model.config.to_json_string()).items() if name not in INCIDENTAL
-        }
+        self.max_context = max_context(model.config)
+        self.eos_token_ids = end_tokens(model.generation_config, model.config, tokenizer)
+        self.architecture = architecture(model.config)
         self._config = config
         kinds = getattr(config, "layer_types", None)
         if config.is_encoder_decoder or (kinds and not set(kinds) <= ATTENTION_KINDS) or model._is_stateful:
@@ -109,21 +107,7 @@ class HFTarget:
 
     @property
     def shape(self) -> dict[str, Any]:
-        config = self._config
-        names = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps")
-        found: dict[str, Any] = {
-            name: value for name in names if isinstance(value := getattr(config, name, None), int | float)
-        }
-        heads = found.get("num_attention_heads")
-        if heads:
-            found.setdefault("num_key_value_heads", heads)
-            found["head_dim"] = getattr(config, "head_dim", None) or self.hidden_size // heads
-        rope = dict(getattr(config, "rope_parameters", None) or {})
-        rope = dict(rope.get("full_attention") or rope)  # some nest it by the kind of layer
-        if rope.get("rope_theta"):
-            found["rope_theta"] = rope.pop("rope_theta")
-            found["rope_scaling"] = rope if rope.get("rope_type", "default") != "default" else None
-        return found
+        return drafter_shape(self._config)
 
     def new_cache(self, batch: int, capacity: int) -> HFCache:
         return HFCache(batch, capacity)
@@ -215,32 +199,16 @@ def _decoder_layers(model: PreTrainedModel, count: int) -> nn.ModuleList:
     raise ValueError(f"{type(model).__name__} has no list of {count} layers, so none can be tapped.")
 
 
-def _max_context(config: Any) -> int:
-    return getattr(config.get_text_config(), "max_position_embeddings", None) or 2**31
-
-
-def _end_tokens(*sources: Any) -> frozenset[int]:
-    ids: set[int] = set()
-    for source in sources:
-        value = getattr(source, "eos_token_id", None)
-        ids |= set(value) if isinstance(value, list) else {value} if value is not None else set()
-    return frozenset(ids)
-
-
 def load(path: str | Path, dtype: torch.dtype, device: torch.device) -> HFTarget:
     """Load a causal LM and, where there is one, its tokenizer, from a local folder or by hub name.
 
     Raises:
         ValueError: No such folder or hub name, files that cannot be read, or weights that do not fill the model.
     """
-    folder = _checked(path)
-    try:
+    folder = checked_folder(path)
+    with loading(path):
         loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True)
-        tokenizer = _tokenizer(path)
-    except SafetensorError as error:
-        raise ValueError(f"The weights in {path} are corrupt or cut short ({error}); copy them again.") from error
-    except Exception as error:  # transformers, tokenizers and the hub raise many kinds, and bare Exception too
-        raise ValueError(f"{path} cannot be loaded as a causal language model: {error}") from error
+        tokenizer = load_tokenizer(path)
     model, report = loaded
     missing = sorted(report["missing_keys"])
     if missing:
@@ -248,38 +216,6 @@ def load(path: str | Path, dtype: torch.dtype, device: torch.device) -> HFTarget
             f"{path} lacks {len(missing)} tensors of {type(model).__name__}, such as {missing[0]}; is it a causal "
             f"language model, and are all its files there?"
         )
-    try:
+    with loading(path, device):
         model = model.to(device).requires_grad_(False)
-    except torch.OutOfMemoryError as error:
-        raise ValueError(f"{path} does not fit into the free memory of {device}: {error}") from error
     return HFTarget(model, tokenizer, folder if folder.exists() else None)
-
-
-def load_text(path: str | Path) -> TargetText:
-    """Load tokenizer and configuration alone. Errors as in `load`."""
-    folder = _checked(path)
-    try:
-        config, tokenizer = AutoConfig.from_pretrained(path), _tokenizer(path)
-    except Exception as error:  # as in `load`
-        raise ValueError(f"{path} cannot be loaded as a causal language model: {error}") from error
-    try:
-        generation = GenerationConfig.from_pretrained(path)
-    except OSError:  # a folder need not have one
-        generation = None
-    ends = _end_tokens(generation, config, tokenizer)
-    return TargetText(folder if folder.exists() else None, tokenizer, _max_context(config), ends)
-
-
-def _checked(path: str | Path) -> Path:
-    folder = Path(path)
-    if folder.exists() and not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} has no config.json; a target is a Hugging Face model folder or a hub name.")
-    if not folder.exists() and not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
-        raise ValueError(f"There is no folder {path}, and it is no hub name of the form owner/name.")
-    return folder
-
-
-def _tokenizer(path: str | Path) -> PreTrainedTokenizerBase | None:
-    folder = Path(path)
-    has_tokenizer = not folder.exists() or any(folder.glob("tokenizer*")) or any(folder.glob("vocab*"))
-    return AutoTokenizer.from_pretrained(path) if has_tokenizer else None

@@ -1,0 +1,222 @@
+"""One decoder for the Llama, Mistral, Qwen and Gemma families, written for decoding speed.
+
+What differs between the families lies in `DecoderConfig`; tensors go by the names that their checkpoints share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from blockdraft.nn.attention import attend_grouped
+from blockdraft.nn.cache import write_nodes
+from blockdraft.nn.decoder_config import DecoderConfig
+from blockdraft.nn.packed import PackedLinear
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+# From the name of a checkpoint's tensor to the tensor, on the device and in the dtype of the network.
+Read: TypeAlias = Callable[[str], Tensor]
+
+
+class Norm(nn.Module):
+    """RMS norm over the last dimension (arXiv 1910.07467), with a weight of its own for each of several heads.
+
+    Args:
+        config: Its epsilon, and whether one is added to the weights.
+        given: The weights as the checkpoint has them, each `[size]`.
+        heads: To how many heads each of them belongs; without it there is one weight and no dimension of heads.
+    """
+
+    def __init__(self, config: DecoderConfig, given: Sequence[Tensor], heads: Sequence[int] = ()) -> None:
+        super().__init__()
+        self.given = given
+        rows = [weight.float() + 1 if config.norm_plus_one else weight for weight in given]
+        self.weight: Tensor
+        stacked = [row.expand(count, -1) for row, count in zip(rows, heads, strict=True)] if heads else rows
+        self.register_buffer("weight", torch.cat(stacked))
+        self.eps: Tensor
+        self.register_buffer("eps", torch.tensor(config.norm_eps, device=self.weight.device))
+
+    def scale(self, x: Tensor) -> Tensor:
+        """The factor that norms x, float32. Half as many operations as `F.rms_norm` on a CPU, where each one costs more
+        than its arithmetic."""
+        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        return torch.addcmul(self.eps, size, size, value=1 / x.size(-1)).rsqrt_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.scale(x)).mul_(self.weight).to(x.dtype)
+
+
+class DecoderLayer(nn.Module):
+    """Attributes:
+    given: Weights of the norms by their roles, as the checkpoint has them.
+    """
+
+    qkv: PackedLinear
+    output: PackedLinear
+    gate_up: PackedLinear
+    down: PackedLinear
+    before_attention: Norm
+    after_attention: Norm
+    before_mlp: Norm
+    after_mlp: Norm
+    qk_norm: Norm
+
+    def __init__(self, config: DecoderConfig, number: int, read: Read) -> None:
+        super().__init__()
+        self.config = config
+        own = config.layers[number]
+        self.rope, self.mask = config.ropes.index(own.rope), config.windows.index(own.window)
+        self.activation = ACTIVATIONS[config.activation]
+        for projection, parts in config.projections(number).items():
+            kinds = ("weight", "bias") if config.has_bias(projection) else ("weight",)
+            fused = [torch.cat([read(f"{name}.{kind}") for name, _ in parts]) for kind in kinds]
+            setattr(self, projection, PackedLinear(*fused))
+        self.given = given = {role: read(name) for role, name in config.norms(number).items()}
+        self.post_norms = config.post_norms
+        for role in ("before_attention", "before_mlp", *(("after_attention", "after_mlp") if self.post_norms else ())):
+            setattr(self, role, Norm(config, [given[role]]))
+        if config.qk_norm:
+            heads = (config.num_heads, config.num_kv_heads)
+            self.qk_norm = Norm(config, [given["query"], given["key"]], heads)
+
+    def forward(
+        self,
+        x: Tensor,
+        angles: Sequence[tuple[Tensor, Tensor]],
+        slots: Tensor,
+        masks: Sequence[Tensor | None],
+        store: Tensor,
+    ) -> Tensor:
+        """Rows `[B * N, H]` to rows; the other arguments are those of `Decoder.forward`."""
+        added: Tensor = self.attention(self.before_attention(x), *angles[self.rope], slots, masks[self.mask], store)
+        x = x + (self.after_attention(added) if self.post_norms else added)
+        gate, up = self.gate_up(self.before_mlp(x)).chunk(2, dim=-1)
+        added = self.down(self.activation(gate) * up)
+        return x + (self.after_mlp(added) if self.post_norms else added)
+
+    def attention(
+        self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, mask: Tensor | None, store: Tensor
+    ) -> Tensor:
+        config = self.config
+        heads, kv_heads = config.num_heads, config.num_kv_heads
+        qkv = self.qkv(x).view(len(store), -1, heads + 2 * kv_heads, config.head_dim)
+        # Queries and keys are normed and rotated together, where they lie.
+        qk = qkv.narrow(2, 0, heads + kv_heads)
+        if config.qk_norm:
+            qk.mul_(self.qk_norm.scale(qk) * self.qk_norm.weight)
+        swapped = qk.roll(config.head_dim // 2, dims=-1)
+        qk.mul_(cos).addcmul_(swapped, sin)
+        write_nodes(store, qkv.narrow(2, heads, 2 * kv_heads), slots)
+        queries, (keys, values) = qkv.narrow(2, 0, heads), store.chunk(2, dim=1)
+        attended = attend_grouped(queries, keys, values, mask, config.query_scale, config.attention_softcap)
+        out: Tensor = self.output(attended.view(x.size(0), -1))
+        return out
+
+
+class Decoder(nn.Module):
+    """A decoder over a store of keys and values that its caller keeps.
+
+    `forward` is a pure function of its arguments but for the nodes that it writes into `stores`, and takes no branch on
+    the numbers in tensors, so that it can be compiled. Shapes alone decide what it does.
+
+    Args:
+        config: Its shape.
+        read: Gives the tensors of `config.tensor_shapes()`, one at a time; only the fused ones are kept.
+    """
+
+    def __init__(self, config: DecoderConfig, read: Read) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding: Tensor
+        self.register_buffer("embedding", read("model.embed_tokens.weight"))
+        self.layers = nn.ModuleList(DecoderLayer(config, layer, read) for layer in range(len(config.layers)))
+        self.norm = Norm(config, [read("model.norm.weight")])
+        self.head = PackedLinear(self.embedding if config.tied_head else read("lm_head.weight"))
+        # Rounded to the dtype of the weights, as the models were trained.
+        self.embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self.embedding.dtype))
+        # With the frequencies [-f, f], one cosine and one sine give cos and the signed sine of both halves. They stay
+        # float32 in every dtype: rounded to bfloat16, positions blur.
+        halves = torch.tensor([rope.inverse_frequencies for rope in config.ropes], dtype=torch.float32)
+        self.frequencies: Tensor
+        self.register_buffer("frequencies", torch.cat([-halves, halves], dim=1).to(self.embedding.device))
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        masks: Sequence[Tensor | None],
+        stores: Sequence[Tensor],
+        taps: Sequence[int] = (),
+        logits_at: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Score N nodes a row, and write their keys and values.
+
+        A caller that compiles it may pad: to more nodes, whose slots must be free and differ, and whose outputs mean
+        nothing; and to more slots T, which the masks hide.
+
+        Args:
+            tokens: `[B, N]` int64.
+            positions: `[B, N]` int64, or `[1, N]` where the rows share them.
+            slots: Where the nodes are written, `[B, N]` int64, or `[N]` where the rows share them.
+            masks: One for each of `config.windows`, `[B or 1, 1, groups * N, T]` as `attend_grouped` takes it.
+            stores: One a layer, `[B, 2 * num_kv_heads, T, D]`, keys before values.
+            taps: Layers whose outputs are wanted; the number of layers stands for the input of the head.
+            logits_at: `[B]` int64, the one node of each row whose logits are wanted.
+
+        Returns:
+            Logits `[B, N, V]`, or `[B, 1, V]` with `logits_at`; and features `[B, N, m * H]`, None without taps.
+        """
+        config, (batch, count) = self.config, tokens.shape
+        x = F.embedding(tokens.reshape(-1), self.embedding)  # rows [B * N, H], the shape in which products cost least
+        if self.embedding_scale != 1:
+            x = x * self.embedding_scale
+        angles = [self._angles(positions, i, x.dtype) for i in range(len(config.ropes))]
+        outputs = []
+        for layer, store in zip(self.layers, stores, strict=True):
+            x = layer(x, angles, slots, masks, store)
+            outputs.append(x)
+        x = self.norm(x)
+        outputs.append(x)
+        features = torch.cat([outputs[tap] for tap in taps], dim=-1).view(batch, count, -1) if taps else None
+        if logits_at is not None:
+            x = x[torch.arange(0, batch * count, count, device=x.device) + logits_at]
+        logits: Tensor = self.head(x).view(batch, -1, config.vocab_size)
+        cap = config.final_softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap, features
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors as the checkpoint names them; those of fused projections are views."""
+        yield "model.embed_tokens.weight", self.embedding
+        for number, module in enumerate(self.layers):
+            layer = cast(DecoderLayer, module)
+            for projection, parts in self.config.projections(number).items():
+                fused: PackedLinear = getattr(layer, projection)
+                sizes = [rows for _, rows in parts]
+                for kind, whole in (("weight", fused.weight), ("bias", fused.bias)):
+                    if whole is not None:
+                        for (name, _), part in zip(parts, whole.split(sizes), strict=True):
+                            yield f"{name}.{kind}", part
+            for role, name in self.config.norms(number).items():
+                yield name, layer.given[role]
+        yield "model.norm.weight", self.norm.given[0]
+        if not self.config.tied_head:
+            yield "lm_head.weight", self.head.weight
+
+    def _angles(self, positions: Tensor, rope: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and signed sin of the positions `[B, N]`, each `[B, N, 1, D]`."""
+        angles = (positions.unsqueeze(-1) * self.frequencies[rope]).unsqueeze(-2)
+        cos, sin, scale = angles.cos(), angles.sin(), self.config.ropes[rope].scale
+        if scale != 1:
+            cos, sin = cos * scale, sin * scale
+        return cos.to(dtype), sin.to(dtype)

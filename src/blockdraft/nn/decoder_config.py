@@ -1,0 +1,103 @@
+"""The shapes of decoders, free of how any family's configuration spells them, and the names of their tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embeddings: angles per position and pair of channels, and a factor on cosine and sine."""
+
+    inverse_frequencies: tuple[float, ...]  # radians a position, one a pair
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """In what the layers of one decoder differ."""
+
+    rope: Rope
+    window: int | None = None  # sliding window in tokens; None is full attention
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """A decoder, free of how any family's configuration spells it."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    layers: tuple[LayerKind, ...]  # one a layer
+    norm_eps: float
+    activation: str  # a key of `nn.decoder.ACTIVATIONS`
+    query_scale: float  # factor on the scores of attention
+    tied_head: bool  # the head is the embedding table
+    qkv_bias: bool = False
+    output_bias: bool = False  # of attention's output projection
+    mlp_bias: bool = False
+    qk_norm: bool = False  # RMS norms of each head's query and key, before they are rotated
+    norm_plus_one: bool = False  # norms multiply by 1 + weight
+    post_norms: bool = False  # what attention and MLP add is normed too
+    embedding_scale: float = 1.0  # factor on the embeddings where they enter the first layer
+    attention_softcap: float | None = None  # c in c * tanh(scores / c); None is no cap
+    final_softcap: float | None = None  # the same for the logits
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The kinds of attention masks, in the order in which `Decoder.forward` takes them."""
+        return tuple(dict.fromkeys(kind.window for kind in self.layers))
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        return tuple(dict.fromkeys(kind.rope for kind in self.layers))
+
+    def projections(self, layer: int) -> dict[str, tuple[tuple[str, int], ...]]:
+        """What is fused into each projection of a layer: names without `.weight` or `.bias`, and their rows."""
+        prefix = f"model.layers.{layer}."
+        keys = self.num_kv_heads * self.head_dim
+        attention = {"q_proj": self.num_heads * self.head_dim, "k_proj": keys, "v_proj": keys}
+        return {
+            "qkv": tuple((f"{prefix}self_attn.{name}", rows) for name, rows in attention.items()),
+            "output": ((f"{prefix}self_attn.o_proj", self.hidden_size),),
+            "gate_up": tuple((f"{prefix}mlp.{name}", self.intermediate_size) for name in ("gate_proj", "up_proj")),
+            "down": ((f"{prefix}mlp.down_proj", self.hidden_size),),
+        }
+
+    def has_bias(self, projection: str) -> bool:
+        return {"qkv": self.qkv_bias, "output": self.output_bias}.get(projection, self.mlp_bias)
+
+    def norms(self, layer: int) -> dict[str, str]:
+        """Names of a layer's norms: before attention and MLP, after them, and of queries and keys."""
+        prefix = f"model.layers.{layer}."
+        names = {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"}
+        if self.post_norms:
+            names |= {
+                "after_attention": "post_attention_layernorm",
+                "before_mlp": "pre_feedforward_layernorm",
+                "after_mlp": "post_feedforward_layernorm",
+            }
+        if self.qk_norm:
+            names |= {"query": "self_attn.q_norm", "key": "self_attn.k_norm"}
+        return {role: f"{prefix}{name}.weight" for role, name in names.items()}
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor of a checkpoint."""
+        table, inputs = (self.vocab_size, self.hidden_size), {"output": self.num_heads * self.head_dim}
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": table}
+        if not self.tied_head:
+            shapes["lm_head.weight"] = table
+        for layer in range(len(self.layers)):
+            for projection, parts in self.projections(layer).items():
+                width = {"down": self.intermediate_size}.get(projection, inputs.get(projection, self.hidden_size))
+                for name, rows in parts:
+                    shapes[f"{name}.weight"] = (rows, width)
+                    if self.has_bias(projection):
+                        shapes[f"{name}.bias"] = (rows,)
+            for role, name in self.norms(layer).items():
+                shapes[name] = (self.head_dim if role in ("query", "key") else self.hidden_size,)
+        shapes["model.norm.weight"] = (self.hidden_size,)
+        return shapes

@@ -1,0 +1,103 @@
+"""What every way of running a Hugging Face checkpoint reads of it besides the weights."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+
+from blockdraft.targets.base import TargetText
+
+# What a configuration says about how and by what it was saved, not about the model.
+INCIDENTAL = {"dtype", "torch_dtype", "transformers_version", "_name_or_path"}
+
+
+def checked_folder(path: str | Path) -> Path:
+    """The path. Raises ValueError where it is neither a model folder nor the form of a hub name."""
+    folder = Path(path)
+    if folder.exists() and not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} has no config.json; a target is a Hugging Face model folder or a hub name.")
+    if not folder.exists() and not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
+        raise ValueError(f"There is no folder {path}, and it is no hub name of the form owner/name.")
+    return folder
+
+
+@contextmanager
+def loading(path: str | Path, device: torch.device | str = "cpu") -> Iterator[None]:
+    """Turn whatever goes wrong while files of this model are read into a ValueError that names it."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise ValueError(f"The weights in {path} are corrupt or cut short ({error}); copy them again.") from error
+    except torch.OutOfMemoryError as error:
+        raise ValueError(f"{path} does not fit into the free memory of {device}: {error}") from error
+    except Exception as error:  # transformers, tokenizers and the hub raise many kinds, and bare Exception too
+        raise ValueError(f"{path} cannot be loaded as a causal language model: {error}") from error
+
+
+def load_text(path: str | Path) -> TargetText:
+    """Load tokenizer and configuration alone.
+
+    Raises:
+        ValueError: No such folder or hub name, or files that cannot be read.
+    """
+    folder = checked_folder(path)
+    with loading(path):
+        config, tokenizer = AutoConfig.from_pretrained(path), load_tokenizer(path)
+    ends = end_tokens(load_generation_config(path), config, tokenizer)
+    return TargetText(folder if folder.exists() else None, tokenizer, max_context(config), ends)
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase | None:
+    folder = Path(path)
+    has_tokenizer = not folder.exists() or any(folder.glob("tokenizer*")) or any(folder.glob("vocab*"))
+    return AutoTokenizer.from_pretrained(path) if has_tokenizer else None
+
+
+def load_generation_config(path: str | Path) -> GenerationConfig | None:
+    try:
+        return GenerationConfig.from_pretrained(path)
+    except OSError:  # a folder need not have one
+        return None
+
+
+def max_context(config: PretrainedConfig) -> int:
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or 2**31
+
+
+def end_tokens(*sources: Any) -> frozenset[int]:
+    ids: set[int] = set()
+    for source in sources:
+        value = getattr(source, "eos_token_id", None)
+        ids |= set(value) if isinstance(value, list) else {value} if value is not None else set()
+    return frozenset(ids)
+
+
+def architecture(config: PretrainedConfig) -> dict[str, Any]:
+    """`Target.architecture`."""
+    return {name: value for name, value in json.loads(config.to_json_string()).items() if name not in INCIDENTAL}
+
+
+def drafter_shape(config: PretrainedConfig) -> dict[str, Any]:
+    """`Target.shape`, from a model's text configuration."""
+    names = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps")
+    found: dict[str, Any] = {
+        name: value for name in names if isinstance(value := getattr(config, name, None), int | float)
+    }
+    heads = found.get("num_attention_heads")
+    if heads:
+        found.setdefault("num_key_value_heads", heads)
+        found["head_dim"] = getattr(config, "head_dim", None) or config.hidden_size // heads
+    rope = dict(getattr(config, "rope_parameters", None) or {})
+    rope = dict(rope.get("full_attention") or rope)  # some nest it by the kind of layer
+    if rope.get("rope_theta"):
+        found["rope_theta"] = rope.pop("rope_theta")
+        found["rope_scaling"] = rope if rope.get("rope_type", "default") != "default" else None
+    return found

@@ -1,0 +1,33 @@
+"""Families that the native decoder knows: one file a family, named after the `model_type` of its configuration.
+
+Each holds `decoder_config`, which turns a configuration of transformers into a `DecoderConfig` or raises `NotCovered`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+from transformers import PretrainedConfig
+
+from blockdraft.nn.decoder_config import DecoderConfig
+from blockdraft.targets.families.base import NotCovered, check_covered
+
+FAMILIES = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem not in ("__init__", "base"))
+
+
+def decoder_config(config: PretrainedConfig) -> DecoderConfig:
+    """The decoder of a model.
+
+    Raises:
+        NotCovered: Its family or one of its settings is none that the native decoder knows.
+    """
+    family = config.model_type
+    if family not in FAMILIES:
+        raise NotCovered(f"{family} is none of its families: {', '.join(FAMILIES)}")
+    check_covered(config)
+    found: DecoderConfig = import_module(f"{__name__}.{family}").decoder_config(config)
+    return found
+
+
+__all__ = ["FAMILIES", "NotCovered", "decoder_config"]
