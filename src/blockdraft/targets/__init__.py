@@ -23,6 +23,7 @@ def load_target(
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
     backend: Backend = "auto",
+    compile: native.Compile = "auto",
 ) -> Target:
     """Load a target.
 
@@ -33,6 +34,8 @@ def load_target(
         device: None is the first GPU if there is one, else the CPU.
         backend: "native" is our own decoder, for the families that it knows; "hf" is transformers; "auto" is the
             former where it knows the model, else the latter. `Target.backend` says which it is.
+        compile: Of the native decoder's forward on a CPU, by the C compiler of this machine. "auto" compiles where that
+            is possible, in a few seconds of the first run; "on" fails where it is not.
 
     Raises:
         ValueError: Unknown folder, unreadable weights, unknown dtype or device, a model that is no decoder-only LM, or
@@ -40,6 +43,8 @@ def load_target(
     """
     if backend not in get_args(Backend):
         raise ValueError(f"backend is {backend!r}; use one of {sorted(get_args(Backend))}.")
+    if compile not in get_args(native.Compile):
+        raise ValueError(f"compile is {compile!r}; use one of {sorted(get_args(native.Compile))}.")
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
@@ -57,7 +62,7 @@ def load_target(
     if backend == "hf":
         return hf.load(path, DTYPES[name], placed)
     try:
-        return native.load(path, DTYPES[name], placed)
+        return native.load(path, DTYPES[name], placed, compile)
     except NotCovered as reason:
         if backend == "native":
             raise ValueError(f"The native decoder cannot run {path}: {reason}. Use the backend hf or auto.") from reason

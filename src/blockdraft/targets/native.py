@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,9 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from blockdraft.nn.attention import grouped_mask, visible_slots
+from blockdraft.nn.build import Build, build
 from blockdraft.nn.cache import KVCache
+from blockdraft.nn.compiled import CompiledDecoder, why_not
 from blockdraft.nn.decoder import Decoder, DecoderConfig
 from blockdraft.proposal import depths, is_chain, tree_mask
 from blockdraft.targets.base import Cache, TargetOutput
@@ -32,6 +34,11 @@ from blockdraft.targets.checkpoint import (
 from blockdraft.targets.families import NotCovered, decoder_config
 
 
+# Whether the forward is compiled: "auto" does it where that is possible, "on" fails where it is not.
+Compile: TypeAlias = Literal["auto", "on", "off"]
+LONGEST_WAIT_SECONDS = 1.5  # for the compiler, once the model is read
+
+
 class NativeTarget:
     """Our decoder behind the `Target` protocol.
 
@@ -39,6 +46,10 @@ class NativeTarget:
         decoder: On the device and in the dtype of the target.
         config: The checkpoint's configuration.
         generation_config: What else may name end tokens.
+
+    Attributes:
+        compiled: The decoder's forward compiled for this machine, or None: then torch's operations are used one by one.
+        compile_reason: Why it is not compiled, where it might have been.
     """
 
     backend = "native"
@@ -55,14 +66,16 @@ class NativeTarget:
         self.decoder = decoder.eval()
         self.tokenizer = tokenizer
         self.path = path
-        self.dtype: torch.dtype = decoder.embedding.dtype
-        self.device: torch.device = decoder.embedding.device
+        self.dtype: torch.dtype = decoder.dtype
+        self.device: torch.device = decoder.device
         self.hidden_size = decoder.config.hidden_size
         self.num_layers = len(decoder.config.layers)
         self.vocab_size = decoder.config.vocab_size
         self.max_context = max_context(config)
         self.eos_token_ids = end_tokens(generation_config, config, tokenizer)
         self.architecture = architecture(config)
+        self.compiled: CompiledDecoder | None = None
+        self.compile_reason: str | None = None
         self._config = config
         self._group = decoder.config.num_heads // decoder.config.num_kv_heads
 
@@ -89,7 +102,10 @@ class NativeTarget:
         assert isinstance(cache, KVCache)
         config, end = self.decoder.config, max(cache.lengths) + tokens.size(1)
         assert end <= cache.capacity, f"{end} slots needed, {cache.capacity} allocated"
-        store = cache.stacked(self.num_layers, 2 * config.num_kv_heads, config.head_dim, self.decoder.embedding)
+        like = self.decoder.norm.given[0]
+        store = cache.stacked(self.num_layers, 2 * config.num_kv_heads, config.head_dim, like)
+        if self.compiled is not None:
+            return TargetOutput(*self.compiled.forward(tokens, parents, cache.lengths, store, taps, logits_at))
         where = self._layout(parents, cache.lengths)
         return TargetOutput(*self.decoder(tokens, *where, store[..., :end, :].unbind(0), taps, logits_at))
 
@@ -137,7 +153,7 @@ class NativeTarget:
         return self.decoder.named_weights()
 
     def embed(self, tokens: Tensor) -> Tensor:
-        return F.embedding(tokens, self.decoder.embedding)
+        return self.decoder.embedding.rows(tokens)
 
     @torch.no_grad()
     def head(self, hidden: Tensor) -> Tensor:
@@ -145,8 +161,11 @@ class NativeTarget:
         return logits
 
 
-def load(path: str | Path, dtype: torch.dtype, device: torch.device) -> NativeTarget:
+def load(path: str | Path, dtype: torch.dtype, device: torch.device, compile: Compile = "auto") -> NativeTarget:
     """Load a checkpoint in safetensors and, where there is one, its tokenizer, from a local folder or by hub name.
+
+    The compiler, where one is needed, runs while the weights are read. What is used once they are there stays in use: an
+    answer is never begun one way and ended the other.
 
     Raises:
         NotCovered: The family or one of its settings is none that the decoder knows, or the weights are not there under
@@ -157,6 +176,8 @@ def load(path: str | Path, dtype: torch.dtype, device: torch.device) -> NativeTa
     with loading(path):
         config = AutoConfig.from_pretrained(path)
     wanted = decoder_config(config)
+    reason = "it was not asked for" if compile == "off" else why_not(wanted, dtype, device)
+    library = None if reason is not None else build(dtype, dtype, wanted.head_dim)
     with loading(path):
         files = _weight_files(path)
         tokenizer = load_tokenizer(path)
@@ -168,7 +189,20 @@ def load(path: str | Path, dtype: torch.dtype, device: torch.device) -> NativeTa
         with loading(path, device), torch.no_grad():
             decoder = Decoder(wanted, lambda name: tensors[name].get_tensor(name).to(device, dtype))
     known = folder if folder.exists() else None
-    return NativeTarget(decoder, config, tokenizer, known, load_generation_config(path))
+    target = NativeTarget(decoder, config, tokenizer, known, load_generation_config(path))
+    target.compile_reason = reason if library is None else _compile(target, library, compile)
+    if compile == "on" and target.compiled is None:
+        raise ValueError(f"{path} has no compiled forward: {target.compile_reason}. Use compile auto or off.")
+    return target
+
+
+def _compile(target: NativeTarget, library: Build, compile: Compile) -> str | None:
+    """Let the target use this library. Returns why it does not."""
+    found = library.library(LONGEST_WAIT_SECONDS if compile == "auto" else None)
+    if found is None:
+        return library.reason or "the compiler is still at work; the next start finds its result"
+    target.compiled = CompiledDecoder(target.decoder, found, target.max_context)
+    return None
 
 
 def _weight_files(path: str | Path) -> list[str]:
