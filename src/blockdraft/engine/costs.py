@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
 from itertools import combinations
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np

@@ -123,9 +123,7 @@ class CompiledDecoder:
         config, end, threads = self._decoder.config, max(lengths) + count, torch.get_num_threads()
         assert end <= store.size(3) and store[0, 0].is_contiguous(), (end, store.shape, store.stride())
         self._reach(end)
-        needed = self._library.decoder_workspace(
-            ctypes.byref(self._model), *map(c_int64, (batch, count, end, threads))
-        )
+        needed = self._library.decoder_workspace(ctypes.byref(self._model), *map(c_int64, (batch, count, end, threads)))
         if self._workspace.numel() < needed:
             self._workspace = torch.empty(needed)
         wanted = None if logits_at is None else logits_at + torch.arange(batch) * count

@@ -33,7 +33,6 @@ from blockdraft.targets.checkpoint import (
 )
 from blockdraft.targets.families import NotCovered, decoder_config
 
-
 # Whether the forward is compiled: "auto" does it where that is possible, "on" fails where it is not.
 Compile: TypeAlias = Literal["auto", "on", "off"]
 LONGEST_WAIT_SECONDS = 1.5  # for the compiler, once the model is read
@@ -164,8 +163,8 @@ class NativeTarget:
 def load(path: str | Path, dtype: torch.dtype, device: torch.device, compile: Compile = "auto") -> NativeTarget:
     """Load a checkpoint in safetensors and, where there is one, its tokenizer, from a local folder or by hub name.
 
-    The compiler, where one is needed, runs while the weights are read. What is used once they are there stays in use: an
-    answer is never begun one way and ended the other.
+    The compiler, where one is needed, runs while the weights are read. What is used once they are there stays in use:
+    an answer is never begun one way and ended the other.
 
     Raises:
         NotCovered: The family or one of its settings is none that the decoder knows, or the weights are not there under
