@@ -76,13 +76,14 @@ class CompiledDecoder:
         self._max_context = max_context
         self._layers = (_Layer * len(config.layers))()
         self._alive: list[Any] = []
+        layer: Any  # nn.Module knows no types of its parts
         for own, layer in zip(self._layers, decoder.layers, strict=True):
             for name in PROJECTIONS:
                 setattr(own, name, getattr(layer, name).pack(library))
             for name in NORMS:
-                norm: Norm | None = getattr(layer, name)
+                norm: Norm | None = getattr(layer, name, None)
                 setattr(own, name, None if norm is None else self._pointer(norm.weight))
-            if layer.qk_norm is not None:  # one row a head, equal among queries and among keys
+            if config.qk_norm:  # one row a head, equal among queries and among keys
                 own.query_norm = self._pointer(layer.qk_norm.weight[0])
                 own.key_norm = self._pointer(layer.qk_norm.weight[-1])
             own.window = config.layers[layer.number].window or 0
@@ -117,7 +118,7 @@ class CompiledDecoder:
             taps, logits_at: As in `Decoder.forward`.
 
         Returns:
-            Logits `[B, N, V]` or `[B, 1, V]`, float32 in any dtype; features `[B, N, m * H]` or None.
+            Logits `[B, N, V]` or `[B, 1, V]`; features `[B, N, m * H]` or None.
         """
         batch, count = tokens.shape
         config, end, threads = self._decoder.config, max(lengths) + count, torch.get_num_threads()
@@ -144,7 +145,8 @@ class CompiledDecoder:
             *(features.data_ptr(), logits.data_ptr(), self._workspace.data_ptr()),
         )
         self._library.decoder_forward(ctypes.byref(self._model), ctypes.byref(call))
-        return logits.view(batch, -1, config.vocab_size), features.to(store.dtype) if taps else None
+        scores = logits.view(batch, -1, config.vocab_size).to(store.dtype)
+        return scores, features.to(store.dtype) if taps else None
 
     def _reach(self, end: int) -> None:
         """Have tables of angles for so many positions."""
