@@ -29,6 +29,8 @@ typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4), may_alia
 typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 typedef int8_t bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
 typedef int64_t i64;
+typedef long long pair __attribute__((vector_size(16)));
+typedef char sixteen __attribute__((vector_size(16)));
 
 /* x * y + z rounded once. Compilers may or may not fuse by themselves, here so and there so; they are told not to. */
 #ifdef __has_builtin
@@ -89,7 +91,17 @@ INLINE vec least(vec x, vec y) {
 
 INLINE vec load(const void *w, i64 at, const int kind) {
     if (kind == FLOAT32) return *(const vec *)((const float *)w + at);
-    if (kind == INT8) return __builtin_convertvector(*(const bytes *)((const int8_t *)w + at), vec);
+    if (kind == INT8) {
+        const int8_t *from = (const int8_t *)w + at;
+#if defined(__AVX2__) && LANES == 8 && !defined(__clang__) /* which gcc does not find by itself */
+        i64 eight;
+        memcpy(&eight, from, 8);
+        ints wide = (ints)__builtin_ia32_pmovsxbd256((sixteen)(pair){eight, 0});
+        return __builtin_convertvector(wide, vec);
+#else
+        return __builtin_convertvector(*(const bytes *)from, vec);
+#endif
+    }
     ints wide = __builtin_convertvector(*(const halves *)((const uint16_t *)w + at), ints) << 16;
     return (vec)wide;
 }
