@@ -86,8 +86,8 @@ class PackedLinear(nn.Module):
         return self._struct
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._library is None:
-            weight = self.stored if self.scale is None else (self.stored * self.scale.unsqueeze(-1)).to(x.dtype)
+        if self._library is None or (torch.is_grad_enabled() and x.requires_grad):
+            weight = self.weight if self.scale is None else (self.weight * self.scale.unsqueeze(-1)).to(x.dtype)
             return F.linear(x, weight, self.bias)
         rows = x.reshape(-1, self.in_features).float()
         if rows.stride(1) != 1:

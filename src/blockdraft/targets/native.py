@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -154,9 +155,11 @@ class NativeTarget:
     def embed(self, tokens: Tensor) -> Tensor:
         return self.decoder.embedding.rows(tokens)
 
-    @torch.no_grad()
     def head(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.decoder.head(hidden)
+        head = self.decoder.head
+        if torch.is_grad_enabled() and hidden.requires_grad:  # of a drafter in training; ours is for inference only
+            return F.linear(hidden, head.weight)
+        logits: Tensor = head(hidden)
         return logits
 
 
@@ -199,7 +202,10 @@ def _compile(target: NativeTarget, library: Build, compile: Compile) -> str | No
     """Let the target use this library. Returns why it does not."""
     found = library.library(LONGEST_WAIT_SECONDS if compile == "auto" else None)
     if found is None:
-        return library.reason or "the compiler is still at work; the next start finds its result"
+        reason = library.reason or "the compiler is still at work, and the next start will find its result"
+        if compile == "auto":
+            logging.getLogger(__name__).warning("The target runs uncompiled, which is slower: %s.", reason)
+        return reason
     target.compiled = CompiledDecoder(target.decoder, found, target.max_context)
     return None
 
