@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
 
 from blockdraft.proposal import chain
-from blockdraft.targets import Target, TargetOutput, load_target
+from blockdraft.targets import Target, TargetOutput, load_target, save_quantized
 
 TAPS = (0, 2, 3)
 PROMPTS = [list(range(5, 25)), list(range(40, 47)), list(range(60, 91))]
@@ -27,9 +28,12 @@ def pair(proposal: object) -> tuple[torch.Tensor, torch.Tensor]:
     return proposal.tokens, proposal.parents  # type: ignore[attr-defined]
 
 
-@pytest.fixture(params=["float32", "bfloat16"])
+@pytest.fixture(params=["float32", "bfloat16", "int8"])
 def target(request: pytest.FixtureRequest, tiny_target_dir: Path) -> Target:
-    loaded = load_target(tiny_target_dir, request.param, "cpu", "native", compile="on")
+    if request.param == "int8":
+        loaded = load_target(tiny_target_dir, "float32", "cpu", "native", compile="on", quantize="int8")
+    else:
+        loaded = load_target(tiny_target_dir, request.param, "cpu", "native", compile="on")
     assert loaded.compiled is not None  # type: ignore[attr-defined]
     return loaded
 
@@ -98,8 +102,10 @@ def test_the_prompt_has_the_bits_of_its_tokens_one_by_one(target: Target) -> Non
     assert torch.equal(last.logits, whole.logits)
 
 
-def test_it_computes_what_the_decoder_computes(tiny_target_dir: Path) -> None:
-    ours, theirs = (load_target(tiny_target_dir, "float32", "cpu", "native", compile=way) for way in ("on", "off"))
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_it_computes_what_the_decoder_computes(tiny_target_dir: Path, quantize: Literal["int8"] | None) -> None:
+    ways: list[Literal["on", "off"]] = ["on", "off"]
+    ours, theirs = (load_target(tiny_target_dir, "float32", "cpu", "native", way, quantize) for way in ways)
     (cache, a), (other, b) = read(ours, PROMPTS), read(theirs, PROMPTS)
     torch.testing.assert_close(a.logits, b.logits, rtol=0, atol=1e-4)
     nodes = torch.tensor([[9, 10, 11]] * 3), torch.tensor([[-1, 0, 0]] * 3)
@@ -138,3 +144,26 @@ def test_without_a_compiler_the_decoder_runs_uncompiled_and_says_so(
         load_target(tiny_target_dir, "float16", "cpu", compile="on")
     with pytest.raises(ValueError, match="compile is 'yes'"):
         load_target(tiny_target_dir, compile="yes")  # type: ignore[arg-type]
+
+
+def test_an_int8_target_is_saved_and_loaded_with_the_same_bits(tiny_target_dir: Path, tmp_path: Path) -> None:
+    target: Any = load_target(tiny_target_dir, device="cpu", quantize="int8", compile="on")
+    save_quantized(target, tmp_path / "saved")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
+    loaded: Any = load_target(tmp_path / "saved", device="cpu", compile="on")
+    assert loaded.decoder.head.stored.dtype == torch.int8
+    assert_same_bits(read(loaded, PROMPTS)[1], read(target, PROMPTS)[1])
+    assert (loaded.eos_token_ids, loaded.vocab_size) == (target.eos_token_ids, target.vocab_size)
+    assert (tmp_path / "saved" / "model.safetensors").stat().st_size < 0.5 * sum(
+        4 * weight.numel() for _, weight in target.named_weights()
+    )
+    exact = load_target(tiny_target_dir, device="cpu", compile="on")
+    assert not torch.equal(read(exact, PROMPTS)[1].logits, read(target, PROMPTS)[1].logits)
+    with pytest.raises(ValueError, match="saved exists already"):
+        save_quantized(target, tmp_path / "saved")
+    with pytest.raises(ValueError, match="no int8 weights"):
+        save_quantized(exact, tmp_path / "other")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="dtype is bfloat16"):
+        load_target(tmp_path / "saved", "bfloat16", "cpu")
+    with pytest.raises(ValueError, match="quantize is 'int8' for the backend hf"):
+        load_target(tiny_target_dir, device="cpu", quantize="int8", backend="hf")

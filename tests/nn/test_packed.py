@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from blockdraft.nn.build import build
-from blockdraft.nn.packed import PackedLinear
+from blockdraft.nn.packed import PackedLinear, int8_rows
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 11, 13, 16, 32)
 SHAPES = ((1, 1), (3, 5), (16, 8), (33, 40), (224, 17), (7, 130))  # inputs, outputs
@@ -23,15 +23,15 @@ def library(dtype: torch.dtype) -> ctypes.CDLL:
 
 def linear(dtype: torch.dtype, inputs: int, outputs: int, bias: bool = True) -> PackedLinear:
     torch.manual_seed(inputs + outputs)
-    shift = torch.randn(outputs) if bias else None
+    kept = torch.float32 if dtype == torch.int8 else dtype
+    layer = PackedLinear(torch.randn(outputs, inputs, dtype=kept), torch.randn(outputs, dtype=kept) if bias else None)
     if dtype == torch.int8:
-        return PackedLinear(torch.randint(-127, 128, (outputs, inputs), dtype=dtype), shift, torch.rand(outputs) / 64)
-    return PackedLinear(torch.randn(outputs, inputs, dtype=dtype), None if shift is None else shift.to(dtype))
+        layer.quantize()
+    return layer
 
 
 def exact(layer: PackedLinear, x: torch.Tensor) -> torch.Tensor:
-    weight = layer.weight.double() if layer.scale is None else layer.weight.double() * layer.scale.double()[:, None]
-    return F.linear(x.double(), weight, None if layer.bias is None else layer.bias.double())
+    return F.linear(x.double(), layer.weight.double(), None if layer.bias is None else layer.bias.double())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -104,3 +104,13 @@ def test_gradients_reach_the_inputs() -> None:
     x = torch.randn(3, 17, requires_grad=True)
     layer(x).sum().backward()
     torch.testing.assert_close(x.grad, layer.weight.sum(dim=0).expand(3, -1))
+
+
+def test_int8_weights_are_near_and_stay_the_same_when_rounded_again() -> None:
+    torch.manual_seed(0)
+    weight = torch.cat([torch.randn(300, 17), torch.rand(5, 17) * 1e-30, torch.zeros(1, 17)])
+    ints, scale = int8_rows(weight)
+    rounded = ints * scale[:, None]
+    assert (rounded - weight).abs().le(weight.abs().amax(dim=1, keepdim=True) / 254 * 1.001).all()
+    again = int8_rows(rounded)
+    assert torch.equal(again[0], ints) and torch.equal(again[1], scale)

@@ -27,33 +27,38 @@ class PackedLinear(nn.Module):
     `pack` hands it to a compiled library, whose sums have the same bits for a row alone and among others.
 
     Args:
-        weight: `[out, in]`, a floating-point dtype, or int8 with a scale. `weight` and `bias` can be read back.
+        weight: `[out, in]`; with the bias, it can be read back.
         bias: `[out]`.
-        scale: `[out]`, factors on the rows of an int8 weight.
     """
 
     bias: Tensor | None
     scale: Tensor | None
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
-        assert (weight.dtype == torch.int8) == (scale is not None)
         self.out_features, self.in_features = weight.shape
         # `[out, in]`; packed `[blocks, in, lanes]`, in which some output channels lie side by side.
         self.stored: Tensor
         self.register_buffer("stored", weight)
         self.register_buffer("bias", bias)
-        self.register_buffer("scale", scale)
+        self.register_buffer("scale", None)  # `[out]`, of an int8 weight
         self._library: ctypes.CDLL | None = None
         self._struct = PackedWeight()
         self._alive: list[Tensor] = []
 
     @property
     def weight(self) -> Tensor:
-        """`[out, in]`; a copy where it is packed."""
-        if self._library is None:
-            return self.stored
-        return self.stored.transpose(1, 2).reshape(-1, self.in_features)[: self.out_features]
+        """`[out, in]`; a copy where it is packed or quantised."""
+        weight = self.stored
+        if self._library is not None:
+            weight = weight.transpose(1, 2).reshape(-1, self.in_features)[: self.out_features]
+        return weight if self.scale is None else weight * self.scale.unsqueeze(-1)
+
+    def quantize(self) -> None:
+        """Round the weight to int8; inputs are never rounded. Due before `pack`."""
+        if self.scale is None:
+            assert self._library is None
+            self.stored, self.scale = int8_rows(self.stored)
 
     def rows(self, index: Tensor) -> Tensor:
         """Rows of the weight, `[...]` int64 to `[..., in]`: an embedding table is a weight too."""
@@ -87,8 +92,7 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self._library is None or (torch.is_grad_enabled() and x.requires_grad):
-            weight = self.weight if self.scale is None else (self.weight * self.scale.unsqueeze(-1)).to(x.dtype)
-            return F.linear(x, weight, self.bias)
+            return F.linear(x, self.weight, self.bias)
         rows = x.reshape(-1, self.in_features).float()
         if rows.stride(1) != 1:
             rows = rows.contiguous()
@@ -103,3 +107,15 @@ class PackedLinear(nn.Module):
                 ctypes.c_int64(torch.get_num_threads()),
             )
         return out.to(x.dtype)
+
+
+def int8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A weight `[out, in]` as int8 and a float32 factor `[out]` for each of its rows.
+
+    Factors have 16 bits, so that products with them are exact, and the same comes out when they are rounded once more.
+    """
+    largest = weight.float().abs().amax(dim=1)
+    mantissa, exponent = torch.frexp(largest / 127)
+    scale = torch.ldexp((mantissa * 2**16).ceil() / 2**16, exponent)
+    scale = torch.where(largest > 0, scale, 1.0)
+    return (weight.float() / scale.unsqueeze(-1)).round().to(torch.int8), scale

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import get_args
+from typing import Literal, get_args
 
 import torch
 
@@ -11,6 +11,7 @@ from blockdraft.targets import hf, native
 from blockdraft.targets.base import Cache, Target, TargetOutput, TargetText, embedding_and_head
 from blockdraft.targets.checkpoint import load_text
 from blockdraft.targets.families import NotCovered
+from blockdraft.targets.native import save_quantized
 from blockdraft.types import DEFAULT_BACKEND, Backend
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -23,6 +24,7 @@ def load_target(
     device: torch.device | str | None = None,
     backend: Backend = DEFAULT_BACKEND,
     compile: native.Compile = "auto",
+    quantize: Literal["int8"] | None = None,
 ) -> Target:
     """Load a target.
 
@@ -35,6 +37,8 @@ def load_target(
             former where it knows the model, else the latter. `Target.backend` says which it is.
         compile: Of the native decoder's forward on a CPU, by the C compiler of this machine. "auto" compiles where that
             is possible, in a few seconds of the first run; "on" fails where it is not.
+        quantize: "int8" rounds weights to int8, with a factor for each output channel; activations are never rounded.
+            The target is then the rounded model. `save_quantized` keeps it.
 
     Raises:
         ValueError: Unknown folder, unreadable weights, unknown dtype or device, a model that is no decoder-only LM, or
@@ -58,12 +62,14 @@ def load_target(
     if name not in DTYPES:
         raise ValueError(f"dtype is {name!r}; use one of {sorted(DTYPES)}.")
     path = BUNDLED if path is None else path
+    if quantize not in (None, "int8") or (quantize and backend == "hf"):
+        raise ValueError(f"quantize is {quantize!r} for the backend {backend}; use int8 with the native one, or None.")
     if backend == "hf":
         return hf.load(path, DTYPES[name], placed)
     try:
-        return native.load(path, DTYPES[name], placed, compile)
+        return native.load(path, DTYPES[name], placed, compile, quantize)
     except NotCovered as reason:
-        if backend == "native":
+        if backend == "native" or quantize:
             raise ValueError(f"The native decoder cannot run {path}: {reason}. Use the backend hf or auto.") from reason
         target = hf.load(path, DTYPES[name], placed)
         target.backend_reason = str(reason)
@@ -83,4 +89,5 @@ __all__ = [
     "embedding_and_head",
     "load_target",
     "load_target_text",
+    "save_quantized",
 ]

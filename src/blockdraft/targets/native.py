@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import shutil
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
@@ -20,6 +23,7 @@ from blockdraft.nn.build import Build, build
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.compiled import CompiledDecoder, why_not
 from blockdraft.nn.decoder import Decoder, DecoderConfig
+from blockdraft.nn.packed import PackedLinear, int8_rows
 from blockdraft.proposal import depths, is_chain, tree_mask
 from blockdraft.targets.base import Cache, TargetOutput
 from blockdraft.targets.checkpoint import (
@@ -36,6 +40,8 @@ from blockdraft.targets.families import NotCovered, decoder_config
 
 # Whether the forward is compiled: "auto" does it where that is possible, "on" fails where it is not.
 Compile: TypeAlias = Literal["auto", "on", "off"]
+QUANT_METHOD = "blockdraft-int8"  # in a checkpoint's configuration
+SCALE = "_scale"  # of an int8 tensor, behind its name
 LONGEST_WAIT_SECONDS = 1.5  # for the compiler, once the model is read
 
 
@@ -163,7 +169,13 @@ class NativeTarget:
         return logits
 
 
-def load(path: str | Path, dtype: torch.dtype, device: torch.device, compile: Compile = "auto") -> NativeTarget:
+def load(
+    path: str | Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    compile: Compile = "auto",
+    quantize: Literal["int8"] | None = None,
+) -> NativeTarget:
     """Load a checkpoint in safetensors and, where there is one, its tokenizer, from a local folder or by hub name.
 
     The compiler, where one is needed, runs while the weights are read. What is used once they are there stays in use:
@@ -177,9 +189,12 @@ def load(path: str | Path, dtype: torch.dtype, device: torch.device, compile: Co
     folder = checked_folder(path)
     with loading(path):
         config = AutoConfig.from_pretrained(path)
+    if (getattr(config, "quantization_config", None) or {}).get("quant_method") == QUANT_METHOD:
+        quantize = "int8"
+        del config.quantization_config
     wanted = decoder_config(config)
     reason = "it was not asked for" if compile == "off" else why_not(wanted, dtype, device)
-    library = None if reason is not None else build(dtype, dtype, wanted.head_dim)
+    library = None if reason is not None else build(torch.int8 if quantize else dtype, dtype, wanted.head_dim)
     with loading(path):
         files = _weight_files(path)
         tokenizer = load_tokenizer(path)
@@ -189,13 +204,55 @@ def load(path: str | Path, dtype: torch.dtype, device: torch.device, compile: Co
             tensors = {name: shard for shard in shards for name in shard.keys()}  # noqa: SIM118 (no dictionary)
         _check_tensors(wanted, tensors)
         with loading(path, device), torch.no_grad():
-            decoder = Decoder(wanted, lambda name: tensors[name].get_tensor(name).to(device, dtype))
+            decoder = Decoder(wanted, lambda name: _tensor(tensors, name).to(device, dtype))
+            if quantize:
+                for layer in decoder.modules():
+                    if isinstance(layer, PackedLinear):
+                        layer.quantize()
     known = folder if folder.exists() else None
+    if quantize and dtype != torch.float32:
+        raise ValueError(f"int8 weights are for float32 arithmetic; dtype is {str(dtype).removeprefix('torch.')}.")
     target = NativeTarget(decoder, config, tokenizer, known, load_generation_config(path))
     target.compile_reason = reason if library is None else _compile(target, library, compile)
     if compile == "on" and target.compiled is None:
         raise ValueError(f"{path} has no compiled forward: {target.compile_reason}. Use compile auto or off.")
     return target
+
+
+def _tensor(files: dict[str, Any], name: str) -> Tensor:
+    tensor: Tensor = files[name].get_tensor(name)
+    if tensor.dtype != torch.int8:
+        return tensor
+    scale: Tensor = files[name + SCALE].get_tensor(name + SCALE)
+    return tensor * scale.unsqueeze(-1)
+
+
+def save_quantized(target: NativeTarget, folder: Path) -> None:
+    """Write a target that was loaded with int8 weights, for `load_target` to read again with the same bits.
+
+    Raises:
+        ValueError: The folder exists, or the target has no int8 weights.
+    """
+    if folder.exists():
+        raise ValueError(f"{folder} exists already; name a folder that does not.")
+    if target.decoder.head.scale is None:
+        raise ValueError('The target has no int8 weights; load it with quantize="int8".')
+    tensors: dict[str, Tensor] = {}
+    for name, weight in target.named_weights():
+        if weight.ndim == 2:
+            tensors[name], tensors[name + SCALE] = int8_rows(weight)
+        else:
+            tensors[name] = weight.contiguous()
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    config = target.architecture | {"quantization_config": {"quant_method": QUANT_METHOD}}
+    (partial / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    (partial / "generation_config.json").write_text(json.dumps({"eos_token_id": sorted(target.eos_token_ids)}))
+    save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+    if target.tokenizer is not None:
+        target.tokenizer.save_pretrained(partial)
+    partial.rename(folder)
 
 
 def _compile(target: NativeTarget, library: Build, compile: Compile) -> str | None:
