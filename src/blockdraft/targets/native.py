@@ -24,7 +24,8 @@ from blockdraft.nn.cache import KVCache
 from blockdraft.nn.compiled import CompiledDecoder, why_not
 from blockdraft.nn.decoder import Decoder, DecoderConfig
 from blockdraft.nn.packed import PackedLinear, int8_rows
-from blockdraft.proposal import depths, is_chain, tree_mask
+from blockdraft.nn.threads import use_best_threads
+from blockdraft.proposal import chain_parents, depths, is_chain, tree_mask
 from blockdraft.targets.base import Cache, TargetOutput
 from blockdraft.targets.checkpoint import (
     architecture,
@@ -40,6 +41,8 @@ from blockdraft.targets.families import NotCovered, decoder_config
 
 # Whether the forward is compiled: "auto" does it where that is possible, "on" fails where it is not.
 Compile: TypeAlias = Literal["auto", "on", "off"]
+PROBED_CONTEXT = 256  # slots
+PROBED_NODES = (1, 16)
 QUANT_METHOD = "blockdraft-int8"  # in a checkpoint's configuration
 SCALE = "_scale"  # of an int8 tensor, behind its name
 LONGEST_WAIT_SECONDS = 1.5  # for the compiler, once the model is read
@@ -217,6 +220,20 @@ def load(
     if compile == "on" and target.compiled is None:
         raise ValueError(f"{path} has no compiled forward: {target.compile_reason}. Use compile auto or off.")
     return target
+
+
+def use_best_threads_for(target: NativeTarget) -> None:
+    """Use as many threads as are best for forwards of one node and of some."""
+    cache = target.new_cache(1, min(PROBED_CONTEXT, target.max_context))
+    cache.commit([range(cache.capacity - max(PROBED_NODES))])  # as if so many tokens had been read
+
+    def score() -> None:
+        for count in PROBED_NODES:
+            tokens = torch.zeros(1, count, dtype=torch.long)
+            target.forward(tokens, chain_parents(1, count), cache)
+
+    facts = (target.decoder.config, target.dtype, target.decoder.head.scale is None)
+    use_best_threads(score, facts)
 
 
 def _tensor(files: dict[str, Any], name: str) -> Tensor:
