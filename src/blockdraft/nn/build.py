@@ -17,6 +17,7 @@ import torch
 from blockdraft.machine import cache_folder, processor
 
 SOURCE = Path(__file__).with_name("decoder.c")
+INCLUDED = Path(__file__).with_name("kernels.h")
 COMPILERS = ("gcc", "cc", "clang")
 # Sums must have the same bits wherever they are computed: nothing is fused or reordered that the source does not say.
 FLAGS = ("-O2", "-march=native", "-ffp-contract=off", "-shared", "-fPIC")
@@ -59,7 +60,15 @@ class Build:
         if compiler is None:
             self.reason = f"there is no C compiler ({named or ', '.join(COMPILERS)})"
             return
-        facts = [SOURCE.read_bytes(), compiler, os.stat(compiler).st_mtime, FLAGS, self._defines, processor()]
+        facts = [
+            SOURCE.read_bytes(),
+            INCLUDED.read_bytes(),
+            compiler,
+            os.stat(compiler).st_mtime,
+            FLAGS,
+            self._defines,
+            processor(),
+        ]
         path = cache_folder() / "libraries" / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.so"
         try:
             self._library = _load(path) or self._compile(compiler, path)
