@@ -55,6 +55,19 @@ def test_drafting_changes_nothing(
     assert drafted.token_ids == undrafted.token_ids
 
 
+def test_both_backends_say_the_same(engine: blockdraft.Engine, plain: blockdraft.Engine) -> None:
+    """Ours and transformers', with and without drafter; greedy answers show the least difference."""
+    assert engine.target.backend == "native"
+    theirs = blockdraft.load_target(backend="hf")
+    sampling = blockdraft.SamplingParams(max_new_tokens=64)
+    expected = [
+        blockdraft.Engine(theirs, blockdraft.load_drafter(name, target=theirs)).generate(PROMPTS, sampling)
+        for name in ("none", None)
+    ]
+    for completions in (*expected, engine.generate(PROMPTS, sampling), plain.generate(PROMPTS, sampling)):
+        assert [c.token_ids for c in completions] == [c.token_ids for c in expected[0]]
+
+
 def test_drafting_pays(engine: blockdraft.Engine) -> None:
     completions = engine.generate(PROMPTS[:2], blockdraft.SamplingParams(max_new_tokens=128))
     assert mean_tau([completion.stats for completion in completions]) > 2

@@ -103,6 +103,29 @@ def test_colours_forced_by_the_environment_stay_out_of_pipes(generate: Run, monk
     assert "\x1b" not in generate("hello", "--compare").out
 
 
+@pytest.mark.parametrize("backend", ["hf", "native"])
+def test_the_backend_changes_nothing_but_itself(generate: Run, expected: dict[str, Any], backend: str) -> None:
+    answer = json.loads(generate("hello", "--json", "--backend", backend).out)
+    assert (answer["backend"], answer["token_ids"]) == (backend, expected["token_ids"])
+
+
+def test_why_the_native_decoder_does_not_run_the_target_is_told(
+    generate: Run, tiny_target_dir: Path, tmp_path: Path
+) -> None:
+    for file in tiny_target_dir.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_act": "relu"}))
+    result = generate("hello", "--json", "--target", tmp_path)
+    assert (result.code, json.loads(result.out)["backend"]) == (0, "hf")
+    assert result.err.startswith("The target runs on transformers (backend hf): its activation relu is none of ")
+    asked = generate("hello", "--target", tmp_path, "--backend", "hf")
+    assert (asked.code, asked.err) == (0, "")
+    refused = generate("hello", "--target", tmp_path, "--backend", "native")
+    assert (refused.code, refused.out) == (2, "") and "its activation relu" in refused.err
+    assert generate("hello", "--backend", "fast").code == 2
+
+
 def test_json(generate: Run, expected: dict[str, Any]) -> None:
     for terminal in (False, True):
         result = generate("hello", "--json", terminal=terminal)

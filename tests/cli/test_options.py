@@ -1,7 +1,9 @@
 from dataclasses import dataclass
 
 import pytest
+import typer
 
+from blockdraft.cli import app
 from blockdraft.cli.options import extent, option
 
 
@@ -28,3 +30,10 @@ def test_extents() -> None:
     assert [extent("size", text) for text in (None, "auto", "7", "-1")] == [None, "auto", 7, -1]
     with pytest.raises(ValueError, match="size is 'Auto'; it must be a whole number or auto"):
         extent("size", "Auto")
+
+
+def test_whoever_loads_a_target_can_choose_the_backend() -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    names = {name: {parameter.name for parameter in command.params} for name, command in commands.items()}
+    assert sum("target" in found for found in names.values()) >= 7
+    assert [name for name, found in names.items() if ("target" in found) != ("backend" in found)] == []

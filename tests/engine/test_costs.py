@@ -88,8 +88,8 @@ def test_measuring_teaches_the_controller_nothing(target: Target, tiny_drafter_d
     assert vars(engine.controller) == before
 
 
-def test_a_pair_is_measured_once(target: Target, tiny_drafter_dir: Path, cache: Path) -> None:
-    def load(drafter: str, **options: int) -> tuple[Costs, bool]:
+def test_a_pair_is_measured_once(target: Target, tiny_target_dir: Path, tiny_drafter_dir: Path, cache: Path) -> None:
+    def load(drafter: str, target: Target = target, **options: int) -> tuple[Costs, bool]:
         lines: list[str] = []
         engine = Engine(target, load_drafter(drafter, target=target), **options)  # type: ignore[arg-type]
         return load_or_measure(engine, lines.append), bool(lines)
@@ -99,8 +99,9 @@ def test_a_pair_is_measured_once(target: Target, tiny_drafter_dir: Path, cache: 
     assert load(str(tiny_drafter_dir), max_batch_size=1) == (first, False)
     assert load(str(tiny_drafter_dir), max_batch_size=2)[1]
     assert load("none", max_batch_size=1)[1]
+    assert load(str(tiny_drafter_dir), load_target(tiny_target_dir, backend="hf"), max_batch_size=1)[1]
     files = list((cache / "costs").iterdir())
-    assert len(files) == 3 and all(file.suffix == ".json" for file in files)
+    assert len(files) == 4 and all(file.suffix == ".json" for file in files)
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", json.dumps({"nodes": [1]})])

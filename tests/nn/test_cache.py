@@ -3,7 +3,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.nn.attention import additive_mask, visible_slots
-from blockdraft.nn.cache import KVCache
+from blockdraft.nn.cache import KVCache, write_nodes
 from blockdraft.proposal import chain, depths, tree_mask
 
 
@@ -160,3 +160,47 @@ def test_truncate_keeps_the_beginning_of_each_row() -> None:
 def test_truncating_to_more_than_there_is_is_our_bug(lengths: list[int]) -> None:
     with pytest.raises((AssertionError, ValueError)):
         filled([1, 2], [4, 5]).truncate(lengths)
+
+
+# All layers in one tensor.
+
+
+def write_stacked(cache: KVCache, tokens: Tensor) -> Tensor:
+    """Write states that tell layer, head and token, and return the store."""
+    store = cache.stacked(2, 3, 1, torch.zeros(1))
+    layers, heads = torch.arange(2)[:, None, None, None], torch.arange(3)
+    nodes = (100.0 * layers + 1000.0 * heads + tokens[None, :, :, None]).unsqueeze(-1)
+    slots = cache.slots(tokens.size(1), torch.device("cpu"))
+    for layer in range(2):
+        write_nodes(store[layer], nodes[layer], slots if len(set(cache.lengths)) > 1 else slots[0])
+    return store
+
+
+def stacked_contents(cache: KVCache) -> list[list[int]]:
+    store = cache.stacked(2, 3, 1, torch.zeros(1))
+    assert store.shape == (2, len(cache.lengths), 3, cache.capacity, 1)
+    layers, heads = torch.arange(2)[:, None, None, None, None], torch.arange(3)[:, None, None]
+    tokens = store - 100 * layers - 1000 * heads
+    rows = [tokens[:, row, :, :length] for row, length in enumerate(cache.lengths)]
+    assert all(torch.equal(row, row[:1, :1].expand_as(row)) for row in rows)  # each layer and head holds the same
+    return [row[0, 0, :, 0].int().tolist() for row in rows]
+
+
+def test_stacked_layers_are_committed_moved_joined_and_copied_together() -> None:
+    cache = KVCache(2, 8)
+    write_stacked(cache, torch.tensor([[1, 2, 3], [11, 12, 13]]))
+    cache.commit([[0, 2], [0, 1, 2]])
+    assert stacked_contents(cache) == [[1, 3], [11, 12, 13]]
+    write_stacked(cache, torch.tensor([[4, 5, 6], [14, 15, 16]]))
+    cache.commit([[0, 1, 2], [0, 2]])
+    assert stacked_contents(cache) == [[1, 3, 4, 5, 6], [11, 12, 13, 14, 16]]
+    prefix = cache.prefix(1, 2)
+    cache.truncate([2, 4])
+    cache.select([1, 0])
+    cache.join(prefix, 9)
+    assert stacked_contents(cache) == [[11, 12, 13, 14], [1, 3], [11, 12]]
+    cache.select([2, 1])
+    assert stacked_contents(cache) == [[11, 12], [1, 3]]
+    joined = KVCache(0, 5)
+    joined.join(cache, 5)
+    assert stacked_contents(joined) == [[11, 12], [1, 3]]
