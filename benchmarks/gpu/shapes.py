@@ -10,18 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from blockdraft.drafters.dflash import DFlashDrafter
+from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention
-from blockdraft.targets import Target
+from blockdraft.targets import Target, native
+from blockdraft.targets.families import NotCovered, decoder_config
 from blockdraft.targets.hf import HFTarget
-
-try:
-    from blockdraft.nn.decoder import Decoder
-    from blockdraft.targets.families import NotCovered, decoder_config
-
-    from blockdraft.targets import native
-except ImportError:  # this blockdraft has no decoder of its own
-    native = None  # type: ignore[assignment]
 
 WEIGHT_SCALE = 0.02
 
@@ -127,7 +121,7 @@ def build(shape: Shape, backend: str, dtype: torch.dtype, device: torch.device) 
     """The pair, seeded; on the device from the beginning, since weights of this size are not to be moved.
 
     Raises:
-        ValueError: The backend is not there, or does not know the family.
+        ValueError: The backend does not know the family.
     """
     torch.manual_seed(0)
     config = shape.target
@@ -154,8 +148,6 @@ def build(shape: Shape, backend: str, dtype: torch.dtype, device: torch.device) 
 
 
 def _native(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> Target:
-    if native is None:
-        raise ValueError("backend is 'native', which this blockdraft does not have; use hf.")
     try:
         wanted = decoder_config(config)
     except NotCovered as reason:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -29,8 +28,6 @@ def load(settings: Request) -> tuple[dict[str, str], dict[str, Any]]:
     options = settings["options"]
     chosen = {}
     if "backend" in options:
-        if "backend" not in inspect.signature(blockdraft.load_target).parameters:
-            raise Missing("this blockdraft has one backend only")
         chosen = {"backend": options["backend"]}
     try:
         target = blockdraft.load_target(
@@ -60,7 +57,7 @@ def load(settings: Request) -> tuple[dict[str, str], dict[str, Any]]:
             "decode_seconds": seconds - stats.prefill_seconds,
         }
 
-    backend = getattr(target, "backend", "hf")
+    backend = target.backend
     about = {"blockdraft": sources(), "torch": torch.__version__, "backend": backend}
     return about, {"decode": decode}
 

@@ -199,4 +199,4 @@ def _check_same_tokens(model: Target, target: Target) -> None:
 
 
 def load(path: Path, target: Target) -> DraftLMDrafter:
-    return DraftLMDrafter(load_target(path, target.dtype, target.device), target)
+    return DraftLMDrafter(load_target(path, target.dtype, target.device, threads=torch.get_num_threads()), target)

@@ -13,13 +13,13 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
 from itertools import combinations
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from blockdraft.engine.batch import Batch
+from blockdraft.machine import cache_folder
 from blockdraft.proposal import Plan
 from blockdraft.types import SamplingParams
 
@@ -194,10 +194,6 @@ def load_or_measure(engine: Engine, report: Callable[[str], None] = lambda line:
 
 def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
-
-
-def cache_folder() -> Path:
-    return Path(os.environ.get("BLOCKDRAFT_CACHE") or Path.home() / ".cache" / "blockdraft")
 
 
 def _fingerprint(engine: Engine) -> str:

@@ -74,6 +74,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: DecoderConfig, number: int, read: Read) -> None:
         super().__init__()
         self.config = config
+        self.number = number
         own = config.layers[number]
         self.rope, self.mask = config.ropes.index(own.rope), config.windows.index(own.window)
         self.activation = ACTIVATIONS[config.activation]
@@ -137,18 +138,25 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig, read: Read) -> None:
         super().__init__()
         self.config = config
-        self.embedding: Tensor
-        self.register_buffer("embedding", read("model.embed_tokens.weight"))
+        self.embedding = PackedLinear(read("model.embed_tokens.weight"))
         self.layers = nn.ModuleList(DecoderLayer(config, layer, read) for layer in range(len(config.layers)))
         self.norm = Norm(config, [read("model.norm.weight")])
-        self.head = PackedLinear(self.embedding if config.tied_head else read("lm_head.weight"))
+        self.head = self.embedding if config.tied_head else PackedLinear(read("lm_head.weight"))
         # Rounded to the dtype of the weights, as the models were trained.
-        self.embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self.embedding.dtype))
+        self.embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self.dtype))
         # With the frequencies [-f, f], one cosine and one sine give cos and the signed sine of both halves. They stay
         # float32 in every dtype: rounded to bfloat16, positions blur.
         halves = torch.tensor([rope.inverse_frequencies for rope in config.ropes], dtype=torch.float32)
         self.frequencies: Tensor
-        self.register_buffer("frequencies", torch.cat([-halves, halves], dim=1).to(self.embedding.device))
+        self.register_buffer("frequencies", torch.cat([-halves, halves], dim=1).to(self.device))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.norm.given[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.norm.given[0].device
 
     def forward(
         self,
@@ -178,7 +186,7 @@ class Decoder(nn.Module):
             Logits `[B, N, V]`, or `[B, 1, V]` with `logits_at`; and features `[B, N, m * H]`, None without taps.
         """
         config, (batch, count) = self.config, tokens.shape
-        x = F.embedding(tokens.reshape(-1), self.embedding)  # rows [B * N, H], the shape in which products cost least
+        x = self.embedding.rows(tokens.reshape(-1))  # rows [B * N, H], the shape in which products cost least
         if self.embedding_scale != 1:
             x = x * self.embedding_scale
         angles = [self._angles(positions, i, x.dtype) for i in range(len(config.ropes))]
@@ -197,7 +205,7 @@ class Decoder(nn.Module):
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors as the checkpoint names them; those of fused projections are views."""
-        yield "model.embed_tokens.weight", self.embedding
+        yield "model.embed_tokens.weight", self.embedding.weight
         for number, module in enumerate(self.layers):
             layer = cast(DecoderLayer, module)
             for projection, parts in self.config.projections(number).items():

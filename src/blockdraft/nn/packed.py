@@ -2,25 +2,120 @@
 
 from __future__ import annotations
 
+import ctypes
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+
+class PackedWeight(ctypes.Structure):
+    """`Linear` of decoder.c."""
+
+    _fields_ = [
+        ("weight", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("inputs", ctypes.c_int64),
+        ("outputs", ctypes.c_int64),
+    ]
 
 
 class PackedLinear(nn.Module):
     """`x @ weight.T + bias` for inference, `[..., in]` to a new tensor `[..., out]`.
 
+    `pack` hands it to a compiled library, whose sums have the same bits for a row alone and among others.
+
     Args:
-        weight: `[out, in]`, kept as it is: `weight` and `bias` can be read back.
+        weight: `[out, in]`; with the bias, it can be read back.
         bias: `[out]`.
     """
 
-    weight: Tensor
     bias: Tensor | None
+    scale: Tensor | None
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
-        self.register_buffer("weight", weight)
+        self.out_features, self.in_features = weight.shape
+        # `[out, in]`; packed `[blocks, in, lanes]`, in which some output channels lie side by side.
+        self.stored: Tensor
+        self.register_buffer("stored", weight)
         self.register_buffer("bias", bias)
+        self.register_buffer("scale", None)  # `[out]`, of an int8 weight
+        self._library: ctypes.CDLL | None = None
+        self._struct = PackedWeight()
+        self._alive: list[Tensor] = []
+
+    @property
+    def weight(self) -> Tensor:
+        """`[out, in]`; a copy where it is packed or quantised."""
+        weight = self.stored
+        if self._library is not None:
+            weight = weight.transpose(1, 2).reshape(-1, self.in_features)[: self.out_features]
+        return weight if self.scale is None else weight * self.scale.unsqueeze(-1)
+
+    def quantize(self) -> None:
+        """Round the weight to int8; inputs are never rounded. Due before `pack`."""
+        if self.scale is None:
+            assert self._library is None
+            self.stored, self.scale = int8_rows(self.stored)
+
+    def rows(self, index: Tensor) -> Tensor:
+        """Rows of the weight, `[...]` int64 to `[..., in]`: an embedding table is a weight too."""
+        if self._library is None:
+            rows = F.embedding(index, self.stored)
+        else:
+            lanes = self.stored.size(2)
+            rows = self.stored[index // lanes, :, index % lanes]
+        return rows if self.scale is None else rows * self.scale[index].unsqueeze(-1)
+
+    def pack(self, library: ctypes.CDLL) -> PackedWeight:
+        """Lay the weight out as a library wants it, which was built for its dtype, and compute with it from now on.
+
+        Returns:
+            What the library's other functions take; valid as long as this layer lives.
+        """
+        if self._library is None:
+            lanes = library.lanes()
+            blocks = -(-self.out_features // lanes)
+            padded = F.pad(self.stored, (0, 0, 0, blocks * lanes - self.out_features))
+            self.stored = padded.view(blocks, lanes, self.in_features).transpose(1, 2).contiguous()
+            filled = [
+                None if each is None else F.pad(each.float(), (0, blocks * lanes - self.out_features)).contiguous()
+                for each in (self.scale, self.bias)
+            ]
+            self._alive = [each for each in filled if each is not None]
+            pointers = [each if each is None else each.data_ptr() for each in (self.stored, *filled)]
+            self._struct = PackedWeight(*pointers, self.in_features, self.out_features)
+            self._library = library
+        return self._struct
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        if self._library is None or (torch.is_grad_enabled() and x.requires_grad):
+            return F.linear(x, self.weight, self.bias)
+        rows = x.reshape(-1, self.in_features).float()
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
+        out = rows.new_empty(*x.shape[:-1], self.out_features)
+        if len(rows):
+            self._library.packed_linear(
+                ctypes.byref(self._struct),
+                ctypes.c_void_p(rows.data_ptr()),
+                ctypes.c_int64(rows.stride(0)),
+                ctypes.c_int64(len(rows)),
+                ctypes.c_void_p(out.data_ptr()),
+                ctypes.c_int64(torch.get_num_threads()),
+            )
+        return out.to(x.dtype)
+
+
+def int8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A weight `[out, in]` as int8 and a float32 factor `[out]` for each of its rows.
+
+    Factors have 16 bits, so that products with them are exact, and the same comes out when they are rounded once more.
+    """
+    largest = weight.float().abs().amax(dim=1)
+    mantissa, exponent = torch.frexp(largest / 127)
+    scale = torch.ldexp((mantissa * 2**16).ceil() / 2**16, exponent)
+    scale = torch.where(largest > 0, scale, 1.0)
+    return (weight.float() / scale.unsqueeze(-1)).round().to(torch.int8), scale

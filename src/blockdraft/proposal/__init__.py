@@ -3,7 +3,7 @@
 from blockdraft.proposal.budget import best_count
 from blockdraft.proposal.drawn import LAW_SIZE, chain_laws, cut_laws
 from blockdraft.proposal.plan import Plan
-from blockdraft.proposal.proposal import Proposal, SparseLaw, chain, depths, is_chain, tree_mask
+from blockdraft.proposal.proposal import Proposal, SparseLaw, chain, chain_parents, depths, is_chain, tree_mask
 from blockdraft.proposal.tree import best_first, lattice_tree, paying_tree
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "best_first",
     "chain",
     "chain_laws",
+    "chain_parents",
     "cut_laws",
     "depths",
     "is_chain",

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import shutil
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from blockdraft.nn.attention import grouped_mask, visible_slots
+from blockdraft.nn.build import Build, build
 from blockdraft.nn.cache import KVCache
+from blockdraft.nn.compiled import CompiledDecoder, why_not
 from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.decoder_config import DecoderConfig
-from blockdraft.proposal import depths, is_chain, tree_mask
+from blockdraft.nn.packed import PackedLinear, int8_rows
+from blockdraft.nn.threads import use_best_threads
+from blockdraft.proposal import chain_parents, depths, is_chain, tree_mask
 from blockdraft.targets.base import Cache, TargetOutput
 from blockdraft.targets.checkpoint import (
     architecture,
@@ -32,6 +40,14 @@ from blockdraft.targets.checkpoint import (
 )
 from blockdraft.targets.families import NotCovered, decoder_config
 
+# Whether the forward is compiled: "auto" does it where that is possible, "on" fails where it is not.
+Compile: TypeAlias = Literal["auto", "on", "off"]
+PROBED_CONTEXT = 256  # slots
+PROBED_NODES = (1, 16)
+QUANT_METHOD = "blockdraft-int8"  # in a checkpoint's configuration
+SCALE = "_scale"  # of an int8 tensor, behind its name
+LONGEST_WAIT_SECONDS = 1.5  # for the compiler, once the model is read
+
 
 class NativeTarget:
     """Our decoder behind the `Target` protocol.
@@ -40,6 +56,10 @@ class NativeTarget:
         decoder: On the device and in the dtype of the target.
         config: The checkpoint's configuration.
         generation_config: What else may name end tokens.
+
+    Attributes:
+        compiled: The decoder's forward compiled for this machine, or None: then torch's operations are used one by one.
+        compile_reason: Why it is not compiled, where it might have been.
     """
 
     backend = "native"
@@ -56,14 +76,16 @@ class NativeTarget:
         self.decoder = decoder.eval()
         self.tokenizer = tokenizer
         self.path = path
-        self.dtype: torch.dtype = decoder.embedding.dtype
-        self.device: torch.device = decoder.embedding.device
+        self.dtype: torch.dtype = decoder.dtype
+        self.device: torch.device = decoder.device
         self.hidden_size = decoder.config.hidden_size
         self.num_layers = len(decoder.config.layers)
         self.vocab_size = decoder.config.vocab_size
         self.max_context = max_context(config)
         self.eos_token_ids = end_tokens(generation_config, config, tokenizer)
         self.architecture = architecture(config)
+        self.compiled: CompiledDecoder | None = None
+        self.compile_reason: str | None = None
         self._config = config
         self._group = decoder.config.num_heads // decoder.config.num_kv_heads
 
@@ -90,9 +112,12 @@ class NativeTarget:
         assert isinstance(cache, KVCache)
         config, end = self.decoder.config, max(cache.lengths) + tokens.size(1)
         assert end <= cache.capacity, f"{end} slots needed, {cache.capacity} allocated"
-        store = cache.stacked(self.num_layers, 2 * config.num_kv_heads, config.head_dim, self.decoder.embedding)
-        layers = store[..., :end, :].unbind(0)
-        return TargetOutput(*self.decoder(tokens, *self._layout(parents, cache.lengths), layers, taps, logits_at))
+        like = self.decoder.norm.given[0]
+        store = cache.stacked(self.num_layers, 2 * config.num_kv_heads, config.head_dim, like)
+        if self.compiled is not None:
+            return TargetOutput(*self.compiled.forward(tokens, parents, cache.lengths, store, taps, logits_at))
+        where = self._layout(parents, cache.lengths)
+        return TargetOutput(*self.decoder(tokens, *where, store[..., :end, :].unbind(0), taps, logits_at))
 
     def _layout(self, parents: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor, list[Tensor | None]]:
         """Positions, slots and masks of the nodes as `Decoder.forward` takes them."""
@@ -126,7 +151,7 @@ class NativeTarget:
         return self.decoder.named_weights()
 
     def embed(self, tokens: Tensor) -> Tensor:
-        return F.embedding(tokens, self.decoder.embedding)
+        return self.decoder.embedding.rows(tokens)
 
     def head(self, hidden: Tensor) -> Tensor:
         head = self.decoder.head
@@ -136,8 +161,17 @@ class NativeTarget:
         return logits
 
 
-def load(path: str | Path, dtype: torch.dtype, device: torch.device) -> NativeTarget:
+def load(
+    path: str | Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    compile: Compile = "auto",
+    quantize: Literal["int8"] | None = None,
+) -> NativeTarget:
     """Load a checkpoint in safetensors and, where there is one, its tokenizer, from a local folder or by hub name.
+
+    The compiler, where one is needed, runs while the weights are read. What is used once they are there stays in use:
+    an answer is never begun one way and ended the other.
 
     Raises:
         NotCovered: The family or one of its settings is none that the decoder knows, or the weights are not there under
@@ -147,7 +181,12 @@ def load(path: str | Path, dtype: torch.dtype, device: torch.device) -> NativeTa
     folder = checked_folder(path)
     with loading(path):
         config = AutoConfig.from_pretrained(path)
+    if (getattr(config, "quantization_config", None) or {}).get("quant_method") == QUANT_METHOD:
+        quantize = "int8"
+        del config.quantization_config
     wanted = decoder_config(config)
+    reason = "it was not asked for" if compile == "off" else why_not(wanted, dtype, device)
+    library = None if reason is not None else build(torch.int8 if quantize else dtype, dtype, wanted.head_dim)
     with loading(path):
         files = _weight_files(path)
         tokenizer = load_tokenizer(path)
@@ -157,9 +196,81 @@ def load(path: str | Path, dtype: torch.dtype, device: torch.device) -> NativeTa
             tensors = {name: shard for shard in shards for name in shard.keys()}  # noqa: SIM118 (no dictionary)
         _check_tensors(wanted, tensors)
         with loading(path, device), torch.no_grad():
-            decoder = Decoder(wanted, lambda name: tensors[name].get_tensor(name).to(device, dtype))
+            decoder = Decoder(wanted, lambda name: _tensor(tensors, name).to(device, dtype))
+            if quantize:
+                for layer in decoder.modules():
+                    if isinstance(layer, PackedLinear):
+                        layer.quantize()
     known = folder if folder.exists() else None
-    return NativeTarget(decoder, config, tokenizer, known, load_generation_config(path))
+    if quantize and dtype != torch.float32:
+        raise ValueError(f"int8 weights are for float32 arithmetic; dtype is {str(dtype).removeprefix('torch.')}.")
+    target = NativeTarget(decoder, config, tokenizer, known, load_generation_config(path))
+    target.compile_reason = reason if library is None else _compile(target, library, compile)
+    if compile == "on" and target.compiled is None:
+        raise ValueError(f"{path} has no compiled forward: {target.compile_reason}. Use compile auto or off.")
+    return target
+
+
+def use_best_threads_for(target: NativeTarget) -> None:
+    """Use as many threads as are best for forwards of one node and of some."""
+    cache = target.new_cache(1, min(PROBED_CONTEXT, target.max_context))
+    cache.commit([range(cache.capacity - max(PROBED_NODES))])  # as if so many tokens had been read
+
+    def score() -> None:
+        for count in PROBED_NODES:
+            tokens = torch.zeros(1, count, dtype=torch.long)
+            target.forward(tokens, chain_parents(1, count), cache)
+
+    facts = (target.decoder.config, target.dtype, target.decoder.head.scale is None)
+    use_best_threads(score, facts)
+
+
+def _tensor(files: dict[str, Any], name: str) -> Tensor:
+    tensor: Tensor = files[name].get_tensor(name)
+    if tensor.dtype != torch.int8:
+        return tensor
+    scale: Tensor = files[name + SCALE].get_tensor(name + SCALE)
+    return tensor * scale.unsqueeze(-1)
+
+
+def save_quantized(target: NativeTarget, folder: Path) -> None:
+    """Write a target that was loaded with int8 weights, for `load_target` to read again with the same bits.
+
+    Raises:
+        ValueError: The folder exists, or the target has no int8 weights.
+    """
+    if folder.exists():
+        raise ValueError(f"{folder} exists already; name a folder that does not.")
+    if target.decoder.head.scale is None:
+        raise ValueError('The target has no int8 weights; load it with quantize="int8".')
+    tensors: dict[str, Tensor] = {}
+    for name, weight in target.named_weights():
+        if weight.ndim == 2:
+            tensors[name], tensors[name + SCALE] = int8_rows(weight)
+        else:
+            tensors[name] = weight.contiguous()
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    config = target.architecture | {"quantization_config": {"quant_method": QUANT_METHOD}}
+    (partial / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    (partial / "generation_config.json").write_text(json.dumps({"eos_token_id": sorted(target.eos_token_ids)}))
+    save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+    if target.tokenizer is not None:
+        target.tokenizer.save_pretrained(partial)
+    partial.rename(folder)
+
+
+def _compile(target: NativeTarget, library: Build, compile: Compile) -> str | None:
+    """Let the target use this library. Returns why it does not."""
+    found = library.library(LONGEST_WAIT_SECONDS if compile == "auto" else None)
+    if found is None:
+        reason = library.reason or "the compiler is still at work, and the next start will find its result"
+        if compile == "auto":
+            logging.getLogger(__name__).warning("The target runs uncompiled, which is slower: %s.", reason)
+        return reason
+    target.compiled = CompiledDecoder(target.decoder, found, target.max_context)
+    return None
 
 
 def _weight_files(path: str | Path) -> list[str]:

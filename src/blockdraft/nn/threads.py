@@ -1,0 +1,72 @@
+"""How many threads pay: small networks gain nothing from a second one, and cores may be shared with others."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+import psutil
+import torch
+
+from blockdraft.machine import cache_folder, processor
+
+ROUNDS = 7
+LIMIT_SECONDS = 1.0  # after which no further round begins
+GAIN = 0.95  # more threads must take at most this share of the time of fewer
+
+
+def candidates() -> list[int]:
+    """Powers of two below the number of cores, and that number."""
+    allowed = len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else os.cpu_count() or 1
+    cores = min(psutil.cpu_count(logical=False) or 1, allowed)
+    return [2**i for i in range(cores.bit_length()) if 2**i < cores] + [cores]
+
+
+def use_best_threads(work: Callable[[], object], facts: tuple[object, ...]) -> None:
+    """Set torch's number of threads to what is fastest for `work`, measured once for these facts on this machine.
+
+    Where `OMP_NUM_THREADS` is set it stays as it is.
+    """
+    if "OMP_NUM_THREADS" in os.environ:
+        return
+    counts = candidates()
+    key = hashlib.sha256(repr((facts, counts, processor(), torch.__version__)).encode()).hexdigest()[:16]
+    path = cache_folder() / "threads" / f"{key}.json"
+    try:
+        best = int(json.loads(path.read_text())["threads"])
+    except (OSError, ValueError, KeyError, TypeError):
+        seconds = measure(work, counts)
+        best = fastest(seconds)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}.partial")
+        partial.write_text(json.dumps({"threads": best, "seconds": seconds}), encoding="utf-8")
+        partial.replace(path)
+    torch.set_num_threads(best)
+
+
+def measure(work: Callable[[], object], counts: list[int]) -> dict[int, float]:
+    """Median seconds of `work` for each of these numbers of threads, measured in turns."""
+    began, times = time.perf_counter(), {count: list[float]() for count in counts}
+    for _ in range(ROUNDS):
+        for count in counts:
+            torch.set_num_threads(count)
+            work()  # threads that are new start
+            start = time.perf_counter()
+            work()
+            times[count].append(time.perf_counter() - start)
+        if time.perf_counter() - began > LIMIT_SECONDS:
+            break
+    return {count: statistics.median(each) for count, each in times.items()}
+
+
+def fastest(seconds: dict[int, float]) -> int:
+    """The number of threads to use; fewer where more gain next to nothing."""
+    best = min(seconds)
+    for count in sorted(seconds):
+        if seconds[count] < GAIN * seconds[best]:
+            best = count
+    return best

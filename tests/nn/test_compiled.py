@@ -1,0 +1,169 @@
+"""The compiled forward against the decoder's own, and against itself with other nodes beside a token."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from blockdraft.proposal import chain
+from blockdraft.targets import Target, TargetOutput, load_target, save_quantized
+
+TAPS = (0, 2, 3)
+PROMPTS = [list(range(5, 25)), list(range(40, 47)), list(range(60, 91))]
+
+
+def read(target: Target, prompts: Sequence[Sequence[int]]) -> tuple[object, TargetOutput]:
+    """A cache that holds these prompts, as one batch, and the last node's output."""
+    cache = target.new_cache(len(prompts), 128)
+    longest = max(map(len, prompts))
+    tokens = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts])
+    output = target.forward(*pair(chain(tokens)), cache, TAPS, torch.tensor([len(prompt) - 1 for prompt in prompts]))
+    cache.commit([list(range(len(prompt))) for prompt in prompts])
+    return cache, output
+
+
+def pair(proposal: object) -> tuple[torch.Tensor, torch.Tensor]:
+    return proposal.tokens, proposal.parents  # type: ignore[attr-defined]
+
+
+@pytest.fixture(params=["float32", "bfloat16", "int8"])
+def target(request: pytest.FixtureRequest, tiny_target_dir: Path) -> Target:
+    if request.param == "int8":
+        loaded = load_target(tiny_target_dir, "float32", "cpu", "native", compile="on", quantize="int8")
+    else:
+        loaded = load_target(tiny_target_dir, request.param, "cpu", "native", compile="on")
+    assert loaded.compiled is not None  # type: ignore[attr-defined]
+    return loaded
+
+
+def assert_same_bits(ours: TargetOutput, theirs: TargetOutput) -> None:
+    assert torch.equal(ours.logits, theirs.logits)
+    assert ours.features is not None and theirs.features is not None
+    assert torch.equal(ours.features, theirs.features)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7, 16, 33])
+def test_a_block_has_the_bits_of_its_tokens_alone(target: Target, count: int) -> None:
+    block = torch.arange(100, 100 + count)[None]
+    cache, _ = read(target, PROMPTS[:1])
+    together = target.forward(*pair(chain(block)), cache, TAPS)  # type: ignore[arg-type]
+    cache.truncate([len(PROMPTS[0])])  # type: ignore[attr-defined]
+    for i in range(count):
+        alone = target.forward(*pair(chain(block[:, i : i + 1])), cache, TAPS)  # type: ignore[arg-type]
+        assert together.features is not None
+        assert_same_bits(alone, TargetOutput(together.logits[:, i : i + 1], together.features[:, i : i + 1]))
+        cache.commit([[0]])  # type: ignore[attr-defined]
+
+
+def test_a_tree_has_the_bits_of_each_of_its_paths(target: Target) -> None:
+    tokens = torch.tensor([[9, 10, 11, 12, 13, 14]])
+    parents = torch.tensor([[-1, 0, 0, 1, 2, 4]])
+    cache, _ = read(target, PROMPTS[:1])
+    tree = target.forward(tokens, parents, cache, TAPS)  # type: ignore[arg-type]
+    for path in ([0, 1, 3], [0, 2, 4, 5]):
+        cache, _ = read(target, PROMPTS[:1])
+        line = target.forward(*pair(chain(tokens[:, path])), cache, TAPS)  # type: ignore[arg-type]
+        assert tree.features is not None
+        assert_same_bits(line, TargetOutput(tree.logits[:, path], tree.features[:, path]))
+
+
+def test_what_is_committed_of_a_tree_has_the_bits_of_a_line(target: Target) -> None:
+    tokens, parents = torch.tensor([[9, 10, 11, 12, 13]]), torch.tensor([[-1, 0, 0, 1, 2]])
+    after = pair(chain(torch.tensor([[50, 51]])))
+    of_tree, _ = read(target, PROMPTS[:1])
+    target.forward(tokens, parents, of_tree)  # type: ignore[arg-type]
+    of_tree.commit([[0, 2, 4]])  # type: ignore[attr-defined]
+    of_line, _ = read(target, PROMPTS[:1])
+    target.forward(*pair(chain(tokens[:, [0, 2, 4]])), of_line)  # type: ignore[arg-type]
+    of_line.commit([[0, 1, 2]])  # type: ignore[attr-defined]
+    assert_same_bits(target.forward(*after, of_tree, TAPS), target.forward(*after, of_line, TAPS))  # type: ignore[arg-type]
+
+
+def test_a_row_has_the_same_bits_alone_and_in_a_batch(target: Target) -> None:
+    blocks = torch.tensor([[9, 10, 11], [12, 13, 14], [15, 16, 17]])
+    cache, read_together = read(target, PROMPTS)
+    together = target.forward(*pair(chain(blocks)), cache, TAPS)  # type: ignore[arg-type]
+    for row, prompt in enumerate(PROMPTS):
+        cache, alone = read(target, [prompt])
+        assert torch.equal(alone.logits[0], read_together.logits[row])
+        one = target.forward(*pair(chain(blocks[row : row + 1])), cache, TAPS)  # type: ignore[arg-type]
+        assert together.features is not None
+        assert_same_bits(one, TargetOutput(together.logits[row : row + 1], together.features[row : row + 1]))
+
+
+def test_the_prompt_has_the_bits_of_its_tokens_one_by_one(target: Target) -> None:
+    _, whole = read(target, PROMPTS[:1])
+    cache = target.new_cache(1, 64)
+    for token in PROMPTS[0]:
+        last = target.forward(*pair(chain(torch.tensor([[token]]))), cache, TAPS)
+        cache.commit([[0]])
+    assert torch.equal(last.logits, whole.logits)
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_it_computes_what_the_decoder_computes(tiny_target_dir: Path, quantize: Literal["int8"] | None) -> None:
+    ways: list[Literal["on", "off"]] = ["on", "off"]
+    ours, theirs = (load_target(tiny_target_dir, "float32", "cpu", "native", way, quantize) for way in ways)
+    (cache, a), (other, b) = read(ours, PROMPTS), read(theirs, PROMPTS)
+    torch.testing.assert_close(a.logits, b.logits, rtol=0, atol=1e-4)
+    nodes = torch.tensor([[9, 10, 11]] * 3), torch.tensor([[-1, 0, 0]] * 3)
+    a, b = ours.forward(*nodes, cache, TAPS), theirs.forward(*nodes, other, TAPS)  # type: ignore[arg-type]
+    torch.testing.assert_close(a.logits, b.logits, rtol=0, atol=1e-4)
+    torch.testing.assert_close(a.features, b.features, rtol=0, atol=1e-4)
+
+
+def test_texts_may_outgrow_the_tables_of_angles(tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("blockdraft.nn.compiled.FIRST_POSITIONS", 8)
+    target = load_target(tiny_target_dir, compile="on")
+    _, short = read(target, [PROMPTS[0][:3]])
+    _, long = read(target, PROMPTS[:1])
+    monkeypatch.undo()
+    assert torch.equal(read(load_target(tiny_target_dir, compile="on"), PROMPTS[:1])[1].logits, long.logits)
+    assert torch.equal(read(target, [PROMPTS[0][:3]])[1].logits, short.logits)
+
+
+def test_without_a_compiler_the_decoder_runs_uncompiled_and_says_so(
+    tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from blockdraft.nn.build import build
+
+    monkeypatch.setenv("CC", "no-such-compiler")
+    build.cache_clear()
+    try:
+        target = load_target(tiny_target_dir, device="cpu")
+        assert target.compiled is None and "no C compiler" in target.compile_reason  # type: ignore[attr-defined]
+        assert caplog.messages == [f"The target runs uncompiled, which is slower: {target.compile_reason}."]  # type: ignore[attr-defined]
+        with pytest.raises(ValueError, match="no C compiler .*compile auto or off"):
+            load_target(tiny_target_dir, device="cpu", compile="on")
+        assert load_target(tiny_target_dir, device="cpu", compile="off").compiled is None  # type: ignore[attr-defined]
+    finally:
+        build.cache_clear()
+    with pytest.raises(ValueError, match="float16"):
+        load_target(tiny_target_dir, "float16", "cpu", compile="on")
+    with pytest.raises(ValueError, match="compile is 'yes'"):
+        load_target(tiny_target_dir, compile="yes")  # type: ignore[arg-type]
+
+
+def test_an_int8_target_is_saved_and_loaded_with_the_same_bits(tiny_target_dir: Path, tmp_path: Path) -> None:
+    target: Any = load_target(tiny_target_dir, device="cpu", quantize="int8", compile="on")
+    save_quantized(target, tmp_path / "saved")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
+    loaded: Any = load_target(tmp_path / "saved", device="cpu", compile="on")
+    assert loaded.decoder.head.stored.dtype == torch.int8
+    assert_same_bits(read(loaded, PROMPTS)[1], read(target, PROMPTS)[1])
+    assert (loaded.eos_token_ids, loaded.vocab_size) == (target.eos_token_ids, target.vocab_size)
+    assert (tmp_path / "saved" / "model.safetensors").stat().st_size < 0.5 * sum(
+        4 * weight.numel() for _, weight in target.named_weights()
+    )
+    exact = load_target(tiny_target_dir, device="cpu", compile="on")
+    assert not torch.equal(read(exact, PROMPTS)[1].logits, read(target, PROMPTS)[1].logits)
+    with pytest.raises(ValueError, match="saved exists already"):
+        save_quantized(target, tmp_path / "saved")
+    with pytest.raises(ValueError, match="no int8 weights"):
+        save_quantized(exact, tmp_path / "other")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="dtype is bfloat16"):
+        load_target(tmp_path / "saved", "bfloat16", "cpu")
+    with pytest.raises(ValueError, match="quantize is 'int8' for the backend hf"):
+        load_target(tiny_target_dir, device="cpu", quantize="int8", backend="hf")

@@ -1,0 +1,116 @@
+"""Packed products against `F.linear` in float64."""
+
+import ctypes
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from blockdraft.nn.build import build
+from blockdraft.nn.packed import PackedLinear, int8_rows
+
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 11, 13, 16, 32)
+SHAPES = ((1, 1), (3, 5), (16, 8), (33, 40), (224, 17), (7, 130))  # inputs, outputs
+DTYPES = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.int8: 1e-5}
+
+
+def library(dtype: torch.dtype) -> ctypes.CDLL:
+    found = build(dtype, torch.bfloat16 if dtype == torch.bfloat16 else torch.float32).library()
+    assert found is not None
+    return found
+
+
+def linear(dtype: torch.dtype, inputs: int, outputs: int, bias: bool = True) -> PackedLinear:
+    torch.manual_seed(inputs + outputs)
+    kept = torch.float32 if dtype == torch.int8 else dtype
+    layer = PackedLinear(torch.randn(outputs, inputs, dtype=kept), torch.randn(outputs, dtype=kept) if bias else None)
+    if dtype == torch.int8:
+        layer.quantize()
+    return layer
+
+
+def exact(layer: PackedLinear, x: torch.Tensor) -> torch.Tensor:
+    return F.linear(x.double(), layer.weight.double(), None if layer.bias is None else layer.bias.double())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("packed", [False, True])
+def test_products_are_right_for_all_shapes(dtype: torch.dtype, packed: bool) -> None:
+    for (inputs, outputs), bias in product(SHAPES, (True, False)):
+        layer = linear(dtype, inputs, outputs, bias)
+        if packed:
+            layer.pack(library(dtype))
+        for rows in ROWS:
+            x = torch.randn(rows, inputs, dtype=torch.float32 if dtype == torch.int8 else dtype)
+            out, right = layer(x), exact(layer, x)
+            assert out.dtype == x.dtype and out.shape == (rows, outputs)
+            torch.testing.assert_close(out.double(), right, rtol=0, atol=DTYPES[dtype] * (1 + right.abs().max().item()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_has_the_same_bits_alone_and_among_others(dtype: torch.dtype) -> None:
+    for inputs, outputs in SHAPES:
+        layer = linear(dtype, inputs, outputs)
+        layer.pack(library(dtype))
+        x = torch.randn(max(ROWS), inputs)
+        alone = torch.cat([layer(row) for row in x.split(1)])
+        for rows in ROWS:
+            assert torch.equal(layer(x[:rows]), alone[:rows]), (inputs, outputs, rows)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_change_no_bit(threads: int) -> None:
+    layer = linear(torch.float32, 33, 40)
+    layer.pack(library(torch.float32))
+    x = torch.randn(7, 33)
+    before, single = torch.get_num_threads(), layer(x)
+    try:
+        torch.set_num_threads(threads)
+        assert torch.equal(layer(x), single)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_inputs_may_have_any_shape_and_strides() -> None:
+    layer = linear(torch.float32, 33, 40)
+    layer.pack(library(torch.float32))
+    for x in (
+        torch.randn(33),
+        torch.randn(2, 3, 33),
+        torch.randn(33, 5).T,
+        torch.randn(4, 66)[:, ::2],
+        torch.empty(0, 33),
+    ):
+        torch.testing.assert_close(layer(x).double(), exact(layer, x), rtol=0, atol=1e-4)
+    torch.testing.assert_close(layer(torch.randn(6, 99)[::2, 33:66]).shape, torch.Size([3, 40]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_are_kept_once_and_can_be_read_back(dtype: torch.dtype) -> None:
+    layer = linear(dtype, 17, 21)
+    weight = layer.weight.clone()
+    rows = layer.rows(torch.tensor([[0, 20], [7, 7]]))
+    layer.pack(library(dtype))
+    assert torch.equal(layer.weight, weight)
+    assert torch.equal(layer.rows(torch.tensor([[0, 20], [7, 7]])), rows)
+    held = sum(buffer.numel() * buffer.element_size() for buffer in layer.buffers() if buffer.dim() > 1)
+    assert held <= 17 * 32 * dtype.itemsize  # the outputs filled up to whole blocks
+
+
+def test_gradients_reach_the_inputs() -> None:
+    layer = linear(torch.float32, 17, 21)
+    layer.pack(library(torch.float32))
+    x = torch.randn(3, 17, requires_grad=True)
+    layer(x).sum().backward()
+    torch.testing.assert_close(x.grad, layer.weight.sum(dim=0).expand(3, -1))
+
+
+def test_int8_weights_are_near_and_stay_the_same_when_rounded_again() -> None:
+    torch.manual_seed(0)
+    weight = torch.cat([torch.randn(300, 17), torch.rand(5, 17) * 1e-30, torch.zeros(1, 17)])
+    ints, scale = int8_rows(weight)
+    rounded = ints * scale[:, None]
+    assert (rounded - weight).abs().le(weight.abs().amax(dim=1, keepdim=True) / 254 * 1.001).all()
+    again = int8_rows(rounded)
+    assert torch.equal(again[0], ints) and torch.equal(again[1], scale)
