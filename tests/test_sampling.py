@@ -228,11 +228,11 @@ def test_rows_without_a_law_are_reported(bad: float, dtype: torch.dtype) -> None
     logits = NODE_LOGITS.to(dtype, copy=True)
     logits[0, :, 3] = -torch.inf  # forbidden, which is legal
     params = [SamplingParams(), SamplingParams(temperature=1.0)]
-    assert laws(*params, logits=logits).invalid_rows() == []
+    assert laws(*params, logits=logits).invalid_rows == []
     logits[1, 4, 7] = bad
-    assert laws(*params, logits=logits).invalid_rows() == [1]
+    assert laws(*params, logits=logits).invalid_rows == [1]
     logits[0, 2] = -torch.inf
-    assert laws(*params, logits=logits).invalid_rows() == [0, 1]
+    assert laws(*params, logits=logits).invalid_rows == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ class DraftLMDrafter:
             read = [ids[: min(free, made)] for ids, free in zip(tokens.tolist(), room, strict=True)]
             state.held = [text[:-1] + ids for text, ids in zip(known, read, strict=True)]
         past = torch.arange(made + 1) > torch.tensor(room)[:, None]
-        parents = chain(tokens).parents.masked_fill(past.to(anchor.device), -1)
+        parents = chain(tokens).parents.masked_fill(past, -1)
         chances = tuple(expected.tolist()) if seconds else None
         if not laws:
             return Proposal(tokens, parents, expected=chances)

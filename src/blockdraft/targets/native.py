@@ -105,7 +105,7 @@ class NativeTarget:
                 count, device=self.device
             )
         if not is_line:
-            positions = positions[:, :1] + depths(parents)
+            positions = positions[:, :1] + depths(parents).to(self.device)
         if end > self.max_context:  # nodes that a shorter row of the batch will never commit
             positions = positions.clamp(max=self.max_context - 1)
         fresh = starts == {0} and is_line and self.decoder.config.attention_softcap is None
@@ -120,7 +120,7 @@ class NativeTarget:
                     whole = self._mask(parents, lengths)
                 masks.append(whole)
             else:
-                within = tree_mask(parents)
+                within = tree_mask(parents).to(self.device)
                 rows = positions.expand(parents.shape)
                 visible = visible_slots(lengths, within, rows, window)
                 masks.append(grouped_mask(visible, self._group, self.dtype))
@@ -128,7 +128,7 @@ class NativeTarget:
 
     def _mask(self, parents: Tensor, lengths: Sequence[int]) -> Tensor:
         """Who sees whom where no window hides anything."""
-        within = tree_mask(parents)
+        within = tree_mask(parents).to(self.device)
         if len(set(lengths)) > 1:
             return grouped_mask(visible_slots(lengths, within), self._group, self.dtype)
         return F.pad(grouped_mask(within, self._group, self.dtype), (lengths[0], 0))
