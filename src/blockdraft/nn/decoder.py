@@ -166,10 +166,12 @@ class DecoderLayer(nn.Module):
             fused = [torch.cat([read(f"{name}.{kind}") for name, _ in parts]) for kind in kinds]
             setattr(self, projection, PackedLinear(*fused))
         self.given = given = {role: read(name) for role, name in config.norms(number).items()}
-        for role in ("before_attention", "after_attention", "before_mlp", "after_mlp"):
-            setattr(self, role, Norm(config, [given[role]]) if role in given else None)
-        heads = (config.num_heads, config.num_kv_heads)
-        self.qk_norm = Norm(config, [given["query"], given["key"]], heads) if config.qk_norm else None
+        self.post_norms = config.post_norms
+        for role in ("before_attention", "before_mlp", *(("after_attention", "after_mlp") if self.post_norms else ())):
+            setattr(self, role, Norm(config, [given[role]]))
+        if config.qk_norm:
+            heads = (config.num_heads, config.num_kv_heads)
+            self.qk_norm = Norm(config, [given["query"], given["key"]], heads)
 
     def forward(
         self,
@@ -179,28 +181,30 @@ class DecoderLayer(nn.Module):
         masks: Sequence[Tensor | None],
         store: Tensor,
     ) -> Tensor:
+        """Rows `[B * N, H]` to rows; the other arguments are those of `Decoder.forward`."""
         added = self.attention(self.before_attention(x), *angles[self.rope], slots, masks[self.mask], store)
-        x = x + (added if self.after_attention is None else self.after_attention(added))
+        x = x + (self.after_attention(added) if self.post_norms else added)
         gate, up = self.gate_up(self.before_mlp(x)).chunk(2, dim=-1)
         added = self.down(self.activation(gate) * up)
-        return x + (added if self.after_mlp is None else self.after_mlp(added))
+        return x + (self.after_mlp(added) if self.post_norms else added)
 
     def attention(
         self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, mask: Tensor | None, store: Tensor
     ) -> Tensor:
         config = self.config
         heads, kv_heads = config.num_heads, config.num_kv_heads
-        qkv = self.qkv(x).unflatten(-1, (heads + 2 * kv_heads, config.head_dim))
-        # Queries and keys are normed and rotated where they lie, together.
-        qk = qkv[:, :, : heads + kv_heads]
-        if self.qk_norm is not None:
+        qkv = self.qkv(x).view(len(store), -1, heads + 2 * kv_heads, config.head_dim)
+        # Queries and keys are normed and rotated together, where they lie.
+        qk = qkv.narrow(2, 0, heads + kv_heads)
+        if config.qk_norm:
             qk.mul_(self.qk_norm.scale(qk) * self.qk_norm.weight)
-        halves_swapped = qk.roll(config.head_dim // 2, dims=-1)
-        qk.mul_(cos).addcmul_(halves_swapped, sin)
-        write_nodes(store, qkv[:, :, heads:], slots)
-        keys, values = store.split(kv_heads, dim=1)
-        attended = attend_grouped(qkv[:, :, :heads], keys, values, mask, config.query_scale, config.attention_softcap)
-        return self.output(attended)
+        swapped = qk.roll(config.head_dim // 2, dims=-1)
+        qk.mul_(cos).addcmul_(swapped, sin)
+        write_nodes(store, qkv.narrow(2, heads, 2 * kv_heads), slots)
+        queries, (keys, values) = qkv.narrow(2, 0, heads), store.chunk(2, dim=1)
+        attended = attend_grouped(queries, keys, values, mask, config.query_scale, config.attention_softcap)
+        out: Tensor = self.output(attended.view(x.size(0), -1))
+        return out
 
 
 class Decoder(nn.Module):
@@ -257,8 +261,8 @@ class Decoder(nn.Module):
         Returns:
             Logits `[B, N, V]`, or `[B, 1, V]` with `logits_at`; and features `[B, N, m * H]`, None without taps.
         """
-        config = self.config
-        x = F.embedding(tokens, self.embedding)
+        config, (batch, count) = self.config, tokens.shape
+        x = F.embedding(tokens.reshape(-1), self.embedding)  # rows [B * N, H], the shape in which products cost least
         if self.embedding_scale != 1:
             x = x * self.embedding_scale
         angles = [self._angles(positions, i, x.dtype) for i in range(len(config.ropes))]
@@ -268,10 +272,10 @@ class Decoder(nn.Module):
             outputs.append(x)
         x = self.norm(x)
         outputs.append(x)
-        features = torch.cat([outputs[tap] for tap in taps], dim=-1) if taps else None
+        features = torch.cat([outputs[tap] for tap in taps], dim=-1).view(batch, count, -1) if taps else None
         if logits_at is not None:
-            x = x[torch.arange(len(x), device=x.device), logits_at].unsqueeze(1)
-        logits: Tensor = self.head(x)
+            x = x[torch.arange(0, batch * count, count, device=x.device) + logits_at]
+        logits: Tensor = self.head(x).view(batch, -1, config.vocab_size)
         cap = config.final_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap, features
 

@@ -1,0 +1,274 @@
+"""Our decoder against transformers' models of each family, through the same calls of the same protocol."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from blockdraft.proposal import chain
+from blockdraft.targets import Target, embedding_and_head, load_target
+from blockdraft.targets.families import FAMILIES
+
+SMALL = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,  # so that heads * head_dim is not the hidden size
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-3,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+}
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 4}
+
+
+def rotary(**parameters: Any) -> dict[str, Any]:
+    return SMALL | {"model_type": "llama", "rope_parameters": {"rope_theta": 500.0, **parameters}}
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": SMALL,
+    "llama-odd": SMALL
+    | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1},
+    "llama-gelu": SMALL | {"hidden_act": "gelu", "num_key_value_heads": 4},
+    "llama-linear": rotary(rope_type="linear", factor=4.0),
+    "llama-dynamic": rotary(rope_type="dynamic", factor=4.0),
+    "llama-yarn": rotary(rope_type="yarn", factor=4.0, original_max_position_embeddings=16),
+    "llama-llama3": rotary(
+        rope_type="llama3",
+        factor=4.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=16,
+    ),
+    "llama-longrope": rotary(
+        rope_type="longrope",
+        factor=2.0,
+        short_factor=[1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+        long_factor=[2.0] * 6,
+        original_max_position_embeddings=64,
+    ),
+    "mistral": SMALL | {"sliding_window": None},
+    "mistral-window": SMALL | {"sliding_window": 4},
+    "qwen2": SMALL | {"tie_word_embeddings": True},
+    "qwen2-window": SMALL | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2},
+    "qwen3": SMALL | {"attention_bias": True},
+    "qwen3-window": SMALL | WINDOWS | {"use_sliding_window": True, "tie_word_embeddings": True},
+    "gemma": SMALL | {"attention_bias": True},
+    "gemma2": SMALL
+    | WINDOWS
+    | {"query_pre_attn_scalar": 7, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    "gemma2-uncapped": SMALL
+    | WINDOWS
+    | {"attn_logit_softcapping": None, "final_logit_softcapping": None, "tie_word_embeddings": False},
+    "gemma3_text": SMALL
+    | WINDOWS
+    | {
+        "query_pre_attn_scalar": 7,
+        "final_logit_softcapping": 3.0,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        },
+    },
+}
+EVERY_MODEL = pytest.mark.parametrize("name", MODELS)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A checkpoint of each model, with weights that all matter."""
+    made = {}
+    for name, fields in MODELS.items():
+        fields = dict(fields)
+        config = AutoConfig.for_model(fields.pop("model_type", name.partition("-")[0]), **fields)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(config)
+            for parameter in model.parameters():
+                torch.nn.init.normal_(parameter, mean=0.2 * (parameter.ndim == 1), std=0.25)
+        made[name] = tmp_path_factory.mktemp(name)
+        model.save_pretrained(made[name])
+    return made
+
+
+def native(folder: Path, dtype: str = "float32") -> Target:
+    target = load_target(folder, dtype, "cpu", "native")
+    assert target.backend == "native"
+    return target
+
+
+def scores(target: Target, rows: int) -> Iterator[Tensor]:
+    """Logits and features of prompts, single tokens, chains and trees, of rows of unequal lengths."""
+    generator = torch.Generator().manual_seed(1)
+    taps = (2, 0, target.num_layers)
+
+    def random(count: int) -> Tensor:
+        return torch.randint(3, 61, (rows, count), generator=generator)
+
+    def score(tokens: Tensor, parents: Tensor, **options: Any) -> Iterator[Tensor]:
+        output = target.forward(tokens, parents, cache, taps, **options)
+        assert output.features is not None
+        yield from (output.logits, output.features)
+
+    cache = target.new_cache(rows, 48)
+    lengths = [9, 6, 9][:rows]
+    prompts = random(9)
+    yield from score(prompts, chain(prompts).parents, logits_at=torch.tensor(lengths) - 1)
+    cache.commit([range(length) for length in lengths])
+    #     0
+    #   1   2
+    #  3 4    5
+    tree = torch.tensor([[-1, 0, 0, 1, 1, 2]] * rows)
+    other_tree = torch.tensor([[-1, 0, 1, 1, -1, -1], [-1, 0, 1, 2, 3, 4], [-1, 0, 0, 0, 0, 0]][:rows])
+    for parents, paths in ((tree, [[0, 2, 5], [0], [0, 1, 3]]), (other_tree, [[0, 1, 3], [0, 1, 2, 3, 4], [0, 5]])):
+        yield from score(random(6), parents)
+        cache.commit(paths[:rows])
+        for count in (1, 5):
+            tokens = random(count)
+            yield from score(tokens, chain(tokens).parents)
+            cache.commit([[0]] * rows)
+    cache.truncate([length - row for row, length in enumerate(cache.lengths)])
+    kept = cache.prefix(0, 7)
+    cache.select(list(range(rows))[::-1])
+    cache.join(kept, 40)
+    cache.select([rows, *range(rows - 1)])
+    tokens = random(3)
+    yield from score(tokens, chain(tokens).parents)
+
+
+def test_each_family_has_a_model_here() -> None:
+    assert {fields.get("model_type", name.partition("-")[0]) for name, fields in MODELS.items()} == set(FAMILIES)
+
+
+@EVERY_MODEL
+@pytest.mark.parametrize("rows", [1, 3])
+def test_logits_and_features_are_those_of_transformers(folders: dict[str, Path], name: str, rows: int) -> None:
+    ours, theirs = native(folders[name]), load_target(folders[name], device="cpu", backend="hf")
+    for mine, expected in zip(scores(ours, rows), scores(theirs, rows), strict=True):
+        torch.testing.assert_close(mine, expected, atol=1e-4, rtol=1e-4)
+
+
+@EVERY_MODEL
+def test_bfloat16_is_no_further_from_the_exact_numbers_than_transformers(folders: dict[str, Path], name: str) -> None:
+    exact = list(scores(native(folders[name]), 3))
+    errors = []
+    for backend in ("native", "hf"):
+        target = load_target(folders[name], "bfloat16", "cpu", backend)  # type: ignore[arg-type]
+        found = list(scores(target, 3))
+        assert {numbers.dtype for numbers in found} == {torch.bfloat16}
+        errors.append(sum(float((a.float() - b).abs().mean()) for a, b in zip(found, exact, strict=True)))
+    assert 0 < errors[0] < 1.2 * errors[1]
+
+
+@EVERY_MODEL
+def test_facts_and_weights_are_those_of_transformers(folders: dict[str, Path], name: str) -> None:
+    ours, theirs = native(folders[name]), load_target(folders[name], device="cpu", backend="hf")
+    for fact in ("path", "dtype", "device", "hidden_size", "num_layers", "vocab_size", "max_context", "shape"):
+        assert getattr(ours, fact) == getattr(theirs, fact), fact
+    assert ours.eos_token_ids == theirs.eos_token_ids == {1}
+    assert ours.architecture == theirs.architecture
+    mine, expected = dict(ours.named_weights()), dict(theirs.named_weights())
+    assert mine.keys() == expected.keys()
+    assert all(torch.equal(mine[weight], expected[weight]) for weight in expected)
+    for table, other in zip(embedding_and_head(ours), embedding_and_head(theirs), strict=True):
+        assert torch.equal(table, other)
+    assert ours.cache_bytes(3, 10) == theirs.cache_bytes(3, 10)
+
+
+def test_fused_weights_are_kept_once(folders: dict[str, Path]) -> None:
+    target = native(folders["llama"])
+    weights = dict(target.named_weights())
+    attention = [weights[f"model.layers.0.self_attn.{part}_proj.weight"] for part in "qkv"]
+    assert len({part.untyped_storage().data_ptr() for part in attention}) == 1
+    assert target.decoder.head.weight is not target.decoder.embedding  # type: ignore[attr-defined]
+    tied = native(folders["qwen2"])
+    assert tied.decoder.head.weight is tied.decoder.embedding  # type: ignore[attr-defined]
+
+
+def copied(source: Path, folder: Path, **changes: Any) -> Path:
+    """A copy of a checkpoint with other settings."""
+    folder.mkdir()
+    for file in source.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return folder
+
+
+def test_checkpoints_in_shards_are_loaded(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = copied(folders["llama"], tmp_path / "shards")
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    places = {}
+    for number, part in enumerate((names[::2], names[1::2])):
+        save_file({name: tensors[name] for name in part}, folder / f"model-{number}.safetensors", {"format": "pt"})
+        places |= dict.fromkeys(part, f"model-{number}.safetensors")
+    index = {"metadata": {"total_size": 0}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    whole, sharded = (dict(native(place).named_weights()) for place in (folders["llama"], folder))
+    assert whole.keys() == sharded.keys() and all(torch.equal(whole[name], sharded[name]) for name in whole)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("llama", {"hidden_act": "relu"}, "its activation relu"),
+        ("gemma", {"use_bidirectional_attention": True}, "its attention is bidirectional"),
+        ("llama-longrope", {"max_position_embeddings": 128}, r"\(longrope\) change with the length"),
+        ("llama", {"model_type": "olmo", "architectures": ["OlmoForCausalLM"]}, "olmo is none of its families"),
+    ],
+)
+def test_what_the_decoder_does_not_know_is_left_to_transformers(
+    folders: dict[str, Path], tmp_path: Path, name: str, changes: dict[str, Any], reason: str
+) -> None:
+    folder = copied(folders[name], tmp_path / "other", **changes)
+    with pytest.raises(ValueError, match=f"cannot run .*{reason}.* Use the backend hf or auto"):
+        load_target(folder, backend="native")
+    target = load_target(folder)
+    assert target.backend == "hf"
+    assert target.backend_reason is not None
+    with pytest.raises(ValueError, match=reason):
+        raise ValueError(target.backend_reason)
+    assert load_target(folder, backend="hf").backend_reason is None
+
+
+def test_a_head_that_is_tied_in_name_only_is_left_to_transformers(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = copied(folders["llama"], tmp_path / "untied", tie_word_embeddings=True)
+    with pytest.raises(ValueError, match="ties the head"):
+        load_target(folder, backend="native")
+
+
+def test_weights_that_lack_or_do_not_fit_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = copied(folders["llama"], tmp_path / "broken")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = torch.ones(31)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"model\.norm\.weight has the shape \[31\] instead of \[32\]"):
+        load_target(folder, backend="native")
+    del tensors["model.norm.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks model\.norm\.weight"):
+        load_target(folder, backend="native")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="no weights in safetensors"):
+        load_target(folder, backend="native")
+
+
+def test_the_native_decoder_is_chosen_where_it_knows_the_model(tiny_target_dir: Path) -> None:
+    target = load_target(tiny_target_dir)
+    assert (target.backend, target.backend_reason) == ("native", None)
+    assert load_target(tiny_target_dir, backend="hf").backend == "hf"
+    with pytest.raises(ValueError, match="backend is 'fast'"):
+        load_target(tiny_target_dir, backend="fast")  # type: ignore[arg-type]
