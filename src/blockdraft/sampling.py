@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from blockdraft.types import SamplingParams
 
 PART = 2**22  # probabilities that are computed at a time
-HEAD = 1024  # best tokens that top-k and top-p look at first; to sort a whole vocabulary takes ten times longer
+# Best tokens that top-k and top-p look at first, and how many times as many next: to sort a whole vocabulary takes long.
+HEAD, MORE = 128, 8
 
 
 def probabilities(logits_BNV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
@@ -76,7 +79,7 @@ def _best_probabilities(scores_MV: Tensor, top_k: int, top_p: float, head: int) 
         # the rest; where they are not, the row needs the whole vocabulary.
         cut_short = ((scores == scores[:, -1:]) & (probs > 0)).any(dim=-1)
         if cut_short.any():
-            laws_MV[cut_short] = _best_probabilities(scores_MV[cut_short], top_k, top_p, vocabulary)
+            laws_MV[cut_short] = _best_probabilities(scores_MV[cut_short], top_k, top_p, MORE * head)
     return laws_MV
 
 
@@ -87,8 +90,26 @@ def best_tokens(logits: Tensor) -> Tensor:
     """
     if logits.device.type != "cpu":
         return logits.max(dim=-1).indices
-    numbers = (logits.float() if logits.dtype.itemsize == 2 else logits).numpy()  # numpy knows no bfloat16
-    return torch.from_numpy(np.asarray(numbers.argmax(axis=-1)))
+    return torch.from_numpy(np.asarray(_as_numpy(logits).argmax(axis=-1)))
+
+
+def _best_and_own(logits_BNV: Tensor, tokens_BN: Tensor) -> tuple[list[list[int]], list[list[int]]]:
+    """The best token after each node and the node's own. The former is -1 where there is no law: the maximum is NaN if
+    there is one, and -inf if no token is possible."""
+    if logits_BNV.device.type != "cpu":
+        highest, best = logits_BNV.max(dim=-1)
+        # The one time in a greedy cycle that the host waits for a GPU.
+        lists: tuple[list[list[int]], list[list[int]]]
+        lists = torch.stack([best.masked_fill(~highest.isfinite(), -1), tokens_BN]).tolist()
+        return lists
+    scores_MV = _as_numpy(logits_BNV.flatten(0, 1))
+    best_M = scores_MV.argmax(axis=-1)
+    best_M[~np.isfinite(scores_MV[np.arange(len(best_M)), best_M])] = -1
+    return best_M.reshape(tokens_BN.shape).tolist(), tokens_BN.tolist()
+
+
+def _as_numpy(values: Tensor) -> NDArray[Any]:
+    return (values.float() if values.dtype.itemsize == 2 else values).numpy()  # numpy knows no bfloat16
 
 
 def draw(probs_BNV: Tensor, uniforms_BN: Tensor) -> Tensor:
@@ -153,12 +174,7 @@ class Laws:
         self._adjusted = [_adjusts(p) for p in params]
         self.draws_ahead = logits_BNV.device.type == "cuda"
         self._drawn: dict[tuple[int, int], int] = {}
-        best_BN = best_tokens(logits_BNV)
-        # -1 for a node without a law. The maximum is NaN if there is one, and -inf if no token is possible.
-        highest_BN = logits_BNV.gather(-1, best_BN.unsqueeze(-1)).squeeze(-1)
-        best_BN = torch.where(highest_BN.isfinite(), best_BN, -1)
-        # The one time in a greedy cycle that the host waits for a GPU.
-        self._best, self.tokens = torch.stack([best_BN, tokens_BN]).tolist()
+        self._best, self.tokens = _best_and_own(logits_BNV, tokens_BN)
         self.invalid_rows = [row for row, best in enumerate(self._best) if -1 in best]
 
     def draw(self, rows: Sequence[int], nodes: Sequence[int], uniforms_BN: Tensor | None) -> list[int]:
@@ -220,7 +236,9 @@ class Laws:
 
     def _scores(self, rows: Sequence[int], nodes: Sequence[int]) -> Tensor:
         """Adjusted logits `[M, V]` float32 after each of these nodes."""
-        scores_MV = self._logits[list(rows), list(nodes)].float()
+        # A single node is sliced out, which takes a fraction of the time of indexing.
+        at = (slice(rows[0], rows[0] + 1), nodes[0]) if len(rows) == 1 else (list(rows), list(nodes))
+        scores_MV = self._logits[at].to(torch.float32, copy=len(rows) == 1 and self._adjusted[rows[0]])
         biases, repeated, said = [], [], []  # entries (m, token, amount)
         for m, (row, node) in enumerate(zip(rows, nodes, strict=True)):
             if not self._adjusted[row]:
@@ -282,14 +300,14 @@ class RandomNumbers:
         self._seed = int(torch.randint(2**62, ())) if seed is None else seed
         self._generator = torch.Generator()
         self._generator.manual_seed(self._seed)
-        self._numbers = torch.empty(0, dtype=torch.float64)
+        self._numbers = np.empty(0)
 
-    def at(self, positions: Tensor) -> Tensor:
-        """Numbers in [0, 1) for these output positions, any shape, float64."""
-        while len(self._numbers) <= int(positions.max()):
+    def at(self, positions: Sequence[int]) -> Tensor:
+        """Numbers in [0, 1) for these output positions, float64."""
+        while len(self._numbers) <= max(positions):
             new = torch.rand(self.CHUNK, generator=self._generator, dtype=torch.float64)
-            self._numbers = torch.cat([self._numbers, new])
-        return self._numbers[positions]
+            self._numbers = np.concatenate([self._numbers, new.numpy()])
+        return torch.from_numpy(self._numbers[list(positions)])
 
     def fresh(self, start: int, count: int) -> Tensor:
         """Numbers in [0, 1) for what one cycle draws besides the output tokens, `[count]` float64.

@@ -19,7 +19,7 @@ from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.draft_config import DraftConfig
 from blockdraft.nn.reduced_head import ReducedHead
 from blockdraft.proposal import Plan, Proposal, best_count, best_first, chain, chain_laws, cut_laws, paying_tree
-from blockdraft.sampling import draw, probabilities
+from blockdraft.sampling import best_tokens, draw, probabilities
 from blockdraft.targets import Target
 from blockdraft.types import SamplingParams
 
@@ -135,7 +135,7 @@ class DFlashDrafter:
         if plan.draws is not None and any(params.temperature > 0 for params in plan.params):
             return drawn_chain(anchor, logits, plan)
         if plan.tree_budget == 0 and plan.cycle_seconds is None:
-            return chain(torch.cat([anchor[:, None], logits.argmax(dim=-1)], dim=1))
+            return chain(torch.cat([anchor[:, None], best_tokens(logits)], dim=1))
         log_probs = log_probabilities(logits, plan.params)
         if plan.tree_budget > 0 and plan.cycle_seconds is not None:
             return paying_tree(anchor, log_probs, plan.tree_budget, plan.cycle_seconds, plan.trust)

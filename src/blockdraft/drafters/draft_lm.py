@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from blockdraft.proposal import Plan, Proposal, SparseLaw, chain, chain_laws, cut_laws
-from blockdraft.sampling import draw, probabilities
+from blockdraft.sampling import best_tokens, draw, probabilities
 from blockdraft.targets import Cache, Target, load_target
 
 ARCHITECTURES: tuple[str, ...] = tuple(sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}))
@@ -131,7 +131,7 @@ class DraftLMDrafter:
                 drawn = draw(laws[-1].probs, draws[:, depth : depth + 1])
                 guess = laws[-1].ids[:, 0].gather(1, drawn.to(anchor.device))[:, 0]
             else:
-                guess = logits.argmax(dim=-1)
+                guess = best_tokens(logits)
             if seconds:
                 within = torch.tensor([free > depth for free in room], device=anchor.device)
                 survival = survival * within * logits.float().softmax(dim=-1).gather(1, guess[:, None])[:, 0]

@@ -19,7 +19,7 @@ from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.dspark import DSparkNetwork
 from blockdraft.nn.reduced_head import ReducedHead
 from blockdraft.proposal import Plan, Proposal, SparseLaw, best_count, chain, chain_laws, cut_laws, lattice_tree
-from blockdraft.sampling import draw, probabilities
+from blockdraft.sampling import best_tokens, draw, probabilities
 from blockdraft.targets import Target
 
 ARCHITECTURES = ("DSparkDraftModel", "Qwen3DSparkModel", "DSparkSpeculator")
@@ -63,7 +63,7 @@ class DSparkDrafter(DFlashDrafter):
         drawn = plan.draws is not None and any(params.temperature > 0 for params in plan.params)
         count, q, expected = logits.size(1), None, None
         if not drawn or plan.cycle_seconds is not None:
-            guesses, corrected, previous = self._walk(anchor, logits, lambda slot, scores: scores.argmax(dim=-1))
+            guesses, corrected, previous = self._walk(anchor, logits, lambda slot, scores: best_tokens(scores))
         if plan.tree_budget > 0 and not drawn:
             ids_BDK, log_probs_BDKK = self._lattice(anchor, hidden, logits, corrected, plan)
             return lattice_tree(anchor, log_probs_BDKK, ids_BDK, plan.tree_budget, plan.cycle_seconds, plan.trust)

@@ -20,7 +20,7 @@ from blockdraft.engine.prefixes import Prefix, PrefixStore
 from blockdraft.engine.prompts import AnswerText, encode
 from blockdraft.engine.request import Chunk, Completion, Request
 from blockdraft.engine.scheduler import Scheduler
-from blockdraft.proposal import Plan, Proposal, chain, depths
+from blockdraft.proposal import Plan, Proposal, chain
 from blockdraft.sampling import Laws, RandomNumbers
 from blockdraft.targets import Target, TargetOutput
 from blockdraft.timing import BOOKKEEPING, COMMIT, FORWARD, GUESSES, OBSERVE, VERIFICATION, mark
@@ -157,8 +157,7 @@ class Engine:
         output = self.target.forward(proposal.tokens, proposal.parents, batch.cache, self.drafter.taps)
         mark(FORWARD)
         scored = time.perf_counter()
-        node_depths = depths(proposal.parents)
-        laws, verdict = self._verdict(requests, proposal, node_depths, output)
+        laws, verdict = self._verdict(requests, proposal, output)
         mark(VERIFICATION)
         batch.cache.commit(verdict.path)
         mark(COMMIT)
@@ -171,7 +170,7 @@ class Engine:
                 self.catch_up(batch)
         mark(OBSERVE)
         observed = time.perf_counter()
-        deepest = [max(row) for row in node_depths.tolist()]
+        deepest = [max(row) for row in proposal.depth_lists]
         for row, request in enumerate(requests):
             if request.finished:  # by an error
                 continue
@@ -206,7 +205,7 @@ class Engine:
         last = self._tensor([len(ids) - 1 for ids in rest])
         output = self.target.forward(prompts.tokens, prompts.parents, batch.cache, self.drafter.taps, logits_at=last)
         anchors = chain(prompts.tokens.gather(1, last[:, None]))
-        _, verdict = self._verdict(requests, anchors, torch.zeros(len(rest), 1, dtype=torch.long), output)
+        _, verdict = self._verdict(requests, anchors, output)
         path = [list(range(len(ids))) for ids in rest]
         batch.cache.commit(path)
         self._observe(batch, prompts.tokens, output.features, path)
@@ -254,15 +253,13 @@ class Engine:
         on_gpu = self.target.device.type == "cuda"
         return int(torch.cuda.mem_get_info(self.target.device)[0] if on_gpu else psutil.virtual_memory().available)
 
-    def _verdict(
-        self, requests: list[Request], proposal: Proposal, node_depths: Tensor, output: TargetOutput
-    ) -> tuple[Laws, Verdict]:
+    def _verdict(self, requests: list[Request], proposal: Proposal, output: TargetOutput) -> tuple[Laws, Verdict]:
         """Verify, and end the requests for which the target computed no numbers."""
         uniforms = None
         if any(request.params.temperature > 0 for request in requests):
             # Node i's draw decides the output token that follows it.
-            positions = torch.tensor([[len(request.token_ids)] for request in requests]) + node_depths
-            uniforms = torch.stack([request.random.at(p) for request, p in zip(requests, positions, strict=True)])
+            each = zip(requests, proposal.depth_lists, strict=True)
+            uniforms = torch.stack([r.random.at([len(r.token_ids) + d for d in depths]) for r, depths in each])
         params, prompts, outputs = zip(*((r.params, r.prompt, r.token_ids) for r in requests), strict=True)
         laws = Laws(output.logits, params, proposal.tokens, proposal.parents, prompts, outputs)
         tests = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
@@ -44,6 +44,16 @@ class Proposal:
     q: tuple[SparseLaw | None, ...] | None = None
     expected: tuple[float, ...] | None = None
 
+    @cached_property
+    def parent_lists(self) -> list[list[int]]:
+        """`parents` as lists of numbers."""
+        return self.parents.tolist()  # type: ignore[no-any-return]
+
+    @cached_property
+    def depth_lists(self) -> list[list[int]]:
+        """For each row the distance of each node from the anchor; 0 for nodes that fill up a row."""
+        return _depth_lists(self.parent_lists)
+
     def __post_init__(self) -> None:
         assert self.tokens.shape == self.parents.shape and self.tokens.ndim == 2
         assert self.tokens.dtype == self.parents.dtype == torch.int64
@@ -69,12 +79,16 @@ def depths(parents_BN: Tensor) -> Tensor:
     """Distance of each node from the anchor, `[B, N]` int64 on the CPU; 0 for nodes that fill up a row."""
     if is_chain(parents_BN):
         return chain_parents(parents_BN.size(0), parents_BN.size(1) + 1)[:, 1:]  # 0, 1, 2, ...
+    return torch.from_numpy(np.array(_depth_lists(parents_BN.tolist())))
+
+
+def _depth_lists(parents: list[list[int]]) -> list[list[int]]:
     rows = []
-    for parents in parents_BN.tolist():
-        rows.append(row := list[int]())
-        for parent in parents:
-            row.append(0 if parent < 0 else row[parent] + 1)
-    return torch.from_numpy(np.array(rows))
+    for row in parents:
+        rows.append(depths_so_far := list[int]())
+        for parent in row:
+            depths_so_far.append(0 if parent < 0 else depths_so_far[parent] + 1)
+    return rows
 
 
 def tree_mask(parents_BN: Tensor) -> Tensor:

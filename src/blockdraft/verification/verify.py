@@ -49,7 +49,7 @@ def verify(proposal: Proposal, laws: Laws, uniforms_BN: Tensor | None, tests_BN:
             those that drew the guesses included. None if no row has drawn guesses.
     """
     tokens, invalid = laws.tokens, set(laws.invalid_rows)
-    children = [children_of(parents) for parents in proposal.parents.tolist()]
+    children = [children_of(parents) for parents in proposal.parent_lists]
     q = proposal.q or (None,) * len(tokens)
     valid = [row for row in range(len(tokens)) if row not in invalid]
     drawn = [row for row in valid if q[row] is not None]
