@@ -53,11 +53,10 @@ class DSparkDrafter(DFlashDrafter):
         super().__init__(network, target, diffusion_steps, noise_schedule, path, reduced_head)
         self.block_size = self.config.block_size + 1
 
-    def _refined_pass(self, state: KVCache, anchor: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    def _refined_pass(self, state: KVCache, anchor: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
         """Hidden states and logits of the D = block_size - 1 guesses; the anchor's slot makes the first."""
-        tokens = torch.full((len(anchor), block_size - 1), self.config.mask_token_id, device=anchor.device)
-        tokens[:, 0] = anchor
-        return self._draft_pass(state, tokens)
+        masks = self._masks[:, 1 : plan.block_size - 1].expand(len(anchor), -1)
+        return self._draft_pass(state, torch.cat([anchor[:, None], masks], dim=1), window=plan.draft_window)
 
     def _guess(self, anchor: Tensor, hidden: Tensor, logits: Tensor, plan: Plan) -> Proposal:
         drawn = plan.draws is not None and any(params.temperature > 0 for params in plan.params)

@@ -141,8 +141,12 @@ class DFlashNetwork(nn.Module):
         Returns:
             `[B, N, H]` after the final norm; slot j stands for the token at anchor + j, slot 0 for nothing.
         """
-        cos, sin = self.angles(positions, block.dtype)
-        x = block * self.config.input_embedding_scale
+        return self.through_layers(block, *self.angles(positions, block.dtype), attend)
+
+    def through_layers(self, block: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """`forward` with the angles as its layers take them."""
+        scale = self.config.input_embedding_scale
+        x = block if scale == 1 else block * scale
         for index, layer in enumerate(self.layers):
             x = layer(x, cos, sin, index, attend)
         out: Tensor = self.norm(x)
@@ -150,6 +154,7 @@ class DFlashNetwork(nn.Module):
 
     def adjust_logits(self, logits: Tensor) -> Tensor:
         """The scale and soft-cap that some checkpoints ask for, on top of the target's output projection."""
-        logits = logits * self.config.output_multiplier
+        factor = self.config.output_multiplier
+        logits = logits if factor == 1 else logits * factor
         cap = self.config.final_logit_softcapping
         return logits if cap is None else torch.tanh(logits / cap) * cap
