@@ -13,6 +13,9 @@ from typing import Literal, TypeAlias
 Message: TypeAlias = dict[str, str]
 # A text, a chat (a list of {"role", "content"}) or token ids.
 Prompt: TypeAlias = "str | Sequence[Message] | Sequence[int]"
+# How a target is run: by transformers, by our own decoder, or by the latter wherever it knows the model.
+Backend: TypeAlias = Literal["auto", "hf", "native"]
+DEFAULT_BACKEND: Backend = "auto"
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "error"]
 
 

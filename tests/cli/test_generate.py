@@ -23,7 +23,7 @@ from blockdraft.engine import Chunk, Engine, Stats
 from blockdraft.targets import load_target
 from blockdraft.types import SamplingParams
 
-KEYS = {"text", "token_ids", "finish_reason", "tau", "acceptance_by_position", "tokens_per_second"}
+KEYS = {"text", "token_ids", "finish_reason", "tau", "acceptance_by_position", "tokens_per_second", "backend"}
 COMPARE_KEYS = {"plain_tokens_per_second", "speedup", "identical"}
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -164,7 +164,7 @@ def test_compare_reports_the_first_difference(
     assert comparison.first_difference == 4
     display.show_comparison(display.plain(), comparison)
     assert "tokens: differ, first at token 5\n" in capsys.readouterr().out
-    assert display.as_dict(comparison.drafted, comparison)["identical"] is False
+    assert display.as_dict(comparison.drafted, comparison, engine.target)["identical"] is False
 
 
 def test_a_terminal_shows_the_answer_and_a_summary(generate: Run, expected: dict[str, Any]) -> None:
@@ -172,7 +172,7 @@ def test_a_terminal_shows_the_answer_and_a_summary(generate: Run, expected: dict
     shown = ESCAPES.sub("", result.out)
     assert (result.code, result.err) == (0, "")
     assert shown.startswith(expected["text"] + "\n\n")
-    summary = r"20 tokens, \d+ drafted, tau \d\.\d\d, \d+\.\d tokens/s, finish reason: length\n"
+    summary = r"20 tokens, \d+ drafted, tau \d\.\d\d, \d+\.\d tokens/s, finish reason: length, backend: native\n"
     assert re.fullmatch(summary, shown.removeprefix(expected["text"] + "\n\n"))
 
 
@@ -197,7 +197,9 @@ def test_guessed_tokens_are_coloured_and_characters_stay_whole(
         Chunk("", tuple(ids[3:6]), (True, True, False), stats),
         Chunk("", tuple(ids[6:9]), (True, True, False), stats, "length"),
     ]
-    engine: Any = SimpleNamespace(target=SimpleNamespace(tokenizer=tokenizer), stream=lambda *_: iter(chunks))
+    engine: Any = SimpleNamespace(
+        target=SimpleNamespace(tokenizer=tokenizer, backend="native"), stream=lambda *_: iter(chunks)
+    )
     out = Stream(terminal=True)
     monkeypatch.setattr(sys, "stdout", out)
     display.stream_answer(display.terminal(), engine, "", SamplingParams())

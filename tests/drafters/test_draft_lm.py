@@ -1,5 +1,6 @@
 import json
 import shutil
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.draft_lm import BLOCK_SIZE, DraftLMDrafter, DraftState
@@ -14,7 +16,6 @@ from blockdraft.engine import Engine, Scheduler
 from blockdraft.proposal import LAW_SIZE, Plan
 from blockdraft.sampling import draw, probabilities
 from blockdraft.targets import Target, TargetOutput, load_target
-from blockdraft.targets.hf import HFTarget
 from blockdraft.types import Drafting, SamplingParams
 
 GREEDY = SamplingParams(33, ignore_eos=True)
@@ -57,9 +58,15 @@ def observe(drafter: DraftLMDrafter, state: DraftState, rows: list[list[int]]) -
 
 def logits_after(drafter: DraftLMDrafter, ids: list[int]) -> Tensor:
     """Of the draft model, from scratch."""
-    assert isinstance(drafter.model, HFTarget)
+    assert drafter.model.path is not None
     with torch.no_grad():
-        return drafter.model.model(torch.tensor([ids])).logits[0, -1]
+        logits: Tensor = reference(drafter.model.path)(torch.tensor([ids])).logits
+    return logits[0, -1]
+
+
+@cache
+def reference(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder)
 
 
 # The cache of the draft model.
@@ -186,7 +193,7 @@ def test_a_prefix_is_the_state_of_a_shorter_text(drafter: DraftLMDrafter) -> Non
 def test_the_state_takes_the_memory_of_the_models_cache(drafter: DraftLMDrafter) -> None:
     state = drafter.new_state(2, 50)
     observe(drafter, state, [[5] * 20, [6]])
-    taken = sum(store.nbytes for store in state.cache.store._stores())  # type: ignore[attr-defined]
+    taken = sum(store.nbytes for store in state.cache._stores())  # type: ignore[attr-defined]
     assert drafter.state_bytes(2, 50) == taken
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.dflash import DFlashDrafter
@@ -21,9 +21,9 @@ from blockdraft.types import Drafting, SamplingParams
 PROMPTS = [[5, 9, 17, 4], [8, 8, 30], [40, 3, 22, 19, 7, 6, 5]]
 
 
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(tiny_target_dir)
+@pytest.fixture(scope="module", params=["native", "hf"])
+def target(tiny_target_dir: Path, request: pytest.FixtureRequest) -> Target:
+    return load_target(tiny_target_dir, backend=request.param)
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +66,8 @@ def plain(target: Target, prompt: list[int], **fields: object) -> list[int]:
 
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_plain_greedy_equals_transformers_generate(target: Target, prompt: list[int]) -> None:
-    assert isinstance(target, HFTarget)
-    expected = target.model.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)[0, len(prompt) :]
+    model = AutoModelForCausalLM.from_pretrained(target.path)
+    expected = model.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)[0, len(prompt) :]
     assert plain(target, prompt, max_new_tokens=40) == expected.tolist()
 
 

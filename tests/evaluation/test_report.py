@@ -15,6 +15,8 @@ from blockdraft.evaluation.speed import Trial
 
 PLAIN_TRIAL, DRAFTED_TRIAL = [1] * 6, [3, 1, 2]
 
+ARGUMENTS = {"temperature": 0.0, "repeats": 2, "backend": "native", "dtype": "float32", "device": "cpu"}
+
 
 def trial(method: str, prompt_set: str, repeat: int | None, seconds: float, committed: list[int]) -> Trial:
     stats = Stats(committed, [0 if method == "none" else 3] * len(committed))
@@ -28,7 +30,7 @@ def found() -> Results:
     for prompt_set, seconds in (("first", 3.0), ("second", 2.0)):
         trials += [trial("none", prompt_set, repeat, 6.0, PLAIN_TRIAL) for repeat in (None, 0, 1)]
         trials += [trial("x", prompt_set, repeat, seconds, DRAFTED_TRIAL) for repeat in (0, 1)]
-    return report.results(trials, {"temperature": 0.0, "repeats": 2}, torch.device("cpu"))
+    return report.results(trials, ARGUMENTS, torch.device("cpu"))
 
 
 def test_results_hold_the_sets_and_what_they_were_measured_with(found: Results) -> None:
@@ -41,7 +43,7 @@ def test_results_hold_the_sets_and_what_they_were_measured_with(found: Results) 
     assert {name: one["methods"]["x"]["speedup"] for name, one in content["sets"].items()} == {"first": 2, "second": 3}
     assert content["methods"]["x"]["speedup"] == pytest.approx(12 / 5)  # 12 tokens in 5 seconds against 12 in 12
     assert content["methods"]["x"]["acceptance_by_position"] == pytest.approx([2 / 3, 1 / 3, 0])
-    assert found.arguments == {"temperature": 0.0, "repeats": 2}
+    assert found.arguments == ARGUMENTS
 
 
 def test_tables(found: Results, capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,7 +60,7 @@ def test_tables(found: Results, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_tables_say_what_is_unknown_and_never_round_up_to_all() -> None:
     trials = [trial("none", "a", None, 6.0, PLAIN_TRIAL)]
-    sampled = report.results(trials, {"temperature": 1.0, "repeats": 1}, torch.device("cpu"))
+    sampled = report.results(trials, ARGUMENTS | {"temperature": 1.0}, torch.device("cpu"))
     assert sampled.methods["none"].identical is None
     assert [report._percent(share) for share in (None, 0.9999, 1.0, 0.3333, 0.0)] == ["?", "99.9", "100", "33.3", "0"]
 
@@ -140,6 +142,6 @@ def test_pictures(found: Results, tmp_path: Path) -> None:
 def test_pictures_where_nothing_was_timed(tmp_path: Path, methods: list[str]) -> None:
     pytest.importorskip("matplotlib")
     trials = [trial(method, "a", None, 6.0, PLAIN_TRIAL) for method in methods]
-    bare = report.results(trials, {"temperature": 0.0, "repeats": 1}, torch.device("cpu"))
+    bare = report.results(trials, ARGUMENTS, torch.device("cpu"))
     write(tmp_path, bare, with_pictures=True)
     assert len(list(tmp_path.iterdir())) == 3

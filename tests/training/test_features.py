@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from blockdraft.proposal import chain
 from blockdraft.targets import Target, load_target
@@ -52,7 +53,7 @@ def made(folder: Path, target: Target, seed: int = 0) -> TokenData:
 
 def alone(target: Target, data: TokenData, i: int) -> torch.Tensor:
     """By transformers itself: hidden state t + 1 is the output of layer t."""
-    model = target.model  # type: ignore[attr-defined]
+    model = AutoModelForCausalLM.from_pretrained(target.path)
     states = model(data[i].tokens[None], output_hidden_states=True).hidden_states
     last = model.model.layers[2]
     kept = []

@@ -9,10 +9,11 @@ from typing import Annotated
 
 import typer
 
-from blockdraft.cli.options import BlockSize, Device, Dtype, TargetFolder, extent, option
+from blockdraft.cli import loading
+from blockdraft.cli.options import BlockSize, Device, Dtype, TargetBackend, TargetFolder, extent, option
 from blockdraft.evaluation.methods import CHAINS, DRAWN, PLAIN, TREES, Settings, parse_methods
 from blockdraft.evaluation.prompts import read_prompt_sets
-from blockdraft.types import SamplingParams
+from blockdraft.types import DEFAULT_BACKEND, SamplingParams
 
 
 def bench(
@@ -56,6 +57,7 @@ def bench(
     tree_budget: Annotated[str, option(Settings, "tree_budget", metavar="N|auto")] = str(Settings.tree_budget),
     dtype: Dtype = None,
     device: Device = None,
+    backend: TargetBackend = DEFAULT_BACKEND,
     out: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Write results.json, acceptance.png and speedup.png into this folder."),
@@ -83,19 +85,14 @@ def bench(
     )
     sets = read_prompt_sets(prompts, limit)
 
-    from transformers.utils import logging
-
     from blockdraft.cli import display
     from blockdraft.evaluation import report, speed
-    from blockdraft.targets import load_target
 
     if out is not None:
         report.check_folder(out, overwrite)
         if pictures:
             report.require_pictures()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    loaded = load_target(target, dtype=dtype, device=device)
+    loaded = loading.load(target, dtype, device, backend)
     engines = speed.load_methods(chosen, loaded, batch_size)
     try:
         with display.progress("answers") as progress:
@@ -121,6 +118,7 @@ def bench(
         "tree_budget": settings.tree_budget,
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "device": str(loaded.device),
+        "backend": loaded.backend,
     }
     found = report.results(trials, arguments, loaded.device)
     try:

@@ -9,8 +9,10 @@ from typing import Annotated
 
 import typer
 
-from blockdraft.cli.options import Device, Dtype, TargetFolder, option
+from blockdraft.cli import loading
+from blockdraft.cli.options import Device, Dtype, TargetBackend, TargetFolder, option
 from blockdraft.evaluation.methods import Settings
+from blockdraft.types import DEFAULT_BACKEND
 
 
 def calibrate(
@@ -22,6 +24,7 @@ def calibrate(
     batch_size: Annotated[int, option(Settings, "batch_size")] = 16,
     dtype: Dtype = None,
     device: Device = None,
+    backend: TargetBackend = DEFAULT_BACKEND,
     anew: Annotated[bool, typer.Option("--anew", help="Measure again, even if there is a measurement.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:
@@ -33,20 +36,15 @@ def calibrate(
     if target is not None and drafter is None:
         raise ValueError(f"No drafter is known for {target}; add --drafter DIR, or --drafter prompt_lookup.")
 
-    from transformers.utils import logging
-
     from blockdraft.cli import display
     from blockdraft.drafters import load_drafter
     from blockdraft.engine import Engine, load_or_measure
-    from blockdraft.targets import load_target
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    loaded = load_target(target, dtype=dtype, device=device)
+    loaded = loading.load(target, dtype, device, backend)
     engine = Engine(loaded, load_drafter(drafter, target=loaded), max_batch_size=batch_size)
     costs = load_or_measure(engine, lambda line: print(line, file=sys.stderr, flush=True), anew)
     if as_json:
-        print(json.dumps(asdict(costs)))
+        print(json.dumps({**asdict(costs), "backend": loaded.backend}))
     else:
         console = display.terminal() if sys.stdout.isatty() else display.plain()
-        display.show_costs(console, costs, engine.drafter.block_size)
+        display.show_costs(console, costs, engine.drafter.block_size, loaded.backend)

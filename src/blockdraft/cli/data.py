@@ -10,9 +10,10 @@ from typing import Annotated
 
 import typer
 
-from blockdraft.cli.options import Device, Dtype, TargetFolder, option
+from blockdraft.cli import loading
+from blockdraft.cli.options import Device, Dtype, TargetBackend, TargetFolder, option
 from blockdraft.training.data_settings import DataSettings, RowSettings
-from blockdraft.types import SamplingParams
+from blockdraft.types import DEFAULT_BACKEND, SamplingParams
 
 SAMPLING = DataSettings.sampling
 
@@ -68,6 +69,7 @@ def data(
     split_turns: Annotated[bool, option(DataSettings, "split_turns")] = DataSettings.split_turns,
     dtype: Dtype = None,
     device: Device = None,
+    backend: TargetBackend = DEFAULT_BACKEND,
     as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON instead of a summary.")] = False,
 ) -> None:
     """Turn conversations or text into the tokens and loss masks that a drafter is trained on.
@@ -82,22 +84,19 @@ def data(
     if server and drafter:
         raise ValueError("--drafter is for our own engine; leave it out with --server.")
 
-    from transformers.utils import logging
-
     from blockdraft.cli import display
     from blockdraft.drafters import load_drafter
     from blockdraft.engine import Engine
-    from blockdraft.targets import load_target, load_target_text
+    from blockdraft.targets import load_target_text
     from blockdraft.training.answerers import Answerer, EngineAnswerer, ServerAnswerer
     from blockdraft.training.features import target_fingerprint
     from blockdraft.training.prepare import Preparation
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    loading.quiet()
     rows = RowSettings(split, subset, limit, text_field, prompt_field, response_field)
     sampling = SamplingParams(max_new_tokens, temperature, top_k, top_p, seed=seed)
     settings = DataSettings(length, template_args, split_turns, sampling=sampling, batch_size=batch_size)
-    loaded = load_target(target, dtype, device) if regenerate and server is None else None
+    loaded = loading.load(target, dtype, device, backend) if regenerate and server is None else None
     text = load_target_text(target) if loaded is None else loaded
     if loaded is not None:
         settings = replace(settings, writer="target", author=target_fingerprint(loaded))

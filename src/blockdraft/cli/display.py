@@ -19,6 +19,7 @@ from rich.text import Text
 from blockdraft.cli.compare import RUNS, Comparison
 from blockdraft.engine import Completion, Costs, Engine
 from blockdraft.engine.prompts import TextStream
+from blockdraft.targets import Target
 from blockdraft.types import SamplingParams
 
 DRAFTED = "green"
@@ -56,7 +57,8 @@ def stream_answer(console: Console, engine: Engine, prompt: str, params: Samplin
         Text.assemble(
             f"\n{_number(tokens, 'token')}, ",
             (f"{guessed} drafted", DRAFTED),
-            f", tau {stats.tau:.2f}, {stats.tokens_per_second:.1f} tokens/s, finish reason: {chunk.finish_reason}",
+            f", tau {stats.tau:.2f}, {stats.tokens_per_second:.1f} tokens/s, finish reason: {chunk.finish_reason}, "
+            f"backend: {engine.target.backend}",
         )
     )
 
@@ -140,10 +142,12 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
     console.print(f"speed-up: {ratio}; tokens: {same}")
 
 
-def show_costs(console: Console, costs: Costs, block_size: int) -> None:
+def show_costs(console: Console, costs: Costs, block_size: int, backend: str) -> None:
     """Tables of forwards and of cycles; R is the time of a cycle that drafts over one that does not."""
     lines = box.SIMPLE if console.is_terminal else None
-    forwards = Table(title="Target forward of one row", title_justify="left", box=lines, pad_edge=False)
+    forwards = Table(
+        title=f"Target forward of one row, backend {backend}", title_justify="left", box=lines, pad_edge=False
+    )
     for header in ("tokens", "ms", "times one token"):
         forwards.add_column(header, justify="right")
     for nodes, seconds in zip(costs.nodes, costs.forward, strict=True):
@@ -182,7 +186,7 @@ def show_training(console: Console, lines: Sequence[Mapping[str, Any]]) -> None:
     console.print(table)
 
 
-def as_dict(completion: Completion, comparison: Comparison | None) -> dict[str, Any]:
+def as_dict(completion: Completion, comparison: Comparison | None, target: Target) -> dict[str, Any]:
     """What `--json` prints."""
     stats = completion.stats
     found: dict[str, Any] = {
@@ -192,6 +196,7 @@ def as_dict(completion: Completion, comparison: Comparison | None) -> dict[str, 
         "tau": stats.tau,
         "acceptance_by_position": stats.acceptance_by_position,
         "tokens_per_second": stats.tokens_per_second,
+        "backend": target.backend,
     }
     if comparison is not None:
         found["plain_tokens_per_second"] = comparison.plain.stats.tokens_per_second

@@ -8,7 +8,9 @@ from typing import Annotated
 
 import typer
 
-from blockdraft.cli.options import TargetFolder
+from blockdraft.cli import loading
+from blockdraft.cli.options import TargetBackend, TargetFolder
+from blockdraft.types import DEFAULT_BACKEND
 
 
 def export(
@@ -28,6 +30,7 @@ def export(
             help="For speculators: hub name or folder under which engines find the target; by default as in --target.",
         ),
     ] = None,
+    backend: TargetBackend = DEFAULT_BACKEND,
 ) -> None:
     """Write a drafter in the format that another engine reads.
 
@@ -35,15 +38,11 @@ def export(
     embedding and head.
     """
     from transformers import AutoConfig
-    from transformers.utils import logging
 
-    from blockdraft.targets import load_target
     from blockdraft.training.export import check_format, convert
 
     check_format(to_format)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    loaded = load_target(target, device="cpu")
+    loaded = loading.load(target, device="cpu", backend=backend)
     place = str(target) if loaded.path is None else str(loaded.path.resolve())  # a hub name has no folder
     architectures = AutoConfig.from_pretrained(place).architectures or []
     convert(drafter, out, to_format, loaded, target_name or place, architectures)

@@ -8,8 +8,10 @@ from typing import Annotated
 
 import typer
 
-from blockdraft.cli.options import Device, TargetFolder, option
+from blockdraft.cli import loading
+from blockdraft.cli.options import Device, TargetBackend, TargetFolder, option
 from blockdraft.training.data_settings import FeatureSettings
+from blockdraft.types import DEFAULT_BACKEND
 
 
 def features(
@@ -23,24 +25,20 @@ def features(
         str | None, typer.Option(help="Of the target's weights; by default float32 on a CPU and bfloat16 elsewhere.")
     ] = None,
     device: Device = None,
+    backend: TargetBackend = DEFAULT_BACKEND,
 ) -> None:
     """Compute what the target's tapped layers say about training data, once, so that training need not.
 
     It takes a lot of disk; how much is printed first. An interrupted run goes on where it stopped when the command is
     given again.
     """
-    from transformers.utils import logging
-
     from blockdraft.cli import display
-    from blockdraft.targets import load_target
     from blockdraft.training.data import read_data
     from blockdraft.training.features import chosen_taps, plan_features, size
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     settings = FeatureSettings(taps, dtype, batch_tokens)
     documents = read_data(data)
-    loaded = load_target(target, target_dtype, device)
+    loaded = loading.load(target, target_dtype, device, backend)
     layers = chosen_taps(taps, loaded.num_layers)
     cache = plan_features(out, loaded, documents, layers, settings)
     print(

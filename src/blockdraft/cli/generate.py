@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from blockdraft.cli.options import BlockSize, Device, Dtype, TargetFolder, extent, option
+from blockdraft.cli import loading
+from blockdraft.cli.options import BlockSize, Device, Dtype, TargetBackend, TargetFolder, extent, option
 from blockdraft.evaluation.methods import Settings
-from blockdraft.types import Drafting, SamplingParams
+from blockdraft.types import DEFAULT_BACKEND, Drafting, SamplingParams
 
 if TYPE_CHECKING:
     from blockdraft.engine import Engine
@@ -61,6 +62,7 @@ def generate(
     batch_size: Annotated[int | None, option(Settings, "batch_size")] = None,
     dtype: Dtype = None,
     device: Device = None,
+    backend: TargetBackend = DEFAULT_BACKEND,
     compare: Annotated[
         bool, typer.Option("--compare", help="Decode without the drafter too, and compare speed and tokens.")
     ] = False,
@@ -90,17 +92,12 @@ def generate(
         raise ValueError(f"--prompts {prompts} and {other} do not go together; leave one of them away.")
     texts = _read_prompts(prompts) if prompts else [_read_prompt(prompt)]
 
-    from transformers.utils import logging
-
     from blockdraft.cli import display
     from blockdraft.cli.compare import compare_with_plain
     from blockdraft.drafters import load_drafter
     from blockdraft.engine import Engine
-    from blockdraft.targets import load_target
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    loaded = load_target(target, dtype=dtype, device=device)
+    loaded = loading.load(target, dtype, device, backend)
     rows = {} if batch_size is None else {"max_batch_size": batch_size}
     engine = Engine(loaded, load_drafter(drafter, target=loaded), drafting=drafting, **rows)
 
@@ -119,7 +116,7 @@ def generate(
     measured = compare_with_plain(engine, text, params) if compare else None
     completion = measured.drafted if measured else engine.generate([text], params)[0].checked()
     if as_json:
-        print(json.dumps(display.as_dict(completion, measured)))
+        print(json.dumps(display.as_dict(completion, measured, loaded)))
     else:
         print(completion.text)
         if measured:
@@ -141,7 +138,7 @@ def _answer_all(engine: Engine, prompts: list[str], params: SamplingParams) -> N
     while not scheduler.idle:
         for request in scheduler.step():
             number = numbers[request]
-            answer = {"index": number, "prompt": prompts[number], **as_dict(request.completion(), None)}
+            answer = {"index": number, "prompt": prompts[number], **as_dict(request.completion(), None, engine.target)}
             print(json.dumps(answer | ({"error": request.error} if request.error else {})), flush=True)
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from blockdraft.types import Drafting
+from blockdraft.types import Backend, Drafting
 
 
 def option(owner: type, name: str, **settings: Any) -> Any:
@@ -36,5 +36,13 @@ BlockSize = Annotated[str | None, option(Drafting, "block_size", metavar="N|auto
 Dtype = Annotated[
     str | None,
     typer.Option(help="float32, bfloat16 or float16; by default float32 on a CPU and bfloat16 elsewhere."),
+]
+TargetBackend = Annotated[
+    Backend,
+    typer.Option(
+        "--backend",
+        metavar="auto|hf|native",
+        help="What runs the target: native, our own decoder; hf, transformers; or native wherever it knows the model.",
+    ),
 ]
 Device = Annotated[str | None, typer.Option(help="By default the first GPU if there is one, else cpu.")]

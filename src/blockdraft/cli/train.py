@@ -10,7 +10,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from blockdraft.cli.options import Device, Dtype, TargetFolder
+from blockdraft.cli import loading
+from blockdraft.cli.options import Device, Dtype, TargetBackend, TargetFolder
+from blockdraft.types import DEFAULT_BACKEND, Backend
 
 
 class RecipeCommand(TyperCommand):
@@ -50,6 +52,7 @@ def train(
     ] = None,
     target_dtype: Dtype = None,
     device: Device = None,
+    backend: TargetBackend = DEFAULT_BACKEND,
     show_recipe: Annotated[
         bool,
         typer.Option("--show-recipe", help="Print all fields of the recipe with their meaning, as TOML, and exit."),
@@ -71,7 +74,7 @@ def train(
         if value is None:
             raise ValueError(f"{name} is missing; name a folder.")
     assert data is not None and out is not None
-    _train(variant, settings, target, data, out, prompts_file, target_dtype, device)
+    _train(variant, settings, target, data, out, prompts_file, target_dtype, device, backend)
 
 
 def _train(
@@ -83,12 +86,10 @@ def _train(
     prompts_file: Path | None,
     dtype: str | None,
     device: str | None,
+    backend: Backend,
 ) -> None:
-    from transformers.utils import logging
-
     from blockdraft.cli import display
     from blockdraft.evaluation.prompts import read_prompt_sets
-    from blockdraft.targets import load_target
     from blockdraft.training.data import read_data
 
     try:
@@ -100,9 +101,7 @@ def _train(
     documents = read_data(data)
     prompts = read_prompt_sets([prompts_file])[0].prompts if prompts_file is not None else None
     accelerator = make_accelerator(settings, run_folder(out), device)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    loaded = load_target(target, dtype=dtype, device=accelerator.device)
+    loaded = loading.load(target, dtype, accelerator.device, backend)
 
     def note(text: str) -> None:
         print(text, file=sys.stderr, flush=True)

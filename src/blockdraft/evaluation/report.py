@@ -107,6 +107,8 @@ def show(console: Console, found: Results) -> None:
     tables = {name: one.methods for name, one in found.sets.items()}
     if len(tables) > 1:
         tables["all sets"] = found.methods
+    of = found.arguments
+    console.print(f"Target: backend {of['backend']}, {of['dtype']}, on {of['device']}\n")
     for name, methods in tables.items():
         console.print(_table(name, methods, box.SIMPLE if console.is_terminal else None))
         console.print()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -155,6 +155,20 @@ class Norm(nn.Module):
 
 
 class DecoderLayer(nn.Module):
+    """Attributes:
+    given: Weights of the norms by their roles, as the checkpoint has them.
+    """
+
+    qkv: PackedLinear
+    output: PackedLinear
+    gate_up: PackedLinear
+    down: PackedLinear
+    before_attention: Norm
+    after_attention: Norm
+    before_mlp: Norm
+    after_mlp: Norm
+    qk_norm: Norm
+
     def __init__(self, config: DecoderConfig, number: int, read: Read) -> None:
         super().__init__()
         self.config = config
@@ -182,7 +196,7 @@ class DecoderLayer(nn.Module):
         store: Tensor,
     ) -> Tensor:
         """Rows `[B * N, H]` to rows; the other arguments are those of `Decoder.forward`."""
-        added = self.attention(self.before_attention(x), *angles[self.rope], slots, masks[self.mask], store)
+        added: Tensor = self.attention(self.before_attention(x), *angles[self.rope], slots, masks[self.mask], store)
         x = x + (self.after_attention(added) if self.post_norms else added)
         gate, up = self.gate_up(self.before_mlp(x)).chunk(2, dim=-1)
         added = self.down(self.activation(gate) * up)
@@ -282,7 +296,8 @@ class Decoder(nn.Module):
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors as the checkpoint names them; those of fused projections are views."""
         yield "model.embed_tokens.weight", self.embedding
-        for number, layer in enumerate(self.layers):
+        for number, module in enumerate(self.layers):
+            layer = cast(DecoderLayer, module)
             for projection, parts in self.config.projections(number).items():
                 fused: PackedLinear = getattr(layer, projection)
                 sizes = [rows for _, rows in parts]

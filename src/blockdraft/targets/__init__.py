@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from typing import get_args
 
 import torch
 
@@ -11,10 +11,9 @@ from blockdraft.targets import hf, native
 from blockdraft.targets.base import Cache, Target, TargetOutput, TargetText, embedding_and_head
 from blockdraft.targets.checkpoint import load_text
 from blockdraft.targets.families import NotCovered
+from blockdraft.types import DEFAULT_BACKEND, Backend
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# How a target is run: by transformers, by our own decoder, or by the latter wherever it knows the model.
-Backend: TypeAlias = Literal["auto", "hf", "native"]
 BUNDLED = Path(__file__).parents[1] / "pair" / "target"
 
 
@@ -22,7 +21,7 @@ def load_target(
     path: str | Path | None = None,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
-    backend: Backend = "auto",
+    backend: Backend = DEFAULT_BACKEND,
 ) -> Target:
     """Load a target.
 
@@ -72,7 +71,6 @@ def load_target_text(path: str | Path | None = None) -> TargetText:
 
 
 __all__ = [
-    "Backend",
     "Cache",
     "Target",
     "TargetOutput",

@@ -139,9 +139,11 @@ class NativeTarget:
     def embed(self, tokens: Tensor) -> Tensor:
         return F.embedding(tokens, self.decoder.embedding)
 
-    @torch.no_grad()
     def head(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.decoder.head(hidden)
+        head = self.decoder.head
+        if torch.is_grad_enabled() and hidden.requires_grad:  # of a drafter in training; ours is for inference only
+            return F.linear(hidden, head.weight)
+        logits: Tensor = head(hidden)
         return logits
 
 
