@@ -14,7 +14,7 @@ from torch import Tensor
 from blockdraft.types import SamplingParams
 
 PART = 2**22  # probabilities that are computed at a time
-# Best tokens that top-k and top-p look at first, and how many times as many next: to sort a whole vocabulary takes long.
+# Best tokens that top-k and top-p look at first, and how many times as many next: to sort a whole vocabulary is slow.
 HEAD, MORE = 128, 8
 
 
@@ -99,9 +99,8 @@ def _best_and_own(logits_BNV: Tensor, tokens_BN: Tensor) -> tuple[list[list[int]
     if logits_BNV.device.type != "cpu":
         highest, best = logits_BNV.max(dim=-1)
         # The one time in a greedy cycle that the host waits for a GPU.
-        lists: tuple[list[list[int]], list[list[int]]]
-        lists = torch.stack([best.masked_fill(~highest.isfinite(), -1), tokens_BN]).tolist()
-        return lists
+        best_BN, own_BN = torch.stack([best.masked_fill(~highest.isfinite(), -1), tokens_BN]).tolist()
+        return best_BN, own_BN
     scores_MV = _as_numpy(logits_BNV.flatten(0, 1))
     best_M = scores_MV.argmax(axis=-1)
     best_M[~np.isfinite(scores_MV[np.arange(len(best_M)), best_M])] = -1
@@ -192,7 +191,8 @@ class Laws:
         if not self._drawn:
             count = range(self._logits.size(1))
             every = [(row, node) for row in range(len(self._params)) if row not in self.invalid_rows for node in count]
-            self._drawn = dict(zip(every, self._draw(*zip(*every, strict=True), uniforms_BN), strict=True))
+            drawn = self._draw([row for row, _ in every], [node for _, node in every], uniforms_BN)
+            self._drawn = dict(zip(every, drawn, strict=True))
         return [self._drawn[at] for at in zip(rows, nodes, strict=True)]
 
     def _draw(self, rows: Sequence[int], nodes: Sequence[int], uniforms_BN: Tensor | None) -> list[int]:
@@ -237,8 +237,10 @@ class Laws:
     def _scores(self, rows: Sequence[int], nodes: Sequence[int]) -> Tensor:
         """Adjusted logits `[M, V]` float32 after each of these nodes."""
         # A single node is sliced out, which takes a fraction of the time of indexing.
-        at = (slice(rows[0], rows[0] + 1), nodes[0]) if len(rows) == 1 else (list(rows), list(nodes))
-        scores_MV = self._logits[at].to(torch.float32, copy=len(rows) == 1 and self._adjusted[rows[0]])
+        if len(rows) == 1:
+            scores_MV = self._logits[rows[0], nodes[0]].unsqueeze(0).to(torch.float32, copy=self._adjusted[rows[0]])
+        else:
+            scores_MV = self._logits[list(rows), list(nodes)].float()
         biases, repeated, said = [], [], []  # entries (m, token, amount)
         for m, (row, node) in enumerate(zip(rows, nodes, strict=True)):
             if not self._adjusted[row]:

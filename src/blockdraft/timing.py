@@ -1,7 +1,7 @@
 """Where the time of cycles goes: marks between the parts of a cycle, to which nobody listens unless asked to.
 
-The code of a cycle calls `mark` with the name of a part where that part ends. The marks stay in the code: one that nobody
-listens to costs a tenth of a microsecond, and a cycle has about ten.
+The code of a cycle calls `mark` with the name of a part where that part ends. The marks stay in the code: one that
+nobody listens to costs a tenth of a microsecond, and a cycle has about ten.
 """
 
 from __future__ import annotations
@@ -24,6 +24,18 @@ def mark(part: str | None) -> None:
     """Say that what was done since the last mark was this part of a cycle; None: that it was no part of any."""
     if _listener is not None:
         _listener(part)
+
+
+@contextmanager
+def unheard() -> Iterator[None]:
+    """Around what is no part of any cycle, whatever marks it may come by."""
+    global _listener
+    listener, _listener = _listener, None
+    try:
+        yield
+    finally:
+        _listener = listener
+        mark(None)
 
 
 @contextmanager

@@ -15,8 +15,8 @@ from blockdraft.formats.speculators import Borrowed
 from blockdraft.formats.zlab import check_fits, read_checkpoint
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.dflash import DFlashNetwork
-from blockdraft.nn.draft_pass import DraftPass
 from blockdraft.nn.draft_config import DraftConfig
+from blockdraft.nn.draft_pass import DraftPass
 from blockdraft.nn.reduced_head import ReducedHead
 from blockdraft.proposal import Plan, Proposal, best_count, best_first, chain, chain_laws, cut_laws, paying_tree
 from blockdraft.sampling import best_tokens, draw, probabilities

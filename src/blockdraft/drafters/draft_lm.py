@@ -14,6 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from blockdraft.proposal import Plan, Proposal, SparseLaw, chain, chain_laws, cut_laws
 from blockdraft.sampling import best_tokens, draw, probabilities
 from blockdraft.targets import Cache, Target, load_target
+from blockdraft.timing import GUESSES, PASS, mark
 
 ARCHITECTURES: tuple[str, ...] = tuple(sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}))
 BLOCK_SIZE = 8
@@ -175,8 +176,10 @@ class DraftLMDrafter:
     def _forward(self, tokens: Tensor, cache: Cache, logits_at: Tensor | None = None) -> Tensor:
         """Logits of a chain over the target's vocabulary. Where the two models' embeddings are padded to different
         sizes, a token that this one lacks is read as its last one: no text of the tokenizer holds it."""
+        mark(GUESSES)
         known = tokens.clamp(max=self.model.vocab_size - 1)
         logits = self.model.forward(known, chain(known).parents, cache, logits_at=logits_at).logits
+        mark(PASS)
         return logits[..., : self._vocab_size]
 
 

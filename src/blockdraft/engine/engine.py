@@ -23,7 +23,7 @@ from blockdraft.engine.scheduler import Scheduler
 from blockdraft.proposal import Plan, Proposal, chain
 from blockdraft.sampling import Laws, RandomNumbers
 from blockdraft.targets import Target, TargetOutput
-from blockdraft.timing import BOOKKEEPING, COMMIT, FORWARD, GUESSES, OBSERVE, VERIFICATION, mark
+from blockdraft.timing import BOOKKEEPING, COMMIT, FORWARD, GUESSES, OBSERVE, VERIFICATION, mark, unheard
 from blockdraft.types import Drafting, Prompt, SamplingParams
 from blockdraft.verification import Verdict, verify
 
@@ -191,6 +191,7 @@ class Engine:
         mark(BOOKKEEPING)
         return guesses
 
+    @unheard()
     def prefill(self, requests: list[Request]) -> Batch:
         """Read the prompts, as chains of which everything is committed; their last nodes yield the first tokens."""
         began = time.perf_counter()
@@ -213,7 +214,6 @@ class Engine:
             if not request.finished:
                 request.extend([token], [False])
             request.stats.prefill_seconds = self.now() - began
-        mark(None)
         return batch
 
     def catch_up(self, batch: Batch) -> None:

@@ -1,8 +1,8 @@
 """The draft network as decoding runs it: the same weights in fewer and larger operations.
 
-On a CPU an operation on a few rows costs more than its arithmetic, and so does its launch on a GPU. So queries, keys and
-values come from one product, gate and up from another, queries and keys are normed and rotated together where they lie,
-and the keys and values of all layers stand in one tensor of the cache.
+On a CPU an operation on a few rows costs more than its arithmetic, and so does its launch on a GPU. So queries, keys
+and values come from one product, gate and up from another, queries and keys are normed and rotated together where they
+lie, and the keys and values of all layers stand in one tensor of the cache.
 """
 
 from __future__ import annotations
@@ -128,8 +128,9 @@ class DraftPass:
 
         def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             write_nodes(store[layer], torch.cat([keys, values], dim=2), slots)
-            seen = store[layer, :, :, first:end].split(config.num_key_value_heads, dim=1)
-            return attend_grouped(queries, *seen, masks[config.layers[layer]], scale, causal=False)
+            seen = store[layer, :, :, first:end]
+            keys, values = seen.split(config.num_key_value_heads, dim=1)
+            return attend_grouped(queries, keys, values, masks[config.layers[layer]], scale, causal=False)
 
         return self.network.through_layers(block, *self._rotary(state, slots), attend)
 

@@ -34,7 +34,8 @@ def rms_factor(x: Tensor, eps: float) -> Tensor:
     """What an RMS norm without weight multiplies x `[..., D]` with, `[..., 1]` float32; in fewer operations than
     `F.rms_norm` takes on a CPU."""
     size = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-    return size.square_().mul_(1 / x.size(-1)).add_(eps).rsqrt_()
+    factor: Tensor = size.square_().mul_(1 / x.size(-1)).add_(eps).rsqrt_()
+    return factor
 
 
 def rotate_swapped(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ class Proposal:
     @cached_property
     def parent_lists(self) -> list[list[int]]:
         """`parents` as lists of numbers."""
-        return self.parents.tolist()  # type: ignore[no-any-return]
+        return self.parents.tolist()
 
     @cached_property
     def depth_lists(self) -> list[list[int]]:
