@@ -38,8 +38,8 @@ class Engine:
         drafter: From `load_drafter`.
         max_batch_size: Most requests that are decoded together.
         drafting: How far to draft.
-        memory_limit: Most bytes that the caches of running requests may take; None is what is free now. A request that
-            does not fit beside the running ones waits.
+        memory_limit: Most bytes that running requests may take, see `memory_bytes`; None is what is free now. A request
+            that does not fit beside the running ones waits.
         prefix_tokens: Tokens of finished requests that are remembered; a request that begins with them does not read
             them again. 0 remembers none.
 
@@ -241,13 +241,21 @@ class Engine:
         nodes = 1 + self.controller.most_guesses
         return max(len(request.prompt) + request.params.max_new_tokens for request in requests) + nodes
 
-    def cache_bytes(self, requests: list[Request]) -> int:
-        """Memory that the caches of these requests take together."""
-        size = len(requests), self.capacity(requests)
-        return self.target.cache_bytes(*size) + self.drafter.state_bytes(*size)
+    def memory_bytes(self, requests: list[Request]) -> int:
+        """Memory that these requests take together: both caches, what is remembered of prefixes, and the largest
+        temporary tensors: the features of the prompts, or the logits of the nodes, with copies in float32."""
+        target, rows = self.target, len(requests)
+        caches = (rows, self.capacity(requests)), (1, self.prefixes.max_tokens)
+        kept = sum(target.cache_bytes(*size) + self.drafter.state_bytes(*size) for size in caches)
+        nodes, size = rows * (1 + self.controller.most_guesses), target.dtype.itemsize
+        logits = nodes * target.vocab_size * (size + 2 * torch.float32.itemsize)
+        longest = max(len(request.prompt) for request in requests)
+        # Once by layer and once side by side.
+        features = 2 * rows * longest * len(self.drafter.taps) * target.hidden_size * size
+        return kept + max(logits, features)
 
     def free_bytes(self) -> int:
-        """Memory for the caches of all requests that run together."""
+        """Memory for all requests that run together."""
         if self.memory_limit is not None:
             return self.memory_limit
         on_gpu = self.target.device.type == "cuda"
