@@ -14,7 +14,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from blockdraft.sampling import HEAD, Laws, RandomNumbers, draw, probabilities
+from blockdraft import sampling
+from blockdraft.sampling import HEAD, Laws, RandomNumbers, best_tokens, draw, probabilities
 from blockdraft.types import SamplingParams
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0]).log_softmax(-1)
@@ -284,3 +285,44 @@ def test_parameters_are_copies_that_no_one_can_change() -> None:
     assert (params.logit_bias, params.stop) == (((5, 1.0),), ("a",))
     assert replace(params, temperature=1.0).logit_bias == params.logit_bias
     assert hash(params) == hash(SamplingParams(logit_bias={5: 1.0}, stop="a"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_best_tokens_are_the_first_of_the_highest(dtype: torch.dtype) -> None:
+    logits = torch.randint(-3, 4, (2, 5, 9), generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = [[row.tolist().index(max(row.tolist())) for row in rows] for rows in logits]
+    found = best_tokens(logits)
+    assert found.dtype == torch.int64 and found.tolist() == expected
+    logits[1, 2, 4] = torch.nan
+    assert best_tokens(logits)[1, 2] == 4
+    assert best_tokens(logits[0, 0]).tolist() == expected[0][0]
+
+
+def test_tokens_drawn_ahead_are_those_drawn_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 3, 5, generator=generator)
+    uniforms = torch.rand(3, 3, generator=generator, dtype=torch.float64)
+    params = [SamplingParams(), SamplingParams(temperature=0.8), SamplingParams(temperature=1.0, presence_penalty=1.5)]
+    tree = torch.tensor([[-1, 0, 0]] * 3)
+
+    def made() -> Laws:
+        return Laws(logits, params, torch.tensor([[1, 2, 3]] * 3), tree, [[0]] * 3, [[1]] * 3)
+
+    asked, ahead = made(), made()
+    assert not asked.draws_ahead  # on a CPU, where it would cost
+    ahead.draws_ahead = True
+    monkeypatch.setattr(sampling, "PART", 10)  # two distributions at a time
+    calls = []
+    monkeypatch.setattr(sampling, "draw", lambda probs, numbers: calls.append(1) or draw(probs, numbers))
+    everywhere = [(row, node) for row in range(3) for node in range(3)]
+    expected = [asked.draw([row], [node], uniforms)[0] for row, node in everywhere]
+    count = len(calls)
+    assert [ahead.draw([row], [node], uniforms)[0] for row, node in everywhere] == expected
+    assert (count, len(calls) - count) == (6, 3)
+
+
+def test_looking_at_one_node_leaves_the_logits_alone() -> None:
+    logits = torch.zeros(1, 1, 5)
+    laws = Laws(logits, [SamplingParams(presence_penalty=2.0)], torch.tensor([[1]]), torch.tensor([[-1]]), [[0]], [[1]])
+    assert laws.draw([0], [0], None) == [0]
+    assert not logits.any()

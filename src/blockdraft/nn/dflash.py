@@ -105,9 +105,7 @@ class DFlashNetwork(nn.Module):
         bias = torch.cat([p.bias for p in projections]) if self.config.attention_bias else None
         return torch.cat([p.weight for p in projections]), bias, torch.stack([a.k_norm.weight for a in attentions])
 
-    def context(
-        self, features: Tensor, positions: Tensor, weights: tuple[Tensor, Tensor | None, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def context(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of all layers for committed tokens, in one product.
 
         Context rows go through `fc` and `hidden_norm` only: no input norm, no query, no MLP.
@@ -115,13 +113,12 @@ class DFlashNetwork(nn.Module):
         Args:
             features: `[B, N, m * H]` of the tapped target layers.
             positions: `[B, N]`, absolute.
-            weights: `context_weights()`, where the caller keeps them.
 
         Returns:
             Keys and values, each `[layers, B, kv_heads, N, D]`, keys normed and rotated.
         """
         config = self.config
-        weight, bias, scales = weights or self.context_weights()
+        weight, bias, scales = self.context_weights()
         both = F.linear(self.hidden_norm(self.fc(features)), weight, bias)
         shape = (2, config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
         keys, values = both.unflatten(-1, shape).unbind(dim=2)  # [B, N, layers, kv_heads, D]
