@@ -122,9 +122,9 @@ def test_each_pass_settles_its_share(model, config, monkeypatch, steps, schedule
     drafter, seen = mixin.drafter, []
     draft = drafter._draft_pass
 
-    def look(state: object, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def look(state: object, tokens: Tensor, first: int = 0, window: int | None = None) -> tuple[Tensor, Tensor]:
         seen.append(tokens.clone())
-        hidden, logits = draft(state, tokens)
+        hidden, logits = draft(state, tokens, first, window)
         logits[..., drafter.config.mask_token_id] = -1e9  # so that a mask is an unsettled slot and no guess
         return hidden, logits
 
