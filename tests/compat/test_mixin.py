@@ -99,7 +99,7 @@ def test_each_cycle_takes_that_many_draft_passes(model, config, steps):
         nonlocal passes
         passes += 1
 
-    mixin.drafter.network.register_forward_hook(count)
+    mixin.drafter._run.network.layers[0].register_forward_hook(count)
     mixin.generate(torch.tensor(PROMPTS[:1]), max_new_tokens=20)
     [stats] = mixin.last_stats
     assert passes == steps * sum(drafted > 0 for drafted in stats.drafted)
