@@ -14,7 +14,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from blockdraft.sampling import HEAD, Laws, RandomNumbers, draw, probabilities
+from blockdraft import sampling
+from blockdraft.sampling import HEAD, Laws, RandomNumbers, best_tokens, draw, probabilities
 from blockdraft.types import SamplingParams
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0]).log_softmax(-1)
@@ -82,7 +83,7 @@ def test_filters_agree_with_transformers(vocabulary: int, fields: dict[str, floa
     torch.testing.assert_close(probabilities(logits.unsqueeze(1), [params] * 4).squeeze(1), scores.softmax(-1))
 
 
-@pytest.mark.parametrize("fields", [{"top_k": 3}, {"top_p": 0.0005}, {"top_k": HEAD + 3}])
+@pytest.mark.parametrize("fields", [{"top_k": 3}, {"top_p": 2.5 / (4 * HEAD)}, {"top_k": HEAD + 3}])
 def test_of_equal_logits_the_lower_ids_are_kept(fields: dict[str, float]) -> None:
     params = SamplingParams(temperature=1.0, **fields)  # type: ignore[arg-type]
     kept = probabilities(torch.zeros(1, 1, 4 * HEAD), [params])[0, 0].nonzero().flatten()
@@ -117,15 +118,15 @@ def test_draw_follows_the_law_and_never_draws_what_has_no_mass() -> None:
 
 def test_random_numbers_belong_to_positions() -> None:
     numbers, same = RandomNumbers(7), RandomNumbers(7)
-    assert numbers.at(torch.tensor([3, 4])).tolist() == same.at(torch.tensor([4, 3])).flip(0).tolist()
-    assert numbers.at(torch.arange(10)).tolist() != RandomNumbers(8).at(torch.arange(10)).tolist()
-    late = same.at(torch.tensor(700))  # asked for early or late, in one go or many
-    assert float(RandomNumbers(7).at(torch.arange(701))[700]) == float(late)
+    assert numbers.at([3, 4]).tolist() == same.at([4, 3]).tolist()[::-1]
+    assert numbers.at(range(10)).tolist() != RandomNumbers(8).at(range(10)).tolist()
+    late = same.at([700])  # asked for early or late, in one go or many
+    assert float(RandomNumbers(7).at(range(701))[700]) == float(late)
 
 
 def test_fresh_numbers_belong_to_a_cycle() -> None:
     numbers, same = RandomNumbers(7), RandomNumbers(7)
-    numbers.at(torch.arange(5))
+    numbers.at(range(5))
     assert numbers.fresh(3, 6).tolist() == same.fresh(3, 6).tolist()
     assert numbers.fresh(3, 4).tolist() == same.fresh(3, 6).tolist()[:4]
     streams = torch.stack([RandomNumbers(seed).fresh(start, 999) for seed in (7, 8) for start in (0, 1, 2)])
@@ -228,11 +229,11 @@ def test_rows_without_a_law_are_reported(bad: float, dtype: torch.dtype) -> None
     logits = NODE_LOGITS.to(dtype, copy=True)
     logits[0, :, 3] = -torch.inf  # forbidden, which is legal
     params = [SamplingParams(), SamplingParams(temperature=1.0)]
-    assert laws(*params, logits=logits).invalid_rows() == []
+    assert laws(*params, logits=logits).invalid_rows == []
     logits[1, 4, 7] = bad
-    assert laws(*params, logits=logits).invalid_rows() == [1]
+    assert laws(*params, logits=logits).invalid_rows == [1]
     logits[0, 2] = -torch.inf
-    assert laws(*params, logits=logits).invalid_rows() == [0, 1]
+    assert laws(*params, logits=logits).invalid_rows == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -284,3 +285,44 @@ def test_parameters_are_copies_that_no_one_can_change() -> None:
     assert (params.logit_bias, params.stop) == (((5, 1.0),), ("a",))
     assert replace(params, temperature=1.0).logit_bias == params.logit_bias
     assert hash(params) == hash(SamplingParams(logit_bias={5: 1.0}, stop="a"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_best_tokens_are_the_first_of_the_highest(dtype: torch.dtype) -> None:
+    logits = torch.randint(-3, 4, (2, 5, 9), generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = [[row.tolist().index(max(row.tolist())) for row in rows] for rows in logits]
+    found = best_tokens(logits)
+    assert found.dtype == torch.int64 and found.tolist() == expected
+    logits[1, 2, 4] = torch.nan
+    assert best_tokens(logits)[1, 2] == 4
+    assert best_tokens(logits[0, 0]).tolist() == expected[0][0]
+
+
+def test_tokens_drawn_ahead_are_those_drawn_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 3, 5, generator=generator)
+    uniforms = torch.rand(3, 3, generator=generator, dtype=torch.float64)
+    params = [SamplingParams(), SamplingParams(temperature=0.8), SamplingParams(temperature=1.0, presence_penalty=1.5)]
+    tree = torch.tensor([[-1, 0, 0]] * 3)
+
+    def made() -> Laws:
+        return Laws(logits, params, torch.tensor([[1, 2, 3]] * 3), tree, [[0]] * 3, [[1]] * 3)
+
+    asked, ahead = made(), made()
+    assert not asked.draws_ahead  # on a CPU, where it would cost
+    ahead.draws_ahead = True
+    monkeypatch.setattr(sampling, "PART", 10)  # two distributions at a time
+    calls = []
+    monkeypatch.setattr(sampling, "draw", lambda probs, numbers: calls.append(1) or draw(probs, numbers))
+    everywhere = [(row, node) for row in range(3) for node in range(3)]
+    expected = [asked.draw([row], [node], uniforms)[0] for row, node in everywhere]
+    count = len(calls)
+    assert [ahead.draw([row], [node], uniforms)[0] for row, node in everywhere] == expected
+    assert (count, len(calls) - count) == (6, 3)
+
+
+def test_looking_at_one_node_leaves_the_logits_alone() -> None:
+    logits = torch.zeros(1, 1, 5)
+    laws = Laws(logits, [SamplingParams(presence_penalty=2.0)], torch.tensor([[1]]), torch.tensor([[-1]]), [[0]], [[1]])
+    assert laws.draw([0], [0], None) == [0]
+    assert not logits.any()

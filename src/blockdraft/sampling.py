@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from blockdraft.types import SamplingParams
 
-HEAD = 1024  # best tokens that top-k and top-p look at first; to sort a whole vocabulary takes ten times longer
+PART = 2**22  # probabilities that are computed at a time
+# Best tokens that top-k and top-p look at first, and how many times as many next: to sort a whole vocabulary is slow.
+HEAD, MORE = 128, 8
 
 
 def probabilities(logits_BNV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
@@ -39,7 +42,7 @@ def probabilities(logits_BNV: Tensor, params: Sequence[SamplingParams]) -> Tenso
 
 def _probabilities(logits_BNV: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
     if temperature == 0:
-        best_BN1 = logits_BNV.argmax(dim=-1, keepdim=True)
+        best_BN1 = best_tokens(logits_BNV).unsqueeze(-1)
         return torch.zeros_like(logits_BNV, dtype=torch.float32).scatter_(-1, best_BN1, 1.0)
     logits_BNV = logits_BNV.float()
     # The maximum goes first, so that no temperature, however low, overflows.
@@ -76,8 +79,36 @@ def _best_probabilities(scores_MV: Tensor, top_k: int, top_p: float, head: int) 
         # the rest; where they are not, the row needs the whole vocabulary.
         cut_short = ((scores == scores[:, -1:]) & (probs > 0)).any(dim=-1)
         if cut_short.any():
-            laws_MV[cut_short] = _best_probabilities(scores_MV[cut_short], top_k, top_p, vocabulary)
+            laws_MV[cut_short] = _best_probabilities(scores_MV[cut_short], top_k, top_p, MORE * head)
     return laws_MV
+
+
+def best_tokens(logits: Tensor) -> Tensor:
+    """The argmax of the last dimension, int64; of equal logits the lowest token id, of NaNs the first one.
+
+    On a CPU by numpy, whose argmax takes a tenth of the time of torch's.
+    """
+    if logits.device.type != "cpu":
+        return logits.max(dim=-1).indices
+    return torch.from_numpy(np.asarray(_as_numpy(logits).argmax(axis=-1)))
+
+
+def _best_and_own(logits_BNV: Tensor, tokens_BN: Tensor) -> tuple[list[list[int]], list[list[int]]]:
+    """The best token after each node and the node's own. The former is -1 where there is no law: the maximum is NaN if
+    there is one, and -inf if no token is possible."""
+    if logits_BNV.device.type != "cpu":
+        highest, best = logits_BNV.max(dim=-1)
+        # The one time in a greedy cycle that the host waits for a GPU.
+        best_BN, own_BN = torch.stack([best.masked_fill(~highest.isfinite(), -1), tokens_BN]).tolist()
+        return best_BN, own_BN
+    scores_MV = _as_numpy(logits_BNV.flatten(0, 1))
+    best_M = scores_MV.argmax(axis=-1)
+    best_M[~np.isfinite(scores_MV[np.arange(len(best_M)), best_M])] = -1
+    return best_M.reshape(tokens_BN.shape).tolist(), tokens_BN.tolist()
+
+
+def _as_numpy(values: Tensor) -> NDArray[Any]:
+    return (values.float() if values.dtype.itemsize == 2 else values).numpy()  # numpy knows no bfloat16
 
 
 def draw(probs_BNV: Tensor, uniforms_BN: Tensor) -> Tensor:
@@ -92,10 +123,9 @@ def draw(probs_BNV: Tensor, uniforms_BN: Tensor) -> Tensor:
         Token ids `[B, N]`, int64; never a token of probability 0.
     """
     cumulative = exact(probs_BNV).cumsum(dim=-1)
-    threshold = uniforms_BN.to(cumulative.device).unsqueeze(-1) * cumulative[..., -1:]
     # Rounding could push the threshold up to the total, hence past the last token that has mass.
-    threshold = threshold.minimum(cumulative[..., -1:] * (1 - 1e-15))
-    return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
+    share = uniforms_BN.to(cumulative.device).clamp(max=1 - 1e-15).unsqueeze(-1)
+    return torch.searchsorted(cumulative, cumulative[..., -1:] * share, right=True).squeeze(-1)
 
 
 def exact(values: Tensor) -> Tensor:
@@ -116,7 +146,17 @@ class Laws:
         tokens_BN, parents_BN: The nodes, as in a proposal.
         prompts: Token ids of each row's prompt.
         outputs: Token ids of each row's output so far. Node 0 is the last token of prompt and output.
+
+    Attributes:
+        tokens: The nodes' tokens, a list a row.
+        invalid_rows: Rows without a law at some node: a logit is NaN or +inf, or all are -inf (a single -inf is legal).
+        draws_ahead: Whether the first draw draws at all nodes. On a GPU, for there the host waits once for all of them
+            instead of once a level of the tree, and the nodes that no walk reaches cost little.
     """
+
+    _best: list[list[int]]
+    tokens: list[list[int]]
+    draws_ahead: bool
 
     def __init__(
         self,
@@ -128,18 +168,15 @@ class Laws:
         outputs: Sequence[Sequence[int]],
     ) -> None:
         self._logits, self._params = logits_BNV, params
-        self._tokens, self._parents = tokens_BN, parents_BN
+        self._parents = parents_BN
         self._prompts, self._outputs = prompts, outputs
         self._adjusted = [_adjusts(p) for p in params]
-        highest, best = logits_BNV.max(dim=-1)
-        # -1 for a node without a law. The maximum is NaN if there is one, and -inf if no token is possible.
-        self._best: list[list[int]] = best.masked_fill(~highest.isfinite(), -1).tolist()
+        self.draws_ahead = logits_BNV.device.type == "cuda"
+        self._drawn: dict[tuple[int, int], int] = {}
+        self._best, self.tokens = _best_and_own(logits_BNV, tokens_BN)
+        self.invalid_rows = [row for row, best in enumerate(self._best) if -1 in best]
 
-    def invalid_rows(self) -> list[int]:
-        """Rows without a law at some node: a logit is NaN or +inf, or all are -inf (a single -inf is legal)."""
-        return [row for row, best in enumerate(self._best) if -1 in best]
-
-    def draw(self, rows: Sequence[int], nodes: Sequence[int], uniforms_BN: Tensor) -> list[int]:
+    def draw(self, rows: Sequence[int], nodes: Sequence[int], uniforms_BN: Tensor | None) -> list[int]:
         """One token after each of these nodes, by the number of the node.
 
         A greedy row takes the argmax and needs no distribution; a sampled one costs a distribution for each node that
@@ -147,8 +184,18 @@ class Laws:
 
         Args:
             rows, nodes: Node `nodes[m]` of row `rows[m]`, for M nodes of rows that are not invalid.
-            uniforms_BN: A number in [0, 1) for each node of the proposal, float64.
+            uniforms_BN: A number in [0, 1) for each node of the proposal, float64; None if all rows are greedy.
         """
+        if not self.draws_ahead:
+            return self._draw(rows, nodes, uniforms_BN)
+        if not self._drawn:
+            count = range(self._logits.size(1))
+            every = [(row, node) for row in range(len(self._params)) if row not in self.invalid_rows for node in count]
+            drawn = self._draw([row for row, _ in every], [node for _, node in every], uniforms_BN)
+            self._drawn = dict(zip(every, drawn, strict=True))
+        return [self._drawn[at] for at in zip(rows, nodes, strict=True)]
+
+    def _draw(self, rows: Sequence[int], nodes: Sequence[int], uniforms_BN: Tensor | None) -> list[int]:
         tokens = [self._best[row][node] for row, node in zip(rows, nodes, strict=True)]
         greedy = [self._params[row].temperature == 0 for row in rows]
         adjusted = [m for m, row in enumerate(rows) if greedy[m] and self._adjusted[row]]
@@ -158,8 +205,12 @@ class Laws:
             for m, token in zip(adjusted, scores.argmax(dim=-1).tolist(), strict=True):
                 tokens[m] = token
         if sampled:
-            at = [rows[m] for m in sampled], [nodes[m] for m in sampled]
-            for m, token in zip(sampled, draw(self.probs(*at), uniforms_BN[at]).tolist(), strict=True):
+            assert uniforms_BN is not None, "sampled rows need numbers for their draws"
+            drawn = []
+            for part in self._parts(sampled):
+                at = [rows[m] for m in part], [nodes[m] for m in part]
+                drawn.append(draw(self.probs(*at), uniforms_BN[at]))
+            for m, token in zip(sampled, torch.cat(drawn).tolist(), strict=True):
                 tokens[m] = token
         return tokens
 
@@ -170,18 +221,26 @@ class Laws:
 
     def probs_of(self, rows: Sequence[int], nodes: Sequence[int], ids_MK: Tensor) -> Tensor:
         """p `[M, K]` float32 of a few tokens after each of these nodes, a handful of whole distributions at a time."""
-        step = max(1, 2**22 // self._logits.size(-1))
         ids_MK = ids_MK.to(self._logits.device)
         return torch.cat(
             [
-                self.probs(rows[m : m + step], nodes[m : m + step]).gather(-1, ids_MK[m : m + step])
-                for m in range(0, len(rows), step)
+                self.probs([rows[m] for m in part], [nodes[m] for m in part]).gather(-1, ids_MK[part])
+                for part in self._parts(list(range(len(rows))))
             ]
         )
 
+    def _parts(self, entries: list[int]) -> list[list[int]]:
+        """Entries in parts whose whole distributions do not take much memory."""
+        step = max(1, PART // self._logits.size(-1))
+        return [entries[m : m + step] for m in range(0, len(entries), step)]
+
     def _scores(self, rows: Sequence[int], nodes: Sequence[int]) -> Tensor:
         """Adjusted logits `[M, V]` float32 after each of these nodes."""
-        scores_MV = self._logits[list(rows), list(nodes)].float()
+        # A single node is sliced out, which takes a fraction of the time of indexing.
+        if len(rows) == 1:
+            scores_MV = self._logits[rows[0], nodes[0]].unsqueeze(0).to(torch.float32, copy=self._adjusted[rows[0]])
+        else:
+            scores_MV = self._logits[list(rows), list(nodes)].float()
         biases, repeated, said = [], [], []  # entries (m, token, amount)
         for m, (row, node) in enumerate(zip(rows, nodes, strict=True)):
             if not self._adjusted[row]:
@@ -208,16 +267,11 @@ class Laws:
 
     def _path(self, row: int, node: int) -> list[int]:
         """The tokens between the anchor and the end of this node, in reverse."""
-        tokens, parents = self._nodes
         path = []
         while node > 0:
-            path.append(tokens[row][node])
-            node = parents[row][node]
+            path.append(self.tokens[row][node])
+            node = int(self._parents[row, node])
         return path
-
-    @cached_property
-    def _nodes(self) -> tuple[list[list[int]], list[list[int]]]:
-        return self._tokens.tolist(), self._parents.tolist()
 
 
 def _entries(entries: list[tuple[int, int, float]], device: torch.device) -> tuple[tuple[Tensor, Tensor], Tensor]:
@@ -248,14 +302,14 @@ class RandomNumbers:
         self._seed = int(torch.randint(2**62, ())) if seed is None else seed
         self._generator = torch.Generator()
         self._generator.manual_seed(self._seed)
-        self._numbers = torch.empty(0, dtype=torch.float64)
+        self._numbers = np.empty(0)
 
-    def at(self, positions: Tensor) -> Tensor:
-        """Numbers in [0, 1) for these output positions, any shape, float64."""
-        while len(self._numbers) <= int(positions.max()):
+    def at(self, positions: Sequence[int]) -> Tensor:
+        """Numbers in [0, 1) for these output positions, float64."""
+        while len(self._numbers) <= max(positions):
             new = torch.rand(self.CHUNK, generator=self._generator, dtype=torch.float64)
-            self._numbers = torch.cat([self._numbers, new])
-        return self._numbers[positions]
+            self._numbers = np.concatenate([self._numbers, new.numpy()])
+        return torch.from_numpy(self._numbers[list(positions)])
 
     def fresh(self, start: int, count: int) -> Tensor:
         """Numbers in [0, 1) for what one cycle draws besides the output tokens, `[count]` float64.

@@ -99,21 +99,26 @@ class Drafting:
             use as many as pay, or none.
         drawn: Draw the guesses of sampled requests at random from the drafter's law, in chains, instead of choosing
             the likeliest. The law of the output stays; which tokens a seed gives then depends on the drafter.
+        draft_window: Committed tokens that a draft pass looks at, the last ones, so that it costs no more in long
+            contexts; None is all of them. Drafters without such a pass ignore it.
     """
 
     block_size: int | Literal["auto"] | None = None
     tree_budget: int | Literal["auto"] = 0
     drawn: bool = False
+    draft_window: int | None = None
 
     def __post_init__(self) -> None:
         for name, value, least, meaning in (
             ("block_size", self.block_size, 1, "no drafting"),
             ("tree_budget", self.tree_budget, 0, "chains"),
+            ("draft_window", self.draft_window, 1, "the newest token alone"),
         ):
-            if value in (None, "auto"):
+            if value is None or (value == "auto" and name != "draft_window"):
                 continue
             if not isinstance(value, int):
-                raise ValueError(f"{name} is {value!r}; it must be a number or 'auto'.")
+                word = "" if name == "draft_window" else " or 'auto'"
+                raise ValueError(f"{name} is {value!r}; it must be a number{word}.")
             if value < least:
                 raise ValueError(f"{name} is {value}; it must be at least {least} ({meaning}).")
         if self.drawn and self.tree_budget != 0:

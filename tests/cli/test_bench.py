@@ -191,3 +191,19 @@ def refused(result: Result, message: str) -> None:
     assert (result.code, result.out) == (2, "")
     assert result.err.startswith("error: ") and message in result.err
     assert "Traceback" not in result.err
+
+
+def test_profile(bench: Run, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    result = bench("--out", tmp_path, "--profile", "--draft-window", 3)
+    assert result.code == 0
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert list(found["profiles"]) == METHODS and found["arguments"]["draft_window"] == 3
+    assert found["profiles"]["none"]["seconds"]["draft pass"] == 0 < found["profiles"]["none"]["host"] < 1
+    assert re.search(r"^draft pass +0\.000 \( 0\.0\) +\d\.\d{3} \([ \d]\d\.\d\)", result.out, re.M)
+    shares = re.search(r"^host +\S+ \( *(\S+)\)", result.out, re.M)
+    assert shares and float(shares[1]) == pytest.approx(100 * found["profiles"]["none"]["host"], abs=0.06)
+    assert (tmp_path / "profile.png").read_bytes().startswith(b"\x89PNG")
+    bench("--out", tmp_path, "--overwrite", "--limit", 1, "--repeats", 1)
+    assert not (tmp_path / "profile.png").exists()
+    assert json.loads((tmp_path / "results.json").read_text())["profiles"] is None

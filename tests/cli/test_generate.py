@@ -263,6 +263,7 @@ def test_same_seed_same_answer(generate: Run) -> None:
         (["hello", "--max-new-tokens", "250"], "the target's context of 256"),
         (["hello", "--block-size", "9"], "block_size is 9; this drafter's blocks hold at most 8"),
         (["hello", "--block-size", "0"], "block_size is 0"),
+        (["hello", "--draft-window", "0"], "draft_window is 0; it must be at least 1"),
         (["hello", "--block-size", "many"], "block_size is 'many'; it must be a whole number or auto"),
         (["hello", "--tree-budget", "-1"], "tree_budget is -1"),
         (["hello", "--tree-budget", "1.5"], "tree_budget is '1.5'"),
@@ -347,7 +348,16 @@ def test_help_takes_texts_and_defaults_from_the_parameters(run: Run) -> None:
     words = " ".join(re.sub(r"[│\s]+", " ", ESCAPES.sub("", result.out)).split())
     assert result.code == 0
     assert f"[default: {SamplingParams().max_new_tokens}]" in words
-    for name in ("max-new-tokens", "temperature", "top-k", "top-p", "seed", "block-size", "tree-budget"):
+    for name in (
+        "max-new-tokens",
+        "temperature",
+        "top-k",
+        "top-p",
+        "seed",
+        "block-size",
+        "tree-budget",
+        "draft-window",
+    ):
         assert f"--{name}" in words
     assert "0 decodes greedily; otherwise the divisor of the logits." in words
     assert "None" not in words

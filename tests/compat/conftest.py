@@ -103,11 +103,13 @@ def good_guesses(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> Non
         follower = model(torch.arange(VOCAB)[:, None]).logits[:, 0].argmax(dim=-1)
     draft = DFlashDrafter._draft_pass
 
-    def informed(self: DFlashDrafter, state: KVCache, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        (hidden, logits), guess = draft(self, state, tokens), tokens[:, 0]
+    def informed(
+        self: DFlashDrafter, state: KVCache, tokens: Tensor, first: int = 0, window: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        (hidden, logits), guess = draft(self, state, tokens, first, window), tokens[:, 0]
         for slot in range(1, tokens.size(1)):
             guess = follower[guess]
-            logits[:, slot] += 1000 * torch.nn.functional.one_hot(guess, VOCAB)
+            logits[:, slot - first] += 1000 * torch.nn.functional.one_hot(guess, VOCAB)
         return hidden, logits
 
     monkeypatch.setattr(DFlashDrafter, "_draft_pass", informed)

@@ -99,7 +99,7 @@ def test_each_cycle_takes_that_many_draft_passes(model, config, steps):
         nonlocal passes
         passes += 1
 
-    mixin.drafter.network.register_forward_hook(count)
+    mixin.drafter._run.network.layers[0].register_forward_hook(count)
     mixin.generate(torch.tensor(PROMPTS[:1]), max_new_tokens=20)
     [stats] = mixin.last_stats
     assert passes == steps * sum(drafted > 0 for drafted in stats.drafted)
@@ -122,9 +122,9 @@ def test_each_pass_settles_its_share(model, config, monkeypatch, steps, schedule
     drafter, seen = mixin.drafter, []
     draft = drafter._draft_pass
 
-    def look(state: object, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def look(state: object, tokens: Tensor, first: int = 0, window: int | None = None) -> tuple[Tensor, Tensor]:
         seen.append(tokens.clone())
-        hidden, logits = draft(state, tokens)
+        hidden, logits = draft(state, tokens, first, window)
         logits[..., drafter.config.mask_token_id] = -1e9  # so that a mask is an unsettled slot and no guess
         return hidden, logits
 

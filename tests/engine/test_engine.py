@@ -204,6 +204,39 @@ def test_too_little_memory_is_refused_before_decoding(
         Engine(target, random_drafter).generate([PROMPTS[0]], SamplingParams(20))
 
 
+def test_logits_features_and_prefixes_count_as_memory(target: Target, random_drafter: DFlashDrafter) -> None:
+    def needed(prompt: int, prefix_tokens: int = 0, tree_budget: int = 0) -> tuple[int, int]:
+        engine = Engine(target, random_drafter, drafting=Drafting(None, tree_budget), prefix_tokens=prefix_tokens)
+        requests = [engine.request([1] * prompt, SamplingParams(20))] * 2
+        size = 2, engine.capacity(requests)
+        return engine.memory_bytes(requests), target.cache_bytes(*size) + random_drafter.state_bytes(*size)
+
+    total, caches = needed(prompt=4, tree_budget=40)
+    assert total - caches == 2 * 41 * target.vocab_size * (4 + 8)  # logits of the tree's nodes, with two copies
+    total, caches = needed(prompt=200)
+    assert total - caches == 2 * 2 * 200 * 2 * target.hidden_size * 4  # features of the prompts, by layer and together
+    of_prefixes = target.cache_bytes(1, 100) + random_drafter.state_bytes(1, 100)
+    assert needed(prompt=200, prefix_tokens=100)[0] == total + of_prefixes > total
+
+
+@pytest.mark.parametrize("params", [SamplingParams(60, ignore_eos=True), SamplingParams(60, 0.9, seed=2)])
+@pytest.mark.parametrize("tree_budget", [0, 12])
+def test_a_draft_window_changes_guesses_and_no_token(
+    target: Target, random_drafter: DFlashDrafter, params: SamplingParams, tree_budget: int
+) -> None:
+    guessed: list[list[int]] = []
+    answers = []
+    for window in (None, 3):
+        engine = Engine(target, random_drafter, drafting=Drafting(None, tree_budget, draft_window=window))
+        answers.append([c.token_ids for c in engine.generate(PROMPTS, params)])
+        batch = engine.prefill([engine.request(PROMPTS[2], params)])
+        plan = engine.controller.plan(batch.requests)
+        guessed.append(random_drafter.propose(batch.state, torch.tensor([9]), plan).tokens[0].tolist())
+    plain = Engine(target, NoDrafter()).generate(PROMPTS, params)
+    assert answers[0] == answers[1] == [c.token_ids for c in plain]
+    assert guessed[0] != guessed[1]
+
+
 def test_a_target_without_tokenizer_takes_token_ids_only() -> None:
     config = Qwen3Config(vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=2, head_dim=8,
                          num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64)  # fmt: skip

@@ -62,7 +62,7 @@ def test_the_first_to_come_is_the_first_to_run(target: Target, drafter: Drafter)
 def test_a_request_waits_for_memory(target: Target, drafter: Drafter) -> None:
     probe = Engine(target, drafter)
     small, large = (probe.request(PROMPTS[0], greedy(count)) for count in (10, 100))
-    engine = Engine(target, drafter, memory_limit=probe.cache_bytes([large, large]))
+    engine = Engine(target, drafter, memory_limit=probe.memory_bytes([large, large]))
     scheduler = Scheduler(engine)
     requests = [scheduler.submit(PROMPTS[0], params) for params in (greedy(100), greedy(10), greedy(10), greedy(10))]
     scheduler.step()
@@ -70,11 +70,11 @@ def test_a_request_waits_for_memory(target: Target, drafter: Drafter) -> None:
     most = 0
     while not scheduler.idle:
         scheduler.step()
-        most = max(most, engine.cache_bytes(scheduler.running) if scheduler.running else 0)
-    assert most <= probe.cache_bytes([large, large])
+        most = max(most, engine.memory_bytes(scheduler.running) if scheduler.running else 0)
+    assert most <= probe.memory_bytes([large, large])
     assert [len(request.token_ids) for request in requests] == [100, 10, 10, 10]
     with pytest.raises(ValueError, match=r"up to 2\d\d tokens take"):
-        Scheduler(Engine(target, drafter, memory_limit=probe.cache_bytes([small]))).submit(PROMPTS[0], greedy(200))
+        Scheduler(Engine(target, drafter, memory_limit=probe.memory_bytes([small]))).submit(PROMPTS[0], greedy(200))
 
 
 @pytest.mark.parametrize("cycles", [0, 1, 4])

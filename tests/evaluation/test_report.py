@@ -35,7 +35,7 @@ def found() -> Results:
 
 def test_results_hold_the_sets_and_what_they_were_measured_with(found: Results) -> None:
     content = json.loads(found.as_json())
-    assert content.keys() == {"methods", "sets", "arguments", "versions", "hardware"}
+    assert content.keys() == {"methods", "sets", "arguments", "versions", "hardware", "profiles"}
     assert content["versions"].keys() == {"blockdraft", "torch", "transformers", "python"}
     assert content["hardware"].keys() == {"cpu", "cores", "logical_cores", "threads", "memory_bytes", "gpu"}
     assert content["hardware"]["memory_bytes"] == psutil.virtual_memory().total

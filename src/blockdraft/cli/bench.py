@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from blockdraft.cli import loading
-from blockdraft.cli.options import BlockSize, Device, Dtype, TargetBackend, TargetFolder, extent, option
+from blockdraft.cli.options import BlockSize, Device, DraftWindow, Dtype, TargetBackend, TargetFolder, extent, option
 from blockdraft.evaluation.methods import CHAINS, DRAWN, PLAIN, TREES, Settings, parse_methods
 from blockdraft.evaluation.prompts import read_prompt_sets
 from blockdraft.types import DEFAULT_BACKEND, SamplingParams
@@ -55,6 +55,7 @@ def bench(
     repeats: Annotated[int, option(Settings, "repeats")] = Settings.repeats,
     block_size: BlockSize = None,
     tree_budget: Annotated[str, option(Settings, "tree_budget", metavar="N|auto")] = str(Settings.tree_budget),
+    draft_window: DraftWindow = None,
     dtype: Dtype = None,
     device: Device = None,
     backend: TargetBackend = DEFAULT_BACKEND,
@@ -62,6 +63,12 @@ def bench(
         Path | None,
         typer.Option(metavar="DIR", help="Write results.json, acceptance.png and speedup.png into this folder."),
     ] = None,
+    profile: Annotated[
+        bool,
+        typer.Option(
+            "--profile", help="Decode once more and say where a cycle's time goes; with --out also as profile.png."
+        ),
+    ] = False,
     pictures: Annotated[
         bool, typer.Option(help="Draw pictures, which takes matplotlib (the extra `bench` of this package).")
     ] = True,
@@ -73,7 +80,7 @@ def bench(
     All methods decode the same prompts in turns. Progress goes to standard error.
     """
     settings = Settings(limit, batch_size, repeats, extent("tree_budget", tree_budget))
-    chosen = parse_methods(methods, drafter, extent("block_size", block_size), settings.tree_budget)
+    chosen = parse_methods(methods, drafter, extent("block_size", block_size), settings.tree_budget, draft_window)
     if target is not None and any(method.drafter is None for method in chosen):
         raise ValueError(f"No drafter is known for {target}; add --drafter DIR, or name other methods.")
     params = SamplingParams(
@@ -87,6 +94,7 @@ def bench(
 
     from blockdraft.cli import display
     from blockdraft.evaluation import report, speed
+    from blockdraft.evaluation.profile import profiles as speed_profiles
 
     if out is not None:
         report.check_folder(out, overwrite)
@@ -97,6 +105,7 @@ def bench(
     try:
         with display.progress("answers") as progress:
             trials = speed.measure(engines, sets, params, settings, progress)
+            profiles = speed_profiles(engines, sets, params, settings, trials, progress) if profile else None
     except KeyboardInterrupt:
         print("Interrupted; what was measured is discarded, and nothing was written.", file=sys.stderr)
         raise typer.Exit(130) from None
@@ -116,11 +125,12 @@ def bench(
         "repeats": repeats,
         "block_size": extent("block_size", block_size),
         "tree_budget": settings.tree_budget,
+        "draft_window": draft_window,
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "device": str(loaded.device),
         "backend": loaded.backend,
     }
-    found = report.results(trials, arguments, loaded.device)
+    found = report.results(trials, arguments, loaded.device, profiles)
     try:
         if out is not None:
             report.write(out, found, pictures)

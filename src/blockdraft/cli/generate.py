@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from blockdraft.cli import loading
-from blockdraft.cli.options import BlockSize, Device, Dtype, TargetBackend, TargetFolder, extent, option
+from blockdraft.cli.options import BlockSize, Device, DraftWindow, Dtype, TargetBackend, TargetFolder, extent, option
 from blockdraft.evaluation.methods import Settings
 from blockdraft.types import DEFAULT_BACKEND, Drafting, SamplingParams
 
@@ -51,6 +51,7 @@ def generate(
     seed: Annotated[int | None, option(SamplingParams, "seed")] = SamplingParams.seed,
     block_size: BlockSize = None,
     tree_budget: Annotated[str, option(Drafting, "tree_budget", metavar="N|auto")] = str(Drafting.tree_budget),
+    draft_window: DraftWindow = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
@@ -86,7 +87,7 @@ def generate(
         stop=stop or (),
         seed=secrets.randbits(32) if seed is None else seed,  # so that all runs of a comparison share one
     )
-    drafting = Drafting(extent("block_size", block_size), extent("tree_budget", tree_budget))
+    drafting = Drafting(extent("block_size", block_size), extent("tree_budget", tree_budget), draft_window=draft_window)
     if prompts is not None and (prompt is not None or compare):
         other = "--compare" if compare else "a prompt"
         raise ValueError(f"--prompts {prompts} and {other} do not go together; leave one of them away.")

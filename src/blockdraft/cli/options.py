@@ -33,6 +33,7 @@ TargetFolder = Annotated[
     typer.Option(metavar="DIR", help="Target: a Hugging Face model folder or hub name; by default the bundled one."),
 ]
 BlockSize = Annotated[str | None, option(Drafting, "block_size", metavar="N|auto")]
+DraftWindow = Annotated[int | None, option(Drafting, "draft_window", metavar="N")]
 Dtype = Annotated[
     str | None,
     typer.Option(help="float32, bfloat16 or float16; by default float32 on a CPU and bfloat16 elsewhere."),

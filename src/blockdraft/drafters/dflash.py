@@ -13,14 +13,15 @@ from transformers import PreTrainedModel
 from blockdraft.formats import speculators
 from blockdraft.formats.speculators import Borrowed
 from blockdraft.formats.zlab import check_fits, read_checkpoint
-from blockdraft.nn.attention import attend, visible_slots
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.draft_config import DraftConfig
+from blockdraft.nn.draft_pass import DraftPass
 from blockdraft.nn.reduced_head import ReducedHead
 from blockdraft.proposal import Plan, Proposal, best_count, best_first, chain, chain_laws, cut_laws, paying_tree
-from blockdraft.sampling import draw, probabilities
+from blockdraft.sampling import best_tokens, draw, probabilities
 from blockdraft.targets import Target
+from blockdraft.timing import CONTEXT, HEAD, OBSERVE, PASS, mark
 from blockdraft.types import SamplingParams
 
 ARCHITECTURES = ("DFlashDraftModel", "DFlashSpeculator")
@@ -79,8 +80,8 @@ class DFlashDrafter:
         self.noise_schedule = noise_schedule
         self.reduced_head = reduced_head and reduced_head.to(target.device, target.dtype)
         self._target = target
-        with torch.no_grad():
-            self._context_weights = self.network.context_weights()
+        self._run = DraftPass(self.network)
+        self._masks = torch.full((1, self.block_size), self.config.mask_token_id, device=target.device)
 
     def new_state(self, batch: int, capacity: int) -> KVCache:
         return KVCache(batch, capacity)
@@ -93,10 +94,9 @@ class DFlashDrafter:
     @torch.no_grad()
     def observe(self, state: KVCache, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
         assert features is not None
-        positions = state.slots(features.size(1), features.device)
-        keys, values = self.network.context(features, positions, self._context_weights)
-        for layer in range(self.config.num_hidden_layers):
-            state.write(layer, keys[layer], values[layer])
+        mark(OBSERVE)
+        self._run.observe(state, features)
+        mark(CONTEXT)
         state.commit([range(length) for length in lengths])
 
     def spec_generate(
@@ -128,14 +128,14 @@ class DFlashDrafter:
     def propose(self, state: KVCache, anchor: Tensor, plan: Plan) -> Proposal:
         if plan.block_size == 1:
             return chain(anchor[:, None])
-        return self._guess(anchor, *self._refined_pass(state, anchor, plan.block_size), plan)
+        return self._guess(anchor, *self._refined_pass(state, anchor, plan), plan)
 
     def _guess(self, anchor: Tensor, hidden: Tensor, logits: Tensor, plan: Plan) -> Proposal:
         """A proposal from the D slots behind the anchors: their hidden states `[B, D, H]` and logits `[B, D, V]`."""
         if plan.draws is not None and any(params.temperature > 0 for params in plan.params):
             return drawn_chain(anchor, logits, plan)
         if plan.tree_budget == 0 and plan.cycle_seconds is None:
-            return chain(torch.cat([anchor[:, None], logits.argmax(dim=-1)], dim=1))
+            return chain(torch.cat([anchor[:, None], best_tokens(logits)], dim=1))
         log_probs = log_probabilities(logits, plan.params)
         if plan.tree_budget > 0 and plan.cycle_seconds is not None:
             return paying_tree(anchor, log_probs, plan.tree_budget, plan.cycle_seconds, plan.trust)
@@ -144,53 +144,43 @@ class DFlashDrafter:
         budget = plan.tree_budget or plan.block_size - 1
         return best_first(anchor, best.values, best.indices, budget, plan.cycle_seconds, plan.trust)
 
-    def _refined_pass(self, state: KVCache, anchor: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    def _refined_pass(self, state: KVCache, anchor: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
         """Hidden states `[B, D, H]` and logits `[B, D, V]` of the D = block_size - 1 guesses after the last draft pass.
 
         A position that an earlier pass has settled has one possible token.
         """
-        tokens = torch.full((len(anchor), block_size), self.config.mask_token_id, device=anchor.device)
-        tokens[:, 0] = anchor
+        block_size, window = plan.block_size, plan.draft_window
+        tokens = torch.cat([anchor[:, None], self._masks[:, 1:block_size].expand(len(anchor), -1)], dim=1)
+        if self.diffusion_steps == 1:
+            return self._draft_pass(state, tokens, 1, window)
         settled = torch.zeros_like(tokens, dtype=torch.bool)
         settled[:, 0] = True
         share = NOISE_SCHEDULES[self.noise_schedule]
         for step in range(1, self.diffusion_steps):
-            logits = self._draft_logits(state, tokens)
+            logits = self._draft_logits(state, tokens, window)
             wanted = max(1, round(share(step / self.diffusion_steps) * (block_size - 1)))
             newly = wanted - (int(settled[0].sum()) - 1)
             confidence, guesses = logits.float().softmax(dim=-1).max(dim=-1)
             surest = confidence.masked_fill(settled, -1.0).topk(max(newly, 0), dim=-1).indices
             tokens = tokens.scatter(1, surest, guesses.gather(1, surest))
             settled = settled.scatter(1, surest, True)
-        hidden, logits = (each[:, 1:] for each in self._draft_pass(state, tokens))
-        if self.diffusion_steps == 1:
-            return hidden, logits
+        hidden, logits = self._draft_pass(state, tokens, 1, window)
         others = torch.ones_like(logits, dtype=torch.bool).scatter_(2, tokens[:, 1:, None], False)
         return hidden, logits.masked_fill(settled[:, 1:, None] & others, -torch.inf)
 
-    def _draft_logits(self, state: KVCache, tokens: Tensor) -> Tensor:
-        return self._draft_pass(state, tokens)[1]
+    def _draft_logits(self, state: KVCache, tokens: Tensor, window: int | None = None) -> Tensor:
+        return self._draft_pass(state, tokens, window=window)[1]
 
-    def _draft_pass(self, state: KVCache, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Hidden states `[B, N, H]` and logits `[B, N, V]` of a block whose unknown slots hold the mask token; slot 0
-        is meaningless."""
-        count = tokens.size(1)
-        positions = state.slots(count, tokens.device)
-        visible = {kind: self._visible(state, positions, kind.causal, kind.window) for kind in set(self.config.layers)}
-
-        def attend_to_context(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            keys, values = state.write(layer, keys, values)  # never committed, so the block leaves no trace
-            return attend(queries, keys, values, visible[self.config.layers[layer]])
-
-        hidden = self.network(self._target.embed(tokens), positions, attend_to_context)
-        return hidden, self.network.adjust_logits((self.reduced_head or self._target.head)(hidden))
-
-    def _visible(self, state: KVCache, positions: Tensor, causal: bool, window: int | None) -> Tensor | None:
-        batch, count = positions.shape
-        if batch == 1 and not causal and window is None:
-            return None
-        within = torch.ones(batch, count, count, dtype=torch.bool, device=positions.device)
-        return visible_slots(state.lengths, within.tril() if causal else within, positions, window)
+    def _draft_pass(
+        self, state: KVCache, tokens: Tensor, first: int = 0, window: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Hidden states and logits, `[B, N - first, ...]`, of a block whose unknown slots hold the mask token, from the
+        slot `first` on; slot 0 of a DFlash drafter is meaningless."""
+        hidden = self._run(state, self._target.embed(tokens), window)[:, first:]
+        mark(PASS)
+        logits = self.network.adjust_logits((self.reduced_head or self._target.head)(hidden))
+        mark(HEAD)
+        return hidden, logits
 
 
 def drawn_chain(anchor: Tensor, logits: Tensor, plan: Plan) -> Proposal:

@@ -15,7 +15,7 @@ from blockdraft.drafters.dflash import load as load_dflash
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.dflash2 import DFlash2Network
 from blockdraft.proposal import Plan, Proposal, SparseLaw, best_count, chain, chain_laws, lattice_tree
-from blockdraft.sampling import draw, probabilities
+from blockdraft.sampling import best_tokens, draw, probabilities
 from blockdraft.targets import Target
 
 ARCHITECTURES = ("DFlash2DraftModel",)
@@ -38,7 +38,7 @@ class DFlash2Drafter(DFlashDrafter):
         if plan.tree_budget > 0 and not drawn:
             log_probs_BDKK = lattice_log_probs(scores_BDKK, ids_BDK, logits, plan)
             return lattice_tree(anchor, log_probs_BDKK, ids_BDK, plan.tree_budget, plan.cycle_seconds, plan.trust)
-        ranks_BD, count, q, expected = walk(scores_BDKK.argmax(dim=-1)), ids_BDK.size(1), None, None
+        ranks_BD, count, q, expected = walk(best_tokens(scores_BDKK)), ids_BDK.size(1), None, None
         if plan.cycle_seconds is not None:
             log_probs_BDK = _after(lattice_log_probs(scores_BDKK, ids_BDK, logits, plan), ranks_BD)
             path_BD = log_probs_BDK.gather(2, ranks_BD.unsqueeze(2)).squeeze(2)

@@ -12,8 +12,9 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from blockdraft.proposal import Plan, Proposal, SparseLaw, chain, chain_laws, cut_laws
-from blockdraft.sampling import draw, probabilities
+from blockdraft.sampling import best_tokens, draw, probabilities
 from blockdraft.targets import Cache, Target, load_target
+from blockdraft.timing import GUESSES, PASS, mark
 
 ARCHITECTURES: tuple[str, ...] = tuple(sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}))
 BLOCK_SIZE = 8
@@ -131,7 +132,7 @@ class DraftLMDrafter:
                 drawn = draw(laws[-1].probs, draws[:, depth : depth + 1])
                 guess = laws[-1].ids[:, 0].gather(1, drawn.to(anchor.device))[:, 0]
             else:
-                guess = logits.argmax(dim=-1)
+                guess = best_tokens(logits)
             if seconds:
                 within = torch.tensor([free > depth for free in room], device=anchor.device)
                 survival = survival * within * logits.float().softmax(dim=-1).gather(1, guess[:, None])[:, 0]
@@ -143,7 +144,7 @@ class DraftLMDrafter:
             read = [ids[: min(free, made)] for ids, free in zip(tokens.tolist(), room, strict=True)]
             state.held = [text[:-1] + ids for text, ids in zip(known, read, strict=True)]
         past = torch.arange(made + 1) > torch.tensor(room)[:, None]
-        parents = chain(tokens).parents.masked_fill(past.to(anchor.device), -1)
+        parents = chain(tokens).parents.masked_fill(past, -1)
         chances = tuple(expected.tolist()) if seconds else None
         if not laws:
             return Proposal(tokens, parents, expected=chances)
@@ -175,8 +176,10 @@ class DraftLMDrafter:
     def _forward(self, tokens: Tensor, cache: Cache, logits_at: Tensor | None = None) -> Tensor:
         """Logits of a chain over the target's vocabulary. Where the two models' embeddings are padded to different
         sizes, a token that this one lacks is read as its last one: no text of the tokenizer holds it."""
+        mark(GUESSES)
         known = tokens.clamp(max=self.model.vocab_size - 1)
         logits = self.model.forward(known, chain(known).parents, cache, logits_at=logits_at).logits
+        mark(PASS)
         return logits[..., : self._vocab_size]
 
 

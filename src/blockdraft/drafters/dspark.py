@@ -19,7 +19,7 @@ from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.dspark import DSparkNetwork
 from blockdraft.nn.reduced_head import ReducedHead
 from blockdraft.proposal import Plan, Proposal, SparseLaw, best_count, chain, chain_laws, cut_laws, lattice_tree
-from blockdraft.sampling import draw, probabilities
+from blockdraft.sampling import best_tokens, draw, probabilities
 from blockdraft.targets import Target
 
 ARCHITECTURES = ("DSparkDraftModel", "Qwen3DSparkModel", "DSparkSpeculator")
@@ -53,17 +53,16 @@ class DSparkDrafter(DFlashDrafter):
         super().__init__(network, target, diffusion_steps, noise_schedule, path, reduced_head)
         self.block_size = self.config.block_size + 1
 
-    def _refined_pass(self, state: KVCache, anchor: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    def _refined_pass(self, state: KVCache, anchor: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
         """Hidden states and logits of the D = block_size - 1 guesses; the anchor's slot makes the first."""
-        tokens = torch.full((len(anchor), block_size - 1), self.config.mask_token_id, device=anchor.device)
-        tokens[:, 0] = anchor
-        return self._draft_pass(state, tokens)
+        masks = self._masks[:, 1 : plan.block_size - 1].expand(len(anchor), -1)
+        return self._draft_pass(state, torch.cat([anchor[:, None], masks], dim=1), window=plan.draft_window)
 
     def _guess(self, anchor: Tensor, hidden: Tensor, logits: Tensor, plan: Plan) -> Proposal:
         drawn = plan.draws is not None and any(params.temperature > 0 for params in plan.params)
         count, q, expected = logits.size(1), None, None
         if not drawn or plan.cycle_seconds is not None:
-            guesses, corrected, previous = self._walk(anchor, logits, lambda slot, scores: scores.argmax(dim=-1))
+            guesses, corrected, previous = self._walk(anchor, logits, lambda slot, scores: best_tokens(scores))
         if plan.tree_budget > 0 and not drawn:
             ids_BDK, log_probs_BDKK = self._lattice(anchor, hidden, logits, corrected, plan)
             return lattice_tree(anchor, log_probs_BDKK, ids_BDK, plan.tree_budget, plan.cycle_seconds, plan.trust)

@@ -91,7 +91,7 @@ class PromptLookupDrafter:
         count = max(len(tokens) for tokens, _ in rows)
         tokens = [[*tokens, *[0] * (count - len(tokens))] for tokens, _ in rows]
         parents = [[*parents, *[-1] * (count - len(parents))] for _, parents in rows]
-        return Proposal(torch.tensor(tokens, device=anchor.device), torch.tensor(parents, device=anchor.device))
+        return Proposal(torch.tensor(tokens, device=anchor.device), torch.tensor(parents))
 
 
 def _tree(text: Text, anchor: int, plan: Plan) -> tuple[list[int], list[int]]:

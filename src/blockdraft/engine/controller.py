@@ -82,9 +82,10 @@ class Controller:
             # Guesses past the length limit would be cut; the anchor is there already.
             block_size = min(block_size, 1 + max(request.remaining for request in requests))
         params = [request.params for request in requests]
+        window = self._drafting.draft_window
         budget = 0 if self._drafting.tree_budget == 0 else self.most_guesses
         if not self.automatic:
-            return Plan(block_size, params, budget)
+            return Plan(block_size, params, budget, draft_window=window)
         if block_size == 1 or not self._pays(requests):
             self._idle += 1
             return Plan(1, params)
@@ -92,8 +93,8 @@ class Controller:
         if self._drafter.knows_probabilities:
             if not self._drafting.drawn:
                 block_size = min(block_size, 2 + round(SPARE_DEPTH * self._depth))
-            return Plan(block_size, params, budget, curve, self._came_true / self._expected)
-        return Plan(min(block_size, 1 + self._best_length(curve)), params, budget)
+            return Plan(block_size, params, budget, curve, self._came_true / self._expected, draft_window=window)
+        return Plan(min(block_size, 1 + self._best_length(curve)), params, budget, draft_window=window)
 
     def learn(
         self,

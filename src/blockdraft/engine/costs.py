@@ -97,8 +97,8 @@ def measure(engine: Engine, report: Callable[[str], None] = lambda line: None) -
     batch = _batch(engine, 1, context, max(NODES))
 
     def score(count: int) -> None:
-        tokens, star = torch.zeros(2, 1, count, dtype=torch.long, device=target.device)
-        star[:, 0] = -1  # every guess hangs on the anchor, so that the mask is that of a tree
+        tokens = torch.zeros(1, count, dtype=torch.long, device=target.device)
+        star = torch.tensor([[-1] + [0] * (count - 1)])  # all hang on the anchor, so that the mask is that of a tree
         target.forward(tokens, star, batch.cache, engine.drafter.taps)
 
     for count in NODES:

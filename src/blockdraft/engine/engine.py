@@ -20,9 +20,10 @@ from blockdraft.engine.prefixes import Prefix, PrefixStore
 from blockdraft.engine.prompts import AnswerText, encode
 from blockdraft.engine.request import Chunk, Completion, Request
 from blockdraft.engine.scheduler import Scheduler
-from blockdraft.proposal import Plan, Proposal, chain, depths
+from blockdraft.proposal import Plan, Proposal, chain
 from blockdraft.sampling import Laws, RandomNumbers
 from blockdraft.targets import Target, TargetOutput
+from blockdraft.timing import BOOKKEEPING, COMMIT, FORWARD, GUESSES, OBSERVE, VERIFICATION, mark, unheard
 from blockdraft.types import Drafting, Prompt, SamplingParams
 from blockdraft.verification import Verdict, verify
 
@@ -37,8 +38,8 @@ class Engine:
         drafter: From `load_drafter`.
         max_batch_size: Most requests that are decoded together.
         drafting: How far to draft.
-        memory_limit: Most bytes that the caches of running requests may take; None is what is free now. A request that
-            does not fit beside the running ones waits.
+        memory_limit: Most bytes that running requests may take, see `memory_bytes`; None is what is free now. A request
+            that does not fit beside the running ones waits.
         prefix_tokens: Tokens of finished requests that are remembered; a request that begins with them does not read
             them again. 0 remembers none.
 
@@ -139,22 +140,27 @@ class Engine:
             Guesses a row, those that fill up shorter rows included.
         """
         began = time.perf_counter()
-        requests, anchor = batch.requests, self._tensor([request.token_ids[-1] for request in batch.requests])
-        learns = plan is None
+        requests, learns = batch.requests, plan is None
         plan = plan or self.controller.plan(requests)
         if self.drafting.drawn:
             plan = replace(plan, draws=self._fresh(requests)[:, : plan.block_size - 1])
+        anchor = self._tensor([request.token_ids[-1] for request in requests])
+        mark(BOOKKEEPING)
         if plan.block_size == 1:
             proposal = chain(anchor[:, None])
         else:
             self.catch_up(batch)
+            mark(OBSERVE)
             proposal = self.drafter.propose(batch.state, anchor, plan)
-        proposed = self.now()
+        mark(GUESSES)
+        proposed = time.perf_counter()
         output = self.target.forward(proposal.tokens, proposal.parents, batch.cache, self.drafter.taps)
-        scored = self.now()
-        node_depths = depths(proposal.parents).cpu()
-        verdict = self._verdict(requests, proposal, node_depths, output)
+        mark(FORWARD)
+        scored = time.perf_counter()
+        laws, verdict = self._verdict(requests, proposal, output)
+        mark(VERIFICATION)
         batch.cache.commit(verdict.path)
+        mark(COMMIT)
         verified = time.perf_counter()
         if plan.block_size > 1:
             self._observe(batch, proposal.tokens, output.features, verdict.path)
@@ -162,26 +168,30 @@ class Engine:
             batch.unobserved.append((proposal.tokens, output.features))
             if len(batch.unobserved) == MOST_UNOBSERVED:
                 self.catch_up(batch)
-        observed = self.now()
-        ids, deepest = proposal.tokens.tolist(), node_depths.amax(dim=1).tolist()
+        mark(OBSERVE)
+        observed = time.perf_counter()
+        deepest = [max(row) for row in proposal.depth_lists]
         for row, request in enumerate(requests):
             if request.finished:  # by an error
                 continue
-            accepted = [ids[row][node] for node in verdict.path[row][1:]]
+            accepted = [laws.tokens[row][node] for node in verdict.path[row][1:]]
             taken = request.extend([*accepted, verdict.bonus[row]], [True] * len(accepted) + [False])
             request.stats.committed.append(taken)
             request.stats.drafted.append(deepest[row])
-        accepted_counts = [max(len(nodes) - 1, 0) for nodes in verdict.path]
         guesses = proposal.tokens.size(1) - 1
         if learns:
+            lengths = [max(len(nodes) - 1, 0) for nodes in verdict.path]
             seconds = time.perf_counter() - began
-            self.controller.learn(requests, plan, guesses, deepest, accepted_counts, proposal.expected, seconds)
+            self.controller.learn(requests, plan, guesses, deepest, lengths, proposal.expected, seconds)
+        ended = time.perf_counter()
         for request in requests:
             request.stats.draft_seconds += proposed - began + observed - verified
             request.stats.verify_seconds += scored - proposed
-            request.stats.total_seconds += time.perf_counter() - began
+            request.stats.total_seconds += ended - began
+        mark(BOOKKEEPING)
         return guesses
 
+    @unheard()
     def prefill(self, requests: list[Request]) -> Batch:
         """Read the prompts, as chains of which everything is committed; their last nodes yield the first tokens."""
         began = time.perf_counter()
@@ -196,7 +206,7 @@ class Engine:
         last = self._tensor([len(ids) - 1 for ids in rest])
         output = self.target.forward(prompts.tokens, prompts.parents, batch.cache, self.drafter.taps, logits_at=last)
         anchors = chain(prompts.tokens.gather(1, last[:, None]))
-        verdict = self._verdict(requests, anchors, torch.zeros(len(rest), 1, dtype=torch.long), output)
+        _, verdict = self._verdict(requests, anchors, output)
         path = [list(range(len(ids))) for ids in rest]
         batch.cache.commit(path)
         self._observe(batch, prompts.tokens, output.features, path)
@@ -231,34 +241,42 @@ class Engine:
         nodes = 1 + self.controller.most_guesses
         return max(len(request.prompt) + request.params.max_new_tokens for request in requests) + nodes
 
-    def cache_bytes(self, requests: list[Request]) -> int:
-        """Memory that the caches of these requests take together."""
-        size = len(requests), self.capacity(requests)
-        return self.target.cache_bytes(*size) + self.drafter.state_bytes(*size)
+    def memory_bytes(self, requests: list[Request]) -> int:
+        """Memory that these requests take together: both caches, what is remembered of prefixes, and the largest
+        temporary tensors: the features of the prompts, or the logits of the nodes, with copies in float32."""
+        target, rows = self.target, len(requests)
+        caches = (rows, self.capacity(requests)), (1, self.prefixes.max_tokens)
+        kept = sum(target.cache_bytes(*size) + self.drafter.state_bytes(*size) for size in caches)
+        nodes, size = rows * (1 + self.controller.most_guesses), target.dtype.itemsize
+        logits = nodes * target.vocab_size * (size + 2 * torch.float32.itemsize)
+        longest = max(len(request.prompt) for request in requests)
+        # Once by layer and once side by side.
+        features = 2 * rows * longest * len(self.drafter.taps) * target.hidden_size * size
+        return kept + max(logits, features)
 
     def free_bytes(self) -> int:
-        """Memory for the caches of all requests that run together."""
+        """Memory for all requests that run together."""
         if self.memory_limit is not None:
             return self.memory_limit
         on_gpu = self.target.device.type == "cuda"
         return int(torch.cuda.mem_get_info(self.target.device)[0] if on_gpu else psutil.virtual_memory().available)
 
-    def _verdict(
-        self, requests: list[Request], proposal: Proposal, node_depths: Tensor, output: TargetOutput
-    ) -> Verdict:
+    def _verdict(self, requests: list[Request], proposal: Proposal, output: TargetOutput) -> tuple[Laws, Verdict]:
         """Verify, and end the requests for which the target computed no numbers."""
-        # Node i's draw decides the output token that follows it.
-        positions = torch.tensor([[len(request.token_ids)] for request in requests]) + node_depths
-        uniforms = torch.stack([request.random.at(p) for request, p in zip(requests, positions, strict=True)])
+        uniforms = None
+        if any(request.params.temperature > 0 for request in requests):
+            # Node i's draw decides the output token that follows it.
+            each = zip(requests, proposal.depth_lists, strict=True)
+            uniforms = torch.stack([r.random.at([len(r.token_ids) + d for d in depths]) for r, depths in each])
         params, prompts, outputs = zip(*((r.params, r.prompt, r.token_ids) for r in requests), strict=True)
         laws = Laws(output.logits, params, proposal.tokens, proposal.parents, prompts, outputs)
         tests = None
         if proposal.q is not None:
             tests = self._fresh(requests)[:, self.drafter.block_size :][:, : proposal.tokens.size(1)]
-        for row in laws.invalid_rows():
+        for row in laws.invalid_rows:
             at = len(requests[row].token_ids)
             requests[row].finish("error", f"The target's logits after token {at} of the answer are not finite numbers.")
-        return verify(proposal, laws, uniforms, tests)
+        return laws, verify(proposal, laws, uniforms, tests)
 
     def _fresh(self, requests: list[Request]) -> Tensor:
         """Numbers `[B, 2 * block_size]` of this cycle: to draw the guesses of a chain, then to test its nodes."""
@@ -267,10 +285,15 @@ class Engine:
 
     def _observe(self, batch: Batch, tokens: Tensor, features: Tensor | None, path: list[list[int]]) -> None:
         """Tell the drafter which nodes were committed, rows padded to one length."""
-        index = padded(path, self.target.device)
-        if features is not None:
-            features = features.gather(1, index.unsqueeze(-1).expand(-1, -1, features.size(-1)))
-        self.drafter.observe(batch.state, tokens.gather(1, index), features, [len(nodes) for nodes in path])
+        lengths = [len(nodes) for nodes in path]
+        if all(not nodes or nodes[-1] == len(nodes) - 1 for nodes in path):  # the first nodes, as always in chains
+            tokens, features = tokens[:, : max(lengths)], features if features is None else features[:, : max(lengths)]
+        else:
+            index = padded(path, self.target.device)
+            tokens = tokens.gather(1, index)
+            if features is not None:
+                features = features.gather(1, index.unsqueeze(-1).expand(-1, -1, features.size(-1)))
+        self.drafter.observe(batch.state, tokens, features, lengths)
 
     def _tensor(self, values: list[Any]) -> Tensor:
         return torch.tensor(values, device=self.target.device)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 MEMORY = 0.07  # weight of the newest cycle in a running mean
 REACH = 0.5  # the same for cycles of half or twice as many guesses, over the weight for those of as many
@@ -26,10 +27,13 @@ class Pace:
         self._steps = np.log2(np.maximum(np.arange(most + 1), 1))
         self._knots = np.arange(math.ceil(self._steps[-1]) + 1)
         self._ratios = np.ones(len(self._knots))
+        self._factors: NDArray[np.float64] | None = None  # by guesses a row; None where the ratios have changed
 
     def cycle(self, expected: Sequence[float]) -> list[float]:
         """Seconds of a cycle that drafts, by guesses a row, from those that were expected."""
-        found: list[float] = (np.asarray(expected) * np.interp(self._steps, self._knots, self._ratios)).tolist()
+        if self._factors is None:
+            self._factors = np.interp(self._steps, self._knots, self._ratios)
+        found: list[float] = (self._factors * expected).tolist()
         return found
 
     def learn(self, guesses: int | None, seconds: float, expected: float) -> None:
@@ -45,3 +49,4 @@ class Pace:
         else:
             weights = MEMORY * REACH ** np.abs(self._knots - self._steps[guesses])
             self._ratios += weights * (ratio - self._ratios)
+            self._factors = None

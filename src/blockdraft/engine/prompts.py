@@ -88,19 +88,24 @@ class AnswerText:
         self._text = ""
         self._safe = 0  # characters that no later token can take back
         self._taken = 0
+        self._unread: list[int] = []
         self.stopped = False
 
     def push(self, token: int) -> None:
-        self._add(self._stream.push([token]))
+        self._unread.append(token)
+        if self._stop:  # else no one needs the text yet
+            self._read()
 
     def finish(self) -> None:
         """No token follows, so what was held back can be shown."""
+        self._read()
         if not self.stopped:
             self._add(self._stream.finish())
         self._safe = len(self._text)
 
     def take(self) -> str:
         """Text that may be shown since the last call."""
+        self._read()
         new = self._text[self._taken : self._safe]
         self._taken = self._safe
         return new
@@ -108,7 +113,13 @@ class AnswerText:
     @property
     def shown(self) -> str:
         """All text that may be shown."""
+        self._read()
         return self._text[: self._safe]
+
+    def _read(self) -> None:
+        if self._unread:
+            self._add(self._stream.push(self._unread))
+            self._unread.clear()
 
     def _add(self, piece: str) -> None:
         searched = max(0, len(self._text) - max(map(len, self._stop), default=1) + 1)

@@ -34,11 +34,12 @@ class Scheduler:
             ValueError: It can never run: see `Engine.generate`.
         """
         request = self._engine.request(prompt, params)
-        need = self._engine.cache_bytes([request])
+        need = self._engine.memory_bytes([request])
         if need > self._limit:
             raise ValueError(
-                f"The caches of a request of up to {self._engine.capacity([request])} tokens take "
-                f"{need / 2**30:.1f} GiB and {self._limit / 2**30:.1f} GiB are free; ask for fewer new tokens."
+                f"Caches and logits of a request of up to {self._engine.capacity([request])} tokens take "
+                f"{need / 2**30:.1f} GiB and {self._limit / 2**30:.1f} GiB are free; ask for fewer new tokens or a "
+                f"smaller tree."
             )
         self._waiting.append(request)
         return request
@@ -104,7 +105,7 @@ class Scheduler:
         joining: list[Request] = []
         while self._waiting:
             together = [*self.running, *joining, self._waiting[0]]
-            if len(together) > self._engine.max_batch_size or self._engine.cache_bytes(together) > self._limit:
+            if len(together) > self._engine.max_batch_size or self._engine.memory_bytes(together) > self._limit:
                 break
             joining.append(self._waiting.popleft())
         return joining

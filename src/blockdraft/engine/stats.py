@@ -20,7 +20,9 @@ class Stats:
         drafted: Guesses on the longest path of each cycle's proposal.
         prefill_seconds: From the request's start to its first token.
         draft_seconds, verify_seconds: Time in the drafter (propose and observe) and in the target's forward, summed
-            over cycles; shared in full by all rows of a batch.
+            over cycles; shared in full by all rows of a batch. It is the host's time: where a GPU works on while the
+            host goes ahead, waiting for it counts where the host has to wait. `blockdraft bench --profile` waits after
+            each part.
         total_seconds: From the first token to the last.
     """
 

@@ -52,7 +52,9 @@ class Method:
     drafting: Drafting
 
 
-def parse_methods(names: str, drafter: str | None, block_size: Any, tree_budget: Any) -> list[Method]:
+def parse_methods(
+    names: str, drafter: str | None, block_size: Any, tree_budget: Any, draft_window: int | None = None
+) -> list[Method]:
     """Read a list of methods.
 
     Args:
@@ -62,6 +64,7 @@ def parse_methods(names: str, drafter: str | None, block_size: Any, tree_budget:
         drafter: What `dflash` and `ddtree` draft with, as in `Method`.
         block_size: As in `Drafting`, for methods without one of their own.
         tree_budget: As in `Drafting`, for `ddtree` without one of its own.
+        draft_window: As in `Drafting`.
 
     Returns:
         The methods in the order given; `none` is put first where it is missing, since it is the reference.
@@ -77,10 +80,12 @@ def parse_methods(names: str, drafter: str | None, block_size: Any, tree_budget:
             raise ValueError(f"methods is {names!r}, which has an empty name; put one comma between two methods.")
         if wanted.count(name) > 1:
             raise ValueError(f"methods is {names!r}, which names {name!r} twice; name it once.")
-    return [_method(name, drafter, block_size, tree_budget) for name in wanted]
+    return [_method(name, drafter, block_size, tree_budget, draft_window) for name in wanted]
 
 
-def _method(name: str, drafter: str | None, block_size: Any, tree_budget: Any) -> Method:
+def _method(
+    name: str, drafter: str | None, block_size: Any, tree_budget: Any, draft_window: int | None = None
+) -> Method:
     match = re.fullmatch(r"(.+):(\d+|auto)", name)
     kind: str = match[1] if match else name
     setting: Any = match and (match[2] if match[2] == "auto" else int(match[2]))
@@ -89,6 +94,8 @@ def _method(name: str, drafter: str | None, block_size: Any, tree_budget: Any) -
             raise ValueError(f"Method {name!r} has a setting, and {PLAIN} drafts nothing; leave the setting away.")
         return Method(name, PLAIN, Drafting())
     if kind == TREES:
-        return Method(name, drafter, Drafting(block_size, tree_budget if setting is None else setting))
-    chains = Drafting(block_size if setting is None else setting, drawn=kind == DRAWN)
+        return Method(
+            name, drafter, Drafting(block_size, tree_budget if setting is None else setting, draft_window=draft_window)
+        )
+    chains = Drafting(block_size if setting is None else setting, drawn=kind == DRAWN, draft_window=draft_window)
     return Method(name, drafter if kind in (CHAINS, DRAWN) else kind, chains)

@@ -6,7 +6,7 @@ import io
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.metadata import version
@@ -20,7 +20,9 @@ from rich.console import Console
 from rich.table import Table
 
 from blockdraft.evaluation.methods import PLAIN
+from blockdraft.evaluation.profile import Profile
 from blockdraft.evaluation.speed import Figures, Trial, figures
+from blockdraft.timing import PARTS
 
 RESULTS = "results.json"
 SHOWN_POSITIONS = 4  # of S_i in the tables; the JSON has all
@@ -32,6 +34,12 @@ NOTES = (
     "of none, likewise. S_i: share of cycles in which the first i guesses were accepted. same: answers identical to "
     "those of none. loops: answers in which a run of 8 tokens occurs 4 times or more. Prompts whose plain answer loops "
     "count in same and loops only."
+)
+PROFILE_NOTES = (
+    "One more round, means. draft pass, head, context: the drafter's layers, its output projection, and the keys and "
+    "values of what was committed. guesses: choosing them and building the tree. observe: the drafter's bookkeeping of "
+    "what was committed. bookkeeping: planning, answers, statistics. host: all but target forward, draft pass, head "
+    "and context."
 )
 
 
@@ -50,6 +58,7 @@ class Results:
         arguments: What was asked for.
         versions: Of blockdraft, torch, transformers and python.
         hardware: See `hardware`.
+        profiles: Where the time of each method's cycles goes, where that was asked for.
     """
 
     methods: dict[str, Figures]
@@ -57,12 +66,18 @@ class Results:
     arguments: dict[str, Any]
     versions: dict[str, str]
     hardware: dict[str, Any]
+    profiles: dict[str, Profile] | None = None
 
     def as_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"
 
 
-def results(trials: Sequence[Trial], arguments: Mapping[str, Any], device: torch.device) -> Results:
+def results(
+    trials: Sequence[Trial],
+    arguments: Mapping[str, Any],
+    device: torch.device,
+    profiles: dict[str, Profile] | None = None,
+) -> Results:
     """Everything about one benchmark; `arguments` say with `temperature` whether it was greedy."""
     greedy = arguments["temperature"] == 0
     sets = list(dict.fromkeys(t.prompt_set for t in trials))
@@ -77,6 +92,7 @@ def results(trials: Sequence[Trial], arguments: Mapping[str, Any], device: torch
             "python": platform.python_version(),
         },
         hardware=hardware(device),
+        profiles=profiles,
     )
 
 
@@ -113,6 +129,11 @@ def show(console: Console, found: Results) -> None:
         console.print(_table(name, methods, box.SIMPLE if console.is_terminal else None))
         console.print()
     console.print(NOTES.format(repeats=found.arguments["repeats"]))
+    if found.profiles:
+        console.print()
+        console.print(_profile_table(found.profiles, box.SIMPLE if console.is_terminal else None))
+        console.print()
+        console.print(PROFILE_NOTES)
 
 
 def _table(name: str, methods: Mapping[str, Figures], lines: box.Box | None) -> Table:
@@ -135,6 +156,19 @@ def _table(name: str, methods: Mapping[str, Figures], lines: box.Box | None) -> 
             _percent(one.identical),
             _percent(one.looping),
         )
+    return table
+
+
+def _profile_table(profiles: Mapping[str, Profile], lines: box.Box | None) -> Table:
+    table = Table(box=lines, pad_edge=False, title_justify="left", title="Where the time of a cycle goes: ms (%)")
+    table.add_column("part", no_wrap=True)
+    for method in profiles:
+        table.add_column(method, justify="right", overflow="fold")
+    for part in PARTS:
+        spent = [(one.seconds[part], one.total) for one in profiles.values()]
+        table.add_row(part, *(f"{1000 * seconds:.3f} ({100 * seconds / total:4.1f})" for seconds, total in spent))
+    table.add_row("cycle", *(f"{1000 * one.total:.3f} (100.0)" for one in profiles.values()))
+    table.add_row("host", *(f"{1000 * one.host * one.total:.3f} ({100 * one.host:4.1f})" for one in profiles.values()))
     return table
 
 
@@ -218,10 +252,35 @@ def _speedups(found: Results) -> bytes:
     return _png(figure, axes)
 
 
-PICTURES = {"acceptance.png": _acceptance, "speedup.png": _speedups}
+def _profiles(found: Results) -> bytes | None:
+    """A bar for each method's cycle, its parts on top of each other, as PNG; None where no one looked."""
+    if not found.profiles:
+        return None
+    figure, axes = _axes(width=2 + 0.9 * len(found.profiles), methods=dict.fromkeys(PARTS))
+    colours = import_module("matplotlib").colormaps["tab10"].colors
+    names = [_label(method) for method in found.profiles]
+    below = [0.0] * len(names)
+    for part, colour in zip(PARTS, colours, strict=False):
+        heights = [1000 * one.seconds[part] for one in found.profiles.values()]
+        axes.bar(names, heights, 0.7, bottom=below, label=part, color=colour)
+        below = [low + height for low, height in zip(below, heights, strict=True)]
+    for name, top, one in zip(names, below, found.profiles.values(), strict=True):
+        note = f"host {100 * one.host:.1f}%"
+        axes.annotate(note, (name, top), (0, 3), textcoords="offset points", ha="center", fontsize=8)
+    axes.set(title="Where the time of a cycle goes", ylabel="ms a cycle")
+    axes.tick_params(axis="x", labelrotation=20)
+    axes.margins(y=0.1)
+    return _png(figure, axes)
 
 
-def _axes(width: float, methods: Mapping[str, Figures]) -> tuple[Any, Any]:
+PICTURES: dict[str, Callable[[Results], bytes | None]] = {
+    "acceptance.png": _acceptance,
+    "speedup.png": _speedups,
+    "profile.png": _profiles,
+}
+
+
+def _axes(width: float, methods: Mapping[str, object]) -> tuple[Any, Any]:
     """A plot of this width in inches, with room for a legend of these methods beside it."""
     # Without pyplot, hence without windows or a global state; saving as PNG takes the Agg backend by itself.
     legend = 0.6 + 0.09 * max(len(_label(method)) for method in (*methods, "plain decoding"))
@@ -273,7 +332,9 @@ def write(folder: Path, found: Results, with_pictures: bool) -> None:
         _write(folder / RESULTS, found.as_json().encode())
         if with_pictures:
             for name, draw in PICTURES.items():
-                _write(folder / name, draw(found))
+                picture = draw(found)
+                if picture is not None:
+                    _write(folder / name, picture)
     except OSError as error:
         raise ValueError(f"{folder} cannot be written to ({error.strerror}).") from error
 

@@ -144,7 +144,7 @@ def measure(
             little memory.
     """
     assert params.temperature == 0 or params.seed is not None
-    run = _Run(engines, sets, params, settings)
+    run = Run(engines, sets, params, settings)
     run.check()
     count = sum(len(one.prompts) for one in sets)
     done, total = 0, count * (1 + len(engines) * settings.repeats)
@@ -182,7 +182,9 @@ def measure(
     return trials
 
 
-class _Run:
+class Run:
+    """How batches of prompts are decoded; arguments as in `measure`."""
+
     def __init__(
         self, engines: Mapping[str, Engine], sets: Sequence[PromptSet], params: SamplingParams, settings: Settings
     ) -> None:

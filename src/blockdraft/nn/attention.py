@@ -63,7 +63,13 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None
 
 
 def attend_grouped(
-    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float | None = None
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None = None,
+    causal: bool = True,
 ) -> Tensor:
     """Attention of a few nodes, in which the query heads of a group stand as further rows of their key/value head.
 
@@ -76,13 +82,14 @@ def attend_grouped(
             lets each node see all slots up to its own, which takes N = 1, or N = T and no soft-cap.
         scale: Factor on the scores.
         softcap: c in c * tanh(scores / c), or None.
+        causal: Without it no mask lets each node see all slots.
 
     Returns:
         `[B, N, heads * D]`.
     """
     batch, count, heads, head_dim = queries.shape
     kv_heads = keys.size(1)
-    if mask is None and count > 1:
+    if mask is None and count > 1 and causal:
         assert softcap is None and keys.size(2) == count
         out = F.scaled_dot_product_attention(
             queries.transpose(1, 2), keys, values, is_causal=True, scale=scale, enable_gqa=True

@@ -105,9 +105,7 @@ class DFlashNetwork(nn.Module):
         bias = torch.cat([p.bias for p in projections]) if self.config.attention_bias else None
         return torch.cat([p.weight for p in projections]), bias, torch.stack([a.k_norm.weight for a in attentions])
 
-    def context(
-        self, features: Tensor, positions: Tensor, weights: tuple[Tensor, Tensor | None, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def context(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of all layers for committed tokens, in one product.
 
         Context rows go through `fc` and `hidden_norm` only: no input norm, no query, no MLP.
@@ -115,13 +113,12 @@ class DFlashNetwork(nn.Module):
         Args:
             features: `[B, N, m * H]` of the tapped target layers.
             positions: `[B, N]`, absolute.
-            weights: `context_weights()`, where the caller keeps them.
 
         Returns:
             Keys and values, each `[layers, B, kv_heads, N, D]`, keys normed and rotated.
         """
         config = self.config
-        weight, bias, scales = weights or self.context_weights()
+        weight, bias, scales = self.context_weights()
         both = F.linear(self.hidden_norm(self.fc(features)), weight, bias)
         shape = (2, config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
         keys, values = both.unflatten(-1, shape).unbind(dim=2)  # [B, N, layers, kv_heads, D]
@@ -141,8 +138,12 @@ class DFlashNetwork(nn.Module):
         Returns:
             `[B, N, H]` after the final norm; slot j stands for the token at anchor + j, slot 0 for nothing.
         """
-        cos, sin = self.angles(positions, block.dtype)
-        x = block * self.config.input_embedding_scale
+        return self.through_layers(block, *self.angles(positions, block.dtype), attend)
+
+    def through_layers(self, block: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """`forward` with the angles as its layers take them."""
+        scale = self.config.input_embedding_scale
+        x = block if scale == 1 else block * scale
         for index, layer in enumerate(self.layers):
             x = layer(x, cos, sin, index, attend)
         out: Tensor = self.norm(x)
@@ -150,6 +151,7 @@ class DFlashNetwork(nn.Module):
 
     def adjust_logits(self, logits: Tensor) -> Tensor:
         """The scale and soft-cap that some checkpoints ask for, on top of the target's output projection."""
-        logits = logits * self.config.output_multiplier
+        factor = self.config.output_multiplier
+        logits = logits if factor == 1 else logits * factor
         cap = self.config.final_logit_softcapping
         return logits if cap is None else torch.tanh(logits / cap) * cap

@@ -103,7 +103,7 @@ def _proposal(
         expected = tuple(sum(probs[:count]) for probs in path_probs)
     filled = [[(0.0, -1, 0), *nodes[:count], *[(0.0, -1, 0)] * (count - len(nodes))] for nodes in rows]
     device = tokens_BG.device
-    parents = torch.tensor([[parent for _, parent, _ in nodes] for nodes in filled], device=device)
+    parents = torch.tensor([[parent for _, parent, _ in nodes] for nodes in filled])
     guesses = torch.tensor([[guess for _, _, guess in nodes] for nodes in filled], device=device)
     tokens = tokens_BG.gather(1, guesses)
     tokens[:, 0] = anchor_B

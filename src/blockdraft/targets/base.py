@@ -112,7 +112,8 @@ class Target(Protocol):
 
         Args:
             tokens: `[B, N]` int64.
-            parents: `[B, N]` int64, as in `Proposal`; node i attends to the committed tokens, its ancestors, itself.
+            parents: `[B, N]` int64 on the CPU, as in `Proposal`; node i attends to the committed tokens, its ancestors,
+                itself.
             cache: Holds the nodes afterwards; `cache.commit` decides which stay.
             taps: Layers whose output is wanted, 0-based; `num_layers` stands for the input of `head`.
             logits_at: `[B]`, the one node of each row whose logits are wanted; None wants all.

@@ -129,8 +129,8 @@ class HFTarget:
         assert isinstance(cache, HFCache)
         starts = torch.tensor(cache.lengths, device=self.device)[:, None]
         # Nodes that a shorter row of the batch will never commit may lie past the last position.
-        positions = (starts + depths(parents)).clamp(max=self.max_context - 1)
-        within = tree_mask(parents)
+        positions = (starts + depths(parents).to(self.device)).clamp(max=self.max_context - 1)
+        within = tree_mask(parents).to(self.device)
         masks = {
             kind: additive_mask(
                 visible_slots(

@@ -24,7 +24,7 @@ class Verdict:
     bonus: list[int]
 
 
-def verify(proposal: Proposal, laws: Laws, uniforms_BN: Tensor, tests_BN: Tensor | None = None) -> Verdict:
+def verify(proposal: Proposal, laws: Laws, uniforms_BN: Tensor | None, tests_BN: Tensor | None = None) -> Verdict:
     """Accept as many guesses as can stand without changing the law of the output.
 
     How a row is judged follows from how its guesses came about:
@@ -38,18 +38,18 @@ def verify(proposal: Proposal, laws: Laws, uniforms_BN: Tensor, tests_BN: Tensor
     - Drawn, a tree in which nodes have siblings: the children of a node are tested one after the other
       (`rules.accept_sibling`).
 
-    A row of `laws.invalid_rows()` gets an empty path and the bonus -1; the others do not notice.
+    A row of `laws.invalid_rows` gets an empty path and the bonus -1; the others do not notice.
 
     Args:
         proposal: Trees of B rows and N nodes.
         laws: p after each of these nodes.
         uniforms_BN: A number in [0, 1) for each node, float64, for the token drawn there. Nodes of one depth may
-            share a number, because a path holds one node of each depth.
+            share a number, because a path holds one node of each depth. None if every row is greedy.
         tests_BN: A number in [0, 1) for each node, float64, for its acceptance, independent of all other numbers,
             those that drew the guesses included. None if no row has drawn guesses.
     """
-    tokens, invalid = proposal.tokens.tolist(), set(laws.invalid_rows())
-    children = [children_of(parents) for parents in proposal.parents.tolist()]
+    tokens, invalid = laws.tokens, set(laws.invalid_rows)
+    children = [children_of(parents) for parents in proposal.parent_lists]
     q = proposal.q or (None,) * len(tokens)
     valid = [row for row in range(len(tokens)) if row not in invalid]
     drawn = [row for row in valid if q[row] is not None]
@@ -69,7 +69,7 @@ def verify(proposal: Proposal, laws: Laws, uniforms_BN: Tensor, tests_BN: Tensor
 
     for rows, judge in ((chains, judge_chains), (trees, judge_trees)):
         if rows:
-            assert tests_BN is not None, "drawn guesses need numbers for their acceptance"
+            assert uniforms_BN is not None and tests_BN is not None, "drawn guesses need numbers"
             judged = judge(rows, proposal, children, laws, uniforms_BN, tests_BN)
             for row, path, token in zip(rows, *judged, strict=True):
                 paths[row], bonus[row] = path, token

@@ -1,0 +1,50 @@
+from pathlib import Path
+
+import pytest
+
+from blockdraft.engine import Engine
+from blockdraft.evaluation.methods import Settings, parse_methods
+from blockdraft.evaluation.profile import host_share, profiles
+from blockdraft.evaluation.prompts import PromptSet
+from blockdraft.evaluation.speed import load_methods, measure
+from blockdraft.targets import load_target
+from blockdraft.timing import CONTEXT, FORWARD, GUESSES, HEAD, PARTS, PASS, listening
+from blockdraft.types import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def engines(tiny_target_dir: Path, tiny_drafter_dir: Path) -> dict[str, Engine]:
+    methods = parse_methods("none,dflash,ddtree:5", str(tiny_drafter_dir), None, 5)
+    return load_methods(methods, load_target(tiny_target_dir, device="cpu"), 2)
+
+
+def test_every_part_of_a_cycle_is_found(engines: dict[str, Engine]) -> None:
+    sets, settings, params = (
+        [PromptSet("few", ("one", "two", "three"))],
+        Settings(batch_size=2, repeats=2),
+        SamplingParams(8),
+    )
+    trials = measure(engines, sets, params, settings)
+    seen: list[tuple[str, int, int]] = []
+    found = profiles(engines, sets, params, settings, trials, lambda *told: seen.append(told))
+    assert list(found) == list(engines) and seen[-1] == ("profile", 9, 9)
+    timed = {name: sum(t.cycles for t in trials if t.method == name and t.repeat == 0) for name in engines}
+    for name, one in found.items():
+        assert list(one.seconds) == list(PARTS) and one.cycles == timed[name]
+        drafted = [one.seconds[part] > 0 for part in (PASS, HEAD, CONTEXT)]
+        assert drafted == [name != "none"] * 3
+        assert all(spent > 0 for part, spent in one.seconds.items() if part not in (PASS, HEAD, CONTEXT))
+        assert one.host == pytest.approx(host_share(one.seconds)) and 0 < one.host < 1
+
+
+def test_the_host_is_what_is_no_network() -> None:
+    assert (
+        host_share(dict.fromkeys(PARTS, 0.0) | {FORWARD: 6.0, PASS: 1.0, HEAD: 0.5, CONTEXT: 0.5, GUESSES: 2.0}) == 0.2
+    )
+
+
+def test_prompts_are_no_part_of_cycles(engines: dict[str, Engine]) -> None:
+    engine = engines["dflash"]
+    with listening() as seconds:
+        engine.prefill([engine.request([5, 6, 7], SamplingParams(4))])
+    assert not any(seconds.values())
