@@ -16,6 +16,9 @@ Prompt: TypeAlias = "str | Sequence[Message] | Sequence[int]"
 # How a target is run: by transformers, by our own decoder, or by the latter wherever it knows the model.
 Backend: TypeAlias = Literal["auto", "hf", "native"]
 DEFAULT_BACKEND: Backend = "auto"
+# Of a target's forward: compiled where that is possible, always, or never.
+Compile: TypeAlias = Literal["auto", "on", "off"]
+DEFAULT_COMPILE: Compile = "auto"
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "error"]
 
 

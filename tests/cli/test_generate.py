@@ -23,7 +23,16 @@ from blockdraft.engine import Chunk, Engine, Stats
 from blockdraft.targets import load_target
 from blockdraft.types import SamplingParams
 
-KEYS = {"text", "token_ids", "finish_reason", "tau", "acceptance_by_position", "tokens_per_second", "backend"}
+KEYS = {
+    "text",
+    "token_ids",
+    "finish_reason",
+    "tau",
+    "acceptance_by_position",
+    "tokens_per_second",
+    "backend",
+    "running",
+}
 COMPARE_KEYS = {"plain_tokens_per_second", "speedup", "identical"}
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -195,7 +204,9 @@ def test_a_terminal_shows_the_answer_and_a_summary(generate: Run, expected: dict
     shown = ESCAPES.sub("", result.out)
     assert (result.code, result.err) == (0, "")
     assert shown.startswith(expected["text"] + "\n\n")
-    summary = r"20 tokens, \d+ drafted, tau \d\.\d\d, \d+\.\d tokens/s, finish reason: length, backend: native\n"
+    summary = (
+        r"20 tokens, \d+ drafted, tau \d\.\d\d, \d+\.\d tokens/s, finish reason: length, backend: native(, compiled)?\n"
+    )
     assert re.fullmatch(summary, shown.removeprefix(expected["text"] + "\n\n"))
 
 
@@ -221,7 +232,7 @@ def test_guessed_tokens_are_coloured_and_characters_stay_whole(
         Chunk("", tuple(ids[6:9]), (True, True, False), stats, "length"),
     ]
     engine: Any = SimpleNamespace(
-        target=SimpleNamespace(tokenizer=tokenizer, backend="native"), stream=lambda *_: iter(chunks)
+        target=SimpleNamespace(tokenizer=tokenizer, running="native"), stream=lambda *_: iter(chunks)
     )
     out = Stream(terminal=True)
     monkeypatch.setattr(sys, "stdout", out)

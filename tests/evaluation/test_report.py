@@ -15,7 +15,7 @@ from blockdraft.evaluation.speed import Trial
 
 PLAIN_TRIAL, DRAFTED_TRIAL = [1] * 6, [3, 1, 2]
 
-ARGUMENTS = {"temperature": 0.0, "repeats": 2, "backend": "native", "dtype": "float32", "device": "cpu"}
+ARGUMENTS = {"temperature": 0.0, "repeats": 2, "running": "native, compiled", "dtype": "float32", "device": "cpu"}
 
 
 def trial(method: str, prompt_set: str, repeat: int | None, seconds: float, committed: list[int]) -> Trial:

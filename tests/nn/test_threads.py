@@ -60,7 +60,7 @@ def test_targets_are_measured_unless_a_number_is_given(
     folder: Path, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(threads, "fastest", lambda seconds: 2)
-    load_target(tiny_target_dir, device="cpu", compile="on")
+    load_target(tiny_target_dir, device="cpu", compile="on", threads="auto")
     assert torch.get_num_threads() == 2
     load_target(tiny_target_dir, device="cpu", threads=1)
     assert torch.get_num_threads() == 1

@@ -10,10 +10,22 @@ from typing import Annotated
 import typer
 
 from blockdraft.cli import loading
-from blockdraft.cli.options import BlockSize, Device, DraftWindow, Dtype, TargetBackend, TargetFolder, extent, option
+from blockdraft.cli.options import (
+    BlockSize,
+    CompileForward,
+    Device,
+    DraftWindow,
+    Dtype,
+    Quantize,
+    TargetBackend,
+    TargetFolder,
+    Threads,
+    extent,
+    option,
+)
 from blockdraft.evaluation.methods import CHAINS, DRAWN, PLAIN, TREES, Settings, parse_methods
 from blockdraft.evaluation.prompts import read_prompt_sets
-from blockdraft.types import DEFAULT_BACKEND, SamplingParams
+from blockdraft.types import DEFAULT_BACKEND, DEFAULT_COMPILE, SamplingParams
 
 
 def bench(
@@ -59,6 +71,9 @@ def bench(
     dtype: Dtype = None,
     device: Device = None,
     backend: TargetBackend = DEFAULT_BACKEND,
+    threads: Threads = "auto",
+    compile: CompileForward = DEFAULT_COMPILE,
+    quantize: Quantize = None,
     out: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Write results.json, acceptance.png and speedup.png into this folder."),
@@ -100,7 +115,9 @@ def bench(
         report.check_folder(out, overwrite)
         if pictures:
             report.require_pictures()
-    loaded = loading.load(target, dtype, device, backend)
+    loaded = loading.load(
+        target, dtype, device, backend, threads=extent("threads", threads), compile=compile, quantize=quantize
+    )
     engines = speed.load_methods(chosen, loaded, batch_size)
     try:
         with display.progress("answers") as progress:
@@ -129,6 +146,7 @@ def bench(
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "device": str(loaded.device),
         "backend": loaded.backend,
+        "running": loaded.running,
     }
     found = report.results(trials, arguments, loaded.device, profiles)
     try:

@@ -10,9 +10,19 @@ from typing import Annotated
 import typer
 
 from blockdraft.cli import loading
-from blockdraft.cli.options import Device, Dtype, TargetBackend, TargetFolder, option
+from blockdraft.cli.options import (
+    CompileForward,
+    Device,
+    Dtype,
+    Quantize,
+    TargetBackend,
+    TargetFolder,
+    Threads,
+    extent,
+    option,
+)
 from blockdraft.evaluation.methods import Settings
-from blockdraft.types import DEFAULT_BACKEND
+from blockdraft.types import DEFAULT_BACKEND, DEFAULT_COMPILE
 
 
 def calibrate(
@@ -25,6 +35,9 @@ def calibrate(
     dtype: Dtype = None,
     device: Device = None,
     backend: TargetBackend = DEFAULT_BACKEND,
+    threads: Threads = "auto",
+    compile: CompileForward = DEFAULT_COMPILE,
+    quantize: Quantize = None,
     anew: Annotated[bool, typer.Option("--anew", help="Measure again, even if there is a measurement.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:
@@ -40,11 +53,13 @@ def calibrate(
     from blockdraft.drafters import load_drafter
     from blockdraft.engine import Engine, load_or_measure
 
-    loaded = loading.load(target, dtype, device, backend)
+    loaded = loading.load(
+        target, dtype, device, backend, threads=extent("threads", threads), compile=compile, quantize=quantize
+    )
     engine = Engine(loaded, load_drafter(drafter, target=loaded), max_batch_size=batch_size)
     costs = load_or_measure(engine, lambda line: print(line, file=sys.stderr, flush=True), anew)
     if as_json:
-        print(json.dumps({**asdict(costs), "backend": loaded.backend}))
+        print(json.dumps({**asdict(costs), "backend": loaded.backend, "running": loaded.running}))
     else:
         console = display.terminal() if sys.stdout.isatty() else display.plain()
-        display.show_costs(console, costs, engine.drafter.block_size, loaded.backend)
+        display.show_costs(console, costs, engine.drafter.block_size, loaded.running)

@@ -58,7 +58,7 @@ def stream_answer(console: Console, engine: Engine, prompt: str, params: Samplin
             f"\n{_number(tokens, 'token')}, ",
             (f"{guessed} drafted", DRAFTED),
             f", tau {stats.tau:.2f}, {stats.tokens_per_second:.1f} tokens/s, finish reason: {chunk.finish_reason}, "
-            f"backend: {engine.target.backend}",
+            f"backend: {engine.target.running}",
         )
     )
 
@@ -197,6 +197,7 @@ def as_dict(completion: Completion, comparison: Comparison | None, target: Targe
         "acceptance_by_position": stats.acceptance_by_position,
         "tokens_per_second": stats.tokens_per_second,
         "backend": target.backend,
+        "running": target.running,
     }
     if comparison is not None:
         found["plain_tokens_per_second"] = comparison.plain.stats.tokens_per_second

@@ -12,9 +12,21 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from blockdraft.cli import loading
-from blockdraft.cli.options import BlockSize, Device, DraftWindow, Dtype, TargetBackend, TargetFolder, extent, option
+from blockdraft.cli.options import (
+    BlockSize,
+    CompileForward,
+    Device,
+    DraftWindow,
+    Dtype,
+    Quantize,
+    TargetBackend,
+    TargetFolder,
+    Threads,
+    extent,
+    option,
+)
 from blockdraft.evaluation.methods import Settings
-from blockdraft.types import DEFAULT_BACKEND, Drafting, SamplingParams
+from blockdraft.types import DEFAULT_BACKEND, DEFAULT_COMPILE, Drafting, SamplingParams
 
 if TYPE_CHECKING:
     from blockdraft.engine import Engine
@@ -64,6 +76,9 @@ def generate(
     dtype: Dtype = None,
     device: Device = None,
     backend: TargetBackend = DEFAULT_BACKEND,
+    threads: Threads = "auto",
+    compile: CompileForward = DEFAULT_COMPILE,
+    quantize: Quantize = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Decode without the drafter too, and compare speed and tokens.")
     ] = False,
@@ -98,7 +113,9 @@ def generate(
     from blockdraft.drafters import load_drafter
     from blockdraft.engine import Engine
 
-    loaded = loading.load(target, dtype, device, backend)
+    loaded = loading.load(
+        target, dtype, device, backend, threads=extent("threads", threads), compile=compile, quantize=quantize
+    )
     rows = {} if batch_size is None else {"max_batch_size": batch_size}
     engine = Engine(loaded, load_drafter(drafter, target=loaded), drafting=drafting, **rows)
 

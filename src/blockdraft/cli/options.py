@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from blockdraft.types import Backend, Drafting
+from blockdraft.types import Backend, Compile, Drafting
 
 
 def option(owner: type, name: str, **settings: Any) -> Any:
@@ -45,5 +45,23 @@ TargetBackend = Annotated[
         metavar="auto|hf|native",
         help="What runs the target: native, our own decoder; hf, transformers; or native wherever it knows the model.",
     ),
+]
+Threads = Annotated[
+    str,
+    typer.Option(
+        metavar="N|auto", help="Threads on a CPU; auto measures once what is fastest, unless OMP_NUM_THREADS is set."
+    ),
+]
+CompileForward = Annotated[
+    Compile,
+    typer.Option(
+        "--compile",
+        metavar="auto|on|off",
+        help="Compile the native decoder's forward with this machine's C compiler, once; on fails where it cannot be.",
+    ),
+]
+Quantize = Annotated[
+    str | None,
+    typer.Option(metavar="int8", help="Round the target's weights; the rounded model is then the target."),
 ]
 Device = Annotated[str | None, typer.Option(help="By default the first GPU if there is one, else cpu.")]

@@ -202,7 +202,7 @@ def _fingerprint(engine: Engine) -> str:
     facts = [
         *(
             target.path,
-            target.backend,
+            target.running,
             target.hidden_size,
             target.num_layers,
             target.vocab_size,

@@ -124,7 +124,7 @@ def show(console: Console, found: Results) -> None:
     if len(tables) > 1:
         tables["all sets"] = found.methods
     of = found.arguments
-    console.print(f"Target: backend {of['backend']}, {of['dtype']}, on {of['device']}\n")
+    console.print(f"Target: backend {of['running']}, {of['dtype']}, on {of['device']}\n")
     for name, methods in tables.items():
         console.print(_table(name, methods, box.SIMPLE if console.is_terminal else None))
         console.print()

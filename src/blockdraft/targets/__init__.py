@@ -12,7 +12,7 @@ from blockdraft.targets.base import Cache, Target, TargetOutput, TargetText, emb
 from blockdraft.targets.checkpoint import load_text
 from blockdraft.targets.families import NotCovered
 from blockdraft.targets.native import save_quantized
-from blockdraft.types import DEFAULT_BACKEND, Backend
+from blockdraft.types import DEFAULT_BACKEND, DEFAULT_COMPILE, Backend, Compile
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BUNDLED = Path(__file__).parents[1] / "pair" / "target"
@@ -23,9 +23,9 @@ def load_target(
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
     backend: Backend = DEFAULT_BACKEND,
-    compile: native.Compile = "auto",
+    compile: Compile = DEFAULT_COMPILE,
     quantize: Literal["int8"] | None = None,
-    threads: int | None = None,
+    threads: int | Literal["auto"] | None = None,
 ) -> Target:
     """Load a target.
 
@@ -40,8 +40,8 @@ def load_target(
             is possible, in a few seconds of the first run; "on" fails where it is not.
         quantize: "int8" rounds weights to int8, with a factor for each output channel; activations are never rounded.
             The target is then the rounded model. `save_quantized` keeps it.
-        threads: Of torch and the compiled forward, from now on, on a CPU. None measures once which number is fastest
-            for a compiled target, unless `OMP_NUM_THREADS` is set, and leaves torch's own otherwise.
+        threads: Of torch and the compiled forward, from now on, on a CPU. None leaves torch's number. "auto" measures
+            once which number is fastest for a compiled target, unless `OMP_NUM_THREADS` is set.
 
     Raises:
         ValueError: Unknown folder, unreadable weights, unknown dtype or device, a model that is no decoder-only LM, or
@@ -49,8 +49,8 @@ def load_target(
     """
     if backend not in get_args(Backend):
         raise ValueError(f"backend is {backend!r}; use one of {sorted(get_args(Backend))}.")
-    if compile not in get_args(native.Compile):
-        raise ValueError(f"compile is {compile!r}; use one of {sorted(get_args(native.Compile))}.")
+    if compile not in get_args(Compile):
+        raise ValueError(f"compile is {compile!r}; use one of {sorted(get_args(Compile))}.")
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
@@ -65,9 +65,9 @@ def load_target(
     if name not in DTYPES:
         raise ValueError(f"dtype is {name!r}; use one of {sorted(DTYPES)}.")
     path = BUNDLED if path is None else path
-    if threads is not None and threads < 1:
-        raise ValueError(f"threads is {threads}; it must be at least 1.")
-    if threads is not None:
+    if isinstance(threads, int):
+        if threads < 1:
+            raise ValueError(f"threads is {threads}; it must be at least 1.")
         torch.set_num_threads(threads)
     if quantize not in (None, "int8") or (quantize and backend == "hf"):
         raise ValueError(f"quantize is {quantize!r} for the backend {backend}; use int8 with the native one, or None.")
@@ -81,7 +81,7 @@ def load_target(
         fallback = hf.load(path, DTYPES[name], placed)
         fallback.backend_reason = str(reason)
         return fallback
-    if threads is None and target.compiled is not None:
+    if threads == "auto" and target.compiled is not None:
         native.use_best_threads_for(target)
     return target
 

@@ -66,6 +66,7 @@ class Target(Protocol):
     Attributes:
         path: Where it was loaded from.
         backend: How it is run, "native" or "hf".
+        running: How it is run, in words for people: the backend, and whether compiled or with int8 weights.
         backend_reason: Why it is not run natively, where that was not asked for; else None.
         tokenizer: None where the folder has none; then prompts are token ids.
         max_context: Tokens that a row may hold, prompt and answer together.
@@ -90,6 +91,9 @@ class Target(Protocol):
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
         """Every weight, by its name in the checkpoint, whichever the backend; a tied head is not named again."""
+
+    @property
+    def running(self) -> str: ...
 
     @property
     def shape(self) -> Mapping[str, Any]: ...

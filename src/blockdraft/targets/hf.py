@@ -106,6 +106,10 @@ class HFTarget:
         self._layers = _decoder_layers(model, self.num_layers)
 
     @property
+    def running(self) -> str:
+        return self.backend
+
+    @property
     def shape(self) -> dict[str, Any]:
         return drafter_shape(self._config)
 

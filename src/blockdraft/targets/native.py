@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -39,9 +39,9 @@ from blockdraft.targets.checkpoint import (
     max_context,
 )
 from blockdraft.targets.families import NotCovered, decoder_config
+from blockdraft.types import DEFAULT_COMPILE, Compile
 
 # Whether the forward is compiled: "auto" does it where that is possible, "on" fails where it is not.
-Compile: TypeAlias = Literal["auto", "on", "off"]
 PROBED_CONTEXT = 256  # slots
 PROBED_NODES = (1, 16)
 QUANT_METHOD = "blockdraft-int8"  # in a checkpoint's configuration
@@ -88,6 +88,16 @@ class NativeTarget:
         self.compile_reason: str | None = None
         self._config = config
         self._group = decoder.config.num_heads // decoder.config.num_kv_heads
+
+    @property
+    def running(self) -> str:
+        parts = ["native", "compiled" if self.compiled is not None else "", "int8 weights" if self.is_int8 else ""]
+        return ", ".join(filter(None, parts))
+
+    @property
+    def is_int8(self) -> bool:
+        """Whether the weights are int8."""
+        return self.decoder.head.scale is not None
 
     @property
     def shape(self) -> dict[str, Any]:
@@ -165,7 +175,7 @@ def load(
     path: str | Path,
     dtype: torch.dtype,
     device: torch.device,
-    compile: Compile = "auto",
+    compile: Compile = DEFAULT_COMPILE,
     quantize: Literal["int8"] | None = None,
 ) -> NativeTarget:
     """Load a checkpoint in safetensors and, where there is one, its tokenizer, from a local folder or by hub name.
@@ -221,7 +231,7 @@ def use_best_threads_for(target: NativeTarget) -> None:
             tokens = torch.zeros(1, count, dtype=torch.long)
             target.forward(tokens, chain_parents(1, count), cache)
 
-    facts = (target.decoder.config, target.dtype, target.decoder.head.scale is None)
+    facts = (target.decoder.config, target.dtype, target.is_int8)
     use_best_threads(score, facts)
 
 
@@ -241,7 +251,7 @@ def save_quantized(target: NativeTarget, folder: Path) -> None:
     """
     if folder.exists():
         raise ValueError(f"{folder} exists already; name a folder that does not.")
-    if target.decoder.head.scale is None:
+    if not target.is_int8:
         raise ValueError('The target has no int8 weights; load it with quantize="int8".')
     tensors: dict[str, Tensor] = {}
     for name, weight in target.named_weights():
