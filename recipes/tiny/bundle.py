@@ -44,7 +44,7 @@ license: apache-2.0
 
 A DFlash v1 drafter (arXiv 2602.06036) of {parameters:.2f} M parameters for the bundled target: {layers} layers, blocks
 of {block_size} tokens, taps {taps}, bidirectional full attention. Trained by `recipes/tiny` on the target's own answers
-to training prompts, greedy and sampled, with random anchors and decayed cross-entropy.
+to training prompts, greedy and sampled, with random anchors, D-PACE and distillation.
 
 Measured at temperature 0 in float32 on prompts that neither model was trained on; answers that loop are left out of
 tau.
@@ -54,7 +54,7 @@ tau.
 | tau (all tokens over all cycles) | {gsm8k[tau]:.2f} | {humaneval[tau]:.2f} |
 | tau (mean over answers) | {gsm8k[tau_mean_over_answers]:.2f} | {humaneval[tau_mean_over_answers]:.2f} |
 | answers with the same tokens as plain decoding | {gsm8k[identical_to_plain]} | {humaneval[identical_to_plain]} |
-| tokens/s plain, drafted (2 CPU cores, transformers backend) | {gsm8k[tokens_per_second_plain]}, \
+| tokens/s plain, drafted (2 CPU cores) | {gsm8k[tokens_per_second_plain]}, \
 {gsm8k[tokens_per_second_drafted]} | {humaneval[tokens_per_second_plain]}, {humaneval[tokens_per_second_drafted]} |
 | speed-up | {gsm8k[speedup]} | {humaneval[speedup]} |
 

@@ -35,7 +35,7 @@ settle() {
 settle settled "$build/first_answers.jsonl" 220 --limit 7000 --sampled-share 0.2
 settle settled_again "$build/answers.jsonl" 60 --limit 14000 --sampled-share 0.3 --seed 2
 
-run pack_answers.py --answers "$build/answers.jsonl" --target "$build/target" --out "$build/data"
+run pack_answers.py --answers "$build/first_answers.jsonl" "$build/answers.jsonl" --target "$build/target" --out "$build/data"
 "$python" -m blockdraft train dflash "$here/drafter.toml" --target "$build/target" --data "$build/data" --out "$build/drafter"
 run measure.py --data "$data" --target "$build/target" --drafter "$build/drafter" --out "$build/figures.json"
 run bundle.py --build "$build"
