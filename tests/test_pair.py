@@ -55,6 +55,7 @@ def test_drafting_changes_nothing(
     assert drafted.token_ids == undrafted.token_ids
 
 
+@pytest.mark.slow
 def test_both_backends_say_the_same(engine: blockdraft.Engine, plain: blockdraft.Engine) -> None:
     """Ours and transformers', with and without drafter; greedy answers show the least difference."""
     assert engine.target.backend == "native"

@@ -193,6 +193,7 @@ def refused(result: Result, message: str) -> None:
     assert "Traceback" not in result.err
 
 
+@pytest.mark.slow
 def test_profile(bench: Run, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     result = bench("--out", tmp_path, "--profile", "--draft-window", 3)

@@ -59,7 +59,7 @@ def test_bad_input(arguments: list[str], told: str, tmp_path: Path, monkeypatch:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("written", ["zlab", "speculators"])
+@pytest.mark.parametrize("written", ["speculators", pytest.param("zlab", marks=pytest.mark.slow)])
 def test_a_run_ends_with_a_table_and_the_command(
     written: str, tmp_path: Path, tiny_target_dir: Path, tiny_data_dir: Path
 ) -> None:

@@ -21,7 +21,7 @@ from blockdraft.types import Drafting, SamplingParams
 PROMPTS = [[5, 9, 17, 4], [8, 8, 30], [40, 3, 22, 19, 7, 6, 5]]
 
 
-@pytest.fixture(scope="module", params=["native", "hf"])
+@pytest.fixture(scope="module", params=["native", pytest.param("hf", marks=pytest.mark.slow)])
 def target(tiny_target_dir: Path, request: pytest.FixtureRequest) -> Target:
     return load_target(tiny_target_dir, backend=request.param)
 

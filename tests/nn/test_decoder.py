@@ -86,6 +86,7 @@ def test_slots_of_each_row_and_shared_ones_are_the_same(decoder: Decoder) -> Non
     assert all(torch.equal(a, b) for a, b in zip(shared["stores"], apart["stores"], strict=True))
 
 
+@pytest.mark.slow
 def test_the_whole_forward_compiles_as_one_graph(decoder: Decoder) -> None:
     """Also the writes to the stores. `aot_eager` traces and functionalises like the real compiler, and generates no
     code, which would take a minute."""

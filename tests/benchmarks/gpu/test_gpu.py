@@ -59,6 +59,7 @@ def test_of_the_experts_a_few_are_read() -> None:
     assert bytes_per_token(target, shape.target, 0) == 4 * (everything - experts * 6 / 8)
 
 
+@pytest.mark.slow
 def test_one_command_measures_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = ["--contexts", "16", "--trees", "16", "--repeats", "2", "--cycles", "4", "--dtype", "float32"]
     monkeypatch.setattr(sys, "argv", ["gpu", "--device", "cpu", "--shapes", "tiny", *small, "--out", str(tmp_path)])
