@@ -54,9 +54,12 @@ tau.
 | tau (all tokens over all cycles) | {gsm8k[tau]:.2f} | {humaneval[tau]:.2f} |
 | tau (mean over answers) | {gsm8k[tau_mean_over_answers]:.2f} | {humaneval[tau_mean_over_answers]:.2f} |
 | answers with the same tokens as plain decoding | {gsm8k[identical_to_plain]} | {humaneval[identical_to_plain]} |
-| tokens/s plain, drafted (2 CPU cores) | {gsm8k[tokens_per_second_plain]}, \
-{gsm8k[tokens_per_second_drafted]} | {humaneval[tokens_per_second_plain]}, {humaneval[tokens_per_second_drafted]} |
-| speed-up | {gsm8k[speedup]} | {humaneval[speedup]} |
+| transformers backend, tokens/s plain, drafted (2 CPU cores) | {gsm8k[hf][tokens_per_second_plain]}, \
+{gsm8k[hf][tokens_per_second_drafted]} | {humaneval[hf][tokens_per_second_plain]}, \
+{humaneval[hf][tokens_per_second_drafted]} |
+| native backend, tokens/s plain, drafted | {gsm8k[native][tokens_per_second_plain]}, \
+{gsm8k[native][tokens_per_second_drafted]} | {humaneval[native][tokens_per_second_plain]}, \
+{humaneval[native][tokens_per_second_drafted]} |
 
 Share of cycles in which the first i guesses were accepted, i = 1, 2, ...:
 

@@ -14,6 +14,9 @@ from statistics import median
 
 from blockdraft import Engine, SamplingParams, load_drafter, load_target
 from blockdraft.engine import Stats, loops, merge
+from blockdraft.types import Backend
+
+BACKENDS: tuple[Backend, ...] = ("native", "hf")
 
 
 def answer_of(text: str) -> str | None:
@@ -49,9 +52,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None, help="JSON file for the figures")
     args = parser.parse_args()
 
-    target = load_target(args.target)
-    drafted = Engine(target, load_drafter(args.drafter, target=target))
-    plain = Engine(target, load_drafter("none", target=target), max_batch_size=64)
+    # The first backend answers, both are timed.
+    loaded = [load_target(args.target, backend=backend, threads="auto") for backend in BACKENDS]
+    pairs = [
+        (
+            Engine(target, load_drafter(args.drafter, target=target)),
+            Engine(target, load_drafter("none", target=target), max_batch_size=64),
+        )
+        for target in loaded
+    ]
+    drafted, plain = pairs[0]
     params = SamplingParams(args.max_new_tokens)
     figures = {}
     for name in args.sets:
@@ -77,11 +87,14 @@ def main() -> None:
             figure["identical_to_plain"] = same
         if args.speed:
             chosen = [p for p, c in zip(prompts, completions, strict=True) if not loops(c.token_ids)][: args.speed]
-            drafted_rate, plain_rate = speeds((drafted, plain), chosen, params, args.repeats)
             figure["speed_prompts"], figure["repeats"] = len(chosen), args.repeats
-            figure["tokens_per_second_plain"] = round(plain_rate, 1)
-            figure["tokens_per_second_drafted"] = round(drafted_rate, 1)
-            figure["speedup"] = round(drafted_rate / plain_rate, 2)
+            rates = speeds([engine for pair in pairs for engine in pair], chosen, params, args.repeats)
+            for backend, drafted_rate, plain_rate in zip(BACKENDS, rates[::2], rates[1::2], strict=True):
+                figure[backend] = {
+                    "tokens_per_second_plain": round(plain_rate, 1),
+                    "tokens_per_second_drafted": round(drafted_rate, 1),
+                    "speedup": round(drafted_rate / plain_rate, 2),
+                }
         answers = args.data / f"prompts/{name}_test_with_answers.jsonl"
         if answers.is_file():
             with answers.open(encoding="utf-8") as file:
