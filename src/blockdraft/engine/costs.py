@@ -203,6 +203,7 @@ def _fingerprint(engine: Engine) -> str:
         *(
             target.path,
             target.backend,
+            target.compiled is not None,
             target.hidden_size,
             target.num_layers,
             target.vocab_size,

@@ -67,6 +67,7 @@ class Target(Protocol):
         path: Where it was loaded from.
         backend: How it is run, "native" or "hf".
         backend_reason: Why it is not run natively, where that was not asked for; else None.
+        compiled: Its forward compiled for this machine, or None; a drafter's is compiled where the target's is.
         tokenizer: None where the folder has none; then prompts are token ids.
         max_context: Tokens that a row may hold, prompt and answer together.
         eos_token_ids: Tokens that end an answer.
@@ -90,6 +91,9 @@ class Target(Protocol):
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
         """Every weight, by its name in the checkpoint, whichever the backend; a tied head is not named again."""
+
+    @property
+    def compiled(self) -> object | None: ...
 
     @property
     def shape(self) -> Mapping[str, Any]: ...
