@@ -1,23 +1,29 @@
-"""Time of the target's forward by number of nodes: compiled against uncompiled, dtypes, int8, numbers of threads.
+"""Time of the target's forward by number of nodes, and of a draft: compiled and not, dtypes, int8, numbers of threads.
 
     python benchmarks/forwards.py [--shape pair|120m] [--threads 1,2] [--ways off,on,int8] [--dtype float32]
 
-The shape of 120 M parameters has random weights. Ways take turns; medians and minima in milliseconds.
+The shape of 120 M parameters has random weights and no drafter. Ways take turns; minima and medians in milliseconds.
 """
 
 import argparse
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from blockdraft.drafters import load_drafter
+from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.proposal import chain
 from blockdraft.targets import BUNDLED, Target, load_target
 
 NODES = (1, 2, 4, 8, 16, 32)
+BLOCKS = (4, 8, 16)  # tokens of a draft's block, the anchor included
+OBSERVED = (1, 4, 16)  # tokens that a drafter is told of at once
+REPEATS = 8
 CONTEXT = 200
 
 
@@ -38,14 +44,43 @@ def random_120m(folder: Path) -> Path:
     return folder
 
 
-def seconds(target: Target, cache: object, count: int, repeats: int) -> list[float]:
-    nodes = chain(torch.arange(count)[None] + 10)
+@torch.no_grad()
+def seconds(work: Callable[[], object]) -> list[float]:
     times = []
-    for _ in range(repeats):
+    for _ in range(REPEATS):
         start = time.perf_counter()
-        target.forward(nodes.tokens, nodes.parents, cache)  # type: ignore[arg-type]
+        work()
         times.append(time.perf_counter() - start)
     return times[1:]
+
+
+def forwards(target: Target) -> dict[tuple[str, int], list[float]]:
+    cache = target.new_cache(1, 256)
+    prompt = chain(torch.arange(CONTEXT)[None] + 5)
+    target.forward(prompt.tokens, prompt.parents, cache)
+    cache.commit([range(CONTEXT)])
+    nodes = {count: chain(torch.arange(count)[None] + 10) for count in NODES}
+    return {
+        ("nodes", count): seconds(lambda each=each: target.forward(each.tokens, each.parents, cache))
+        for count, each in nodes.items()
+    }
+
+
+def drafts(drafter: DFlashDrafter) -> dict[tuple[str, int], list[float]]:
+    """Of a draft pass with the logits of its guesses, and of the keys and values of observed tokens."""
+    width = len(drafter.taps) * drafter.config.hidden_size
+    state = drafter.new_state(1, 256)
+    features = torch.randn(1, CONTEXT, width, dtype=drafter.network.fc.weight.dtype)
+    drafter.observe(state, torch.zeros(1, CONTEXT, dtype=torch.long), features, [CONTEXT])
+    block = torch.full((1, max(BLOCKS)), drafter.config.mask_token_id)
+    found = {
+        ("blocks", count): seconds(lambda count=count: drafter._draft_pass(state, block[:, :count], 1))
+        for count in BLOCKS
+    }
+    return found | {
+        ("observed", count): seconds(lambda count=count: drafter.observe(state, block, features[:, :count], [0]))
+        for count in OBSERVED
+    }
 
 
 def main() -> None:
@@ -58,26 +93,26 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = BUNDLED if options.shape == "pair" else random_120m(Path(folder))
-        targets = {}
+        targets, drafters = {}, {}
         for way in options.ways.split(","):
             dtype, how = ("float32", "on") if way == "int8" else (options.dtype, way)
             quantize = "int8" if way == "int8" else None
             targets[way] = load_target(path, dtype, "cpu", "native", how, quantize, threads=1)  # type: ignore[arg-type]
+            if options.shape == "pair":
+                drafters[way] = load_drafter(target=targets[way])
     for threads in map(int, options.threads.split(",")):
         torch.set_num_threads(threads)
-        found: dict[tuple[str, int], list[float]] = {}
+        found: dict[tuple[str, str, int], list[float]] = {}
         for _ in range(options.rounds):
             for way, target in targets.items():
-                cache = target.new_cache(1, 256)
-                prompt = chain(torch.arange(CONTEXT)[None] + 5)
-                target.forward(prompt.tokens, prompt.parents, cache)
-                cache.commit([range(CONTEXT)])
-                for count in NODES:
-                    found.setdefault((way, count), []).extend(seconds(target, cache, count, 8))
+                times = forwards(target) | (drafts(drafters[way]) if way in drafters else {})
+                for what, each in times.items():
+                    found.setdefault((way, *what), []).extend(each)
         for way in targets:
-            cells = [(min(times), statistics.median(times)) for count in NODES if (times := found[way, count])]
-            print(f"{options.shape} {options.dtype} {way:5} {threads} threads, nodes {NODES}:", end=" ")
-            print("  ".join(f"{1000 * low:.2f}/{1000 * middle:.2f}" for low, middle in cells), flush=True)
+            for what, counts in (("nodes", NODES), ("blocks", BLOCKS), ("observed", OBSERVED)):
+                cells = [(min(each), statistics.median(each)) for n in counts if (each := found.get((way, what, n)))]
+                print(f"{options.shape} {options.dtype} {way:5} {threads} threads, {what} {counts}:", end=" ")
+                print("  ".join(f"{1000 * low:.2f}/{1000 * middle:.2f}" for low, middle in cells), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,22 @@
-"""The draft pass as decoding runs it, against the network that training runs and a readable attention."""
+"""The draft pass as decoding runs it, compiled and not, against the network of training and a readable attention."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeAlias
 
 import pytest
 import torch
 from torch import Tensor
 
+from blockdraft.nn.build import build
 from blockdraft.nn.cache import KVCache
+from blockdraft.nn.compiled_draft import CompiledDraftPass, draft_pass, why_not_drafts
 from blockdraft.nn.dflash import DFlashNetwork
-from blockdraft.nn.draft_config import DraftConfig, LayerAttention
+from blockdraft.nn.dflash2 import DFlash2Network
+from blockdraft.nn.draft_config import DFlash2Config, DraftConfig, LayerAttention
 from blockdraft.nn.draft_pass import DraftPass
+
+Run: TypeAlias = DraftPass | CompiledDraftPass
 
 CONFIG = DraftConfig(
     hidden_size=16,
@@ -33,11 +40,28 @@ CONFIG = DraftConfig(
 
 @pytest.fixture
 def network() -> DFlashNetwork:
+    return made_network(CONFIG)
+
+
+def made_network(config: DraftConfig) -> DFlashNetwork:
     torch.manual_seed(0)
-    made = DFlashNetwork(CONFIG).requires_grad_(False)
+    made = DFlashNetwork(config).requires_grad_(False)
     for name, weight in made.named_parameters():  # as a training leaves them, not as they begin
         weight += 0.3 * torch.randn_like(weight) if "norm" in name or "bias" in name else 0
     return made
+
+
+def compiled(network: DFlashNetwork) -> CompiledDraftPass:
+    dtype = network.fc.weight.dtype
+    library = build(dtype, dtype, network.config.head_dim).library()
+    assert library is not None
+    return CompiledDraftPass(network, library)
+
+
+@pytest.fixture(params=[DraftPass, compiled], ids=["torch", "compiled"])
+def make(request: pytest.FixtureRequest) -> Callable[[DFlashNetwork], Run]:
+    way: Callable[[DFlashNetwork], Run] = request.param
+    return way
 
 
 def twin(network: DFlashNetwork, features_TF: Tensor, block_NH: Tensor, window: int | None) -> Tensor:
@@ -68,13 +92,17 @@ def twin(network: DFlashNetwork, features_TF: Tensor, block_NH: Tensor, window: 
 @pytest.mark.parametrize("lengths", [[5], [7, 7], [3, 9, 6]])
 @pytest.mark.parametrize("plain_layers", [False, True])
 def test_the_same_as_the_network(
-    network: DFlashNetwork, lengths: list[int], window: int | None, plain_layers: bool
+    network: DFlashNetwork,
+    lengths: list[int],
+    window: int | None,
+    plain_layers: bool,
+    make: Callable[[DFlashNetwork], Run],
 ) -> None:
     if plain_layers:  # those of most checkpoints, which go without a mask where rows are of one length
         network.config = replace(CONFIG, layers=(LayerAttention(False, None),) * 3)
     features, blocks = torch.randn(len(lengths), 9, 32), torch.randn(len(lengths), 4, 16)
     expected = [twin(network, f[:n], b, window) for f, b, n in zip(features, blocks, lengths, strict=True)]
-    run, state = DraftPass(network), KVCache(len(lengths), 16)
+    run, state = make(network), KVCache(len(lengths), 16)
     for begin, end in ((0, 3), (3, 9)):  # the rows part in the second half
         run.observe(state, features[:, begin : max(min(max(lengths), end), begin + 1)])
         state.commit([range(max(min(length, end) - begin, 0)) for length in lengths])
@@ -83,8 +111,10 @@ def test_the_same_as_the_network(
         torch.testing.assert_close(run(state, blocks, window), torch.stack(expected), atol=1e-5, rtol=1e-4)
 
 
-def test_more_context_than_rotary_angles_were_made_for(network: DFlashNetwork) -> None:
-    run = DraftPass(network)
+def test_more_context_than_rotary_angles_were_made_for(
+    network: DFlashNetwork, make: Callable[[DFlashNetwork], Run]
+) -> None:
+    run = make(network)
     for capacity in (16, 2000):
         state, features, block = KVCache(1, capacity), torch.randn(1, capacity - 4, 32), torch.randn(1, 4, 16)
         run.observe(state, features)
@@ -102,3 +132,77 @@ def test_memory_is_shared_and_checkpoints_stay(network: DFlashNetwork) -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
     fused = run.network.layers[0].self_attn.qkv.weight  # type: ignore[union-attr]
     assert after["layers.0.self_attn.k_proj.weight"].untyped_storage().data_ptr() == fused.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("head_dim", [8, 12, 32, 64])
+@pytest.mark.parametrize("count", [1, 2, 7, 16, 19])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.15)])
+def test_compiled_it_computes_what_torch_computes(
+    head_dim: int, count: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    kinds = [LayerAttention(causal, window) for causal in (False, True) for window in (None, 5)]
+    config = replace(CONFIG, head_dim=head_dim, num_hidden_layers=4, layers=tuple(kinds), attention_bias=count % 2 == 0)
+    network = made_network(config).to(dtype)
+    lengths, features, blocks = [31, 1, 20], torch.randn(3, 31, 32, dtype=dtype), torch.randn(3, count, 16, dtype=dtype)
+    found = []
+    for run in (compiled(network), DraftPass(network)):
+        state = KVCache(3, 64)
+        run.observe(state, features)
+        state.commit([range(length) for length in lengths])
+        outputs = [run(state, blocks, window) for window in (None, 1, 6, 25)]
+        outputs.append(torch.cat([state._layers[0][0][:, row, :, :n].flatten() for row, n in enumerate(lengths)]))
+        found.append(outputs)
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
+
+
+def test_rows_compiled_have_the_same_bits_alone_and_in_a_batch(network: DFlashNetwork) -> None:
+    run, lengths = compiled(network), [3, 40, 17]
+    features, blocks = torch.randn(3, 40, 32), torch.randn(3, 4, 16)
+    state = KVCache(3, 64)
+    run.observe(state, features)
+    state.commit([range(length) for length in lengths])
+    together = run(state, blocks)
+    for row, length in enumerate(lengths):
+        alone = KVCache(1, 64)
+        for slot in range(length):
+            run.observe(alone, features[row : row + 1, slot : slot + 1])
+            alone.commit([[0]])
+        assert torch.equal(run(alone, blocks[row : row + 1])[0], together[row])
+
+
+def test_a_context_that_does_not_fit_is_refused(network: DFlashNetwork) -> None:
+    run, state = compiled(network), KVCache(1, 16)
+    with pytest.raises(AssertionError):
+        run.observe(state, torch.randn(1, 17, 32))
+    run.observe(state, torch.randn(1, 13, 32))
+    state.commit([range(13)])
+    with pytest.raises(AssertionError):
+        run(state, torch.randn(1, 4, 16))
+
+
+def test_what_is_compiled_and_what_is_not(
+    network: DFlashNetwork, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert isinstance(compiled(network), type(draft_pass(network, compile=True)))
+    assert isinstance(draft_pass(network, compile=False), DraftPass)
+    odd = DFlashNetwork(replace(CONFIG, head_dim=6))
+    sizes = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 3}
+    convolved = DFlash2Network(DFlash2Config(**vars(CONFIG), **sizes))  # type: ignore[arg-type]
+    for other, reason in (
+        (odd, "heads of 6"),
+        (convolved, "ConvolvedLayer"),
+        (DFlashNetwork(CONFIG).half(), "float16"),
+    ):
+        assert reason in (why_not_drafts(other) or "")
+        assert isinstance(draft_pass(other, compile=True), DraftPass)
+    assert not caplog.messages
+    monkeypatch.setenv("CC", "no-such-compiler")
+    build.cache_clear()
+    try:
+        assert isinstance(draft_pass(network, compile=True), DraftPass)
+    finally:
+        build.cache_clear()
+    [message] = caplog.messages
+    assert "The drafter runs uncompiled" in message and "no C compiler" in message

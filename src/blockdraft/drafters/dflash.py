@@ -14,9 +14,9 @@ from blockdraft.formats import speculators
 from blockdraft.formats.speculators import Borrowed
 from blockdraft.formats.zlab import check_fits, read_checkpoint
 from blockdraft.nn.cache import KVCache
+from blockdraft.nn.compiled_draft import draft_pass
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.draft_config import DraftConfig
-from blockdraft.nn.draft_pass import DraftPass
 from blockdraft.nn.reduced_head import ReducedHead
 from blockdraft.proposal import Plan, Proposal, best_count, best_first, chain, chain_laws, cut_laws, paying_tree
 from blockdraft.sampling import best_tokens, draw, probabilities
@@ -80,7 +80,7 @@ class DFlashDrafter:
         self.noise_schedule = noise_schedule
         self.reduced_head = reduced_head and reduced_head.to(target.device, target.dtype)
         self._target = target
-        self._run = DraftPass(self.network)
+        self._run = draft_pass(self.network, compile=target.compiled is not None)
         self._masks = torch.full((1, self.block_size), self.config.mask_token_id, device=target.device)
 
     def new_state(self, batch: int, capacity: int) -> KVCache:

@@ -23,6 +23,8 @@ COMPILERS = ("gcc", "cc", "clang")
 FLAGS = ("-O2", "-march=native", "-ffp-contract=off", "-shared", "-fPIC")
 PARALLEL = ("-fopenmp",)  # left away where the compiler lacks it; then there is one thread
 LONGEST_SECONDS = 120.0
+LONGEST_WAIT_SECONDS = 1.5  # for the compiler, where torch's operations would do
+STILL_AT_WORK = "the compiler is still at work, and the next start will find its result"
 MOST_LANES = 16
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # as in decoder.c
 
@@ -96,6 +98,7 @@ def _load(path: Path) -> ctypes.CDLL | None:
     try:
         library = ctypes.CDLL(str(path))
         library.decoder_workspace.restype = ctypes.c_int64
+        library.draft_context_workspace.restype = ctypes.c_int64
         library.lanes.restype = ctypes.c_int64
     except (OSError, AttributeError):
         return None

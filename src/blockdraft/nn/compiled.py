@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from ctypes import POINTER, c_float, c_int64, c_void_p
 from typing import Any
@@ -17,19 +18,25 @@ from blockdraft.nn.packed import PackedWeight
 PROJECTIONS = ("qkv", "output", "gate_up", "down")
 NORMS = ("before_attention", "before_mlp", "after_attention", "after_mlp")
 FIRST_POSITIONS = 1024  # of the tables of angles, which grow as texts do
+EVERYWHERE = 1 << 40  # more tokens than there are
 
 
-class _Layer(ctypes.Structure):
+class LayerFields(ctypes.Structure):
+    """`Layer` of decoder.c."""
+
     _fields_ = [
         *((name, PackedWeight) for name in PROJECTIONS),
         *((name, c_void_p) for name in (*NORMS, "query_norm", "key_norm", "cos", "sin")),
         ("window", c_int64),
+        ("whole_block", c_int64),
     ]
 
 
-class _Model(ctypes.Structure):
+class ModelFields(ctypes.Structure):
+    """`Model` of decoder.c."""
+
     _fields_ = [
-        ("layers", POINTER(_Layer)),
+        ("layers", POINTER(LayerFields)),
         ("embedding", PackedWeight),
         ("head", PackedWeight),
         ("norm", c_void_p),
@@ -39,10 +46,12 @@ class _Model(ctypes.Structure):
     ]
 
 
-class _Call(ctypes.Structure):
+class CallFields(ctypes.Structure):
+    """`Call` of decoder.c."""
+
     _fields_ = [
-        *((name, c_void_p) for name in ("tokens", "parents", "lengths", "taps", "logits_at")),
-        *((name, c_int64) for name in ("batch", "nodes", "num_taps", "num_logits", "threads")),
+        *((name, c_void_p) for name in ("tokens", "parents", "lengths", "taps", "logits_at", "embedded")),
+        *((name, c_int64) for name in ("batch", "nodes", "num_taps", "num_logits", "reach", "threads")),
         ("store", c_void_p),
         *((name, c_int64) for name in ("layer_stride", "row_stride", "head_stride")),
         *((name, c_void_p) for name in ("features", "logits", "workspace")),
@@ -60,7 +69,56 @@ def why_not(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> 
     return f"heads of {config.head_dim} are no multiple of 4" if config.head_dim % 4 else None
 
 
-class CompiledDecoder:
+class CompiledLayers(ABC):
+    """Layers as `decoder.c` takes them, with all that its calls need besides.
+
+    Args:
+        library: Built for the dtypes and head size of the layers.
+        max_positions: Positions from here on are clamped.
+    """
+
+    def __init__(self, library: ctypes.CDLL, count: int, max_positions: int) -> None:
+        self._library, self._max_positions = library, max_positions
+        self._layers = (LayerFields * count)()
+        self._model = ModelFields()
+        self._alive: list[Tensor] = []
+        self._workspace = torch.empty(0)
+        self._tables: list[tuple[Tensor, Tensor]] = []
+
+    @abstractmethod
+    def _angles(self, count: int) -> list[tuple[Tensor, Tensor]]:
+        """cos and sin of the first `count` positions for each layer, `[count, D / 2]` float32."""
+
+    def _reach(self, end: int) -> None:
+        """Have tables of angles for so many positions."""
+        if end <= self._model.max_positions or self._model.max_positions == self._max_positions:
+            return
+        count = min(max(FIRST_POSITIONS, 1 << (end - 1).bit_length()), self._max_positions)
+        self._tables = self._angles(count)
+        for own, (cos, sin) in zip(self._layers, self._tables, strict=True):
+            own.cos, own.sin = cos.data_ptr(), sin.data_ptr()
+        self._model.max_positions = count
+
+    def _room(self, needed: int) -> int:
+        """Where so many numbers of float32 may be put during a call."""
+        if self._workspace.numel() < needed:
+            self._workspace = torch.empty(needed)
+        return self._workspace.data_ptr()
+
+    def _run(self, call: CallFields, end: int) -> None:
+        """Run the layers, with at most `end` slots a row."""
+        shape = map(c_int64, (call.batch, call.nodes, end, call.threads))
+        self._reach(end)
+        call.workspace = self._room(self._library.decoder_workspace(ctypes.byref(self._model), *shape))
+        self._library.decoder_forward(ctypes.byref(self._model), ctypes.byref(call))
+
+    def _pointer(self, weight: Tensor) -> int:
+        kept = weight.detach().float().contiguous()
+        self._alive.append(kept)
+        return kept.data_ptr()
+
+
+class CompiledDecoder(CompiledLayers):
     """A decoder's forward in one call, from the tree of nodes to logits and features.
 
     A token gets the same bits alone, in a block, in a tree and in a batch.
@@ -73,10 +131,8 @@ class CompiledDecoder:
 
     def __init__(self, decoder: Decoder, library: ctypes.CDLL, max_context: int) -> None:
         config = decoder.config
-        self._decoder, self._library = decoder, library
-        self._max_context = max_context
-        self._layers = (_Layer * len(config.layers))()
-        self._alive: list[Any] = []
+        super().__init__(library, len(config.layers), max_context)
+        self._decoder = decoder
         layer: Any  # nn.Module knows no types of its parts
         for own, layer in zip(self._layers, decoder.layers, strict=True):
             for name in PROJECTIONS:
@@ -88,7 +144,7 @@ class CompiledDecoder:
                 own.query_norm = self._pointer(layer.qk_norm.weight[0])
                 own.key_norm = self._pointer(layer.qk_norm.weight[-1])
             own.window = config.layers[layer.number].window or 0
-        self._model = _Model(
+        self._model = ModelFields(
             self._layers,
             decoder.embedding.pack(library),
             decoder.head.pack(library),
@@ -98,8 +154,6 @@ class CompiledDecoder:
             *(config.norm_eps, decoder.embedding_scale, config.query_scale),
             *(config.attention_softcap or 0.0, config.final_softcap or 0.0),
         )
-        self._workspace = torch.empty(0)
-        self._tables: list[Tensor] = []
 
     def forward(
         self,
@@ -124,47 +178,31 @@ class CompiledDecoder:
         batch, count = tokens.shape
         config, end, threads = self._decoder.config, max(lengths) + count, torch.get_num_threads()
         assert end <= store.size(3) and store[0, 0].is_contiguous(), (end, store.shape, store.stride())
-        self._reach(end)
-        needed = self._library.decoder_workspace(ctypes.byref(self._model), *map(c_int64, (batch, count, end, threads)))
-        if self._workspace.numel() < needed:
-            self._workspace = torch.empty(needed)
         wanted = None if logits_at is None else logits_at + torch.arange(batch) * count
         columns = batch * count if wanted is None else batch
         logits = torch.empty(columns, config.vocab_size)
         features = torch.empty(batch, count, len(taps) * config.hidden_size)
         tokens, parents = tokens.contiguous(), parents.contiguous()
         facts = torch.tensor([*lengths, *taps])
-        call = _Call(
+        call = CallFields(
             tokens.data_ptr(),
             parents.data_ptr(),
             facts.data_ptr(),
             facts[batch:].data_ptr(),
             None if wanted is None else wanted.data_ptr(),
-            *(batch, count, len(taps), columns, threads),
+            None,
+            *(batch, count, len(taps), columns, EVERYWHERE, threads),
             store.data_ptr(),
             *store.stride()[:3],
-            *(features.data_ptr(), logits.data_ptr(), self._workspace.data_ptr()),
+            *(features.data_ptr(), logits.data_ptr()),
         )
-        self._library.decoder_forward(ctypes.byref(self._model), ctypes.byref(call))
+        self._run(call, end)
         scores = logits.view(batch, -1, config.vocab_size).to(store.dtype)
         return scores, features.to(store.dtype) if taps else None
 
-    def _reach(self, end: int) -> None:
-        """Have tables of angles for so many positions."""
-        if end <= self._model.max_positions or self._model.max_positions == self._max_context:
-            return
-        count = min(max(FIRST_POSITIONS, 1 << (end - 1).bit_length()), self._max_context)
-        ropes = self._decoder.config.ropes
-        self._tables.clear()
-        for rope in ropes:
+    def _angles(self, count: int) -> list[tuple[Tensor, Tensor]]:
+        config, tables = self._decoder.config, {}
+        for rope in config.ropes:
             angles = torch.arange(count)[:, None] * torch.tensor(rope.inverse_frequencies)
-            self._tables += [angles.cos() * rope.scale, angles.sin() * rope.scale]
-        for own, kind in zip(self._layers, self._decoder.config.layers, strict=True):
-            at = 2 * ropes.index(kind.rope)
-            own.cos, own.sin = (table.data_ptr() for table in self._tables[at : at + 2])
-        self._model.max_positions = count
-
-    def _pointer(self, weight: Tensor) -> int:
-        kept = weight.float().contiguous()
-        self._alive.append(kept)
-        return kept.data_ptr()
+            tables[rope] = (angles.cos() * rope.scale, angles.sin() * rope.scale)
+        return [tables[kind.rope] for kind in config.layers]

@@ -1,8 +1,10 @@
-/* Forward of a decoder for few rows on a CPU, in one call: no time between its operations, weights read once.
+/* Forward of a decoder, or of a draft network, for few rows on a CPU, in one call: no time between its operations,
+   weights read once.
 
    Each number of a row is computed by the same operations in the same order, however many rows there are and wherever
    its ancestors lie: a token gets the same bits alone, in a block and in a tree. Weights are float32, bfloat16 or int8
-   with a scale for each output channel; arithmetic is float32. nn/compiled.py fills the structs. */
+   with a scale for each output channel; arithmetic is float32. nn/compiled.py fills the structs, and
+   nn/compiled_draft.py. */
 #include "kernels.h"
 
 #define QUERIES 8 /* of one work item of attention */
@@ -10,7 +12,7 @@
 typedef struct {
     Linear qkv, o, gate_up, down;
     const float *input_norm, *mlp_norm, *after_attention, *after_mlp, *q_norm, *k_norm, *cos, *sin;
-    i64 window;
+    i64 window, whole_block; /* whole_block: nodes see all nodes of their row, not their ancestors only */
 } Layer;
 
 typedef struct {
@@ -21,9 +23,11 @@ typedef struct {
     float eps, embedding_scale, attention_scale, attention_cap, logit_cap;
 } Model;
 
-typedef struct { /* store: [layers, batch, keys and then values of all heads, slot, head_dim], by strides */
+typedef struct { /* embedded: rows in the place of tokens, or null; reach: how many committed tokens are seen, the last;
+                    store: [layers, batch, keys and then values of all heads, slot, head_dim], by strides */
     const i64 *tokens, *parents, *lengths, *taps, *logits_at;
-    i64 batch, nodes, num_taps, num_logits, threads;
+    const float *embedded;
+    i64 batch, nodes, num_taps, num_logits, reach, threads;
     void *store;
     i64 layer_stride, row_stride, head_stride;
     float *features, *logits, *workspace;
@@ -51,8 +55,12 @@ static void attend(const Model *m, const Layer *layer, const Call *call, i64 row
                    i64 to, const uint8_t *within, const i64 *depths, const void *keys, const void *values,
                    const float *qkv, float *mixed, float *scores) {
     const i64 D = m->head_dim, N = call->nodes, G = m->heads / m->kv_heads, length = call->lengths[row];
-    const i64 width = (m->heads + 2 * m->kv_heads) * D, last = (to - 1) / G, slots = length + last + 1;
+    const i64 width = (m->heads + 2 * m->kv_heads) * D, slots = length + (layer->whole_block ? N : (to - 1) / G + 1);
     const i64 stride = (length + N + LANES - 1) / LANES * LANES, count = to - from, item = STORE == FLOAT32 ? 4 : 2;
+    /* No query sees a slot before this one, since none lies before the committed tokens' end. */
+    i64 begin = length - call->reach;
+    if (layer->window && length - layer->window > begin) begin = length - layer->window;
+    begin = begin > 0 ? begin / LANES * LANES : 0;
     const float *q[QUERIES];
     float *out[QUERIES];
     for (i64 j = 0; j < count; j++) {
@@ -60,7 +68,7 @@ static void attend(const Model *m, const Layer *layer, const Call *call, i64 row
         q[j] = qkv + node * width + h * D;
         out[j] = mixed + (node * m->heads + h) * D;
     }
-    i64 t = 0;
+    i64 t = begin;
     for (; t + 4 <= slots; t += 4) {
         i64 j = 0;
         const void *k = (const char *)keys + t * D * item;
@@ -71,26 +79,31 @@ static void attend(const Model *m, const Layer *layer, const Call *call, i64 row
         for (i64 j = 0; j < count; j++)
             dots(q + j, (const char *)keys + t * D * item, D, scores + j * stride + t, stride, 1, 1);
     for (i64 j = 0; j < count; j++) {
-        i64 node = (from + j) / G, position = length + depths[node], first = 0;
+        i64 node = (from + j) / G, first = layer->window ? length + depths[node] - layer->window : -1;
         const uint8_t *sees = within + node * N;
         float *s = scores + j * stride, most = -INFINITY;
-        if (layer->window && position - layer->window + 1 > 0) first = position - layer->window + 1;
-        for (t = 0; t < slots; t++) {
-            int visible = t < length ? t >= first : sees[t - length] && length + depths[t - length] >= first;
+        for (t = begin; t < slots; t++) {
+            int visible = t > first && t >= length - call->reach;
+            if (t >= length) {
+                i64 distance = llabs(depths[t - length] - depths[node]);
+                visible = (layer->whole_block || sees[t - length]) && (!layer->window || distance < layer->window);
+            }
             s[t] = visible ? cap(s[t] * m->attention_scale, m->attention_cap) : -INFINITY;
             if (s[t] > most) most = s[t];
         }
         for (; t < stride; t++) s[t] = -INFINITY;
-        for (t = 0; t < slots; t += LANES) *(vec *)(s + t) = exp_vec(*(vec *)(s + t) - most);
+        for (t = begin; t < slots; t += LANES) *(vec *)(s + t) = exp_vec(*(vec *)(s + t) - most);
     }
     i64 j = 0;
     const int C = D % (4 * LANES) ? 1 : 4;
+    const void *v = (const char *)values + begin * D * item;
+    float *p = scores + begin;
     for (; j + 2 <= count; j += 2)
-        if (C == 4) mix(scores + j * stride, stride, values, slots, D, out + j, 2, 4);
-        else mix(scores + j * stride, stride, values, slots, D, out + j, 2, 1);
+        if (C == 4) mix(p + j * stride, stride, v, slots - begin, D, out + j, 2, 4);
+        else mix(p + j * stride, stride, v, slots - begin, D, out + j, 2, 1);
     for (; j < count; j++)
-        if (C == 4) mix(scores + j * stride, stride, values, slots, D, out + j, 1, 4);
-        else mix(scores + j * stride, stride, values, slots, D, out + j, 1, 1);
+        if (C == 4) mix(p + j * stride, stride, v, slots - begin, D, out + j, 1, 4);
+        else mix(p + j * stride, stride, v, slots - begin, D, out + j, 1, 1);
 }
 
 static void attention(const Model *m, const Layer *layer, const Call *call, i64 index, const uint8_t *within,
@@ -108,20 +121,22 @@ static void attention(const Model *m, const Layer *layer, const Call *call, i64 
     }
 }
 
-/* Norm and rotate queries and keys; keys and values go to the store, behind each row's committed tokens. */
-static void place(const Model *m, const Layer *layer, const Call *call, i64 index, const i64 *depths, float *qkv) {
-    const i64 all = m->heads + 2 * m->kv_heads, D = m->head_dim;
+/* Norm and rotate keys, and queries where there are heads of them; keys and values go to the store, behind each row's
+   committed tokens. Without depths the nodes are a line. */
+static void place(const Model *m, const Layer *layer, const Call *call, i64 index, const i64 *depths, float *qkv,
+                  i64 heads) {
+    const i64 all = heads + 2 * m->kv_heads, D = m->head_dim;
     SHARE(call->batch * call->nodes * all, first, last);
     for (i64 work = first; work < last; work++) {
         i64 node = work / all, head = work % all, row = node / call->nodes;
-        i64 position = call->lengths[row] + depths[node];
+        i64 position = call->lengths[row] + (depths ? depths[node] : node % call->nodes);
         /* Nodes that a shorter row of the batch will never commit may lie past the last position. */
         if (position >= m->max_positions) position = m->max_positions - 1;
         float *x = qkv + work * D;
-        if (head < m->heads + m->kv_heads)
-            rotate(m, layer, head < m->heads ? layer->q_norm : layer->k_norm, x, position);
-        if (head < m->heads) continue;
-        i64 at = index * call->layer_stride + row * call->row_stride + (head - m->heads) * call->head_stride
+        if (head < heads + m->kv_heads)
+            rotate(m, layer, head < heads ? layer->q_norm : layer->k_norm, x, position);
+        if (head < heads) continue;
+        i64 at = index * call->layer_stride + row * call->row_stride + (head - heads) * call->head_stride
             + (call->lengths[row] + node % call->nodes) * D;
         for (i64 i = 0; i < D; i++) store_one(call->store, at + i, STORE, x[i]);
     }
@@ -180,7 +195,8 @@ void decoder_forward(const Model *m, const Call *call) {
     {
         float *scores = all_scores + omp_get_thread_num() * scores_size;
         SHARE(rows, first, last);
-        for (i64 row = first; row < last; row++) {
+        for (i64 i = first * H; call->embedded && i < last * H; i++) x[i] = m->embedding_scale * call->embedded[i];
+        for (i64 row = first; !call->embedded && row < last; row++) {
             i64 token = call->tokens[row], at = token / LANES * H * LANES + token % LANES;
             float scale = m->embedding_scale * (m->embedding.scale ? m->embedding.scale[token] : 1);
             for (i64 i = 0; i < H; i++)
@@ -193,7 +209,7 @@ void decoder_forward(const Model *m, const Call *call) {
 #pragma omp barrier
             project(&layer->qkv, h, H, rows, qkv, width, 0);
 #pragma omp barrier
-            place(m, layer, call, index, depths, qkv);
+            place(m, layer, call, index, depths, qkv, m->heads);
 #pragma omp barrier
             attention(m, layer, call, index, within, depths, qkv, wide, scores);
 #pragma omp barrier
@@ -217,12 +233,45 @@ void decoder_forward(const Model *m, const Call *call) {
         for (i64 k = 0; call->logits_at && k < call->num_logits; k++) /* rows whose logits are wanted, moved together */
             if (omp_get_thread_num() == 0) memcpy(x + k * H, h + call->logits_at[k] * H, 4 * H);
 #pragma omp barrier
-        project(&m->head, call->logits_at ? x : h, H, call->num_logits, call->logits, m->head.out, 0);
+        if (call->num_logits)
+            project(&m->head, call->logits_at ? x : h, H, call->num_logits, call->logits, m->head.out, 0);
 #pragma omp barrier
         if (m->logit_cap) {
             SHARE(call->num_logits * m->head.out, from, to);
             for (i64 i = from; i < to; i++) call->logits[i] = cap(call->logits[i], m->logit_cap);
         }
+    }
+}
+
+/* Numbers of `float` that `draft_context` needs for its work. */
+i64 draft_context_workspace(const Model *m, i64 rows) {
+    return rows * (m->hidden + m->num_layers * 2 * m->kv_heads * m->head_dim);
+}
+
+/* Write the keys and values of committed tokens, for all layers of a draft network, from its target's features, which
+   are the embedded rows here: through a projection, a norm, and the keys' and values' part of each layer's qkv. */
+void draft_context(const Model *m, const Call *call, const Linear *features, const float *norm) {
+    const i64 rows = call->batch * call->nodes, H = m->hidden, width = 2 * m->kv_heads * m->head_dim;
+    const i64 queries = m->heads * m->head_dim; /* whole blocks, since head_dim is a multiple of LANES */
+    float *h = call->workspace, *keys_values = h + rows * H;
+#pragma omp parallel num_threads(call->threads)
+    {
+        project(features, call->embedded, features->in, rows, h, H, 0);
+#pragma omp barrier
+        norm_rows(h, norm, m->eps, H, rows, h, 0);
+#pragma omp barrier
+        for (i64 index = 0; index < m->num_layers; index++) {
+            Linear part = m->layers[index].qkv;
+            i64 size = WEIGHT == FLOAT32 ? 4 : WEIGHT == BFLOAT16 ? 2 : 1;
+            part.weight = (const char *)part.weight + queries * H * size;
+            if (part.scale) part.scale += queries;
+            if (part.bias) part.bias += queries;
+            part.out = width;
+            project(&part, h, H, rows, keys_values + index * rows * width, width, 0);
+        }
+#pragma omp barrier
+        for (i64 index = 0; index < m->num_layers; index++)
+            place(m, m->layers + index, call, index, 0, keys_values + index * rows * width, 0);
     }
 }
 

@@ -1,6 +1,7 @@
 /* Arithmetic of decoder.c: packed products, norms, exponentials, and the two products of attention. */
 #include <math.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 #ifdef _OPENMP
 #include <omp.h>

@@ -68,6 +68,7 @@ class Target(Protocol):
         backend: How it is run, "native" or "hf".
         running: How it is run, in words for people: the backend, and whether compiled or with int8 weights.
         backend_reason: Why it is not run natively, where that was not asked for; else None.
+        compiled: Its forward compiled for this machine, or None; a drafter's is compiled where the target's is.
         tokenizer: None where the folder has none; then prompts are token ids.
         max_context: Tokens that a row may hold, prompt and answer together.
         eos_token_ids: Tokens that end an answer.
@@ -94,6 +95,9 @@ class Target(Protocol):
 
     @property
     def running(self) -> str: ...
+
+    @property
+    def compiled(self) -> object | None: ...
 
     @property
     def shape(self) -> Mapping[str, Any]: ...

@@ -78,6 +78,7 @@ class HFTarget:
     """
 
     backend = "hf"
+    compiled = None
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, path: Path | None = None

@@ -19,7 +19,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from blockdraft.nn.attention import grouped_mask, visible_slots
-from blockdraft.nn.build import Build, build
+from blockdraft.nn.build import LONGEST_WAIT_SECONDS, STILL_AT_WORK, Build, build
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.compiled import CompiledDecoder, why_not
 from blockdraft.nn.decoder import Decoder
@@ -46,7 +46,6 @@ PROBED_CONTEXT = 256  # slots
 PROBED_NODES = (1, 16)
 QUANT_METHOD = "blockdraft-int8"  # in a checkpoint's configuration
 SCALE = "_scale"  # of an int8 tensor, behind its name
-LONGEST_WAIT_SECONDS = 1.5  # for the compiler, once the model is read
 
 
 class NativeTarget:
@@ -275,7 +274,7 @@ def _compile(target: NativeTarget, library: Build, compile: Compile) -> str | No
     """Let the target use this library. Returns why it does not."""
     found = library.library(LONGEST_WAIT_SECONDS if compile == "auto" else None)
     if found is None:
-        reason = library.reason or "the compiler is still at work, and the next start will find its result"
+        reason = library.reason or STILL_AT_WORK
         if compile == "auto":
             logging.getLogger(__name__).warning("The target runs uncompiled, which is slower: %s.", reason)
         return reason

@@ -1,0 +1,129 @@
+"""The draft pass, and the context that it reads, each as one call of the library that `build` compiles."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from ctypes import c_int64, c_void_p
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from blockdraft.nn.build import KINDS, LONGEST_WAIT_SECONDS, STILL_AT_WORK, build
+from blockdraft.nn.cache import KVCache
+from blockdraft.nn.compiled import EVERYWHERE, CallFields, CompiledLayers, ModelFields
+from blockdraft.nn.dflash import DFlashNetwork, DraftLayer
+from blockdraft.nn.draft_pass import DraftPass, joined
+from blockdraft.nn.packed import PackedLinear, PackedWeight
+
+
+def why_not_drafts(network: DFlashNetwork) -> str | None:
+    """Why a draft network has no compiled pass; None where it has one."""
+    weight = network.fc.weight
+    if weight.device.type != "cpu":
+        return f"it is for CPUs, and the device is {weight.device}"
+    if weight.dtype not in KINDS:
+        return f"it knows float32 and bfloat16, and the dtype is {str(weight.dtype).removeprefix('torch.')}"
+    if network.layer_class is not DraftLayer:
+        return f"it does not know layers of the kind {network.layer_class.__name__}"
+    return f"heads of {network.config.head_dim} are no multiple of 4" if network.config.head_dim % 4 else None
+
+
+def draft_pass(network: DFlashNetwork, compile: bool) -> DraftPass | CompiledDraftPass:
+    """The fastest way to run a network; with `compile` a compiled one, where there is one."""
+    if not compile or why_not_drafts(network) is not None:
+        return DraftPass(network)
+    dtype = network.fc.weight.dtype
+    made = build(dtype, dtype, network.config.head_dim)
+    library = made.library(LONGEST_WAIT_SECONDS)
+    if library is None:
+        reason = made.reason or STILL_AT_WORK
+        logging.getLogger(__name__).warning("The drafter runs uncompiled, which is slower: %s.", reason)
+        return DraftPass(network)
+    return CompiledDraftPass(network, library)
+
+
+class CompiledDraftPass(CompiledLayers):
+    """`DraftPass` in one call each of its two methods. Arithmetic is float32, whatever the dtype.
+
+    Args:
+        network: One for which `why_not_drafts` has no reason. Its weights are copied into the library's layout and must
+            not be changed afterwards.
+        library: Built for its dtype and head size.
+    """
+
+    @torch.no_grad()
+    def __init__(self, network: DFlashNetwork, library: ctypes.CDLL) -> None:
+        self.config = config = network.config
+        super().__init__(library, config.num_hidden_layers, EVERYWHERE)
+        self._network, self._like = network, network.fc.weight
+        self._packed: list[PackedLinear] = []
+        for own, module, kind in zip(self._layers, network.layers, config.layers, strict=True):
+            layer = cast(DraftLayer, module)
+            attention, mlp = layer.self_attn, layer.mlp
+            own.qkv = self._pack(attention.q_proj, attention.k_proj, attention.v_proj)
+            own.output = self._pack(attention.o_proj)
+            own.gate_up = self._pack(mlp.gate_proj, mlp.up_proj)
+            own.down = self._pack(mlp.down_proj)
+            own.before_attention = self._pointer(layer.input_layernorm.weight)
+            own.before_mlp = self._pointer(layer.post_attention_layernorm.weight)
+            own.query_norm = self._pointer(attention.q_norm.weight)
+            own.key_norm = self._pointer(attention.k_norm.weight)
+            own.window, own.whole_block = kind.window or 0, not kind.causal
+        self._model = ModelFields(
+            self._layers,
+            PackedWeight(),
+            PackedWeight(),
+            self._pointer(network.norm.weight),
+            *(config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.num_key_value_heads),
+            *(config.head_dim, config.intermediate_size, 0, 0),
+            *(config.rms_norm_eps, config.input_embedding_scale, config.head_dim**-0.5, 0.0, 0.0),
+        )
+        self._features, self._hidden_norm = self._pack(network.fc), self._pointer(network.hidden_norm.weight)
+        # The one output that is wanted is that of the final norm.
+        self._taps = torch.tensor([config.num_hidden_layers])
+
+    def observe(self, state: KVCache, features: Tensor) -> None:
+        """As `DraftPass.observe`."""
+        rows = features.float().contiguous()
+        lengths = torch.tensor(state.lengths)
+        call, end = self._call(state, rows, lengths)
+        self._reach(end)
+        model, count = ctypes.byref(self._model), c_int64(rows.size(0) * rows.size(1))
+        call.workspace = self._room(self._library.draft_context_workspace(model, count))
+        fc, norm = ctypes.byref(self._features), c_void_p(self._hidden_norm)
+        self._library.draft_context(model, ctypes.byref(call), fc, norm)
+
+    def __call__(self, state: KVCache, block: Tensor, window: int | None = None) -> Tensor:
+        """As `DraftPass.__call__`."""
+        batch, count, _ = block.shape
+        rows = block.float().contiguous()
+        lengths, parents = torch.tensor(state.lengths), torch.arange(-1, count - 1).repeat(batch)
+        hidden = torch.empty_like(rows)
+        call, end = self._call(state, rows, lengths)
+        call.parents, call.taps, call.num_taps = parents.data_ptr(), self._taps.data_ptr(), 1
+        call.features, call.reach = hidden.data_ptr(), EVERYWHERE if window is None else window
+        self._run(call, end)
+        return hidden.to(block.dtype)
+
+    def _angles(self, count: int) -> list[tuple[Tensor, Tensor]]:
+        tables = self._network.angles(torch.arange(count), torch.float32)
+        cos, sin = (table[:, : self.config.head_dim // 2].contiguous() for table in tables)
+        return [(cos, sin)] * self.config.num_hidden_layers
+
+    def _call(self, state: KVCache, rows: Tensor, lengths: Tensor) -> tuple[CallFields, int]:
+        """A call about rows `[B, N, ...]` behind each row's committed tokens; and the slots that it reaches."""
+        config, (batch, count, _) = self.config, rows.shape
+        shape = (config.num_hidden_layers, 2 * config.num_key_value_heads, config.head_dim)
+        store, end = state.stacked(*shape, self._like), max(state.lengths) + count
+        assert end <= store.size(3) and store[0, 0].is_contiguous(), (end, store.shape, store.stride())
+        call = CallFields(lengths=lengths.data_ptr(), embedded=rows.data_ptr(), batch=batch, nodes=count)
+        call.store, call.threads = store.data_ptr(), torch.get_num_threads()
+        call.layer_stride, call.row_stride, call.head_stride = store.stride()[:3]
+        return call, end
+
+    def _pack(self, *projections: torch.nn.Linear) -> PackedWeight:
+        packed = joined(projections, views=False)
+        self._packed.append(packed)  # which owns the memory
+        return packed.pack(self._library)
