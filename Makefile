@@ -1,4 +1,4 @@
-# make demo: decode with and without the drafter.  make test: every test.  CONTRIBUTING.md says more.
+# make demo: decode with and without the drafter on transformers, then natively.  make test: every test.  CONTRIBUTING.md says more.
 
 PYTHON ?= python3
 PIP = .venv/bin/python -m pip --disable-pip-version-check
@@ -10,7 +10,8 @@ PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --maxprocesses 8
 .PHONY: demo test check test-peers bench-peers bench-gpu clean
 
 demo: .venv/.installed
-	.venv/bin/blockdraft generate --compare --tree-budget 16 "$(QUESTION)"
+	.venv/bin/blockdraft generate --compare --tree-budget 16 --backend hf "$(QUESTION)"
+	.venv/bin/blockdraft generate --tree-budget auto "$(QUESTION)"
 
 test: .venv/.installed
 	$(PYTEST) -m "not peers"
