@@ -56,7 +56,7 @@ static void attend(const Model *m, const Layer *layer, const Call *call, i64 row
                    const float *qkv, float *mixed, float *scores) {
     const i64 D = m->head_dim, N = call->nodes, G = m->heads / m->kv_heads, length = call->lengths[row];
     const i64 width = (m->heads + 2 * m->kv_heads) * D, slots = length + (layer->whole_block ? N : (to - 1) / G + 1);
-    const i64 stride = (length + N + LANES - 1) / LANES * LANES, count = to - from, item = STORE == FLOAT32 ? 4 : 2;
+    const i64 stride = (length + N + LANES - 1) / LANES * LANES, count = to - from, item = BYTES(STORE);
     /* No query sees a slot before this one, since none lies before the committed tokens' end. */
     i64 begin = length - call->reach;
     if (layer->window && length - layer->window > begin) begin = length - layer->window;
@@ -68,42 +68,25 @@ static void attend(const Model *m, const Layer *layer, const Call *call, i64 row
         q[j] = qkv + node * width + h * D;
         out[j] = mixed + (node * m->heads + h) * D;
     }
-    i64 t = begin;
-    for (; t + 4 <= slots; t += 4) {
-        i64 j = 0;
-        const void *k = (const char *)keys + t * D * item;
-        for (; j + 2 <= count; j += 2) dots(q + j, k, D, scores + j * stride + t, stride, 2, 4);
-        for (; j < count; j++) dots(q + j, k, D, scores + j * stride + t, stride, 1, 4);
-    }
-    for (; t < slots; t++)
+    for (i64 t = begin; t < slots; t += LANES)
         for (i64 j = 0; j < count; j++)
-            dots(q + j, (const char *)keys + t * D * item, D, scores + j * stride + t, stride, 1, 1);
+            dots(q[j], (const char *)keys + t * D * item, D, slots - 1 - t, scores + j * stride + t);
     for (i64 j = 0; j < count; j++) {
-        i64 node = (from + j) / G, first = layer->window ? length + depths[node] - layer->window : -1;
-        const uint8_t *sees = within + node * N;
-        float *s = scores + j * stride, most = -INFINITY;
-        for (t = begin; t < slots; t++) {
-            int visible = t > first && t >= length - call->reach;
-            if (t >= length) {
-                i64 distance = llabs(depths[t - length] - depths[node]);
-                visible = (layer->whole_block || sees[t - length]) && (!layer->window || distance < layer->window);
-            }
-            s[t] = visible ? cap(s[t] * m->attention_scale, m->attention_cap) : -INFINITY;
-            if (s[t] > most) most = s[t];
+        i64 node = (from + j) / G, first = layer->window ? length + depths[node] - layer->window + 1 : 0;
+        if (first < length - call->reach) first = length - call->reach;
+        float *s = scores + j * stride;
+        for (i64 t = begin; t < first && t < length; t++) s[t] = -INFINITY;
+        for (i64 t = length; t < slots; t++) {
+            i64 distance = llabs(depths[t - length] - depths[node]);
+            int visible = layer->whole_block || within[node * N + t - length];
+            if (!visible || (layer->window && distance >= layer->window)) s[t] = -INFINITY;
         }
-        for (; t < stride; t++) s[t] = -INFINITY;
-        for (t = begin; t < slots; t += LANES) *(vec *)(s + t) = exp_vec(*(vec *)(s + t) - most);
+        for (i64 t = slots; t < stride; t++) s[t] = -INFINITY;
+        softmax_weights(s + begin, stride - begin, m->attention_scale, m->attention_cap);
     }
-    i64 j = 0;
-    const int C = D % (4 * LANES) ? 1 : 4;
     const void *v = (const char *)values + begin * D * item;
-    float *p = scores + begin;
-    for (; j + 2 <= count; j += 2)
-        if (C == 4) mix(p + j * stride, stride, v, slots - begin, D, out + j, 2, 4);
-        else mix(p + j * stride, stride, v, slots - begin, D, out + j, 2, 1);
-    for (; j < count; j++)
-        if (C == 4) mix(p + j * stride, stride, v, slots - begin, D, out + j, 1, 4);
-        else mix(p + j * stride, stride, v, slots - begin, D, out + j, 1, 1);
+    for (i64 j = 0; j < count; j += 4)
+        mix_rows(scores + j * stride + begin, stride, v, slots - begin, D, out + j, count - j < 4 ? count - j : 4);
 }
 
 static void attention(const Model *m, const Layer *layer, const Call *call, i64 index, const uint8_t *within,
@@ -112,7 +95,7 @@ static void attention(const Model *m, const Layer *layer, const Call *call, i64 
     SHARE(call->batch * m->kv_heads * items, first, last);
     for (i64 work = first; work < last; work++) {
         i64 from = work % items * QUERIES, head = work / items % m->kv_heads, row = work / items / m->kv_heads;
-        i64 to = from + QUERIES < queries ? from + QUERIES : queries, size = STORE == FLOAT32 ? 4 : 2;
+        i64 to = from + QUERIES < queries ? from + QUERIES : queries, size = BYTES(STORE);
         const char *keys = (char *)call->store
             + size * (index * call->layer_stride + row * call->row_stride + head * call->head_stride);
         const char *values = keys + size * m->kv_heads * call->head_stride;
@@ -142,18 +125,25 @@ static void place(const Model *m, const Layer *layer, const Call *call, i64 inde
     }
 }
 
+INLINE vec activated(vec x, i64 gelu) {
+    vec turn = x;
+    if (gelu) turn = 1.5957691216f * (x + 0.044715f * x * x * x); /* the tanh form */
+    return x * sigmoid(turn);
+}
+
 static void activate(const Model *m, float *gate_up, i64 rows) {
     const i64 parts = (m->inner + LANES - 1) / LANES;
     SHARE(rows * parts, first, last);
     for (i64 work = first; work < last; work++) {
-        i64 at = work % parts * LANES, count = m->inner - at < LANES ? m->inner - at : LANES;
+        i64 at = work % parts * LANES, count = m->inner - at;
         float *gate = gate_up + work / parts * 2 * m->inner + at, *up = gate + m->inner;
-        vec x = {};
-        memcpy(&x, gate, 4 * count);
-        vec turn = x;
-        if (m->gelu) turn = 1.5957691216f * (x + 0.044715f * x * x * x); /* the tanh form */
-        vec y = x * sigmoid(turn);
-        for (i64 i = 0; i < count; i++) gate[i] = y[i] * up[i];
+        if (count >= LANES) *(vec *)gate = activated(*(vec *)gate, m->gelu) * *(vec *)up;
+        else {
+            vec x = {};
+            for (i64 i = 0; i < count; i++) x[i] = gate[i];
+            x = activated(x, m->gelu);
+            for (i64 i = 0; i < count; i++) gate[i] = x[i] * up[i];
+        }
     }
 }
 
@@ -262,8 +252,7 @@ void draft_context(const Model *m, const Call *call, const Linear *features, con
 #pragma omp barrier
         for (i64 index = 0; index < m->num_layers; index++) {
             Linear part = m->layers[index].qkv;
-            i64 size = WEIGHT == FLOAT32 ? 4 : WEIGHT == BFLOAT16 ? 2 : 1;
-            part.weight = (const char *)part.weight + queries * H * size;
+                        part.weight = (const char *)part.weight + queries * H * BYTES(WEIGHT);
             if (part.scale) part.scale += queries;
             if (part.bias) part.bias += queries;
             part.out = width;

@@ -27,6 +27,7 @@ typedef int8_t bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
 typedef int64_t i64;
 typedef long long pair __attribute__((vector_size(16)));
 typedef char sixteen __attribute__((vector_size(16)));
+typedef short eight __attribute__((vector_size(16)));
 
 /* x * y + z rounded once. Compilers may or may not fuse by themselves, here so and there so; they are told not to. */
 #ifdef __has_builtin
@@ -50,6 +51,7 @@ typedef char sixteen __attribute__((vector_size(16)));
 #endif
 
 enum { FLOAT32, BFLOAT16, INT8 };
+#define BYTES(kind) ((kind) == FLOAT32 ? 4 : (kind) == BFLOAT16 ? 2 : 1)
 
 typedef struct { /* weight [blocks, in, LANES], scale and bias [blocks * LANES] or null */
     const void *weight;
@@ -58,26 +60,21 @@ typedef struct { /* weight [blocks, in, LANES], scale and bias [blocks * LANES] 
 } Linear;
 
 INLINE vec splat(float x) { return x - (vec){}; } /* not +: that would turn -0 into 0 and cost an addition */
-INLINE vec least(vec x, vec y) {
-    ints first = x < y;
-    return (vec)(((ints)x & first) | ((ints)y & ~first));
-}
+INLINE vec choose(ints mask, vec x, vec y) { return (vec)(((ints)x & mask) | ((ints)y & ~mask)); }
+INLINE vec least(vec x, vec y) { return choose(x < y, x, y); }
+INLINE vec most_of(vec x, vec y) { return choose(x > y, x, y); }
 
 INLINE vec load(const void *w, i64 at, const int kind) {
     if (kind == FLOAT32) return *(const vec *)((const float *)w + at);
-    if (kind == INT8) {
-        const int8_t *from = (const int8_t *)w + at;
-#if defined(__AVX2__) && LANES == 8 && !defined(__clang__) /* which gcc does not find by itself */
-        i64 eight;
-        memcpy(&eight, from, 8);
-        ints wide = (ints)__builtin_ia32_pmovsxbd256((sixteen)(pair){eight, 0});
-        return __builtin_convertvector(wide, vec);
+#if defined(__AVX2__) && LANES == 8 && !defined(__clang__) /* single instructions that gcc does not find by itself */
+    pair narrow = {};
+    memcpy(&narrow, (const char *)w + (kind == INT8 ? at : 2 * at), kind == INT8 ? 8 : 16);
+    if (kind == INT8) return __builtin_convertvector((ints)__builtin_ia32_pmovsxbd256((sixteen)narrow), vec);
+    return (vec)((ints)__builtin_ia32_pmovzxwd256((eight)narrow) << 16);
 #else
-        return __builtin_convertvector(*(const bytes *)from, vec);
+    if (kind == INT8) return __builtin_convertvector(*(const bytes *)((const int8_t *)w + at), vec);
+    return (vec)(__builtin_convertvector(*(const halves *)((const uint16_t *)w + at), ints) << 16);
 #endif
-    }
-    ints wide = __builtin_convertvector(*(const halves *)((const uint16_t *)w + at), ints) << 16;
-    return (vec)wide;
 }
 
 static float load_one(const void *w, i64 at, int kind) {
@@ -120,16 +117,21 @@ INLINE vec sigmoid(vec x) { return 1.0f / (1.0f + exp_vec(-x)); }
 
 static float cap(float x, float limit) { return limit ? limit * tanhf(x / limit) : x; }
 
-/* R rows times C blocks of outputs. The sum over inputs runs in order, whatever R and C are. */
-INLINE void tile(const Linear *l, const float *x, i64 xs, i64 block, float *y, i64 ys, int add, const int R,
-                 const int C) {
+/* R rows times C blocks of outputs. The sum over inputs runs in order, whatever R and C are. Meanwhile the next C
+   blocks of weights are fetched from memory, if `fetch`. */
+INLINE void tile(const Linear *l, const float *x, i64 xs, i64 block, float *y, i64 ys, int add, int fetch,
+                 const int R, const int C) {
     vec sums[6][8];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
         for (int c = 0; c < C; c++) sums[r][c] = (vec){};
-    const i64 size = l->in * LANES;
+    const i64 size = l->in * LANES, step = C * LANES * BYTES(WEIGHT);
+    const char *next = (const char *)l->weight + (block + C) * size * BYTES(WEIGHT);
     for (i64 i = 0; i < l->in; i++) {
+#pragma GCC unroll 8
+        for (int k = 0; k < step; k += 64) __builtin_prefetch(next + k, 0, 2);
+        next += fetch ? step : 0;
         vec w[8];
 #pragma GCC unroll 8
         for (int c = 0; c < C; c++) w[c] = load(l->weight, (block + c) * size + i * LANES, WEIGHT);
@@ -157,11 +159,12 @@ INLINE void tile(const Linear *l, const float *x, i64 xs, i64 block, float *y, i
     }
 }
 
-#define TILE(R, C) case R * 16 + C: tile(l, x, xs, block, y, ys, add, R, C); break;
-static void tiles(const Linear *l, const float *x, i64 xs, i64 block, float *y, i64 ys, int add, int R, int C) {
+#define TILE(R, C) case R * 16 + C: tile(l, x, xs, block, y, ys, add, fetch, R, C); break;
+static void tiles(const Linear *l, const float *x, i64 xs, i64 block, float *y, i64 ys, int add, int fetch, int R,
+                  int C) {
     switch (R * 16 + C) {
-        TILE(1, 1) TILE(1, 2) TILE(1, 4) TILE(1, 8) TILE(2, 1) TILE(2, 2) TILE(2, 4) TILE(3, 1) TILE(3, 3)
-        TILE(3, 4) TILE(3, 2) TILE(4, 1) TILE(4, 3) TILE(4, 2) TILE(5, 1) TILE(5, 2) TILE(6, 1) TILE(6, 2)
+        TILE(1, 1) TILE(1, 2) TILE(1, 4) TILE(1, 8) TILE(2, 1) TILE(2, 2) TILE(2, 4) TILE(3, 1) TILE(3, 2)
+        TILE(3, 3) TILE(4, 1) TILE(4, 2) TILE(4, 3) TILE(5, 1) TILE(5, 2) TILE(6, 1) TILE(6, 2)
     }
 }
 
@@ -174,11 +177,13 @@ static void tiles(const Linear *l, const float *x, i64 xs, i64 block, float *y, 
 static void project(const Linear *l, const float *x, i64 xs, i64 rows, float *y, i64 ys, int add) {
     SHARE((l->out + LANES - 1) / LANES, first, last);
     const i64 groups = (rows + 5) / 6, largest = (rows + groups - 1) / groups;
-    for (i64 block = first, C = largest == 1 ? 8 : largest <= 3 ? 4 : largest == 4 ? 3 : 2; block < last; block += C) {
-        while (C > last - block) C /= 2;
+    /* As many sums at once as there are registers for. */
+    const i64 most = largest == 1 ? 8 : largest == 2 ? 4 : largest <= 4 ? 3 : 2;
+    for (i64 block = first, C = most; block < last; block += C) {
+        while (C > last - block) C = C == 3 ? 2 : C / 2;
         for (i64 group = 0; group < groups; group++) {
             i64 row = rows * group / groups, R = rows * (group + 1) / groups - row;
-            tiles(l, x + row * xs, xs, block, y + row * ys, ys, add, R, C);
+            tiles(l, x + row * xs, xs, block, y + row * ys, ys, add, group == groups - 1, R, C);
         }
     }
 }
@@ -205,51 +210,111 @@ static float mean_square(const float *x, i64 size) {
 /* y = rms_norm(x) * weight, or y += that. */
 static void rms_norm(const float *x, const float *weight, float eps, i64 size, float *y, int add) {
     float factor = 1 / sqrtf(mean_square(x, size) + eps);
-    for (i64 i = 0; i < size; i++) y[i] = add ? y[i] + x[i] * factor * weight[i] : x[i] * factor * weight[i];
+    if (add)
+        for (i64 i = 0; i < size; i++) y[i] += x[i] * factor * weight[i];
+    else
+        for (i64 i = 0; i < size; i++) y[i] = x[i] * factor * weight[i];
 }
 
-/* scores[r][t] = q[r] . k[t] for R queries and T slots. */
-INLINE void dots(const float *const *q, const void *k, i64 D, float *scores, i64 stride, const int R,
-                 const int T) {
-    vec sums[2][4];
+#if LANES >= 8
+typedef float oct __attribute__((vector_size(32), aligned(4), may_alias));
+typedef int32_t oct_ints __attribute__((vector_size(32)));
+#ifdef __clang__
+#define PICK(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
+#else
+#define PICK(x, y, ...) __builtin_shuffle(x, y, (oct_ints){__VA_ARGS__})
+#endif
+INLINE oct fold4(oct x, oct y) { return PICK(x, y, 0, 1, 2, 3, 8, 9, 10, 11) + PICK(x, y, 4, 5, 6, 7, 12, 13, 14, 15); }
+INLINE oct fold2(oct x, oct y) { return PICK(x, y, 0, 1, 8, 9, 4, 5, 12, 13) + PICK(x, y, 2, 3, 10, 11, 6, 7, 14, 15); }
+INLINE oct fold1(oct x, oct y) { return PICK(x, y, 0, 2, 8, 10, 4, 6, 12, 14) + PICK(x, y, 1, 3, 9, 11, 5, 7, 13, 15); }
+#endif
+
+/* to[i] = the sum of x[i], for LANES vectors x. */
+INLINE void sums_of(const vec *x, float *to) {
+#if LANES >= 8
+#pragma GCC unroll 2
+    for (int part = 0; part < LANES; part += 8) {
+        oct s[8];
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-        for (int t = 0; t < T; t++) sums[r][t] = (vec){};
-    for (i64 d = 0; d < D; d += LANES)
-#pragma GCC unroll 8
-        for (int t = 0; t < T; t++) {
-            vec key = load(k, t * D + d, STORE);
-#pragma GCC unroll 8
-            for (int r = 0; r < R; r++) sums[r][t] = FMA(*(const vec *)(q[r] + d), key, sums[r][t]);
+        for (int i = 0; i < 8; i++) {
+#if LANES == 16
+            s[i] = *(const oct *)(x + part + i) + *((const oct *)(x + part + i) + 1);
+#else
+            s[i] = (oct)x[i];
+#endif
         }
-    for (int r = 0; r < R; r++)
-        for (int t = 0; t < T; t++) scores[r * stride + t] = sum_of(sums[r][t]);
+        oct early = fold2(fold4(s[0], s[4]), fold4(s[1], s[5])), late = fold2(fold4(s[2], s[6]), fold4(s[3], s[7]));
+        *(oct *)(to + part) = fold1(early, late);
+    }
+#else
+    for (int i = 0; i < LANES; i++) to[i] = sum_of(x[i]);
+#endif
+}
+
+/* scores[t] = q . k[t] for LANES slots, of which those after `last` repeat it. */
+INLINE void dots(const float *q, const void *k, i64 D, i64 last, float *scores) {
+    vec sums[LANES];
+#pragma GCC unroll 16
+    for (int t = 0; t < LANES; t++) sums[t] = (vec){};
+    for (i64 d = 0; d < D; d += LANES)
+#pragma GCC unroll 16
+        for (int t = 0; t < LANES; t++)
+            sums[t] = FMA(*(const vec *)(q + d), load(k, (t < last ? t : last) * D + d, STORE), sums[t]);
+    sums_of(sums, scores);
 }
 
 /* out[r] = sum of p[r][t] v[t] over slots in order, over the sum of p[r][t] in order. */
 INLINE void mix(const float *p, i64 stride, const void *v, i64 T, i64 D, float *const *out, const int R,
                 const int C) {
     for (i64 d = 0; d < D; d += C * LANES) {
-        vec sums[2][4];
-        float totals[2];
+        vec sums[4][4];
+        float totals[4];
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
             totals[r] = 0;
 #pragma GCC unroll 8
             for (int c = 0; c < C; c++) sums[r][c] = (vec){};
         }
-        for (i64 t = 0; t < T; t++)
+        for (i64 t = 0; t < T; t++) {
+            vec value[4];
+#pragma GCC unroll 8
+            for (int c = 0; c < C; c++) value[c] = load(v, t * D + d + c * LANES, STORE);
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) {
                 totals[r] += p[r * stride + t];
 #pragma GCC unroll 8
-                for (int c = 0; c < C; c++)
-                    sums[r][c] = FMA(splat(p[r * stride + t]), load(v, t * D + d + c * LANES, STORE), sums[r][c]);
+                for (int c = 0; c < C; c++) sums[r][c] = FMA(splat(p[r * stride + t]), value[c], sums[r][c]);
             }
+        }
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
             for (int c = 0; c < C; c++) *(vec *)(out[r] + d + c * LANES) = sums[r][c] / totals[r];
     }
+}
+
+static void mix_rows(const float *p, i64 stride, const void *v, i64 T, i64 D, float *const *out, i64 rows) {
+    switch (rows * 8 + (D % (4 * LANES) == 0 ? 4 : D % (2 * LANES) == 0 ? 2 : 1)) {
+#define MIX(R)                                                                                            \
+    case R * 8 + 4: mix(p, stride, v, T, D, out, R, R > 2 ? 2 : 4); break;                                \
+    case R * 8 + 2: mix(p, stride, v, T, D, out, R, 2); break;                                            \
+    case R * 8 + 1: mix(p, stride, v, T, D, out, R, 1); break;
+        MIX(1) MIX(2) MIX(3) MIX(4)
+    }
+}
+
+/* s = exp(s * scale - most), s * scale capped and `most` the largest of them; 0 where s is -infinity. `size` is a
+   multiple of LANES. */
+static void softmax_weights(float *s, i64 size, float scale, float limit) {
+    vec most = splat(-INFINITY);
+    for (i64 t = 0; t < size; t += LANES) {
+        vec x = *(vec *)(s + t) * scale;
+        for (int i = 0; limit && i < LANES; i++)
+            if (x[i] != -INFINITY) x[i] = limit * tanhf(x[i] / limit);
+        *(vec *)(s + t) = x;
+        most = most_of(x, most);
+    }
+    float largest = most[0];
+    for (int i = 1; i < LANES; i++) largest = most[i] > largest ? most[i] : largest;
+    for (i64 t = 0; t < size; t += LANES) *(vec *)(s + t) = exp_vec(*(vec *)(s + t) - largest);
 }
