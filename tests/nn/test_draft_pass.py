@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TypeAlias
 
 import pytest
@@ -15,6 +16,7 @@ from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.dflash2 import DFlash2Network
 from blockdraft.nn.draft_config import DFlash2Config, DraftConfig, LayerAttention
 from blockdraft.nn.draft_pass import DraftPass
+from blockdraft.targets import load_target
 
 Run: TypeAlias = DraftPass | CompiledDraftPass
 
@@ -182,11 +184,39 @@ def test_a_context_that_does_not_fit_is_refused(network: DFlashNetwork) -> None:
         run(state, torch.randn(1, 4, 16))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("first", [0, 1])
+def test_guesses_are_the_pass_and_the_head_in_one_call(dtype: str, first: int, tiny_target_dir: Path) -> None:
+    target = load_target(tiny_target_dir, dtype, "cpu", "native", compile="on")
+    sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "head_dim": 8}
+    network = made_network(replace(CONFIG, **sizes)).to(target.dtype)  # type: ignore[arg-type]
+    run = draft_pass(network, target.compiled)
+    assert isinstance(run, CompiledDraftPass) and run.has_head
+    state = KVCache(2, 64)
+    run.observe(state, torch.randn(2, 9, 2 * target.hidden_size))
+    state.commit([range(9), range(4)])
+    tokens = torch.tensor([[7, 1, 1, 1, 1], [9, 1, 1, 1, 1]])
+    for window in (None, 3):
+        expected = run(state, target.embed(tokens), window)[:, first:]
+        hidden, logits = run.guesses(state, tokens, first, window)
+        assert torch.equal(hidden, expected) and logits.dtype == torch.float32
+        # The head outside of the call reads the hidden states as the dtype rounds them.
+        tolerance = 0.0 if target.dtype == torch.float32 else 0.1
+        torch.testing.assert_close(logits, target.head(expected).float(), atol=tolerance, rtol=tolerance)
+
+
+def test_a_target_of_another_kind_keeps_its_head(network: DFlashNetwork, tiny_target_dir: Path) -> None:
+    target = load_target(tiny_target_dir, "float32", "cpu", "native", compile="on", quantize="int8")
+    run = draft_pass(network, target.compiled)
+    assert isinstance(run, CompiledDraftPass) and not run.has_head
+
+
 def test_what_is_compiled_and_what_is_not(
-    network: DFlashNetwork, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    network: DFlashNetwork, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert isinstance(compiled(network), type(draft_pass(network, compile=True)))
-    assert isinstance(draft_pass(network, compile=False), DraftPass)
+    target = load_target(tiny_target_dir, "float32", "cpu", "native", compile="on").compiled
+    assert isinstance(draft_pass(network, target), CompiledDraftPass)
+    assert isinstance(draft_pass(network, None), DraftPass)
     odd = DFlashNetwork(replace(CONFIG, head_dim=6))
     sizes = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 3}
     convolved = DFlash2Network(DFlash2Config(**vars(CONFIG), **sizes))  # type: ignore[arg-type]
@@ -196,12 +226,12 @@ def test_what_is_compiled_and_what_is_not(
         (DFlashNetwork(CONFIG).half(), "float16"),
     ):
         assert reason in (why_not_drafts(other) or "")
-        assert isinstance(draft_pass(other, compile=True), DraftPass)
+        assert isinstance(draft_pass(other, target), DraftPass)
     assert not caplog.messages
     monkeypatch.setenv("CC", "no-such-compiler")
     build.cache_clear()
     try:
-        assert isinstance(draft_pass(network, compile=True), DraftPass)
+        assert isinstance(draft_pass(network, target), DraftPass)
     finally:
         build.cache_clear()
     [message] = caplog.messages

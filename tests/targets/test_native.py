@@ -173,7 +173,8 @@ def test_bfloat16_is_no_further_from_the_exact_numbers_than_transformers(
     errors = []
     for target in (native(folders[name], "bfloat16", compiled), load_target(folders[name], "bfloat16", "cpu", "hf")):
         found = list(scores(target, 3))
-        assert {numbers.dtype for numbers in found} == {torch.bfloat16}
+        inside = target.compiled is not None  # compiled arithmetic is float32 up to the logits
+        assert {numbers.dtype for numbers in found} == {torch.float32 if inside else torch.bfloat16}
         errors.append(sum(float((a.float() - b).abs().mean()) for a, b in zip(found, exact, strict=True)))
     assert 0 < errors[0] < 1.2 * errors[1]
 

@@ -14,7 +14,7 @@ from blockdraft.formats import speculators
 from blockdraft.formats.speculators import Borrowed
 from blockdraft.formats.zlab import check_fits, read_checkpoint
 from blockdraft.nn.cache import KVCache
-from blockdraft.nn.compiled_draft import draft_pass
+from blockdraft.nn.compiled_draft import CompiledDraftPass, draft_pass
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.draft_config import DraftConfig
 from blockdraft.nn.reduced_head import ReducedHead
@@ -80,7 +80,7 @@ class DFlashDrafter:
         self.noise_schedule = noise_schedule
         self.reduced_head = reduced_head and reduced_head.to(target.device, target.dtype)
         self._target = target
-        self._run = draft_pass(self.network, compile=target.compiled is not None)
+        self._run = draft_pass(self.network, target.compiled)
         self._masks = torch.full((1, self.block_size), self.config.mask_token_id, device=target.device)
 
     def new_state(self, batch: int, capacity: int) -> KVCache:
@@ -176,9 +176,14 @@ class DFlashDrafter:
     ) -> tuple[Tensor, Tensor]:
         """Hidden states and logits, `[B, N - first, ...]`, of a block whose unknown slots hold the mask token, from the
         slot `first` on; slot 0 of a DFlash drafter is meaningless."""
-        hidden = self._run(state, self._target.embed(tokens), window)[:, first:]
-        mark(PASS)
-        logits = self.network.adjust_logits((self.reduced_head or self._target.head)(hidden))
+        if isinstance(self._run, CompiledDraftPass) and self._run.has_head and self.reduced_head is None:
+            hidden, logits = self._run.guesses(state, tokens, first, window)
+            mark(PASS)
+        else:
+            hidden = self._run(state, self._target.embed(tokens), window)[:, first:]
+            mark(PASS)
+            logits = (self.reduced_head or self._target.head)(hidden)
+        logits = self.network.adjust_logits(logits)
         mark(HEAD)
         return hidden, logits
 

@@ -52,6 +52,7 @@ class Controller:
             self._block_size = drafting.block_size
         self._costs = cache(costs)
         self._curves: dict[int, list[float]] = {}  # by rows
+        self._plain: dict[int, float] = {}
         self._tau: float | None = None  # of all requests; what a new one begins with
         self._taus: WeakKeyDictionary[Request, float] = WeakKeyDictionary()
         self._guesses = 0.0  # running mean of the guesses a row
@@ -121,7 +122,7 @@ class Controller:
             return
         rows, drafts = len(requests), plan.block_size > 1
         if seconds is not None:
-            usual = self._measured(rows)[guesses] if drafts else self._costs().plain_cycle(rows)
+            usual = self._measured(rows)[guesses] if drafts else self._plain_cycle(rows)
             self._pace.learn(guesses if drafts else None, seconds, usual)
         if not drafts:
             return
@@ -153,8 +154,8 @@ class Controller:
         """Whether these requests get more tokens a second with drafting than without."""
         rows = len(requests)
         tokens = sum(self._taus.get(request, self._tau or 1.0) for request in requests)
-        plain = self._pace.plain * self._costs().plain_cycle(rows)
-        return tokens * plain > MARGIN * rows * self._curve(rows)[round(self._guesses)]
+        plain = self._pace.plain * self._plain_cycle(rows)
+        return tokens * plain > MARGIN * rows * self._pace.at(round(self._guesses), self._measured(rows))
 
     def _curve(self, rows: int) -> list[float]:
         """Seconds of a cycle that drafts, by guesses a row, as far as is known by now."""
@@ -165,6 +166,12 @@ class Controller:
         if rows not in self._curves:
             self._curves[rows] = self._costs().cycle(rows, self.most_guesses, self._drafting.tree_budget != 0)
         return self._curves[rows]
+
+    def _plain_cycle(self, rows: int) -> float:
+        """Seconds of one that does not, as measured beforehand."""
+        if rows not in self._plain:
+            self._plain[rows] = self._costs().plain_cycle(rows)
+        return self._plain[rows]
 
     def _best_length(self, curve: Sequence[float]) -> int:
         """Guesses of a chain that maximise the expected tokens over time, from what was accepted at each position.

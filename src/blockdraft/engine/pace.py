@@ -31,10 +31,17 @@ class Pace:
 
     def cycle(self, expected: Sequence[float]) -> list[float]:
         """Seconds of a cycle that drafts, by guesses a row, from those that were expected."""
+        found: list[float] = (self._by_guesses() * expected).tolist()
+        return found
+
+    def at(self, guesses: int, expected: Sequence[float]) -> float:
+        """One entry of `cycle`."""
+        return float(self._by_guesses()[guesses]) * expected[guesses]
+
+    def _by_guesses(self) -> NDArray[np.float64]:
         if self._factors is None:
             self._factors = np.interp(self._steps, self._knots, self._ratios)
-        found: list[float] = (self._factors * expected).tolist()
-        return found
+        return self._factors
 
     def learn(self, guesses: int | None, seconds: float, expected: float) -> None:
         """Take in a cycle.

@@ -20,7 +20,15 @@ SOURCE = Path(__file__).with_name("decoder.c")
 INCLUDED = Path(__file__).with_name("kernels.h")
 COMPILERS = ("gcc", "cc", "clang")
 # Sums must have the same bits wherever they are computed: nothing is fused or reordered that the source does not say.
-FLAGS = ("-O2", "-ftree-vectorize", "-fvect-cost-model=dynamic", "-march=native", "-ffp-contract=off", "-shared", "-fPIC")
+FLAGS = (
+    "-O2",
+    "-ftree-vectorize",
+    "-fvect-cost-model=dynamic",
+    "-march=native",
+    "-ffp-contract=off",
+    "-shared",
+    "-fPIC",
+)
 PARALLEL = ("-fopenmp",)  # left away where the compiler lacks it; then there is one thread
 LONGEST_SECONDS = 120.0
 LONGEST_WAIT_SECONDS = 1.5  # for the compiler, where torch's operations would do

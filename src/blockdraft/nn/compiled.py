@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from ctypes import POINTER, c_float, c_int64, c_void_p
 from typing import Any
 
@@ -69,6 +70,15 @@ def why_not(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> 
     return f"heads of {config.head_dim} are no multiple of 4" if config.head_dim % 4 else None
 
 
+def numbers(values: Iterable[int]) -> array[int]:
+    """As int64 in a row; a tensor of them takes ten times as long to make."""
+    return array("q", values)
+
+
+def address(values: array[int]) -> int:
+    return values.buffer_info()[0]
+
+
 class CompiledLayers(ABC):
     """Layers as `decoder.c` takes them, with all that its calls need besides.
 
@@ -78,7 +88,7 @@ class CompiledLayers(ABC):
     """
 
     def __init__(self, library: ctypes.CDLL, count: int, max_positions: int) -> None:
-        self._library, self._max_positions = library, max_positions
+        self.library, self._max_positions = library, max_positions
         self._layers = (LayerFields * count)()
         self._model = ModelFields()
         self._alive: list[Tensor] = []
@@ -109,8 +119,8 @@ class CompiledLayers(ABC):
         """Run the layers, with at most `end` slots a row."""
         shape = map(c_int64, (call.batch, call.nodes, end, call.threads))
         self._reach(end)
-        call.workspace = self._room(self._library.decoder_workspace(ctypes.byref(self._model), *shape))
-        self._library.decoder_forward(ctypes.byref(self._model), ctypes.byref(call))
+        call.workspace = self._room(self.library.decoder_workspace(ctypes.byref(self._model), *shape))
+        self.library.decoder_forward(ctypes.byref(self._model), ctypes.byref(call))
 
     def _pointer(self, weight: Tensor) -> int:
         kept = weight.detach().float().contiguous()
@@ -127,6 +137,10 @@ class CompiledDecoder(CompiledLayers):
         decoder: One for which `why_not` has no reason. Its weights are laid out anew, and its own forward uses them.
         library: Built for its dtypes and head size.
         max_context: Positions from here on are clamped; nodes that are never committed may lie there.
+
+    Attributes:
+        library: As given.
+        embedding, head: The tables, as the library takes them.
     """
 
     def __init__(self, decoder: Decoder, library: ctypes.CDLL, max_context: int) -> None:
@@ -144,10 +158,11 @@ class CompiledDecoder(CompiledLayers):
                 own.query_norm = self._pointer(layer.qk_norm.weight[0])
                 own.key_norm = self._pointer(layer.qk_norm.weight[-1])
             own.window = config.layers[layer.number].window or 0
+        self.embedding, self.head = decoder.embedding.pack(library), decoder.head.pack(library)
         self._model = ModelFields(
             self._layers,
-            decoder.embedding.pack(library),
-            decoder.head.pack(library),
+            self.embedding,
+            self.head,
             self._pointer(decoder.norm.weight),
             *(len(config.layers), config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim),
             *(config.intermediate_size, config.activation != "silu", 0),
@@ -173,32 +188,31 @@ class CompiledDecoder(CompiledLayers):
             taps, logits_at: As in `Decoder.forward`.
 
         Returns:
-            Logits `[B, N, V]` or `[B, 1, V]`; features `[B, N, m * H]` or None.
+            Logits `[B, N, V]` or `[B, 1, V]`; features `[B, N, m * H]` or None; both float32, whatever the weights.
         """
         batch, count = tokens.shape
         config, end, threads = self._decoder.config, max(lengths) + count, torch.get_num_threads()
         assert end <= store.size(3) and store[0, 0].is_contiguous(), (end, store.shape, store.stride())
         wanted = None if logits_at is None else logits_at + torch.arange(batch) * count
         columns = batch * count if wanted is None else batch
-        logits = torch.empty(columns, config.vocab_size)
-        features = torch.empty(batch, count, len(taps) * config.hidden_size)
+        logits = torch.empty(batch, columns // batch, config.vocab_size)
+        features = torch.empty(batch, count, len(taps) * config.hidden_size) if taps else None
         tokens, parents = tokens.contiguous(), parents.contiguous()
-        facts = torch.tensor([*lengths, *taps])
+        rows, tapped = numbers(lengths), numbers(taps)
         call = CallFields(
             tokens.data_ptr(),
             parents.data_ptr(),
-            facts.data_ptr(),
-            facts[batch:].data_ptr(),
+            address(rows),
+            address(tapped),
             None if wanted is None else wanted.data_ptr(),
             None,
             *(batch, count, len(taps), columns, EVERYWHERE, threads),
             store.data_ptr(),
             *store.stride()[:3],
-            *(features.data_ptr(), logits.data_ptr()),
+            *(None if features is None else features.data_ptr(), logits.data_ptr()),
         )
         self._run(call, end)
-        scores = logits.view(batch, -1, config.vocab_size).to(store.dtype)
-        return scores, features.to(store.dtype) if taps else None
+        return logits, features
 
     def _angles(self, count: int) -> list[tuple[Tensor, Tensor]]:
         config, tables = self._decoder.config, {}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from array import array
 from ctypes import c_int64, c_void_p
+from functools import lru_cache
 from typing import cast
 
 import torch
@@ -12,7 +14,15 @@ from torch import Tensor
 
 from blockdraft.nn.build import KINDS, LONGEST_WAIT_SECONDS, STILL_AT_WORK, build
 from blockdraft.nn.cache import KVCache
-from blockdraft.nn.compiled import EVERYWHERE, CallFields, CompiledLayers, ModelFields
+from blockdraft.nn.compiled import (
+    EVERYWHERE,
+    CallFields,
+    CompiledDecoder,
+    CompiledLayers,
+    ModelFields,
+    address,
+    numbers,
+)
 from blockdraft.nn.dflash import DFlashNetwork, DraftLayer
 from blockdraft.nn.draft_pass import DraftPass, joined
 from blockdraft.nn.packed import PackedLinear, PackedWeight
@@ -30,9 +40,9 @@ def why_not_drafts(network: DFlashNetwork) -> str | None:
     return f"heads of {network.config.head_dim} are no multiple of 4" if network.config.head_dim % 4 else None
 
 
-def draft_pass(network: DFlashNetwork, compile: bool) -> DraftPass | CompiledDraftPass:
-    """The fastest way to run a network; with `compile` a compiled one, where there is one."""
-    if not compile or why_not_drafts(network) is not None:
+def draft_pass(network: DFlashNetwork, target: CompiledDecoder | None) -> DraftPass | CompiledDraftPass:
+    """The fastest way to run a network; where its target is compiled, a compiled one, if there is one."""
+    if target is None or why_not_drafts(network) is not None:
         return DraftPass(network)
     dtype = network.fc.weight.dtype
     made = build(dtype, dtype, network.config.head_dim)
@@ -41,7 +51,7 @@ def draft_pass(network: DFlashNetwork, compile: bool) -> DraftPass | CompiledDra
         reason = made.reason or STILL_AT_WORK
         logging.getLogger(__name__).warning("The drafter runs uncompiled, which is slower: %s.", reason)
         return DraftPass(network)
-    return CompiledDraftPass(network, library)
+    return CompiledDraftPass(network, library, target if target.library is library else None)
 
 
 class CompiledDraftPass(CompiledLayers):
@@ -51,10 +61,14 @@ class CompiledDraftPass(CompiledLayers):
         network: One for which `why_not_drafts` has no reason. Its weights are copied into the library's layout and must
             not be changed afterwards.
         library: Built for its dtype and head size.
+        target: Lends its embedding and head, where it uses the same library.
+
+    Attributes:
+        has_head: Whether `guesses` can be called, which takes fewer calls than its parts.
     """
 
     @torch.no_grad()
-    def __init__(self, network: DFlashNetwork, library: ctypes.CDLL) -> None:
+    def __init__(self, network: DFlashNetwork, library: ctypes.CDLL, target: CompiledDecoder | None = None) -> None:
         self.config = config = network.config
         super().__init__(library, config.num_hidden_layers, EVERYWHERE)
         self._network, self._like = network, network.fc.weight
@@ -73,52 +87,78 @@ class CompiledDraftPass(CompiledLayers):
             own.window, own.whole_block = kind.window or 0, not kind.causal
         self._model = ModelFields(
             self._layers,
-            PackedWeight(),
-            PackedWeight(),
+            PackedWeight() if target is None else target.embedding,
+            PackedWeight() if target is None else target.head,
             self._pointer(network.norm.weight),
             *(config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.num_key_value_heads),
             *(config.head_dim, config.intermediate_size, 0, 0),
             *(config.rms_norm_eps, config.input_embedding_scale, config.head_dim**-0.5, 0.0, 0.0),
         )
         self._features, self._hidden_norm = self._pack(network.fc), self._pointer(network.hidden_norm.weight)
+        self.has_head = target is not None
+        self._target = target  # which owns the memory of its tables
         # The one output that is wanted is that of the final norm.
-        self._taps = torch.tensor([config.num_hidden_layers])
+        self._taps = numbers([config.num_hidden_layers])
 
     def observe(self, state: KVCache, features: Tensor) -> None:
         """As `DraftPass.observe`."""
-        rows = features.float().contiguous()
-        lengths = torch.tensor(state.lengths)
-        call, end = self._call(state, rows, lengths)
+        rows, lengths = features.float().contiguous(), numbers(state.lengths)
+        call, end = self._call(state, rows.size(0), rows.size(1), lengths)
+        call.embedded = rows.data_ptr()
         self._reach(end)
         model, count = ctypes.byref(self._model), c_int64(rows.size(0) * rows.size(1))
-        call.workspace = self._room(self._library.draft_context_workspace(model, count))
+        call.workspace = self._room(self.library.draft_context_workspace(model, count))
         fc, norm = ctypes.byref(self._features), c_void_p(self._hidden_norm)
-        self._library.draft_context(model, ctypes.byref(call), fc, norm)
+        self.library.draft_context(model, ctypes.byref(call), fc, norm)
 
     def __call__(self, state: KVCache, block: Tensor, window: int | None = None) -> Tensor:
         """As `DraftPass.__call__`."""
-        batch, count, _ = block.shape
-        rows = block.float().contiguous()
-        lengths, parents = torch.tensor(state.lengths), torch.arange(-1, count - 1).repeat(batch)
-        hidden = torch.empty_like(rows)
-        call, end = self._call(state, rows, lengths)
-        call.parents, call.taps, call.num_taps = parents.data_ptr(), self._taps.data_ptr(), 1
+        rows, lengths = block.float().contiguous(), numbers(state.lengths)
+        call, end = self._call(state, rows.size(0), rows.size(1), lengths)
+        call.embedded = rows.data_ptr()
+        return self._pass(call, end, window).to(block.dtype)
+
+    def guesses(self, state: KVCache, tokens: Tensor, first: int, window: int | None = None) -> tuple[Tensor, Tensor]:
+        """A pass over blocks of tokens, with the head behind it.
+
+        Args:
+            tokens: `[B, N]` int64, `[anchor, mask, mask, ...]`.
+            first: Slot of each block from which on logits are wanted.
+            window: As in `__call__`.
+
+        Returns:
+            Hidden states `[B, N - first, H]` in the network's dtype, and logits `[B, N - first, V]` in float32.
+        """
+        assert self.has_head
+        tokens, lengths = tokens.contiguous(), numbers(state.lengths)
+        call, end = self._call(state, tokens.size(0), tokens.size(1), lengths)
+        call.tokens = tokens.data_ptr()
+        wanted = _slots_from(first, *tokens.shape)
+        logits = torch.empty(len(tokens), tokens.size(1) - first, self._model.head.outputs)
+        call.logits, call.logits_at, call.num_logits = logits.data_ptr(), address(wanted), len(wanted)
+        return self._pass(call, end, window)[:, first:].to(self._like.dtype), logits
+
+    def _pass(self, call: CallFields, end: int, window: int | None) -> Tensor:
+        """`[B, N, H]` behind the final norm."""
+        parents = _chain_parents(call.batch, call.nodes)
+        hidden = torch.empty(call.batch, call.nodes, self.config.hidden_size)
+        call.parents, call.taps, call.num_taps = address(parents), address(self._taps), 1
         call.features, call.reach = hidden.data_ptr(), EVERYWHERE if window is None else window
         self._run(call, end)
-        return hidden.to(block.dtype)
+        return hidden
 
     def _angles(self, count: int) -> list[tuple[Tensor, Tensor]]:
         tables = self._network.angles(torch.arange(count), torch.float32)
         cos, sin = (table[:, : self.config.head_dim // 2].contiguous() for table in tables)
         return [(cos, sin)] * self.config.num_hidden_layers
 
-    def _call(self, state: KVCache, rows: Tensor, lengths: Tensor) -> tuple[CallFields, int]:
-        """A call about rows `[B, N, ...]` behind each row's committed tokens; and the slots that it reaches."""
-        config, (batch, count, _) = self.config, rows.shape
+    def _call(self, state: KVCache, batch: int, count: int, lengths: array[int]) -> tuple[CallFields, int]:
+        """A call about N nodes behind each row's committed tokens; and the slots that it reaches."""
+        config = self.config
         shape = (config.num_hidden_layers, 2 * config.num_key_value_heads, config.head_dim)
         store, end = state.stacked(*shape, self._like), max(state.lengths) + count
         assert end <= store.size(3) and store[0, 0].is_contiguous(), (end, store.shape, store.stride())
-        call = CallFields(lengths=lengths.data_ptr(), embedded=rows.data_ptr(), batch=batch, nodes=count)
+        call = CallFields(lengths=address(lengths), batch=batch, nodes=count)
         call.store, call.threads = store.data_ptr(), torch.get_num_threads()
         call.layer_stride, call.row_stride, call.head_stride = store.stride()[:3]
         return call, end
@@ -126,4 +166,15 @@ class CompiledDraftPass(CompiledLayers):
     def _pack(self, *projections: torch.nn.Linear) -> PackedWeight:
         packed = joined(projections, views=False)
         self._packed.append(packed)  # which owns the memory
-        return packed.pack(self._library)
+        return packed.pack(self.library)
+
+
+@lru_cache(maxsize=256)
+def _chain_parents(batch: int, count: int) -> array[int]:
+    return numbers(list(range(-1, count - 1)) * batch)
+
+
+@lru_cache(maxsize=256)
+def _slots_from(first: int, batch: int, count: int) -> array[int]:
+    """The nodes of all rows, counted through, that are slot `first` or later of their row."""
+    return numbers(node for node in range(batch * count) if node % count >= first)

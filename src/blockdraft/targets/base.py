@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from blockdraft.nn.compiled import CompiledDecoder
+
 
 class Cache(Protocol):
     """The target's memory of committed tokens. It owns rollback: what is not committed is gone."""
@@ -97,7 +99,7 @@ class Target(Protocol):
     def running(self) -> str: ...
 
     @property
-    def compiled(self) -> object | None: ...
+    def compiled(self) -> CompiledDecoder | None: ...
 
     @property
     def shape(self) -> Mapping[str, Any]: ...

@@ -63,7 +63,8 @@ def tapped_features(target: Target, taps: Sequence[int], tokens: Sequence[Tensor
     first = torch.zeros(len(tokens), dtype=torch.int64, device=target.device)  # no logits are needed; one is the least
     output = target.forward(proposal.tokens, proposal.parents, cache, taps, logits_at=first)
     assert output.features is not None
-    return [row[: len(document)] for row, document in zip(output.features, tokens, strict=True)]
+    features = output.features.to(target.dtype)
+    return [row[: len(document)] for row, document in zip(features, tokens, strict=True)]
 
 
 def chosen_taps(text: str, num_layers: int) -> tuple[int, ...]:
