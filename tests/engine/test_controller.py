@@ -137,6 +137,7 @@ def test_one_decision_serves_the_whole_batch() -> None:
         (Drafting(), 16, 0),
         (Drafting(4), 4, 0),
         (Drafting(None, 64), 16, 64),
+        (Drafting(None, 5), 6, 5),
         (Drafting(4, 64), 4, 64),
         (Drafting(1, 64), 1, 0),
     ],

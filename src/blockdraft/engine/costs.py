@@ -26,9 +26,9 @@ from blockdraft.types import SamplingParams
 if TYPE_CHECKING:
     from blockdraft.engine.engine import Engine
 
-LAYOUT = 2  # of the file; a new one measures anew
+LAYOUT = 3  # of the file; a new one measures anew
 ROWS = (1, 2, 4, 8, 16, 32, 64)
-NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+NODES = (1, 2, 4, 6, 7, 8, 12, 13, 16, 24, 32, 48, 64, 128, 256, 512)  # a CPU takes six rows at a time
 CHAIN_GUESSES = (1, 3, 7, 15)
 TREE_GUESSES = (1, 4, 8, 16, 32, 64, 128)
 MOST_GUESSES = 512  # of all rows together; larger trees are extrapolated
