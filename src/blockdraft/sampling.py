@@ -146,15 +146,18 @@ class Laws:
         tokens_BN, parents_BN: The nodes, as in a proposal.
         prompts: Token ids of each row's prompt.
         outputs: Token ids of each row's output so far. Node 0 is the last token of prompt and output.
+        best_BN: Argmax of the logits as in `TargetOutput`, where it is known.
 
     Attributes:
         tokens: The nodes' tokens, a list a row.
+        argmax: The token after each node where no row is sampled or adjusted; else None.
         invalid_rows: Rows without a law at some node: a logit is NaN or +inf, or all are -inf (a single -inf is legal).
         draws_ahead: Whether the first draw draws at all nodes. On a GPU, for there the host waits once for all of them
             instead of once a level of the tree, and the nodes that no walk reaches cost little.
     """
 
     _best: list[list[int]]
+    argmax: list[list[int]] | None
     tokens: list[list[int]]
     draws_ahead: bool
 
@@ -166,6 +169,7 @@ class Laws:
         parents_BN: Tensor,
         prompts: Sequence[Sequence[int]],
         outputs: Sequence[Sequence[int]],
+        best_BN: Tensor | None = None,
     ) -> None:
         self._logits, self._params = logits_BNV, params
         self._parents = parents_BN
@@ -173,8 +177,13 @@ class Laws:
         self._adjusted = [_adjusts(p) for p in params]
         self.draws_ahead = logits_BNV.device.type == "cuda"
         self._drawn: dict[tuple[int, int], int] = {}
-        self._best, self.tokens = _best_and_own(logits_BNV, tokens_BN)
+        if best_BN is None:
+            self._best, self.tokens = _best_and_own(logits_BNV, tokens_BN)
+        else:
+            self._best, self.tokens = best_BN.tolist(), tokens_BN.tolist()
         self.invalid_rows = [row for row, best in enumerate(self._best) if -1 in best]
+        is_plain = not any(self._adjusted) and all(p.temperature == 0 for p in params)
+        self.argmax = self._best if is_plain else None
 
     def draw(self, rows: Sequence[int], nodes: Sequence[int], uniforms_BN: Tensor | None) -> list[int]:
         """One token after each of these nodes, by the number of the node.

@@ -269,7 +269,7 @@ class Engine:
             each = zip(requests, proposal.depth_lists, strict=True)
             uniforms = torch.stack([r.random.at([len(r.token_ids) + d for d in depths]) for r, depths in each])
         params, prompts, outputs = zip(*((r.params, r.prompt, r.token_ids) for r in requests), strict=True)
-        laws = Laws(output.logits, params, proposal.tokens, proposal.parents, prompts, outputs)
+        laws = Laws(output.logits, params, proposal.tokens, proposal.parents, prompts, outputs, output.best)
         tests = None
         if proposal.q is not None:
             tests = self._fresh(requests)[:, self.drafter.block_size :][:, : proposal.tokens.size(1)]

@@ -58,7 +58,8 @@ class KVCache:
         """
         if 0 not in self._layers:
             self._layers[0] = (like.new_zeros(layers, len(self.lengths), heads, self.capacity, head_dim),)
-        return self._layers[0][0][:, : len(self.lengths)]
+        [store] = self._layers[0]
+        return store if store.size(1) == len(self.lengths) else store[:, : len(self.lengths)]
 
     def slots(self, count: int, device: torch.device) -> Tensor:
         """The slots of the next `count` nodes, `[B, count]`."""

@@ -55,7 +55,7 @@ class CallFields(ctypes.Structure):
         *((name, c_int64) for name in ("batch", "nodes", "num_taps", "num_logits", "reach", "threads")),
         ("store", c_void_p),
         *((name, c_int64) for name in ("layer_stride", "row_stride", "head_stride")),
-        *((name, c_void_p) for name in ("features", "logits", "workspace")),
+        *((name, c_void_p) for name in ("features", "logits", "workspace", "best")),
     ]
 
 
@@ -178,7 +178,7 @@ class CompiledDecoder(CompiledLayers):
         store: Tensor,
         taps: Sequence[int] = (),
         logits_at: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Score N nodes a row, and write their keys and values behind each row's committed tokens.
 
         Args:
@@ -188,7 +188,8 @@ class CompiledDecoder(CompiledLayers):
             taps, logits_at: As in `Decoder.forward`.
 
         Returns:
-            Logits `[B, N, V]` or `[B, 1, V]`; features `[B, N, m * H]` or None; both float32, whatever the weights.
+            Logits `[B, N, V]` or `[B, 1, V]`; features `[B, N, m * H]` or None; both float32, whatever the weights. Of
+            each row of logits the argmax, int64, as in `TargetOutput`.
         """
         batch, count = tokens.shape
         config, end, threads = self._decoder.config, max(lengths) + count, torch.get_num_threads()
@@ -197,6 +198,7 @@ class CompiledDecoder(CompiledLayers):
         columns = batch * count if wanted is None else batch
         logits = torch.empty(batch, columns // batch, config.vocab_size)
         features = torch.empty(batch, count, len(taps) * config.hidden_size) if taps else None
+        best = torch.empty(batch, columns // batch, dtype=torch.int64)
         tokens, parents = tokens.contiguous(), parents.contiguous()
         rows, tapped = numbers(lengths), numbers(taps)
         call = CallFields(
@@ -210,9 +212,10 @@ class CompiledDecoder(CompiledLayers):
             store.data_ptr(),
             *store.stride()[:3],
             *(None if features is None else features.data_ptr(), logits.data_ptr()),
+            best=best.data_ptr(),
         )
         self._run(call, end)
-        return logits, features
+        return logits, features, best
 
     def _angles(self, count: int) -> list[tuple[Tensor, Tensor]]:
         config, tables = self._decoder.config, {}

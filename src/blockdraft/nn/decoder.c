@@ -24,13 +24,14 @@ typedef struct {
 } Model;
 
 typedef struct { /* embedded: rows in the place of tokens, or null; reach: how many committed tokens are seen, the last;
-                    store: [layers, batch, keys and then values of all heads, slot, head_dim], by strides */
+                    best: the likeliest token of each row of logits, see `best_of`; store: [layers, batch, keys and then values of all heads, slot, head_dim], by strides */
     const i64 *tokens, *parents, *lengths, *taps, *logits_at;
     const float *embedded;
     i64 batch, nodes, num_taps, num_logits, reach, threads;
     void *store;
     i64 layer_stride, row_stride, head_stride;
     float *features, *logits, *workspace;
+    i64 *best;
 } Call;
 
 static void norm_rows(const float *x, const float *weight, float eps, i64 size, i64 rows, float *y, int add) {
@@ -229,7 +230,10 @@ void decoder_forward(const Model *m, const Call *call) {
         if (m->logit_cap) {
             SHARE(call->num_logits * m->head.out, from, to);
             for (i64 i = from; i < to; i++) call->logits[i] = cap(call->logits[i], m->logit_cap);
+#pragma omp barrier
         }
+        SHARE(call->best ? call->num_logits : 0, from, to);
+        for (i64 row = from; row < to; row++) call->best[row] = best_of(call->logits + row * m->head.out, m->head.out);
     }
 }
 

@@ -168,6 +168,37 @@ static void tiles(const Linear *l, const float *x, i64 xs, i64 block, float *y, 
     }
 }
 
+/* The largest of some numbers: its place, the first among equals; -1 if it is not finite or there is a NaN. */
+static i64 best_of(const float *x, i64 size) {
+    vec most = splat(-INFINITY);
+    ints strange = {};
+    i64 i = 0;
+    for (; i + LANES <= size; i += LANES) {
+        vec here = *(const vec *)(x + i);
+        strange |= here != here;
+        most = most_of(here, most);
+    }
+    float largest = -INFINITY;
+    int odd = 0;
+    for (int k = 0; k < LANES; k++) {
+        odd |= strange[k];
+        if (most[k] > largest) largest = most[k];
+    }
+    for (; i < size; i++) {
+        odd |= x[i] != x[i];
+        if (x[i] > largest) largest = x[i];
+    }
+    if (odd || largest == INFINITY || largest == -INFINITY) return -1;
+    for (i = 0; i + LANES <= size; i += LANES) {
+        ints same = *(const vec *)(x + i) == splat(largest);
+        int any = 0;
+        for (int k = 0; k < LANES; k++) any |= same[k];
+        if (any) break;
+    }
+    while (x[i] != largest) i++;
+    return i;
+}
+
 /* This thread's share of 0 .. count. */
 #define SHARE(count, from, to)                                                                            \
     i64 from = (count) * omp_get_thread_num() / omp_get_num_threads(),                                    \

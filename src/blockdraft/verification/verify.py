@@ -48,6 +48,8 @@ def verify(proposal: Proposal, laws: Laws, uniforms_BN: Tensor | None, tests_BN:
         tests_BN: A number in [0, 1) for each node, float64, for its acceptance, independent of all other numbers,
             those that drew the guesses included. None if no row has drawn guesses.
     """
+    if laws.argmax is not None and proposal.q is None:
+        return _follow(proposal.parent_lists, laws.tokens, laws.argmax)
     tokens, invalid = laws.tokens, set(laws.invalid_rows)
     children = [children_of(parents) for parents in proposal.parent_lists]
     q = proposal.q or (None,) * len(tokens)
@@ -73,6 +75,25 @@ def verify(proposal: Proposal, laws: Laws, uniforms_BN: Tensor | None, tests_BN:
             judged = judge(rows, proposal, children, laws, uniforms_BN, tests_BN)
             for row, path, token in zip(rows, *judged, strict=True):
                 paths[row], bonus[row] = path, token
+    return Verdict(paths, bonus)
+
+
+def _follow(parents: list[list[int]], tokens: list[list[int]], argmax: list[list[int]]) -> Verdict:
+    """The verdict where the token after each node is known, without a draw; -1 after any node of a row: no law."""
+    paths, bonus = [], []
+    for above, own, following in zip(parents, tokens, argmax, strict=True):
+        if -1 in following:
+            paths.append(list[int]())
+            bonus.append(-1)
+            continue
+        # Of two children with the same token the first is taken, hence the reverse order.
+        children = {(above[node], own[node]): node for node in range(len(own) - 1, 0, -1)}
+        path, node = [0], children.get((0, following[0]))
+        while node is not None:
+            path.append(node)
+            node = children.get((node, following[node]))
+        paths.append(path)
+        bonus.append(following[path[-1]])
     return Verdict(paths, bonus)
 
 
