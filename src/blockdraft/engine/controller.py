@@ -26,6 +26,7 @@ MARGIN = 1.02  # gain below which drafting is not worth its risk
 SPARE_DEPTH = 1.5  # slots of a draft pass over the depth that paid lately
 PRIOR = 10.0  # guesses that the mean of all positions counts for at each position
 FIRST_WAIT, LONGEST_WAIT = 4, 512  # cycles without drafting before it is tried again
+RECHECK = 8  # cycles of a pause after which it is asked again whether to draft: asking takes time too
 
 
 class Controller:
@@ -151,7 +152,9 @@ class Controller:
             self._wait = min(max(self._wait, FIRST_WAIT), LONGEST_WAIT)
 
     def _pays(self, requests: Sequence[Request]) -> bool:
-        return self._tau is None or self._idle >= self._wait or self._worth(requests)
+        if self._tau is None or self._idle >= self._wait:
+            return True
+        return self._idle % RECHECK == 0 and self._worth(requests)
 
     def _worth(self, requests: Sequence[Request]) -> bool:
         """Whether these requests get more tokens a second with drafting than without."""
