@@ -46,7 +46,7 @@ class TargetOutput:
     """Attributes:
     logits: `[B, N, V]`, or `[B, 1, V]` where only one node's logits were asked for.
     features: `[B, N, m * H]`, the outputs of the tapped layers side by side; None without taps.
-    best: Argmax of the logits, int64, of equals the lowest token id; -1 where a logit is NaN or the largest is infinite.
+    best: Argmax of the logits, int64, the lowest of equals; -1 where a logit is NaN or the largest is infinite.
         None where the backend has not computed it.
     """
 
