@@ -73,8 +73,9 @@ PEERS = (
     _llama("llama.cpp draft-dflash:15", "15 guesses", speculator="draft-dflash", draft="drafter", guesses=15),
     _ours(PLAIN, "the backend it chooses", drafter="none"),
     _ours("ours plain (hf)", "transformers as backend", drafter="none", backend="hf"),
-    _ours("ours plain (native)", "our own decoder as backend", drafter="none", backend="native"),
-    _ours("ours dflash", "chains"),
+    _ours("ours dflash", "chains of whole blocks"),
+    _ours("ours dflash:4", "blocks of 4", drafting={"block_size": 4}),
+    _ours("ours dflash:6", "blocks of 6", drafting={"block_size": 6}),
     _ours("ours ddtree", "trees of up to 32 guesses", drafting={"tree_budget": 32}),
     _ours("ours cost-aware", "trees as large as pays", drafting={"tree_budget": "auto"}),
 )
