@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from blockdraft.proposal import chain
 from blockdraft.targets import Target, TargetOutput, load_target, save_quantized
@@ -112,6 +113,20 @@ def test_it_computes_what_the_decoder_computes(tiny_target_dir: Path, quantize: 
     a, b = ours.forward(*nodes, cache, TAPS), theirs.forward(*nodes, other, TAPS)  # type: ignore[arg-type]
     torch.testing.assert_close(a.logits, b.logits, rtol=0, atol=1e-4)
     torch.testing.assert_close(a.features, b.features, rtol=0, atol=1e-4)
+
+
+def test_a_checkpoint_in_bfloat16_is_kept_in_it_for_the_same_float32_numbers(
+    tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    AutoModelForCausalLM.from_pretrained(tiny_target_dir, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    kept = load_target(tmp_path, "float32", "cpu", "native", compile="on")
+    monkeypatch.setattr("blockdraft.targets.native._is_bfloat16", lambda *_: False)
+    widened = load_target(tmp_path, "float32", "cpu", "native", compile="on")
+    assert "weights kept in bfloat16" in kept.running and "bfloat16" not in widened.running
+    (_, ours), (_, theirs) = read(kept, PROMPTS), read(widened, PROMPTS)
+    assert_same_bits(ours, theirs)
+    for (name, one), (_, other) in zip(kept.named_weights(), widened.named_weights(), strict=True):
+        assert one.dtype == torch.float32 and torch.equal(one, other), name
 
 
 def test_texts_may_outgrow_the_tables_of_angles(tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

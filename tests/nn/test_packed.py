@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from blockdraft.nn.build import build
-from blockdraft.nn.packed import PackedLinear, int8_rows
+from blockdraft.nn.packed import PackedLinear, fits_bfloat16, int8_rows
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 11, 13, 16, 32)
 SHAPES = ((1, 1), (3, 5), (16, 8), (33, 40), (224, 17), (7, 130))  # inputs, outputs
@@ -57,6 +57,19 @@ def test_a_row_has_the_same_bits_alone_and_among_others(dtype: torch.dtype) -> N
         alone = torch.cat([layer(row) for row in x.split(1)])
         for rows in ROWS:
             assert torch.equal(layer(x[:rows]), alone[:rows]), (inputs, outputs, rows)
+
+
+def test_numbers_that_bfloat16_holds_are_kept_in_it_and_give_the_same_bits() -> None:
+    weight = torch.randn(40, 33).bfloat16().float()
+    assert fits_bfloat16(weight) and not fits_bfloat16(weight + 1e-4)
+    whole, halved = PackedLinear(weight.clone()), PackedLinear(weight.clone())
+    whole.pack(library(torch.float32))
+    halved.pack(build(torch.bfloat16, torch.float32).library())  # type: ignore[arg-type]
+    assert halved.stored.dtype == torch.bfloat16 and halved.weight.dtype == torch.float32
+    assert torch.equal(halved.weight, weight)
+    x, index = torch.randn(7, 33), torch.tensor([0, 17, 39])
+    assert torch.equal(halved(x), whole(x)) and halved(x).dtype == torch.float32
+    assert torch.equal(halved.rows(index), whole.rows(index))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

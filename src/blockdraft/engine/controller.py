@@ -186,7 +186,7 @@ class Controller:
         """
         best, best_rate, survival, expected = 1, 0.0, 1.0, 1.0
         mean = (sum(self._accepted) + PRIOR * FIRST_GUESS) / (sum(self._reached) + PRIOR)
-        for length in range(1, self._block_size):
+        for length in range(1, min(self._block_size, len(curve))):
             survival *= (self._accepted[length - 1] + PRIOR * mean) / (self._reached[length - 1] + PRIOR)
             expected += survival
             if expected / curve[length] > best_rate:

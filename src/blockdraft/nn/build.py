@@ -101,6 +101,11 @@ class Build:
         return None
 
 
+def weights_dtype(library: ctypes.CDLL) -> torch.dtype:
+    """The dtype of weights that a library takes."""
+    return {number: dtype for dtype, number in KINDS.items()}[library.weight_kind()]
+
+
 def _load(path: Path) -> ctypes.CDLL | None:
     """The library in this file; None where there is none, or one that was cut short."""
     try:
@@ -108,6 +113,7 @@ def _load(path: Path) -> ctypes.CDLL | None:
         library.decoder_workspace.restype = ctypes.c_int64
         library.draft_context_workspace.restype = ctypes.c_int64
         library.lanes.restype = ctypes.c_int64
+        library.weight_kind.restype = ctypes.c_int64
     except (OSError, AttributeError):
         return None
     return library

@@ -269,6 +269,7 @@ void draft_context(const Model *m, const Call *call, const Linear *features, con
 }
 
 i64 lanes(void) { return LANES; }
+i64 weight_kind(void) { return WEIGHT; }
 
 /* y = x W^T + bias for rows `xs` numbers apart. */
 void packed_linear(const Linear *l, const float *x, i64 xs, i64 rows, float *y, i64 threads) {

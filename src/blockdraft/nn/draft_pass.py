@@ -91,7 +91,7 @@ class DraftPass:
             features: `[B, N, m * H]` of the tapped target layers.
         """
         config, count = self.config, features.size(1)
-        features = features.to(self._features.stored.dtype)
+        features = features.to(self._features.dtype)
         both = self._context(self.network.hidden_norm(self._features(features)))
         shape = (config.num_hidden_layers, 2 * config.num_key_value_heads, config.head_dim)
         nodes_BNLKD = both.unflatten(-1, shape)

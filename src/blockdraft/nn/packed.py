@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from blockdraft.nn.build import weights_dtype
+
 
 class PackedWeight(ctypes.Structure):
     """`Linear` of decoder.c."""
@@ -37,6 +39,7 @@ class PackedLinear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
+        self.dtype = weight.dtype
         # `[out, in]`; packed `[blocks, in, lanes]`, in which some output channels lie side by side.
         self.stored: Tensor
         self.register_buffer("stored", weight)
@@ -52,7 +55,7 @@ class PackedLinear(nn.Module):
         weight = self.stored
         if self._library is not None:
             weight = weight.transpose(1, 2).reshape(-1, self.in_features)[: self.out_features]
-        return weight if self.scale is None else weight * self.scale.unsqueeze(-1)
+        return weight.to(self.dtype) if self.scale is None else weight * self.scale.unsqueeze(-1)
 
     def quantize(self) -> None:
         """Round the weight to int8; inputs are never rounded. Due before `pack`."""
@@ -67,10 +70,12 @@ class PackedLinear(nn.Module):
         else:
             lanes = self.stored.size(2)
             rows = self.stored[index // lanes, :, index % lanes]
-        return rows if self.scale is None else rows * self.scale[index].unsqueeze(-1)
+        return rows.to(self.dtype) if self.scale is None else rows * self.scale[index].unsqueeze(-1)
 
     def pack(self, library: ctypes.CDLL) -> PackedWeight:
-        """Lay the weight out as a library wants it, which was built for its dtype, and compute with it from now on.
+        """Lay the weight out as a library wants it, and compute with it from now on.
+
+        The library was built for the weight's dtype, or for bfloat16 where that rounds no number (`fits_bfloat16`).
 
         Returns:
             What the library's other functions take; valid as long as this layer lives.
@@ -78,7 +83,7 @@ class PackedLinear(nn.Module):
         if self._library is None:
             lanes = library.lanes()
             blocks = -(-self.out_features // lanes)
-            padded = F.pad(self.stored, (0, 0, 0, blocks * lanes - self.out_features))
+            padded = F.pad(self.stored.to(weights_dtype(library)), (0, 0, 0, blocks * lanes - self.out_features))
             self.stored = padded.view(blocks, lanes, self.in_features).transpose(1, 2).contiguous()
             filled = [
                 None if each is None else F.pad(each.float(), (0, blocks * lanes - self.out_features)).contiguous()
@@ -107,6 +112,11 @@ class PackedLinear(nn.Module):
                 ctypes.c_int64(torch.get_num_threads()),
             )
         return out.to(x.dtype)
+
+
+def fits_bfloat16(weight: Tensor) -> bool:
+    """Whether bfloat16 holds these numbers as they are: so it is where a checkpoint in bfloat16 was read as float32."""
+    return torch.equal(weight.bfloat16().to(weight.dtype), weight)
 
 
 def int8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:

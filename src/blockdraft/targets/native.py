@@ -19,7 +19,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from blockdraft.nn.attention import grouped_mask, visible_slots
-from blockdraft.nn.build import LONGEST_WAIT_SECONDS, STILL_AT_WORK, Build, build
+from blockdraft.nn.build import LONGEST_WAIT_SECONDS, STILL_AT_WORK, Build, build, weights_dtype
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.compiled import CompiledDecoder, why_not
 from blockdraft.nn.decoder import Decoder
@@ -90,8 +90,12 @@ class NativeTarget:
 
     @property
     def running(self) -> str:
-        parts = ["native", "compiled" if self.compiled is not None else "", "int8 weights" if self.is_int8 else ""]
-        return ", ".join(filter(None, parts))
+        parts = ["native"]
+        if self.compiled is not None:
+            parts.append("compiled")
+            if self.dtype == torch.float32 and weights_dtype(self.compiled.library) == torch.bfloat16:
+                parts.append("weights kept in bfloat16")
+        return ", ".join([*parts, *(["int8 weights"] if self.is_int8 else [])])
 
     @property
     def is_int8(self) -> bool:
@@ -179,6 +183,8 @@ def load(
 ) -> NativeTarget:
     """Load a checkpoint in safetensors and, where there is one, its tokenizer, from a local folder or by hub name.
 
+    Matrices in bfloat16 are kept in it where the forward is compiled, though its dtype be float32: no number changes.
+
     The compiler, where one is needed, runs while the weights are read. What is used once they are there stays in use:
     an answer is never begun one way and ended the other.
 
@@ -195,15 +201,17 @@ def load(
         del config.quantization_config
     wanted = decoder_config(config)
     reason = "it was not asked for" if compile == "off" else why_not(wanted, dtype, device)
-    library = None if reason is not None else build(torch.int8 if quantize else dtype, dtype, wanted.head_dim)
     with loading(path):
         files = _weight_files(path)
-        tokenizer = load_tokenizer(path)
     with ExitStack() as opened:
         with loading(path):
             shards = [opened.enter_context(safe_open(file, "pt")) for file in files]
             tensors = {name: shard for shard in shards for name in shard.keys()}  # noqa: SIM118 (no dictionary)
         _check_tensors(wanted, tensors)
+        kind = torch.int8 if quantize else torch.bfloat16 if _is_bfloat16(wanted, tensors) else dtype
+        library = None if reason is not None else build(kind, dtype, wanted.head_dim)
+        with loading(path):
+            tokenizer = load_tokenizer(path)
         with loading(path, device), torch.no_grad():
             decoder = Decoder(wanted, lambda name: _tensor(tensors, name).to(device, dtype))
             if quantize:
@@ -232,6 +240,12 @@ def use_best_threads_for(target: NativeTarget) -> None:
 
     facts = (target.decoder.config, target.dtype, target.is_int8)
     use_best_threads(score, facts)
+
+
+def _is_bfloat16(wanted: DecoderConfig, files: dict[str, Any]) -> bool:
+    """Whether all matrices are in bfloat16: then they stay in it, whatever the arithmetic, for the same numbers."""
+    matrices = [name for name, shape in wanted.tensor_shapes().items() if len(shape) == 2]
+    return all(files[name].get_slice(name).get_dtype() == "BF16" for name in matrices)
 
 
 def _tensor(files: dict[str, Any], name: str) -> Tensor:
