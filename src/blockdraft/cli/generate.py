@@ -13,7 +13,6 @@ import typer
 
 from blockdraft.cli import loading
 from blockdraft.cli.options import (
-    BlockSize,
     CompileForward,
     Device,
     DraftWindow,
@@ -61,7 +60,15 @@ def generate(
         typer.Option(help="A text that ends the answer, which is cut before it. Repeat the option for several."),
     ] = None,
     seed: Annotated[int | None, option(SamplingParams, "seed")] = SamplingParams.seed,
-    block_size: BlockSize = None,
+    block_size: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|auto",
+            help="Tokens of a block, anchor included; the default is the drafter's trained size, and at most 6 where "
+            "the target is compiled for a CPU, which computes 6 tokens for little more than one. "
+            '"auto" lets each cycle use as many of them as pay, or none.',
+        ),
+    ] = None,
     tree_budget: Annotated[str, option(Drafting, "tree_budget", metavar="N|auto")] = str(Drafting.tree_budget),
     draft_window: DraftWindow = None,
     prompts: Annotated[
@@ -112,12 +119,16 @@ def generate(
     from blockdraft.cli.compare import compare_with_plain
     from blockdraft.drafters import load_drafter
     from blockdraft.engine import Engine
+    from blockdraft.nn.compiled import ROWS_AT_ONCE
 
     loaded = loading.load(
         target, dtype, device, backend, threads=extent("threads", threads), compile=compile, quantize=quantize
     )
     rows = {} if batch_size is None else {"max_batch_size": batch_size}
-    engine = Engine(loaded, load_drafter(drafter, target=loaded), drafting=drafting, **rows)
+    guesser = load_drafter(drafter, target=loaded)
+    if block_size is None and drafting.tree_budget == 0 and loaded.compiled is not None:
+        drafting = replace(drafting, block_size=min(ROWS_AT_ONCE, guesser.block_size))
+    engine = Engine(loaded, guesser, drafting=drafting, **rows)
 
     if prompts:
         _answer_all(engine, texts, params)
