@@ -20,16 +20,10 @@ SOURCE = Path(__file__).with_name("decoder.c")
 INCLUDED = Path(__file__).with_name("kernels.h")
 COMPILERS = ("gcc", "cc", "clang")
 # Sums must have the same bits wherever they are computed: nothing is fused or reordered that the source does not say.
-FLAGS = (
-    "-O2",
-    "-ftree-vectorize",
-    "-fvect-cost-model=dynamic",
-    "-march=native",
-    "-ffp-contract=off",
-    "-shared",
-    "-fPIC",
-)
-PARALLEL = ("-fopenmp",)  # left away where the compiler lacks it; then there is one thread
+FLAGS = ("-O2", "-march=native", "-ffp-contract=off", "-shared", "-fPIC")
+PARALLEL = ("-fopenmp",)
+VECTORS = ("-ftree-vectorize", "-fvect-cost-model=dynamic")  # of gcc, for loops that clang turns into vectors anyway
+ATTEMPTS = (VECTORS + PARALLEL, PARALLEL, ())  # what a compiler lacks is left away; without OpenMP there is one thread
 LONGEST_SECONDS = 120.0
 LONGEST_WAIT_SECONDS = 1.5  # for the compiler, where torch's operations would do
 STILL_AT_WORK = "the compiler is still at work, and the next start will find its result"
@@ -76,6 +70,7 @@ class Build:
             compiler,
             os.stat(compiler).st_mtime,
             FLAGS,
+            ATTEMPTS,
             self._defines,
             processor(),
         ]
@@ -89,8 +84,8 @@ class Build:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.partial")
         try:
-            for parallel in (PARALLEL, ()):
-                command = [compiler, *FLAGS, *parallel, *self._defines, "-o", str(partial), str(SOURCE), "-lm"]
+            for more in ATTEMPTS:
+                command = [compiler, *FLAGS, *more, *self._defines, "-o", str(partial), str(SOURCE), "-lm"]
                 done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_SECONDS)
                 if done.returncode == 0:
                     partial.replace(path)
