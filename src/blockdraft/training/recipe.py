@@ -38,7 +38,7 @@ class Recipe:
         head_dim: Size of a head; None is the target's.
         mask_token_id: Token that stands for an unknown one; None is the tokenizer's mask token or, without one, the
             first row of the embedding that the tokenizer does not use.
-        init: Folder of a drafter whose weights training begins with; None begins at random.
+        init: Folder of a drafter whose weights training begins with, of as many layers or fewer; None begins at random.
         length: Tokens of a row. Documents are packed into rows, longer ones are cut.
         batch: Rows of a step, over all processes and accumulated batches.
         anchors: Blocks of a row, drawn anew in each epoch.

@@ -46,6 +46,22 @@ def test_initial_weights_follow_from_the_seed(tiny_target_dir: Path) -> None:
     assert not torch.equal(one["fc.weight"], other["fc.weight"])
 
 
+def test_layers_that_a_checkpoint_lacks_change_nothing_to_begin_with(
+    tiny_target_dir: Path, tiny_drafter_dir: Path
+) -> None:
+    target = load_target(tiny_target_dir, device="cpu")
+    outputs, block = [], torch.randn(1, 8, target.hidden_size)
+    for layers in (2, 4):
+        variant = DFlashVariant(dataclasses.replace(RECIPE, layers=layers, init=str(tiny_drafter_dir)))
+        network = variant.network(variant.config(target, 3))
+        outputs.append(network(block, torch.arange(8)[None], lambda layer, queries, keys, values: queries))
+        assert sum(parameter.requires_grad for parameter in network.layers[-1].parameters()) > 4
+    assert torch.equal(*outputs)
+    with pytest.raises(ValueError, match="num_hidden_layers of .* is 2; it must be that of the recipe and target, 1"):
+        variant = DFlashVariant(dataclasses.replace(RECIPE, layers=1, init=str(tiny_drafter_dir)))
+        variant.network(variant.config(target, 3))
+
+
 def test_warm_start_takes_the_weights_and_allows_another_block_size(
     tiny_target_dir: Path, tiny_drafter_dir: Path
 ) -> None:

@@ -45,7 +45,7 @@ import torch
 from torch import Tensor, nn
 
 from blockdraft.formats.zlab import read_checkpoint
-from blockdraft.nn.dflash import DFlashNetwork
+from blockdraft.nn.dflash import DFlashNetwork, DraftLayer
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention, default_taps, need
 from blockdraft.targets import Target
 from blockdraft.training.objectives import Slots, default_gamma, find_objective
@@ -145,11 +145,15 @@ class Variant(Generic[R, N]):
 
     def warm_start(self, network: DFlashNetwork, path: Path, vocabulary: Mapping[str, int] | None) -> None:
         """Load a checkpoint of this kind, or one of DFlash v1 into what of the network is DFlash v1. The block size may
-        differ. Raises ValueError where anything else does."""
+        differ, and the checkpoint may have fewer layers: those behind them change nothing to begin with. Raises
+        ValueError where anything else differs."""
         config, tensors = read_checkpoint(path, vocabulary)
+        depth = config.num_hidden_layers
         for field in fields(config):
             ours, theirs = getattr(network.config, field.name, None), getattr(config, field.name)
             same = math.isclose(ours, theirs) if isinstance(ours, float) and theirs is not None else ours == theirs
+            if field.name in ("num_hidden_layers", "layers"):
+                same = depth <= network.config.num_hidden_layers and network.config.layers[:depth] == config.layers
             need(
                 same or field.name in ("block_size", "max_position_embeddings"),
                 f"{field.name} of {path}",
@@ -157,8 +161,12 @@ class Variant(Generic[R, N]):
                 f"that of the recipe and target, {ours}; change the recipe, or begin without init",
             )
         missing, unknown = network.load_state_dict(tensors, strict=False)
-        foreign = [*unknown, *(name for name in missing if not self._own(name))]
+        new = tuple(f"layers.{index}." for index in range(depth, network.config.num_hidden_layers))
+        foreign = [*unknown, *(name for name in missing if not self._own(name) and not name.startswith(new))]
         need(not foreign, f"what {path} holds", foreign[:5], "the tensors of this drafter; begin without init")
+        for layer in cast("list[DraftLayer]", list(network.layers)[depth:]):
+            nn.init.zeros_(layer.self_attn.o_proj.weight)
+            nn.init.zeros_(layer.mlp.down_proj.weight)
 
     def saved(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors as they are written: on the CPU, in the recipe's `save_dtype`."""
