@@ -14,9 +14,10 @@ from statistics import median
 
 from blockdraft import Engine, SamplingParams, load_drafter, load_target
 from blockdraft.engine import Stats, loops, merge
-from blockdraft.types import Backend
+from blockdraft.types import Backend, Drafting
 
-BACKENDS: tuple[Backend, ...] = ("native", "hf")
+# What is timed, and in blocks of which size (None: the drafter's own): as `blockdraft generate` does by default.
+BACKENDS: dict[Backend, int | None] = {"native": 6, "hf": None}
 
 
 def answer_of(text: str) -> str | None:
@@ -54,14 +55,15 @@ def main() -> None:
 
     # The first backend answers, both are timed.
     loaded = [load_target(args.target, backend=backend, threads="auto") for backend in BACKENDS]
+    drafters = [load_drafter(args.drafter, target=target) for target in loaded]
     pairs = [
         (
-            Engine(target, load_drafter(args.drafter, target=target)),
+            Engine(target, drafter, drafting=Drafting(block_size)),
             Engine(target, load_drafter("none", target=target), max_batch_size=64),
         )
-        for target in loaded
+        for target, drafter, block_size in zip(loaded, drafters, BACKENDS.values(), strict=True)
     ]
-    drafted, plain = pairs[0]
+    drafted, plain = Engine(loaded[0], drafters[0]), pairs[0][1]
     params = SamplingParams(args.max_new_tokens)
     figures = {}
     for name in args.sets:
