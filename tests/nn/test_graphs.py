@@ -44,7 +44,8 @@ TAPS = (2, 0, 4)
 class StandIn:
     """Replays by calling the function again on the tensors that it was captured with.
 
-    As with CUDA graphs, to capture computes nothing, and a replay may overwrite what other graphs have computed.
+    As with CUDA graphs, to capture computes nothing, a replay may overwrite what other graphs have computed, and no
+    tensor can be made of numbers that the host has.
     """
 
     def __init__(self) -> None:
@@ -53,17 +54,22 @@ class StandIn:
 
     def capture(self, call: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
         self.captures += 1
-        results = [torch.full_like(each, torch.nan) for each in call()]
+        results = [torch.full_like(each, torch.nan) for each in self._call(call)]
         self._results += results
 
         def replay() -> None:
             self.replays += 1
             for each in self._results:
                 each.fill_(torch.nan)
-            for own, new in zip(results, call(), strict=True):
+            for own, new in zip(results, self._call(call), strict=True):
                 own.copy_(new)
 
         return results, replay
+
+    def _call(self, call: Callable[[], list[Tensor]]) -> list[Tensor]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "tensor", None)
+            return call()
 
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
