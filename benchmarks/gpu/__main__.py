@@ -36,7 +36,7 @@ class Defaults:
     trees: str = "16,32,64,128,256"
     device: str = "cuda"
     dtype: str = "bfloat16"
-    backend: str = "hf,native"
+    backend: str = "hf,native,captured"
     repeats: int = 20
     cycles: int = 24
     out: Path = ROOT / "benchmarks"
@@ -53,9 +53,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--cycles", type=int, default=default.cycles, help="with a forced acceptance")
     parser.add_argument("--out", type=Path, default=default.out, metavar="DIR", help="for gpu.md and gpu.json")
     found = parser.parse_args()
-    unknown = set(found.shapes.split(",")) - set(SHAPES)
-    if unknown:
-        parser.error(f"unknown shapes: {', '.join(sorted(unknown))}; there are {', '.join(SHAPES)}.")
+    for name, known in (("shapes", SHAPES), ("backend", Defaults.backend.split(","))):
+        unknown = set(getattr(found, name).split(",")) - set(known)
+        if unknown:
+            parser.error(f"unknown {name}: {', '.join(sorted(unknown))}; there are {', '.join(known)}.")
     if torch.device(found.device).type == "cuda" and not torch.cuda.is_available():
         parser.error("there is no GPU here; --device cpu --shapes tiny tries the benchmark out.")
     return found
@@ -97,7 +98,8 @@ def page(found: dict[str, Any], command: str) -> str:
         "# Decoding against the limits of the device",
         f"{machine}, {found['dtype']}, random weights, one request; copies run at {found['bandwidth'] / 1e9:.0f} GB/s. "
         f"torch {torch.__version__}. Command: `{command}`.",
-        "R: time of a cycle over that of a plain step. Draft, verify and host: where its milliseconds go. Roofline: "
+        "R: time of a cycle over that of a plain step. Draft, verify and host: where its milliseconds go if each part "
+        "is waited for, so that they may add up to more than the cycle. Captured: native, with CUDA graphs. Roofline: "
         "bytes that a plain step must read over this bandwidth. Idle: share of the time in which no kernel ran.",
     ]
     for one in found["runs"]:

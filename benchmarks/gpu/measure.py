@@ -17,6 +17,7 @@ from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.engine import Engine
 from blockdraft.engine.batch import Batch
 from blockdraft.proposal import Plan, Proposal
+from blockdraft.timing import FORWARD, NETWORKS, listening
 from blockdraft.types import SamplingParams
 
 COPIED_BYTES = {"cuda": 2**31, "cpu": 2**27}
@@ -30,7 +31,8 @@ class Cycle:
 
     Attributes:
         total: From step to step.
-        draft, verify, host: In the drafter, in the target's forward, and outside both.
+        draft, verify, host: In the drafter's networks, in the target's forward, and outside both, in other cycles, in
+            which each of them is waited for.
         tokens: Mean tokens committed.
     """
 
@@ -105,21 +107,24 @@ def start(engine: Engine, context: int, room: int) -> Batch:
 
 def cycle(engine: Engine, context: int, plan: Plan, repeats: int) -> Cycle:
     """Cycles of this plan behind a context."""
-    batch = start(engine, context, (repeats + 2) * engine.drafter.block_size)
+    batch = start(engine, context, (2 * repeats + 2) * engine.drafter.block_size)
     [request] = batch.requests
-    now, parts, totals = clock(engine.target.device), [], []
+    now, totals = clock(engine.target.device), []
     for _ in range(repeats + 2):
-        stats = request.stats
-        before = stats.draft_seconds, stats.verify_seconds
         began = now()
         engine.step(batch, plan)
         totals.append(now() - began)
-        parts.append((stats.draft_seconds - before[0], stats.verify_seconds - before[1]))
-    del totals[:2], parts[:2]  # warming up
-    draft, verify = (median(part) for part in zip(*parts, strict=True))
-    host = median(total - sum(part) for total, part in zip(totals, parts, strict=True))
+    del totals[:2]  # warming up
+    drafter = NETWORKS - {FORWARD}
+    parts = []
+    for _ in range(repeats):
+        with listening(now) as heard:
+            engine.step(batch, plan)
+        draft, verify = sum(heard[part] for part in drafter), heard[FORWARD]
+        parts.append((draft, verify, sum(heard.values()) - draft - verify))
     committed = request.stats.committed[2:]
-    return Cycle(median(totals), draft, verify, host, sum(committed) / len(committed))
+    each = (median(part) for part in zip(*parts, strict=True))
+    return Cycle(median(totals), *each, sum(committed) / len(committed))
 
 
 def forced_rate(engine: Engine, drafter: DFlashDrafter, context: int, tau: float, cycles: int) -> tuple[float, float]:

@@ -13,6 +13,7 @@ from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention
+from blockdraft.nn.graphs import CudaRecorder
 from blockdraft.targets import Target, native
 from blockdraft.targets.families import NotCovered, decoder_config
 from blockdraft.targets.hf import HFTarget
@@ -120,15 +121,24 @@ SHAPES = {
 def build(shape: Shape, backend: str, dtype: torch.dtype, device: torch.device) -> tuple[Target, DFlashDrafter]:
     """The pair, seeded; on the device from the beginning, since weights of this size are not to be moved.
 
+    Args:
+        backend: "hf", "native", or "captured", which is native with CUDA graphs.
+
     Raises:
-        ValueError: The backend does not know the family.
+        ValueError: The backend does not know the family, or cannot be had on the device.
     """
     torch.manual_seed(0)
     config = shape.target
-    target = _native(config, dtype, device) if backend == "native" else None
-    if target is None:
+    if backend == "captured" and device.type != "cuda":
+        raise ValueError(f"CUDA graphs need an NVIDIA GPU, and the device is {device}")
+    target: Target
+    if backend == "hf":
         with torch.device(device):
             target = HFTarget(AutoModelForCausalLM.from_config(config, dtype=dtype).eval())
+    else:
+        target = _native(config, dtype, device)
+        if backend == "captured":
+            target.capture(CudaRecorder(device))
     draft = DraftConfig(
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
@@ -147,7 +157,7 @@ def build(shape: Shape, backend: str, dtype: torch.dtype, device: torch.device) 
     return target, DFlashDrafter(DFlashNetwork(draft), target)
 
 
-def _native(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> Target:
+def _native(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> native.NativeTarget:
     try:
         wanted = decoder_config(config)
     except NotCovered as reason:

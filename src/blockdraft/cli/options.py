@@ -57,11 +57,15 @@ CompileForward = Annotated[
     typer.Option(
         "--compile",
         metavar="auto|on|off",
-        help="Compile the native decoder's forward with this machine's C compiler, once; on fails where it cannot be.",
+        help="Compile the native decoder's forward with this machine's C compiler, once; on fails where it cannot be. "
+        "On an NVIDIA GPU, 'on' captures CUDA graphs and 'auto' leaves it.",
     ),
 ]
 Quantize = Annotated[
     str | None,
-    typer.Option(metavar="int8", help="Round the target's weights; the rounded model is then the target."),
+    typer.Option(
+        metavar="int8|fp8",
+        help="Round the target's weights; the rounded model is then the target. fp8 is for NVIDIA GPUs.",
+    ),
 ]
 Device = Annotated[str | None, typer.Option(help="By default the first GPU if there is one, else cpu.")]

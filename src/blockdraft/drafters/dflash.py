@@ -17,6 +17,8 @@ from blockdraft.nn.cache import KVCache
 from blockdraft.nn.compiled_draft import CompiledDraftPass, draft_pass
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.draft_config import DraftConfig
+from blockdraft.nn.draft_pass import DraftPass
+from blockdraft.nn.graphs import CapturedDraftPass, room
 from blockdraft.nn.reduced_head import ReducedHead
 from blockdraft.proposal import Plan, Proposal, best_count, best_first, chain, chain_laws, cut_laws, paying_tree
 from blockdraft.sampling import best_tokens, draw, probabilities
@@ -80,16 +82,23 @@ class DFlashDrafter:
         self.noise_schedule = noise_schedule
         self.reduced_head = reduced_head and reduced_head.to(target.device, target.dtype)
         self._target = target
-        self._run = draft_pass(self.network, target.compiled)
+        self._run: DraftPass | CompiledDraftPass
+        self._room: Callable[[int], int] = int  # slots of a state's store
+        if target.captured is None:
+            self._run = draft_pass(self.network, target.compiled)
+        else:
+            head = self.reduced_head or target.head
+            self._run = CapturedDraftPass(self.network, target.captured.recorder, target.embed, head)
+            self._room = room
         self._masks = torch.full((1, self.block_size), self.config.mask_token_id, device=target.device)
 
     def new_state(self, batch: int, capacity: int) -> KVCache:
-        return KVCache(batch, capacity)
+        return KVCache(batch, capacity, self._room)
 
     def state_bytes(self, batch: int, capacity: int) -> int:
         config = self.config
         per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-        return batch * capacity * per_token * self._target.dtype.itemsize
+        return batch * self._room(capacity) * per_token * self._target.dtype.itemsize
 
     @torch.no_grad()
     def observe(self, state: KVCache, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
@@ -176,11 +185,12 @@ class DFlashDrafter:
     ) -> tuple[Tensor, Tensor]:
         """Hidden states and logits, `[B, N - first, ...]`, of a block whose unknown slots hold the mask token, from the
         slot `first` on; slot 0 of a DFlash drafter is meaningless."""
-        if isinstance(self._run, CompiledDraftPass) and self._run.has_head and self.reduced_head is None:
-            hidden, logits = self._run.guesses(state, tokens, first, window)
+        run, own_head = self._run, self.reduced_head is not None
+        if isinstance(run, CapturedDraftPass) or (isinstance(run, CompiledDraftPass) and run.has_head and not own_head):
+            hidden, logits = run.guesses(state, tokens, first, window)
             mark(PASS)
         else:
-            hidden = self._run(state, self._target.embed(tokens), window)[:, first:]
+            hidden = run(state, self._target.embed(tokens), window)[:, first:]
             mark(PASS)
             logits = (self.reduced_head or self._target.head)(hidden)
         logits = self.network.adjust_logits(logits)

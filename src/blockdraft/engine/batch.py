@@ -10,6 +10,7 @@ from torch import Tensor
 
 from blockdraft.drafters import State
 from blockdraft.engine.request import Request
+from blockdraft.machine import send
 from blockdraft.targets import Cache
 
 
@@ -49,4 +50,4 @@ class Batch:
 def padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """Rows of numbers as one tensor `[B, longest]` int64, filled up with zeros at their ends."""
     longest = max(map(len, rows))
-    return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], dtype=torch.int64, device=device)
+    return send(torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], dtype=torch.int64), device)

@@ -20,6 +20,7 @@ from blockdraft.engine.prefixes import Prefix, PrefixStore
 from blockdraft.engine.prompts import AnswerText, encode
 from blockdraft.engine.request import Chunk, Completion, Request
 from blockdraft.engine.scheduler import Scheduler
+from blockdraft.machine import send
 from blockdraft.proposal import Plan, Proposal, chain
 from blockdraft.sampling import Laws, RandomNumbers
 from blockdraft.targets import Target, TargetOutput
@@ -300,7 +301,7 @@ class Engine:
         self.drafter.observe(batch.state, tokens, features, lengths)
 
     def _tensor(self, values: list[Any]) -> Tensor:
-        return torch.tensor(values, device=self.target.device)
+        return send(torch.tensor(values), self.target.device)
 
     def now(self) -> float:
         """Time once the device has finished what was asked of it."""

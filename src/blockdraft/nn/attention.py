@@ -8,9 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from blockdraft.machine import send
+
 
 def visible_slots(
-    lengths: Sequence[int], within_BNN: Tensor, positions_BN: Tensor | None = None, window: int | None = None
+    lengths: Sequence[int] | Tensor,
+    within_BNN: Tensor,
+    positions_BN: Tensor | None = None,
+    window: int | None = None,
+    total: int | None = None,
 ) -> Tensor:
     """Who may attend to whom, for N nodes written behind each row's committed tokens.
 
@@ -18,18 +24,23 @@ def visible_slots(
     W only what lies less than W positions away.
 
     Args:
-        lengths: Committed tokens of each row; committed slot s has position s.
+        lengths: Committed tokens of each row; committed slot s has position s. With `total` a tensor `[B]` will do.
         within_BNN: `[B, N, N]` bool, node i may see node j.
         positions_BN: Positions of the nodes, needed with a window.
         window: Sliding window in tokens.
+        total: T; those beyond the nodes are seen by no one. None is max(lengths) + N.
 
     Returns:
-        `[B, N, T]` bool, T = max(lengths) + N.
+        `[B, N, T]` bool.
     """
     batch, count, _ = within_BNN.shape
     device = within_BNN.device
-    starts = torch.tensor(lengths, device=device)
-    total = max(lengths) + count
+    if isinstance(lengths, Tensor):
+        assert total is not None
+        starts = lengths
+    else:
+        starts = send(torch.tensor(lengths), device)
+        total = max(lengths) + count if total is None else total
     slots = torch.arange(total, device=device)
     visible = (slots < starts[:, None, None]).expand(batch, count, total).clone()
     node_slots = starts[:, None] + torch.arange(count, device=device)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
+
+from blockdraft.machine import send
 
 
 class KVCache:
@@ -19,11 +21,15 @@ class KVCache:
     Attributes:
         lengths: Committed tokens of each row.
         capacity: Slots of each row; nodes need slots too.
+
+    Args:
+        room: How many slots to allocate in `stacked` for a capacity, where not just as many.
     """
 
-    def __init__(self, batch: int, capacity: int) -> None:
+    def __init__(self, batch: int, capacity: int, room: Callable[[int], int] = int) -> None:
         self.lengths = [0] * batch
         self.capacity = capacity
+        self._room = room
         # Of each layer, or of all in one, tensors `[..., B, heads, capacity, D]`.
         self._layers: dict[int, tuple[Tensor, ...]] = {}
 
@@ -51,19 +57,20 @@ class KVCache:
         return stored[0][:, :, :end], stored[1][:, :, :end]
 
     def stacked(self, layers: int, heads: int, head_dim: int, like: Tensor) -> Tensor:
-        """The store of a network that writes and reads all layers itself, `[layers, B, heads, capacity, D]`.
+        """The store of a network that writes and reads all layers itself, `[layers, B, heads, slots, D]`.
 
         Each layer's keys and values lie in it side by side, as so many heads, so that one operation writes both and
         `commit` moves the nodes of all layers at once. `like` gives its dtype and device.
         """
         if 0 not in self._layers:
-            self._layers[0] = (like.new_zeros(layers, len(self.lengths), heads, self.capacity, head_dim),)
+            shape = (layers, len(self.lengths), heads, self._room(self.capacity), head_dim)
+            self._layers[0] = (like.new_zeros(shape),)
         [store] = self._layers[0]
         return store if store.size(1) == len(self.lengths) else store[:, : len(self.lengths)]
 
     def slots(self, count: int, device: torch.device) -> Tensor:
         """The slots of the next `count` nodes, `[B, count]`."""
-        return torch.tensor(self.lengths, device=device)[:, None] + torch.arange(count, device=device)
+        return send(torch.tensor(self.lengths), device)[:, None] + torch.arange(count, device=device)
 
     def commit(self, path: Sequence[Sequence[int]]) -> None:
         """Keep the nodes of each row's path, in order, as the row's next tokens.
@@ -75,7 +82,7 @@ class KVCache:
             start, count = self.lengths[row], len(nodes)
             if list(nodes) != list(range(count)):
                 for store in self._stores():
-                    kept = start + torch.tensor(nodes, device=store.device)
+                    kept = send(start + torch.tensor(nodes), store.device)
                     of_row = store.select(-4, row)
                     of_row[..., start : start + count, :] = of_row.index_select(-2, kept)
             self.lengths[row] += count
@@ -110,7 +117,7 @@ class KVCache:
         for layer in self._layers.keys() | other._layers.keys():
             like = self._layers.get(layer) or other._layers[layer]
             own = self._layers.get(layer, tuple(store.narrow(-4, 0, 0) for store in like))
-            grown = tuple(_with_room(store, len(self.lengths), self.capacity) for store in own)
+            grown = tuple(_with_room(store, len(self.lengths), self._room(self.capacity)) for store in own)
             for store, new in zip(grown, other._layers.get(layer, ()), strict=False):
                 for row, length in enumerate(other.lengths):
                     _copy_row(store, first + row, new, row, length)

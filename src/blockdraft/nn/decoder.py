@@ -158,6 +158,11 @@ class Decoder(nn.Module):
     def device(self) -> torch.device:
         return self.norm.given[0].device
 
+    @property
+    def rounded(self) -> str | None:
+        """How the weights of its layers are rounded, as in `PackedLinear`."""
+        return cast(DecoderLayer, self.layers[0]).qkv.rounded
+
     def forward(
         self,
         tokens: Tensor,

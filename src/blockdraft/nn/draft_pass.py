@@ -7,7 +7,7 @@ lie, and the keys and values of all layers stand in one tensor of the cache.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import cast
 
@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from blockdraft.machine import send
 from blockdraft.nn.attention import attend_grouped, grouped_mask, visible_slots
 from blockdraft.nn.cache import KVCache, write_nodes
 from blockdraft.nn.dflash import Attend, DFlashNetwork, DraftAttention, DraftLayer
@@ -80,6 +81,7 @@ class DraftPass:
         self._context = joined(projections, views=False)
         self._key_scales = torch.stack([each.k_norm.weight for each in attentions]).unsqueeze(1)
         self._features = PackedLinear(network.fc.weight)
+        self._group = config.num_attention_heads // config.num_key_value_heads
         self._cos = self._sin = torch.empty(0)  # by position, of as many as a cache has needed so far
 
     def observe(self, state: KVCache, features: Tensor) -> None:
@@ -118,22 +120,32 @@ class DraftPass:
         Returns:
             `[B, N, H]`, as `DFlashNetwork.forward`.
         """
-        config, count = self.config, block.size(1)
+        count = block.size(1)
         end = max(state.lengths) + count
         assert end <= state.capacity, f"{end} slots needed, {state.capacity} allocated"
         first = 0 if window is None else max(min(state.lengths) - window, 0)
         slots = self._slots(state, count, block.device)
-        masks = {kind: self._mask(state, count, kind, window, first, block) for kind in set(config.layers)}
-        store = self._store(state)
-        scale = config.head_dim**-0.5
+        masks = {kind: self._mask(state, count, kind, window, first, block) for kind in set(self.config.layers)}
+        return self._through(block, slots, self._rotary(state, slots), masks, self._store(state), slice(first, end))
+
+    def _through(
+        self,
+        block: Tensor,
+        slots: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        masks: Mapping[LayerAttention, Tensor | None],
+        store: Tensor,
+        seen: slice,
+    ) -> Tensor:
+        """The layers over a block that is written to these slots; attention reads the slots `seen`."""
+        config, scale = self.config, self.config.head_dim**-0.5
 
         def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             write_nodes(store[layer], torch.cat([keys, values], dim=2), slots)
-            seen = store[layer, :, :, first:end]
-            keys, values = seen.split(config.num_key_value_heads, dim=1)
+            keys, values = store[layer, :, :, seen].split(config.num_key_value_heads, dim=1)
             return attend_grouped(queries, keys, values, masks[config.layers[layer]], scale, causal=False)
 
-        return self.network.through_layers(block, *self._rotary(state, slots), attend)
+        return self.network.through_layers(block, *rotary, attend)
 
     def _store(self, state: KVCache) -> Tensor:
         config = self.config
@@ -152,29 +164,36 @@ class DraftPass:
         self, state: KVCache, count: int, kind: LayerAttention, window: int | None, first: int, like: Tensor
     ) -> Tensor | None:
         """Who sees whom, from the slot `first` on; None where everyone sees everything from there on."""
-        lengths, batch, device = state.lengths, len(state.lengths), like.device
+        lengths, device = state.lengths, like.device
         if min(lengths) == max(lengths) and not kind.causal and kind.window is None:
             return None
-        within = torch.ones(batch, count, count, dtype=torch.bool, device=device)
-        within = within.tril() if kind.causal else within
-        visible = visible_slots(lengths, within, state.slots(count, device), kind.window)
+        visible = self._visible(lengths, state.slots(count, device), kind)
         if window is not None:
-            starts = torch.tensor(lengths, device=device)[:, None, None]
+            starts = send(torch.tensor(lengths), device)[:, None, None]
             visible = visible & (torch.arange(visible.size(2), device=device) >= starts - window)
-        group = self.config.num_attention_heads // self.config.num_key_value_heads
-        return grouped_mask(visible[:, :, first:], group, like.dtype)
+        return grouped_mask(visible[:, :, first:], self._group, like.dtype)
+
+    def _visible(
+        self, lengths: Sequence[int] | Tensor, slots: Tensor, kind: LayerAttention, total: int | None = None
+    ) -> Tensor:
+        """Who sees whom, `[B, N, total]`, as in `visible_slots`, of blocks at these slots `[B, N]`."""
+        within = torch.ones(*slots.shape, slots.size(1), dtype=torch.bool, device=slots.device)
+        return visible_slots(lengths, within.tril() if kind.causal else within, slots, kind.window, total)
 
     def _rotary(self, state: KVCache, slots: Tensor) -> tuple[Tensor, Tensor]:
         """cos and signed sin of the slots, each `[N, 1, D]` or `[B, N, 1, D]`."""
         if len(self._cos) < state.capacity:
-            positions = torch.arange(max(state.capacity, ANGLES), device=slots.device)
-            cos, sin = self.network.angles(positions, self._features.weight.dtype)
-            sin[:, : sin.size(1) // 2].neg_()
-            self._cos, self._sin = cos.unsqueeze(1), sin.unsqueeze(1)
+            self._cos, self._sin = self._angles(torch.arange(max(state.capacity, ANGLES), device=slots.device))
         if slots.ndim == 1:
             part = slice(state.lengths[0], state.lengths[0] + len(slots))
             return self._cos[part], self._sin[part]
         return self._cos[slots], self._sin[slots]
+
+    def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and signed sin of positions `[..., N]`, each `[..., N, 1, D]`."""
+        cos, sin = self.network.angles(positions, self._features.weight.dtype)
+        sin[..., : sin.size(-1) // 2].neg_()
+        return cos.unsqueeze(-2), sin.unsqueeze(-2)
 
 
 def joined(projections: Sequence[nn.Linear], views: bool = True) -> PackedLinear:

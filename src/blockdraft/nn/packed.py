@@ -31,8 +31,12 @@ class PackedLinear(nn.Module):
     Args:
         weight: `[out, in]`; with the bias, it can be read back.
         bias: `[out]`.
+
+    Attributes:
+        rounded: How `nn/rounded.py` has rounded the weight, or None.
     """
 
+    rounded: str | None = None
     bias: Tensor | None
     scale: Tensor | None
 
@@ -52,6 +56,8 @@ class PackedLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """`[out, in]`; a copy where it is packed or quantised."""
+        if self.rounded is not None:
+            return self.stored.dequantize()
         weight = self.stored
         if self._library is not None:
             weight = weight.transpose(1, 2).reshape(-1, self.in_features)[: self.out_features]
@@ -97,7 +103,7 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self._library is None or (torch.is_grad_enabled() and x.requires_grad):
-            return F.linear(x, self.weight, self.bias)
+            return F.linear(x, self.weight if self.rounded is None else self.stored, self.bias)
         rows = x.reshape(-1, self.in_features).float()
         if rows.stride(1) != 1:
             rows = rows.contiguous()

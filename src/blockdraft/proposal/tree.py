@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from blockdraft.machine import send
 from blockdraft.proposal.budget import best_count
 from blockdraft.proposal.proposal import Proposal
 
@@ -102,9 +103,8 @@ def _proposal(
         count = best_count(path_probs, cycle_seconds, trust)
         expected = tuple(sum(probs[:count]) for probs in path_probs)
     filled = [[(0.0, -1, 0), *nodes[:count], *[(0.0, -1, 0)] * (count - len(nodes))] for nodes in rows]
-    device = tokens_BG.device
     parents = torch.tensor([[parent for _, parent, _ in nodes] for nodes in filled])
-    guesses = torch.tensor([[guess for _, _, guess in nodes] for nodes in filled], device=device)
+    guesses = send(torch.tensor([[guess for _, _, guess in nodes] for nodes in filled]), tokens_BG.device)
     tokens = tokens_BG.gather(1, guesses)
     tokens[:, 0] = anchor_B
     return Proposal(tokens, parents, expected=expected)

@@ -12,7 +12,7 @@ from blockdraft.targets.base import Cache, Target, TargetOutput, TargetText, emb
 from blockdraft.targets.checkpoint import load_text
 from blockdraft.targets.families import NotCovered
 from blockdraft.targets.native import save_quantized
-from blockdraft.types import DEFAULT_BACKEND, DEFAULT_COMPILE, Backend, Compile
+from blockdraft.types import DEFAULT_BACKEND, DEFAULT_COMPILE, Backend, Compile, Quantize
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BUNDLED = Path(__file__).parents[1] / "pair" / "target"
@@ -24,7 +24,7 @@ def load_target(
     device: torch.device | str | None = None,
     backend: Backend = DEFAULT_BACKEND,
     compile: Compile = DEFAULT_COMPILE,
-    quantize: Literal["int8"] | None = None,
+    quantize: Quantize | None = None,
     threads: int | Literal["auto"] | None = None,
 ) -> Target:
     """Load a target.
@@ -36,10 +36,12 @@ def load_target(
         device: None is the first GPU if there is one, else the CPU.
         backend: "native" is our own decoder, for the families that it knows; "hf" is transformers; "auto" is the
             former where it knows the model, else the latter. `Target.backend` says which it is.
-        compile: Of the native decoder's forward on a CPU, by the C compiler of this machine. "auto" compiles where that
-            is possible, in a few seconds of the first run; "on" fails where it is not.
+        compile: Of the native decoder's forward. On a CPU by the C compiler of this machine: "auto" compiles where that
+            is possible, in a few seconds of the first run; "on" fails where it is not. On an NVIDIA GPU "on" captures
+            forwards of few nodes as CUDA graphs, and "auto" does not.
         quantize: "int8" rounds weights to int8, with a factor for each output channel; activations are never rounded.
-            The target is then the rounded model. `save_quantized` keeps it.
+            The target is then the rounded model. `save_quantized` keeps it. On an NVIDIA GPU "int8" and "fp8" use
+            torchao and bfloat16 arithmetic.
         threads: Of torch and the compiled forward, from now on, on a CPU. None leaves torch's number. "auto" measures
             once which number is fastest for a compiled target, unless `OMP_NUM_THREADS` is set.
 
@@ -69,8 +71,10 @@ def load_target(
         if threads < 1:
             raise ValueError(f"threads is {threads}; it must be at least 1.")
         torch.set_num_threads(threads)
-    if quantize not in (None, "int8") or (quantize and backend == "hf"):
-        raise ValueError(f"quantize is {quantize!r} for the backend {backend}; use int8 with the native one, or None.")
+    if quantize not in (None, *get_args(Quantize)) or (quantize and backend == "hf"):
+        raise ValueError(
+            f"quantize is {quantize!r} for the backend {backend}; use int8 or fp8 with the native one, or None."
+        )
     if backend == "hf":
         return hf.load(path, DTYPES[name], placed)
     try:

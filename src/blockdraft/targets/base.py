@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from blockdraft.nn.compiled import CompiledDecoder
+from blockdraft.nn.graphs import CapturedDecoder
 
 
 class Cache(Protocol):
@@ -74,6 +75,7 @@ class Target(Protocol):
         running: How it is run, in words for people: the backend, and whether compiled or with int8 weights.
         backend_reason: Why it is not run natively, where that was not asked for; else None.
         compiled: Its forward compiled for this machine, or None; a drafter's is compiled where the target's is.
+        captured: Its forward captured as CUDA graphs, or None; likewise.
         tokenizer: None where the folder has none; then prompts are token ids.
         max_context: Tokens that a row may hold, prompt and answer together.
         eos_token_ids: Tokens that end an answer.
@@ -103,6 +105,9 @@ class Target(Protocol):
 
     @property
     def compiled(self) -> CompiledDecoder | None: ...
+
+    @property
+    def captured(self) -> CapturedDecoder | None: ...
 
     @property
     def shape(self) -> Mapping[str, Any]: ...

@@ -78,7 +78,7 @@ class HFTarget:
     """
 
     backend = "hf"
-    compiled = None
+    compiled = captured = None
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, path: Path | None = None

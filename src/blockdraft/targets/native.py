@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,13 +18,16 @@ from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
+from blockdraft.machine import send
 from blockdraft.nn.attention import grouped_mask, visible_slots
 from blockdraft.nn.build import LONGEST_WAIT_SECONDS, STILL_AT_WORK, Build, build, weights_dtype
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.compiled import CompiledDecoder, why_not
 from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.decoder_config import DecoderConfig
+from blockdraft.nn.graphs import MOST_NODES, CapturedDecoder, CudaRecorder, Recorder, bucket, room
 from blockdraft.nn.packed import PackedLinear, int8_rows
+from blockdraft.nn.rounded import round_weights, why_not_rounded
 from blockdraft.nn.threads import use_best_threads
 from blockdraft.proposal import chain_parents, depths, is_chain, tree_mask
 from blockdraft.targets.base import Cache, TargetOutput
@@ -39,13 +42,14 @@ from blockdraft.targets.checkpoint import (
     max_context,
 )
 from blockdraft.targets.families import NotCovered, decoder_config
-from blockdraft.types import DEFAULT_COMPILE, Compile
+from blockdraft.types import DEFAULT_COMPILE, Compile, Quantize
 
 # Whether the forward is compiled: "auto" does it where that is possible, "on" fails where it is not.
 PROBED_CONTEXT = 256  # slots
 PROBED_NODES = (1, 16)
 QUANT_METHOD = "blockdraft-int8"  # in a checkpoint's configuration
 SCALE = "_scale"  # of an int8 tensor, behind its name
+UNMEASURED = "on a GPU, CUDA graphs are captured where compile is on only: nobody has measured them yet"
 
 
 class NativeTarget:
@@ -57,8 +61,9 @@ class NativeTarget:
         generation_config: What else may name end tokens.
 
     Attributes:
-        compiled: The decoder's forward compiled for this machine, or None: then torch's operations are used one by one.
-        compile_reason: Why it is not compiled, where it might have been.
+        compiled: The decoder's forward compiled for this machine, or None.
+        captured: The decoder's forwards of few nodes captured as CUDA graphs, or None.
+        compile_reason: Why it is neither, where it might have been; torch's operations are then used one by one.
     """
 
     backend = "native"
@@ -84,6 +89,8 @@ class NativeTarget:
         self.eos_token_ids = end_tokens(generation_config, config, tokenizer)
         self.architecture = architecture(config)
         self.compiled: CompiledDecoder | None = None
+        self.captured: CapturedDecoder | None = None
+        self._room: Callable[[int], int] = int  # slots of a cache's store
         self.compile_reason: str | None = None
         self._config = config
         self._group = decoder.config.num_heads // decoder.config.num_kv_heads
@@ -95,11 +102,14 @@ class NativeTarget:
             parts.append("compiled")
             if self.dtype == torch.float32 and weights_dtype(self.compiled.library) == torch.bfloat16:
                 parts.append("weights kept in bfloat16")
-        return ", ".join([*parts, *(["int8 weights"] if self.is_int8 else [])])
+        if self.captured is not None:
+            parts.append("captured")
+        kind = "int8" if self.is_int8 else self.decoder.rounded
+        return ", ".join([*parts, *([f"{kind} weights"] if kind else [])])
 
     @property
     def is_int8(self) -> bool:
-        """Whether the weights are int8."""
+        """Whether the weights are int8 as a CPU uses them."""
         return self.decoder.head.scale is not None
 
     @property
@@ -107,11 +117,21 @@ class NativeTarget:
         return drafter_shape(self._config)
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
-        return KVCache(batch, capacity)
+        return KVCache(batch, capacity, self._room)
 
     def cache_bytes(self, batch: int, capacity: int) -> int:
-        config = self.decoder.config
-        return 2 * self.num_layers * batch * config.num_kv_heads * capacity * config.head_dim * self.dtype.itemsize
+        config, slots = self.decoder.config, batch * self._room(capacity)
+        return 2 * self.num_layers * slots * config.num_kv_heads * config.head_dim * self.dtype.itemsize
+
+    def capture(self, recorder: Recorder) -> None:
+        """Run forwards over few nodes as graphs from now on. Due before the first cache and the first drafter.
+
+        Raises:
+            ValueError: The recorder cannot capture one.
+        """
+        self.captured, self._room = CapturedDecoder(self.decoder, recorder), room
+        node = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        self.forward(node, chain_parents(1, 1), self.new_cache(1, 1))  # what cannot be captured says so here
 
     @torch.no_grad()
     def forward(
@@ -129,6 +149,11 @@ class NativeTarget:
         store = cache.stacked(self.num_layers, 2 * config.num_kv_heads, config.head_dim, like)
         if self.compiled is not None:
             return TargetOutput(*self.compiled.forward(tokens, parents, cache.lengths, store, taps, logits_at))
+        count = tokens.size(1)
+        if self.captured is not None and logits_at is None and bucket(count) <= MOST_NODES:
+            filled = F.pad(parents, (0, bucket(count) - count), value=-1)  # with nodes that hang on nothing
+            tree = depths(filled), tree_mask(filled)
+            return TargetOutput(*self.captured.forward(tokens, *tree, cache.lengths, store, taps))
         where = self._layout(parents, cache.lengths)
         return TargetOutput(*self.decoder(tokens, *where, store[..., :end, :].unbind(0), taps, logits_at))
 
@@ -138,10 +163,10 @@ class NativeTarget:
         end, is_line = max(starts) + count, count == 1 or is_chain(parents)
         slots = torch.arange(end - count, end, device=self.device)
         if len(starts) > 1:
-            slots = torch.tensor(lengths, device=self.device)[:, None] + torch.arange(count, device=self.device)
+            slots = send(torch.tensor(lengths), self.device)[:, None] + torch.arange(count, device=self.device)
         positions = slots if slots.ndim == 2 else slots[None]
         if not is_line:
-            positions = positions[:, :1] + depths(parents).to(self.device)
+            positions = positions[:, :1] + send(depths(parents), self.device)
         # Where no window hides anything, a lone node on rows of one length, or a line on empty rows, needs no mask.
         unmasked = len(starts) == 1 and (count == 1 or (is_line and end == count and config.attention_softcap is None))
         masks: dict[int | None, Tensor | None] = {}  # by window; None is full attention
@@ -154,7 +179,7 @@ class NativeTarget:
         return positions, slots, [masks[window] for window in config.windows]
 
     def _mask(self, parents: Tensor, positions: Tensor, lengths: Sequence[int], window: int | None) -> Tensor:
-        within = tree_mask(parents).to(self.device)
+        within = send(tree_mask(parents), self.device)
         if window is None and len(set(lengths)) == 1:  # all see the same committed tokens
             return F.pad(grouped_mask(within, self._group, self.dtype), (lengths[0], 0))
         visible = visible_slots(lengths, within, positions.expand(parents.shape), window)
@@ -179,7 +204,7 @@ def load(
     dtype: torch.dtype,
     device: torch.device,
     compile: Compile = DEFAULT_COMPILE,
-    quantize: Literal["int8"] | None = None,
+    quantize: Quantize | None = None,
 ) -> NativeTarget:
     """Load a checkpoint in safetensors and, where there is one, its tokenizer, from a local folder or by hub name.
 
@@ -193,14 +218,20 @@ def load(
             the usual names and shapes.
         ValueError: No such folder or hub name, or files that cannot be read.
     """
-    folder = checked_folder(path)
+    folder, rounded = checked_folder(path), None
     with loading(path):
         config = AutoConfig.from_pretrained(path)
     if (getattr(config, "quantization_config", None) or {}).get("quant_method") == QUANT_METHOD:
         quantize = "int8"
         del config.quantization_config
+    elif quantize == "fp8" or (quantize and device.type == "cuda"):
+        refused = why_not_rounded(quantize, device, dtype)
+        if refused is not None:
+            raise ValueError(f"quantize is {quantize!r}: {refused}.")
+        rounded, quantize = quantize, None
     wanted = decoder_config(config)
-    reason = "it was not asked for" if compile == "off" else why_not(wanted, dtype, device)
+    on_gpu = device.type == "cuda"
+    reason = "it was not asked for" if compile == "off" else UNMEASURED if on_gpu else why_not(wanted, dtype, device)
     with loading(path):
         files = _weight_files(path)
     with ExitStack() as opened:
@@ -218,10 +249,15 @@ def load(
                 for layer in decoder.modules():
                     if isinstance(layer, PackedLinear):
                         layer.quantize()
+            if rounded:
+                round_weights(decoder, rounded)
     known = folder if folder.exists() else None
     if quantize and dtype != torch.float32:
         raise ValueError(f"int8 weights are for float32 arithmetic; dtype is {str(dtype).removeprefix('torch.')}.")
     target = NativeTarget(decoder, config, tokenizer, known, load_generation_config(path))
+    if on_gpu and compile == "on":
+        target.capture(CudaRecorder(device))
+        return target
     target.compile_reason = reason if library is None else _compile(target, library, compile)
     if compile == "on" and target.compiled is None:
         raise ValueError(f"{path} has no compiled forward: {target.compile_reason}. Use compile auto or off.")
@@ -265,7 +301,7 @@ def save_quantized(target: NativeTarget, folder: Path) -> None:
     if folder.exists():
         raise ValueError(f"{folder} exists already; name a folder that does not.")
     if not target.is_int8:
-        raise ValueError('The target has no int8 weights; load it with quantize="int8".')
+        raise ValueError('The target has no int8 weights of a CPU; load it there with quantize="int8".')
     tensors: dict[str, Tensor] = {}
     for name, weight in target.named_weights():
         if weight.ndim == 2:
