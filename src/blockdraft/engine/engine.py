@@ -263,8 +263,12 @@ class Engine:
         """Memory for all requests that run together."""
         if self.memory_limit is not None:
             return self.memory_limit
-        on_gpu = self.target.device.type == "cuda"
-        return int(torch.cuda.mem_get_info(self.target.device)[0] if on_gpu else psutil.virtual_memory().available)
+        device = self.target.device
+        if device.type != "cuda":
+            return int(psutil.virtual_memory().available)
+        # What torch keeps of memory that was freed is free for us.
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + kept
 
     def _verdict(self, requests: list[Request], proposal: Proposal, output: TargetOutput) -> tuple[Laws, Verdict]:
         """Verify, and end the requests for which the target computed no numbers."""
