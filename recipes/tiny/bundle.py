@@ -57,7 +57,7 @@ tau.
 | transformers backend, tokens/s plain, drafted (2 CPU cores) | {gsm8k[hf][tokens_per_second_plain]}, \
 {gsm8k[hf][tokens_per_second_drafted]} | {humaneval[hf][tokens_per_second_plain]}, \
 {humaneval[hf][tokens_per_second_drafted]} |
-| native backend, tokens/s plain, drafted in blocks of 6 | {gsm8k[native][tokens_per_second_plain]}, \
+| native backend, tokens/s plain, drafted in blocks of 4 | {gsm8k[native][tokens_per_second_plain]}, \
 {gsm8k[native][tokens_per_second_drafted]} | {humaneval[native][tokens_per_second_plain]}, \
 {humaneval[native][tokens_per_second_drafted]} |
 

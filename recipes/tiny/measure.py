@@ -17,7 +17,7 @@ from blockdraft.engine import Stats, loops, merge
 from blockdraft.types import Backend, Drafting
 
 # What is timed, and in blocks of which size (None: the drafter's own): as `blockdraft generate` does by default.
-BACKENDS: dict[Backend, int | None] = {"native": 6, "hf": None}
+BACKENDS: dict[Backend, int | None] = {"native": 4, "hf": None}
 
 
 def answer_of(text: str) -> str | None:

@@ -144,7 +144,7 @@ def test_json(generate: Run, expected: dict[str, Any]) -> None:
         assert answer["finish_reason"] in ("stop", "length")
         assert all(type(answer[key]) is float for key in ("tau", "tokens_per_second"))
         assert 1 <= answer["tau"] <= 8
-        assert len(answer["acceptance_by_position"]) == 5
+        assert len(answer["acceptance_by_position"]) == 3
         assert all(type(share) is float for share in answer["acceptance_by_position"])
 
 
@@ -153,7 +153,7 @@ def test_blocks_are_short_where_the_target_is_compiled(generate: Run) -> None:
     for arguments in ((), ("--compile", "off"), ("--block-size", 8), ("--tree-budget", 7)):
         result = generate("hello", "--json", "--max-new-tokens", 24, *arguments)
         lengths.append(len(json.loads(result.out)["acceptance_by_position"]))
-    assert lengths[:3] == [5, 7, 7] and lengths[3] != 5
+    assert lengths[:3] == [3, 7, 7] and lengths[3] != 3
 
 
 def test_compare_json(generate: Run, expected: dict[str, Any]) -> None:
@@ -182,7 +182,7 @@ def test_compare_in_a_pipe(generate: Run, expected: dict[str, Any]) -> None:
     assert table.isascii()
     assert re.search(r"^drafted +20 +\d\.\d\d +\d+\.\d( +\d+\.\d\d){3}$", table, re.M)
     assert re.search(r"^plain +20 +1\.00 +\d+\.\d( +\d+\.\d\d){3}$", table, re.M)
-    assert re.search(r"^accepted by position, %:( \d+){5}$", table, re.M)
+    assert re.search(r"^accepted by position, %:( \d+){3}$", table, re.M)
     assert re.search(r"^speed-up: \d+\.\d\d; tokens: identical$", table, re.M)
 
 

@@ -64,8 +64,8 @@ def generate(
         str | None,
         typer.Option(
             metavar="N|auto",
-            help="Tokens of a block, anchor included; the default is the drafter's trained size, and at most 6 where "
-            "the target is compiled for a CPU, which computes 6 tokens for little more than one. "
+            help="Tokens of a block, anchor included; the default is the drafter's trained size, and at most 4 where "
+            "the target is compiled for a CPU, which computes 4 tokens for little more than one. "
             '"auto" lets each cycle use as many of them as pay, or none.',
         ),
     ] = None,
@@ -119,7 +119,7 @@ def generate(
     from blockdraft.cli.compare import compare_with_plain
     from blockdraft.drafters import load_drafter
     from blockdraft.engine import Engine
-    from blockdraft.nn.compiled import ROWS_AT_ONCE
+    from blockdraft.nn.compiled import CHEAP_NODES
 
     loaded = loading.load(
         target, dtype, device, backend, threads=extent("threads", threads), compile=compile, quantize=quantize
@@ -127,7 +127,7 @@ def generate(
     rows = {} if batch_size is None else {"max_batch_size": batch_size}
     guesser = load_drafter(drafter, target=loaded)
     if block_size is None and drafting.tree_budget == 0 and loaded.compiled is not None:
-        drafting = replace(drafting, block_size=min(ROWS_AT_ONCE, guesser.block_size))
+        drafting = replace(drafting, block_size=min(CHEAP_NODES, guesser.block_size))
     engine = Engine(loaded, guesser, drafting=drafting, **rows)
 
     if prompts:
