@@ -11,7 +11,7 @@ from blockdraft.targets import hf, native
 from blockdraft.targets.base import Cache, Target, TargetOutput, TargetText, embedding_and_head
 from blockdraft.targets.checkpoint import load_text
 from blockdraft.targets.families import NotCovered
-from blockdraft.targets.native import save_quantized
+from blockdraft.targets.native_files import save_quantized
 from blockdraft.types import DEFAULT_BACKEND, DEFAULT_COMPILE, Backend, Compile, Quantize
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

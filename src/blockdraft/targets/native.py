@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,10 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
-from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from blockdraft.machine import send
 from blockdraft.nn.attention import grouped_mask, visible_slots
@@ -24,9 +20,8 @@ from blockdraft.nn.build import LONGEST_WAIT_SECONDS, STILL_AT_WORK, Build, buil
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.compiled import CompiledDecoder, why_not
 from blockdraft.nn.decoder import Decoder
-from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.nn.graphs import MOST_NODES, CapturedDecoder, CudaRecorder, Recorder, bucket, room
-from blockdraft.nn.packed import PackedLinear, int8_rows
+from blockdraft.nn.packed import PackedLinear
 from blockdraft.nn.rounded import round_weights, why_not_rounded
 from blockdraft.nn.threads import use_best_threads
 from blockdraft.proposal import chain_parents, depths, is_chain, tree_mask
@@ -41,14 +36,13 @@ from blockdraft.targets.checkpoint import (
     loading,
     max_context,
 )
-from blockdraft.targets.families import NotCovered, decoder_config
+from blockdraft.targets.families import decoder_config
+from blockdraft.targets.native_files import QUANT_METHOD, check_tensors, is_bfloat16, read_tensor, weight_files
 from blockdraft.types import DEFAULT_COMPILE, Compile, Quantize
 
 # Whether the forward is compiled: "auto" does it where that is possible, "on" fails where it is not.
 PROBED_CONTEXT = 256  # slots
 PROBED_NODES = (1, 16)
-QUANT_METHOD = "blockdraft-int8"  # in a checkpoint's configuration
-SCALE = "_scale"  # of an int8 tensor, behind its name
 UNMEASURED = "on a GPU, CUDA graphs are captured where compile is on only: nobody has measured them yet"
 
 
@@ -233,18 +227,18 @@ def load(
     on_gpu = device.type == "cuda"
     reason = "it was not asked for" if compile == "off" else UNMEASURED if on_gpu else why_not(wanted, dtype, device)
     with loading(path):
-        files = _weight_files(path)
+        files = weight_files(path)
     with ExitStack() as opened:
         with loading(path):
             shards = [opened.enter_context(safe_open(file, "pt")) for file in files]
             tensors = {name: shard for shard in shards for name in shard.keys()}  # noqa: SIM118 (no dictionary)
-        _check_tensors(wanted, tensors)
-        kind = torch.int8 if quantize else torch.bfloat16 if _is_bfloat16(wanted, tensors) else dtype
+        check_tensors(wanted, tensors)
+        kind = torch.int8 if quantize else torch.bfloat16 if is_bfloat16(wanted, tensors) else dtype
         library = None if reason is not None else build(kind, dtype, wanted.head_dim)
         with loading(path):
             tokenizer = load_tokenizer(path)
         with loading(path, device), torch.no_grad():
-            decoder = Decoder(wanted, lambda name: _tensor(tensors, name).to(device, dtype))
+            decoder = Decoder(wanted, lambda name: read_tensor(tensors, name).to(device, dtype))
             if quantize:
                 for layer in decoder.modules():
                     if isinstance(layer, PackedLinear):
@@ -278,48 +272,6 @@ def use_best_threads_for(target: NativeTarget) -> None:
     use_best_threads(score, facts)
 
 
-def _is_bfloat16(wanted: DecoderConfig, files: dict[str, Any]) -> bool:
-    """Whether all matrices are in bfloat16: then they stay in it, whatever the arithmetic, for the same numbers."""
-    matrices = [name for name, shape in wanted.tensor_shapes().items() if len(shape) == 2]
-    return all(files[name].get_slice(name).get_dtype() == "BF16" for name in matrices)
-
-
-def _tensor(files: dict[str, Any], name: str) -> Tensor:
-    tensor: Tensor = files[name].get_tensor(name)
-    if tensor.dtype != torch.int8:
-        return tensor
-    scale: Tensor = files[name + SCALE].get_tensor(name + SCALE)
-    return tensor * scale.unsqueeze(-1)
-
-
-def save_quantized(target: NativeTarget, folder: Path) -> None:
-    """Write a target that was loaded with int8 weights, for `load_target` to read again with the same bits.
-
-    Raises:
-        ValueError: The folder exists, or the target has no int8 weights.
-    """
-    if folder.exists():
-        raise ValueError(f"{folder} exists already; name a folder that does not.")
-    if not target.is_int8:
-        raise ValueError('The target has no int8 weights of a CPU; load it there with quantize="int8".')
-    tensors: dict[str, Tensor] = {}
-    for name, weight in target.named_weights():
-        if weight.ndim == 2:
-            tensors[name], tensors[name + SCALE] = int8_rows(weight)
-        else:
-            tensors[name] = weight.contiguous()
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    config = target.architecture | {"quantization_config": {"quant_method": QUANT_METHOD}}
-    (partial / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-    (partial / "generation_config.json").write_text(json.dumps({"eos_token_id": sorted(target.eos_token_ids)}))
-    save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
-    if target.tokenizer is not None:
-        target.tokenizer.save_pretrained(partial)
-    partial.rename(folder)
-
-
 def _compile(target: NativeTarget, library: Build, compile: Compile) -> str | None:
     """Let the target use this library. Returns why it does not."""
     found = library.library(LONGEST_WAIT_SECONDS if compile == "auto" else None)
@@ -330,28 +282,3 @@ def _compile(target: NativeTarget, library: Build, compile: Compile) -> str | No
         return reason
     target.compiled = CompiledDecoder(target.decoder, found, target.max_context)
     return None
-
-
-def _weight_files(path: str | Path) -> list[str]:
-    optional = {"_raise_exceptions_for_missing_entries": False}
-    whole = cached_file(path, "model.safetensors", **optional)
-    if whole is not None:
-        return [whole]
-    index = cached_file(path, "model.safetensors.index.json", **optional)
-    return [] if index is None else list(get_checkpoint_shard_files(path, index)[0])
-
-
-def _check_tensors(wanted: DecoderConfig, files: dict[str, Any]) -> None:
-    """Raise `NotCovered` unless these files hold the tensors of this decoder."""
-    if not files:
-        raise NotCovered("it has no weights in safetensors")
-    for name, shape in wanted.tensor_shapes().items():
-        if name not in files:
-            raise NotCovered(f"its checkpoint lacks {name}")
-        found = tuple(files[name].get_slice(name).get_shape())
-        if found != shape:
-            raise NotCovered(f"{name} has the shape {list(found)} instead of {list(shape)}")
-    if wanted.tied_head and "lm_head.weight" in files:
-        table, head = (files[name].get_tensor(name) for name in ("model.embed_tokens.weight", "lm_head.weight"))
-        if not torch.equal(table, head):
-            raise NotCovered("its configuration ties the head to the embeddings, and its checkpoint does not")
