@@ -2,7 +2,8 @@
 
     python benchmarks/forwards.py [--shape pair|120m] [--threads 1,2] [--ways off,on,int8] [--dtype float32]
 
-The shape of 120 M parameters has random weights and no drafter. Ways take turns; minima and medians in milliseconds.
+The shape of 120 M parameters has random weights and no drafter; `--keep DIR` leaves it there, for `benchmarks.peers`.
+Ways take turns; minima and medians in milliseconds.
 """
 
 import argparse
@@ -13,14 +14,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.proposal import chain
 from blockdraft.targets import BUNDLED, Target, load_target
 
-NODES = (1, 2, 4, 8, 16, 32)
+NODES = (1, 2, 4, 6, 8, 16, 32)
 BLOCKS = (4, 8, 16)  # tokens of a draft's block, the anchor included
 OBSERVED = (1, 4, 16)  # tokens that a drafter is told of at once
 REPEATS = 8
@@ -38,9 +39,12 @@ def random_120m(folder: Path) -> Path:
         head_dim=64,
         max_position_embeddings=1024,
         tie_word_embeddings=True,
+        initializer_range=0.06,  # with the usual one greedy answers repeat one token
+        eos_token_id=2,
     )
     torch.manual_seed(0)
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(BUNDLED).save_pretrained(folder)
     return folder
 
 
@@ -90,9 +94,10 @@ def main() -> None:
     parser.add_argument("--ways", default="off,on,int8")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="where the shape of 120 M parameters is written")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        path = BUNDLED if options.shape == "pair" else random_120m(Path(folder))
+        path = BUNDLED if options.shape == "pair" else random_120m(options.keep or Path(folder))
         targets, drafters = {}, {}
         for way in options.ways.split(","):
             dtype, how = ("float32", "on") if way == "int8" else (options.dtype, way)
