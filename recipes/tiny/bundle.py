@@ -8,6 +8,8 @@ from typing import Any
 
 from safetensors import safe_open
 
+from blockdraft.types import CPU_BLOCK_SIZE
+
 PACKAGE = Path(__file__).parents[2] / "src/blockdraft/pair"
 KEPT = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 KEPT |= {"chat_template.jinja", "special_tokens_map.json"}
@@ -57,7 +59,7 @@ tau.
 | transformers backend, tokens/s plain, drafted (2 CPU cores) | {gsm8k[hf][tokens_per_second_plain]}, \
 {gsm8k[hf][tokens_per_second_drafted]} | {humaneval[hf][tokens_per_second_plain]}, \
 {humaneval[hf][tokens_per_second_drafted]} |
-| native backend, tokens/s plain, drafted in blocks of 4 | {gsm8k[native][tokens_per_second_plain]}, \
+| native backend, tokens/s plain, drafted in blocks of {cpu_block_size} | {gsm8k[native][tokens_per_second_plain]}, \
 {gsm8k[native][tokens_per_second_drafted]} | {humaneval[native][tokens_per_second_plain]}, \
 {humaneval[native][tokens_per_second_drafted]} |
 
@@ -119,6 +121,7 @@ def main() -> None:
             parameters=parameters(args.out / "drafter"),
             layers=draft["num_hidden_layers"],
             block_size=draft["block_size"],
+            cpu_block_size=CPU_BLOCK_SIZE,
             taps=", ".join(map(str, draft["dflash_config"]["target_layer_ids"])),
             **figures["sets"],
             **positions,

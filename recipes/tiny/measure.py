@@ -14,10 +14,10 @@ from statistics import median
 
 from blockdraft import Engine, SamplingParams, load_drafter, load_target
 from blockdraft.engine import Stats, loops, merge
-from blockdraft.types import Backend, Drafting
+from blockdraft.types import CPU_BLOCK_SIZE, Backend, Drafting
 
 # What is timed, and in blocks of which size (None: the drafter's own): as `blockdraft generate` does by default.
-BACKENDS: dict[Backend, int | None] = {"native": 4, "hf": None}
+BACKENDS: dict[Backend, int | None] = {"native": CPU_BLOCK_SIZE, "hf": None}
 
 
 def answer_of(text: str) -> str | None:

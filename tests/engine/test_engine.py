@@ -1,8 +1,11 @@
 """Decoding with any drafter equals decoding plainly, whatever it guesses."""
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -205,9 +208,9 @@ def test_too_little_memory_is_refused_before_decoding(
 
 
 def test_logits_features_and_prefixes_count_as_memory(target: Target, random_drafter: DFlashDrafter) -> None:
-    def needed(prompt: int, prefix_tokens: int = 0, tree_budget: int = 0) -> tuple[int, int]:
-        engine = Engine(target, random_drafter, drafting=Drafting(None, tree_budget), prefix_tokens=prefix_tokens)
-        requests = [engine.request([1] * prompt, SamplingParams(20))] * 2
+    def needed(prompt: int, prefix_tokens: int = 0, tokens: int = 20, **drafting: Any) -> tuple[int, int]:
+        engine = Engine(target, random_drafter, drafting=Drafting(**drafting), prefix_tokens=prefix_tokens)
+        requests = [engine.request([1] * prompt, SamplingParams(tokens))] * 2
         size = 2, engine.capacity(requests)
         return engine.memory_bytes(requests), target.cache_bytes(*size) + random_drafter.state_bytes(*size)
 
@@ -215,8 +218,49 @@ def test_logits_features_and_prefixes_count_as_memory(target: Target, random_dra
     assert total - caches == 2 * 41 * target.vocab_size * (4 + 8)  # logits of the tree's nodes, with two copies
     total, caches = needed(prompt=200)
     assert total - caches == 2 * 2 * 200 * 2 * target.hidden_size * 4  # features of the prompts, by layer and together
+    pause, caches = needed(prompt=4, tokens=200, block_size="auto")
+    assert pause - caches == 2 * 2 * 200 * 2 * target.hidden_size * 4  # of cycles that do not draft, likewise
     of_prefixes = target.cache_bytes(1, 100) + random_drafter.state_bytes(1, 100)
     assert needed(prompt=200, prefix_tokens=100)[0] == total + of_prefixes > total
+
+
+def test_memory_that_torch_keeps_on_a_gpu_is_free(
+    target: Target, random_drafter: DFlashDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(target, random_drafter)
+    assert 0 < engine.free_bytes() <= psutil.virtual_memory().total
+    monkeypatch.setattr(target, "device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 5000))  # free, in all
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 300)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 100)
+    assert engine.free_bytes() == 1200
+    assert Engine(target, random_drafter, memory_limit=7).free_bytes() == 7
+
+
+@pytest.mark.parametrize("most_unobserved", [512, 3])
+def test_what_earlier_cycles_left_to_do_does_not_count_as_this_ones_time(
+    target: Target, random_drafter: DFlashDrafter, monkeypatch: pytest.MonkeyPatch, most_unobserved: int
+) -> None:
+    monkeypatch.setattr("blockdraft.engine.engine.MOST_UNOBSERVED", most_unobserved)
+    engine = Engine(target, random_drafter, drafting=Drafting("auto"))
+    plans = iter([1, 1, 1, 8])  # block sizes: a pause, and a draft after it
+    monkeypatch.setattr(engine.controller, "plan", lambda requests: Plan(next(plans), [SamplingParams()]))
+    learned: list[float] = []
+    monkeypatch.setattr(engine.controller, "learn", lambda *args: learned.append(args[-1]))
+    late: list[int] = []
+    observe = random_drafter.observe
+
+    def slow(state: Any, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
+        if tokens.size(1) == 3:  # the pause
+            late.append(tokens.size(1))
+            time.sleep(1.0)
+        observe(state, tokens, features, lengths)
+
+    monkeypatch.setattr(random_drafter, "observe", slow)
+    batch = engine.prefill([engine.request(PROMPTS[0], SamplingParams(30, ignore_eos=True))])
+    for _ in range(4):
+        engine.step(batch)
+    assert len(late) == 1 and len(learned) == 4 and max(learned) < 0.9
 
 
 @pytest.mark.parametrize("params", [SamplingParams(60, ignore_eos=True), SamplingParams(60, 0.9, seed=2)])

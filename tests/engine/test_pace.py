@@ -10,6 +10,7 @@ def test_cycles_of_about_as_many_guesses_are_corrected_most() -> None:
         pace.learn(32, seconds=3.0, expected=2.0)
     found = pace.cycle([2.0] * 257)
     assert found[32] == pytest.approx(3.0, rel=0.05) and found[1] < 2.2
+    assert [pace.at(guesses, [2.0] * 257) for guesses in range(257)] == found
     assert found[1] == found[0] < found[8] < found[16] < found[32] > found[64] > found[256] > 2.0
     assert pace.plain == 1.0
 

@@ -1,5 +1,7 @@
 """The compiled forward against the decoder's own, and against itself with other nodes beside a token."""
 
+import math
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -127,6 +129,42 @@ def test_a_checkpoint_in_bfloat16_is_kept_in_it_for_the_same_float32_numbers(
     assert_same_bits(ours, theirs)
     for (name, one), (_, other) in zip(kept.named_weights(), widened.named_weights(), strict=True):
         assert one.dtype == torch.float32 and torch.equal(one, other), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_best_token_is_the_first_of_the_largest_logits_or_none(
+    tiny_target_dir: Path, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_target_dir, dtype=dtype)
+    shutil.copytree(tiny_target_dir, tmp_path, dirs_exist_ok=True)
+    head, last = model.get_output_embeddings().weight.data, model.config.vocab_size - 1
+
+    def output() -> TargetOutput:
+        model.save_pretrained(tmp_path)
+        target = load_target(tmp_path, "float32", "cpu", "native", compile="on")
+        nodes = chain(torch.arange(1, 101)[None])
+        return target.forward(nodes.tokens, nodes.parents, target.new_cache(1, 128), ())
+
+    found = output()
+    assert found.best is not None and found.best.tolist() == found.logits.argmax(-1).tolist()
+    assert found.best.unique().numel() > 10
+    first = int(found.best[0, 0])
+    for twin in (last, last - 9):  # in what is left over of the vectors, and in them
+        head[twin] = head[first]
+    found = output()
+    largest = found.logits == found.logits.amax(-1, keepdim=True)
+    assert int(largest[0, 0].sum()) == 3 and found.best is not None
+    assert found.best.tolist() == largest.int().argmax(-1).tolist()
+    for token in (last, 3):
+        kept, head[token] = head[token].clone(), math.nan
+        found = output()
+        assert found.logits[..., token].isnan().all() and found.best is not None and bool((found.best == -1).all())
+        head[token] = kept * 1e38  # infinite where it is positive
+        found = output()
+        infinite = (found.logits == torch.inf).any(-1) | found.logits.isnan().any(-1)
+        assert 0 < int(infinite.sum()) < 100 and found.best is not None
+        assert torch.equal(found.best == -1, infinite)
+        head[token] = kept
 
 
 def test_texts_may_outgrow_the_tables_of_angles(tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -278,6 +278,28 @@ def test_greedy_accepts_the_longest_matching_prefix() -> None:
     assert (verdict.path, verdict.bonus) == ([[0, 1, 2]], [0])
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_greedy_rows_are_judged_alike_with_and_without_sampled_ones_beside_them(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    rows, count = 40, 12
+    tokens = torch.randint(V, (rows, count), generator=generator)  # so that siblings often hold the same token
+    above = [[-1, *(int(torch.randint(-1, i, (), generator=generator)) for i in range(1, count))] for _ in range(rows)]
+    logits = torch.randn(rows, count, V, generator=generator)
+    logits[3, 0, 1], logits[5, -1, 2], logits[7, 4, 0], logits[8, 2] = math.nan, math.inf, -math.inf, -math.inf
+    proposal = Proposal(tokens, torch.tensor(above))
+    uniforms = torch.rand(rows, count, dtype=torch.float64, generator=generator)
+
+    def judged(last: SamplingParams) -> Verdict:
+        params = [*[SamplingParams()] * (rows - 1), last]
+        laws = Laws(logits, params, tokens, proposal.parents, [[0]] * rows, [[]] * rows)
+        return verify(proposal, laws, uniforms)
+
+    alone, beside = judged(SamplingParams()), judged(WARM)
+    assert (alone.path[:-1], alone.bonus[:-1]) == (beside.path[:-1], beside.bonus[:-1])
+    assert [row for row, path in enumerate(alone.path) if not path] == [3, 5, 8]
+    assert max(map(len, alone.path)) > 2
+
+
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("is_drawn", [False, True], ids=["chosen", "drawn"])
 def test_a_row_without_a_law_leaves_the_others_alone(shape: list[int], is_drawn: bool) -> None:

@@ -25,7 +25,7 @@ from blockdraft.cli.options import (
     option,
 )
 from blockdraft.evaluation.methods import Settings
-from blockdraft.types import DEFAULT_BACKEND, DEFAULT_COMPILE, Drafting, SamplingParams
+from blockdraft.types import CPU_BLOCK_SIZE, DEFAULT_BACKEND, DEFAULT_COMPILE, Drafting, SamplingParams
 
 if TYPE_CHECKING:
     from blockdraft.engine import Engine
@@ -64,9 +64,9 @@ def generate(
         str | None,
         typer.Option(
             metavar="N|auto",
-            help="Tokens of a block, anchor included; the default is the drafter's trained size, and at most 4 where "
-            "the target is compiled for a CPU, which computes 4 tokens for little more than one. "
-            '"auto" lets each cycle use as many of them as pay, or none.',
+            help="Tokens of a block, anchor included; the default is the drafter's trained size, and at most "
+            f"{CPU_BLOCK_SIZE} where the target is compiled for a CPU, which computes so many for little more than "
+            'one. "auto" lets each cycle use as many of them as pay, or none.',
         ),
     ] = None,
     tree_budget: Annotated[str, option(Drafting, "tree_budget", metavar="N|auto")] = str(Drafting.tree_budget),
@@ -119,7 +119,6 @@ def generate(
     from blockdraft.cli.compare import compare_with_plain
     from blockdraft.drafters import load_drafter
     from blockdraft.engine import Engine
-    from blockdraft.nn.compiled import CHEAP_NODES
 
     loaded = loading.load(
         target, dtype, device, backend, threads=extent("threads", threads), compile=compile, quantize=quantize
@@ -127,7 +126,7 @@ def generate(
     rows = {} if batch_size is None else {"max_batch_size": batch_size}
     guesser = load_drafter(drafter, target=loaded)
     if block_size is None and drafting.tree_budget == 0 and loaded.compiled is not None:
-        drafting = replace(drafting, block_size=min(CHEAP_NODES, guesser.block_size))
+        drafting = replace(drafting, block_size=min(CPU_BLOCK_SIZE, guesser.block_size))
     engine = Engine(loaded, guesser, drafting=drafting, **rows)
 
     if prompts:

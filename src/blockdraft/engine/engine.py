@@ -152,9 +152,7 @@ class Engine:
             proposal = chain(anchor[:, None])
         else:
             if batch.unobserved:
-                started = self.now()
-                self.catch_up(batch)
-                late = self.now() - started
+                late = self.catch_up(batch)
                 mark(OBSERVE)
             proposal = self.drafter.propose(batch.state, anchor, plan)
         mark(GUESSES)
@@ -172,7 +170,7 @@ class Engine:
         else:
             batch.unobserved.append((proposal.tokens, output.features))
             if len(batch.unobserved) == MOST_UNOBSERVED:
-                self.catch_up(batch)
+                late = self.catch_up(batch)
         mark(OBSERVE)
         observed = time.perf_counter()
         deepest = [max(row) for row in proposal.depth_lists]
@@ -221,14 +219,20 @@ class Engine:
             request.stats.prefill_seconds = self.now() - began
         return batch
 
-    def catch_up(self, batch: Batch) -> None:
-        """Tell the drafter of the cycles that did not draft. Due before rows come or go."""
+    def catch_up(self, batch: Batch) -> float:
+        """Tell the drafter of the cycles that did not draft. Due before rows come or go.
+
+        Returns:
+            Seconds that it took.
+        """
         if not batch.unobserved:
-            return
+            return 0.0
+        began = self.now()
         tokens, features = zip(*batch.unobserved, strict=True)
         together = None if features[0] is None else torch.cat(features, dim=1)
         self.drafter.observe(batch.state, torch.cat(tokens, dim=1), together, [len(tokens)] * len(batch.requests))
         batch.unobserved.clear()
+        return self.now() - began
 
     def remember(self, batch: Batch) -> None:
         """Keep what the finished requests of a batch leave behind, for requests that begin with it."""
@@ -248,13 +252,16 @@ class Engine:
 
     def memory_bytes(self, requests: list[Request]) -> int:
         """Memory that these requests take together: both caches, what is remembered of prefixes, and the largest
-        temporary tensors: the features of the prompts, or the logits of the nodes, with copies in float32."""
+        temporary tensors: the features of the prompts or of cycles without drafts, or the logits of the nodes, with
+        copies in float32."""
         target, rows = self.target, len(requests)
         caches = (rows, self.capacity(requests)), (1, self.prefixes.max_tokens)
         kept = sum(target.cache_bytes(*size) + self.drafter.state_bytes(*size) for size in caches)
         nodes, size = rows * (1 + self.controller.most_guesses), target.dtype.itemsize
         logits = nodes * target.vocab_size * (size + 2 * torch.float32.itemsize)
         longest = max(len(request.prompt) for request in requests)
+        if self.controller.automatic:
+            longest = max(longest, min(MOST_UNOBSERVED, max(request.params.max_new_tokens for request in requests)))
         # Once by layer and once side by side.
         features = 2 * rows * longest * len(self.drafter.taps) * target.hidden_size * size
         return kept + max(logits, features)

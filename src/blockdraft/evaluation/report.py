@@ -37,9 +37,9 @@ NOTES = (
 )
 PROFILE_NOTES = (
     "One more round, means. draft pass, head, context: the drafter's layers, its output projection, and the keys and "
-    "values of what was committed. guesses: choosing them and building the tree. observe: the drafter's bookkeeping of "
-    "what was committed. bookkeeping: planning, answers, statistics. host: all but target forward, draft pass, head "
-    "and context."
+    "values of what was committed; where pass and head are one call, it counts as the pass. guesses: choosing them and "
+    "building the tree. observe: the drafter's bookkeeping of what was committed. bookkeeping: planning, answers, "
+    "statistics. host: all but target forward, draft pass, head and context."
 )
 
 

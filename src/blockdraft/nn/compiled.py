@@ -20,7 +20,6 @@ PROJECTIONS = ("qkv", "output", "gate_up", "down")
 NORMS = ("before_attention", "before_mlp", "after_attention", "after_mlp")
 FIRST_POSITIONS = 1024  # of the tables of angles, which grow as texts do
 EVERYWHERE = 1 << 40  # more tokens than there are
-CHEAP_NODES = 4  # of a forward; they take little longer than one, since the weights are read once
 
 
 class LayerFields(ctypes.Structure):
