@@ -116,6 +116,8 @@ def main() -> None:
         for way in targets:
             for what, counts in (("nodes", NODES), ("blocks", BLOCKS), ("observed", OBSERVED)):
                 cells = [(min(each), statistics.median(each)) for n in counts if (each := found.get((way, what, n)))]
+                if not cells:
+                    continue  # the larger shape has no drafter
                 print(f"{options.shape} {options.dtype} {way:5} {threads} threads, {what} {counts}:", end=" ")
                 print("  ".join(f"{1000 * low:.2f}/{1000 * middle:.2f}" for low, middle in cells), flush=True)
 
