@@ -8,7 +8,8 @@
         --features features --prompts gsm8k.jsonl --prompts humaneval.jsonl --out build/ablations
 
 Every arm changes one thing of the base recipe. Each seed of an arm is one `blockdraft train` run; what is finished is
-kept, so the command goes on where it stopped. It writes results.json, results.md and results.png.
+kept, so the command goes on where it stopped. It writes results.json, results.md and results.png. A direction counts as
+found if every seed has it on every prompt set.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from blockdraft import Engine, SamplingParams, Target, load_drafter, load_target
 from blockdraft.engine import merge
 from blockdraft.evaluation.lossless import loops
 from blockdraft.evaluation.prompts import PromptSet, read_prompt_sets
+from blockdraft.training.recipe import Recipe, read_recipe
 
 BASE = "base"
 # Arm: what it changes, and whether the base is expected to accept more than it (None: no direction is claimed).
@@ -42,8 +44,10 @@ ARMS: dict[str, tuple[dict[str, str], bool | None]] = {
 }
 
 
-def train(out: Path, recipe: Path, data: dict[str, Path], features: Path | None, arm: str, seed: int) -> None:
-    changes = dict(ARMS[arm][0])
+def train(
+    out: Path, recipe: Path, steps: int, data: dict[str, Path], features: Path | None, arm: str, seed: int
+) -> None:
+    changes = dict(ARMS[arm][0]) | {"steps": str(steps)}
     variant, kind = changes.pop("variant", "dflash"), changes.pop("data", "written")
     stored = changes.pop("stored", changes.get("taps", "5"))
     command = [sys.executable, "-m", "blockdraft", "train", variant, str(recipe)]
@@ -80,7 +84,8 @@ def table(results: dict[str, dict[str, dict[str, float]]], names: Sequence[str])
             cells += [f"{statistics.mean(taus):.2f} ({min(taus):.2f} to {max(taus):.2f})", f"{ratio:.2f}"]
         worse = ARMS[arm][1]
         expected = {None: "", True: "less", False: "more"}[worse]
-        found = "" if worse is None or not ratios else ("less" if statistics.mean(ratios) < 1 else "more")
+        found = "less" if max(ratios, default=1) < 1 else "more" if min(ratios, default=1) > 1 else "neither"
+        found = "" if arm == BASE else found
         lines.append(f"| {arm} | {len(runs)} | {' | '.join(cells)} | {expected} | {found} |")
     return "\n".join(lines) + "\n"
 
@@ -115,6 +120,7 @@ def main() -> None:
         "--features", type=Path, help="folder of stored features, DATA-TAPS each, instead of the target"
     )
     parser.add_argument("--prompts", type=Path, action="append", required=True, help="prompt set; may be repeated")
+    parser.add_argument("--steps", type=int, help="of each run, instead of the recipe's")
     parser.add_argument("--limit", type=int, default=48, help="prompts of each set")
     parser.add_argument("--max-new-tokens", type=int, default=160)
     parser.add_argument("--out", type=Path, required=True)
@@ -128,7 +134,13 @@ def main() -> None:
     sets = read_prompt_sets(args.prompts, args.limit)
     names = [one.name for one in sets]
     target = load_target()
+    steps = args.steps or read_recipe(Recipe, args.recipe).steps
     args.out.mkdir(parents=True, exist_ok=True)
+    header = (
+        f"tau at temperature 0 on {args.limit} prompts of each set, answers of up to {args.max_new_tokens} tokens, "
+        f"those that loop left out, after {steps} steps: mean of the seeds (lowest to highest). Written by "
+        "benchmarks/train_ablations.py.\n\n"
+    )
     data = {"written": args.written, "original": args.original}
     # Seed after seed, so that an interrupted comparison has seen every arm equally often.
     for seed in range(args.seeds):
@@ -137,13 +149,13 @@ def main() -> None:
             found = folder.with_suffix(".tau.json")
             if not found.exists():
                 print(f"seed {seed}: {arm}", flush=True)
-                train(folder, args.recipe, data, args.features, arm, seed)
+                train(folder, args.recipe, steps, data, args.features, arm, seed)
                 found.write_text(json.dumps(measure(str(folder), target, sets, args.max_new_tokens)))
                 print(f"  tau {json.loads(found.read_text())}", flush=True)
-            write(args.out, names)
+            write(args.out, names, header)
 
 
-def write(out: Path, names: Sequence[str]) -> None:
+def write(out: Path, names: Sequence[str], header: str) -> None:
     results: dict[str, dict[str, Any]] = {}
     for arm in ARMS:
         files = sorted(out.glob(f"{arm.replace(' ', '_')}-*.tau.json"))
@@ -151,7 +163,7 @@ def write(out: Path, names: Sequence[str]) -> None:
             results[arm] = {file.name.split(".")[0].rpartition("-")[2]: json.loads(file.read_text()) for file in files}
     if BASE in results:
         (out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
-        (out / "results.md").write_text(table(results, names))
+        (out / "results.md").write_text(header + table(results, names))
         picture(results, names, out / "results.png")
 
 
