@@ -38,6 +38,8 @@ ARMS: dict[str, tuple[dict[str, str], bool | None]] = {
     "D-PACE": ({"objective": "dpace=1"}, False),
     "half forward KL": ({"objective": "decay=0.5,forward_kl=0.5", "stored": "teacher"}, None),
     "DFlash2": ({"variant": "dflash2"}, False),
+    # The codebooks of the selector are most of what DFlash2 adds; with these it has about as many weights as the base.
+    "small DFlash2": ({"variant": "dflash2", "selector_rank": "16"}, False),
     "1 layer": ({"layers": "1"}, True),
     "3 layers": ({"layers": "3"}, False),
     "block 8": ({"block_size": "8"}, True),
