@@ -122,7 +122,7 @@ def test_a_checkpoint_in_bfloat16_is_kept_in_it_for_the_same_float32_numbers(
 ) -> None:
     AutoModelForCausalLM.from_pretrained(tiny_target_dir, dtype=torch.bfloat16).save_pretrained(tmp_path)
     kept = load_target(tmp_path, "float32", "cpu", "native", compile="on")
-    monkeypatch.setattr("blockdraft.targets.native.is_bfloat16", lambda *_: False)
+    monkeypatch.setattr("blockdraft.targets.native_files.is_bfloat16", lambda *_: False)
     widened = load_target(tmp_path, "float32", "cpu", "native", compile="on")
     assert "weights kept in bfloat16" in kept.running and "bfloat16" not in widened.running
     (_, ours), (_, theirs) = read(kept, PROMPTS), read(widened, PROMPTS)

@@ -7,10 +7,11 @@ from typing import Literal, get_args
 
 import torch
 
-from blockdraft.targets import hf, native
+from blockdraft.targets import hf, native_files
 from blockdraft.targets.base import Cache, Target, TargetOutput, TargetText, embedding_and_head
 from blockdraft.targets.checkpoint import load_text
 from blockdraft.targets.families import NotCovered
+from blockdraft.targets.native import use_best_threads_for
 from blockdraft.targets.native_files import save_quantized
 from blockdraft.types import DEFAULT_BACKEND, DEFAULT_COMPILE, Backend, Compile, Quantize
 
@@ -78,7 +79,7 @@ def load_target(
     if backend == "hf":
         return hf.load(path, DTYPES[name], placed)
     try:
-        target = native.load(path, DTYPES[name], placed, compile, quantize)
+        target = native_files.load(path, DTYPES[name], placed, compile, quantize)
     except NotCovered as reason:
         if backend == "native" or quantize:
             raise ValueError(f"The native decoder cannot run {path}: {reason}. Use the backend hf or auto.") from reason
@@ -86,7 +87,7 @@ def load_target(
         fallback.backend_reason = str(reason)
         return fallback
     if threads == "auto" and target.compiled is not None:
-        native.use_best_threads_for(target)
+        use_best_threads_for(target)
     return target
 
 

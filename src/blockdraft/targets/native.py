@@ -1,49 +1,30 @@
-"""Checkpoints of the families that our own decoder knows, as targets."""
+"""Our own decoder, for the families that it knows, as a target."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from blockdraft.machine import send
 from blockdraft.nn.attention import grouped_mask, visible_slots
-from blockdraft.nn.build import LONGEST_WAIT_SECONDS, STILL_AT_WORK, Build, build, weights_dtype
+from blockdraft.nn.build import weights_dtype
 from blockdraft.nn.cache import KVCache
-from blockdraft.nn.compiled import CompiledDecoder, why_not
+from blockdraft.nn.compiled import CompiledDecoder
 from blockdraft.nn.decoder import Decoder
-from blockdraft.nn.graphs import MOST_NODES, CapturedDecoder, CudaRecorder, Recorder, bucket, room
-from blockdraft.nn.packed import PackedLinear
-from blockdraft.nn.rounded import round_weights, why_not_rounded
+from blockdraft.nn.graphs import MOST_NODES, CapturedDecoder, Recorder, bucket, room
 from blockdraft.nn.threads import use_best_threads
 from blockdraft.proposal import chain_parents, depths, is_chain, tree_mask
 from blockdraft.targets.base import Cache, TargetOutput
-from blockdraft.targets.checkpoint import (
-    architecture,
-    checked_folder,
-    drafter_shape,
-    end_tokens,
-    load_generation_config,
-    load_tokenizer,
-    loading,
-    max_context,
-)
-from blockdraft.targets.families import decoder_config
-from blockdraft.targets.native_files import QUANT_METHOD, check_tensors, is_bfloat16, read_tensor, weight_files
-from blockdraft.types import DEFAULT_COMPILE, Compile, Quantize
+from blockdraft.targets.checkpoint import architecture, drafter_shape, end_tokens, max_context
 
-# Whether the forward is compiled: "auto" does it where that is possible, "on" fails where it is not.
 PROBED_CONTEXT = 256  # slots
 PROBED_NODES = (1, 16)
-UNMEASURED = "on a GPU, CUDA graphs are captured where compile is on only: nobody has measured them yet"
 
 
 class NativeTarget:
@@ -193,71 +174,6 @@ class NativeTarget:
         return logits
 
 
-def load(
-    path: str | Path,
-    dtype: torch.dtype,
-    device: torch.device,
-    compile: Compile = DEFAULT_COMPILE,
-    quantize: Quantize | None = None,
-) -> NativeTarget:
-    """Load a checkpoint in safetensors and, where there is one, its tokenizer, from a local folder or by hub name.
-
-    Matrices in bfloat16 are kept in it where the forward is compiled, though its dtype be float32: no number changes.
-
-    The compiler, where one is needed, runs while the weights are read. What is used once they are there stays in use:
-    an answer is never begun one way and ended the other.
-
-    Raises:
-        NotCovered: The family or one of its settings is none that the decoder knows, or the weights are not there under
-            the usual names and shapes.
-        ValueError: No such folder or hub name, or files that cannot be read.
-    """
-    folder, rounded = checked_folder(path), None
-    with loading(path):
-        config = AutoConfig.from_pretrained(path)
-    if (getattr(config, "quantization_config", None) or {}).get("quant_method") == QUANT_METHOD:
-        quantize = "int8"
-        del config.quantization_config
-    elif quantize == "fp8" or (quantize and device.type == "cuda"):
-        refused = why_not_rounded(quantize, device, dtype)
-        if refused is not None:
-            raise ValueError(f"quantize is {quantize!r}: {refused}.")
-        rounded, quantize = quantize, None
-    wanted = decoder_config(config)
-    on_gpu = device.type == "cuda"
-    reason = "it was not asked for" if compile == "off" else UNMEASURED if on_gpu else why_not(wanted, dtype, device)
-    with loading(path):
-        files = weight_files(path)
-    with ExitStack() as opened:
-        with loading(path):
-            shards = [opened.enter_context(safe_open(file, "pt")) for file in files]
-            tensors = {name: shard for shard in shards for name in shard.keys()}  # noqa: SIM118 (no dictionary)
-        check_tensors(wanted, tensors)
-        kind = torch.int8 if quantize else torch.bfloat16 if is_bfloat16(wanted, tensors) else dtype
-        library = None if reason is not None else build(kind, dtype, wanted.head_dim)
-        with loading(path):
-            tokenizer = load_tokenizer(path)
-        with loading(path, device), torch.no_grad():
-            decoder = Decoder(wanted, lambda name: read_tensor(tensors, name).to(device, dtype))
-            if quantize:
-                for layer in decoder.modules():
-                    if isinstance(layer, PackedLinear):
-                        layer.quantize()
-            if rounded:
-                round_weights(decoder, rounded)
-    known = folder if folder.exists() else None
-    if quantize and dtype != torch.float32:
-        raise ValueError(f"int8 weights are for float32 arithmetic; dtype is {str(dtype).removeprefix('torch.')}.")
-    target = NativeTarget(decoder, config, tokenizer, known, load_generation_config(path))
-    if on_gpu and compile == "on":
-        target.capture(CudaRecorder(device))
-        return target
-    target.compile_reason = reason if library is None else _compile(target, library, compile)
-    if compile == "on" and target.compiled is None:
-        raise ValueError(f"{path} has no compiled forward: {target.compile_reason}. Use compile auto or off.")
-    return target
-
-
 def use_best_threads_for(target: NativeTarget) -> None:
     """Use as many threads as are best for forwards of one node and of some."""
     cache = target.new_cache(1, min(PROBED_CONTEXT, target.max_context))
@@ -270,15 +186,3 @@ def use_best_threads_for(target: NativeTarget) -> None:
 
     facts = (target.decoder.config, target.dtype, target.is_int8)
     use_best_threads(score, facts)
-
-
-def _compile(target: NativeTarget, library: Build, compile: Compile) -> str | None:
-    """Let the target use this library. Returns why it does not."""
-    found = library.library(LONGEST_WAIT_SECONDS if compile == "auto" else None)
-    if found is None:
-        reason = library.reason or STILL_AT_WORK
-        if compile == "auto":
-            logging.getLogger(__name__).warning("The target runs uncompiled, which is slower: %s.", reason)
-        return reason
-    target.compiled = CompiledDecoder(target.decoder, found, target.max_context)
-    return None
