@@ -46,19 +46,17 @@ ARMS: dict[str, tuple[dict[str, str], bool | None]] = {
 }
 
 
-def train(
-    out: Path, recipe: Path, steps: int, data: dict[str, Path], features: Path | None, arm: str, seed: int
-) -> None:
-    changes = dict(ARMS[arm][0]) | {"steps": str(steps)}
+def arguments(recipe: Path, data: dict[str, Path], features: Path | None, arm: str) -> list[str]:
+    """Those of `blockdraft train` for this arm."""
+    changes = dict(ARMS[arm][0])
     variant, kind = changes.pop("variant", "dflash"), changes.pop("data", "written")
     stored = changes.pop("stored", changes.get("taps", "5"))
-    command = [sys.executable, "-m", "blockdraft", "train", variant, str(recipe)]
-    command += ["--data", str(data[kind]), "--out", str(out), "--seed", str(seed)]
+    found = [variant, str(recipe), "--data", str(data[kind])]
     if features is not None:
-        command += ["--features", str(features / f"{kind}-{stored}")]
+        found += ["--features", str(features / f"{kind}-{stored}")]
     for name, value in changes.items():
-        command += [f"--{name.replace('_', '-')}", value]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        found += [f"--{name.replace('_', '-')}", value]
+    return found
 
 
 def measure(drafter: str, target: Target, sets: Sequence[PromptSet], tokens: int) -> dict[str, float]:
@@ -151,7 +149,10 @@ def main() -> None:
             found = folder.with_suffix(".tau.json")
             if not found.exists():
                 print(f"seed {seed}: {arm}", flush=True)
-                train(folder, args.recipe, steps, data, args.features, arm, seed)
+                command = [sys.executable, "-m", "blockdraft", "train"]
+                command += arguments(args.recipe, data, args.features, arm)
+                command += ["--out", str(folder), "--seed", str(seed), "--steps", str(steps)]
+                subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
                 found.write_text(json.dumps(measure(str(folder), target, sets, args.max_new_tokens)))
                 print(f"  tau {json.loads(found.read_text())}", flush=True)
             write(args.out, names, header)
