@@ -1,7 +1,8 @@
 """Which parts of the training recipe pay: drafters of the bundled target on equal tokens, tau of each, several seeds.
 
-    blockdraft data written.jsonl --out data/written     # rows {"prompt", "response"}, written by the target
-    blockdraft data original.jsonl --out data/original   # the same prompts with the responses they came with
+    python recipes/tiny/paired_answers.py --out data     # from what recipes/tiny/make_pair.sh has made
+    blockdraft data data/written.jsonl --limit 2300 --out data/written     # {"prompt", "response"}, by the target
+    blockdraft data data/original.jsonl --limit 2300 --out data/original   # the same prompts, original responses
     blockdraft features --data data/written --taps 5 --out features/written-5  # likewise written-1 and original-5
     blockdraft features --data data/written --taps 1,2,3,4,5,8 --out features/written-teacher  # 8 taps the last layer
     python benchmarks/train_ablations.py recipes/tiny/ablation.toml --written data/written --original data/original \
@@ -121,8 +122,8 @@ def main() -> None:
     )
     parser.add_argument("--prompts", type=Path, action="append", required=True, help="prompt set; may be repeated")
     parser.add_argument("--steps", type=int, help="of each run, instead of the recipe's")
-    parser.add_argument("--limit", type=int, default=48, help="prompts of each set")
-    parser.add_argument("--max-new-tokens", type=int, default=160)
+    parser.add_argument("--limit", type=int, default=32, help="prompts of each set")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--arms", default=",".join(ARMS), help=f"of: {', '.join(ARMS)}")

@@ -4,11 +4,13 @@ import ast
 import contextlib
 import doctest
 import io
+import json
 import random
 import re
 
 from corpus import clean_gsm8k, documented_functions
 from measure import answer_of
+from paired_answers import pairs
 from python_tasks import python_task
 from train_target import packed_rows
 from word_problems import word_problem
@@ -67,3 +69,14 @@ def test_rows_begin_with_documents_and_cut_only_the_last() -> None:
         row = next(rows)
         assert len(row) == 8 and 8 not in row  # the task is longer than a row
         assert row[0] in (1, 4, 6)
+
+
+def test_each_prompt_is_paired_once_with_what_the_target_said_and_what_it_came_with() -> None:
+    def chat(kind: str, prompt: str, answer: str) -> str:
+        return json.dumps({"kind": kind, "messages": [{"content": prompt}, {"content": answer}]})
+
+    corpus = [chat("gsm8k", "a", "A"), json.dumps({"kind": "text", "text": "a"}), chat("problem", "b", "B")]
+    corpus += [chat("algorithms", "c", "C"), chat("gsm8k", "d", "D")]
+    answers: list[dict[str, object]] = [{"prompt": "c", "ids": [1]}, {"number": 7}, {"prompt": "b", "ids": [2]}]
+    answers += [{"prompt": "a", "ids": [3]}, {"prompt": "a", "ids": [4]}]
+    assert list(pairs(corpus, map(json.dumps, answers))) == [("c", [1], "C"), ("a", [3], "A")]
