@@ -29,6 +29,7 @@ def test_a_library_is_compiled_once(folder: Path) -> None:
     assert path.stat().st_mtime_ns == made
 
 
+@pytest.mark.slow
 def test_each_dtype_and_head_size_has_a_library_of_its_own(folder: Path) -> None:
     libraries = [compiled().library(), Build(torch.bfloat16, torch.bfloat16).library()]
     libraries.append(Build(torch.float32, torch.float32, head_dim=12).library())

@@ -245,8 +245,8 @@ def test_rooms_are_counted(tiny_target_dir: Path, tiny_drafter_dir: Path) -> Non
         ("tiny_drafter_dir", Drafting()),
         ("tiny_drafter_dir", Drafting(tree_budget=11)),
         ("tiny_drafter_dir", Drafting(block_size=5, draft_window=9)),
-        ("tiny_dflash2_dir", Drafting()),
-        ("tiny_dspark_dir", Drafting(tree_budget=11)),
+        pytest.param("tiny_dflash2_dir", Drafting(), marks=pytest.mark.slow),
+        pytest.param("tiny_dspark_dir", Drafting(tree_budget=11), marks=pytest.mark.slow),
     ],
 )
 def test_answers_are_those_of_an_eager_engine(

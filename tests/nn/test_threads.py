@@ -56,6 +56,7 @@ def test_the_environment_wins(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_targets_are_measured_unless_a_number_is_given(
     folder: Path, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

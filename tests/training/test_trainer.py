@@ -138,6 +138,7 @@ def test_how_a_step_is_computed_does_not_matter(changes: dict[str, str], run: Ru
         assert ours["held_out_loss" if "held_out_loss" in ours else "loss"] > 0
 
 
+@pytest.mark.slow
 def test_bfloat16_trains_float32_weights(run: Run, tmp_path: Path) -> None:
     lines = run(tmp_path / "drafter", dtype="bfloat16", steps="20")
     assert lines[-1]["loss"] < lines[0]["loss"]
