@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from blockdraft import Engine, SamplingParams, Target, load_drafter, load_target
-from blockdraft.engine import merge
-from blockdraft.evaluation.lossless import loops
+from blockdraft.engine import loops, merge
 from blockdraft.evaluation.prompts import PromptSet, read_prompt_sets
 from blockdraft.training.recipe import Recipe, read_recipe
 
