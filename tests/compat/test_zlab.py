@@ -75,6 +75,7 @@ def test_the_models_own_end_tokens_do_not_count(model, draft, greedy, stops):
     assert output.tolist() == [PROMPT + answer]
 
 
+@pytest.mark.slow
 def test_sampling_follows_torchs_seed_and_not_the_drafter(model, draft, good_guesses):
     def sample(seed: int, **more: float) -> list[int]:
         torch.manual_seed(seed)

@@ -37,6 +37,7 @@ def test_each_dtype_and_head_size_has_a_library_of_its_own(folder: Path) -> None
     assert libraries[2] is not None and libraries[2].lanes() == 4
 
 
+@pytest.mark.slow
 def test_a_file_that_is_no_library_is_compiled_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled()
     [path] = folder.iterdir()

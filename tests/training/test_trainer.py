@@ -113,6 +113,7 @@ def test_a_run_that_stopped_goes_on_to_the_same_weights(
     assert timeless[0] == timeless[1]
 
 
+@pytest.mark.slow
 def test_a_finished_run_has_nothing_left_to_do(run: Run, tmp_path: Path) -> None:
     first = run(tmp_path / "drafter")
     assert run(tmp_path / "drafter") == first
@@ -151,6 +152,7 @@ def test_fixed_blocks_are_another_run(run: Run, tmp_path: Path) -> None:
     assert random[0]["loss"] != fixed[0]["loss"]
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_the_run_and_keeps_the_last_checkpoint(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,6 +207,7 @@ def test_what_does_not_fit_is_refused_at_the_start(
     refused("is no run of this command; choose another --out")
 
 
+@pytest.mark.slow
 def test_a_run_is_not_gone_on_with_under_another_recipe(run: Run, tmp_path: Path) -> None:
     run(tmp_path / "drafter", steps="2")
     with pytest.raises(ValueError, match="holds a run with learning_rate = 0.003, and 0.1 is asked for now"):
