@@ -13,9 +13,11 @@ SOURCE = Path(__file__).parents[1] / "src" / "blockdraft"
 
 # From the ground up. A module may import its own package and lower groups; members of one group are strangers.
 LAYERS = [
-    {"types", "machine", "timing"},
+    {"errors", "machine", "timing"},
+    {"types"},
     {"sampling"},
     {"proposal", "nn"},
+    {"cpu", "cuda"},
     {"formats"},
     {"targets", "verification"},
     {"drafters"},

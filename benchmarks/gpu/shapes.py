@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
+from blockdraft.cuda.graphs import CudaRecorder
 from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention
-from blockdraft.nn.graphs import CudaRecorder
 from blockdraft.targets import Target, native
 from blockdraft.targets.families import NotCovered, decoder_config
 from blockdraft.targets.hf import HFTarget

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from blockdraft.errors import UsageError
+
 Message: TypeAlias = dict[str, str]
 # A text, a chat (a list of {"role", "content"}) or token ids.
 Prompt: TypeAlias = "str | Sequence[Message] | Sequence[int]"
@@ -65,34 +67,34 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1.")
+            raise UsageError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1.")
         if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature is {self.temperature}; it must be 0 (greedy) or a positive number.")
+            raise UsageError(f"temperature is {self.temperature}; it must be 0 (greedy) or a positive number.")
         if self.top_k < 0:
-            raise ValueError(f"top_k is {self.top_k}; it must be 0 (keep all) or more.")
+            raise UsageError(f"top_k is {self.top_k}; it must be 0 (keep all) or more.")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1 (keep all).")
+            raise UsageError(f"top_p is {self.top_p}; it must be above 0 and at most 1 (keep all).")
         if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p is {self.min_p}; it must be from 0 (keep all) to 1.")
+            raise UsageError(f"min_p is {self.min_p}; it must be from 0 (keep all) to 1.")
         if not 0 < self.repetition_penalty < float("inf"):
-            raise ValueError(f"repetition_penalty is {self.repetition_penalty}; it must be above 0; 1 is no penalty.")
+            raise UsageError(f"repetition_penalty is {self.repetition_penalty}; it must be above 0; 1 is no penalty.")
         for name in ("presence_penalty", "frequency_penalty"):
             if not -2 <= getattr(self, name) <= 2:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be from -2 to 2; 0 is no penalty.")
+                raise UsageError(f"{name} is {getattr(self, name)}; it must be from -2 to 2; 0 is no penalty.")
         # Tuples of what was given, which no caller can change later.
         biases = tuple(dict(self.logit_bias).items())
         object.__setattr__(self, "logit_bias", biases)
         for token, bias in biases:
             if not isinstance(token, int) or token < 0:
-                raise ValueError(f"logit_bias names the token {token!r}; its keys must be token ids, 0 or more.")
+                raise UsageError(f"logit_bias names the token {token!r}; its keys must be token ids, 0 or more.")
             if not -100 <= bias <= 100:
-                raise ValueError(f"logit_bias is {bias} for token {token}; it must be from -100 to 100.")
+                raise UsageError(f"logit_bias is {bias} for token {token}; it must be from -100 to 100.")
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         for text in self.stop:
             if not isinstance(text, str) or not text:
-                raise ValueError(f"stop holds {text!r}; every stop must be a text of at least one character.")
+                raise UsageError(f"stop holds {text!r}; every stop must be a text of at least one character.")
         if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed is {self.seed}; it must be from 0 to 2**63 - 1.")
+            raise UsageError(f"seed is {self.seed}; it must be from 0 to 2**63 - 1.")
 
 
 @dataclass(frozen=True)
@@ -125,8 +127,8 @@ class Drafting:
                 continue
             if not isinstance(value, int):
                 word = "" if name == "draft_window" else " or 'auto'"
-                raise ValueError(f"{name} is {value!r}; it must be a number{word}.")
+                raise UsageError(f"{name} is {value!r}; it must be a number{word}.")
             if value < least:
-                raise ValueError(f"{name} is {value}; it must be at least {least} ({meaning}).")
+                raise UsageError(f"{name} is {value}; it must be at least {least} ({meaning}).")
         if self.drawn and self.tree_budget != 0:
-            raise ValueError(f"tree_budget is {self.tree_budget}; drawn guesses form chains, so it must be 0.")
+            raise UsageError(f"tree_budget is {self.tree_budget}; drawn guesses form chains, so it must be 0.")

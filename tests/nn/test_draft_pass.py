@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockdraft.nn.build import build
+from blockdraft.cpu.build import build
+from blockdraft.cpu.compiled_draft import CompiledDraftPass, draft_pass, why_not_drafts
 from blockdraft.nn.cache import KVCache
-from blockdraft.nn.compiled_draft import CompiledDraftPass, draft_pass, why_not_drafts
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.dflash2 import DFlash2Network
 from blockdraft.nn.draft_config import DFlash2Config, DraftConfig, LayerAttention

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from blockdraft.nn.build import build
+from blockdraft.cpu.build import build
 from blockdraft.nn.packed import PackedLinear, fits_bfloat16, int8_rows
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 11, 13, 16, 32)

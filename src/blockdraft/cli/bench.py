@@ -23,6 +23,7 @@ from blockdraft.cli.options import (
     extent,
     option,
 )
+from blockdraft.errors import UsageError
 from blockdraft.evaluation.methods import CHAINS, DRAWN, PLAIN, TREES, Settings, parse_methods
 from blockdraft.evaluation.prompts import read_prompt_sets
 from blockdraft.types import DEFAULT_BACKEND, DEFAULT_COMPILE, SamplingParams
@@ -97,7 +98,7 @@ def bench(
     settings = Settings(limit, batch_size, repeats, extent("tree_budget", tree_budget))
     chosen = parse_methods(methods, drafter, extent("block_size", block_size), settings.tree_budget, draft_window)
     if target is not None and any(method.drafter is None for method in chosen):
-        raise ValueError(f"No drafter is known for {target}; add --drafter DIR, or name other methods.")
+        raise UsageError(f"No drafter is known for {target}; add --drafter DIR, or name other methods.")
     params = SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=temperature,

@@ -21,6 +21,7 @@ from blockdraft.cli.options import (
     extent,
     option,
 )
+from blockdraft.errors import UsageError
 from blockdraft.evaluation.methods import Settings
 from blockdraft.types import DEFAULT_BACKEND, DEFAULT_COMPILE
 
@@ -47,7 +48,7 @@ def calibrate(
     ~/.cache/blockdraft, or in the folder that BLOCKDRAFT_CACHE names. Measure while nothing else runs.
     """
     if target is not None and drafter is None:
-        raise ValueError(f"No drafter is known for {target}; add --drafter DIR, or --drafter prompt_lookup.")
+        raise UsageError(f"No drafter is known for {target}; add --drafter DIR, or --drafter prompt_lookup.")
 
     from blockdraft.cli import display
     from blockdraft.drafters import load_drafter

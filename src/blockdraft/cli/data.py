@@ -12,6 +12,7 @@ import typer
 
 from blockdraft.cli import loading
 from blockdraft.cli.options import Device, Dtype, TargetBackend, TargetFolder, option
+from blockdraft.errors import UsageError
 from blockdraft.training.data_settings import DataSettings, RowSettings
 from blockdraft.types import DEFAULT_BACKEND, SamplingParams
 
@@ -78,11 +79,11 @@ def data(
     when the command is given again.
     """
     if (server is None) != (model is None):
-        raise ValueError("A server takes both --server URL and --model NAME.")
+        raise UsageError("A server takes both --server URL and --model NAME.")
     if (server or drafter) and not regenerate:
-        raise ValueError("--server and --drafter are about regenerated responses; add --regenerate.")
+        raise UsageError("--server and --drafter are about regenerated responses; add --regenerate.")
     if server and drafter:
-        raise ValueError("--drafter is for our own engine; leave it out with --server.")
+        raise UsageError("--drafter is for our own engine; leave it out with --server.")
 
     from blockdraft.cli import display
     from blockdraft.drafters import load_drafter
@@ -106,7 +107,7 @@ def data(
         try:
             text.tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"{chat_template} cannot be read ({error}).") from error
+            raise UsageError(f"{chat_template} cannot be read ({error}).") from error
     print("reading and checking the rows ...", file=sys.stderr, flush=True)
     preparation = Preparation(out, text, sources, rows, settings)
     print(f"{preparation.total} rows, {preparation.missing} to do", file=sys.stderr, flush=True)

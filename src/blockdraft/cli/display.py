@@ -19,6 +19,7 @@ from rich.text import Text
 from blockdraft.cli.compare import RUNS, Comparison
 from blockdraft.engine import Completion, Costs, Engine
 from blockdraft.engine.prompts import TextStream
+from blockdraft.errors import NumbersError
 from blockdraft.targets import Target
 from blockdraft.types import SamplingParams
 
@@ -51,7 +52,7 @@ def stream_answer(console: Console, engine: Engine, prompt: str, params: Samplin
     finally:
         console.print()
     if chunk.error is not None:
-        raise FloatingPointError(chunk.error)
+        raise NumbersError(chunk.error)
     stats = chunk.stats
     console.print(
         Text.assemble(

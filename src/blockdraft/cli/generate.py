@@ -24,6 +24,7 @@ from blockdraft.cli.options import (
     extent,
     option,
 )
+from blockdraft.errors import UsageError
 from blockdraft.evaluation.methods import Settings
 from blockdraft.types import CPU_BLOCK_SIZE, DEFAULT_BACKEND, DEFAULT_COMPILE, Drafting, SamplingParams
 
@@ -96,7 +97,7 @@ def generate(
     A terminal shows the answer as it comes, tokens that the drafter had guessed in green. A pipe gets the plain answer.
     """
     if target is not None and drafter is None:
-        raise ValueError(f"No drafter is known for {target}; add --drafter DIR, or --drafter none to decode plainly.")
+        raise UsageError(f"No drafter is known for {target}; add --drafter DIR, or --drafter none to decode plainly.")
     params = SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -112,7 +113,7 @@ def generate(
     drafting = Drafting(extent("block_size", block_size), extent("tree_budget", tree_budget), draft_window=draft_window)
     if prompts is not None and (prompt is not None or compare):
         other = "--compare" if compare else "a prompt"
-        raise ValueError(f"--prompts {prompts} and {other} do not go together; leave one of them away.")
+        raise UsageError(f"--prompts {prompts} and {other} do not go together; leave one of them away.")
     texts = _read_prompts(prompts) if prompts else [_read_prompt(prompt)]
 
     from blockdraft.cli import display
@@ -181,14 +182,14 @@ def _read_prompt(prompt: str | None) -> str:
     if prompt not in (None, "-"):
         text = str(prompt)
     elif prompt is None and sys.stdin.isatty():
-        raise ValueError("There is no prompt; give one as an argument or on standard input.")
+        raise UsageError("There is no prompt; give one as an argument or on standard input.")
     else:
         try:
             text = sys.stdin.read().removesuffix("\n")
         except UnicodeDecodeError as error:
-            raise ValueError(f"Standard input is no {error.encoding} text ({error.reason}).") from error
+            raise UsageError(f"Standard input is no {error.encoding} text ({error.reason}).") from error
     try:
         text.encode()
     except UnicodeEncodeError as error:  # bytes of the command line that are no text arrive as lone surrogates
-        raise ValueError("The prompt is not valid UTF-8 text.") from error
+        raise UsageError("The prompt is not valid UTF-8 text.") from error
     return text

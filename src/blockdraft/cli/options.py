@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from blockdraft.errors import UsageError
 from blockdraft.types import Backend, Compile, Drafting
 
 
@@ -25,7 +26,7 @@ def extent(name: str, text: str | None) -> Any:
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"{name} is {text!r}; it must be a whole number or auto.") from None
+        raise UsageError(f"{name} is {text!r}; it must be a whole number or auto.") from None
 
 
 TargetFolder = Annotated[

@@ -12,6 +12,7 @@ from typer.core import TyperCommand
 
 from blockdraft.cli import loading
 from blockdraft.cli.options import Device, Dtype, TargetBackend, TargetFolder
+from blockdraft.errors import UsageError
 from blockdraft.types import DEFAULT_BACKEND, Backend
 
 
@@ -78,7 +79,7 @@ def train(
         return
     for name, value in (("--data", data), ("--out", out)):
         if value is None:
-            raise ValueError(f"{name} is missing; name a folder.")
+            raise UsageError(f"{name} is missing; name a folder.")
     assert data is not None and out is not None
     _train(variant, settings, target, data, out, prompts_file, to_format, target_dtype, device, backend)
 
@@ -104,7 +105,7 @@ def _train(
         from blockdraft.training.export import check_format, format_for
         from blockdraft.training.trainer import Telling, run_folder, train
     except ModuleNotFoundError as error:
-        raise ValueError(f"Training takes {error.name}; run pip install 'blockdraft[train]'.") from error
+        raise UsageError(f"Training takes {error.name}; run pip install 'blockdraft[train]'.") from error
 
     check_format(to_format)
     documents = read_data(data)
@@ -150,7 +151,7 @@ def split_flags(arguments: Sequence[str], known: Collection[str]) -> tuple[list[
             continue
         if not equals:
             if not left:
-                raise ValueError(f"{name} has no value; recipe fields are given as --name value.")
+                raise UsageError(f"{name} has no value; recipe fields are given as --name value.")
             value = left.pop(0)
         fields[name.removeprefix("--")] = value
     return own, fields

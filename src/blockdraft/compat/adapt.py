@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from blockdraft.drafters.dflash import DIFFUSION_STEPS, NOISE_SCHEDULE, DFlashDrafter, check_refinement
 from blockdraft.drafters.dflash2 import DFlash2Drafter
 from blockdraft.drafters.dspark import DSparkDrafter
+from blockdraft.errors import UsageError
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.targets import Target
 from blockdraft.targets.hf import HFTarget
@@ -25,7 +26,7 @@ def as_target(model: PreTrainedModel | Target) -> Target:
     if isinstance(model, PreTrainedModel):
         return HFTarget(model)
     if not hasattr(model, "new_cache"):
-        raise ValueError(f"The target is a {type(model).__name__}; give a model of transformers or use load_target.")
+        raise UsageError(f"The target is a {type(model).__name__}; give a model of transformers or use load_target.")
     return model
 
 
@@ -48,9 +49,9 @@ def check_token_ids(input_ids: Tensor) -> None:
     """
     if input_ids.ndim != 2:
         shape = list(input_ids.shape)
-        raise ValueError(f"input_ids has the shape {shape}; give [batch, length], for one prompt [1, length].")
+        raise UsageError(f"input_ids has the shape {shape}; give [batch, length], for one prompt [1, length].")
     if input_ids.is_floating_point() or input_ids.is_complex():
-        raise ValueError(f"input_ids is of {input_ids.dtype}; give token ids, such as torch.int64.")
+        raise UsageError(f"input_ids is of {input_ids.dtype}; give token ids, such as torch.int64.")
 
 
 __all__ = [

@@ -22,6 +22,7 @@ from blockdraft.compat.adapt import (
 )
 from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.engine import Engine, Stats
+from blockdraft.errors import UsageError
 from blockdraft.targets import Target
 from blockdraft.types import Drafting, SamplingParams
 
@@ -44,7 +45,7 @@ class DFlashConfig:
 
     def __post_init__(self) -> None:
         if self.block_size is not None and self.block_size < 1:
-            raise ValueError(f"block_size is {self.block_size}; it must be at least 1 (no drafting).")
+            raise UsageError(f"block_size is {self.block_size}; it must be at least 1 (no drafting).")
         check_refinement(self.diffusion_steps, self.noise_schedule)
 
 
@@ -68,11 +69,11 @@ class DFlashGenerationMixin:
         self.last_stats: list[Stats] = []
         loaded = load_drafter(config.drafter, target=self.target)
         if not isinstance(loaded, DFlashDrafter):
-            raise ValueError(
+            raise UsageError(
                 f"drafter is {str(config.drafter)!r}, which is no DFlash drafter; give a DFlash checkpoint."
             )
         if config.block_size is not None and config.block_size > loaded.block_size:
-            raise ValueError(
+            raise UsageError(
                 f"block_size is {config.block_size}; this drafter was trained for at most {loaded.block_size}."
             )
         self.drafter = type(loaded)(loaded.network, self.target, config.diffusion_steps, config.noise_schedule)
@@ -182,19 +183,19 @@ class DFlashGenerationMixin:
 def _without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
     rows: list[list[int]] = input_ids.tolist()
     if not rows:
-        raise ValueError("input_ids holds no prompt; give at least one.")
+        raise UsageError("input_ids holds no prompt; give at least one.")
     if attention_mask is None:
         return rows
     if attention_mask.shape != input_ids.shape:
         shapes = f"{list(attention_mask.shape)} and input_ids {list(input_ids.shape)}"
-        raise ValueError(f"attention_mask has the shape {shapes}; they must be equal.")
+        raise UsageError(f"attention_mask has the shape {shapes}; they must be equal.")
     prompts = []
     for number, (row, kept) in enumerate(zip(rows, attention_mask.bool().tolist(), strict=True)):
         if True not in kept:
-            raise ValueError(f"Row {number}'s attention_mask hides the whole prompt; leave at least one token.")
+            raise UsageError(f"Row {number}'s attention_mask hides the whole prompt; leave at least one token.")
         first, count = kept.index(True), sum(kept)
         if not all(kept[first : first + count]):
-            raise ValueError(f"Row {number}'s attention_mask hides tokens between others; only padding can be hidden.")
+            raise UsageError(f"Row {number}'s attention_mask hides tokens between others; only padding can be hidden.")
         prompts.append(row[first : first + count])
     return prompts
 
@@ -211,7 +212,7 @@ def _sampling(
             warnings.warn(f"{', '.join(unused)} has no effect with do_sample=False.", stacklevel=3)
         return 0.0, SamplingParams.top_k, SamplingParams.top_p
     if temperature == 0:
-        raise ValueError("temperature is 0 with do_sample=True; use do_sample=False to decode greedily.")
+        raise UsageError("temperature is 0 with do_sample=True; use do_sample=False to decode greedily.")
     return (
         1.0 if temperature is None else temperature,
         SamplingParams.top_k if top_k is None else top_k,

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from blockdraft.compat.adapt import DFlashDrafter, as_target, check_token_ids, drafter_for
 from blockdraft.engine import Engine
+from blockdraft.errors import UsageError
 from blockdraft.formats.zlab import check_fits, read_checkpoint
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.dflash2 import DFlash2Network
@@ -51,7 +52,7 @@ def spec_generate(
         ids = torch.tensor([list(input_ids)], dtype=None if len(input_ids) else torch.int64, device=bound.device)
     check_token_ids(ids)
     if len(ids) != 1:
-        raise ValueError(
+        raise UsageError(
             f"input_ids holds {len(ids)} prompts; spec_generate takes one, [1, length]. Engine.generate takes several."
         )
     check_fits(
@@ -89,12 +90,12 @@ class DFlashDraftModel(DFlashNetwork):
         """
         config, tensors = read_checkpoint(path)
         if type(config) is not cls.config_class:
-            raise ValueError(f"{path} is no {cls.__name__}; use the class that its config.json names.")
+            raise UsageError(f"{path} is no {cls.__name__}; use the class that its config.json names.")
         wanted = getattr(torch, dtype, None) if isinstance(dtype, str) and dtype != "auto" else dtype
         if dtype is None or dtype == "auto":
             wanted = tensors["fc.weight"].dtype
         if not isinstance(wanted, torch.dtype) or not wanted.is_floating_point:
-            raise ValueError(f'dtype is {dtype!r}; use float32, bfloat16, float16 or "auto".')
+            raise UsageError(f'dtype is {dtype!r}; use float32, bfloat16, float16 or "auto".')
         model = cls(config)
         model.load_state_dict(tensors)
         return model.to(wanted).eval()

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 from blockdraft.drafters.base import Drafter, State
+from blockdraft.errors import UsageError
 from blockdraft.targets import Target
 
 BUNDLED = Path(__file__).parents[1] / "pair" / "drafter"
@@ -39,13 +40,13 @@ def load_drafter(path: str | Path | None = None, *, target: Target) -> Drafter:
         drafter: Drafter = modules[str(path)].load_by_name(target)
         return drafter
     if not (folder / "config.json").is_file():
-        raise ValueError(
+        raise UsageError(
             f"{folder} is no drafter: a folder with config.json or one of the names {sorted(by_name)} is needed."
         )
     try:
         found = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or []
     except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
-        raise ValueError(f"{folder / 'config.json'} is no JSON object ({error}); fetch or copy it again.") from error
+        raise UsageError(f"{folder / 'config.json'} is no JSON object ({error}); fetch or copy it again.") from error
     known = {name: getattr(module, "ARCHITECTURES", ()) for name, module in modules.items()}
     for architecture in found:
         for name, architectures in known.items():
@@ -53,7 +54,7 @@ def load_drafter(path: str | Path | None = None, *, target: Target) -> Drafter:
                 drafter = modules[name].load(folder, target)
                 return drafter
     told = ", ".join(f"{name} ({_few(architectures)})" for name, architectures in known.items() if architectures)
-    raise ValueError(f"{folder} holds the architecture {found}; the drafters known here are {told}.")
+    raise UsageError(f"{folder} holds the architecture {found}; the drafters known here are {told}.")
 
 
 def _few(names: Sequence[str]) -> str:

@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from blockdraft.cpu.compiled_draft import CompiledDraftPass, draft_pass
+from blockdraft.cuda.graphs import CapturedDraftPass, room
+from blockdraft.errors import UsageError
 from blockdraft.formats import speculators
 from blockdraft.formats.speculators import Borrowed
 from blockdraft.formats.zlab import check_fits, read_checkpoint
 from blockdraft.nn.cache import KVCache
-from blockdraft.nn.compiled_draft import CompiledDraftPass, draft_pass
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.draft_config import DraftConfig
 from blockdraft.nn.draft_pass import DraftPass
-from blockdraft.nn.graphs import CapturedDraftPass, room
 from blockdraft.nn.reduced_head import ReducedHead
 from blockdraft.proposal import Plan, Proposal, best_count, best_first, chain, chain_laws, cut_laws, paying_tree
 from blockdraft.sampling import best_tokens, draw, probabilities
@@ -40,9 +41,9 @@ DIFFUSION_STEPS, NOISE_SCHEDULE = 1, "cosine"
 def check_refinement(diffusion_steps: int, noise_schedule: str) -> None:
     """Raise a ValueError for a number of draft passes below 1 or an unknown schedule."""
     if diffusion_steps < 1:
-        raise ValueError(f"diffusion_steps is {diffusion_steps}; it must be at least 1.")
+        raise UsageError(f"diffusion_steps is {diffusion_steps}; it must be at least 1.")
     if noise_schedule not in NOISE_SCHEDULES:
-        raise ValueError(f"noise_schedule is {noise_schedule!r}; it must be one of {sorted(NOISE_SCHEDULES)}.")
+        raise UsageError(f"noise_schedule is {noise_schedule!r}; it must be one of {sorted(NOISE_SCHEDULES)}.")
 
 
 class DFlashDrafter:
@@ -259,4 +260,4 @@ def _check_borrowed(path: Path, borrowed: Borrowed, target: Target) -> None:
         pairs["lm_head.weight"] = borrowed.head[:, :8].T, target.head(few)
     for name, (ours, theirs) in pairs.items():
         if not torch.allclose(ours.float(), theirs.cpu().float(), rtol=0.02, atol=1e-3):  # dtypes may differ
-            raise ValueError(f"{name} of {path} is not the target's; use the target that it was exported with.")
+            raise UsageError(f"{name} of {path} is not the target's; use the target that it was exported with.")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from blockdraft.errors import UsageError
 from blockdraft.proposal import Plan, Proposal, SparseLaw, chain, chain_laws, cut_laws
 from blockdraft.sampling import best_tokens, draw, probabilities
 from blockdraft.targets import Cache, Target, load_target
@@ -187,7 +188,7 @@ def _check_same_tokens(model: Target, target: Target) -> None:
     """Raise a ValueError unless both models give the same ids to the same tokens."""
     if model.tokenizer is None or target.tokenizer is None:
         if model.vocab_size != target.vocab_size:
-            raise ValueError(
+            raise UsageError(
                 f"The draft model's vocabulary has {model.vocab_size} tokens and the target's {target.vocab_size}; "
                 f"use a draft model with the target's tokens."
             )
@@ -195,7 +196,7 @@ def _check_same_tokens(model: Target, target: Target) -> None:
     ours, theirs = model.tokenizer.get_vocab(), target.tokenizer.get_vocab()
     if ours != theirs:
         token = min(token for token, _ in ours.items() ^ theirs.items())
-        raise ValueError(
+        raise UsageError(
             f"The token {token!r} has the id {ours.get(token)} for the draft model, of {len(ours)} tokens, and "
             f"{theirs.get(token)} for the target, of {len(theirs)}; use a draft model with the target's tokenizer."
         )

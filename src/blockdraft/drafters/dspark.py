@@ -14,6 +14,7 @@ from torch import Tensor
 from blockdraft.drafters.dflash import DIFFUSION_STEPS, NOISE_SCHEDULE, DFlashDrafter, log_probabilities
 from blockdraft.drafters.dflash import load as load_dflash
 from blockdraft.drafters.dflash2 import lattice_log_probs
+from blockdraft.errors import UsageError
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.dspark import DSparkNetwork
@@ -49,7 +50,7 @@ class DSparkDrafter(DFlashDrafter):
         reduced_head: ReducedHead | None = None,
     ) -> None:
         if diffusion_steps != 1:
-            raise ValueError(f"diffusion_steps is {diffusion_steps}; a DSpark drafter has one draft pass, so give 1.")
+            raise UsageError(f"diffusion_steps is {diffusion_steps}; a DSpark drafter has one draft pass, so give 1.")
         super().__init__(network, target, diffusion_steps, noise_schedule, path, reduced_head)
         self.block_size = self.config.block_size + 1
 

@@ -20,6 +20,7 @@ from blockdraft.engine.prefixes import Prefix, PrefixStore
 from blockdraft.engine.prompts import AnswerText, encode
 from blockdraft.engine.request import Chunk, Completion, Request
 from blockdraft.engine.scheduler import Scheduler
+from blockdraft.errors import UsageError
 from blockdraft.machine import send
 from blockdraft.proposal import Plan, Proposal, chain
 from blockdraft.sampling import Laws, RandomNumbers
@@ -58,10 +59,10 @@ class Engine:
         prefix_tokens: int = 0,
     ) -> None:
         if max_batch_size < 1:
-            raise ValueError(f"max_batch_size is {max_batch_size}; it must be at least 1.")
+            raise UsageError(f"max_batch_size is {max_batch_size}; it must be at least 1.")
         drafting = drafting or Drafting()
         if isinstance(drafting.block_size, int) and drafting.block_size > drafter.block_size:
-            raise ValueError(
+            raise UsageError(
                 f"block_size is {drafting.block_size}; this drafter's blocks hold at most {drafter.block_size}."
             )
         self.target = target
@@ -86,10 +87,10 @@ class Engine:
                 checked before the first is decoded.
         """
         if isinstance(prompts, str):
-            raise ValueError("prompts is one text; give a list of prompts.")
+            raise UsageError("prompts is one text; give a list of prompts.")
         each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts came with {len(each)} SamplingParams; give one, or one each.")
+            raise UsageError(f"{len(prompts)} prompts came with {len(each)} SamplingParams; give one, or one each.")
         scheduler = Scheduler(self)
         requests = [scheduler.submit(prompt, p) for prompt, p in zip(prompts, each, strict=True)]
         while not scheduler.idle:
@@ -119,14 +120,14 @@ class Engine:
         ids = encode(prompt, self.target)
         limit = self.target.max_context
         if len(ids) >= limit:
-            raise ValueError(f"The prompt has {len(ids)} tokens and the target's context {limit}; shorten the prompt.")
+            raise UsageError(f"The prompt has {len(ids)} tokens and the target's context {limit}; shorten the prompt.")
         if len(ids) + params.max_new_tokens > limit:
-            raise ValueError(
+            raise UsageError(
                 f"The prompt's {len(ids)} tokens and max_new_tokens {params.max_new_tokens} exceed the target's "
                 f"context of {limit}; ask for at most {limit - len(ids)} new tokens."
             )
         if params.stop and self.target.tokenizer is None:
-            raise ValueError("The target has no tokenizer, so it cannot stop at a text; use stop_token_ids.")
+            raise UsageError("The target has no tokenizer, so it cannot stop at a text; use stop_token_ids.")
         stops = set(params.stop_token_ids) | (set() if params.ignore_eos else self.target.eos_token_ids)
         text = AnswerText(self.target.tokenizer, params.stop)
         return Request(ids, params, frozenset(stops), RandomNumbers(params.seed), text)

@@ -8,6 +8,7 @@ from typing import Any, cast
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
 
+from blockdraft.errors import UsageError
 from blockdraft.targets import Target
 from blockdraft.types import Message, Prompt
 
@@ -22,20 +23,20 @@ def encode(prompt: Prompt, target: Target) -> list[int]:
     """
     tokenizer = target.tokenizer
     if len(prompt) == 0 or (isinstance(prompt, str) and not prompt.strip()):
-        raise ValueError("The prompt is empty; give at least one token of text.")
+        raise UsageError("The prompt is empty; give at least one token of text.")
     if not isinstance(prompt, str) and not isinstance(prompt[0], dict):
         ids = [int(token) for token in cast("Sequence[int]", prompt)]
         outside = [token for token in ids if not 0 <= token < target.vocab_size]
         if outside:
-            raise ValueError(f"Token id {outside[0]} is outside the target's vocabulary of {target.vocab_size}.")
+            raise UsageError(f"Token id {outside[0]} is outside the target's vocabulary of {target.vocab_size}.")
         return ids
     if tokenizer is None:
-        raise ValueError("The target has no tokenizer, so prompts must be lists of token ids.")
+        raise UsageError("The target has no tokenizer, so prompts must be lists of token ids.")
     if isinstance(prompt, str) and tokenizer.chat_template is None:
         return list(tokenizer(prompt)["input_ids"])
     chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else cast("Sequence[Message]", prompt)
     if tokenizer.chat_template is None:
-        raise ValueError("The target's tokenizer has no chat template; give the prompt as text or token ids.")
+        raise UsageError("The target's tokenizer has no chat template; give the prompt as text or token ids.")
     encoded = tokenizer.apply_chat_template(list(chat), add_generation_prompt=True, return_dict=True)
     return list(cast("dict[str, Any]", encoded)["input_ids"])
 

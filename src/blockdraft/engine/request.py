@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from blockdraft.engine.prompts import AnswerText
 from blockdraft.engine.stats import Stats
+from blockdraft.errors import NumbersError
 from blockdraft.sampling import RandomNumbers
 from blockdraft.types import FinishReason, SamplingParams
 
@@ -107,7 +108,7 @@ class Completion:
             FloatingPointError: It ended in an error.
         """
         if self.error is not None:
-            raise FloatingPointError(self.error)
+            raise NumbersError(self.error)
         return self
 
 

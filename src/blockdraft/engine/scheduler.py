@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from blockdraft.engine.batch import Batch
 from blockdraft.engine.request import Request
+from blockdraft.errors import UsageError
 from blockdraft.types import Prompt, SamplingParams
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class Scheduler:
         request = self._engine.request(prompt, params)
         need = self._engine.memory_bytes([request])
         if need > self._limit:
-            raise ValueError(
+            raise UsageError(
                 f"Caches and logits of a request of up to {self._engine.capacity([request])} tokens take "
                 f"{need / 2**30:.1f} GiB and {self._limit / 2**30:.1f} GiB are free; ask for fewer new tokens or a "
                 f"smaller tree."

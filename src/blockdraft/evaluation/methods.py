@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from blockdraft.errors import UsageError
 from blockdraft.types import Drafting
 
 PLAIN = "none"
@@ -32,9 +33,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
-            raise ValueError(f"batch_size is {self.batch_size}; it must be at least 1.")
+            raise UsageError(f"batch_size is {self.batch_size}; it must be at least 1.")
         if self.repeats < 1:
-            raise ValueError(f"repeats is {self.repeats}; it must be at least 1.")
+            raise UsageError(f"repeats is {self.repeats}; it must be at least 1.")
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,9 @@ def parse_methods(
         wanted.insert(0, PLAIN)
     for name in wanted:
         if not name:
-            raise ValueError(f"methods is {names!r}, which has an empty name; put one comma between two methods.")
+            raise UsageError(f"methods is {names!r}, which has an empty name; put one comma between two methods.")
         if wanted.count(name) > 1:
-            raise ValueError(f"methods is {names!r}, which names {name!r} twice; name it once.")
+            raise UsageError(f"methods is {names!r}, which names {name!r} twice; name it once.")
     return [_method(name, drafter, block_size, tree_budget, draft_window) for name in wanted]
 
 
@@ -91,7 +92,7 @@ def _method(
     setting: Any = match and (match[2] if match[2] == "auto" else int(match[2]))
     if kind == PLAIN:
         if setting is not None:
-            raise ValueError(f"Method {name!r} has a setting, and {PLAIN} drafts nothing; leave the setting away.")
+            raise UsageError(f"Method {name!r} has a setting, and {PLAIN} drafts nothing; leave the setting away.")
         return Method(name, PLAIN, Drafting())
     if kind == TREES:
         return Method(

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from blockdraft.errors import UsageError
+
 
 @dataclass(frozen=True)
 class PromptSet:
@@ -32,14 +34,14 @@ def read_prompt_sets(paths: Sequence[Path], limit: int | None = None) -> list[Pr
             below 1.
     """
     if not paths:
-        raise ValueError("There are no prompts; give at least one file.")
+        raise UsageError("There are no prompts; give at least one file.")
     if limit is not None and limit < 1:
-        raise ValueError(f"limit is {limit}; it must be at least 1.")
+        raise UsageError(f"limit is {limit}; it must be at least 1.")
     sets = [PromptSet(path.stem, tuple(_read(path))[:limit]) for path in paths]
     names = [one.name for one in sets]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"Two prompt files are called {name!r}, which names their results; rename one of them.")
+            raise UsageError(f"Two prompt files are called {name!r}, which names their results; rename one of them.")
     return sets
 
 
@@ -51,13 +53,13 @@ def _read(path: Path) -> list[str]:
                 try:
                     prompts.append(_prompt(line))
                 except ValueError as error:
-                    raise ValueError(f"{path}, line {number}: {error}") from error
+                    raise UsageError(f"{path}, line {number}: {error}") from error
     except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror}).") from error
+        raise UsageError(f"{path} cannot be read ({error.strerror}).") from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no UTF-8 text ({error.reason} at byte {error.start}).") from error
+        raise UsageError(f"{path} is no UTF-8 text ({error.reason} at byte {error.start}).") from error
     if not prompts:
-        raise ValueError(f"{path} holds no prompts.")
+        raise UsageError(f"{path} holds no prompts.")
     return prompts
 
 
@@ -65,16 +67,16 @@ def _prompt(line: str) -> str:
     try:
         entry = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"this is no JSON ({error}).") from error
+        raise UsageError(f"this is no JSON ({error}).") from error
     if not isinstance(entry, dict) or ("turns" in entry) == ("prompt" in entry):
-        raise ValueError('an object with either "turns" or "prompt" is needed.')
+        raise UsageError('an object with either "turns" or "prompt" is needed.')
     if "turns" in entry and not (isinstance(entry["turns"], list) and entry["turns"]):
-        raise ValueError('"turns" must be a list of texts that is not empty.')
+        raise UsageError('"turns" must be a list of texts that is not empty.')
     text = entry["turns"][0] if "turns" in entry else entry["prompt"]
     if not isinstance(text, str) or not text.strip():
-        raise ValueError(f"the prompt is {text!r}; it must be a text that is not empty.")
+        raise UsageError(f"the prompt is {text!r}; it must be a text that is not empty.")
     try:
         text.encode()
     except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair
-        raise ValueError(f"the prompt is no valid Unicode text ({error.reason}).") from error
+        raise UsageError(f"the prompt is no valid Unicode text ({error.reason}).") from error
     return text

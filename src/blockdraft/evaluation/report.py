@@ -19,6 +19,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from blockdraft.errors import UsageError
 from blockdraft.evaluation.methods import PLAIN
 from blockdraft.evaluation.profile import Profile
 from blockdraft.evaluation.speed import Figures, Trial, figures
@@ -186,7 +187,7 @@ def require_pictures() -> None:
     try:
         import_module("matplotlib.figure")
     except ImportError as error:
-        raise ValueError(
+        raise UsageError(
             f"Pictures take matplotlib, which does not load ({error}); run pip install 'blockdraft[bench]', or leave "
             "them out with --no-pictures."
         ) from error
@@ -312,9 +313,9 @@ def check_folder(folder: Path, overwrite: bool) -> None:
     """
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise ValueError(f"{folder} cannot be written to, since {existing} is no writable folder; choose another one.")
+        raise UsageError(f"{folder} cannot be written to, since {existing} is no writable folder; choose another one.")
     if (folder / RESULTS).exists() and not overwrite:
-        raise ValueError(f"{folder / RESULTS} exists; choose another folder, or add --overwrite.")
+        raise UsageError(f"{folder / RESULTS} exists; choose another folder, or add --overwrite.")
 
 
 def write(folder: Path, found: Results, with_pictures: bool) -> None:
@@ -336,7 +337,7 @@ def write(folder: Path, found: Results, with_pictures: bool) -> None:
                 if picture is not None:
                     _write(folder / name, picture)
     except OSError as error:
-        raise ValueError(f"{folder} cannot be written to ({error.strerror}).") from error
+        raise UsageError(f"{folder} cannot be written to ({error.strerror}).") from error
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -12,6 +12,7 @@ from statistics import median
 
 from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.engine import Completion, Engine, loops, merge
+from blockdraft.errors import UsageError
 from blockdraft.evaluation.lossless import identical_share, looping_share
 from blockdraft.evaluation.methods import CHAINS, PLAIN, TREES, Method, Settings
 from blockdraft.evaluation.prompts import PromptSet
@@ -117,7 +118,7 @@ def load_methods(methods: Sequence[Method], target: Target, batch_size: int) -> 
         except ValueError as error:
             unknown = method.drafter is not None and not Path(method.drafter).exists()
             hint = f" Besides drafters, the methods are {CHAINS} and {TREES}." if unknown else ""
-            raise ValueError(f"Method {method.name!r}: {error}{hint}") from error
+            raise UsageError(f"Method {method.name!r}: {error}{hint}") from error
     return engines
 
 
@@ -199,7 +200,7 @@ class Run:
                 try:
                     self.engines[PLAIN].stream(prompt, self._params(i))  # checks the prompt, and decodes when read
                 except ValueError as error:
-                    raise ValueError(f"Prompt {i + 1} of {name}: {error}") from error
+                    raise UsageError(f"Prompt {i + 1} of {name}: {error}") from error
 
     def warm_up(self) -> None:
         short = replace(self.params, max_new_tokens=min(WARM_UP_TOKENS, self.params.max_new_tokens))

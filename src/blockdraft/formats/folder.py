@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from blockdraft.errors import UsageError
 from blockdraft.nn.draft_config import need
 
 
@@ -22,9 +23,9 @@ def blaming(file: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, json.JSONDecodeError, UnicodeDecodeError, SafetensorError) as error:
-        raise ValueError(f"{file} cannot be read ({error}); give a drafter's folder or copy it again.") from error
+        raise UsageError(f"{file} cannot be read ({error}); give a drafter's folder or copy it again.") from error
     except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
+        raise UsageError(f"{file}: {error}") from error
 
 
 def read_config(path: str | Path) -> Any:
@@ -59,7 +60,7 @@ def check_tensors(expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str,
     wrong = [name for name in {**expected, **found} if expected.get(name) != found.get(name)]
     told = "; ".join(f"{name}: expected {expected.get(name)}, found {found.get(name)}" for name in wrong[:5])
     if wrong:
-        raise ValueError(f"{len(wrong)} tensors do not fit the configuration: {told}. Use files that belong together.")
+        raise UsageError(f"{len(wrong)} tensors do not fit the configuration: {told}. Use files that belong together.")
 
 
 def write_folder(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
+from blockdraft.errors import UsageError
 from blockdraft.formats.architectures import BY_NAME, Architecture, architecture_of, tensor_shapes
 from blockdraft.formats.folder import blaming, check_tensors, read_config, read_tensors, write_folder
 from blockdraft.formats.zlab import DRAFT_MODELS, one_dtype
@@ -245,7 +246,7 @@ def _layer_config(raw: Any) -> dict[str, Any]:
     try:
         return {**AutoConfig.for_model(kind, **settings).to_dict()}
     except Exception as error:  # transformers checks values by many means
-        raise ValueError(f"transformer_layer_config of the type {kind!r} cannot be read: {error}") from error
+        raise UsageError(f"transformer_layer_config of the type {kind!r} cannot be read: {error}") from error
 
 
 def _shapes(config: DraftConfig, draft_vocab_size: int, maps: bool = True) -> dict[str, tuple[int, ...]]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields
 from typing import Any
 
+from blockdraft.errors import UsageError
 from blockdraft.formats.architectures import BY_NAME, architecture_of
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention, default_taps, need, whole
 
@@ -107,7 +108,7 @@ def _agree(places: Mapping[str, Any]) -> Any:
     held = {place: value for place, value in places.items() if value is not None}
     told = " but ".join(f"{place} is {value!r}" for place, value in held.items())
     if any(value != first for first in held.values() for value in held.values()):
-        raise ValueError(f"{told}; keep the one that the drafter was trained with.")
+        raise UsageError(f"{told}; keep the one that the drafter was trained with.")
     return next(iter(held.values()), None)
 
 

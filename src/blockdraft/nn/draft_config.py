@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
+from blockdraft.errors import UsageError
+
 
 @dataclass(frozen=True)
 class LayerAttention:
@@ -117,7 +119,7 @@ def default_taps(num_target_layers: int, count: int) -> tuple[int, ...]:
 def need(holds: bool, name: str, value: Any, limit: str) -> None:
     """Raise a ValueError that names a value and its limit, unless the condition holds."""
     if not holds:
-        raise ValueError(f"{name} is {'absent' if value is None else repr(value)}; it must be {limit}.")
+        raise UsageError(f"{name} is {'absent' if value is None else repr(value)}; it must be {limit}.")
 
 
 def whole(name: str, value: Any, minimum: int = 1) -> int:

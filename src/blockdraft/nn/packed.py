@@ -8,7 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blockdraft.nn.build import weights_dtype
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # of weights, as in decoder.c
+
+
+def weights_dtype(library: ctypes.CDLL) -> torch.dtype:
+    """The dtype of weights that a library takes."""
+    return {number: dtype for dtype, number in KINDS.items()}[library.weight_kind()]
 
 
 class PackedWeight(ctypes.Structure):
@@ -33,7 +38,7 @@ class PackedLinear(nn.Module):
         bias: `[out]`.
 
     Attributes:
-        rounded: How `nn/rounded.py` has rounded the weight, or None.
+        rounded: How `cuda/rounded.py` has rounded the weight, or None.
     """
 
     rounded: str | None = None

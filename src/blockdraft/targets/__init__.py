@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 import torch
 
+from blockdraft.errors import UsageError
 from blockdraft.targets import hf, native_files
 from blockdraft.targets.base import Cache, Target, TargetOutput, TargetText, embedding_and_head
 from blockdraft.targets.checkpoint import load_text
@@ -51,9 +52,9 @@ def load_target(
             none that the native decoder knows where that was asked for.
     """
     if backend not in get_args(Backend):
-        raise ValueError(f"backend is {backend!r}; use one of {sorted(get_args(Backend))}.")
+        raise UsageError(f"backend is {backend!r}; use one of {sorted(get_args(Backend))}.")
     if compile not in get_args(Compile):
-        raise ValueError(f"compile is {compile!r}; use one of {sorted(get_args(Compile))}.")
+        raise UsageError(f"compile is {compile!r}; use one of {sorted(get_args(Compile))}.")
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
@@ -61,19 +62,19 @@ def load_target(
         if placed.type == "meta":
             raise RuntimeError("it holds no numbers")
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"Device {device} is not usable here: {str(error).splitlines()[0]}") from error
+        raise UsageError(f"Device {device} is not usable here: {str(error).splitlines()[0]}") from error
     if dtype is None:
         dtype = torch.float32 if placed.type == "cpu" else torch.bfloat16
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
-        raise ValueError(f"dtype is {name!r}; use one of {sorted(DTYPES)}.")
+        raise UsageError(f"dtype is {name!r}; use one of {sorted(DTYPES)}.")
     path = BUNDLED if path is None else path
     if isinstance(threads, int):
         if threads < 1:
-            raise ValueError(f"threads is {threads}; it must be at least 1.")
+            raise UsageError(f"threads is {threads}; it must be at least 1.")
         torch.set_num_threads(threads)
     if quantize not in (None, *get_args(Quantize)) or (quantize and backend == "hf"):
-        raise ValueError(
+        raise UsageError(
             f"quantize is {quantize!r} for the backend {backend}; use int8 or fp8 with the native one, or None."
         )
     if backend == "hf":
@@ -82,7 +83,7 @@ def load_target(
         target = native_files.load(path, DTYPES[name], placed, compile, quantize)
     except NotCovered as reason:
         if backend == "native" or quantize:
-            raise ValueError(f"The native decoder cannot run {path}: {reason}. Use the backend hf or auto.") from reason
+            raise UsageError(f"The native decoder cannot run {path}: {reason}. Use the backend hf or auto.") from reason
         fallback = hf.load(path, DTYPES[name], placed)
         fallback.backend_reason = str(reason)
         return fallback

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from blockdraft.nn.compiled import CompiledDecoder
-from blockdraft.nn.graphs import CapturedDecoder
+from blockdraft.cpu.compiled import CompiledDecoder
+from blockdraft.cuda.graphs import CapturedDecoder
+from blockdraft.errors import UsageError
 
 
 class Cache(Protocol):
@@ -149,5 +150,5 @@ def embedding_and_head(target: Target) -> tuple[Tensor, Tensor]:
     where the projection has a bias, which is no part of it."""
     rows = torch.eye(target.hidden_size, dtype=target.dtype, device=target.device)
     if target.head(torch.zeros_like(rows[:1])).any():
-        raise ValueError(f"The output projection of {target.path or 'the target'} has a bias, which no format holds.")
+        raise UsageError(f"The output projection of {target.path or 'the target'} has a bias, which no format holds.")
     return target.embed(torch.arange(target.vocab_size, device=target.device)), target.head(rows).T

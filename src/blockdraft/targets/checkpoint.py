@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
+from blockdraft.errors import UsageError
 from blockdraft.targets.base import TargetText
 
 # What a configuration says about how and by what it was saved, not about the model.
@@ -23,9 +24,9 @@ def checked_folder(path: str | Path) -> Path:
     """The path. Raises ValueError where it is neither a model folder nor the form of a hub name."""
     folder = Path(path)
     if folder.exists() and not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} has no config.json; a target is a Hugging Face model folder or a hub name.")
+        raise UsageError(f"{folder} has no config.json; a target is a Hugging Face model folder or a hub name.")
     if not folder.exists() and not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
-        raise ValueError(f"There is no folder {path}, and it is no hub name of the form owner/name.")
+        raise UsageError(f"There is no folder {path}, and it is no hub name of the form owner/name.")
     return folder
 
 
@@ -35,11 +36,11 @@ def loading(path: str | Path, device: torch.device | str = "cpu") -> Iterator[No
     try:
         yield
     except SafetensorError as error:
-        raise ValueError(f"The weights in {path} are corrupt or cut short ({error}); copy them again.") from error
+        raise UsageError(f"The weights in {path} are corrupt or cut short ({error}); copy them again.") from error
     except torch.OutOfMemoryError as error:
-        raise ValueError(f"{path} does not fit into the free memory of {device}: {error}") from error
+        raise UsageError(f"{path} does not fit into the free memory of {device}: {error}") from error
     except Exception as error:  # transformers, tokenizers and the hub raise many kinds, and bare Exception too
-        raise ValueError(f"{path} cannot be loaded as a causal language model: {error}") from error
+        raise UsageError(f"{path} cannot be loaded as a causal language model: {error}") from error
 
 
 def load_text(path: str | Path) -> TargetText:

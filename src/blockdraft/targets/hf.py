@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache as TransformersCache
 
+from blockdraft.errors import UsageError
 from blockdraft.nn.attention import additive_mask, visible_slots
 from blockdraft.nn.cache import KVCache
 from blockdraft.proposal import depths, tree_mask
@@ -99,7 +100,7 @@ class HFTarget:
         self._config = config
         kinds = getattr(config, "layer_types", None)
         if config.is_encoder_decoder or (kinds and not set(kinds) <= ATTENTION_KINDS) or model._is_stateful:
-            raise ValueError(
+            raise UsageError(
                 f"{type(model).__name__} has layers of the kinds {sorted(set(kinds or ['unknown']))}; only "
                 f"decoder-only models of {sorted(ATTENTION_KINDS)} can be targets: other states cannot be rolled back."
             )
@@ -201,7 +202,7 @@ def _decoder_layers(model: PreTrainedModel, count: int) -> nn.ModuleList:
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
-    raise ValueError(f"{type(model).__name__} has no list of {count} layers, so none can be tapped.")
+    raise UsageError(f"{type(model).__name__} has no list of {count} layers, so none can be tapped.")
 
 
 def load(path: str | Path, dtype: torch.dtype, device: torch.device) -> HFTarget:
@@ -217,7 +218,7 @@ def load(path: str | Path, dtype: torch.dtype, device: torch.device) -> HFTarget
     model, report = loaded
     missing = sorted(report["missing_keys"])
     if missing:
-        raise ValueError(
+        raise UsageError(
             f"{path} lacks {len(missing)} tensors of {type(model).__name__}, such as {missing[0]}; is it a causal "
             f"language model, and are all its files there?"
         )

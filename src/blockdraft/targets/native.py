@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from blockdraft.cpu.compiled import CompiledDecoder
+from blockdraft.cpu.threads import use_best_threads
+from blockdraft.cuda.graphs import MOST_NODES, CapturedDecoder, Recorder, bucket, room
 from blockdraft.machine import send
 from blockdraft.nn.attention import grouped_mask, visible_slots
-from blockdraft.nn.build import weights_dtype
 from blockdraft.nn.cache import KVCache
-from blockdraft.nn.compiled import CompiledDecoder
 from blockdraft.nn.decoder import Decoder
-from blockdraft.nn.graphs import MOST_NODES, CapturedDecoder, Recorder, bucket, room
-from blockdraft.nn.threads import use_best_threads
+from blockdraft.nn.packed import weights_dtype
 from blockdraft.proposal import chain_parents, depths, is_chain, tree_mask
 from blockdraft.targets.base import Cache, TargetOutput
 from blockdraft.targets.checkpoint import architecture, drafter_shape, end_tokens, max_context

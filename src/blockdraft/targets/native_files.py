@@ -16,13 +16,14 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
-from blockdraft.nn.build import LONGEST_WAIT_SECONDS, STILL_AT_WORK, Build, build
-from blockdraft.nn.compiled import CompiledDecoder, why_not
+from blockdraft.cpu.build import LONGEST_WAIT_SECONDS, STILL_AT_WORK, Build, build
+from blockdraft.cpu.compiled import CompiledDecoder, why_not
+from blockdraft.cuda.graphs import CudaRecorder
+from blockdraft.cuda.rounded import round_weights, why_not_rounded
+from blockdraft.errors import UsageError
 from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.decoder_config import DecoderConfig
-from blockdraft.nn.graphs import CudaRecorder
 from blockdraft.nn.packed import PackedLinear, int8_rows
-from blockdraft.nn.rounded import round_weights, why_not_rounded
 from blockdraft.targets.checkpoint import checked_folder, load_generation_config, load_tokenizer, loading
 from blockdraft.targets.families import NotCovered, decoder_config
 from blockdraft.targets.native import NativeTarget
@@ -61,7 +62,7 @@ def load(
     elif quantize == "fp8" or (quantize and device.type == "cuda"):
         refused = why_not_rounded(quantize, device, dtype)
         if refused is not None:
-            raise ValueError(f"quantize is {quantize!r}: {refused}.")
+            raise UsageError(f"quantize is {quantize!r}: {refused}.")
         rounded, quantize = quantize, None
     wanted = decoder_config(config)
     on_gpu = device.type == "cuda"
@@ -87,14 +88,14 @@ def load(
                 round_weights(decoder, rounded)
     known = folder if folder.exists() else None
     if quantize and dtype != torch.float32:
-        raise ValueError(f"int8 weights are for float32 arithmetic; dtype is {str(dtype).removeprefix('torch.')}.")
+        raise UsageError(f"int8 weights are for float32 arithmetic; dtype is {str(dtype).removeprefix('torch.')}.")
     target = NativeTarget(decoder, config, tokenizer, known, load_generation_config(path))
     if on_gpu and compile == "on":
         target.capture(CudaRecorder(device))
         return target
     target.compile_reason = reason if library is None else _compile(target, library, compile)
     if compile == "on" and target.compiled is None:
-        raise ValueError(f"{path} has no compiled forward: {target.compile_reason}. Use compile auto or off.")
+        raise UsageError(f"{path} has no compiled forward: {target.compile_reason}. Use compile auto or off.")
     return target
 
 
@@ -105,9 +106,9 @@ def save_quantized(target: NativeTarget, folder: Path) -> None:
         ValueError: The folder exists, or the target has no int8 weights.
     """
     if folder.exists():
-        raise ValueError(f"{folder} exists already; name a folder that does not.")
+        raise UsageError(f"{folder} exists already; name a folder that does not.")
     if not target.is_int8:
-        raise ValueError('The target has no int8 weights of a CPU; load it there with quantize="int8".')
+        raise UsageError('The target has no int8 weights of a CPU; load it there with quantize="int8".')
     tensors: dict[str, Tensor] = {}
     for name, weight in target.named_weights():
         if weight.ndim == 2:

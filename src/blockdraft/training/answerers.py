@@ -10,6 +10,7 @@ from threading import Event
 from typing import Any, Protocol
 
 from blockdraft.engine import Engine, Request, Scheduler
+from blockdraft.errors import UsageError
 from blockdraft.training.rows import Message
 from blockdraft.types import SamplingParams
 
@@ -92,7 +93,7 @@ class ServerAnswerer:
         try:
             import httpx
         except ImportError as error:
-            raise ValueError("A server takes `httpx`; pip install 'blockdraft[train]' brings it.") from error
+            raise UsageError("A server takes `httpx`; pip install 'blockdraft[train]' brings it.") from error
         self._broken: tuple[type[Exception], ...] = (httpx.TransportError, httpx.InvalidURL)
         key = os.environ.get(SERVER_KEY)
         self._url, self._model, self.at_once = url.rstrip("/"), model, at_once
@@ -144,8 +145,8 @@ class ServerAnswerer:
             if response.status_code == 200:
                 return _parsed(response, self._url)
             if response.status_code < 500 and response.status_code not in (408, 425, 429):
-                raise ValueError(f"{self._url} refuses a request ({told}); check --server and --model.")
-        raise ValueError(f"{self._url} did not answer after {RETRIES + 1} tries ({told}).")
+                raise UsageError(f"{self._url} refuses a request ({told}); check --server and --model.")
+        raise UsageError(f"{self._url} did not answer after {RETRIES + 1} tries ({told}).")
 
 
 def _parsed(response: Any, url: str) -> Answer:
@@ -155,10 +156,10 @@ def _parsed(response: Any, url: str) -> Answer:
         message, reason = choice["message"], choice["finish_reason"]
         reasoning = message.get("reasoning_content") or message.get("reasoning")
         if reason not in ("stop", "length"):
-            raise ValueError(f"an answer has the finish reason {reason!r}")
+            raise UsageError(f"an answer has the finish reason {reason!r}")
         ids, prompt_ids = choice.get("token_ids"), body.get("prompt_token_ids")
         return Answer(message["content"] or "", ids, reason == "stop", prompt_ids, reasoning)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(
+        raise UsageError(
             f"{url} answers in another way than OpenAI's chat completions ({error}): {response.text[:300]}"
         ) from error

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from blockdraft.errors import UsageError
 from blockdraft.training.data import Document
 from blockdraft.training.recipe import Recipe
 
@@ -88,7 +89,7 @@ class Documents:
 def split(usable: Sequence[int], held_out: int, seed: int) -> tuple[list[int], list[int]]:
     """Documents to train on, and those that are held out. Raises ValueError where none would be left."""
     if held_out >= len(usable):
-        raise ValueError(
+        raise UsageError(
             f"held_out is {held_out} and the data hold {len(usable)} usable documents; hold out fewer, or add data."
         )
     order = torch.randperm(len(usable), generator=generator(seed, HELD_OUT)).tolist()

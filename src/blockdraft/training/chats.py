@@ -10,6 +10,7 @@ from typing import Any, cast
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from blockdraft.errors import UsageError
 from blockdraft.training.rows import Message
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -44,9 +45,9 @@ class ChatEncoder:
         try:
             self.template_args: dict[str, Any] = json.loads(template_args)
             if not isinstance(self.template_args, dict):
-                raise ValueError("it is of another kind")
+                raise UsageError("it is of another kind")
         except ValueError as error:
-            raise ValueError(f"template_args is {template_args!r}; it must be a JSON object ({error}).") from error
+            raise UsageError(f"template_args is {template_args!r}; it must be a JSON object ({error}).") from error
         self._tokenizer, self._end_tokens = tokenizer, end_tokens
         self._checked = False
 
@@ -92,7 +93,7 @@ class ChatEncoder:
         try:
             return self._tokenizer.get_chat_template()
         except ValueError as error:
-            raise ValueError(
+            raise UsageError(
                 f"The target's tokenizer has no chat template; add --chat-template FILE. ({error})"
             ) from error
 
@@ -101,9 +102,9 @@ class ChatEncoder:
         if self._checked:
             return
         if not self._tokenizer.is_fast:
-            raise ValueError("The target's tokenizer is a slow one, which cannot tell answers from prompts.")
+            raise UsageError("The target's tokenizer is a slow one, which cannot tell answers from prompts.")
         if not any(self._chat(PROBE)[1]):
-            raise ValueError(
+            raise UsageError(
                 "The chat template marks no assistant tokens, so there would be nothing to learn; put {% generation %} "
                 "around the answer in a copy of it and add --chat-template FILE."
             )
@@ -120,7 +121,7 @@ class ChatEncoder:
             before = self._render(messages[:i], add_generation_prompt=True)
             after = self._render(messages[: i + 1])
             if not (after.startswith(before) and whole.startswith(after)):
-                raise ValueError(
+                raise UsageError(
                     f"the chat template renders message {i + 1} in another way once the chat goes on, or not behind "
                     f"its own header, so the answer cannot be told from the prompt. Add --split-turns to make a "
                     f"document of each answer, --template-args if it is about thinking (such as "
@@ -148,4 +149,4 @@ class ChatEncoder:
         try:
             return self._tokenizer.apply_chat_template(list(messages), **options, **self.template_args)
         except (TemplateError, TypeError, ValueError) as error:
-            raise ValueError(f"the chat template refuses these messages: {error}") from error
+            raise UsageError(f"the chat template refuses these messages: {error}") from error

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from blockdraft.errors import UsageError
+
 
 def save(folder: Path, step: int, state: dict[str, Any], keep: int) -> None:
     """Write a checkpoint, then delete all but the `keep` newest.
@@ -27,7 +29,7 @@ def save(folder: Path, step: int, state: dict[str, Any], keep: int) -> None:
     except (OSError, RuntimeError) as error:  # torch turns some of the former into the latter
         partial.unlink(missing_ok=True)
         kept = [one.name for one in _checkpoints(folder)[-1:]]
-        raise ValueError(
+        raise UsageError(
             f"{path} cannot be written ({error}). The newest checkpoint is {kept[0] if kept else 'none'}; free space "
             "and run the command again to go on from it."
         ) from error
@@ -46,7 +48,7 @@ def newest(folder: Path) -> dict[str, Any] | None:
             state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # pickle, zip and torch each have their own
             told = str(error).splitlines()[0]
-            raise ValueError(
+            raise UsageError(
                 f"{path} cannot be read ({told}); delete it to go on from the one before, if there is one."
             ) from error
         return state

@@ -27,6 +27,8 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from blockdraft.errors import UsageError
+
 FORMAT = 1
 MANIFEST = "data.json"
 REASONS = ("no supervised token", "answer loops", "prompt too long")
@@ -95,7 +97,7 @@ class TokenData(Sequence[Document]):
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """Raises ValueError where the tokens are those of another tokenizer; None, of a target without one, passes."""
         if tokenizer is not None and tokenizer_fingerprint(tokenizer) != self.tokenizer:
-            raise ValueError(
+            raise UsageError(
                 f"{self.folder} was made with the tokenizer {self.tokenizer} and the target's is "
                 f"{tokenizer_fingerprint(tokenizer)}; make the data anew with this target."
             )
@@ -110,15 +112,15 @@ def read_data(folder: str | Path) -> TokenData:
     folder = Path(folder)
     manifest = read_manifest(folder / MANIFEST, FORMAT)
     if manifest is None:
-        raise ValueError(f"{folder / MANIFEST} does not exist; give a folder made by `blockdraft data`.")
+        raise UsageError(f"{folder / MANIFEST} does not exist; give a folder made by `blockdraft data`.")
     if not manifest["finished"]:
-        raise ValueError(f"{folder} is unfinished; run the `blockdraft data` command that began it again.")
+        raise UsageError(f"{folder} is unfinished; run the `blockdraft data` command that began it again.")
     shards = read_shards(folder)
     found = {name: len(shard["rows"]) for name, shard in shards.items()}
     if found != manifest["shards"]:
-        raise ValueError(f"{folder} holds the shards {found} and should hold {manifest['shards']}; copy it again.")
+        raise UsageError(f"{folder} holds the shards {found} and should hold {manifest['shards']}; copy it again.")
     if not manifest["counts"]["supervised"]:
-        raise ValueError(f"{folder} holds no supervised token, so there is nothing to learn; make it from other rows.")
+        raise UsageError(f"{folder} holds no supervised token, so there is nothing to learn; make it from other rows.")
     return TokenData(folder, manifest, list(shards.values()))
 
 
@@ -140,9 +142,9 @@ def read_manifest(path: Path, version: int) -> dict[str, Any] | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); copy it again, or make the folder anew.") from error
+        raise UsageError(f"{path} cannot be read ({error}); copy it again, or make the folder anew.") from error
     if found != version:
-        raise ValueError(f"{path} is of format {found} and this version reads {version}; make the folder anew.")
+        raise UsageError(f"{path} is of format {found} and this version reads {version}; make the folder anew.")
     return manifest
 
 
@@ -154,9 +156,9 @@ def read_shards(folder: Path) -> dict[str, dict[str, Tensor]]:
             shard = load_file(path)
             whole = int(shard["offsets"][-1]) == len(shard["tokens"]) == len(shard["supervised"])
             if not whole or len(shard["offsets"]) != len(shard["rows"]) + 1:
-                raise ValueError("its tensors do not fit together")
+                raise UsageError("its tensors do not fit together")
         except (OSError, SafetensorError, LookupError, ValueError) as error:
-            raise ValueError(f"{path} is broken ({error}); delete it, and make the data again.") from error
+            raise UsageError(f"{path} is broken ({error}); delete it, and make the data again.") from error
         shards[path.name] = shard
     return shards
 
@@ -172,7 +174,7 @@ def write_file(path: Path, content: bytes) -> None:
         partial.write_bytes(content)
         partial.replace(path)
     except OSError as error:
-        raise ValueError(f"{path} cannot be written ({error.strerror}); what was finished before it stays.") from error
+        raise UsageError(f"{path} cannot be written ({error.strerror}); what was finished before it stays.") from error
     finally:
         partial.unlink(missing_ok=True)
 
@@ -180,7 +182,7 @@ def write_file(path: Path, content: bytes) -> None:
 def check_free(folder: Path) -> None:
     """Raises ValueError where a folder holds files; what a killed `write_file` left behind does not count."""
     if folder.exists() and (not folder.is_dir() or any(path.suffix != ".tmp" for path in folder.iterdir())):
-        raise ValueError(f"{folder} holds other files; choose another folder for --out.")
+        raise UsageError(f"{folder} holds other files; choose another folder for --out.")
 
 
 def make_folder(folder: Path) -> None:
@@ -190,7 +192,7 @@ def make_folder(folder: Path) -> None:
         for path in folder.glob(".*.tmp"):
             path.unlink()
     except OSError as error:
-        raise ValueError(f"{folder} cannot be written to ({error.strerror}).") from error
+        raise UsageError(f"{folder} cannot be written to ({error.strerror}).") from error
 
 
 class DataWriter:
@@ -217,7 +219,7 @@ class DataWriter:
         for name, ours in identity.items():
             theirs = known.get(name)
             if theirs != ours:
-                raise ValueError(
+                raise UsageError(
                     f"{folder} was made with {name} {theirs!r}, not {ours!r}; choose another folder for --out, or "
                     f"delete this one."
                 )
@@ -289,7 +291,7 @@ class DataWriter:
             "left_out": {REASONS[i]: count for i, count in sorted(reasons.items())},
         }
         if not counts["supervised"]:
-            raise ValueError(
+            raise UsageError(
                 f"None of the {counts['rows']} rows has a token to learn from (left out: {counts['left_out']}); "
                 f"check the rows and the chat template, then delete {self.folder}."
             )

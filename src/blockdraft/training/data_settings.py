@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from blockdraft.errors import UsageError
 from blockdraft.types import SamplingParams
 
 LONGEST = 3072  # the paper's sequences (arXiv 2602.06036), where the target's context is not shorter
@@ -32,9 +33,9 @@ class RowSettings:
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
-            raise ValueError(f"limit is {self.limit}; it must be at least 1.")
+            raise UsageError(f"limit is {self.limit}; it must be at least 1.")
         if self.text_field and (self.prompt_field or self.response_field):
-            raise ValueError("A text field and a prompt field are named; a row is either a text or a conversation.")
+            raise UsageError("A text field and a prompt field are named; a row is either a text or a conversation.")
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,9 @@ class DataSettings:
 
     def __post_init__(self) -> None:
         if self.length is not None and self.length < 2:
-            raise ValueError(f"length is {self.length}; it must be at least 2.")
+            raise UsageError(f"length is {self.length}; it must be at least 2.")
         if self.batch_size < 1:
-            raise ValueError(f"batch_size is {self.batch_size}; it must be at least 1.")
+            raise UsageError(f"batch_size is {self.batch_size}; it must be at least 1.")
 
     @property
     def written_by(self) -> dict[str, Any]:
@@ -94,6 +95,6 @@ class FeatureSettings:
 
     def __post_init__(self) -> None:
         if self.dtype not in ("bfloat16", "float16", "float32"):
-            raise ValueError(f"dtype is {self.dtype!r}; it must be bfloat16, float16 or float32.")
+            raise UsageError(f"dtype is {self.dtype!r}; it must be bfloat16, float16 or float32.")
         if self.batch_tokens < 1:
-            raise ValueError(f"batch_tokens is {self.batch_tokens}; it must be at least 1.")
+            raise UsageError(f"batch_tokens is {self.batch_tokens}; it must be at least 1.")

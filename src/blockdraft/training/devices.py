@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
+from blockdraft.errors import UsageError
 from blockdraft.training.recipe import Recipe
 
 
@@ -43,7 +44,7 @@ def make_accelerator(recipe: Recipe, folder: Path, device: str | None = None) ->
         found.state.distributed_type, found.state.fsdp_plugin = DistributedType.FSDP, plugin
     missing = {*recipe.trackers} - {str(getattr(tracker, "value", tracker)) for tracker in found.log_with}
     if missing:
-        raise ValueError(
+        raise UsageError(
             f"The trackers {sorted(missing)} are unknown or not installed; run pip install 'blockdraft[train]' for "
             "tensorboard, or name others with --trackers (none with --trackers '')."
         )

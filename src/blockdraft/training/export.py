@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
+from blockdraft.errors import UsageError
 from blockdraft.formats import speculators, zlab
 from blockdraft.formats.speculators import Borrowed
 from blockdraft.nn.draft_config import DraftConfig
@@ -21,7 +22,7 @@ FORMATS = ("zlab", "speculators")
 def check_format(name: str) -> None:
     """Raise a ValueError for an unknown format."""
     if name not in FORMATS:
-        raise ValueError(f"format is {name!r}; it must be one of {', '.join(FORMATS)}.")
+        raise UsageError(f"format is {name!r}; it must be one of {', '.join(FORMATS)}.")
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def convert(drafter: str | Path, out: str | Path, written: Format, target: Targe
             which only the speculators format can say.
     """
     if Path(drafter).resolve() == Path(out).resolve():
-        raise ValueError(f"{out} is the drafter's own folder; choose another to write to.")
+        raise UsageError(f"{out} is the drafter's own folder; choose another to write to.")
     if not speculators.recognises(drafter):
         vocabulary = target.tokenizer.get_vocab() if target.tokenizer else None
         export(out, written, *zlab.read_checkpoint(drafter, vocabulary), target)
@@ -106,7 +107,7 @@ def convert(drafter: str | Path, out: str | Path, written: Format, target: Targe
         return
     if written.name == "zlab":
         kept = f"{len(borrowed.kept)} of {config.vocab_size} tokens"
-        raise ValueError(f"{drafter} guesses among {kept}, which z-lab's layout cannot say; export to speculators.")
+        raise UsageError(f"{drafter} guesses among {kept}, which z-lab's layout cannot say; export to speculators.")
     with torch.no_grad():
         embedding = embedding_and_head(target)[0]
     own = Borrowed(embedding, borrowed.head, borrowed.kept)  # a reduced head may have been trained

@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from blockdraft.errors import NumbersError, UsageError
 from blockdraft.nn.draft_config import default_taps
 from blockdraft.proposal import chain
 from blockdraft.targets import Target
@@ -51,7 +52,7 @@ def tapped_features(target: Target, taps: Sequence[int], tokens: Sequence[Tensor
     check_taps(target, taps)
     longest = max(map(len, tokens))
     if longest > target.max_context:
-        raise ValueError(
+        raise UsageError(
             f"A document has {longest} tokens and the target's context {target.max_context}; make the data anew with "
             f"--length {target.max_context}."
         )
@@ -75,7 +76,7 @@ def chosen_taps(text: str, num_layers: int) -> tuple[int, ...]:
         if not numbers:
             raise ValueError
     except ValueError:
-        raise ValueError(f"taps is {text!r}; it must be a number of layers, or layers such as 1,3,5.") from None
+        raise UsageError(f"taps is {text!r}; it must be a number of layers, or layers such as 1,3,5.") from None
     return numbers if "," in text else default_taps(num_layers, numbers[0])
 
 
@@ -83,7 +84,7 @@ def check_taps(target: Target, taps: Sequence[int]) -> None:
     """Raises ValueError where there are no taps, or the target lacks a tapped layer."""
     outside = [tap for tap in taps if not 0 <= tap <= target.num_layers]
     if outside or not taps:
-        raise ValueError(
+        raise UsageError(
             f"taps are {list(taps)} and the target has {target.num_layers} layers; name one or more of "
             f"0 to {target.num_layers - 1}, or {target.num_layers} for what goes into the head."
         )
@@ -153,18 +154,18 @@ def read_features(folder: str | Path) -> Features:
     folder = Path(folder)
     manifest = read_manifest(folder / MANIFEST, FORMAT)
     if manifest is None:
-        raise ValueError(f"{folder / MANIFEST} does not exist; give a folder made by `blockdraft features`.")
+        raise UsageError(f"{folder / MANIFEST} does not exist; give a folder made by `blockdraft features`.")
     shards = []
     for i, lengths in enumerate(manifest["lengths"]):
         path = _shard(folder, i)
         if not path.exists():
-            raise ValueError(f"{folder} lacks {path.name}; run the `blockdraft features` command that began it again.")
+            raise UsageError(f"{folder} lacks {path.name}; run the `blockdraft features` command that began it again.")
         try:
             shards.append(load_file(path)["features"])
             if len(shards[-1]) != sum(lengths):
-                raise ValueError(f"it holds {len(shards[-1])} tokens instead of {sum(lengths)}")
+                raise UsageError(f"it holds {len(shards[-1])} tokens instead of {sum(lengths)}")
         except (OSError, SafetensorError, LookupError, ValueError) as error:
-            raise ValueError(f"{path} is broken ({error}); delete it, and run `blockdraft features` again.") from error
+            raise UsageError(f"{path} is broken ({error}); delete it, and run `blockdraft features` again.") from error
     return Features(folder, manifest, shards)
 
 
@@ -194,7 +195,7 @@ class FeatureCache:
             ValueError: There is too little space on the disk, or it cannot be written to.
         """
         if self.need > self.free:
-            raise ValueError(
+            raise UsageError(
                 f"The features need {size(self.need)} and {self.folder.absolute().parent} has {size(self.free)} free; "
                 f"choose fewer taps or fewer documents or another disk for --out, or train without a feature cache."
             )
@@ -223,7 +224,7 @@ class FeatureCache:
             for i, found in zip(group, tapped_features(self.target, taps, tokens), strict=True):
                 parts[i].copy_(found)
                 if not bool(parts[i].isfinite().all()):
-                    raise FloatingPointError(
+                    raise NumbersError(
                         f"The features of document {first + i} are not finite in {self.settings.dtype}; "
                         f"use another --dtype."
                     )
@@ -290,7 +291,7 @@ def _identity(target: Target, data: TokenData, taps: Sequence[int]) -> dict[str,
 def _check_same(folder: Path, theirs: dict[str, Any], ours: dict[str, Any], names: Sequence[str]) -> None:
     for name in names:
         if (list(theirs[name]) if name == "taps" else theirs[name]) != ours[name]:
-            raise ValueError(
+            raise UsageError(
                 f"{folder} holds other features: {name} {theirs[name]} instead of {ours[name]}. Give what they were "
                 f"made for, or make them anew with `blockdraft features` in another folder."
             )

@@ -8,6 +8,7 @@ from pathlib import Path
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine, mean_tau
 from blockdraft.engine.prompts import encode
+from blockdraft.errors import UsageError
 from blockdraft.targets import Target
 from blockdraft.training.batches import Documents
 from blockdraft.types import Prompt, SamplingParams
@@ -30,7 +31,7 @@ def encoded(prompts: Sequence[Prompt], target: Target, tokens: int) -> list[list
     found = [encode(prompt, target) for prompt in prompts]
     longest = max(map(len, found), default=0)
     if longest + tokens > target.max_context:
-        raise ValueError(
+        raise UsageError(
             f"A prompt has {longest} tokens and eval_tokens is {tokens}; together they exceed the target's context of "
             f"{target.max_context}. Shorten either."
         )

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import tensor
 
+from blockdraft.errors import UsageError
 from blockdraft.targets import Target, TargetText
 from blockdraft.training.answerers import Answerer
 from blockdraft.training.chats import ChatEncoder, answer_places
@@ -47,9 +48,9 @@ class Preparation:
         settings: DataSettings,
     ) -> None:
         if target.tokenizer is None:
-            raise ValueError("The target has no tokenizer; training data take one.")
+            raise UsageError("The target has no tokenizer; training data take one.")
         if settings.length is not None and settings.length > target.max_context:
-            raise ValueError(f"length is {settings.length} and the target's context {target.max_context} tokens.")
+            raise UsageError(f"length is {settings.length} and the target's context {target.max_context} tokens.")
         self.length = settings.length or min(target.max_context, LONGEST)
         self.settings = settings
         self.encoder = ChatEncoder(target.tokenizer, target.eos_token_ids, settings.template_args)
@@ -68,7 +69,7 @@ class Preparation:
         manifest = self.writer.manifest or {"rows": 0, "digest": None}
         self.total, self.digest, before = self._check_rows(manifest["rows"])
         if manifest["digest"] not in (None, before):
-            raise ValueError(
+            raise UsageError(
                 f"{folder} was made from {manifest['rows']} rows, and the first {manifest['rows']} of these are others "
                 f"(there are {self.total}); choose another folder for --out, or delete this one."
             )
@@ -114,7 +115,7 @@ class Preparation:
                     try:
                         documents = list(self._documents(row))
                     except ValueError as error:
-                        raise ValueError(f"{place}: {error}") from error
+                        raise UsageError(f"{place}: {error}") from error
                     self.writer.add(number, documents, None if documents else "no supervised token")
                     tell()
         finally:
@@ -126,9 +127,9 @@ class Preparation:
         digest, before, count = hashlib.sha256(), "", 0
         for place, row in read_rows(self._sources, self._rows):
             if self.settings.writer != "text" and isinstance(row, str):
-                raise ValueError(f"{place}: this is a plain text, which nobody can answer; leave out --regenerate.")
+                raise UsageError(f"{place}: this is a plain text, which nobody can answer; leave out --regenerate.")
             if self.settings.writer == "text" and not isinstance(row, str) and any(m["content"] is None for m in row):
-                raise ValueError(f"{place}: this is a prompt without a response; add --regenerate to have it answered.")
+                raise UsageError(f"{place}: this is a prompt without a response; add --regenerate to have it answered.")
             digest.update(json.dumps(row, sort_keys=True).encode())
             count += 1
             before = digest.hexdigest()[:16] if count == known else before

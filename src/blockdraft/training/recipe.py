@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from blockdraft.errors import UsageError
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:  # Python 3.10
@@ -138,14 +140,14 @@ class Recipe:
         for name, limit in least.items():
             value = getattr(self, name)
             if value is not None and not limit <= value < float("inf"):
-                raise ValueError(f"{name} is {value}; it must be at least {limit}.")
+                raise UsageError(f"{name} is {value}; it must be at least {limit}.")
         for name in ("warmup", "final"):
             if getattr(self, name) > 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it is a share and must be at most 1.")
+                raise UsageError(f"{name} is {getattr(self, name)}; it is a share and must be at most 1.")
         if not self.objective or min(self.objective.values()) < 0 or max(self.objective.values()) == 0:
-            raise ValueError(f"objective is {dict(self.objective)}; give names and weights of 0 or more, not all 0.")
+            raise UsageError(f"objective is {dict(self.objective)}; give names and weights of 0 or more, not all 0.")
         if self.batch % self.accumulation:
-            raise ValueError(f"batch is {self.batch}; it must be a multiple of accumulation, {self.accumulation}.")
+            raise UsageError(f"batch is {self.batch}; it must be a multiple of accumulation, {self.accumulation}.")
 
 
 def explain(kind: type[Recipe], name: str) -> str:
@@ -173,14 +175,14 @@ def read_recipe(kind: type[R], file: Path | None = None, flags: Mapping[str, str
         try:
             values = tomllib.loads(file.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise ValueError(f"{file} cannot be read as a recipe ({error}).") from error
+            raise UsageError(f"{file} cannot be read as a recipe ({error}).") from error
     flags = {name.replace("-", "_"): text for name, text in (flags or {}).items()}
     kinds = get_type_hints(kind)
     known = [f.name for f in fields(kind)]
     for name in [*values, *flags]:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0)[0]
-            raise ValueError(f"The recipe has no key {name!r}; the nearest one is {near!r}.")
+            raise UsageError(f"The recipe has no key {name!r}; the nearest one is {near!r}.")
     made = {name: _checked(name, kinds[name], value) for name, value in values.items()}
     made |= {name: _parsed(name, kinds[name], text) for name, text in flags.items()}
     return kind(**made)
@@ -239,7 +241,7 @@ def _checked(name: str, kind: Any, value: Any) -> Any:
             return float(value)
         if origin is None and type(value) is one:
             return value
-    raise ValueError(f"{name} is {value!r}; it must be {', or '.join(map(_told, _kinds(kind)))}.")
+    raise UsageError(f"{name} is {value!r}; it must be {', or '.join(map(_told, _kinds(kind)))}.")
 
 
 def _parsed(name: str, kind: Any, text: str) -> Any:
@@ -264,4 +266,4 @@ def _parsed(name: str, kind: Any, text: str) -> Any:
                 return {key.strip(): float(number) for key, _, number in pairs}
         except ValueError:
             continue
-    raise ValueError(f"{name} is {text!r}; it must be {', or '.join(map(_told, _kinds(kind)))}.")
+    raise UsageError(f"{name} is {text!r}; it must be {', or '.join(map(_told, _kinds(kind)))}.")

@@ -11,6 +11,7 @@ from dataclasses import replace
 from torch import tensor
 
 from blockdraft.engine import loops
+from blockdraft.errors import UsageError
 from blockdraft.training.answerers import Answer, Answerer
 from blockdraft.training.chats import ChatEncoder, answer_places
 from blockdraft.training.data import DataWriter, Document
@@ -68,14 +69,14 @@ class Conversation:
         self.messages.append(message)
         prompt, ids = self._prompt, answer.token_ids
         if answer.prompt_ids is not None and answer.prompt_ids != prompt:
-            raise ValueError(
+            raise UsageError(
                 f"The server reads a prompt as {len(answer.prompt_ids)} tokens and the target's chat template makes "
                 f"{len(prompt)}, other ones; have it use the same model, or give --chat-template or --template-args."
             )
         if ids is None:
             prompt, ids = self._encoder.last_answer(self.messages)
             if answer.reasoning and answer.reasoning.strip() not in self._encoder.decode(ids):
-                raise ValueError(
+                raise UsageError(
                     "The server tells reasoning apart and the target's chat template drops it; start the server "
                     "without its reasoning parser."
                 )
@@ -127,7 +128,7 @@ def regenerate(
                 chat.take(answer)
             prompt = chat.next_prompt()
         except ValueError as error:
-            raise ValueError(f"Row {key + 1}: {error}") from error
+            raise UsageError(f"Row {key + 1}: {error}") from error
         if prompt is None:
             writer.add(key, chat.documents, None if chat.documents else chat.reason)
             del running[key]

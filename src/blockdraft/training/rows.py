@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from blockdraft.errors import UsageError
 from blockdraft.training.data_settings import RowSettings
 
 Message: TypeAlias = dict[str, Any]
@@ -36,7 +37,7 @@ def read_rows(sources: Sequence[str], settings: RowSettings) -> Iterator[tuple[s
         try:
             yield place, parse_row(raw, settings)
         except ValueError as error:
-            raise ValueError(f"{place}: {error}") from error
+            raise UsageError(f"{place}: {error}") from error
 
 
 def parse_row(raw: dict[str, Any], settings: RowSettings) -> Row:
@@ -58,12 +59,12 @@ def parse_row(raw: dict[str, Any], settings: RowSettings) -> Row:
         if "prompt" not in held and "text" in held:
             return _text(held, "text")
     if prompt not in held:
-        raise ValueError(
+        raise UsageError(
             f"it has the fields {sorted(raw)} and none that is needed ({ACCEPTED}); name its fields by --text-field, "
             f"or by --prompt-field and --response-field."
         )
     if response not in held and (settings.response_field is not None or "completion" in held):
-        raise ValueError(f"it has the fields {sorted(held)} and no {response!r}; name it by --response-field.")
+        raise UsageError(f"it has the fields {sorted(held)} and no {response!r}; name it by --response-field.")
     return _pair(_text(held, prompt), _text(held, response) if response in held else None)
 
 
@@ -74,33 +75,33 @@ def _pair(prompt: str, response: str | None = None) -> list[Message]:
 def _chat(name: str, value: Any) -> list[Message]:
     chat = [_message(name, message) for message in _list(name, value)]
     if not any(message["role"] == "user" for message in chat):
-        raise ValueError(f'"{name}" holds no message of a user; a conversation needs one.')
+        raise UsageError(f'"{name}" holds no message of a user; a conversation needs one.')
     return chat
 
 
 def _message(name: str, raw: Any) -> Message:
     if not isinstance(raw, dict):
-        raise ValueError(f'"{name}" holds {raw!r}; it must be a list of messages.')
+        raise UsageError(f'"{name}" holds {raw!r}; it must be a list of messages.')
     held = {key: value for key, value in raw.items() if value is not None}
     role = held.pop("role", None) or held.pop("from", None)
     content = held.pop("content", None) if "content" in held else held.pop("value", None)
     if role not in ROLES:
-        raise ValueError(f"a message has the role {role!r}; it must be one of {', '.join(sorted(ROLES))}.")
+        raise UsageError(f"a message has the role {role!r}; it must be one of {', '.join(sorted(ROLES))}.")
     if not isinstance(content, str):
-        raise ValueError(f"a message has the content {content!r}; it must be a text.")
+        raise UsageError(f"a message has the content {content!r}; it must be a text.")
     return {"role": ROLES[role], "content": content, **held}
 
 
 def _list(name: str, value: Any) -> list[Any]:
     if not isinstance(value, list) or not value:
-        raise ValueError(f'"{name}" is {value!r}; it must be a list that is not empty.')
+        raise UsageError(f'"{name}" is {value!r}; it must be a list that is not empty.')
     return value
 
 
 def _text(held: dict[str, Any], name: str = "turns") -> str:
     value = held.get(name)
     if not isinstance(value, str):
-        raise ValueError(f'"{name}" is {"absent" if value is None else repr(value)}; it must be a text.')
+        raise UsageError(f'"{name}" is {"absent" if value is None else repr(value)}; it must be a text.')
     return value
 
 
@@ -110,10 +111,10 @@ def _numbered(source: str, settings: RowSettings) -> Iterator[tuple[str, dict[st
         try:
             row = next(rows, None)
         except Exception as error:  # of pyarrow, of json, of the hub, ...
-            raise ValueError(f"{source}, row {number} or one after it cannot be read: {error}") from error
+            raise UsageError(f"{source}, row {number} or one after it cannot be read: {error}") from error
         if row is None:
             if number == 1:
-                raise ValueError(f"{source} holds no rows.")
+                raise UsageError(f"{source} holds no rows.")
             return
         yield f"{source}, row {number}", row
 
@@ -122,15 +123,15 @@ def _open(source: str, settings: RowSettings) -> Iterable[dict[str, Any]]:
     try:
         import datasets  # type: ignore[import-untyped]
     except ImportError as error:
-        raise ValueError("Reading data takes `datasets`; pip install 'blockdraft[train]' brings it.") from error
+        raise UsageError("Reading data takes `datasets`; pip install 'blockdraft[train]' brings it.") from error
     path = Path(source)
     kind = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get((path.suffixes or [""])[-1])
     if path.suffix in (".gz", ".zst", ".bz2", ".xz"):
         kind = "json"
     if not path.exists() and (kind or path.is_absolute() or source.startswith(".")):
-        raise ValueError(f"There is no {source}.")
+        raise UsageError(f"There is no {source}.")
     if path.is_file() and kind is None:
-        raise ValueError(f"{source} is of no known kind; give .jsonl, .json or .parquet files, or a dataset.")
+        raise UsageError(f"{source} is of no known kind; give .jsonl, .json or .parquet files, or a dataset.")
     # Not its own bars, and no warnings about the hub: errors say what is wrong.
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
@@ -146,6 +147,6 @@ def _open(source: str, settings: RowSettings) -> Iterable[dict[str, Any]]:
             streaming = path.exists() or settings.limit is not None
             found = datasets.load_dataset(source, settings.subset, split=settings.split, streaming=streaming)
     except Exception as error:  # there are many kinds
-        raise ValueError(f"{source} cannot be read as a dataset: {error}") from error
+        raise UsageError(f"{source} cannot be read as a dataset: {error}") from error
     rows: Iterable[dict[str, Any]] = found
     return rows

@@ -10,6 +10,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from blockdraft.errors import UsageError
 from blockdraft.targets import Target
 from blockdraft.training.batches import Batch, Documents
 from blockdraft.training.data import TokenData
@@ -54,7 +55,7 @@ def _memory(
     needed = 2 * documents.tokens * len(taps) * target.hidden_size
     free = psutil.virtual_memory().available
     if needed > free:
-        raise ValueError(
+        raise UsageError(
             f"The features of {documents.tokens} tokens take {needed / 2**30:.1f} GiB of memory and {free / 2**30:.1f} "
             'GiB are free; leave out features = "memory", or store them with `blockdraft features`.'
         )

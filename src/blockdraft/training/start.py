@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from blockdraft.errors import UsageError
 from blockdraft.proposal import chain
 from blockdraft.targets import Target
 from blockdraft.training.data import TokenData
@@ -25,11 +26,11 @@ def check_data(data: TokenData, target: Target, recipe: Recipe, processes: int) 
     """Raises ValueError where data, target, recipe and the number of processes do not fit together."""
     data.check_tokenizer(target.tokenizer)
     if recipe.length > target.max_context:
-        raise ValueError(
+        raise UsageError(
             f"length is {recipe.length} and the target's context is {target.max_context} tokens; choose at most that."
         )
     if recipe.batch % (processes * recipe.accumulation):
-        raise ValueError(
+        raise UsageError(
             f"batch is {recipe.batch}; it must be a multiple of {processes} processes times accumulation "
             f"{recipe.accumulation}."
         )
@@ -47,30 +48,30 @@ def mask_token(target: Target, recipe: Recipe) -> int:
         if found is None:
             found = max(tokenizer.get_vocab().values()) + 1
     if found is None or found >= target.vocab_size:
-        raise ValueError(
+        raise UsageError(
             f"The target has no mask token and no unused row among the {target.vocab_size} of its embedding; name a "
             "token that never occurs in text with --mask-token-id."
         )
     if found in target.eos_token_ids:
-        raise ValueError(f"mask_token_id is {found}, which ends answers; name one that never occurs in text.")
+        raise UsageError(f"mask_token_id is {found}, which ends answers; name one that never occurs in text.")
     return found
 
 
 def check_folder(out: Path, folder: Path, network: nn.Module, recipe: Recipe) -> None:
     """Raises ValueError where the drafter's folder belongs to something else, or the disk is too small."""
     if out.exists() and not folder.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} exists and is no run of this command; choose another --out, or delete it.")
+        raise UsageError(f"{out} exists and is no run of this command; choose another --out, or delete it.")
     weights = sum(parameter.numel() for parameter in network.parameters())
     # Float32 weights with two moments, in one more file than are kept; and the drafter, written beside its old self.
     needed = 12 * weights * (recipe.keep + 1) + 12 * weights
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"{folder} cannot be made ({error.strerror}); choose another --out.") from error
+        raise UsageError(f"{folder} cannot be made ({error.strerror}); choose another --out.") from error
     have = shutil.disk_usage(folder)
     used = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     if needed > have.free + used:
-        raise ValueError(
+        raise UsageError(
             f"The run needs up to {needed / 2**30:.1f} GiB at {folder} and {(have.free + used) / 2**30:.1f} GiB are "
             "free; free some, keep fewer checkpoints (--keep), or choose another --out."
         )
@@ -86,7 +87,7 @@ def identity(variant: str, target: Target, data: TokenData, recipe: Recipe) -> d
 def check_same(folder: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
     for name in ours:
         if theirs.get(name) != ours[name]:
-            raise ValueError(
+            raise UsageError(
                 f"{folder} holds a run with {name} = {theirs.get(name)!r}, and {ours[name]!r} is asked for now; give "
                 "the former to go on with it, choose another --out, or delete the folder."
             )
@@ -103,7 +104,7 @@ def check_teacher(target: Target, tokens: Tensor) -> None:
     ours, theirs = (x.float().softmax(dim=-1) for x in (target.head(hidden), logits))
     gap = float((ours - theirs).abs().max())
     if gap > 0.05:
-        raise ValueError(
+        raise UsageError(
             f"The target's laws differ by {gap:.2f} from what its head makes of its last hidden state, so it scales or "
             "caps its logits; choose objectives that learn from tokens, such as decay or dpace."
         )

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
+from blockdraft.errors import NumbersError
 from blockdraft.targets import Target
 from blockdraft.training import checkpoints, start
 from blockdraft.training.batches import Batch, Batches, Documents, split
@@ -216,7 +217,7 @@ class Trainer:
         norm = accelerator.clip_grad_norm_(self.module.parameters(), recipe.clip or math.inf)
         figures = self._figures(found, weights)
         if not math.isfinite(figures["loss"]) or not math.isfinite(float(norm)):
-            raise FloatingPointError(
+            raise NumbersError(
                 f"Loss {figures['loss']} and gradient norm {float(norm)} at step {done + 1} are not both finite; lower "
                 "the learning rate, or use dtype float32. The newest checkpoint stays as it is."
             )

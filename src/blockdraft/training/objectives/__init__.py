@@ -6,6 +6,7 @@ import pkgutil
 from importlib import import_module
 from typing import cast
 
+from blockdraft.errors import UsageError
 from blockdraft.training.objectives.base import Objective, Slots, default_gamma, slot_weights
 
 
@@ -16,7 +17,7 @@ def objective_names() -> list[str]:
 def find_objective(name: str) -> Objective:
     """The objective of this name. Raises ValueError where there is none."""
     if name not in objective_names():
-        raise ValueError(f"The objective {name!r} is unknown; there are {', '.join(objective_names())}.")
+        raise UsageError(f"The objective {name!r} is unknown; there are {', '.join(objective_names())}.")
     return cast(Objective, import_module(f"{__name__}.{name}"))
 
 

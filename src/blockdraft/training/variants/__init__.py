@@ -6,6 +6,7 @@ import pkgutil
 from importlib import import_module
 from typing import Any
 
+from blockdraft.errors import UsageError
 from blockdraft.training.variants.base import Variant
 
 
@@ -16,7 +17,7 @@ def variant_names() -> list[str]:
 def find_variant(name: str) -> type[Variant[Any, Any]]:
     """The variant of this file name. Raises ValueError where there is none."""
     if name not in variant_names():
-        raise ValueError(f"The variant {name!r} is unknown; there are {', '.join(variant_names())}.")
+        raise UsageError(f"The variant {name!r} is unknown; there are {', '.join(variant_names())}.")
     found: type[Variant[Any, Any]] = import_module(f"{__name__}.{name}").VARIANT
     return found
 

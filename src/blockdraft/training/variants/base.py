@@ -44,6 +44,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from blockdraft.errors import UsageError
 from blockdraft.formats.zlab import read_checkpoint
 from blockdraft.nn.dflash import DFlashNetwork, DraftLayer
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention, default_taps, need
@@ -96,7 +97,7 @@ class Variant(Generic[R, N]):
         try:
             taps = default_taps(target.num_layers, recipe.taps) if isinstance(recipe.taps, int) else recipe.taps
         except ValueError as error:
-            raise ValueError(f"{error} Otherwise name the taps, as in --taps 0,1.") from error
+            raise UsageError(f"{error} Otherwise name the taps, as in --taps 0,1.") from error
         sizes: dict[str, Any] = {
             "intermediate_size": recipe.intermediate_size or shape.get("intermediate_size"),
             "num_attention_heads": recipe.heads or shape.get("num_attention_heads"),

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from blockdraft.errors import UsageError
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.dflash2 import DFlash2Network
 from blockdraft.training.objectives import Slots
@@ -44,7 +45,7 @@ class DFlash2Recipe(Recipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.selector_weight < float("inf"):
-            raise ValueError(f"selector_weight is {self.selector_weight}; it must be at least 0.")
+            raise UsageError(f"selector_weight is {self.selector_weight}; it must be at least 0.")
 
 
 class DFlash2Variant(Variant[DFlash2Recipe, DFlash2Network]):

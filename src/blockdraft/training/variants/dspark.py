@@ -17,6 +17,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from blockdraft.errors import UsageError
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.dspark import DSparkNetwork
 from blockdraft.training.objectives import Slots
@@ -45,7 +46,7 @@ class DSparkRecipe(Recipe):
         super().__post_init__()
         for name, least in (("markov_rank", 1), ("confidence", 0)):
             if not least <= getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}.")
+                raise UsageError(f"{name} is {getattr(self, name)}; it must be at least {least}.")
 
 
 class DSparkVariant(Variant[DSparkRecipe, DSparkNetwork]):

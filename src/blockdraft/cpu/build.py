@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from blockdraft.machine import cache_folder, processor
+from blockdraft.nn.packed import KINDS
 
 SOURCE = Path(__file__).with_name("decoder.c")
 INCLUDED = Path(__file__).with_name("kernels.h")
@@ -28,7 +29,6 @@ LONGEST_SECONDS = 120.0
 LONGEST_WAIT_SECONDS = 1.5  # for the compiler, where torch's operations would do
 STILL_AT_WORK = "the compiler is still at work, and the next start will find its result"
 MOST_LANES = 16
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # as in decoder.c
 
 
 class Build:
@@ -94,11 +94,6 @@ class Build:
             partial.unlink(missing_ok=True)
         self.reason = f"{compiler} failed: {(done.stderr.strip() or 'without a message').splitlines()[0]}"
         return None
-
-
-def weights_dtype(library: ctypes.CDLL) -> torch.dtype:
-    """The dtype of weights that a library takes."""
-    return {number: dtype for dtype, number in KINDS.items()}[library.weight_kind()]
 
 
 def _load(path: Path) -> ctypes.CDLL | None:

@@ -12,9 +12,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from blockdraft.nn.build import KINDS, LONGEST_WAIT_SECONDS, STILL_AT_WORK, build
-from blockdraft.nn.cache import KVCache
-from blockdraft.nn.compiled import (
+from blockdraft.cpu.build import LONGEST_WAIT_SECONDS, STILL_AT_WORK, build
+from blockdraft.cpu.compiled import (
     EVERYWHERE,
     CallFields,
     CompiledDecoder,
@@ -23,9 +22,10 @@ from blockdraft.nn.compiled import (
     address,
     numbers,
 )
+from blockdraft.nn.cache import KVCache
 from blockdraft.nn.dflash import DFlashNetwork, DraftLayer
 from blockdraft.nn.draft_pass import DraftPass, joined
-from blockdraft.nn.packed import PackedLinear, PackedWeight, fits_bfloat16
+from blockdraft.nn.packed import KINDS, PackedLinear, PackedWeight, fits_bfloat16
 
 
 def why_not_drafts(network: DFlashNetwork) -> str | None:

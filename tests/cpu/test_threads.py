@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from blockdraft.nn import threads
+from blockdraft.cpu import threads
 from blockdraft.targets import load_target
 
 

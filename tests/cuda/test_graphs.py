@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
+from blockdraft.cuda import graphs
+from blockdraft.cuda.graphs import CapturedDecoder, CudaRecorder, Graphs, Recorder, bucket, room, slot_bucket
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
-from blockdraft.nn import graphs
 from blockdraft.nn.decoder import Decoder
-from blockdraft.nn.graphs import CapturedDecoder, CudaRecorder, Graphs, Recorder, bucket, room, slot_bucket
 from blockdraft.proposal import chain_parents
 from blockdraft.targets import load_target
 from blockdraft.targets.families import decoder_config

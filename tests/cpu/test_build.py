@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from blockdraft.nn.build import Build
+from blockdraft.cpu.build import Build
 
 
 @pytest.fixture

@@ -3,8 +3,8 @@
 
    Each number of a row is computed by the same operations in the same order, however many rows there are and wherever
    its ancestors lie: a token gets the same bits alone, in a block and in a tree. Weights are float32, bfloat16 or int8
-   with a scale for each output channel; arithmetic is float32. nn/compiled.py fills the structs, and
-   nn/compiled_draft.py. */
+   with a scale for each output channel; arithmetic is float32. cpu/compiled.py fills the structs, and
+   cpu/compiled_draft.py. */
 #include "kernels.h"
 
 #define QUERIES 8 /* of one work item of attention */

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockdraft.nn import rounded
+from blockdraft.cuda import rounded
+from blockdraft.cuda.rounded import round_weights, why_not_rounded
 from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.decoder_config import DecoderConfig, LayerKind, Rope
 from blockdraft.nn.packed import PackedLinear
-from blockdraft.nn.rounded import round_weights, why_not_rounded
 from blockdraft.targets import load_target
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

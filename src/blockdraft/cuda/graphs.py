@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from blockdraft.errors import UsageError
 from blockdraft.machine import send
 from blockdraft.nn.attention import grouped_mask, visible_slots
 from blockdraft.nn.cache import KVCache
@@ -103,7 +104,7 @@ class Graphs:
             return Graph(own, *self._recorder.capture(lambda: call(*own)))
         except RuntimeError as error:
             told = str(error).splitlines()[0]
-            raise ValueError(f"A CUDA graph could not be captured: {told}. Use compile off (--compile off).") from error
+            raise UsageError(f"A CUDA graph could not be captured: {told}. Use compile off (--compile off).") from error
 
 
 def _fill(own: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:

@@ -168,7 +168,7 @@ def test_the_best_token_is_the_first_of_the_largest_logits_or_none(
 
 
 def test_texts_may_outgrow_the_tables_of_angles(tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("blockdraft.nn.compiled.FIRST_POSITIONS", 8)
+    monkeypatch.setattr("blockdraft.cpu.compiled.FIRST_POSITIONS", 8)
     target = load_target(tiny_target_dir, compile="on")
     _, short = read(target, [PROMPTS[0][:3]])
     _, long = read(target, PROMPTS[:1])
@@ -180,7 +180,7 @@ def test_texts_may_outgrow_the_tables_of_angles(tiny_target_dir: Path, monkeypat
 def test_without_a_compiler_the_decoder_runs_uncompiled_and_says_so(
     tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from blockdraft.nn.build import build
+    from blockdraft.cpu.build import build
 
     monkeypatch.setenv("CC", "no-such-compiler")
     build.cache_clear()

@@ -1,0 +1,1 @@
+"""What only CPUs run: forwards that are compiled from C, and the number of their threads."""

@@ -1,0 +1,1 @@
+"""What only NVIDIA GPUs run: CUDA graphs, and weights of 8 bits."""
