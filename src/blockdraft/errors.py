@@ -28,3 +28,10 @@ class RequestError(BlockdraftError, RuntimeError):
 
 class ClosedError(BlockdraftError, RuntimeError):
     """The engine is closed and takes no more requests."""
+
+
+def describe(error: BaseException) -> str:
+    """An error in a line: its kind, unless it is one of ours, and the first line of what it says."""
+    said = str(error).strip().splitlines()
+    kind = "" if isinstance(error, BlockdraftError) else type(error).__name__
+    return ": ".join(filter(None, [kind, said[0] if said else ""])) or type(error).__name__

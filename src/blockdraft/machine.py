@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import torch
 from torch import Tensor
 
 CPUINFO = Path("/proc/cpuinfo")
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 def cache_folder() -> Path:
@@ -33,3 +37,47 @@ def send(values: Tensor, device: torch.device) -> Tensor:
     # Contiguous, since memory cannot be pinned under a tensor whose rows are one row. The memory is not used for
     # anything else until it has been copied; torch sees to it.
     return values.contiguous().pin_memory().to(device, non_blocking=True)
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until the device has finished what was asked of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory of a device that this process may still take."""
+    if device.type == "cuda":
+        # What torch keeps of memory that was freed is free for us.
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + kept
+    return min([int(psutil.virtual_memory().available), *_cgroup_bytes()])
+
+
+def _cgroup_bytes() -> Iterator[int]:
+    """What each control group that this process is in, and each above it, leaves free; containers have limits there.
+
+    https://docs.kernel.org/admin-guide/cgroup-v2.html and cgroup-v1/memory.html
+    """
+    lines = OWN_CGROUP.read_text().splitlines() if OWN_CGROUP.is_file() else []
+    for line in lines:
+        number, controllers, name = line.split(":", 2)
+        if number == "0":
+            root, names = CGROUPS, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            root = CGROUPS / "memory"
+        else:
+            continue
+        group = root / name.strip("/")
+        for folder in (group, *group.parents):
+            if not folder.is_relative_to(root):
+                break
+            try:
+                limit, used = ((folder / each).read_text().strip() for each in names[:2])
+                pairs = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                cached = dict(pairs).get(names[2], "0")  # files that are given up when memory is asked for
+            except OSError:
+                continue
+            if limit != "max":
+                yield max(int(limit) - int(used) + int(cached), 0)

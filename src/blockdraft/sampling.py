@@ -151,7 +151,7 @@ class Laws:
     Attributes:
         tokens: The nodes' tokens, a list a row.
         argmax: The token after each node where no row is sampled or adjusted; else None.
-        invalid_rows: Rows without a law at some node: a logit is NaN or +inf, or all are -inf (a single -inf is legal).
+        invalid_rows: Rows without a law at some node, see `exists`.
         draws_ahead: Whether the first draw draws at all nodes. On a GPU, for there the host waits once for all of them
             instead of once a level of the tree, and the nodes that no walk reaches cost little.
     """
@@ -185,6 +185,11 @@ class Laws:
         is_plain = not any(self._adjusted) and all(p.temperature == 0 for p in params)
         self.argmax = self._best if is_plain else None
 
+    def exists(self, row: int, node: int) -> bool:
+        """Whether there is a law after a node. There is none where a logit is NaN or +inf, or all are -inf; a single
+        -inf is legal."""
+        return self._best[row][node] != -1
+
     def draw(self, rows: Sequence[int], nodes: Sequence[int], uniforms_BN: Tensor | None) -> list[int]:
         """One token after each of these nodes, by the number of the node.
 
@@ -192,14 +197,14 @@ class Laws:
         is asked for, and nothing for the others.
 
         Args:
-            rows, nodes: Node `nodes[m]` of row `rows[m]`, for M nodes of rows that are not invalid.
+            rows, nodes: Node `nodes[m]` of row `rows[m]`, for M nodes after which there are laws.
             uniforms_BN: A number in [0, 1) for each node of the proposal, float64; None if all rows are greedy.
         """
         if not self.draws_ahead:
             return self._draw(rows, nodes, uniforms_BN)
         if not self._drawn:
             count = range(self._logits.size(1))
-            every = [(row, node) for row in range(len(self._params)) if row not in self.invalid_rows for node in count]
+            every = [(row, node) for row in range(len(self._params)) for node in count if self.exists(row, node)]
             drawn = self._draw([row for row, _ in every], [node for _, node in every], uniforms_BN)
             self._drawn = dict(zip(every, drawn, strict=True))
         return [self._drawn[at] for at in zip(rows, nodes, strict=True)]

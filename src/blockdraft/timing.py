@@ -1,11 +1,12 @@
-"""Where the time of cycles goes: marks between the parts of a cycle, to which nobody listens unless asked to.
+"""Where the time of cycles goes: one timer a cycle, read at the marks between its parts.
 
-The code of a cycle calls `mark` with the name of a part where that part ends. The marks stay in the code: one that
-nobody listens to costs a tenth of a microsecond, and a cycle has about ten.
+The code of a cycle calls `mark` with the name of a part where that part ends, in the engine and in drafters alike. A
+mark outside of any cycle says nothing.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,32 +16,73 @@ PASS, HEAD, GUESSES = "draft pass", "draft head", "guesses"
 FORWARD, VERIFICATION, COMMIT = "target forward", "verification", "commit"
 CONTEXT, OBSERVE, BOOKKEEPING = "draft context", "observe", "bookkeeping"
 PARTS = (PASS, HEAD, GUESSES, FORWARD, VERIFICATION, COMMIT, CONTEXT, OBSERVE, BOOKKEEPING)
+DRAFTING = (PASS, HEAD, GUESSES, CONTEXT, OBSERVE)
 NETWORKS = {PASS, HEAD, FORWARD, CONTEXT}  # the rest is the host's
 
-_listener: Callable[[str | None], None] | None = None
+
+class Cycle:
+    """The timer of one cycle.
+
+    Attributes:
+        seconds: By part, of those that were marked.
+    """
+
+    def __init__(self, wait: Callable[[], object] | None) -> None:
+        self.seconds: dict[str, float] = {}
+        self._wait = wait
+        self._last = time.perf_counter()
+
+    def mark(self, part: str) -> None:
+        if self._wait is not None:
+            self._wait()
+        now = time.perf_counter()
+        self.seconds[part] = self.seconds.get(part, 0.0) + now - self._last
+        self._last = now
+
+    @property
+    def total(self) -> float:
+        """Seconds from its beginning to the last mark."""
+        return sum(self.seconds.values())
+
+    def of(self, *parts: str) -> float:
+        return sum(self.seconds.get(part, 0.0) for part in parts)
 
 
-def mark(part: str | None) -> None:
-    """Say that what was done since the last mark was this part of a cycle; None: that it was no part of any."""
-    if _listener is not None:
-        _listener(part)
+class _Listener:
+    def __init__(self, wait: Callable[[], object]) -> None:
+        self.wait = wait
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+
+
+_thread = threading.local()  # whose `cycle` is the one that this thread is in
+_listener: _Listener | None = None
+
+
+def mark(part: str) -> None:
+    """Say that what this thread did since the last mark was this part of its cycle."""
+    cycle: Cycle | None = getattr(_thread, "cycle", None)
+    if cycle is not None:
+        cycle.mark(part)
 
 
 @contextmanager
-def unheard() -> Iterator[None]:
-    """Around what is no part of any cycle, whatever marks it may come by."""
-    global _listener
-    listener, _listener = _listener, None
+def timed_cycle() -> Iterator[Cycle]:
+    """Around one cycle of this thread."""
+    listener = _listener
+    cycle = Cycle(None if listener is None else listener.wait)
+    _thread.cycle = cycle
     try:
-        yield
+        yield cycle
     finally:
-        _listener = listener
-        mark(None)
+        _thread.cycle = None
+    if listener is not None:
+        for part, seconds in cycle.seconds.items():
+            listener.seconds[part] += seconds
 
 
 @contextmanager
 def listening(wait: Callable[[], object] = lambda: None) -> Iterator[dict[str, float]]:
-    """Listen to the marks of everything that runs meanwhile in this process.
+    """Add up the cycles of all threads that begin meanwhile and come to their end.
 
     Args:
         wait: Called before the clock is read; for a GPU it has to wait until the work given to it is done.
@@ -50,18 +92,8 @@ def listening(wait: Callable[[], object] = lambda: None) -> Iterator[dict[str, f
     """
     global _listener
     assert _listener is None, "one listens at a time"
-    seconds, last = dict.fromkeys(PARTS, 0.0), time.perf_counter()
-
-    def listen(part: str | None) -> None:
-        nonlocal last
-        wait()
-        now = time.perf_counter()
-        if part is not None:
-            seconds[part] += now - last
-        last = now
-
-    _listener = listen
+    _listener = _Listener(wait)
     try:
-        yield seconds
+        yield _listener.seconds
     finally:
         _listener = None

@@ -15,8 +15,8 @@ from blockdraft.errors import UsageError
 Message: TypeAlias = dict[str, str]
 # A text, a chat (a list of {"role", "content"}) or token ids.
 Prompt: TypeAlias = "str | Sequence[Message] | Sequence[int]"
-# How a target is run: by transformers, by our own decoder, or by the latter wherever it knows the model.
-Backend: TypeAlias = Literal["auto", "hf", "native"]
+# What runs a target: a file of `targets`, such as "native" (our own decoder) or "hf" (transformers); "auto" asks each in turn.
+Backend: TypeAlias = str
 DEFAULT_BACKEND: Backend = "auto"
 # Of a target's forward: compiled where that is possible, always, or never.
 Compile: TypeAlias = Literal["auto", "on", "off"]

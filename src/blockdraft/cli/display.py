@@ -18,7 +18,7 @@ from rich.text import Text
 
 from blockdraft.cli.compare import RUNS, Comparison
 from blockdraft.engine import Completion, Costs, Engine
-from blockdraft.engine.prompts import TextStream
+from blockdraft.engine.text import TextStream
 from blockdraft.errors import NumbersError
 from blockdraft.targets import Target
 from blockdraft.types import SamplingParams

@@ -6,7 +6,9 @@ import json
 import secrets
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -29,7 +31,7 @@ from blockdraft.evaluation.methods import Settings
 from blockdraft.types import CPU_BLOCK_SIZE, DEFAULT_BACKEND, DEFAULT_COMPILE, Drafting, SamplingParams
 
 if TYPE_CHECKING:
-    from blockdraft.engine import Engine
+    from blockdraft.engine import Chunk, Engine
 
 
 def generate(
@@ -119,15 +121,15 @@ def generate(
     from blockdraft.cli import display
     from blockdraft.cli.compare import compare_with_plain
     from blockdraft.drafters import load_drafter
-    from blockdraft.engine import Engine
+    from blockdraft.engine import Chunk, Engine
 
     loaded = loading.load(
         target, dtype, device, backend, threads=extent("threads", threads), compile=compile, quantize=quantize
     )
     rows = {} if batch_size is None else {"max_batch_size": batch_size}
     guesser = load_drafter(drafter, target=loaded)
-    if block_size is None and drafting.tree_budget == 0 and loaded.compiled is not None:
-        drafting = replace(drafting, block_size=min(CPU_BLOCK_SIZE, guesser.block_size))
+    if block_size is None and drafting.tree_budget == 0 and loaded.best_block_size is not None:
+        drafting = replace(drafting, block_size=min(loaded.best_block_size, guesser.block_size))
     engine = Engine(loaded, guesser, drafting=drafting, **rows)
 
     if prompts:
@@ -156,19 +158,24 @@ def generate(
 def _answer_all(engine: Engine, prompts: list[str], params: SamplingParams) -> None:
     """Print the answers as JSON lines, in the order in which they end."""
     from blockdraft.cli.display import as_dict
-    from blockdraft.engine import Scheduler
 
     assert params.seed is not None
-    scheduler = Scheduler(engine)
-    numbers = {
-        scheduler.submit(prompt, replace(params, seed=params.seed + number)): number
-        for number, prompt in enumerate(prompts)
-    }
-    while not scheduler.idle:
-        for request in scheduler.step():
-            number = numbers[request]
-            answer = {"index": number, "prompt": prompts[number], **as_dict(request.completion(), None, engine.target)}
-            print(json.dumps(answer | ({"error": request.error} if request.error else {})), flush=True)
+    ended: SimpleQueue[int] = SimpleQueue()
+
+    def tell(number: int, chunk: Chunk) -> None:
+        if chunk.finish_reason is not None:
+            ended.put(number)
+
+    with engine:
+        requests = [
+            engine.submit(prompt, replace(params, seed=params.seed + number), partial(tell, number))
+            for number, prompt in enumerate(prompts)
+        ]
+        for _ in requests:
+            number = ended.get()
+            completion = requests[number].result()
+            answer = {"index": number, "prompt": prompts[number], **as_dict(completion, None, engine.target)}
+            print(json.dumps(answer | ({"error": completion.error} if completion.error else {})), flush=True)
 
 
 def _read_prompts(path: Path) -> list[str]:

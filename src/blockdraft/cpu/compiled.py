@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blockdraft.nn.cache import KVCache
 from blockdraft.nn.decoder import Decoder, Norm
 from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.nn.packed import PackedWeight
@@ -54,8 +55,8 @@ class CallFields(ctypes.Structure):
         *((name, c_void_p) for name in ("tokens", "parents", "lengths", "taps", "logits_at", "embedded")),
         *((name, c_int64) for name in ("batch", "nodes", "num_taps", "num_logits", "reach", "threads")),
         ("store", c_void_p),
-        *((name, c_int64) for name in ("layer_stride", "row_stride", "head_stride")),
-        *((name, c_void_p) for name in ("features", "logits", "workspace", "best")),
+        *((name, c_int64) for name in ("layer_stride", "head_stride")),
+        *((name, c_void_p) for name in ("starts", "features", "logits", "workspace", "best")),
     ]
 
 
@@ -114,6 +115,11 @@ class CompiledLayers(ABC):
         if self._workspace.numel() < needed:
             self._workspace = torch.empty(needed)
         return self._workspace.data_ptr()
+
+    def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
+        """What a call takes for its work."""
+        shape = map(c_int64, (batch, nodes, slots, torch.get_num_threads()))
+        return 4 * int(self.library.decoder_workspace(ctypes.byref(self._model), *shape))
 
     def _run(self, call: CallFields, end: int) -> None:
         """Run the layers, with at most `end` slots a row."""
@@ -174,8 +180,8 @@ class CompiledDecoder(CompiledLayers):
         self,
         tokens: Tensor,
         parents: Tensor,
-        lengths: Sequence[int],
-        store: Tensor,
+        cache: KVCache,
+        memory: Tensor,
         taps: Sequence[int] = (),
         logits_at: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -183,8 +189,8 @@ class CompiledDecoder(CompiledLayers):
 
         Args:
             tokens, parents: `[B, N]` int64, as in `Proposal`.
-            lengths: Committed tokens of each row.
-            store: `[layers, B, 2 * num_kv_heads, slots, D]`, keys before values.
+            cache: Its rows.
+            memory: Of the cache, `[layers, 2 * num_kv_heads, slots, D]`, keys before values.
             taps, logits_at: As in `Decoder.forward`.
 
         Returns:
@@ -192,25 +198,26 @@ class CompiledDecoder(CompiledLayers):
             each row of logits the argmax, int64, as in `TargetOutput`.
         """
         batch, count = tokens.shape
-        config, end, threads = self._decoder.config, max(lengths) + count, torch.get_num_threads()
-        assert end <= store.size(3) and store[0, 0].is_contiguous(), (end, store.shape, store.stride())
+        config, threads, lengths = self._decoder.config, torch.get_num_threads(), cache.lengths
+        end = cache.check_room(count)
         wanted = None if logits_at is None else logits_at + torch.arange(batch) * count
         columns = batch * count if wanted is None else batch
         logits = torch.empty(batch, columns // batch, config.vocab_size)
         features = torch.empty(batch, count, len(taps) * config.hidden_size) if taps else None
         best = torch.empty(batch, columns // batch, dtype=torch.int64)
         tokens, parents = tokens.contiguous(), parents.contiguous()
-        rows, tapped = numbers(lengths), numbers(taps)
+        committed, starts, tapped = numbers(lengths), numbers(cache.rows), numbers(taps)
         call = CallFields(
             tokens.data_ptr(),
             parents.data_ptr(),
-            address(rows),
+            address(committed),
             address(tapped),
             None if wanted is None else wanted.data_ptr(),
             None,
             *(batch, count, len(taps), columns, EVERYWHERE, threads),
-            store.data_ptr(),
-            *store.stride()[:3],
+            memory.data_ptr(),
+            *memory.stride()[:2],
+            address(starts),
             *(None if features is None else features.data_ptr(), logits.data_ptr()),
             best=best.data_ptr(),
         )

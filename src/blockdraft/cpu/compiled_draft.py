@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from array import array
+from collections.abc import Callable
 from ctypes import c_int64, c_void_p
 from functools import lru_cache
 from typing import cast
@@ -24,8 +25,9 @@ from blockdraft.cpu.compiled import (
 )
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.dflash import DFlashNetwork, DraftLayer
-from blockdraft.nn.draft_pass import DraftPass, joined
+from blockdraft.nn.draft_pass import DraftPass, cached_bytes, joined
 from blockdraft.nn.packed import KINDS, PackedLinear, PackedWeight, fits_bfloat16
+from blockdraft.timing import PASS, mark
 
 
 def why_not_drafts(network: DFlashNetwork) -> str | None:
@@ -40,13 +42,24 @@ def why_not_drafts(network: DFlashNetwork) -> str | None:
     return f"heads of {network.config.head_dim} are no multiple of 4" if network.config.head_dim % 4 else None
 
 
-def draft_pass(network: DFlashNetwork, target: CompiledDecoder | None) -> DraftPass | CompiledDraftPass:
+def draft_pass(
+    network: DFlashNetwork,
+    target: CompiledDecoder | None,
+    embed: Callable[[Tensor], Tensor],
+    head: Callable[[Tensor], Tensor],
+    own_head: bool = False,
+) -> DraftPass | CompiledDraftPass:
     """The fastest way to run a network; where its target is compiled, a compiled one, if there is one.
 
     Weights in float32 that bfloat16 holds as well are kept in it, for the same numbers in half of the memory.
+
+    Args:
+        target: That of the drafter, compiled.
+        embed, head: As in `DraftPass`.
+        own_head: Whether the head is another than the target's.
     """
     if target is None or why_not_drafts(network) is not None:
-        return DraftPass(network)
+        return DraftPass(network, embed, head)
     dtype = network.fc.weight.dtype
     halved = dtype == torch.float32 and all(fits_bfloat16(p) for p in network.parameters() if p.ndim == 2)
     made = build(torch.bfloat16 if halved else dtype, dtype, network.config.head_dim)
@@ -54,8 +67,9 @@ def draft_pass(network: DFlashNetwork, target: CompiledDecoder | None) -> DraftP
     if library is None:
         reason = made.reason or STILL_AT_WORK
         logging.getLogger(__name__).warning("The drafter runs uncompiled, which is slower: %s.", reason)
-        return DraftPass(network)
-    return CompiledDraftPass(network, library, target if target.library is library else None)
+        return DraftPass(network, embed, head)
+    lends = target.library is library and not own_head
+    return CompiledDraftPass(network, library, embed, head, target if lends else None)
 
 
 class CompiledDraftPass(CompiledLayers):
@@ -65,14 +79,20 @@ class CompiledDraftPass(CompiledLayers):
         network: One for which `why_not_drafts` has no reason. Its weights are copied into the library's layout and must
             not be changed afterwards.
         library: Built for its dtype and head size.
-        target: Lends its embedding and head, where it uses the same library.
-
-    Attributes:
-        has_head: Whether `guesses` can be called, which takes fewer calls than its parts.
+        embed, head: As in `DraftPass`.
+        target: Lends its embedding and head, where it uses the same library: then a pass with its head is one call.
     """
 
     @torch.no_grad()
-    def __init__(self, network: DFlashNetwork, library: ctypes.CDLL, target: CompiledDecoder | None = None) -> None:
+    def __init__(
+        self,
+        network: DFlashNetwork,
+        library: ctypes.CDLL,
+        embed: Callable[[Tensor], Tensor],
+        head: Callable[[Tensor], Tensor],
+        target: CompiledDecoder | None = None,
+    ) -> None:
+        self._embed, self._head = embed, head
         self.config = config = network.config
         super().__init__(library, config.num_hidden_layers, EVERYWHERE)
         self._network, self._like = network, network.fc.weight
@@ -99,15 +119,20 @@ class CompiledDraftPass(CompiledLayers):
             *(config.rms_norm_eps, config.input_embedding_scale, config.head_dim**-0.5, 0.0, 0.0),
         )
         self._features, self._hidden_norm = self._pack(network.fc), self._pointer(network.hidden_norm.weight)
-        self.has_head = target is not None
         self._target = target  # which owns the memory of its tables
         # The one output that is wanted is that of the final norm.
         self._taps = numbers([config.num_hidden_layers])
 
+    def new_state(self, batch: int, capacity: int) -> KVCache:
+        return KVCache(batch, capacity)
+
+    def state_bytes(self, batch: int, capacity: int) -> int:
+        return cached_bytes(self.config, batch * capacity, self._like.dtype)
+
     def observe(self, state: KVCache, features: Tensor) -> None:
         """As `DraftPass.observe`."""
-        rows, lengths = features.float().contiguous(), numbers(state.lengths)
-        call, end = self._call(state, rows.size(0), rows.size(1), lengths)
+        rows, places = features.float().contiguous(), (numbers(state.lengths), numbers(state.rows))
+        call, end = self._call(state, rows.size(0), rows.size(1), *places)
         call.embedded = rows.data_ptr()
         self._reach(end)
         model, count = ctypes.byref(self._model), c_int64(rows.size(0) * rows.size(1))
@@ -117,30 +142,26 @@ class CompiledDraftPass(CompiledLayers):
 
     def __call__(self, state: KVCache, block: Tensor, window: int | None = None) -> Tensor:
         """As `DraftPass.__call__`."""
-        rows, lengths = block.float().contiguous(), numbers(state.lengths)
-        call, end = self._call(state, rows.size(0), rows.size(1), lengths)
+        rows, places = block.float().contiguous(), (numbers(state.lengths), numbers(state.rows))
+        call, end = self._call(state, rows.size(0), rows.size(1), *places)
         call.embedded = rows.data_ptr()
         return self._pass(call, end, window).to(block.dtype)
 
     def guesses(self, state: KVCache, tokens: Tensor, first: int, window: int | None = None) -> tuple[Tensor, Tensor]:
-        """A pass over blocks of tokens, with the head behind it.
-
-        Args:
-            tokens: `[B, N]` int64, `[anchor, mask, mask, ...]`.
-            first: Slot of each block from which on logits are wanted.
-            window: As in `__call__`.
-
-        Returns:
-            Hidden states `[B, N - first, H]` in the network's dtype, and logits `[B, N - first, V]` in float32.
-        """
-        assert self.has_head
-        tokens, lengths = tokens.contiguous(), numbers(state.lengths)
-        call, end = self._call(state, tokens.size(0), tokens.size(1), lengths)
+        """As `DraftPass.guesses`."""
+        if self._target is None:
+            hidden = self(state, self._embed(tokens), window)[:, first:]
+            mark(PASS)
+            return hidden, self._head(hidden)
+        tokens, places = tokens.contiguous(), (numbers(state.lengths), numbers(state.rows))
+        call, end = self._call(state, tokens.size(0), tokens.size(1), *places)
         call.tokens = tokens.data_ptr()
         wanted = _slots_from(first, *tokens.shape)
         logits = torch.empty(len(tokens), tokens.size(1) - first, self._model.head.outputs)
         call.logits, call.logits_at, call.num_logits = logits.data_ptr(), address(wanted), len(wanted)
-        return self._pass(call, end, window)[:, first:].to(self._like.dtype), logits
+        hidden = self._pass(call, end, window)[:, first:].to(self._like.dtype)
+        mark(PASS)
+        return hidden, logits
 
     def _pass(self, call: CallFields, end: int, window: int | None) -> Tensor:
         """`[B, N, H]` behind the final norm."""
@@ -156,15 +177,16 @@ class CompiledDraftPass(CompiledLayers):
         cos, sin = (table[:, : self.config.head_dim // 2].contiguous() for table in tables)
         return [(cos, sin)] * self.config.num_hidden_layers
 
-    def _call(self, state: KVCache, batch: int, count: int, lengths: array[int]) -> tuple[CallFields, int]:
+    def _call(
+        self, state: KVCache, batch: int, count: int, lengths: array[int], starts: array[int]
+    ) -> tuple[CallFields, int]:
         """A call about N nodes behind each row's committed tokens; and the slots that it reaches."""
-        config = self.config
+        config, end = self.config, state.check_room(count)
         shape = (config.num_hidden_layers, 2 * config.num_key_value_heads, config.head_dim)
-        store, end = state.stacked(*shape, self._like), max(state.lengths) + count
-        assert end <= store.size(3) and store[0, 0].is_contiguous(), (end, store.shape, store.stride())
-        call = CallFields(lengths=address(lengths), batch=batch, nodes=count)
-        call.store, call.threads = store.data_ptr(), torch.get_num_threads()
-        call.layer_stride, call.row_stride, call.head_stride = store.stride()[:3]
+        memory = state.memory(*shape, self._like)
+        call = CallFields(lengths=address(lengths), starts=address(starts), batch=batch, nodes=count)
+        call.store, call.threads = memory.data_ptr(), torch.get_num_threads()
+        call.layer_stride, call.head_stride = memory.stride()[:2]
         return call, end
 
     def _pack(self, *projections: torch.nn.Linear) -> PackedWeight:

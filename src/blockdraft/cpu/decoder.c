@@ -24,12 +24,13 @@ typedef struct {
 } Model;
 
 typedef struct { /* embedded: rows in the place of tokens, or null; reach: how many committed tokens are seen, the last;
-                    best: the likeliest token of each row of logits, see `best_of`; store: [layers, batch, keys and then values of all heads, slot, head_dim], by strides */
+                    best: the likeliest token of each row of logits, see `best_of`; store: [layers, keys and then values of all heads, slot, head_dim], by strides; starts: the first slot of each row */
     const i64 *tokens, *parents, *lengths, *taps, *logits_at;
     const float *embedded;
     i64 batch, nodes, num_taps, num_logits, reach, threads;
     void *store;
-    i64 layer_stride, row_stride, head_stride;
+    i64 layer_stride, head_stride;
+    const i64 *starts;
     float *features, *logits, *workspace;
     i64 *best;
 } Call;
@@ -98,7 +99,7 @@ static void attention(const Model *m, const Layer *layer, const Call *call, i64 
         i64 from = work % items * QUERIES, head = work / items % m->kv_heads, row = work / items / m->kv_heads;
         i64 to = from + QUERIES < queries ? from + QUERIES : queries, size = BYTES(STORE);
         const char *keys = (char *)call->store
-            + size * (index * call->layer_stride + row * call->row_stride + head * call->head_stride);
+            + size * (index * call->layer_stride + head * call->head_stride + call->starts[row] * m->head_dim);
         const char *values = keys + size * m->kv_heads * call->head_stride;
         const uint8_t *sees = within + row * N * N;
         attend(m, layer, call, row, head, from, to, sees, depths + row * N, keys, values, qkv, mixed, scores);
@@ -120,8 +121,8 @@ static void place(const Model *m, const Layer *layer, const Call *call, i64 inde
         if (head < heads + m->kv_heads)
             rotate(m, layer, head < heads ? layer->q_norm : layer->k_norm, x, position);
         if (head < heads) continue;
-        i64 at = index * call->layer_stride + row * call->row_stride + (head - heads) * call->head_stride
-            + (call->lengths[row] + node % call->nodes) * D;
+        i64 at = index * call->layer_stride + (head - heads) * call->head_stride
+            + (call->starts[row] + call->lengths[row] + node % call->nodes) * D;
         for (i64 i = 0; i < D; i++) store_one(call->store, at + i, STORE, x[i]);
     }
 }

@@ -18,13 +18,12 @@ from torch import Tensor
 from blockdraft.errors import UsageError
 from blockdraft.machine import send
 from blockdraft.nn.attention import grouped_mask, visible_slots
-from blockdraft.nn.cache import KVCache
+from blockdraft.nn.cache import KVCache, bucket, slot_bucket
 from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.draft_pass import DraftPass
 
 MOST_NODES = 320  # of a captured forward, padding included
-LEAST_SLOTS = 256  # that attention reads
 MOST_GRAPHS = 32  # of one owner; each keeps its results in memory
 WARM_UPS = 2
 
@@ -113,17 +112,7 @@ def _fill(own: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         into.copy_(send(given, into.device))
 
 
-def bucket(count: int) -> int:
-    """The least of 1, 2, ..., 8, 10, 12, 14, 16, 20, 24, ... that is no less: four to a doubling."""
-    step = 1 << max((count - 1).bit_length() - 3, 0)
-    return -(-count // step) * step
-
-
 MOST_PADDING = max(bucket(count) - count for count in range(1, MOST_NODES + 1))
-
-
-def slot_bucket(slots: int) -> int:
-    return max(bucket(slots), LEAST_SLOTS)
 
 
 def room(capacity: int) -> int:
@@ -165,7 +154,7 @@ class CapturedDecoder:
             depths: `[B, M]` int64, distance from the anchor, M = `bucket(N)`: of the nodes and of those that fill up.
             within: `[B, M, M]` bool, which of these sees which. Those that fill up are seen by none of the others.
             lengths: Committed tokens of each row.
-            store: `[layers, B, 2 * num_kv_heads, slots, D]`, keys before values; of at least `room(capacity)` slots.
+            store: `[layers, B, 2 * num_kv_heads, slots, D]`, keys before values; a view of the cache's memory.
             taps: As in `Decoder.forward`.
 
         Returns:
@@ -192,13 +181,11 @@ class CapturedDecoder:
 
 
 class CapturedDraftPass(DraftPass):
-    """A draft pass between embedding and head, as graphs; the keys and values of the context are written without.
+    """A draft pass with its head, as graphs; the keys and values of the context are written without.
 
     Args:
-        network: As in `DraftPass`.
+        network, embed, head: As in `DraftPass`.
         recorder: Of the target.
-        embed: Of tokens `[B, N]`.
-        head: Of hidden states.
     """
 
     def __init__(
@@ -208,18 +195,18 @@ class CapturedDraftPass(DraftPass):
         embed: Callable[[Tensor], Tensor],
         head: Callable[[Tensor], Tensor],
     ) -> None:
-        super().__init__(network)
+        super().__init__(network, embed, head)
         self._graphs = Graphs(recorder, network.fc.weight.device)
-        self._embed, self._head = embed, head
 
     def guesses(self, state: KVCache, tokens: Tensor, first: int, window: int | None = None) -> tuple[Tensor, Tensor]:
-        """As `CompiledDraftPass.guesses`. A pass with a window reads other slots each time, and is not captured."""
-        if window is not None:
-            hidden = self(state, self._embed(tokens), window)[:, first:]
-            return hidden, self._head(hidden)
-        config, store, (batch, count) = self.config, self._store(state), tokens.shape
+        """As `DraftPass.guesses`. A pass with a window reads other slots each time, and is not captured."""
+        config, (batch, count) = self.config, tokens.shape
         slots = slot_bucket(max(state.lengths) + count)
-        assert slots <= store.size(3), (slots, store.shape)
+        if window is not None or slots > state.capacity:
+            return super().guesses(state, tokens, first, window)
+        store, is_memory = state.view(self._memory(state), count, slots)
+        if not is_memory:
+            return super().guesses(state, tokens, first, window)
 
         def call(tokens: Tensor, starts: Tensor) -> list[Tensor]:
             at = starts[:, None] + torch.arange(count, device=starts.device)

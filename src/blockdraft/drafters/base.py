@@ -4,28 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
 
 from blockdraft.proposal import Plan, Proposal
+from blockdraft.targets.base import Rows
 
-
-class State(Protocol):
-    """A drafter's own memory of the rows of a batch."""
-
-    def select(self, rows: Sequence[int]) -> None:
-        """Keep only these rows, in this order."""
-
-    def join(self, other: Any, capacity: int) -> None:
-        """Take over the rows of another state of the same drafter, behind this one's own.
-
-        Args:
-            capacity: Most tokens of a row from now on.
-        """
-
-    def prefix(self, row: int, length: int) -> Any:
-        """A state of one row as it was when its first `length` tokens had been observed."""
+# What a drafter knows of the rows of a batch: of the same rows as the target's cache, on slots of its own.
+State: TypeAlias = Rows
 
 
 class Drafter(Protocol):

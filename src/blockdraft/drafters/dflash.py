@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from blockdraft.cpu.compiled_draft import CompiledDraftPass, draft_pass
-from blockdraft.cuda.graphs import CapturedDraftPass, room
 from blockdraft.errors import UsageError
 from blockdraft.formats import speculators
 from blockdraft.formats.speculators import Borrowed
@@ -19,12 +17,11 @@ from blockdraft.formats.zlab import check_fits, read_checkpoint
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.draft_config import DraftConfig
-from blockdraft.nn.draft_pass import DraftPass
 from blockdraft.nn.reduced_head import ReducedHead
 from blockdraft.proposal import Plan, Proposal, best_count, best_first, chain, chain_laws, cut_laws, paying_tree
 from blockdraft.sampling import best_tokens, draw, probabilities
 from blockdraft.targets import Target
-from blockdraft.timing import CONTEXT, HEAD, OBSERVE, PASS, mark
+from blockdraft.timing import CONTEXT, HEAD, OBSERVE, mark
 from blockdraft.types import SamplingParams
 
 ARCHITECTURES = ("DFlashDraftModel", "DFlashSpeculator")
@@ -83,23 +80,15 @@ class DFlashDrafter:
         self.noise_schedule = noise_schedule
         self.reduced_head = reduced_head and reduced_head.to(target.device, target.dtype)
         self._target = target
-        self._run: DraftPass | CompiledDraftPass
-        self._room: Callable[[int], int] = int  # slots of a state's store
-        if target.captured is None:
-            self._run = draft_pass(self.network, target.compiled)
-        else:
-            head = self.reduced_head or target.head
-            self._run = CapturedDraftPass(self.network, target.captured.recorder, target.embed, head)
-            self._room = room
+        self._run = target.draft_runner(self.network, self.reduced_head)
         self._masks = torch.full((1, self.block_size), self.config.mask_token_id, device=target.device)
 
     def new_state(self, batch: int, capacity: int) -> KVCache:
-        return KVCache(batch, capacity, self._room)
+        state: KVCache = self._run.new_state(batch, capacity)
+        return state
 
     def state_bytes(self, batch: int, capacity: int) -> int:
-        config = self.config
-        per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-        return batch * self._room(capacity) * per_token * self._target.dtype.itemsize
+        return self._run.state_bytes(batch, capacity)
 
     @torch.no_grad()
     def observe(self, state: KVCache, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
@@ -186,14 +175,7 @@ class DFlashDrafter:
     ) -> tuple[Tensor, Tensor]:
         """Hidden states and logits, `[B, N - first, ...]`, of a block whose unknown slots hold the mask token, from the
         slot `first` on; slot 0 of a DFlash drafter is meaningless."""
-        run, own_head = self._run, self.reduced_head is not None
-        if isinstance(run, CapturedDraftPass) or (isinstance(run, CompiledDraftPass) and run.has_head and not own_head):
-            hidden, logits = run.guesses(state, tokens, first, window)
-            mark(PASS)
-        else:
-            hidden = run(state, self._target.embed(tokens), window)[:, first:]
-            mark(PASS)
-            logits = (self.reduced_head or self._target.head)(hidden)
+        hidden, logits = self._run.guesses(state, tokens, first, window)
         logits = self.network.adjust_logits(logits)
         mark(HEAD)
         return hidden, logits

@@ -22,38 +22,76 @@ BLOCK_SIZE = 8
 
 
 class DraftState:
-    """What the draft model knows of the rows of a batch.
+    """What the draft model knows of some rows.
 
     Attributes:
         cache: Its keys and values of `held`.
-        texts: Committed tokens of each row.
-        held: Tokens of each row that the cache holds: the beginning of its text or, between `propose` and `observe`,
-            all of it with anchor and guesses behind.
+        rows: Of a batch, by the first of their slots.
     """
 
-    def __init__(self, cache: Cache, texts: list[list[int]], held: list[list[int]]) -> None:
+    def __init__(
+        self,
+        cache: Cache,
+        rows: Sequence[int],
+        of_rows: dict[int, tuple[list[int], list[int]]],
+        capacities: dict[int, int],
+    ) -> None:
         self.cache = cache
-        self.texts = texts
-        self.held = held
+        self.rows = list(rows)
+        self._of_rows = of_rows  # text and held of each row
+        self._capacities = capacities
+
+    @property
+    def capacity(self) -> int:
+        """Slots of the shortest row."""
+        return min(self._capacities[row] for row in self.rows)
+
+    @property
+    def texts(self) -> list[list[int]]:
+        """Committed tokens of each row."""
+        return [self._of_rows[row][0] for row in self.rows]
+
+    @property
+    def held(self) -> list[list[int]]:
+        """Tokens of each row that the cache holds: the beginning of its text or, between `propose` and `observe`, all
+        of it with anchor and guesses behind."""
+        # What was cut off by an exception has not been committed, or has not been noted.
+        both = zip(self.rows, self.cache.lengths, strict=True)
+        return [self._of_rows[row][1][:length] for row, length in both]
+
+    def note(self, texts: Sequence[list[int]], held: Sequence[list[int]]) -> None:
+        """Set what belongs to each row."""
+        self._of_rows.update(zip(self.rows, zip(texts, held, strict=True), strict=True))
 
     def truncate(self, lengths: Sequence[int]) -> None:
         """Keep so many of each row's tokens in the cache."""
-        self.held = [tokens[:length] for tokens, length in zip(self.held, lengths, strict=True)]
-        self.cache.truncate(lengths)
+        self.cache.truncate([min(new, old) for new, old in zip(lengths, self.cache.lengths, strict=True)])
 
-    def select(self, rows: Sequence[int]) -> None:
-        self.cache.select(rows)
-        self.texts = [self.texts[row] for row in rows]
-        self.held = [self.held[row] for row in rows]
+    def of(self, rows: Sequence[int]) -> DraftState:
+        return DraftState(self.cache.of(rows), rows, self._of_rows, self._capacities)
 
-    def join(self, other: DraftState, capacity: int) -> None:
-        self.cache.join(other.cache, capacity)
-        self.texts += other.texts
-        self.held += other.held
+    def open(self, row: int, capacity: int) -> None:
+        self.cache.open(row, capacity)
+        self._of_rows[row], self._capacities[row] = ([], []), capacity
 
-    def prefix(self, row: int, length: int) -> DraftState:
-        held = self.held[row][:length]
-        return DraftState(self.cache.prefix(row, len(held)), [self.texts[row][:length]], [held])
+    def close(self, row: int) -> None:
+        self.cache.close(row)
+        del self._of_rows[row], self._capacities[row]
+
+    def shrink(self, row: int, capacity: int) -> None:
+        text, held = self._of_rows[row]
+        self.cache.shrink(row, capacity)
+        self._of_rows[row], self._capacities[row] = (text[:capacity], held[:capacity]), capacity
+
+    def copy(self, source: int, row: int, length: int) -> None:
+        text, held = self._of_rows[source]
+        known = len(commonprefix([text[:length], held]))
+        known = min(known, *self.cache.of([source]).lengths)
+        self.cache.copy(source, row, known)
+        self._of_rows[row] = text[:length], held[:known]
+
+    def wipe(self, row: int, whole: bool = False) -> None:
+        self.cache.wipe(row, whole)
 
 
 class DraftLMDrafter:
@@ -88,9 +126,9 @@ class DraftLMDrafter:
         self._vocab_size = target.vocab_size
 
     def new_state(self, batch: int, capacity: int) -> DraftState:
-        return DraftState(
-            self.model.new_cache(batch, capacity), texts=[[] for _ in range(batch)], held=[[] for _ in range(batch)]
-        )
+        rows = range(0, batch * capacity, max(capacity, 1))
+        empty: dict[int, tuple[list[int], list[int]]] = {row: ([], []) for row in rows}
+        return DraftState(self.model.new_cache(batch, capacity), rows, empty, dict.fromkeys(rows, capacity))
 
     def state_bytes(self, batch: int, capacity: int) -> int:
         return self.model.cache_bytes(batch, capacity)
@@ -103,7 +141,7 @@ class DraftLMDrafter:
                 for text, held, committed in zip(state.texts, state.held, new, strict=True)
             ]
         )
-        state.texts = [text + committed for text, committed in zip(state.texts, new, strict=True)]
+        state.note([text + committed for text, committed in zip(state.texts, new, strict=True)], state.held)
         # A few tokens are read together with the next anchor. A prompt is read at once, before its rows join others
         # that would have to wait for it.
         if max(lengths) > self.block_size:
@@ -143,7 +181,7 @@ class DraftLMDrafter:
         tokens = torch.stack(guesses, dim=1)
         if made:  # the last guess has not been read
             read = [ids[: min(free, made)] for ids, free in zip(tokens.tolist(), room, strict=True)]
-            state.held = [text[:-1] + ids for text, ids in zip(known, read, strict=True)]
+            state.note(state.texts, [text[:-1] + ids for text, ids in zip(known, read, strict=True)])
         past = torch.arange(made + 1) > torch.tensor(room)[:, None]
         parents = chain(tokens).parents.masked_fill(past, -1)
         chances = tuple(expected.tolist()) if seconds else None
@@ -164,6 +202,14 @@ class DraftLMDrafter:
         """
         state.truncate([min(len(text), len(held)) for text, held in zip(texts, state.held, strict=True)])
         count = max(len(text) - len(held) for text, held in zip(texts, state.held, strict=True))
+        if count > state.capacity:  # of another row, which must not write over what follows the shortest one
+            alone = [
+                self._read(state.of([row]), [text])
+                if text
+                else torch.zeros(1, self._vocab_size, device=self.model.device)
+                for row, text in zip(state.rows, texts, strict=True)
+            ]
+            return torch.cat([logits.float() for logits in alone])
         state.truncate([max(0, len(text) - count) for text in texts])
         new = [text[len(held) :] for text, held in zip(texts, state.held, strict=True)]
         tokens = torch.tensor([[*ids, *[0] * (count - len(ids))] for ids in new], device=self.model.device)
@@ -171,7 +217,7 @@ class DraftLMDrafter:
         # The target computes the logits that it is asked for in every row.
         logits = self._forward(tokens, state.cache, last if count > len(new) else None)
         state.cache.commit([range(len(ids)) for ids in new])
-        state.held = [list(text) for text in texts]
+        state.note(state.texts, [list(text) for text in texts])
         return logits[torch.arange(len(new)), last.clamp(max=logits.size(1) - 1)]
 
     def _forward(self, tokens: Tensor, cache: Cache, logits_at: Tensor | None = None) -> Tensor:

@@ -11,14 +11,23 @@ from blockdraft.targets import Target
 
 
 class _NoState:
-    def select(self, rows: Sequence[int]) -> None:
-        pass
-
-    def join(self, other: _NoState, capacity: int) -> None:
-        pass
-
-    def prefix(self, row: int, length: int) -> _NoState:
+    def of(self, rows: Sequence[int]) -> _NoState:
         return self
+
+    def open(self, row: int, capacity: int) -> None:
+        pass
+
+    def close(self, row: int) -> None:
+        pass
+
+    def shrink(self, row: int, capacity: int) -> None:
+        pass
+
+    def copy(self, source: int, row: int, length: int) -> None:
+        pass
+
+    def wipe(self, row: int, whole: bool = False) -> None:
+        pass
 
 
 class NoDrafter:

@@ -48,19 +48,38 @@ class Text:
 
 
 class Texts:
-    """The texts of a batch."""
+    """The texts of some rows.
 
-    def __init__(self, texts: list[Text]) -> None:
-        self.texts = texts
+    Attributes:
+        rows: Of a batch, by the first of their slots.
+    """
 
-    def select(self, rows: Sequence[int]) -> None:
-        self.texts = [self.texts[row] for row in rows]
+    def __init__(self, rows: Sequence[int], of_rows: dict[int, Text]) -> None:
+        self.rows = list(rows)
+        self._of_rows = of_rows
 
-    def join(self, other: Texts, capacity: int) -> None:
-        self.texts += other.texts
+    @property
+    def texts(self) -> list[Text]:
+        return [self._of_rows[row] for row in self.rows]
 
-    def prefix(self, row: int, length: int) -> Texts:
-        return Texts([Text(self.texts[row].tokens[:length])])
+    def of(self, rows: Sequence[int]) -> Texts:
+        return Texts(rows, self._of_rows)
+
+    def open(self, row: int, capacity: int) -> None:
+        self._of_rows[row] = Text()
+
+    def close(self, row: int) -> None:
+        del self._of_rows[row]
+
+    def shrink(self, row: int, capacity: int) -> None:
+        if capacity < len(self._of_rows[row].tokens):
+            self.copy(row, row, capacity)
+
+    def copy(self, source: int, row: int, length: int) -> None:
+        self._of_rows[row] = Text(self._of_rows[source].tokens[:length])
+
+    def wipe(self, row: int, whole: bool = False) -> None:
+        pass
 
 
 class PromptLookupDrafter:
@@ -77,7 +96,8 @@ class PromptLookupDrafter:
     knows_probabilities = False
 
     def new_state(self, batch: int, capacity: int) -> Texts:
-        return Texts([Text() for _ in range(batch)])
+        rows = range(0, batch * capacity, max(capacity, 1))
+        return Texts(rows, {row: Text() for row in rows})
 
     def state_bytes(self, batch: int, capacity: int) -> int:
         return batch * capacity * BYTES_PER_TOKEN

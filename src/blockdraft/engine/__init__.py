@@ -1,20 +1,16 @@
-"""The engine: one decode loop for all drafters and targets."""
+"""The engine: one lossless decode loop for all drafters and targets."""
 
-from blockdraft.engine.batch import Batch
 from blockdraft.engine.costs import Costs, load_or_measure
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import Chunk, Completion, Request
-from blockdraft.engine.scheduler import Scheduler
 from blockdraft.engine.stats import Stats, loops, mean_tau, merge
 
 __all__ = [
-    "Batch",
     "Chunk",
     "Completion",
     "Costs",
     "Engine",
     "Request",
-    "Scheduler",
     "Stats",
     "load_or_measure",
     "loops",

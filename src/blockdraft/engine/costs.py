@@ -18,10 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from blockdraft.engine.batch import Batch
+from blockdraft.engine.probe import Probe
 from blockdraft.machine import cache_folder
-from blockdraft.proposal import Plan
-from blockdraft.types import SamplingParams
 
 if TYPE_CHECKING:
     from blockdraft.engine.engine import Engine
@@ -94,12 +92,12 @@ def measure(engine: Engine, report: Callable[[str], None] = lambda line: None) -
     context = min(CONTEXT, target.max_context // 4)
     nodes: list[int] = []
     forward: list[float] = []
-    batch = _batch(engine, 1, context, max(NODES))
+    runner, rows_of_one = Probe(target, engine.drafter).rows(1, context, max(NODES))
 
     def score(count: int) -> None:
         tokens = torch.zeros(1, count, dtype=torch.long, device=target.device)
         star = torch.tensor([[-1] + [0] * (count - 1)])  # all hang on the anchor, so that the mask is that of a tree
-        target.forward(tokens, star, batch.cache, engine.drafter.taps)
+        target.forward(tokens, star, runner.cache.of([rows_of_one[0].start]), engine.drafter.taps)
 
     for count in NODES:
         if nodes and (time.perf_counter() - began > LIMIT_SECONDS / 2 or context + count > target.max_context):
@@ -140,32 +138,17 @@ def _line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
 
 def _cycle(engine: Engine, rows: int, context: int, guesses: int, tree: bool = False) -> tuple[int, float]:
     """How many guesses a row there were, of those asked for, and the median time of a cycle with them."""
-    drafter = engine.drafter
-    # Asked as the controller asks: with times by which just so many guesses pay, or for a chain of this length.
-    seconds = [1.0] * (guesses + 1) if guesses and drafter.knows_probabilities else None
-    block_size = drafter.block_size if seconds and tree else min(drafter.block_size, guesses + 1)
-    plan = Plan(block_size, [SamplingParams()] * rows, guesses if tree else 0, seconds)
-    batch = _batch(engine, rows, context, (REPEATS + 1) * drafter.block_size + guesses)
-    made: list[int] = []
-    taken = _seconds(engine, lambda: made.append(engine.step(batch, plan)))
-    return int(statistics.median(made)), taken
-
-
-def _batch(engine: Engine, rows: int, context: int, room: int) -> Batch:
-    """Rows of arbitrary tokens, with slots for `room` more."""
-    room = min(room, engine.target.max_context - context)
-    prompt = [(7 * i + 3) % engine.target.vocab_size for i in range(context)]
-    params = SamplingParams(room, ignore_eos=True)
-    return engine.prefill([engine.request(prompt, params) for _ in range(rows)])
+    found = Probe(engine.target, engine.drafter)(rows, context, guesses, tree, REPEATS + 1)
+    return int(statistics.median(made for made, _ in found)), statistics.median(seconds for _, seconds in found[1:])
 
 
 def _seconds(engine: Engine, work: Callable[[], object]) -> float:
     """Median time of a piece of work, after one run that does not count."""
     times = []
     for _ in range(REPEATS + 1):
-        began = engine.now()
+        began = time.perf_counter()
         work()
-        times.append(engine.now() - began)
+        times.append(time.perf_counter() - began)
     return statistics.median(times[1:])
 
 

@@ -1,58 +1,98 @@
-"""Memory of finished requests, so that a request which begins like one of them need not read those tokens again."""
+"""Which rows hold the beginning of a prompt, so that it need not be read again."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from blockdraft.drafters import State
-from blockdraft.targets import Cache
+BLOCK = 16  # tokens; a shorter beginning is not worth a copy
 
 
-@dataclass(frozen=True)
-class Prefix:
-    """Tokens, and what target and drafter remember of them: one row each."""
+class PrefixIndex:
+    """The texts of rows by the hashes of their blocks of tokens, each hashed with all blocks before it."""
 
-    tokens: list[int]
-    cache: Cache
-    state: State
+    def __init__(self) -> None:
+        self._texts: dict[int, list[int]] = {}
+        self._rows: dict[int, dict[int, None]] = {}  # by hash, those whose text has this block, in order
+
+    def add(self, row: int, text: Sequence[int]) -> None:
+        """Know the text of a row, which replaces what was known of it."""
+        self.remove(row)
+        self._texts[row] = list(text)
+        for key in _hashes(text):
+            self._rows.setdefault(key, {})[row] = None
+
+    def remove(self, row: int) -> None:
+        """Know the row no longer, if it was known."""
+        for key in _hashes(self._texts.pop(row, ())):
+            del self._rows[key][row]
+            if not self._rows[key]:
+                del self._rows[key]
+
+    def longest(self, text: Sequence[int]) -> tuple[int, int] | None:
+        """The row whose text has most tokens in common with this one from the beginning on, and how many these are.
+
+        None where they do not make a block. Of equally good rows the one that has been known longest.
+        """
+        found = None
+        for count, key in enumerate(_hashes(text), start=1):
+            if key not in self._rows:
+                break
+            found = count, key
+        if found is None:
+            return None
+        count, key = found
+        held = {row: common(self._texts[row], text) for row in self._rows[key]}
+        row = max(held, key=held.__getitem__)
+        # Different blocks may have one hash; then what is in common is less than a hash says, and still true.
+        return (row, held[row]) if held[row] >= BLOCK else None
 
 
-class PrefixStore:
-    """Holds the most recently used prefixes, as many as fit.
+class Remembered:
+    """Rows of requests that have ended, the least recently used first.
 
     Args:
-        max_tokens: Most tokens of all prefixes together; 0 keeps none.
+        most: Tokens of all of them together.
     """
 
-    def __init__(self, max_tokens: int) -> None:
-        self.max_tokens = max_tokens
-        self._prefixes: list[Prefix] = []  # the most recently used one is last
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.texts: OrderedDict[int, list[int]] = OrderedDict()
 
-    def add(self, prefix: Prefix) -> None:
-        """Keep a prefix; what it contains as a whole, and the least recently used, make room for it."""
-        if len(prefix.tokens) > self.max_tokens:
-            return
-        self._prefixes = [p for p in self._prefixes if _common(p.tokens, prefix.tokens) < len(p.tokens)]
-        self._prefixes.append(prefix)
-        while sum(len(p.tokens) for p in self._prefixes) > self.max_tokens:
-            self._prefixes.pop(0)
+    def add(self, row: int, text: list[int]) -> list[int]:
+        """Remember a row, which `most` suffices for. Returns the rows that have to go: those that it holds as a whole,
+        and then the least recently used."""
+        gone = [known for known, held in self.texts.items() if common(held, text) == len(held)]
+        for known in gone:
+            del self.texts[known]
+        self.texts[row] = text
+        while sum(map(len, self.texts.values())) > self.most:
+            gone.append(self.forget())
+        return gone
 
-    def longest(self, prompt: Sequence[int]) -> Prefix | None:
-        """The longest remembered beginning of a prompt, its last token left out: that one must yield logits.
+    def use(self, row: int) -> None:
+        """It was of use just now."""
+        if row in self.texts:
+            self.texts.move_to_end(row)
 
-        Returns:
-            A copy, cut to the tokens in common; None if not even the first token is remembered.
-        """
-        lengths = [_common(p.tokens, prompt[:-1]) for p in self._prefixes]
-        length = max(lengths, default=0)
-        if length == 0:
-            return None
-        found = self._prefixes.pop(lengths.index(length))
-        self._prefixes.append(found)
-        return Prefix(found.tokens[:length], found.cache.prefix(0, length), found.state.prefix(0, length))
+    def forget(self) -> int:
+        """The least recently used row, which is remembered no longer."""
+        row, _ = self.texts.popitem(last=False)
+        return row
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
+def common(one: Sequence[int], other: Sequence[int]) -> int:
     """Number of tokens that both begin with."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    least = min(len(one), len(other))
+    if one[:least] == other[:least]:
+        return least
+    return next(i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+
+
+def _hashes(text: Sequence[int]) -> list[int]:
+    """One for each whole block."""
+    hashes, before = [], 0
+    for end in range(BLOCK, len(text) + 1, BLOCK):
+        before = hash((before, tuple(text[end - BLOCK : end])))
+        hashes.append(before)
+    return hashes

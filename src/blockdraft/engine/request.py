@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from blockdraft.engine.prompts import AnswerText
 from blockdraft.engine.stats import Stats
-from blockdraft.errors import NumbersError
+from blockdraft.engine.text import AnswerText
+from blockdraft.errors import BlockdraftError, RequestError, describe
 from blockdraft.sampling import RandomNumbers
 from blockdraft.types import FinishReason, SamplingParams
 
 
 @dataclass(eq=False)
 class Request:
-    """One request while it waits and while it is decoded.
+    """One request while it waits and while it is decoded. `Engine.submit` returns it.
 
     Attributes:
         prompt: Token ids.
         stop_ids: Tokens that end it, the target's own included unless they are ignored.
+        listener: Called with each new chunk of the answer, in the thread that decodes; an exception ends the request.
         token_ids: The answer so far; its last token is the anchor.
         drafted: For each token, whether the drafter had guessed it.
         finish_reason: None until it has ended.
@@ -31,12 +33,15 @@ class Request:
     stop_ids: frozenset[int]
     random: RandomNumbers
     text: AnswerText
+    listener: Callable[[Chunk], object] | None = None
     token_ids: list[int] = field(default_factory=list)
     drafted: list[bool] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    error: str | None = None
+    error: BlockdraftError | None = None
     cancelled: bool = False
     stats: Stats = field(default_factory=Stats)
+    _sent: int = 0
+    _ended: threading.Event = field(default_factory=threading.Event)
 
     @property
     def remaining(self) -> int:
@@ -47,19 +52,44 @@ class Request:
         return self.finish_reason is not None
 
     def cancel(self) -> None:
-        """Stop decoding it; what it has so far stays."""
+        """Stop decoding it; what it has so far stays. May be called from any thread."""
         self.cancelled = True
 
-    def finish(self, reason: FinishReason, error: str | None = None) -> None:
-        self.finish_reason, self.error = reason, error
-        self.text.finish()
+    def result(self, timeout: float | None = None) -> Completion:
+        """Wait for its end.
+
+        Raises:
+            TimeoutError: It has not ended after so many seconds; it goes on.
+        """
+        if not self._ended.wait(timeout):
+            raise TimeoutError(f"The request has not ended after {timeout} s; wait on, or cancel it.")
+        return self.completion()
+
+    def finish(self, reason: FinishReason) -> None:
+        """End it."""
+        try:
+            self.text.finish()
+        except Exception as error:
+            self.fail(RequestError(f"The tokenizer failed: {describe(error)}"), error)
+        else:
+            self.finish_reason = reason
+
+    def fail(self, error: BlockdraftError, cause: BaseException | None = None) -> None:
+        """End it with an error."""
+        error.__cause__ = cause
+        self.finish_reason, self.error = "error", error
 
     def extend(self, token_ids: Sequence[int], drafted: Sequence[bool]) -> int:
-        """Add committed tokens up to a stop token, a stop string or the length limit; returns how many were taken."""
+        """Add committed tokens up to a stop token, a stop string or the length limit; returns how many were taken. A
+        tokenizer that fails ends the request."""
         for taken, (token, guessed) in enumerate(zip(token_ids, drafted, strict=True), start=1):
             self.token_ids.append(token)
             self.drafted.append(guessed)
-            self.text.push(token)
+            try:
+                self.text.push(token)
+            except Exception as error:
+                self.fail(RequestError(f"The tokenizer failed: {describe(error)}"), error)
+                return taken
             if token in self.stop_ids or self.text.stopped:
                 self.finish("stop")
                 return taken
@@ -68,10 +98,43 @@ class Request:
                 return taken
         return len(token_ids)
 
+    def publish(self) -> None:
+        """Hand what is new to the listener, and the end to those who wait for it."""
+        if self.listener is not None and (self.finished or len(self.token_ids) > self._sent):
+            try:
+                self.listener(self._chunk())
+            except Exception as error:
+                self.listener = None
+                self.fail(RequestError(f"The listener failed: {describe(error)}"), error)
+        if self.finished:
+            self._ended.set()
+
+    def _chunk(self) -> Chunk:
+        new, drafted = tuple(self.token_ids[self._sent :]), tuple(self.drafted[self._sent :])
+        self._sent = len(self.token_ids)
+        text = "" if isinstance(self.error, RequestError) else self.text.take()
+        return Chunk(text, new, drafted, self.stats, self.finish_reason, self._message)
+
+    @property
+    def _message(self) -> str | None:
+        return None if self.error is None else str(self.error)
+
     def completion(self) -> Completion:
+        """The answer of a request that has ended."""
         assert self.finish_reason is not None
+        try:
+            text = self.text.shown
+        except Exception:  # of a tokenizer, which `error` tells of
+            text = ""
         return Completion(
-            self.text.shown, self.token_ids, self.finish_reason, self.drafted, self.stats, len(self.prompt), self.error
+            text,
+            self.token_ids,
+            self.finish_reason,
+            self.drafted,
+            self.stats,
+            len(self.prompt),
+            self._message,
+            self.error,
         )
 
 
@@ -87,6 +150,7 @@ class Completion:
         stats: Counts and times; `tau` is a short cut to the one most asked for.
         prompt_tokens: Length of the prompt.
         error: What went wrong where the finish reason is "error", else None.
+        exception: The same as an exception.
     """
 
     text: str
@@ -96,6 +160,7 @@ class Completion:
     stats: Stats
     prompt_tokens: int = 0
     error: str | None = None
+    exception: BlockdraftError | None = None
 
     @property
     def tau(self) -> float:
@@ -105,10 +170,11 @@ class Completion:
         """Itself.
 
         Raises:
-            FloatingPointError: It ended in an error.
+            NumbersError: The target computed no finite numbers.
+            RequestError: It ended in another error.
         """
-        if self.error is not None:
-            raise NumbersError(self.error)
+        if self.exception is not None:
+            raise self.exception
         return self
 
 

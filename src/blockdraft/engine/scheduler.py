@@ -1,112 +1,299 @@
-"""Continuous batching: requests join and leave a running batch between its cycles."""
+"""Decides: who runs, on which slots, what is read, what is remembered, and how far to draft. It touches no tensor."""
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from blockdraft.engine.batch import Batch
+from blockdraft.engine.controller import Controller
+from blockdraft.engine.prefixes import PrefixIndex, Remembered
 from blockdraft.engine.request import Request
-from blockdraft.errors import UsageError
-from blockdraft.types import Prompt, SamplingParams
+from blockdraft.engine.runner import Row, Runner
+from blockdraft.engine.slots import Slots
+from blockdraft.errors import BlockdraftError, NumbersError, RequestError, describe
+from blockdraft.proposal import Plan
 
-if TYPE_CHECKING:
-    from blockdraft.engine.engine import Engine
+log = logging.getLogger(__name__)
+
+_DOUBT = NumbersError("There were no finite numbers.")
 
 
 class Scheduler:
-    """Runs the requests of one engine, in the order in which they came.
+    """Runs requests in the order in which they came, and lets them join and leave between cycles.
 
-    A request is let in when a row is free and when the memory that all running requests can need at most, with their
-    longest prompt and answer, still fits; else it waits, and those behind it wait too.
+    A request is let in when a row is free and so many slots lie together as its prompt and its longest answer need;
+    else it waits, and those behind it wait too. Prompts are read some tokens at a time, between the cycles of the
+    others. A beginning that another row holds is copied, or waited for where that row is about to read it.
+
+    A step is atomic for each request: what goes wrong in one row ends that row, and the others do not notice.
+
+    Args:
+        runner: What executes.
+        controller: How far to draft.
+        slots: Tokens of the runner's stores.
+        max_batch_size: Most rows.
+        prefix_tokens: Tokens of ended requests that are remembered.
+        prefill_tokens: Most tokens of prompts that are read between two cycles.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(
+        self,
+        runner: Runner,
+        controller: Controller,
+        slots: int,
+        max_batch_size: int,
+        prefix_tokens: int,
+        prefill_tokens: int,
+    ) -> None:
+        self._runner, self._controller = runner, controller
+        self._slots = Slots(slots)
+        self._max_rows, self._prefill_tokens = max_batch_size, prefill_tokens
+        self._can_share = runner.target.can_truncate
+        self._lock = threading.Lock()  # of the queue: requests come from other threads
         self._waiting: deque[Request] = deque()
-        self._batch: Batch | None = None
-        self._limit = engine.free_bytes()
+        self._rows: list[Row] = []
+        self._index = PrefixIndex()
+        self._remembered = Remembered(prefix_tokens)
+        self._kept: dict[int, int] = {}  # slots of remembered rows
+        self._sources: dict[Row, tuple[Row | None, int, int]] = {}  # whom a row waits for: (row, its start, tokens)
 
-    def submit(self, prompt: Prompt, params: SamplingParams) -> Request:
-        """Queue a request.
+    def row_slots(self, request: Request) -> int:
+        """Slots of a request's row."""
+        most = len(request.prompt) + request.params.max_new_tokens + 1 + self._controller.most_guesses
+        return self._runner.target.row_slots(most)
 
-        Raises:
-            ValueError: It can never run: see `Engine.generate`.
-        """
-        request = self._engine.request(prompt, params)
-        need = self._engine.memory_bytes([request])
-        if need > self._limit:
-            raise UsageError(
-                f"Caches and logits of a request of up to {self._engine.capacity([request])} tokens take "
-                f"{need / 2**30:.1f} GiB and {self._limit / 2**30:.1f} GiB are free; ask for fewer new tokens or a "
-                f"smaller tree."
-            )
-        self._waiting.append(request)
-        return request
+    def add(self, requests: Sequence[Request]) -> None:
+        """Queue requests, which have been checked. May be called from any thread."""
+        with self._lock:
+            self._waiting += requests
 
     @property
     def idle(self) -> bool:
-        return self._batch is None and not self._waiting
+        with self._lock:
+            return not self._rows and not self._waiting
 
     @property
     def running(self) -> list[Request]:
-        return list(self._batch.requests) if self._batch else []
+        return [row.request for row in self._rows]
 
     @property
     def waiting(self) -> list[Request]:
-        return list(self._waiting)
+        with self._lock:
+            return list(self._waiting)
 
     def step(self) -> list[Request]:
-        """Let requests in and read their prompts, or else run one cycle; free the rows of those that ended.
+        """Let requests in, read some of their prompts, run one cycle of the others, and free the rows of those that
+        ended.
 
         Returns:
             The requests that ended.
         """
-        ended = self._end_cancelled()
-        joining = self._admitted()
-        if joining:
+        try:
+            ended = self._end_cancelled()
+            self._admit()
+            decoding = [row for row in self._rows if not row.reading]
             began = time.perf_counter()
-            group = self._engine.prefill(joining)
-            for request in self.running:
-                request.stats.total_seconds += time.perf_counter() - began  # they stood still meanwhile
-            if self._batch is None:
-                self._batch = group
-            else:
-                self._engine.catch_up(self._batch)
-                self._batch.join(group, self._engine.capacity([*self.running, *joining]))
-        elif self._batch is not None:
-            self._engine.step(self._batch)
-        if self._batch is not None:
-            self._engine.remember(self._batch)
-            ended += self._free_rows()
-        return ended
+            if self._read():
+                for row in decoding:  # they stood still meanwhile
+                    row.request.stats.total_seconds += time.perf_counter() - began
+            decoding = [row for row in decoding if not row.request.finished]
+            if decoding:
+                self._cycle(decoding)
+        except BaseException as error:  # an interrupt may have come anywhere, and a row must not go on half done
+            self.abort(error)
+            raise
+        return ended + self._end_finished()
+
+    def abort(self, error: BaseException) -> None:
+        """End every request with this error."""
+        with self._lock:
+            waiting, self._waiting = list(self._waiting), deque()
+        rows, self._rows = self._rows, []
+        for request in [*(row.request for row in rows), *waiting]:
+            if not request.finished:
+                request.fail(RequestError(f"Decoding was ended by an error: {describe(error)}"), error)
+        self._sources.clear()
+        for row in rows:
+            self._index.remove(row.start)
+            self._slots.give(row.start, row.capacity)
+            self._runner.close(row.start, wipe=True)
+        for request in [*(row.request for row in rows), *waiting]:
+            request.publish()
+
+    # Who comes and goes.
+
+    def _admit(self) -> None:
+        """Let in as many waiting requests as there are rows and slots for."""
+        while self._waiting and len(self._rows) < self._max_rows:
+            request = self._waiting[0]
+            size = self.row_slots(request)
+            known = self._index.longest(request.prompt[:-1]) if self._can_share else None
+            if known is not None:
+                self._remembered.use(known[0])  # so that it goes last
+            start = self._take(size)
+            if start is None:
+                return
+            with self._lock:
+                self._waiting.popleft()
+            row = Row(request, start, size)
+            self._runner.open(start, size)
+            if known is not None:
+                source = next((other for other in self._rows if other.start == known[0]), None)
+                if source is not None or known[0] in self._kept:
+                    self._sources[row] = source, *known
+            self._rows.append(row)
+            self._index.add(start, request.prompt)
+            self._follow(row)
+
+    def _take(self, size: int) -> int | None:
+        """Slots for a row; remembered rows make room where that helps."""
+        start = self._slots.take(size)
+        if start is None and self._slots.would_fit(size, self._kept.items()):
+            while start is None:
+                self._forget(self._remembered.forget())
+                start = self._slots.take(size)
+        return start
+
+    def _forget(self, row: int) -> None:
+        self._index.remove(row)
+        self._runner.close(row)
+        self._slots.give(row, self._kept.pop(row))
+
+    def _follow(self, row: Row) -> None:
+        """Copy the beginning that another row holds, once that has read so far; if it has gone, read it oneself."""
+        if row not in self._sources:
+            return
+        source, start, length = self._sources[row]
+        if source is not None and source not in self._rows:
+            del self._sources[row]
+        elif source is None or source.read >= length:
+            del self._sources[row]
+            self._runner.copy(start, row.start, length)
+            row.read = length
 
     def _end_cancelled(self) -> list[Request]:
-        cancelled = [request for request in [*self.running, *self._waiting] if request.cancelled]
+        with self._lock:
+            cancelled = [request for request in self._waiting if request.cancelled]
+            self._waiting = deque(request for request in self._waiting if not request.cancelled)
         for request in cancelled:
             request.finish("cancelled")
-        if cancelled:
-            self._waiting = deque(request for request in self._waiting if not request.finished)
-            self._free_rows()
-        return cancelled
+            request.publish()
+        for row in self._rows:
+            if row.request.cancelled and not row.request.finished:
+                row.request.finish("cancelled")
+                row.request.publish()
+        return cancelled + self._free()
 
-    def _free_rows(self) -> list[Request]:
-        ended = [request for request in self.running if request.finished]
-        if self._batch is not None and ended:
-            if len(ended) == len(self._batch.requests):
-                self._batch = None
-            else:
-                self._engine.catch_up(self._batch)
-                self._batch.drop_finished()
-        return ended
+    def _end_finished(self) -> list[Request]:
+        """Publish what is new, and free the rows of requests that have ended."""
+        for row in self._rows:
+            row.request.publish()
+        return self._free()
 
-    def _admitted(self) -> list[Request]:
-        """Take as many waiting requests as there are rows and memory for."""
-        joining: list[Request] = []
-        while self._waiting:
-            together = [*self.running, *joining, self._waiting[0]]
-            if len(together) > self._engine.max_batch_size or self._engine.memory_bytes(together) > self._limit:
+    def _free(self) -> list[Request]:
+        gone = [row for row in self._rows if row.request.finished]
+        self._rows = [row for row in self._rows if not row.request.finished]
+        for row in gone:
+            self._sources.pop(row, None)
+            self._index.remove(row.start)
+            if not self._remember(row):
+                self._runner.close(row.start, wipe=row.request.error is not None)
+                self._slots.give(row.start, row.capacity)
+        return [row.request for row in gone]
+
+    def _remember(self, row: Row) -> bool:
+        """Keep what a request leaves behind, for requests that begin with it."""
+        request, held = row.request, self._runner.held(row.start)
+        text = (request.prompt + request.token_ids)[:held]
+        if request.error is not None or not self._can_share or not 0 < len(text) <= self._remembered.most:
+            return False
+        self._runner.shrink(row.start, len(text))
+        self._slots.give(row.start + len(text), row.capacity - len(text))
+        self._kept[row.start] = len(text)
+        self._index.add(row.start, text)
+        for other in self._remembered.add(row.start, text):
+            self._forget(other)
+        return True
+
+    # What they do.
+
+    def _read(self) -> bool:
+        """Read prompts, at most `prefill_tokens`, those first that came first. Returns whether there were any."""
+        group: list[Row] = []
+        counts: list[int] = []
+        for row in self._rows:
+            self._follow(row)
+            if not row.reading or row in self._sources:
+                continue
+            count = min(len(row.request.prompt) - row.read, self._prefill_tokens)
+            longest = max(count, *counts) if counts else count
+            if group and (len(group) + 1) * longest > self._prefill_tokens:
                 break
-            joining.append(self._waiting.popleft())
-        return joining
+            fits = all(each.read + longest <= each.capacity for each in [*group, row])  # all have as many nodes
+            if group and not fits:
+                break
+            group.append(row)
+            counts.append(count)
+        if not group:
+            return False
+        began = time.perf_counter()
+        try:
+            lawless = self._runner.read(group, counts)
+        except Exception as error:
+            self._apart(group, counts, error)
+        else:
+            suspects = [group[place] for place in lawless]
+            self._apart(suspects, [counts[place] for place in lawless], None if len(group) == 1 else _DOUBT)
+        seconds = time.perf_counter() - began
+        for row in group:
+            row.request.stats.prefill_seconds += seconds
+        return True
+
+    def _cycle(self, rows: list[Row]) -> None:
+        """One cycle of rows that are past their prompts."""
+        requests = [row.request for row in rows]
+        plan = self._controller.plan(requests)
+        try:
+            outcome = self._runner.step(rows, plan)
+        except Exception as error:
+            if plan.block_size > 1:
+                log.warning("A cycle failed and is done again without drafts: %s", describe(error))
+            self._apart(rows, None, error)
+            return
+        suspects = [rows[place] for place in outcome.lawless]
+        if suspects:
+            self._apart(suspects, None, None if len(rows) == 1 and plan.block_size == 1 else _DOUBT)
+        else:
+            self._controller.learn(
+                requests, plan, outcome.guesses, outcome.deepest, outcome.lengths, outcome.expected, outcome.seconds
+            )
+
+    def _apart(self, rows: Sequence[Row], counts: Sequence[int] | None, doubt: BaseException | None) -> None:
+        """Do again for each row alone, and without guesses, what failed for all of them: which of them is at fault, if
+        any is, shows then.
+
+        Args:
+            counts: Tokens of the prompts that were to be read; None for a cycle.
+            doubt: Why it has to be done again; None where there is no finite number even so.
+        """
+        for place, row in enumerate(rows):
+            try:
+                self._runner.restore(row)
+                if doubt is None:
+                    lawless = True
+                elif counts is not None:
+                    lawless = bool(self._runner.read([row], [counts[place]]))
+                else:
+                    lawless = bool(self._runner.step([row], Plan(1, [row.request.params])).lawless)
+            except Exception as error:
+                failed = error if isinstance(error, BlockdraftError) else RequestError(describe(error))
+                row.request.fail(failed, None if failed is error else error)
+            else:
+                if lawless:
+                    at = len(row.request.token_ids)
+                    row.request.fail(
+                        NumbersError(f"The target's logits after token {at} of the answer are not finite numbers.")
+                    )

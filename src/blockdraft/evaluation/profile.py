@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from blockdraft.engine import Engine
 from blockdraft.evaluation.methods import PLAIN, Settings
 from blockdraft.evaluation.prompts import PromptSet
 from blockdraft.evaluation.speed import Progress, Run, Trial
+from blockdraft.machine import wait_for
 from blockdraft.timing import NETWORKS, PARTS, listening
 from blockdraft.types import SamplingParams
 
@@ -59,7 +61,7 @@ def profiles(
     cycles: dict[str, int] = defaultdict(int)
     for prompt_set, prompts in batches:
         for method, engine in engines.items():
-            with listening(engine.now) as heard:
+            with listening(partial(wait_for, engine.target.device)) as heard:
                 cycles[method] += run.trial(method, prompt_set, prompts, None).cycles
             for part, spent in heard.items():
                 seconds[method][part] += spent

@@ -1,76 +1,93 @@
-"""The key/value cache: preallocated, with a length of its own for each row, and `commit` instead of cropping."""
+"""The key/value cache: rows as ranges of slots in memory that is allocated once, and `commit` instead of cropping."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import mmap
+from collections.abc import Iterator, Sequence
+from math import prod
 
 import torch
 from torch import Tensor
 
 from blockdraft.machine import send
 
+LEAST_SLOTS = 256  # of a row whose size is rounded up
+
 
 class KVCache:
-    """Keys and values of all layers for B rows of up to `capacity` tokens.
+    """Keys and values of all layers for some rows of tokens.
 
-    A forward writes its N nodes behind the committed tokens of each row; `commit` keeps some of them, moved together,
-    and forgets the others. Layers are allocated at their first write, because only then is their shape known; a network
-    that knows it beforehand has them all in one tensor (`stacked`). Rows may leave (`select`) and come (`join`); the
-    memory of rows that left is used again by rows that come.
+    The memory is a line of slots, one a token. A row is a range of them and goes by its first slot; it never moves, so
+    rows come (`open`) and go (`close`) without a copy of any other. A forward writes its N nodes behind the committed
+    tokens of each row; `commit` keeps some of them, moved together, and forgets the others. Slots are zero at first and
+    whenever a row is opened on them after one that held numbers which are not finite (`wipe`): attention hides what is
+    not a row's own by weights of zero, and zero times NaN is NaN.
 
-    Attributes:
-        lengths: Committed tokens of each row.
-        capacity: Slots of each row; nodes need slots too.
+    Layers are allocated at their first write, because only then is their shape known; a network that knows it
+    beforehand has them all in one tensor (`memory`).
 
     Args:
-        room: How many slots to allocate in `stacked` for a capacity, where not just as many.
+        batch: Rows that are open from the start.
+        capacity: Slots of each of them.
+
+    Attributes:
+        rows: First slots of the rows that this object is about, in the order of a batch.
     """
 
-    def __init__(self, batch: int, capacity: int, room: Callable[[int], int] = int) -> None:
-        self.lengths = [0] * batch
-        self.capacity = capacity
-        self._room = room
-        # Of each layer, or of all in one, tensors `[..., B, heads, capacity, D]`.
+    def __init__(self, batch: int, capacity: int) -> None:
+        self._slots = batch * capacity
+        self._lengths: dict[int, int] = {}  # committed tokens by row
+        self._capacities: dict[int, int] = {}
+        # Of each layer, or of all in one, tensors `[..., heads, slots, D]`.
         self._layers: dict[int, tuple[Tensor, ...]] = {}
+        self.rows: list[int] = []
+        for row in range(0, self._slots, max(capacity, 1)):
+            self.open(row, capacity)
+            self.rows.append(row)
 
-    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Put the keys and values of N nodes, `[B, heads, N, D]`, behind each row's committed tokens.
+    def of(self, rows: Sequence[int]) -> KVCache:
+        """These rows alone, in this order, over the same memory."""
+        part = object.__new__(KVCache)
+        part.__dict__.update(self.__dict__)
+        part.rows = list(rows)
+        return part
 
-        Returns:
-            Views `[B, heads, T, D]` with T = max(lengths) + N. Slots past a row's own nodes hold leftovers, so a mask
-            must hide them; `self.slots` gives the slots of the nodes.
-        """
-        if layer not in self._layers:
-            shapes = [(t.size(0), t.size(1), self.capacity, t.size(3)) for t in (keys, values)]
-            self._layers[layer] = (keys.new_zeros(shapes[0]), values.new_zeros(shapes[1]))
-        batch = len(self.lengths)
-        stored = tuple(store[:batch] for store in self._layers[layer])
-        count = keys.size(2)
-        end = max(self.lengths) + count
-        assert end <= self.capacity, f"{end} slots needed, {self.capacity} allocated"
-        for store, new in zip(stored, (keys, values), strict=True):
-            if min(self.lengths) == max(self.lengths):
-                store[:, :, end - count : end] = new
-            else:
-                slots = self.slots(count, new.device)[:, None, :, None].expand_as(new)
-                store.scatter_(2, slots, new)
-        return stored[0][:, :, :end], stored[1][:, :, :end]
+    def open(self, row: int, capacity: int) -> None:
+        """Begin an empty row on the slots from `row` on, which no open row may hold."""
+        assert row >= 0 and row + capacity <= self._slots, f"{row} + {capacity} slots of {self._slots}"
+        self._lengths[row], self._capacities[row] = 0, capacity
 
-    def stacked(self, layers: int, heads: int, head_dim: int, like: Tensor) -> Tensor:
-        """The store of a network that writes and reads all layers itself, `[layers, B, heads, slots, D]`.
+    def close(self, row: int) -> None:
+        """Forget a row."""
+        del self._lengths[row], self._capacities[row]
 
-        Each layer's keys and values lie in it side by side, as so many heads, so that one operation writes both and
-        `commit` moves the nodes of all layers at once. `like` gives its dtype and device.
-        """
-        if 0 not in self._layers:
-            shape = (layers, len(self.lengths), heads, self._room(self.capacity), head_dim)
-            self._layers[0] = (like.new_zeros(shape),)
-        [store] = self._layers[0]
-        return store if store.size(1) == len(self.lengths) else store[:, : len(self.lengths)]
+    def shrink(self, row: int, capacity: int) -> None:
+        """Give up a row's slots beyond these, with the tokens on them."""
+        assert capacity <= self._capacities[row]
+        self._capacities[row], self._lengths[row] = capacity, min(self._lengths[row], capacity)
 
-    def slots(self, count: int, device: torch.device) -> Tensor:
-        """The slots of the next `count` nodes, `[B, count]`."""
-        return send(torch.tensor(self.lengths), device)[:, None] + torch.arange(count, device=device)
+    def copy(self, source: int, row: int, length: int) -> None:
+        """Make the first `length` tokens of one row the first of another, which is empty."""
+        assert length <= self._lengths[source] and length <= self._capacities[row] and self._lengths[row] == 0
+        for store in self._stores():
+            store[..., row : row + length, :] = store[..., source : source + length, :]
+        self._lengths[row] = length
+
+    def wipe(self, row: int, whole: bool = False) -> None:
+        """Set a row's slots behind its committed tokens to zero, with `whole` all of its slots."""
+        first, end = row + (0 if whole else self._lengths[row]), row + self._capacities[row]
+        for store in self._stores():
+            store[..., first:end, :] = 0
+
+    @property
+    def lengths(self) -> list[int]:
+        """Committed tokens of each row."""
+        return [self._lengths[row] for row in self.rows]
+
+    @property
+    def capacity(self) -> int:
+        """Slots of the longest row."""
+        return max((self._capacities[row] for row in self.rows), default=0)
 
     def commit(self, path: Sequence[Sequence[int]]) -> None:
         """Keep the nodes of each row's path, in order, as the row's next tokens.
@@ -78,78 +95,118 @@ class KVCache:
         Args:
             path: For each row, indices of nodes of the last forward, increasing; an empty path commits nothing.
         """
-        for row, nodes in enumerate(path):
-            start, count = self.lengths[row], len(nodes)
+        for row, nodes in zip(self.rows, path, strict=True):
+            start, count = row + self._lengths[row], len(nodes)
             if list(nodes) != list(range(count)):
                 for store in self._stores():
                     kept = send(start + torch.tensor(nodes), store.device)
-                    of_row = store.select(-4, row)
-                    of_row[..., start : start + count, :] = of_row.index_select(-2, kept)
-            self.lengths[row] += count
+                    store[..., start : start + count, :] = store.index_select(-2, kept)
+            self._lengths[row] += count
 
     def truncate(self, lengths: Sequence[int]) -> None:
         """Keep the first `lengths[i]` committed tokens of row i, at most as many as it has."""
         assert all(0 <= new <= old for new, old in zip(lengths, self.lengths, strict=True)), (lengths, self.lengths)
-        self.lengths = list(lengths)
+        self._lengths.update(zip(self.rows, lengths, strict=True))
 
-    def select(self, rows: Sequence[int]) -> None:
-        """Keep only these rows of the batch, in this order."""
-        if all(row >= place for place, row in enumerate(rows)):  # then no row is overwritten before it is read
-            for place, row in enumerate(rows):
-                if place != row:
-                    for store in self._stores():
-                        _copy_row(store, place, store, row, self.lengths[row])
-        else:
-            for layer, stores in self._layers.items():
-                index = torch.tensor(rows, device=stores[0].device)
-                self._layers[layer] = tuple(store.index_select(-4, index) for store in stores)
-        self.lengths = [self.lengths[row] for row in rows]
+    def slots(self, count: int, device: torch.device) -> Tensor:
+        """The slots of the next `count` nodes, counted from the first of their row, `[B, count]`."""
+        return send(torch.tensor(self.lengths), device)[:, None] + torch.arange(count, device=device)
 
-    def join(self, other: KVCache, capacity: int) -> None:
-        """Take over the rows of another cache, behind this one's own.
+    # Memory, for those who compute.
+
+    def memory(self, layers: int, heads: int, head_dim: int, like: Tensor) -> Tensor:
+        """All slots, `[layers, heads, slots, D]`, for a network that writes and reads all layers itself.
+
+        Each layer's keys and values lie side by side, as so many heads, so that one operation writes both and `commit`
+        moves the nodes of all layers at once. `like` gives dtype and device.
+        """
+        if 0 not in self._layers:
+            self._layers[0] = (_zeros((layers, heads, self._slots, head_dim), like),)
+        return self._layers[0][0]
+
+    def check_room(self, count: int) -> int:
+        """Assert that each row has slots for `count` nodes; returns how many the longest row needs with them."""
+        longest = 0
+        for row in self.rows:
+            end, held = self._lengths[row] + count, self._capacities[row]
+            assert end <= held, f"{end} slots needed, {held} allocated"
+            longest = max(longest, end)
+        return longest
+
+    def view(self, memory: Tensor, count: int, end: int | None = None) -> tuple[Tensor, bool]:
+        """The slots of the rows side by side: committed tokens and the next `count` nodes.
 
         Args:
-            capacity: Slots that each row needs from now on.
-        """
-        first = len(self.lengths)
-        self.lengths += other.lengths
-        self.capacity = capacity
-        for layer in self._layers.keys() | other._layers.keys():
-            like = self._layers.get(layer) or other._layers[layer]
-            own = self._layers.get(layer, tuple(store.narrow(-4, 0, 0) for store in like))
-            grown = tuple(_with_room(store, len(self.lengths), self._room(self.capacity)) for store in own)
-            for store, new in zip(grown, other._layers.get(layer, ()), strict=False):
-                for row, length in enumerate(other.lengths):
-                    _copy_row(store, first + row, new, row, length)
-            self._layers[layer] = grown
+            memory: From `memory`, or one layer's `[heads, slots, D]`.
+            end: Slots of each row; None is what the longest row needs for its nodes.
 
-    def prefix(self, row: int, length: int) -> KVCache:
-        """A cache of one row that holds a copy of this row's first `length` tokens, without room for more."""
-        assert length <= self.lengths[row]
-        copy = KVCache(1, length)
-        copy.lengths = [length]
-        for layer, stores in self._layers.items():
-            copy._layers[layer] = tuple(s.narrow(-4, row, 1)[..., :length, :].clone() for s in stores)
-        return copy
+        Returns:
+            `[..., B, heads, end, D]`, and whether it is the memory itself. Rows that lie at equal distances need no
+            copy; of others a copy is returned, and nodes that are written to it have to be `put`.
+        """
+        rows, needed = self.rows, self.check_room(count)
+        end = needed if end is None else end
+        least = min(self._capacities[row] for row in rows)
+        if len(rows) == 1 and end <= least:
+            return memory[..., rows[0] : rows[0] + end, :].unsqueeze(-4), True
+        step = rows[1] - rows[0] if len(rows) > 1 else 0
+        if end <= least and step > 0 and all(b - a == step for a, b in zip(rows, rows[1:], strict=False)):
+            *outer, stride, inner = memory.stride()
+            shape = (*memory.shape[:-3], len(rows), memory.size(-3), end, memory.size(-1))
+            strides = (*outer[:-1], step * stride, outer[-1], stride, inner)
+            return memory.as_strided(shape, strides, memory.storage_offset() + rows[0] * stride), True
+        # Slots beyond a row's own nodes are those of the row's beginning, which are finite and which masks hide.
+        at = torch.arange(end).repeat(len(rows), 1)
+        own = torch.tensor(self.lengths)[:, None] + count
+        slots = torch.where(at < own, at, 0) + torch.tensor(rows)[:, None]
+        taken = memory.index_select(-2, send(slots.flatten(), memory.device)).unflatten(-2, slots.shape)
+        return taken.movedim(-4, -3), False
+
+    def put(self, memory: Tensor, copied: Tensor, count: int) -> None:
+        """Write the `count` nodes behind each row's committed tokens in a copy, as `view` made it, to the memory."""
+        for place, (row, length) in enumerate(zip(self.rows, self.lengths, strict=True)):
+            nodes = copied.select(-4, place)[..., length : length + count, :]
+            memory[..., row + length : row + length + count, :] = nodes
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Put the keys and values of N nodes, `[B, heads, N, D]`, behind each row's committed tokens.
+
+        Returns:
+            `[B, heads, T, D]` each, with T = max(lengths) + N. Slots past a row's own nodes hold other numbers, so a
+            mask must hide them; `self.slots` gives the slots of the nodes.
+        """
+        if layer not in self._layers:
+            self._layers[layer] = tuple(_zeros((t.size(1), self._slots, t.size(3)), t) for t in (keys, values))
+        count, (of_keys, of_values) = keys.size(2), self._layers[layer]
+        self.check_room(count)
+        for place, (row, length) in enumerate(zip(self.rows, self.lengths, strict=True)):
+            first = row + length
+            of_keys[:, first : first + count] = keys[place]
+            of_values[:, first : first + count] = values[place]
+        return self.view(of_keys, count)[0], self.view(of_values, count)[0]
 
     def _stores(self) -> Iterator[Tensor]:
         for stores in self._layers.values():
             yield from stores
 
 
-def _copy_row(into: Tensor, place: int, store: Tensor, row: int, length: int) -> None:
-    into.select(-4, place)[..., :length, :] = store.select(-4, row)[..., :length, :]
+def bucket(count: int) -> int:
+    """The least of 1, 2, ..., 8, 10, 12, 14, 16, 20, 24, ... that is no less: four to a doubling."""
+    step = 1 << max((count - 1).bit_length() - 3, 0)
+    return -(-count // step) * step
 
 
-def _with_room(store: Tensor, rows: int, capacity: int) -> Tensor:
-    """The store itself if it has so many rows and slots, else a new one that has exactly these, with its numbers."""
-    *layers, held, heads, room, head_dim = store.shape
-    if held >= rows and room >= capacity:
-        return store
-    new = store.new_zeros(*layers, rows, heads, capacity, head_dim)
-    kept, slots = min(held, rows), min(room, capacity)
-    new[..., :kept, :, :slots, :] = store[..., :kept, :, :slots, :]
-    return new
+def slot_bucket(slots: int) -> int:
+    """Slots of a row, rounded up, so that rows of similar lengths have as many."""
+    return max(bucket(slots), LEAST_SLOTS)
+
+
+def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Zeros; on a CPU in memory that the system hands out page by page as it is used."""
+    size = prod(shape) * like.dtype.itemsize
+    if like.device.type != "cpu" or size == 0:
+        return like.new_zeros(shape)
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=like.dtype).view(shape)
 
 
 def write_nodes(store: Tensor, nodes: Tensor, slots: Tensor) -> None:

@@ -7,7 +7,7 @@ lie, and the keys and values of all layers stand in one tensor of the cache.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from typing import cast
 
@@ -22,6 +22,7 @@ from blockdraft.nn.dflash import Attend, DFlashNetwork, DraftAttention, DraftLay
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention
 from blockdraft.nn.layers import GatedMLP, rms_factor, rotate_swapped
 from blockdraft.nn.packed import PackedLinear
+from blockdraft.timing import PASS, mark
 
 ANGLES = 1024  # positions whose angles are computed at least
 
@@ -65,10 +66,15 @@ class DraftPass:
     Args:
         network: Of any kind of the family, on its device and in its dtype. Its projections become views of the joined
             ones, so that their memory is not taken twice; its weights must not be replaced afterwards.
+        embed: Of tokens `[B, N]`.
+        head: Of hidden states.
     """
 
     @torch.no_grad()
-    def __init__(self, network: DFlashNetwork) -> None:
+    def __init__(
+        self, network: DFlashNetwork, embed: Callable[[Tensor], Tensor], head: Callable[[Tensor], Tensor]
+    ) -> None:
+        self._embed, self._head = embed, head
         self.config = config = network.config
         shared = {id(tensor): tensor for tensor in (*network.parameters(), *network.buffers())}
         self.network = deepcopy(network, shared)
@@ -84,6 +90,12 @@ class DraftPass:
         self._group = config.num_attention_heads // config.num_key_value_heads
         self._cos = self._sin = torch.empty(0)  # by position, of as many as a cache has needed so far
 
+    def new_state(self, batch: int, capacity: int) -> KVCache:
+        return KVCache(batch, capacity)
+
+    def state_bytes(self, batch: int, capacity: int) -> int:
+        return cached_bytes(self.config, batch * capacity, self._features.dtype)
+
     def observe(self, state: KVCache, features: Tensor) -> None:
         """Write the keys and values of committed tokens, as nodes that are yet to be committed.
 
@@ -98,17 +110,25 @@ class DraftPass:
         shape = (config.num_hidden_layers, 2 * config.num_key_value_heads, config.head_dim)
         nodes_BNLKD = both.unflatten(-1, shape)
         keys = nodes_BNLKD[:, :, :, : config.num_key_value_heads]
+        state.check_room(count)
         slots = self._slots(state, count, features.device)
         cos, sin = self._rotary(state, slots)
         keys.mul_(rms_factor(keys, config.rms_norm_eps) * self._key_scales)
         rotate_swapped(keys, cos.unsqueeze(-2), sin.unsqueeze(-2))
-        store = self._store(state)
-        if slots.ndim == 1:
-            start = state.lengths[0]
-            store[:, :, :, start : start + count] = nodes_BNLKD.permute(2, 0, 3, 1, 4)
+        memory = self._memory(state)
+        if len(state.rows) == 1:
+            first = state.rows[0] + state.lengths[0]
+            memory[:, :, first : first + count] = nodes_BNLKD[0].permute(1, 2, 0, 3)
         else:
-            rows = torch.arange(len(slots), device=slots.device)[:, None]
-            store[:, rows, :, slots] = nodes_BNLKD
+            starts = send(torch.tensor(state.rows), slots.device)[:, None]
+            # Index first, so that dimension comes first: [B, N, layers, heads, D].
+            memory.permute(2, 0, 1, 3)[starts + slots] = nodes_BNLKD
+
+    def guesses(self, state: KVCache, tokens: Tensor, first: int, window: int | None = None) -> tuple[Tensor, Tensor]:
+        """As `DraftRunner.guesses` of a target."""
+        hidden = self(state, self._embed(tokens), window)[:, first:]
+        mark(PASS)
+        return hidden, self._head(hidden)
 
     def __call__(self, state: KVCache, block: Tensor, window: int | None = None) -> Tensor:
         """One parallel pass over a block behind each row's context; it leaves no trace.
@@ -121,12 +141,12 @@ class DraftPass:
             `[B, N, H]`, as `DFlashNetwork.forward`.
         """
         count = block.size(1)
-        end = max(state.lengths) + count
-        assert end <= state.capacity, f"{end} slots needed, {state.capacity} allocated"
+        store, _ = state.view(self._memory(state), count)  # of a copy nothing has to be kept: a pass leaves no trace
         first = 0 if window is None else max(min(state.lengths) - window, 0)
         slots = self._slots(state, count, block.device)
         masks = {kind: self._mask(state, count, kind, window, first, block) for kind in set(self.config.layers)}
-        return self._through(block, slots, self._rotary(state, slots), masks, self._store(state), slice(first, end))
+        seen = slice(first, store.size(3))
+        return self._through(block, slots, self._rotary(state, slots), masks, store, seen)
 
     def _through(
         self,
@@ -147,9 +167,9 @@ class DraftPass:
 
         return self.network.through_layers(block, *rotary, attend)
 
-    def _store(self, state: KVCache) -> Tensor:
+    def _memory(self, state: KVCache) -> Tensor:
         config = self.config
-        return state.stacked(
+        return state.memory(
             config.num_hidden_layers, 2 * config.num_key_value_heads, config.head_dim, self._features.weight
         )
 
@@ -194,6 +214,11 @@ class DraftPass:
         cos, sin = self.network.angles(positions, self._features.weight.dtype)
         sin[..., : sin.size(-1) // 2].neg_()
         return cos.unsqueeze(-2), sin.unsqueeze(-2)
+
+
+def cached_bytes(config: DraftConfig, slots: int, dtype: torch.dtype) -> int:
+    """Memory of keys and values of all layers of a draft network."""
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * slots * dtype.itemsize
 
 
 def joined(projections: Sequence[nn.Linear], views: bool = True) -> PackedLinear:

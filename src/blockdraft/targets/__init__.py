@@ -1,23 +1,34 @@
-"""Targets: language models whose output must not change."""
+"""Targets: language models whose output must not change, run by backends, one a file.
+
+A file that defines `load(path, options)` and `RANK` is a backend and goes by its file name. `load` raises `NotCovered`
+where the backend does not know the model. "auto" asks those that have a rank, the lowest first.
+"""
 
 from __future__ import annotations
 
+import pkgutil
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Literal, get_args
 
 import torch
 
 from blockdraft.errors import UsageError
-from blockdraft.targets import hf, native_files
-from blockdraft.targets.base import Cache, Target, TargetOutput, TargetText, embedding_and_head
+from blockdraft.targets.base import Cache, LoadOptions, Rows, Target, TargetOutput, TargetText, embedding_and_head
 from blockdraft.targets.checkpoint import load_text
 from blockdraft.targets.families import NotCovered
-from blockdraft.targets.native import use_best_threads_for
 from blockdraft.targets.native_files import save_quantized
 from blockdraft.types import DEFAULT_BACKEND, DEFAULT_COMPILE, Backend, Compile, Quantize
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BUNDLED = Path(__file__).parents[1] / "pair" / "target"
+
+
+def backends() -> dict[str, ModuleType]:
+    """The files that are backends, by name."""
+    found = {module.name: import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)}
+    return {name: module for name, module in found.items() if hasattr(module, "RANK")}
 
 
 def load_target(
@@ -51,8 +62,9 @@ def load_target(
         ValueError: Unknown folder, unreadable weights, unknown dtype or device, a model that is no decoder-only LM, or
             none that the native decoder knows where that was asked for.
     """
-    if backend not in get_args(Backend):
-        raise UsageError(f"backend is {backend!r}; use one of {sorted(get_args(Backend))}.")
+    known = backends()
+    if backend != "auto" and backend not in known:
+        raise UsageError(f"backend is {backend!r}; use one of {['auto', *sorted(known)]}.")
     if compile not in get_args(Compile):
         raise UsageError(f"compile is {compile!r}; use one of {sorted(get_args(Compile))}.")
     if device is None:
@@ -73,23 +85,23 @@ def load_target(
         if threads < 1:
             raise UsageError(f"threads is {threads}; it must be at least 1.")
         torch.set_num_threads(threads)
-    if quantize not in (None, *get_args(Quantize)) or (quantize and backend == "hf"):
-        raise UsageError(
-            f"quantize is {quantize!r} for the backend {backend}; use int8 or fp8 with the native one, or None."
-        )
-    if backend == "hf":
-        return hf.load(path, DTYPES[name], placed)
-    try:
-        target = native_files.load(path, DTYPES[name], placed, compile, quantize)
-    except NotCovered as reason:
-        if backend == "native" or quantize:
-            raise UsageError(f"The native decoder cannot run {path}: {reason}. Use the backend hf or auto.") from reason
-        fallback = hf.load(path, DTYPES[name], placed)
-        fallback.backend_reason = str(reason)
-        return fallback
-    if threads == "auto" and target.compiled is not None:
-        use_best_threads_for(target)
-    return target
+    if quantize not in (None, *get_args(Quantize)):
+        raise UsageError(f"quantize is {quantize!r}; use one of {sorted(get_args(Quantize))}, or None.")
+    options = LoadOptions(DTYPES[name], placed, compile, quantize, threads == "auto")
+    ranked = sorted((module.RANK, name) for name, module in known.items() if module.RANK is not None)
+    reason: NotCovered | None = None
+    for name in [backend] if backend != "auto" else [name for _, name in ranked]:
+        try:
+            target: Target = known[name].load(path, options)
+        except NotCovered as refused:
+            if backend != "auto" or quantize:
+                others = "another backend, or auto" if backend != "auto" else "other weights"
+                raise UsageError(f"The {name} backend cannot run {path}: {refused}. Use {others}.") from refused
+            reason = reason or refused
+            continue
+        target.backend_reason = None if reason is None else str(reason)
+        return target
+    raise UsageError(f"No backend runs {path}: {reason}.") from reason
 
 
 def load_target_text(path: str | Path | None = None) -> TargetText:
@@ -99,6 +111,9 @@ def load_target_text(path: str | Path | None = None) -> TargetText:
 
 __all__ = [
     "Cache",
+    "LoadOptions",
+    "NotCovered",
+    "Rows",
     "Target",
     "TargetOutput",
     "TargetText",

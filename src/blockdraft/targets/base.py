@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,12 +12,39 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from blockdraft.cpu.compiled import CompiledDecoder
-from blockdraft.cuda.graphs import CapturedDecoder
 from blockdraft.errors import UsageError
+from blockdraft.nn.dflash import DFlashNetwork
+from blockdraft.types import DEFAULT_COMPILE, Compile, Quantize
 
 
-class Cache(Protocol):
+class Rows(Protocol):
+    """Memory of the tokens of some rows: a target's cache, or what a drafter knows of the same rows.
+
+    The memory is a line of slots, one a token. A row is a range of them and goes by its first slot. Who calls decides
+    where rows lie; a row never moves.
+    """
+
+    def of(self, rows: Sequence[int]) -> Any:
+        """These rows alone, in this order, over the same memory: what a forward or a draft pass takes."""
+
+    def open(self, row: int, capacity: int) -> None:
+        """Begin an empty row on the slots from `row` on, which no open row holds."""
+
+    def close(self, row: int) -> None:
+        """Forget a row."""
+
+    def shrink(self, row: int, capacity: int) -> None:
+        """Give up a row's slots beyond these, with the tokens on them."""
+
+    def copy(self, source: int, row: int, length: int) -> None:
+        """Make the first `length` tokens of one row the first of another, which is empty."""
+
+    def wipe(self, row: int, whole: bool = False) -> None:
+        """Let no number stay that a forward has left behind the row's committed tokens; with `whole` none at all, which
+        is due before a row is closed whose numbers may not be finite."""
+
+
+class Cache(Rows, Protocol):
     """The target's memory of committed tokens. It owns rollback: what is not committed is gone."""
 
     @property
@@ -29,18 +57,30 @@ class Cache(Protocol):
     def truncate(self, lengths: Sequence[int]) -> None:
         """Keep the first `lengths[i]` committed tokens of row i, at most as many as it has."""
 
-    def select(self, rows: Sequence[int]) -> None:
-        """Keep only these rows of the batch, in this order."""
 
-    def join(self, other: Any, capacity: int) -> None:
-        """Take over the rows of another cache of the same target, behind this one's own.
+class DraftRunner(Protocol):
+    """Runs a draft network that reads the target's features, in the target's way of computing."""
+
+    def new_state(self, batch: int, capacity: int) -> Any:
+        """As `Drafter.new_state`."""
+
+    def state_bytes(self, batch: int, capacity: int) -> int:
+        """As `Drafter.state_bytes`."""
+
+    def observe(self, state: Any, features: Tensor) -> None:
+        """Write what the network keeps of tokens `[B, N, m * H]` behind each row's own, for `state.commit` to keep."""
+
+    def guesses(self, state: Any, tokens: Tensor, first: int, window: int | None = None) -> tuple[Tensor, Tensor]:
+        """One pass over blocks of tokens, with the head behind it.
 
         Args:
-            capacity: Slots that each row needs from now on.
-        """
+            tokens: `[B, N]` int64, `[anchor, mask, mask, ...]`.
+            first: Slot of each block from which on logits are wanted.
+            window: Committed tokens of each row that are looked at, the last ones; None is all of them.
 
-    def prefix(self, row: int, length: int) -> Any:
-        """A cache of one row that holds a copy of this row's first `length` committed tokens."""
+        Returns:
+            Hidden states `[B, N - first, H]` and logits `[B, N - first, V]`.
+        """
 
 
 @dataclass(frozen=True)
@@ -55,6 +95,21 @@ class TargetOutput:
     logits: Tensor
     features: Tensor | None
     best: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How a backend is to load a model; see `load_target`.
+
+    Attributes:
+        best_threads: Measure which number of threads is fastest, and use it.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    compile: Compile = DEFAULT_COMPILE
+    quantize: Quantize | None = None
+    best_threads: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,8 +130,10 @@ class Target(Protocol):
         backend: How it is run, "native" or "hf".
         running: How it is run, in words for people: the backend, and whether compiled or with int8 weights.
         backend_reason: Why it is not run natively, where that was not asked for; else None.
-        compiled: Its forward compiled for this machine, or None; a drafter's is compiled where the target's is.
-        captured: Its forward captured as CUDA graphs, or None; likewise.
+        lock: Held by whoever computes with it, so that several engines and threads can share it.
+        best_block_size: Largest block whose scoring costs little more than that of one token, where that is known.
+        has_trees: Whether `forward` takes trees; else chains only.
+        can_truncate: Whether rows may be copied and cut at any of their tokens; else only as a whole.
         tokenizer: None where the folder has none; then prompts are token ids.
         max_context: Tokens that a row may hold, prompt and answer together.
         eos_token_ids: Tokens that end an answer.
@@ -97,6 +154,8 @@ class Target(Protocol):
     max_context: int
     eos_token_ids: frozenset[int]
     architecture: dict[str, Any]
+    has_trees: bool
+    can_truncate: bool
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
         """Every weight, by its name in the checkpoint, whichever the backend; a tied head is not named again."""
@@ -105,10 +164,10 @@ class Target(Protocol):
     def running(self) -> str: ...
 
     @property
-    def compiled(self) -> CompiledDecoder | None: ...
+    def lock(self) -> AbstractContextManager[Any]: ...
 
     @property
-    def captured(self) -> CapturedDecoder | None: ...
+    def best_block_size(self) -> int | None: ...
 
     @property
     def shape(self) -> Mapping[str, Any]: ...
@@ -118,6 +177,15 @@ class Target(Protocol):
 
     def cache_bytes(self, batch: int, capacity: int) -> int:
         """Memory that such a cache takes, in bytes."""
+
+    def row_slots(self, tokens: int) -> int:
+        """Slots that a row of up to so many tokens and nodes should have."""
+
+    def forward_bytes(self, batch: int, nodes: int, slots: int) -> int:
+        """Memory that a forward takes meanwhile, its logits and features not counted, with so many slots a row."""
+
+    def draft_runner(self, network: DFlashNetwork, head: Callable[[Tensor], Tensor] | None = None) -> DraftRunner:
+        """What runs a draft network beside this target; `head` is its own, None the target's."""
 
     def forward(
         self,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import torch
@@ -14,9 +15,11 @@ from transformers.cache_utils import Cache as TransformersCache
 
 from blockdraft.errors import UsageError
 from blockdraft.nn.attention import additive_mask, visible_slots
-from blockdraft.nn.cache import KVCache
+from blockdraft.nn.cache import KVCache, slot_bucket
+from blockdraft.nn.dflash import DFlashNetwork
+from blockdraft.nn.draft_pass import DraftPass
 from blockdraft.proposal import depths, tree_mask
-from blockdraft.targets.base import Cache, TargetOutput
+from blockdraft.targets.base import Cache, LoadOptions, TargetOutput
 from blockdraft.targets.checkpoint import (
     architecture,
     checked_folder,
@@ -26,45 +29,26 @@ from blockdraft.targets.checkpoint import (
     loading,
     max_context,
 )
+from blockdraft.targets.families import NotCovered
 
+RANK = 1  # it runs every model, and others run some faster
 ATTENTION_KINDS = {"full_attention", "sliding_attention"}
 
 
 class HFCache(TransformersCache):
     """A `KVCache` in the shape in which transformers' models write to a cache."""
 
-    def __init__(self, batch: int, capacity: int) -> None:
+    def __init__(self, rows: KVCache) -> None:
         super().__init__(layers=[])
-        self.store = KVCache(batch, capacity)
-
-    @property
-    def lengths(self) -> list[int]:
-        return self.store.lengths
-
-    def commit(self, path: Sequence[Sequence[int]]) -> None:
-        self.store.commit(path)
-
-    def truncate(self, lengths: Sequence[int]) -> None:
-        self.store.truncate(lengths)
-
-    def select(self, rows: Sequence[int]) -> None:
-        self.store.select(rows)
-
-    def join(self, other: HFCache, capacity: int) -> None:
-        self.store.join(other.store, capacity)
-
-    def prefix(self, row: int, length: int) -> HFCache:
-        copy = HFCache(1, length)
-        copy.store = self.store.prefix(row, length)
-        return copy
+        self._rows = rows
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        return self.store.write(layer_idx, key_states, value_states)
+        return self._rows.write(layer_idx, key_states, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return max(self.store.lengths)
+        return max(self._rows.lengths)
 
 
 class HFTarget:
@@ -79,7 +63,8 @@ class HFTarget:
     """
 
     backend = "hf"
-    compiled = captured = None
+    best_block_size = None
+    has_trees = can_truncate = True
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, path: Path | None = None
@@ -97,6 +82,7 @@ class HFTarget:
         self.max_context = max_context(model.config)
         self.eos_token_ids = end_tokens(model.generation_config, model.config, tokenizer)
         self.architecture = architecture(model.config)
+        self.lock = RLock()
         self._config = config
         kinds = getattr(config, "layer_types", None)
         if config.is_encoder_decoder or (kinds and not set(kinds) <= ATTENTION_KINDS) or model._is_stateful:
@@ -115,13 +101,26 @@ class HFTarget:
     def shape(self) -> dict[str, Any]:
         return drafter_shape(self._config)
 
-    def new_cache(self, batch: int, capacity: int) -> HFCache:
-        return HFCache(batch, capacity)
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        return KVCache(batch, capacity)
 
     def cache_bytes(self, batch: int, capacity: int) -> int:
         heads = getattr(self._config, "num_key_value_heads", None) or self._config.num_attention_heads
         head_dim = getattr(self._config, "head_dim", None) or self.hidden_size // self._config.num_attention_heads
         return int(2 * self.num_layers * batch * heads * capacity * head_dim * self.dtype.itemsize)
+
+    def row_slots(self, tokens: int) -> int:
+        return slot_bucket(tokens)  # rows of few different sizes lie at equal distances, which spares a copy
+
+    def forward_bytes(self, batch: int, nodes: int, slots: int) -> int:
+        heads, rows = self._config.num_attention_heads, batch * nodes
+        inner = getattr(self._config, "intermediate_size", None) or 4 * self.hidden_size
+        masks_and_scores = rows * slots * (len(self._kinds) + 2 * heads)
+        copied = self.cache_bytes(batch, slots) // self.num_layers
+        return int((rows * (6 * self.hidden_size + 3 * inner) + masks_and_scores) * self.dtype.itemsize + copied)
+
+    def draft_runner(self, network: DFlashNetwork, head: Callable[[Tensor], Tensor] | None = None) -> DraftPass:
+        return DraftPass(network, self.embed, head or self.head)
 
     @torch.no_grad()
     def forward(
@@ -132,7 +131,7 @@ class HFTarget:
         taps: Sequence[int] = (),
         logits_at: Tensor | None = None,
     ) -> TargetOutput:
-        assert isinstance(cache, HFCache)
+        assert isinstance(cache, KVCache)
         starts = torch.tensor(cache.lengths, device=self.device)[:, None]
         # Nodes that a shorter row of the batch will never commit may lie past the last position.
         positions = (starts + depths(parents).to(self.device)).clamp(max=self.max_context - 1)
@@ -146,20 +145,33 @@ class HFTarget:
             )
             for kind in self._kinds
         }
-        with self._listening(taps) as tapped:
+        with self.lock, self._listening(taps) as tapped, self._only(logits_at):
             output = self.model(
                 input_ids=tokens,
                 position_ids=positions,
                 attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
-                past_key_values=cache,
+                past_key_values=HFCache(cache),
                 use_cache=True,
-                logits_to_keep=0 if logits_at is None else logits_at,
             )
-        logits = output.logits
-        if logits_at is not None:  # the model keeps these nodes for every row; row b wants the b-th
-            logits = logits.diagonal(dim1=0, dim2=1).T.unsqueeze(1)
         features = torch.cat([tapped[tap] for tap in taps], dim=-1) if taps else None
-        return TargetOutput(logits, features)
+        return TargetOutput(output.logits, features)
+
+    @contextmanager
+    def _only(self, logits_at: Tensor | None) -> Iterator[None]:
+        """Let the head see one node of each row only. `logits_to_keep` would compute these nodes for every row."""
+        if logits_at is None:
+            yield
+            return
+
+        def pick(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            hidden = args[0]
+            return (hidden[torch.arange(len(hidden), device=hidden.device), logits_at].unsqueeze(1), *args[1:])
+
+        hook = self.model.get_output_embeddings().register_forward_pre_hook(pick)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
         weights: Iterable[tuple[str, Tensor]] = self.model.named_parameters()
@@ -205,12 +217,16 @@ def _decoder_layers(model: PreTrainedModel, count: int) -> nn.ModuleList:
     raise UsageError(f"{type(model).__name__} has no list of {count} layers, so none can be tapped.")
 
 
-def load(path: str | Path, dtype: torch.dtype, device: torch.device) -> HFTarget:
+def load(path: str | Path, options: LoadOptions) -> HFTarget:
     """Load a causal LM and, where there is one, its tokenizer, from a local folder or by hub name.
 
     Raises:
+        NotCovered: Weights are to be rounded.
         ValueError: No such folder or hub name, files that cannot be read, or weights that do not fill the model.
     """
+    dtype, device = options.dtype, options.device
+    if options.quantize is not None:
+        raise NotCovered("it does not round weights")
     folder = checked_folder(path)
     with loading(path):
         loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True)

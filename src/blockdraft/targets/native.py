@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import torch
@@ -11,18 +13,25 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from blockdraft.cpu.build import LONGEST_WAIT_SECONDS, STILL_AT_WORK, Build
 from blockdraft.cpu.compiled import CompiledDecoder
+from blockdraft.cpu.compiled_draft import draft_pass
 from blockdraft.cpu.threads import use_best_threads
-from blockdraft.cuda.graphs import MOST_NODES, CapturedDecoder, Recorder, bucket, room
+from blockdraft.cuda.graphs import MOST_NODES, CapturedDecoder, CapturedDraftPass, CudaRecorder, Recorder, room
+from blockdraft.errors import UsageError
 from blockdraft.machine import send
 from blockdraft.nn.attention import grouped_mask, visible_slots
-from blockdraft.nn.cache import KVCache
+from blockdraft.nn.cache import KVCache, bucket, slot_bucket
 from blockdraft.nn.decoder import Decoder
+from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.packed import weights_dtype
 from blockdraft.proposal import chain_parents, depths, is_chain, tree_mask
-from blockdraft.targets.base import Cache, TargetOutput
+from blockdraft.targets.base import Cache, DraftRunner, LoadOptions, TargetOutput
 from blockdraft.targets.checkpoint import architecture, drafter_shape, end_tokens, max_context
+from blockdraft.targets.native_files import read_checkpoint
+from blockdraft.types import CPU_BLOCK_SIZE, Compile
 
+RANK = 0
 PROBED_CONTEXT = 256  # slots
 PROBED_NODES = (1, 16)
 
@@ -36,6 +45,7 @@ class NativeTarget:
         generation_config: What else may name end tokens.
 
     Attributes:
+        lock: As in `Target`.
         compiled: The decoder's forward compiled for this machine, or None.
         captured: The decoder's forwards of few nodes captured as CUDA graphs, or None.
         compile_reason: Why it is neither, where it might have been; torch's operations are then used one by one.
@@ -43,6 +53,7 @@ class NativeTarget:
 
     backend = "native"
     backend_reason: str | None = None
+    has_trees = can_truncate = True
 
     def __init__(
         self,
@@ -65,7 +76,7 @@ class NativeTarget:
         self.architecture = architecture(config)
         self.compiled: CompiledDecoder | None = None
         self.captured: CapturedDecoder | None = None
-        self._room: Callable[[int], int] = int  # slots of a cache's store
+        self.lock = RLock()
         self.compile_reason: str | None = None
         self._config = config
         self._group = decoder.config.num_heads // decoder.config.num_kv_heads
@@ -91,12 +102,35 @@ class NativeTarget:
     def shape(self) -> dict[str, Any]:
         return drafter_shape(self._config)
 
+    @property
+    def best_block_size(self) -> int | None:
+        return None if self.compiled is None else CPU_BLOCK_SIZE
+
     def new_cache(self, batch: int, capacity: int) -> KVCache:
-        return KVCache(batch, capacity, self._room)
+        return KVCache(batch, capacity)
 
     def cache_bytes(self, batch: int, capacity: int) -> int:
-        config, slots = self.decoder.config, batch * self._room(capacity)
-        return 2 * self.num_layers * slots * config.num_kv_heads * config.head_dim * self.dtype.itemsize
+        config = self.decoder.config
+        return 2 * self.num_layers * batch * capacity * config.num_kv_heads * config.head_dim * self.dtype.itemsize
+
+    def row_slots(self, tokens: int) -> int:
+        # Rows of few different sizes lie at equal distances, which spares torch's operations a copy.
+        return tokens if self.compiled is not None else room(tokens)
+
+    def forward_bytes(self, batch: int, nodes: int, slots: int) -> int:
+        if self.compiled is not None:
+            return self.compiled.workspace_bytes(batch, nodes, slots)
+        config, rows = self.decoder.config, batch * nodes
+        widths = 4 * config.hidden_size + 3 * config.intermediate_size + 3 * config.num_heads * config.head_dim
+        masks = len(config.windows) * rows * self._group * slots
+        scores = rows * config.num_heads * slots
+        # Rows that lie anywhere are copied side by side, of all layers.
+        return (rows * widths + masks + scores) * self.dtype.itemsize + self.cache_bytes(batch, slots)
+
+    def draft_runner(self, network: DFlashNetwork, head: Callable[[Tensor], Tensor] | None = None) -> DraftRunner:
+        if self.captured is not None:
+            return CapturedDraftPass(network, self.captured.recorder, self.embed, head or self.head)
+        return draft_pass(network, self.compiled, self.embed, head or self.head, own_head=head is not None)
 
     def capture(self, recorder: Recorder) -> None:
         """Run forwards over few nodes as graphs from now on. Due before the first cache and the first drafter.
@@ -104,9 +138,9 @@ class NativeTarget:
         Raises:
             ValueError: The recorder cannot capture one.
         """
-        self.captured, self._room = CapturedDecoder(self.decoder, recorder), room
+        self.captured = CapturedDecoder(self.decoder, recorder)
         node = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        self.forward(node, chain_parents(1, 1), self.new_cache(1, 1))  # what cannot be captured says so here
+        self.forward(node, chain_parents(1, 1), self.new_cache(1, room(1)))  # what cannot be captured says so here
 
     @torch.no_grad()
     def forward(
@@ -118,19 +152,25 @@ class NativeTarget:
         logits_at: Tensor | None = None,
     ) -> TargetOutput:
         assert isinstance(cache, KVCache)
-        config, end = self.decoder.config, max(cache.lengths) + tokens.size(1)
-        assert end <= cache.capacity, f"{end} slots needed, {cache.capacity} allocated"
-        like = self.decoder.norm.given[0]
-        store = cache.stacked(self.num_layers, 2 * config.num_kv_heads, config.head_dim, like)
-        if self.compiled is not None:
-            return TargetOutput(*self.compiled.forward(tokens, parents, cache.lengths, store, taps, logits_at))
-        count = tokens.size(1)
-        if self.captured is not None and logits_at is None and bucket(count) <= MOST_NODES:
-            filled = F.pad(parents, (0, bucket(count) - count), value=-1)  # with nodes that hang on nothing
-            tree = depths(filled), tree_mask(filled)
-            return TargetOutput(*self.captured.forward(tokens, *tree, cache.lengths, store, taps))
-        where = self._layout(parents, cache.lengths)
-        return TargetOutput(*self.decoder(tokens, *where, store[..., :end, :].unbind(0), taps, logits_at))
+        config, count = self.decoder.config, tokens.size(1)
+        memory = cache.memory(self.num_layers, 2 * config.num_kv_heads, config.head_dim, self.decoder.norm.given[0])
+        with self.lock:
+            if self.compiled is not None:
+                return TargetOutput(*self.compiled.forward(tokens, parents, cache, memory, taps, logits_at))
+            if self.captured is not None and logits_at is None and bucket(count) <= MOST_NODES:
+                end = slot_bucket(max(cache.lengths) + bucket(count))
+                if end <= cache.capacity:
+                    store, is_memory = cache.view(memory, count, end)
+                    if is_memory:
+                        filled = F.pad(parents, (0, bucket(count) - count), value=-1)  # with nodes that hang on nothing
+                        tree = depths(filled), tree_mask(filled)
+                        return TargetOutput(*self.captured.forward(tokens, *tree, cache.lengths, store, taps))
+            store, is_memory = cache.view(memory, count)
+            where = self._layout(parents, cache.lengths)
+            output = TargetOutput(*self.decoder(tokens, *where, store.unbind(0), taps, logits_at))
+            if not is_memory:
+                cache.put(memory, store, count)
+            return output
 
     def _layout(self, parents: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor, list[Tensor | None]]:
         """Positions, slots and masks of the nodes as `Decoder.forward` takes them."""
@@ -186,3 +226,36 @@ def use_best_threads_for(target: NativeTarget) -> None:
 
     facts = (target.decoder.config, target.dtype, target.is_int8)
     use_best_threads(score, facts)
+
+
+def load(path: str | Path, options: LoadOptions) -> NativeTarget:
+    """Load a checkpoint; see `native_files.read_checkpoint` for what is read, and for errors.
+
+    What runs the forward once it is loaded goes on running it: an answer is never begun one way and ended the other.
+
+    Raises:
+        UsageError: It is to be compiled and cannot be.
+    """
+    read = read_checkpoint(path, options)
+    target = NativeTarget(read.decoder, read.config, read.tokenizer, read.folder, read.generation_config)
+    if options.device.type == "cuda" and options.compile == "on":
+        target.capture(CudaRecorder(options.device))
+        return target
+    target.compile_reason = read.reason if read.build is None else _compile(target, read.build, options.compile)
+    if options.compile == "on" and target.compiled is None:
+        raise UsageError(f"{path} has no compiled forward: {target.compile_reason}. Use compile auto or off.")
+    if options.best_threads and target.compiled is not None:
+        use_best_threads_for(target)
+    return target
+
+
+def _compile(target: NativeTarget, library: Build, compile: Compile) -> str | None:
+    """Let the target use this library. Returns why it does not."""
+    found = library.library(LONGEST_WAIT_SECONDS if compile == "auto" else None)
+    if found is None:
+        reason = library.reason or STILL_AT_WORK
+        if compile == "auto":
+            logging.getLogger(__name__).warning("The target runs uncompiled, which is slower: %s.", reason)
+        return reason
+    target.compiled = CompiledDecoder(target.decoder, found, target.max_context)
+    return None

@@ -3,56 +3,65 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
-from blockdraft.cpu.build import LONGEST_WAIT_SECONDS, STILL_AT_WORK, Build, build
-from blockdraft.cpu.compiled import CompiledDecoder, why_not
-from blockdraft.cuda.graphs import CudaRecorder
+from blockdraft.cpu.build import Build, build
+from blockdraft.cpu.compiled import why_not
 from blockdraft.cuda.rounded import round_weights, why_not_rounded
 from blockdraft.errors import UsageError
 from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.nn.packed import PackedLinear, int8_rows
+from blockdraft.targets.base import LoadOptions, Target
 from blockdraft.targets.checkpoint import checked_folder, load_generation_config, load_tokenizer, loading
 from blockdraft.targets.families import NotCovered, decoder_config
-from blockdraft.targets.native import NativeTarget
-from blockdraft.types import DEFAULT_COMPILE, Compile, Quantize
 
 QUANT_METHOD = "blockdraft-int8"  # in a checkpoint's configuration
 SCALE = "_scale"  # of an int8 tensor, behind its name
 UNMEASURED = "on a GPU, CUDA graphs are captured where compile is on only: nobody has measured them yet"
 
 
-def load(
-    path: str | Path,
-    dtype: torch.dtype,
-    device: torch.device,
-    compile: Compile = DEFAULT_COMPILE,
-    quantize: Quantize | None = None,
-) -> NativeTarget:
-    """Load a checkpoint in safetensors and, where there is one, its tokenizer, from a local folder or by hub name.
+@dataclass(frozen=True)
+class Checkpoint:
+    """A decoder, and what belongs to it.
+
+    Attributes:
+        build: Its compiled forward, which may still be in the making; None where there will be none.
+        reason: Why there will be none.
+    """
+
+    decoder: Decoder
+    config: PretrainedConfig
+    tokenizer: PreTrainedTokenizerBase | None
+    generation_config: Any
+    folder: Path | None
+    build: Build | None
+    reason: str | None
+
+
+def read_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
+    """Read a checkpoint in safetensors and, where there is one, its tokenizer, from a local folder or by hub name.
 
     Matrices in bfloat16 are kept in it where the forward is compiled, though its dtype be float32: no number changes.
-
-    The compiler, where one is needed, runs while the weights are read. What is used once they are there stays in use:
-    an answer is never begun one way and ended the other.
+    The compiler, where one is needed, runs while the weights are read.
 
     Raises:
         NotCovered: The family or one of its settings is none that the decoder knows, or the weights are not there under
             the usual names and shapes.
-        ValueError: No such folder or hub name, or files that cannot be read.
+        UsageError: No such folder or hub name, or files that cannot be read.
     """
+    dtype, device, compile, quantize = options.dtype, options.device, options.compile, options.quantize
     folder, rounded = checked_folder(path), None
     with loading(path):
         config = AutoConfig.from_pretrained(path)
@@ -89,17 +98,17 @@ def load(
     known = folder if folder.exists() else None
     if quantize and dtype != torch.float32:
         raise UsageError(f"int8 weights are for float32 arithmetic; dtype is {str(dtype).removeprefix('torch.')}.")
-    target = NativeTarget(decoder, config, tokenizer, known, load_generation_config(path))
-    if on_gpu and compile == "on":
-        target.capture(CudaRecorder(device))
-        return target
-    target.compile_reason = reason if library is None else _compile(target, library, compile)
-    if compile == "on" and target.compiled is None:
-        raise UsageError(f"{path} has no compiled forward: {target.compile_reason}. Use compile auto or off.")
-    return target
+    return Checkpoint(decoder, config, tokenizer, load_generation_config(path), known, library, reason)
 
 
-def save_quantized(target: NativeTarget, folder: Path) -> None:
+class Quantized(Target, Protocol):
+    """A target that may have int8 weights."""
+
+    @property
+    def is_int8(self) -> bool: ...
+
+
+def save_quantized(target: Quantized, folder: Path) -> None:
     """Write a target that was loaded with int8 weights, for `load_target` to read again with the same bits.
 
     Raises:
@@ -164,15 +173,3 @@ def read_tensor(files: dict[str, Any], name: str) -> Tensor:
         return tensor
     scale: Tensor = files[name + SCALE].get_tensor(name + SCALE)
     return tensor * scale.unsqueeze(-1)
-
-
-def _compile(target: NativeTarget, library: Build, compile: Compile) -> str | None:
-    """Let the target use this library. Returns why it does not."""
-    found = library.library(LONGEST_WAIT_SECONDS if compile == "auto" else None)
-    if found is None:
-        reason = library.reason or STILL_AT_WORK
-        if compile == "auto":
-            logging.getLogger(__name__).warning("The target runs uncompiled, which is slower: %s.", reason)
-        return reason
-    target.compiled = CompiledDecoder(target.decoder, found, target.max_context)
-    return None

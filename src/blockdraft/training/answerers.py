@@ -6,10 +6,11 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from queue import SimpleQueue
 from threading import Event
 from typing import Any, Protocol
 
-from blockdraft.engine import Engine, Request, Scheduler
+from blockdraft.engine import Chunk, Engine, Request
 from blockdraft.errors import UsageError
 from blockdraft.training.rows import Message
 from blockdraft.types import SamplingParams
@@ -59,24 +60,27 @@ class EngineAnswerer:
 
     def __init__(self, engine: Engine) -> None:
         self.at_once = 2 * engine.max_batch_size  # so that one is always waiting for a free row
-        self._scheduler = Scheduler(engine)
-        self._keys: dict[Request, int] = {}
+        self._engine = engine
+        self._requests: dict[int, Request] = {}
+        self._ended: SimpleQueue[int] = SimpleQueue()
 
     def ask(self, key: int, messages: Sequence[Message], prompt: list[int], params: SamplingParams) -> None:
-        self._keys[self._scheduler.submit(prompt, params)] = key
+        def tell(chunk: Chunk) -> None:
+            if chunk.finish_reason is not None:
+                self._ended.put(key)
+
+        self._requests[key] = self._engine.submit(prompt, params, tell)
 
     def answers(self) -> list[tuple[int, Answer]]:
-        ended: list[Request] = []
-        while not ended:
-            ended = self._scheduler.step()
-        found = [request.completion().checked() for request in ended]
-        keys = [self._keys.pop(request) for request in ended]
-        return [
-            (key, Answer(c.text, c.token_ids, c.finish_reason == "stop")) for key, c in zip(keys, found, strict=True)
-        ]
+        keys = [self._ended.get()]
+        while not self._ended.empty():
+            keys.append(self._ended.get())
+        found = [(key, self._requests.pop(key).result().checked()) for key in keys]
+        return [(key, Answer(c.text, c.token_ids, c.finish_reason == "stop")) for key, c in found]
 
     def close(self) -> None:
-        pass
+        for request in self._requests.values():
+            request.cancel()
 
 
 class ServerAnswerer:

@@ -15,9 +15,10 @@ from blockdraft.verification.drawn import judge_chains, judge_trees
 @dataclass(frozen=True)
 class Verdict:
     """Attributes:
-    path: For each row the accepted nodes from the anchor on, so it begins with 0; empty for a row without a law.
-    bonus: For each row the token drawn at the end of the path, which becomes the next anchor; -1 for a row without
-        a law.
+    path: For each row the accepted nodes from the anchor on, so it begins with 0; empty for a row whose walk met a
+        node without a law.
+    bonus: For each row the token drawn at the end of the path, which becomes the next anchor; -1 where the path is
+        empty.
     """
 
     path: list[list[int]]
@@ -38,7 +39,8 @@ def verify(proposal: Proposal, laws: Laws, uniforms_BN: Tensor | None, tests_BN:
     - Drawn, a tree in which nodes have siblings: the children of a node are tested one after the other
       (`rules.accept_sibling`).
 
-    A row of `laws.invalid_rows` gets an empty path and the bonus -1; the others do not notice.
+    A row whose walk meets a node without a law gets an empty path and the bonus -1; the others do not notice, nor does
+    a row that has such nodes where no walk comes by. Drawn guesses are judged together, so there each node counts.
 
     Args:
         proposal: Trees of B rows and N nodes.
@@ -50,18 +52,20 @@ def verify(proposal: Proposal, laws: Laws, uniforms_BN: Tensor | None, tests_BN:
     """
     if laws.argmax is not None and proposal.q is None:
         return _follow(proposal.parent_lists, laws.tokens, laws.argmax)
-    tokens, invalid = laws.tokens, set(laws.invalid_rows)
+    tokens = laws.tokens
     children = [children_of(parents) for parents in proposal.parent_lists]
     q = proposal.q or (None,) * len(tokens)
-    valid = [row for row in range(len(tokens)) if row not in invalid]
-    drawn = [row for row in valid if q[row] is not None]
+    drawn = [row for row in range(len(tokens)) if q[row] is not None and row not in laws.invalid_rows]
     trees = [row for row in drawn if any(len(nodes) > 1 for nodes in children[row].values())]
     chains = sorted(set(drawn) - set(trees))
-    paths: list[list[int]] = [[] if row in invalid else [0] for row in range(len(tokens))]
+    paths: list[list[int]] = [[0] if q[row] is None else [] for row in range(len(tokens))]
     bonus = [-1] * len(tokens)
 
-    walking = [row for row in valid if q[row] is None]  # all chosen rows a level at a time
+    walking = [row for row in range(len(tokens)) if q[row] is None]  # all chosen rows a level at a time
     while walking:
+        for row in [row for row in walking if not laws.exists(row, paths[row][-1])]:
+            paths[row], bonus[row] = [], -1
+        walking = [row for row in walking if paths[row]]
         nodes = [paths[row][-1] for row in walking]
         for row, node, token in zip(walking, nodes, laws.draw(walking, nodes, uniforms_BN), strict=True):
             matching = [child for child in children[row].get(node, ()) if tokens[row][child] == token]
@@ -79,20 +83,16 @@ def verify(proposal: Proposal, laws: Laws, uniforms_BN: Tensor | None, tests_BN:
 
 
 def _follow(parents: list[list[int]], tokens: list[list[int]], argmax: list[list[int]]) -> Verdict:
-    """The verdict where the token after each node is known, without a draw; -1 after any node of a row: no law."""
+    """The verdict where the token after each node is known, without a draw; -1 after a node is no law."""
     paths, bonus = [], []
     for above, own, following in zip(parents, tokens, argmax, strict=True):
-        if -1 in following:
-            paths.append(list[int]())
-            bonus.append(-1)
-            continue
         # Of two children with the same token the first is taken, hence the reverse order.
         children = {(above[node], own[node]): node for node in range(len(own) - 1, 0, -1)}
         path, node = [0], children.get((0, following[0]))
         while node is not None:
             path.append(node)
             node = children.get((node, following[node]))
-        paths.append(path)
+        paths.append(path if following[path[-1]] >= 0 else [])
         bonus.append(following[path[-1]])
     return Verdict(paths, bonus)
 

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from blockdraft.engine.prompts import AnswerText, TextStream, encode
+from blockdraft.engine.text import AnswerText, TextStream, encode
 from blockdraft.targets import Target, load_target
 
 

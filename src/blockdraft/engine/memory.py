@@ -1,0 +1,66 @@
+"""How many slots fit, and what all of it takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from blockdraft.drafters import Drafter
+from blockdraft.engine.runner import MOST_UNOBSERVED
+from blockdraft.machine import free_bytes
+from blockdraft.targets import Target
+
+SHARE = 0.9  # of the free memory
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What an engine takes.
+
+    Args:
+        nodes: Most nodes of a row.
+        automatic: Whether drafting may pause.
+    """
+
+    target: Target
+    drafter: Drafter
+    max_batch_size: int
+    nodes: int
+    prefill_tokens: int
+    automatic: bool
+
+    def bytes(self, slots: int) -> int:
+        """Of both stores, allocated once, and of what a step needs meanwhile."""
+        return self.stores(slots) + self.meanwhile(slots)
+
+    def stores(self, slots: int) -> int:
+        return self.target.cache_bytes(1, slots) + self.drafter.state_bytes(1, slots)
+
+    def meanwhile(self, slots: int) -> int:
+        """Of the largest of forwards, with the logits of all nodes in their own dtype and twice in float32, and the
+        features, by layer and side by side: of nodes, of the part of a prompt, or of a pause in drafting."""
+        target, rows, size = self.target, self.max_batch_size, self.target.dtype.itemsize
+        longest = min(slots, target.row_slots(target.max_context + self.nodes))
+        forward = max(
+            target.forward_bytes(rows, self.nodes, min(longest, slots // rows + 1)),
+            target.forward_bytes(1, min(self.prefill_tokens, longest), longest),
+        )
+        logits = rows * self.nodes * target.vocab_size * (size + 2 * torch.float32.itemsize)
+        tokens = max(self.prefill_tokens, rows * self.nodes)
+        if self.automatic:
+            tokens = max(tokens, rows * min(MOST_UNOBSERVED, target.max_context))
+        return forward + logits + 2 * tokens * len(self.drafter.taps) * target.hidden_size * size
+
+    def slots(self, prefix_tokens: int, limit: int | None) -> int:
+        """As many as all rows may need at most, with what is remembered; fewer where the memory does not suffice."""
+        wanted = self.max_batch_size * self.target.row_slots(self.target.max_context + self.nodes) + prefix_tokens
+        if limit is None:
+            limit = int(SHARE * free_bytes(self.target.device))
+        if self.bytes(wanted) <= limit:
+            return wanted
+        fits, too_many = 0, wanted
+        while too_many - fits > 1:
+            middle = (fits + too_many) // 2
+            fits, too_many = (middle, too_many) if self.bytes(middle) <= limit else (fits, middle)
+        return fits

@@ -1,0 +1,59 @@
+"""Cycles of arbitrary tokens, for measuring."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from blockdraft.drafters import Drafter
+from blockdraft.engine.request import Request
+from blockdraft.engine.runner import Row, Runner
+from blockdraft.engine.text import AnswerText
+from blockdraft.machine import wait_for
+from blockdraft.proposal import Plan
+from blockdraft.sampling import RandomNumbers
+from blockdraft.targets import Target
+from blockdraft.types import SamplingParams
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Runs cycles of a pair outside of any engine."""
+
+    target: Target
+    drafter: Drafter
+
+    def rows(self, count: int, context: int, room: int) -> tuple[Runner, list[Row]]:
+        """Rows whose prompts, of `context` arbitrary tokens, have been read, with slots for `room` more."""
+        room = min(room, self.target.max_context - context)
+        prompt = [(7 * i + 3) % self.target.vocab_size for i in range(context)]
+        capacity = self.target.row_slots(context + room)
+        runner, params = Runner(self.target, self.drafter, count * capacity), SamplingParams(room, ignore_eos=True)
+        requests = [
+            Request(prompt, params, frozenset(), RandomNumbers(0), AnswerText(self.target.tokenizer))
+            for _ in range(count)
+        ]
+        rows = [Row(request, place * capacity, capacity) for place, request in enumerate(requests)]
+        for row in rows:
+            runner.open(row.start, capacity)
+        runner.read(rows, [context] * count)
+        return runner, rows
+
+    def __call__(self, rows: int, context: int, guesses: int, tree: bool, count: int) -> list[tuple[int, float]]:
+        """As `costs.Cycles`."""
+        drafter = self.drafter
+        # Asked as the controller asks: with times by which just so many guesses pay, or for a chain of this length.
+        seconds = [1.0] * (guesses + 1) if guesses and drafter.knows_probabilities else None
+        block_size = drafter.block_size if seconds and tree else min(drafter.block_size, guesses + 1)
+        plan = Plan(block_size, [SamplingParams()] * rows, guesses if tree else 0, seconds)
+        with self.target.lock:
+            runner, running = self.rows(rows, context, count * drafter.block_size + guesses)
+            return [self._timed(runner, running, plan) for _ in range(count)]
+
+    def _timed(self, runner: Runner, rows: Sequence[Row], plan: Plan) -> tuple[int, float]:
+        wait_for(self.target.device)
+        began = time.perf_counter()
+        outcome = runner.step(rows, plan)
+        wait_for(self.target.device)
+        return outcome.guesses, time.perf_counter() - began

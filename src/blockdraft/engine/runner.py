@@ -1,0 +1,287 @@
+"""Executes: reads prompts and runs cycles. It decides nothing, and there is one decode loop: plain decoding is a
+proposal that holds only the anchor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from blockdraft.drafters import Drafter
+from blockdraft.engine.request import Request
+from blockdraft.errors import RequestError, describe
+from blockdraft.machine import send
+from blockdraft.proposal import Plan, Proposal, chain
+from blockdraft.sampling import Laws
+from blockdraft.targets import Target, TargetOutput
+from blockdraft.timing import (
+    BOOKKEEPING,
+    COMMIT,
+    DRAFTING,
+    FORWARD,
+    GUESSES,
+    OBSERVE,
+    VERIFICATION,
+    Cycle,
+    mark,
+    timed_cycle,
+)
+from blockdraft.verification import Verdict, verify
+
+MOST_UNOBSERVED = 512  # cycles whose features are kept before the drafter is told of them
+
+
+@dataclass(eq=False)
+class Row:
+    """A request that is decoded, and the slots that it has in the stores of target and drafter.
+
+    Attributes:
+        start: The first of its slots, by which it goes there.
+        capacity: How many they are.
+        read: Tokens of the prompt that have been read.
+    """
+
+    request: Request
+    start: int
+    capacity: int
+    read: int = 0
+
+    @property
+    def reading(self) -> bool:
+        return self.read < len(self.request.prompt)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a cycle yielded.
+
+    Attributes:
+        guesses: Guesses a row, those that fill up shorter rows included.
+        deepest: For each row the guesses on its longest path.
+        lengths: For each row the guesses that were accepted.
+        expected: For each row the guesses that the drafter expected to be accepted, where it says so.
+        seconds: Time of the cycle, less what earlier ones had left to do.
+        lawless: Rows, by their place, for which the target computed no finite numbers; nothing of them was committed.
+    """
+
+    guesses: int
+    deepest: list[int]
+    lengths: list[int]
+    expected: Sequence[float] | None
+    seconds: float
+    lawless: list[int]
+
+
+class Runner:
+    """Runs a target and a drafter on rows of their stores.
+
+    Args:
+        slots: Tokens that the stores hold, nodes included.
+        drawn: As in `Drafting`.
+    """
+
+    def __init__(self, target: Target, drafter: Drafter, slots: int, drawn: bool = False) -> None:
+        self.target, self.drafter = target, drafter
+        self._drawn = drawn
+        self.cache, self.state = target.new_cache(1, slots), drafter.new_state(1, slots)
+        for store in (self.cache, self.state):
+            store.close(0)
+        # What cycles that did not draft have committed: tokens [B, 1] and features [B, 1, m * H] of these rows, in
+        # order. The drafter is told of them before it drafts again, all at once: a call each would make plain decoding
+        # slower.
+        self._unobserved: list[tuple[Tensor, Tensor | None]] = []
+        self._unobserved_rows: list[Row] = []
+
+    def open(self, row: int, capacity: int) -> None:
+        """Begin an empty row."""
+        for store in (self.cache, self.state):
+            store.open(row, capacity)
+
+    def close(self, row: int, wipe: bool = False) -> None:
+        """Forget a row; its numbers too, where they may not be finite."""
+        self.catch_up()
+        for store in (self.cache, self.state):
+            if wipe:
+                store.wipe(row, whole=True)
+            store.close(row)
+
+    def shrink(self, row: int, capacity: int) -> None:
+        """Give up what a row holds beyond so many tokens, and their slots."""
+        self.catch_up()
+        for store in (self.cache, self.state):
+            store.shrink(row, capacity)
+
+    def copy(self, source: int, row: int, length: int) -> None:
+        """Make the first tokens of one row those of another, which is empty."""
+        self.catch_up()
+        for store in (self.cache, self.state):
+            store.copy(source, row, length)
+
+    def restore(self, row: Row) -> None:
+        """Make a row as it was before a forward that failed: nothing is in its slots but what its request knows."""
+        request, cache = row.request, self.cache.of([row.start])
+        known = row.read if row.reading else len(request.prompt) + len(request.token_ids) - 1
+        cache.truncate([min(known, *cache.lengths)])
+        self.wipe(row.start)
+
+    def wipe(self, row: int) -> None:
+        """Let no number stay that a forward has left behind the row's committed tokens."""
+        for store in (self.cache, self.state):
+            store.wipe(row)
+
+    def held(self, row: int) -> int:
+        """Committed tokens of a row."""
+        lengths: list[int] = self.cache.of([row]).lengths
+        return lengths[0]
+
+    def read(self, rows: Sequence[Row], counts: Sequence[int]) -> list[int]:
+        """Read the next tokens of prompts; the last token of a prompt yields the first of the answer.
+
+        Args:
+            counts: Tokens of each row. Each row has slots for as many nodes as the largest of them says.
+
+        Returns:
+            Rows, by their place, whose prompt is read and for whose next token there are no finite numbers.
+        """
+        starts = [row.start for row in rows]
+        cache = self.cache.of(starts)
+        parts = [row.request.prompt[row.read : row.read + count] for row, count in zip(rows, counts, strict=True)]
+        longest = max(counts)
+        # Filled up with a token of its own, so that nothing comes into a row that is not its text.
+        tokens = self._tensor([[*part, *part[-1:] * (longest - len(part))] for part in parts])
+        last = self._tensor([count - 1 for count in counts])
+        output = self.target.forward(tokens, chain(tokens).parents, cache, self.drafter.taps, logits_at=last)
+        ready = [at for at, row in enumerate(rows) if row.read + counts[at] == len(row.request.prompt)]
+        lawless: list[int] = []
+        if ready:
+            anchors = chain(tokens.gather(1, last[:, None])[ready])
+            best = None if output.best is None else output.best[ready]
+            logits = output.logits if len(ready) == len(rows) else output.logits[ready]
+            _, verdict = self._verdict([rows[at] for at in ready], anchors, TargetOutput(logits, None, best))
+            lawless = [at for at, path in zip(ready, verdict.path, strict=True) if not path]
+        path = [range(0 if at in lawless else count) for at, count in enumerate(counts)]
+        cache.commit(path)
+        for at, (row, count) in enumerate(zip(rows, counts, strict=True)):
+            if at not in lawless:
+                row.read += count
+        for at, token in zip(ready, verdict.bonus if ready else (), strict=True):
+            if at not in lawless:
+                rows[at].request.extend([token], [False])
+        self._observe(rows, tokens, output.features, path)
+        return lawless
+
+    def step(self, rows: Sequence[Row], plan: Plan) -> Outcome:
+        """One cycle: propose, score, verify, commit, observe. No row may be reading, and no request may have ended."""
+        with timed_cycle() as timer:
+            requests, starts = [row.request for row in rows], [row.start for row in rows]
+            cache, state = self.cache.of(starts), self.state.of(starts)
+            if self._drawn and plan.block_size > 1:
+                plan = replace(plan, draws=self._fresh(requests)[:, : plan.block_size - 1])
+            anchor = self._tensor([request.token_ids[-1] for request in requests])
+            mark(BOOKKEEPING)
+            late = self._catch_up_in(timer, rows, plan)
+            proposal = chain(anchor[:, None]) if plan.block_size == 1 else self.drafter.propose(state, anchor, plan)
+            mark(GUESSES)
+            output = self.target.forward(proposal.tokens, proposal.parents, cache, self.drafter.taps)
+            mark(FORWARD)
+            laws, verdict = self._verdict(rows, proposal, output)
+            mark(VERIFICATION)
+            cache.commit(verdict.path)
+            mark(COMMIT)
+            deepest = [max(row) for row in proposal.depth_lists]
+            lawless = [place for place, path in enumerate(verdict.path) if not path]
+            for place, request in enumerate(requests):
+                if place in lawless:
+                    continue
+                accepted = [laws.tokens[place][node] for node in verdict.path[place][1:]]
+                taken = request.extend([*accepted, verdict.bonus[place]], [True] * len(accepted) + [False])
+                request.stats.committed.append(taken)
+                request.stats.drafted.append(deepest[place])
+            mark(BOOKKEEPING)
+            if plan.block_size == 1 and not lawless:
+                self._unobserved.append((proposal.tokens, output.features))
+                self._unobserved_rows = list(rows)
+            else:
+                self.catch_up()
+                self._observe(rows, proposal.tokens, output.features, verdict.path)
+            for place in laws.invalid_rows:  # what no walk has met lies in the row's slots, and must not stay
+                self.wipe(starts[place])
+            mark(OBSERVE)
+        drafting, verifying = timer.of(*DRAFTING), timer.of(FORWARD)
+        for request in requests:
+            request.stats.draft_seconds += drafting
+            request.stats.verify_seconds += verifying
+            request.stats.total_seconds += timer.total
+        lengths = [max(len(nodes) - 1, 0) for nodes in verdict.path]
+        guesses = proposal.tokens.size(1) - 1
+        return Outcome(guesses, deepest, lengths, proposal.expected, timer.total - late, lawless)
+
+    def catch_up(self) -> None:
+        """Tell the drafter of the cycles that did not draft. Due before rows come or go."""
+        if not self._unobserved:
+            return
+        tokens, features = zip(*self._unobserved, strict=True)
+        together = None if features[0] is None else torch.cat(features, dim=1)
+        rows, count = self._unobserved_rows, len(tokens)
+        self._unobserved, self._unobserved_rows = [], []
+        self._observe(rows, torch.cat(tokens, dim=1), together, [range(count)] * len(rows))
+
+    def _catch_up_in(self, timer: Cycle, rows: Sequence[Row], plan: Plan) -> float:
+        """Catch up where it is due. Returns the seconds that it took, which say nothing of the cycle that it is in."""
+        full = len(self._unobserved) == MOST_UNOBSERVED
+        if not self._unobserved or (plan.block_size == 1 and list(rows) == self._unobserved_rows and not full):
+            return 0.0
+        before = timer.total
+        self.catch_up()
+        mark(OBSERVE)
+        return timer.total - before
+
+    def _verdict(self, rows: Sequence[Row], proposal: Proposal, output: TargetOutput) -> tuple[Laws, Verdict]:
+        requests = [row.request for row in rows]
+        uniforms = tests = None
+        if any(request.params.temperature > 0 for request in requests):
+            # Node i's draw decides the output token that follows it.
+            each = zip(requests, proposal.depth_lists, strict=True)
+            uniforms = torch.stack([r.random.at([len(r.token_ids) + d for d in depths]) for r, depths in each])
+        if proposal.q is not None:
+            tests = self._fresh(requests)[:, self.drafter.block_size :][:, : proposal.tokens.size(1)]
+        params, prompts, outputs = zip(*((r.params, r.prompt, r.token_ids) for r in requests), strict=True)
+        laws = Laws(output.logits, params, proposal.tokens, proposal.parents, prompts, outputs, output.best)
+        return laws, verify(proposal, laws, uniforms, tests)
+
+    def _fresh(self, requests: Sequence[Request]) -> Tensor:
+        """Numbers `[B, 2 * block_size]` of this cycle: to draw the guesses of a chain, then to test its nodes."""
+        count = 2 * self.drafter.block_size
+        return torch.stack([request.random.fresh(len(request.token_ids), count) for request in requests])
+
+    def _observe(
+        self, rows: Sequence[Row], tokens: Tensor, features: Tensor | None, path: Sequence[Sequence[int]]
+    ) -> None:
+        """Tell the drafter which nodes were committed, rows padded to one length. A row for which it fails ends."""
+        lengths = [len(nodes) for nodes in path]
+        most = max(lengths)
+        if most == 0:
+            return
+        if all(not nodes or nodes[-1] == len(nodes) - 1 for nodes in path):  # the first nodes, as always in chains
+            tokens, features = tokens[:, :most], features if features is None else features[:, :most]
+        else:
+            index = self._tensor([[*nodes, *[0] * (most - len(nodes))] for nodes in path])
+            tokens = tokens.gather(1, index)
+            if features is not None:
+                features = features.gather(1, index.unsqueeze(-1).expand(-1, -1, features.size(-1)))
+        state = self.state.of([row.start for row in rows])
+        try:
+            self.drafter.observe(state, tokens, features, lengths)
+        except Exception as error:
+            if len(rows) == 1:
+                rows[0].request.fail(RequestError(f"The drafter failed: {describe(error)}"), error)
+                return
+            for place, row in enumerate(rows):
+                own = slice(place, place + 1)
+                nodes = [range(lengths[place])]
+                self._observe([row], tokens[own], features if features is None else features[own], nodes)
+
+    def _tensor(self, values: list[int] | list[list[int]]) -> Tensor:
+        return send(torch.tensor(values), self.target.device)
