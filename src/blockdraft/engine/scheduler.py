@@ -184,13 +184,13 @@ class Scheduler:
         for row in self._rows:
             if row.request.cancelled and not row.request.finished:
                 row.request.finish("cancelled")
-                row.request.publish()
         return cancelled + self._free()
 
     def _end_finished(self) -> list[Request]:
         """Publish what is new, and free the rows of requests that have ended."""
         for row in self._rows:
-            row.request.publish()
+            if not row.request.finished:
+                row.request.publish()
         return self._free()
 
     def _free(self) -> list[Request]:
@@ -202,6 +202,8 @@ class Scheduler:
             if not self._remember(row):
                 self._runner.close(row.start, wipe=row.request.error is not None)
                 self._slots.give(row.start, row.capacity)
+        for row in gone:
+            row.request.publish()
         return [row.request for row in gone]
 
     def _remember(self, row: Row) -> bool:
@@ -234,7 +236,7 @@ class Scheduler:
                 break
             fits = all(each.read + longest <= each.capacity for each in [*group, row])  # all have as many nodes
             if group and not fits:
-                break
+                continue
             group.append(row)
             counts.append(count)
         if not group:
