@@ -173,7 +173,8 @@ def test_a_drafter_that_fails_costs_its_drafts_or_its_requests(
     if method == "propose":  # the target goes on without
         assert [completion.token_ids for completion in found] == expected
     else:
-        assert [completion.error for completion in found] == ["The drafter failed: ZeroDivisionError: division by zero"] * 3
+        error = "The drafter failed: ZeroDivisionError: division by zero"
+        assert [completion.error for completion in found] == [error] * 3
 
 
 @pytest.mark.parametrize("after", [0, 7])

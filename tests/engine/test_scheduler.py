@@ -87,7 +87,7 @@ def test_the_first_to_come_is_the_first_to_run(target: Target, drafter: Drafter)
 
 def test_a_request_waits_for_slots(target: Target, drafter: Drafter) -> None:
     probe = Engine(target, drafter)
-    large, small = (probe.scheduler.row_slots(probe.request(PROMPTS[0], greedy(count))) for count in (100, 10))
+    large, small = (probe.request(PROMPTS[0], greedy(count)).slots for count in (100, 10))
     hand = ByHand(Engine(target, drafter, cache_tokens=large + small))
     requests = [hand.submit(PROMPTS[0], params) for params in (greedy(100), greedy(10), greedy(10), greedy(10))]
     hand.scheduler.step()
@@ -251,7 +251,7 @@ def test_the_memory_of_prefixes_is_bounded(target: Target, drafter: Drafter) -> 
 def test_what_is_remembered_makes_room_for_who_runs(target: Target, drafter: Drafter) -> None:
     """One after the other, in a store that holds one request and what is left of another at most."""
     probe = Engine(target, drafter)
-    size = probe.scheduler.row_slots(probe.request(LONG, greedy(20)))
+    size = probe.request(LONG, greedy(20)).slots
     engine = Engine(target, drafter, prefix_tokens=400, cache_tokens=size + 60)
     for i in range(4):
         prompt = [i + 9, *LONG[1:]]

@@ -296,7 +296,7 @@ def test_greedy_rows_are_judged_alike_with_and_without_sampled_ones_beside_them(
 
     alone, beside = judged(SamplingParams()), judged(WARM)
     assert (alone.path[:-1], alone.bonus[:-1]) == (beside.path[:-1], beside.bonus[:-1])
-    # Row 3 has no law after the anchor. Rows 5 and 8 have none after a later node, which counts where the walk comes by.
+    # Row 3 has no law after the anchor. Rows 5 and 8 have none after a later node: it counts where the walk comes by.
     lost = {row for row, path in enumerate(alone.path) if not path}
     assert 3 in lost and lost <= {3, 5, 8} and 7 not in lost
     assert max(map(len, alone.path)) > 2

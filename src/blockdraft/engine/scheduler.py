@@ -60,11 +60,6 @@ class Scheduler:
         self._kept: dict[int, int] = {}  # slots of remembered rows
         self._sources: dict[Row, tuple[Row | None, int, int]] = {}  # whom a row waits for: (row, its start, tokens)
 
-    def row_slots(self, request: Request) -> int:
-        """Slots of a request's row."""
-        most = len(request.prompt) + request.params.max_new_tokens + 1 + self._controller.most_guesses
-        return self._runner.target.row_slots(most)
-
     def add(self, requests: Sequence[Request]) -> None:
         """Queue requests, which have been checked. May be called from any thread."""
         with self._lock:
@@ -129,7 +124,7 @@ class Scheduler:
         """Let in as many waiting requests as there are rows and slots for."""
         while self._waiting and len(self._rows) < self._max_rows:
             request = self._waiting[0]
-            size = self.row_slots(request)
+            size = request.slots
             known = self._index.longest(request.prompt[:-1]) if self._can_share else None
             if known is not None:
                 self._remembered.use(known[0])  # so that it goes last
