@@ -213,7 +213,7 @@ def test_what_running_requests_have_in_common_is_read_once(target: Target, draft
 
 
 def test_who_waits_for_a_beginning_reads_it_when_the_other_has_gone(target: Target, drafter: Drafter) -> None:
-    hand = ByHand(Engine(target, drafter, prefill_tokens=32))
+    hand = ByHand(Engine(target, drafter, prefill_tokens=8))
     first, second = (hand.submit(LONG[:100] + [i], greedy(20)) for i in (4, 5))
     hand.scheduler.step()
     first.cancel()

@@ -18,6 +18,7 @@ from blockdraft.proposal import Plan
 
 log = logging.getLogger(__name__)
 
+IDLE_READS = 4  # times `prefill_tokens` that are read at a time where no one is decoded
 _DOUBT = NumbersError("There were no finite numbers.")
 
 
@@ -91,9 +92,12 @@ class Scheduler:
             self._admit()
             decoding = [row for row in self._rows if not row.reading]
             began = time.perf_counter()
-            if self._read():
-                for row in decoding:  # they stood still meanwhile
-                    row.request.stats.total_seconds += time.perf_counter() - began
+            # With no one to wait for it, more is read, so that those who came together begin together.
+            for _ in range(1 if decoding else IDLE_READS):
+                if not self._read():
+                    break
+            for row in decoding:  # they stood still meanwhile
+                row.request.stats.total_seconds += time.perf_counter() - began
             decoding = [row for row in decoding if not row.request.finished]
             if decoding:
                 self._cycle(decoding)
@@ -228,7 +232,7 @@ class Scheduler:
             count = min(len(row.request.prompt) - row.read, self._prefill_tokens)
             longest = max(count, *counts) if counts else count
             if group and (len(group) + 1) * longest > self._prefill_tokens:
-                break
+                continue
             fits = all(each.read + longest <= each.capacity for each in [*group, row])  # all have as many nodes
             if group and not fits:
                 continue
