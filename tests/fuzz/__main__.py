@@ -77,7 +77,8 @@ def watch(first: int, until: float, tally: Tally) -> None:
     seed = first
     while time.time() < until:
         command = [sys.executable, __file__, "--worker", "--seed", str(seed), "--until", str(until)]
-        begun, ended = seed, False
+        begun: int | None = None
+        ended = False
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             for text in process.stdout:
@@ -85,10 +86,11 @@ def watch(first: int, until: float, tally: Tally) -> None:
                     line = json.loads(text)
                     begun, ended = line.get("begun", begun), "begun" not in line
                     tally.add(line)
-        if process.returncode and not ended:
-            tally.add({"failed": begun, "error": f"the process ended with {process.returncode}"})
-        elif not process.returncode:
+        if not process.returncode:
             return
+        if begun is None or ended:
+            raise RuntimeError(f"A worker ended with {process.returncode} outside any case: {' '.join(command)}")
+        tally.add({"failed": begun, "error": f"the process ended with {process.returncode}"})
         seed = begun + 1
 
 
