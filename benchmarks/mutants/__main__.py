@@ -27,7 +27,18 @@ from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
 
-from benchmarks.mutants.mutants import FOLDER, ROOT, Mutant, Result, as_result, copied, fingerprint, judge, read, run_tests
+from benchmarks.mutants.mutants import (
+    FOLDER,
+    ROOT,
+    Mutant,
+    Result,
+    as_result,
+    copied,
+    fingerprint,
+    judge,
+    read,
+    run_tests,
+)
 
 
 def table(results: Sequence[tuple[Mutant, Result]], root: Path = ROOT) -> str:
@@ -35,9 +46,13 @@ def table(results: Sequence[tuple[Mutant, Result]], root: Path = ROOT) -> str:
     order = {"survived": 0, "stale": 1, "caught": 2}
     lines = ["| outcome | s | where | what is broken | noticed by |", "|---|---|---|---|---|"]
     for mutant, result in sorted(results, key=lambda pair: order[pair[1].outcome]):
-        where = f"{mutant.file.removeprefix('src/blockdraft/')}:{mutant.line(root)}"
+        where = place_of(mutant, root)
         lines.append(f"| {result.outcome} | {result.seconds:.1f} | {where} | {mutant.why} | {result.by} |")
     return "\n".join(lines) + "\n"
+
+
+def place_of(mutant: Mutant, root: Path) -> str:
+    return f"{mutant.file.removeprefix('src/blockdraft/')}:{mutant.line(root)}"
 
 
 class Kept:
@@ -64,7 +79,9 @@ class Kept:
         partial.replace(self._path)
 
 
-def examine(mutants: Sequence[Mutant], root: Path, kept: Kept, jobs: int, seconds: float) -> list[tuple[Mutant, Result]]:
+def examine(
+    mutants: Sequence[Mutant], root: Path, kept: Kept, jobs: int, seconds: float
+) -> list[tuple[Mutant, Result]]:
     """Judge what is not yet known, some at a time, each in a copy of its own; report progress."""
     results = [(mutant, result) for mutant in mutants if (result := kept.find(mutant)) is not None]
     known = {mutant for mutant, _ in results}
@@ -95,12 +112,9 @@ def examine(mutants: Sequence[Mutant], root: Path, kept: Kept, jobs: int, second
                     kept.add(mutant, result)
                     results.append((mutant, result))
                     left = (time.perf_counter() - began) / count * (len(open_ones) - count)
-                    where = f"{mutant.file.removeprefix('src/blockdraft/')}:{mutant.line(root)}"
-                    print(
-                        f"[{count}/{len(open_ones)}, {left / 60:.1f} min left] {result.outcome} in {result.seconds:.0f} s: "
-                        f"{where} {mutant.why} {result.by}",
-                        flush=True,
-                    )
+                    progress = f"[{count}/{len(open_ones)}, {left / 60:.1f} min left]"
+                    found = f"{result.outcome} in {result.seconds:.0f} s: {place_of(mutant, root)} {mutant.why}"
+                    print(progress, found, result.by, flush=True)
             except BaseException:
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise

@@ -91,7 +91,10 @@ class Result:
 def copied(root: Path, folder: Path) -> Path:
     """A copy of the files of a working tree, those that git ignores left out."""
     listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=root, capture_output=True, check=True
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=root,
+        capture_output=True,
+        check=True,
     )
     for name in filter(None, listed.stdout.decode().split("\0")):
         if (root / name).is_file():  # else deleted and not yet committed
