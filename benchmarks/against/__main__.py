@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -53,14 +53,13 @@ class Tree:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"The measurement ended with {self._process.wait()}; its message is above.")
+            self.close()
+            raise RuntimeError(f"The measurement ended with {self._process.returncode}; its message is above.")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+        self._process.communicate()
 
 
 @contextmanager
@@ -110,23 +109,20 @@ def main() -> int:
     lines = [json.loads(line) for line in args.prompts.read_text(encoding="utf-8").splitlines()]
     prompts = [line["prompt"] if "prompt" in line else line["turns"][0] for line in lines]
     args.out.mkdir(parents=True, exist_ok=True)
-    with checked_out(args.commit) as folder:
-        old = Tree(folder, args.backend, args.threads)
-        new = Tree(ROOT, args.backend, args.threads)
+    with ExitStack() as opened:
+        folder = opened.enter_context(checked_out(args.commit))
+        old = opened.enter_context(closing(Tree(folder, args.backend, args.threads)))
+        new = opened.enter_context(closing(Tree(ROOT, args.backend, args.threads)))
         header = (
             f"The bundled pair, old: {args.commit} ({old.running}); new: the working tree ({new.running}). Greedy "
             f"answers of up to {args.tokens} tokens, {2 * args.rounds} pairs of measurements a row.\n\n"
         )
         summaries = []
-        try:
-            for cell in compare(old, new, methods, rows, prompts, args.tokens, args.rounds):
-                summaries.append(summary(cell))
-                print(table(summaries[-1:]).splitlines()[-1], flush=True)
-                (args.out / "against.json").write_text(json.dumps(summaries, indent=1) + "\n", encoding="utf-8")
-                (args.out / "against.md").write_text(header + table(summaries), encoding="utf-8")
-        finally:
-            old.close()
-            new.close()
+        for cell in compare(old, new, methods, rows, prompts, args.tokens, args.rounds):
+            summaries.append(summary(cell))
+            print(table(summaries[-1:]).splitlines()[-1], flush=True)
+            (args.out / "against.json").write_text(json.dumps(summaries, indent=1) + "\n", encoding="utf-8")
+            (args.out / "against.md").write_text(header + table(summaries), encoding="utf-8")
     print(f"\n{header}{table(summaries)}")
     return 0 if all(s["identical"] for s in summaries) else 1
 

@@ -55,7 +55,10 @@ class Mutant:
             raise ValueError(f"{self.file}: {self.old!r} occurs {count} times; it must once, and be changed")
         mutated = text.replace(self.old, self.new)
         if self.file.endswith(".py"):
-            ast.parse(mutated)  # SyntaxError is a ValueError too
+            try:
+                ast.parse(mutated)
+            except SyntaxError as error:
+                raise ValueError(f"{self.file}: the mutation is no Python: {error}") from error
         return mutated
 
     def line(self, root: Path = ROOT) -> int:
