@@ -12,7 +12,7 @@ from blockdraft.types import SamplingParams
 from blockdraft.verification import verify
 from blockdraft.verification.reference import Accepted, verify_block, verify_siblings
 
-V, K, COUNT, ROWS = 5, 3, 9, 12
+V, K, COUNT, ROWS = 5, 3, 9, 60
 
 
 def random_parents(generator: torch.Generator, is_chain: bool) -> list[int]:
