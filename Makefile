@@ -7,7 +7,7 @@ QUESTION = A baker makes 4 trays of 6 rolls. She sells 9 rolls. How many rolls a
 # One thread a worker: the models of the tests are too small to share.
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --maxprocesses 8
 
-.PHONY: demo test check test-peers bench-peers bench-gpu clean
+.PHONY: demo test check fuzz mutants soak against test-peers bench-peers bench-gpu clean
 
 demo: .venv/.installed
 	.venv/bin/blockdraft generate --compare --tree-budget 16 --backend hf "$(QUESTION)"
@@ -22,6 +22,23 @@ check: .venv/.installed
 	.venv/bin/ruff format --check src tests recipes benchmarks
 	.venv/bin/mypy
 	$(PYTEST) -m "not slow and not peers"
+
+# Random cases against plain decoding, by hand; SEED=n repeats one.
+MINUTES ?= 60
+fuzz: .venv/.installed
+	.venv/bin/python tests/fuzz --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+# Breaks the code on purpose, a line at a time, and runs the tests that should notice; ARGS="--help".
+mutants: .venv/.installed
+	.venv/bin/python -m benchmarks.mutants $(ARGS)
+
+# An engine under load for long, with cancellations and faults; ARGS="--help".
+soak: .venv/.installed
+	.venv/bin/python -m benchmarks.soak --minutes $(MINUTES) $(ARGS)
+
+# Decoding speed against another commit: make against COMMIT=HEAD~1; ARGS="--help".
+against: .venv/.installed
+	.venv/bin/python -m benchmarks.against $(COMMIT) $(ARGS)
 
 # Compares with other implementations, in an environment of its own.
 test-peers: .venv-peers/.installed

@@ -202,6 +202,13 @@ def test_penalties_see_prompt_output_and_path(params: SamplingParams) -> None:
     assert greedy.draw(*EVERY_NODE, torch.zeros(2, 6)) == scores.argmax(-1).tolist()
 
 
+@pytest.mark.parametrize("times", range(6))
+def test_a_frequency_penalty_counts_every_time(times: int) -> None:
+    params, node = [SamplingParams(temperature=1.0, frequency_penalty=0.3)], torch.tensor([[2]])
+    found = Laws(torch.zeros(1, 1, 4), params, node, torch.tensor([[-1]]), [[2]], [[2] * times]).probs([0], [0])
+    torch.testing.assert_close(found[0], torch.tensor([0.0, 0.0, -0.3 * times, 0.0]).softmax(-1))
+
+
 def test_the_prompt_has_no_presence_and_rows_keep_their_own_penalties() -> None:
     plain, penalised = SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, presence_penalty=2.0)
     torch.testing.assert_close(laws(plain, penalised).probs([0, 1], [0, 0]), NODE_LOGITS[:, 0].softmax(-1))

@@ -140,6 +140,11 @@ def test_a_tree_that_pays_is_the_one_cut_from_the_whole_budget(cost: float, spre
     assert torch.equal(found.parents, expected.parents)
 
 
+def test_a_paying_tree_keeps_to_its_budget_where_more_would_pay() -> None:
+    found = paying_tree(ANCHOR, laws(6, 20, seed=7, spread=0.5), 50, [1.0] * 500)
+    assert found.tokens.shape == (1, 51)
+
+
 def lattice(depth: int, count: int, seed: int, batch: int = 1) -> tuple[Tensor, Tensor]:
     """Random log probabilities `[B, D, K, K]` and tokens `[B, D, K]`."""
     log_probs = laws(depth * count, count + 1, seed, batch=batch)[..., :count].unflatten(1, (depth, count))

@@ -12,13 +12,14 @@ from blockdraft.types import SamplingParams
 from blockdraft.verification import verify
 from blockdraft.verification.reference import Accepted, verify_block, verify_siblings
 
-V, K, COUNT, ROWS = 5, 3, 9, 6
+V, K, COUNT, ROWS = 5, 3, 9, 60
 
 
 def random_parents(generator: torch.Generator, is_chain: bool) -> list[int]:
-    """A chain, or a tree that forks at the anchor; perhaps filled up."""
+    """A chain, or a tree that forks at the anchor, into many siblings or a few; perhaps filled up."""
     real = int(torch.randint(3, COUNT + 1, (), generator=generator))
-    tree = [-1, 0, 0] + [int(torch.randint(i, (), generator=generator)) for i in range(3, real)]
+    latest = torch.tensor([1, COUNT])[torch.randint(2, (), generator=generator)]
+    tree = [-1, 0, 0] + [int(torch.randint(min(i, int(latest)), (), generator=generator)) for i in range(3, real)]
     return (list(range(-1, real - 1)) if is_chain else tree) + [-1] * (COUNT - real)
 
 

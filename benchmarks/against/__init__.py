@@ -1,0 +1,1 @@
+"""Decoding speed of the working tree against another commit."""

@@ -1,0 +1,94 @@
+"""The child of `benchmarks.against`: runs in one tree and answers a line of JSON for each that it gets.
+
+It must run in both trees, so it uses only names that stay: `load_target`, `load_drafter`, `Engine`, `Drafting`,
+`SamplingParams`, `generate`, and of completions `token_ids` and `stats.committed`.
+"""
+
+import json
+import logging
+import sys
+import time
+from typing import Any
+
+from blockdraft import Drafting, Engine, SamplingParams, load_drafter, load_target
+
+METHODS = {
+    "plain": ("none", Drafting()),
+    "chain": (None, Drafting()),
+    "tree": (None, Drafting(tree_budget=16)),
+}
+ATTEMPTS, PAUSE_SECONDS = 40, 3.0  # the compiler may still be at work
+
+
+class Complaints(logging.Handler):
+    """What blockdraft warns of, such as a drafter that runs uncompiled."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+class Timed:
+    """Stands in for a method and adds up its time."""
+
+    def __init__(self, method: Any) -> None:
+        self.method, self.seconds, self.calls = method, 0.0, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return self.method(*args, **kwargs)
+        finally:
+            self.seconds, self.calls = self.seconds + time.perf_counter() - began, self.calls + 1
+
+
+def load(backend: str) -> tuple[Any, dict[str | None, Any]]:
+    """The bundled pair. Raises a RuntimeError where it is not compiled though it should be."""
+    complaints = Complaints()
+    logging.getLogger("blockdraft").addHandler(complaints)
+    for _ in range(ATTEMPTS):
+        complaints.lines.clear()
+        target = load_target(backend=backend, device="cpu", compile="on" if backend == "native" else "auto")
+        drafters = {name: load_drafter(name, target=target) for name in ("none", None)}
+        if not complaints.lines:
+            break
+        time.sleep(PAUSE_SECONDS)
+    if complaints.lines:
+        raise RuntimeError(f"not measured, since {complaints.lines[0]}")
+    if backend == "native" and "compiled" not in target.running:
+        raise RuntimeError(f"not measured, since the target runs {target.running}")
+    return target, drafters
+
+
+def main() -> None:
+    backend = sys.argv[1]
+    target, drafters = load(backend)
+    forward = target.forward = Timed(target.forward)
+    engines: dict[tuple[str, int], Any] = {}
+    print(json.dumps({"running": target.running}), flush=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        cell = asked["method"], asked["rows"]
+        if cell not in engines:
+            name, drafting = METHODS[asked["method"]]
+            engines[cell] = Engine(target, drafters[name], asked["rows"], drafting)
+        forward.seconds, forward.calls = 0.0, 0
+        began = time.perf_counter()
+        completions = engines[cell].generate(asked["prompts"], SamplingParams(asked["tokens"]))
+        seconds = time.perf_counter() - began
+        # Rows of a batch share their cycles, so the forwards are counted and not the rows' cycles.
+        host = (seconds - forward.seconds) / forward.calls if forward.calls else None
+        answer = {
+            "seconds": seconds,
+            "host_seconds_per_forward": host,
+            "answers": [completion.token_ids for completion in completions],
+            "cycles": sum(len(completion.stats.committed) for completion in completions),
+        }
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

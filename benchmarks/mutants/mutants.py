@@ -1,0 +1,193 @@
+"""The mutations of this folder's files, and what becomes of one of them."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[2]
+FOLDER = Path(__file__).parent
+C_DEFINES = ("-DWEIGHT=0", "-DSTORE=0", "-DMOST_LANES=8")  # as `cpu/build.py` gives them; any will do for a check
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One mutation.
+
+    Attributes:
+        file: What is changed, relative to the root of the repository.
+        old, new: The text that is replaced, which must occur exactly once, and what replaces it.
+        tests: What should notice, as pytest takes it.
+        why: What is broken.
+    """
+
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    why: str
+
+    def applied(self, text: str) -> str:
+        """The file's text with the mutation.
+
+        Raises:
+            ValueError: It does not fit this text.
+        """
+        count = text.count(self.old)
+        if count != 1 or self.old == self.new:
+            raise ValueError(f"{self.file}: {self.old!r} occurs {count} times; it must once, and be changed")
+        mutated = text.replace(self.old, self.new)
+        if self.file.endswith(".py"):
+            try:
+                ast.parse(mutated)
+            except SyntaxError as error:
+                raise ValueError(f"{self.file}: the mutation is no Python: {error}") from error
+        return mutated
+
+    def line(self, root: Path = ROOT) -> int:
+        """Where the file is changed; 0 where the mutation does not fit."""
+        before, found, _ = (root / self.file).read_text(encoding="utf-8").partition(self.old)
+        return before.count("\n") + 1 if found else 0
+
+    def key(self, fingerprint: str) -> str:
+        return hashlib.sha256(repr((self, fingerprint)).encode()).hexdigest()[:16]
+
+
+def read(files: Iterable[Path]) -> list[Mutant]:
+    """The entries of TOML files: tables `[[mutant]]` with the fields of `Mutant`."""
+    found = []
+    for file in files:
+        for entry in tomllib.loads(file.read_text(encoding="utf-8"))["mutant"]:
+            found.append(Mutant(**(entry | {"tests": tuple(entry["tests"])})))
+    return found
+
+
+@dataclass(frozen=True)
+class Result:
+    """Attributes:
+    outcome: "caught", "survived", or "stale" where the mutation or its tests no longer fit the code.
+    by: The test that failed, or what else happened.
+    """
+
+    outcome: str
+    seconds: float
+    by: str
+
+
+def copied(root: Path, folder: Path) -> Path:
+    """A copy of the files of a working tree, those that git ignores left out."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=root,
+        capture_output=True,
+        check=True,
+    )
+    for name in filter(None, listed.stdout.decode().split("\0")):
+        if (root / name).is_file():  # else deleted and not yet committed
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(root / name, folder / name)
+    return folder
+
+
+def fingerprint(root: Path) -> str:
+    """Of the sources and tests: results hold as long as these stay."""
+    digest = hashlib.sha256()
+    for part in ("src", "tests"):
+        for file in sorted((root / part).rglob("*")):
+            if file.suffix in (".py", ".c", ".h", ".toml", ".json"):
+                digest.update(str(file.relative_to(root)).encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def run_tests(root: Path, tests: Sequence[str], cache: Path, seconds: float) -> tuple[int | None, str]:
+    """Exit status of pytest, stopped at the first failure (None: it took too long), and what it printed."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
+    paths = [str(root / "src"), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "PYTHONDONTWRITEBYTECODE": "1",  # a file changed back within a second must not be read from a stale cache
+        "OMP_NUM_THREADS": "1",
+        "BLOCKDRAFT_CACHE": str(cache),
+    }
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
+        process = subprocess.Popen(
+            command, cwd=root, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            status: int | None = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        output.seek(0)
+        return status, output.read()
+
+
+def judge(mutant: Mutant, root: Path, cache: Path, seconds: float) -> Result:
+    """Apply a mutation to a copy of the tree, run its tests, and undo it."""
+    began, path = time.perf_counter(), root / mutant.file
+    text = path.read_text(encoding="utf-8")
+
+    def result(outcome: str, by: str) -> Result:
+        return Result(outcome, round(time.perf_counter() - began, 1), by)
+
+    try:
+        path.write_text(mutant.applied(text), encoding="utf-8")
+    except ValueError as error:
+        return result("stale", str(error))
+    try:
+        is_c = path.suffix in (".c", ".h")
+        if is_c and (error_text := _c_error(path.parent)):
+            return result("stale", error_text)
+        if not is_c:
+            return result(*_outcome(*run_tests(root, mutant.tests, cache, seconds)))
+        with tempfile.TemporaryDirectory() as own:  # so that no library of other sources is taken
+            return result(*_outcome(*run_tests(root, mutant.tests, Path(own), seconds)))
+    finally:
+        path.write_text(text, encoding="utf-8")
+
+
+def _c_error(folder: Path) -> str:
+    """The first complaint of the compiler, which would fail every test for no good reason; else nothing."""
+    for source in sorted(folder.glob("*.c")):
+        command = [os.environ.get("CC", "cc"), "-fsyntax-only", "-march=native", "-fopenmp", *C_DEFINES, str(source)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            return done.stderr.splitlines()[0] if done.stderr else "the compiler failed"
+    return ""
+
+
+def _outcome(status: int | None, output: str) -> tuple[str, str]:
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+    if status is None:
+        return "caught", "ran out of time"
+    if status == 0:
+        return "survived", ""
+    if status < 0 or status > 5:
+        return "caught", f"the process ended with {status}"
+    if status in (1, 2) and failed:
+        return "caught", failed[1]
+    return "stale", f"pytest ended with {status}: {(output.strip().splitlines() or [''])[-1]}"
+
+
+def as_result(values: dict[str, Any]) -> Result:
+    return Result(values["outcome"], values["seconds"], values["by"])

@@ -1,0 +1,133 @@
+"""One engine under load for long: `python -m benchmarks.soak --minutes 60`.
+
+The bundled pair, 16 requests at a time from several threads: chats whose turns go on from each other, prompts of random
+length, cancellations; target, drafter and tokenizer raise at random, and NaN turns up among the logits. Every greedy
+answer that ends well must be the beginning of its twin's, decoded plainly and alone beforehand. At the end memory has
+not grown, the faults are switched off and all answers are right, and no thread is left. Written: soak.json, soak.md,
+soak.png. The status is 1 where something does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.soak.door import open_door, outcome, planned_bytes
+from benchmarks.soak.faults import Faults, FaultyDrafter, FaultyTarget
+from benchmarks.soak.load import Load, known_answers
+from benchmarks.soak.report import MOST_GROWTH, SHORTEST_MINUTES, Sample, growth, picture, table
+from blockdraft import Drafting, Engine, SamplingParams, load_drafter, load_target
+
+ROOT = Path(__file__).parents[2]
+PROMPTS = ROOT / "benchmarks" / "peers" / "prompts.jsonl"
+MOST_OFF = 0.10  # of the engine's own figure for its memory
+
+
+def soak(
+    minutes: float, at_a_time: int = 16, share: float = 0.002, tokens: int = 96, chats: int = 8, turns: int = 3,
+    threads: int = 4, tree_budget: Any = 16, patience: float = 120.0,
+) -> tuple[dict[str, Any], list[Sample], list[str]]:  # fmt: skip
+    """Run it.
+
+    Args:
+        share: Of the calls of each part that fail.
+        patience: Seconds after which a request counts as hung.
+
+    Returns:
+        Numbers to show, samples over time, and what does not hold.
+    """
+    texts = [json.loads(line)["prompt"] for line in PROMPTS.read_text(encoding="utf-8").splitlines()][:chats]
+    target = load_target(compile="on")  # waits for the compiler
+    plain = Engine(target, load_drafter("none", target=target), 1)
+    known = known_answers(plain, texts, turns, tokens)
+    if hasattr(plain, "close"):
+        plain.close()
+    gc.collect()
+    before, process = set(threading.enumerate()), psutil.Process()
+    faults = Faults(share)
+    drafter = FaultyDrafter(load_drafter(target=target), faults)
+    base = process.memory_info().rss
+    engine = Engine(
+        FaultyTarget(target, faults),  # type: ignore[arg-type]
+        drafter,  # type: ignore[arg-type]
+        at_a_time,
+        Drafting(tree_budget=tree_budget),
+        prefix_tokens=20_000,
+    )
+    door = open_door(engine)
+    load = Load(door, known, at_a_time, threads, patience)
+    began, samples = time.monotonic(), list[Sample]()
+    load.start(60 * minutes)
+    while load.running:
+        samples.append(Sample(time.monotonic() - began, process.memory_info().rss, load.tally.open, load.tally.tokens))
+        if len(samples) % 60 == 0:
+            done = f"{samples[-1].seconds / 60:.1f} of {minutes:g} minutes"
+            print(f"{done}: {dict(load.tally.outcomes)}, {samples[-1].resident / 2**20:.0f} MiB", flush=True)
+        time.sleep(min(1.0, minutes))
+    faults.share = 0.0
+    calm = SamplingParams(tokens, ignore_eos=True)
+    last = [outcome(door.submit(each.prompt, calm), patience) for each in known]
+    late = [each for each, found in zip(known, last, strict=True) if found is None or found.token_ids != each.answer]
+    planned, peak = planned_bytes(engine, door), max(sample.resident for sample in samples) - base
+    door.close()
+    left = [thread.name for thread in threading.enumerate() if thread not in before]
+    tally, grown = load.tally, growth(samples)
+    summary = {
+        "minutes": samples[-1].seconds / 60,
+        "requests": sum(tally.outcomes.values()),
+        "outcomes": dict(tally.outcomes),
+        "faults": dict(faults.counts),
+        "tokens": tally.tokens,
+        "peak above the loaded pair, MiB": peak / 2**20,
+        "the engine's own figure, MiB": planned / 2**20,
+        "memory growth after the warm-up": grown,
+        "threads left": len(left),
+    }
+    failures = [f"a wrong answer: {text}" for text in tally.wrong[:5]]
+    if tally.outcomes["hung"]:
+        failures.append(f"{tally.outcomes['hung']} requests did not end")
+    if not tally.outcomes["length"]:
+        failures.append("no request ended well")
+    if late:
+        failures.append(f"{len(late)} answers are wrong after the faults were switched off")
+    if left:
+        failures.append(f"threads are left: {left}")
+    if minutes >= SHORTEST_MINUTES:  # else the warm-up is most of it
+        if grown > MOST_GROWTH:
+            failures.append(f"memory has grown by {grown:.1%}")
+        if peak > (1 + MOST_OFF) * planned:
+            failures.append(f"the peak of {peak >> 20} MiB is above the engine's own figure of {planned >> 20} MiB")
+    return summary, samples, failures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--requests", type=int, default=16, help="at a time (16)")
+    parser.add_argument("--share", type=float, default=0.002, help="of the calls of each part that fail (0.002)")
+    parser.add_argument("--tree-budget", default="16", help='a number, or "auto" (16)')
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "soak")
+    args = parser.parse_args()
+    budget = args.tree_budget if args.tree_budget == "auto" else int(args.tree_budget)
+    summary, samples, failures = soak(args.minutes, args.requests, args.share, tree_budget=budget)
+    args.out.mkdir(parents=True, exist_ok=True)
+    found = {"summary": summary, "failures": failures, "samples": [asdict(sample) for sample in samples]}
+    (args.out / "soak.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    (args.out / "soak.md").write_text(table(summary), encoding="utf-8")
+    picture(samples, args.out / "soak.png")
+    print(table(summary))
+    print(*[f"FAILED {failure}" for failure in failures], sep="\n")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

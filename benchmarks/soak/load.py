@@ -1,0 +1,148 @@
+"""What is asked of the engine: chats of known answers, from several threads at once, some of it called off."""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from benchmarks.soak.door import outcome
+from blockdraft import Engine, SamplingParams, Target
+
+TURN = "Now do the same with other numbers, and say how you got there."
+
+
+@dataclass(frozen=True)
+class Known:
+    """A prompt and the answer that it has alone, decoded plainly; shorter answers are its beginnings."""
+
+    prompt: list[int]
+    answer: list[int]
+
+
+def known_answers(plain: Engine, texts: Sequence[str], turns: int, tokens: int, seed: int = 0) -> list[Known]:
+    """Chats of some turns, each of which begins with the one before it, and a few prompts of random length."""
+    random, found = Random(seed), list[Known]()
+    target: Target = plain.target
+    params = SamplingParams(tokens, ignore_eos=True)
+    assert target.tokenizer is not None
+    for text in texts:
+        chat = [{"role": "user", "content": text}]
+        ids = _ids(target, chat)
+        for turn in range(turns):
+            found.append(Known(ids, plain.generate([ids], params)[0].token_ids))
+            more = target.tokenizer(TURN)["input_ids"] if turn + 1 < turns else []
+            ids = found[-1].prompt + found[-1].answer + list(more)
+    whole = [token for known in found for token in known.prompt]
+    for _ in range(len(texts)):
+        length = round(2 ** random.uniform(0, 9))
+        start = random.randrange(max(1, len(whole) - length))
+        ids = whole[start : start + length]
+        found.append(Known(ids, plain.generate([ids], params)[0].token_ids))
+    return found
+
+
+def _ids(target: Target, chat: list[dict[str, str]]) -> list[int]:
+    assert target.tokenizer is not None
+    encoded: Any = target.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)
+    return list(encoded["input_ids"])
+
+
+@dataclass
+class Tally:
+    """What became of the requests.
+
+    Attributes:
+        outcomes: By finish reason, and "error", "wrong", "hung".
+        wrong: Descriptions of answers that are not their twins', and of whatever else went wrong.
+        open: Requests that are under way.
+    """
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    open: int = 0
+    tokens: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class Load:
+    """Threads that submit.
+
+    Args:
+        door: From `open_door`.
+        at_a_time: Requests under way, of all threads together.
+        patience: Seconds after which a request counts as hung.
+    """
+
+    def __init__(
+        self, door: Any, known: Sequence[Known], at_a_time: int, threads: int, patience: float, seed: int = 0
+    ) -> None:
+        self.tally = Tally()
+        self._door, self._known, self._patience = door, known, patience
+        self._until = 0.0
+        self._threads = [
+            threading.Thread(target=self._submit, args=(seed + i, max(1, at_a_time // threads)), name=f"load {i}")
+            for i in range(threads)
+        ]
+
+    def start(self, seconds: float) -> None:
+        self._until = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def running(self) -> bool:
+        return any(thread.is_alive() for thread in self._threads)
+
+    def _submit(self, seed: int, at_a_time: int) -> None:
+        random, handles = Random(seed), list[tuple[Any, Known, SamplingParams, bool]]()
+        try:
+            while time.monotonic() < self._until or handles:
+                while len(handles) < at_a_time and time.monotonic() < self._until:
+                    handles.append(self._one(random))
+                handle, known, params, cancels = handles.pop(random.randrange(len(handles)))
+                if cancels:
+                    time.sleep(random.uniform(0, 0.2))
+                    handle.cancel()
+                self._judge(handle, known, params, cancels)
+        except Exception:  # it must not end silently
+            with self.tally.lock:
+                self.tally.wrong.append(traceback.format_exc())
+
+    def _one(self, random: Random) -> tuple[Any, Known, SamplingParams, bool]:
+        known = random.choice(self._known)
+        temperature = 1.0 if random.random() < 0.2 else 0.0
+        params = SamplingParams(random.randint(1, len(known.answer)), temperature, ignore_eos=True)
+        handle = self._door.submit(known.prompt, params)
+        with self.tally.lock:
+            self.tally.open += 1
+        return handle, known, params, random.random() < 0.1
+
+    def _judge(self, handle: Any, known: Known, params: SamplingParams, cancels: bool) -> None:
+        try:
+            completion = outcome(handle, self._patience)
+        except TimeoutError:
+            with self.tally.lock:
+                self.tally.outcomes["hung"] += 1
+                self.tally.open -= 1
+            return
+        with self.tally.lock:
+            self.tally.open -= 1
+            if completion is None:
+                self.tally.outcomes["error"] += 1
+                return
+            ids = completion.token_ids
+            self.tally.tokens += len(ids)
+            right = params.temperature > 0 or ids == known.answer[: len(ids)]
+            whole = len(ids) == params.max_new_tokens or (cancels and completion.finish_reason == "cancelled")
+            self.tally.outcomes[completion.finish_reason if right and whole else "wrong"] += 1
+            if not (right and whole):
+                self.tally.wrong.append(
+                    f"{completion.finish_reason} {ids} of {params.max_new_tokens} instead of {known.answer}, "
+                    f"prompt {known.prompt}"
+                )

@@ -1,0 +1,88 @@
+"""The tool on a small tree of its own, and whether every mutation still fits the code."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from benchmarks.mutants.__main__ import Kept, examine, sound, table
+from benchmarks.mutants.mutants import FOLDER, ROOT, Mutant, Result, fingerprint, judge, read
+
+MUTANTS = read(sorted(FOLDER.glob("*.toml")))
+SOURCE = "def double(x):\n    return x + x\n\n\ndef half(x):\n    return x / 2\n"
+TESTS = "from toy import double\n\n\ndef test_double():\n    assert double(3) == 6\n"
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{Path(mutant.file).name}:{mutant.why}")
+def test_every_mutation_fits_the_code_and_names_tests(mutant: Mutant) -> None:
+    mutant.applied((ROOT / mutant.file).read_text(encoding="utf-8"))
+    assert mutant.tests and mutant.why.endswith(".")
+    for test in mutant.tests:
+        file, _, name = test.partition("::")
+        assert (ROOT / file).exists(), test
+        assert not name or f"def {name.partition('[')[0]}(" in (ROOT / file).read_text(encoding="utf-8"), test
+
+
+def test_no_mutation_is_there_twice() -> None:
+    assert len({(mutant.file, mutant.old, mutant.new) for mutant in MUTANTS}) == len(MUTANTS) >= 40
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    for name, text in {"src/toy.py": SOURCE, "tests/test_toy.py": TESTS}.items():
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(text)
+    subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
+    return tmp_path
+
+
+def toy(old: str, new: str, tests: str = "tests/test_toy.py") -> Mutant:
+    return Mutant("src/toy.py", old, new, (tests,), "It is broken.")
+
+
+@pytest.mark.slow
+def test_outcomes(tree: Path, tmp_path: Path) -> None:
+    caught, survivor = toy("x + x", "x * x"), toy("x / 2", "x / 3")
+    stale = [toy("y", "z"), toy("x", "y"), toy("x + x", "x + x"), toy("x + x", "x +"), toy("x + x", "1", "tests/no.py")]
+    found = [judge(mutant, tree, tmp_path / "cache", 60.0) for mutant in (caught, survivor, *stale)]
+    assert [result.outcome for result in found] == ["caught", "survived", *["stale"] * 5]
+    assert found[0].by == "tests/test_toy.py::test_double"
+    assert (tree / "src/toy.py").read_text() == SOURCE  # every change undone
+
+
+@pytest.mark.slow
+def test_what_never_ends_and_what_ends_the_process_is_caught(tree: Path, tmp_path: Path) -> None:
+    endless = judge(toy("    return x + x", "    while True: pass"), tree, tmp_path / "cache", 5.0)
+    fatal = judge(toy("    return x + x", "    import os\n    os.abort()"), tree, tmp_path / "cache", 60.0)
+    assert (endless.outcome, endless.by) == ("caught", "ran out of time")
+    assert (fatal.outcome, fatal.by) == ("caught", "the process ended with -6")
+
+
+@pytest.mark.slow
+def test_results_are_kept_until_the_code_changes(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mutants, file = [toy("x + x", "x * x"), toy("x / 2", "x / 3")], tmp_path / "build" / "results.json"
+    results = examine(mutants, tree, Kept(file, fingerprint(tree)), 2, 60.0)
+    assert "[2/2, 0.0 min left]" in capsys.readouterr().out
+    monkeypatch.setattr("benchmarks.mutants.__main__.judge", None)  # nothing is left to judge
+    assert sorted(examine(mutants, tree, Kept(file, fingerprint(tree)), 2, 60.0), key=repr) == sorted(results, key=repr)
+    assert Kept(file, fingerprint(tree), anew=True).find(mutants[0]) is None
+    (tree / "src/toy.py").write_text(SOURCE + "# another comment\n")
+    assert Kept(file, fingerprint(tree)).find(mutants[0]) is None
+
+
+@pytest.mark.slow
+def test_tests_that_fail_anyway_are_found_first(tree: Path) -> None:
+    assert sound([toy("x + x", "x * x")], tree, 60.0) == ""
+    (tree / "tests/test_toy.py").write_text(TESTS.replace("6", "7"))
+    assert "assert 6 == 7" in sound([toy("x + x", "x * x")], tree, 60.0)
+
+
+def test_survivors_come_first_in_the_table(tree: Path) -> None:
+    results = [(toy("x + x", "0"), Result("caught", 1.0, "a test")), (toy("x / 2", "0"), Result("survived", 2.0, ""))]
+    lines = table(results, tree).splitlines()
+    assert lines[2:] == [
+        "| survived | 2.0 | src/toy.py:6 | It is broken. |  |",
+        "| caught | 1.0 | src/toy.py:2 | It is broken. | a test |",
+    ]

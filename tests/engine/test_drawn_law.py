@@ -1,0 +1,65 @@
+"""Through a whole engine, answers with drawn guesses have the target's law, and not only a plausible one."""
+
+import math
+from collections import Counter
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from blockdraft.drafters import load_drafter
+from blockdraft.engine import Engine
+from blockdraft.targets import load_target
+from blockdraft.types import Drafting, SamplingParams
+
+V, LENGTH, ROWS, PROMPT = 3, 3, 6000, [0, 1]
+NOISE = 4.0  # standard deviations
+
+
+def write_model(folder: Path, seed: int) -> Path:
+    config = LlamaConfig(
+        vocab_size=V,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        initializer_range=0.5,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+        model.save_pretrained(folder)
+    return folder
+
+
+def surprise(outputs: list[tuple[int, ...]], model: LlamaForCausalLM) -> float:
+    """Chi-square of the outputs against the exact law, in standard deviations from what noise alone would give."""
+    every = list(product(range(V), repeat=LENGTH))
+    texts = torch.tensor([[*PROMPT, *output] for output in every])
+    with torch.no_grad():
+        laws = model(texts).logits[:, len(PROMPT) - 1 : -1].double().softmax(-1)
+    shares = laws.gather(2, texts[:, len(PROMPT) :, None]).prod(dim=1)[:, 0].tolist()
+    assert sum(shares) == pytest.approx(1)
+    found, freedom = Counter(outputs), len(every) - 1
+    expected = dict(zip(every, (share * len(outputs) for share in shares), strict=True))
+    chi_square = sum((found[output] - count) ** 2 / count for output, count in expected.items())
+    return (chi_square - freedom) / math.sqrt(2 * freedom)
+
+
+# Of a few pairs of seeds this one gives reused numbers away with the fewest rows.
+def test_answers_with_drawn_guesses_have_the_law_of_the_target(tmp_path: Path) -> None:
+    """The drafter is another model, so that many guesses are rejected; which ones must not depend on how they were
+    drawn, so the numbers that test them are others than those that drew them."""
+    target = load_target(write_model(tmp_path / "target", 2))
+    drafter = load_drafter(write_model(tmp_path / "drafter", 3), target=target)
+    engine = Engine(target, drafter, max_batch_size=500, drafting=Drafting(drawn=True))
+    params = [SamplingParams(LENGTH, 1.0, seed=seed, ignore_eos=True) for seed in range(ROWS)]
+    completions = engine.generate([PROMPT] * ROWS, params)
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "target").eval()
+    assert abs(surprise([tuple(completion.token_ids) for completion in completions], model)) < NOISE
+    guesses = [guessed for completion in completions for guessed in completion.drafted[1:]]
+    assert 0.2 < sum(guesses) / len(guesses) < 0.8  # both happen

@@ -1,0 +1,126 @@
+"""Random cases: what is asked of an engine, and how it is set up. A seed stands for a case, for ever."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from fuzz_models import DRAFTERS, WAYS, has_tokenizer, target_fields
+
+from blockdraft import Drafting, SamplingParams
+
+CASES_PER_MODEL = 20
+LONGEST_PROMPT, LONGEST_ANSWER = 200, 48
+BLOCK_SIZES = {"draft_lm": 8, "prompt_lookup": 16, "none": 1}  # of the others the folder says
+STOPS = ("e", "a", "th", "\n", "ü", " ", "zz")
+
+
+@dataclass
+class Ask:
+    """One request.
+
+    Attributes:
+        prompt: Token ids; what `turn_of` has said goes before them.
+        turn_of: The request whose prompt and answer this one goes on from, or None.
+        after: The request that must have ended before this one is submitted, or None.
+        cancel: Whether it is cancelled, some time after it was submitted.
+        stream: Whether it is read as a stream, where nothing else is under way.
+    """
+
+    prompt: list[int]
+    params: SamplingParams
+    turn_of: int | None = None
+    after: int | None = None
+    cancel: bool = False
+    stream: bool = False
+
+
+@dataclass
+class Case:
+    """Attributes:
+    model: Number of the model.
+    way: How it is run, of `WAYS`.
+    block_share: Of the drafter's block size, the block size to ask for; None leaves `drafting` as it is.
+    """
+
+    seed: int
+    model: int
+    way: str
+    drafter: str
+    drafting: Drafting
+    block_share: float | None
+    max_batch_size: int
+    prefix_tokens: int
+    asks: list[Ask] = field(default_factory=list)
+
+
+def case_of(seed: int) -> Case:
+    """The case of a seed. Neighbours share a model, which is made once."""
+    model, random = seed // CASES_PER_MODEL, Random(seed)
+    way, drafter = random.choice(list(WAYS)), random.choice(DRAFTERS)
+    drawn = random.random() < 0.2
+    budget: Any = 0 if drawn else random.choice((0, 0, random.randint(1, 60), random.randint(1, 10), 256))
+    block_size: Any = None
+    if random.random() < 0.12:  # costs are measured first, which takes a moment
+        block_size, budget = random.choice((("auto", budget), (None, 0 if drawn else "auto")))
+    share = random.random() if block_size is None and random.random() < 0.5 else None
+    window = random.choice((None, None, random.randint(1, 40)))
+    drafting = Drafting(block_size, budget, drawn, window)
+    prefix_tokens = random.choice((0, random.randint(20, 300), 5000))
+    case = Case(seed, model, way, drafter, drafting, share, random.randint(1, 6), prefix_tokens)
+    beginnings = [_text(random, model, random.randint(1, LONGEST_PROMPT)) for _ in range(2)]
+    for number in range(random.randint(1, 8)):
+        earlier = random.randrange(number) if number and random.random() < 0.5 else None
+        turn_of = earlier if random.random() < 0.5 else None
+        prompt = _prompt(random, model, beginnings, LONGEST_PROMPT if turn_of is None else 30)
+        if turn_of is not None and _turns(case.asks, turn_of) >= 2:  # or it would outgrow the context
+            turn_of = None
+        ask = Ask(prompt, _params(random, model), turn_of, earlier)
+        ask.cancel, ask.stream = random.random() < 0.1, random.random() < 0.1
+        case.asks.append(ask)
+    return case
+
+
+def _turns(asks: list[Ask], number: int) -> int:
+    earlier = asks[number].turn_of
+    return 1 if earlier is None else 1 + _turns(asks, earlier)
+
+
+def _text(random: Random, model: int, length: int) -> list[int]:
+    size = target_fields(model)[1]["vocab_size"]
+    if random.random() < 0.3:  # one that repeats itself
+        part = [random.randrange(size) for _ in range(random.randint(1, 12))]
+        return (part * length)[:length]
+    return [random.randrange(size) for _ in range(length)]
+
+
+def _prompt(random: Random, model: int, beginnings: list[list[int]], longest: int) -> list[int]:
+    if random.random() < 0.5:
+        shared = random.choice(beginnings)[: random.randint(1, longest)]
+        return [*shared, *_text(random, model, random.randint(0, 5))][:longest]
+    return _text(random, model, random.choice((random.randint(1, 8), random.randint(1, longest))))
+
+
+def _params(random: Random, model: int) -> SamplingParams:
+    size, fields = target_fields(model)[1]["vocab_size"], dict[str, Any]()
+    fields["max_new_tokens"] = random.choice((1, 2, random.randint(3, LONGEST_ANSWER)))
+    fields["ignore_eos"] = random.random() < 0.7
+    if random.random() < 0.5:
+        fields |= {"temperature": random.choice((0.3, 0.8, 1.0, 1.5)), "seed": random.randrange(2**32)}
+        fields["top_k"] = random.choice((0, 0, 1, 5, 20))
+        fields["top_p"] = random.choice((1.0, 1.0, 0.9, 0.5))
+        fields["min_p"] = random.choice((0.0, 0.0, 0.05))
+    if random.random() < 0.3:
+        fields["repetition_penalty"] = random.choice((0.8, 1.1, 1.5))
+    if random.random() < 0.3:
+        fields["presence_penalty"] = random.uniform(-2, 2)
+    if random.random() < 0.3:
+        fields["frequency_penalty"] = random.uniform(-2, 2)
+    if random.random() < 0.2:
+        fields["logit_bias"] = {random.randrange(size): random.uniform(-20, 5) for _ in range(random.randint(1, 4))}
+    if random.random() < 0.3:
+        fields["stop_token_ids"] = tuple(random.randrange(size) for _ in range(random.randint(1, 3)))
+    if has_tokenizer(model) and random.random() < 0.3:
+        fields["stop"] = tuple(random.sample(STOPS, random.randint(1, 2)))
+    return SamplingParams(**fields)

@@ -1,0 +1,183 @@
+"""Random small targets, and a drafter of every kind for each; model k is the same one in every run."""
+
+from __future__ import annotations
+
+import sys
+from functools import lru_cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from conftest import tiny_tokenizer  # noqa: E402
+
+from blockdraft import Drafter, Target, load_drafter, load_target  # noqa: E402
+from blockdraft.formats.zlab import write_checkpoint  # noqa: E402
+from blockdraft.nn.dflash import DFlashNetwork  # noqa: E402
+from blockdraft.nn.dflash2 import DFlash2Network  # noqa: E402
+from blockdraft.nn.draft_config import DFlash2Config, DraftConfig, DSparkConfig, LayerAttention  # noqa: E402
+from blockdraft.nn.dspark import DSparkNetwork  # noqa: E402
+
+FAMILIES = ("qwen3", "llama", "gemma3_text", "qwen2", "mistral", "gemma2")
+# Arguments of `load_target`.
+WAYS: dict[str, dict[str, Any]] = {
+    "compiled": {"backend": "native", "compile": "on"},
+    "uncompiled": {"backend": "native", "compile": "off"},
+    "hf": {"backend": "hf"},
+    "int8": {"backend": "native", "compile": "on", "quantize": "int8"},
+}
+DRAFTERS = ("dflash", "dflash2", "dspark", "draft_lm", "prompt_lookup", "none")
+NETWORKS: dict[str, type[DFlashNetwork]] = {
+    "dflash": DFlashNetwork,
+    "dflash2": DFlash2Network,
+    "dspark": DSparkNetwork,
+}
+MAX_CONTEXT = 512
+LOUD = 7  # words
+KEPT = 3  # models in memory at a time
+
+
+def target_fields(number: int) -> tuple[str, dict[str, Any]]:
+    """Family and configuration of a model."""
+    random, family = Random(number), FAMILIES[number % len(FAMILIES)]
+    kv_heads, layers = random.randint(1, 3), random.randint(1, 4)
+    heads = kv_heads * random.randint(1, 4)
+    fields: dict[str, Any] = {
+        # With a tokenizer there may be words that it lacks.
+        "vocab_size": len(tiny_tokenizer()) + random.choice((0, 7))
+        if has_tokenizer(number)
+        else random.randint(16, 50),
+        "hidden_size": 4 * heads * max(1, random.randint(5, 13) // heads),  # a multiple, on which some families insist
+        "intermediate_size": random.randint(20, 90),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": random.choice((4, 8, 12, 16, 20, 32)),
+        "max_position_embeddings": MAX_CONTEXT,
+        "tie_word_embeddings": random.random() < 0.5,
+        "pad_token_id": 0,
+        "eos_token_id": random.randint(1, 15),
+        "bos_token_id": None,
+    }
+    window = random.choice((3, 8, 17, 40))
+    kinds = [random.choice(("sliding_attention", "full_attention")) for _ in range(layers)]
+    if family == "qwen2":
+        # Of this family transformers takes the size of a head from the hidden size.
+        fields["hidden_size"] = heads * fields.pop("head_dim")
+    if family == "mistral":
+        fields["sliding_window"] = window
+    if family.startswith("gemma"):
+        fields |= {"sliding_window": window, "layer_types": kinds, "query_pre_attn_scalar": random.randint(4, 30)}
+        fields |= {"final_logit_softcapping": random.choice((None, 5.0))}
+    if family == "gemma2":
+        fields["attn_logit_softcapping"] = random.choice((None, 3.0))
+    if family in ("qwen2", "qwen3") and random.random() < 0.5:
+        fields |= {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
+    return family, fields
+
+
+def has_tokenizer(number: int) -> bool:
+    return number // len(FAMILIES) % 2 == 1 or number % len(FAMILIES) == 0
+
+
+def write_target(number: int, folder: Path, disturbed: float = 0.0) -> None:
+    """Write a model's folder; `disturbed` adds noise to its weights, so that another one often agrees with it."""
+    family, fields = target_fields(number)
+    with torch.random.fork_rng():
+        torch.manual_seed(number)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields))
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, mean=0.2 * (parameter.ndim == 1), std=0.25)
+        if number % 4:  # few words are loud, for the drafters too: guesses at random then come true often enough
+            quiet = torch.ones(fields["vocab_size"], 1)
+            quiet[LOUD:] = 0.1
+            model.get_output_embeddings().weight.data *= quiet
+        torch.manual_seed(number + 1)
+        for parameter in model.parameters():
+            parameter.data += disturbed * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    if has_tokenizer(number):
+        tiny_tokenizer().save_pretrained(folder)
+
+
+def write_drafter(number: int, kind: str, folder: Path) -> None:
+    """Write a random drafter of the DFlash family for a model."""
+    random, (_, fields) = Random(f"{number} {kind}"), target_fields(number)
+    kv_heads, layers = random.randint(1, 2), random.randint(1, 2)
+    target_layers = fields["num_hidden_layers"]
+    window, causal = random.choice((5, 30)), random.choice((False, False, True, "where it slides"))
+    sliding = [random.random() < 0.5 for _ in range(layers)]
+    attention = [
+        LayerAttention(s if causal == "where it slides" else bool(causal), window if s else None) for s in sliding
+    ]
+    values: dict[str, Any] = {
+        "hidden_size": fields["hidden_size"],
+        "intermediate_size": random.randint(20, 90),
+        "num_hidden_layers": layers,
+        "num_attention_heads": kv_heads * random.randint(1, 3),
+        "num_key_value_heads": kv_heads,
+        "head_dim": random.choice((4, 8, 12, 16)),
+        "vocab_size": fields["vocab_size"],
+        "block_size": random.randint(2, 12),
+        "mask_token_id": 3,  # of the tokenizer
+        "taps": tuple(random.sample(range(target_layers), random.randint(1, target_layers))),
+        "num_target_layers": target_layers,
+        "rope_theta": 10000.0,
+        "layers": tuple(attention),
+        "max_position_embeddings": MAX_CONTEXT,
+    }
+    config: DraftConfig
+    if kind == "dflash2":
+        more = {"conv_kernel_size": 3, "conv_group_size": 4, "selector_rank": 4, "selector_top_k": random.randint(1, 8)}
+        config = DFlash2Config(**values, **more)
+    elif kind == "dspark":
+        config = DSparkConfig(**values, markov_rank=4)
+    else:
+        config = DraftConfig(**values)
+    with torch.random.fork_rng():
+        torch.manual_seed(number)
+        network = NETWORKS[kind](config)
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter += 0.2 * torch.randn_like(parameter)
+    write_checkpoint(folder, config, network.state_dict())
+
+
+class Models:
+    """Targets and drafters, made when first asked for.
+
+    Args:
+        folder: Where their checkpoints are put.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.target = lru_cache(maxsize=KEPT * len(WAYS))(self._target)
+        self.drafter = lru_cache(maxsize=KEPT * len(WAYS) * len(DRAFTERS))(self._drafter)
+        self.reference = lru_cache(maxsize=KEPT)(self._reference)
+
+    def _path(self, number: int, kind: str) -> Path:
+        path = self._folder / f"{number}-{kind}"
+        if not path.exists():
+            if kind in NETWORKS:
+                write_drafter(number, kind, path)
+            else:
+                write_target(number, path, 0.03 if kind == "draft_lm" else 0.0)
+        return path
+
+    def _target(self, number: int, way: str) -> Target:
+        target = load_target(self._path(number, "target"), "float32", "cpu", **WAYS[way])
+        assert ("compiled" in target.running) == (way in ("compiled", "int8")), target.running
+        return target
+
+    def _drafter(self, number: int, way: str, kind: str) -> Drafter:
+        path = self._path(number, kind) if kind == "draft_lm" or kind in NETWORKS else kind
+        return load_drafter(path, target=self.target(number, way))
+
+    def _reference(self, number: int) -> Any:
+        """The model in transformers' own class."""
+        return AutoModelForCausalLM.from_pretrained(self._path(number, "target"), dtype=torch.float32).eval()

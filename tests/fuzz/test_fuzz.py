@@ -1,0 +1,68 @@
+"""Random models, ways of running, drafters, settings and requests: every answer is that of plain decoding.
+
+The same cases each time, in `make test`; `make fuzz` goes on with others, by hand.
+"""
+
+from dataclasses import replace
+
+import pytest
+from fuzz_cases import CASES_PER_MODEL, case_of
+from fuzz_check import Different, Outcome, run
+from fuzz_models import DRAFTERS, WAYS, Models, target_fields
+
+from blockdraft import Completion, Engine
+
+MODELS = 24
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("fuzz"))
+
+
+@pytest.mark.fuzz
+@pytest.mark.slow
+@pytest.mark.parametrize("model", range(MODELS))
+def test_answers_are_those_of_plain_decoding(model: int, models: Models) -> None:
+    outcome = Outcome()
+    for seed in range(model * CASES_PER_MODEL, (model + 1) * CASES_PER_MODEL):
+        print(f"seed {seed}: make fuzz SEED={seed}")
+        outcome += run(case_of(seed), models)
+    assert outcome.near_ties <= 1
+    assert outcome.tokens > 200 and outcome.committed > outcome.cycles  # and some guesses stood
+
+
+def test_cases_are_of_every_kind() -> None:
+    cases = [case_of(seed) for seed in range(MODELS * CASES_PER_MODEL)]
+    assert {case.way for case in cases} == set(WAYS) and {case.drafter for case in cases} == set(DRAFTERS)
+    assert {"auto"} < {case.drafting.block_size for case in cases} and {case.drafting.drawn for case in cases} == {
+        False,
+        True,
+    }
+    asks = [ask for case in cases for ask in case.asks]
+    assert any(ask.cancel for ask in asks) and any(ask.stream for ask in asks) and any(ask.params.stop for ask in asks)
+    assert {ask.turn_of is None for ask in asks} == {ask.after is None for ask in asks} == {False, True}
+    windows = {target_fields(number)[1].get("sliding_window") for number in range(MODELS)}
+    assert len(windows) > 3 and None in windows
+    assert case_of(77) == case_of(77) != case_of(78)
+
+
+def test_an_engine_that_answers_wrongly_is_found(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token that is another, in what every engine but the plain one says."""
+    case = case_of(3)
+    case = replace(case, drafter="prompt_lookup", drafting=replace(case.drafting, drawn=False))
+    for ask in case.asks:
+        ask.cancel = ask.stream = False
+    run(case, models)
+    completion = Engine.generate
+
+    def wrong(self: Engine, *args: object) -> list[Completion]:
+        found = completion(self, *args)  # type: ignore[arg-type]
+        if type(self.drafter).__name__ != "NoDrafter":
+            found[0].token_ids[-1] = (found[0].token_ids[-1] + 1) % self.target.vocab_size
+        return found
+
+    monkeypatch.setattr(Engine, "generate", wrong)
+    monkeypatch.delattr(Engine, "submit", raising=False)
+    with pytest.raises(Different, match="but alone and plainly"):
+        run(case, models)
