@@ -22,6 +22,7 @@ LAYERS = [
     {"targets", "verification"},
     {"drafters"},
     {"engine"},
+    {"data"},
     {"training", "evaluation"},
     {"compat"},
     {"cli"},

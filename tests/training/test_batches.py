@@ -5,8 +5,8 @@ from itertools import islice
 import pytest
 import torch
 
+from blockdraft.data.documents import Document
 from blockdraft.training.batches import Batch, Batches, Documents, eligible, pack, place_anchors, shares, split
-from blockdraft.training.data import Document
 from blockdraft.training.recipe import Recipe
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from blockdraft.data.documents import read_data
 from blockdraft.proposal import chain
 from blockdraft.targets import load_target
 from blockdraft.training.batches import Batches, Documents
-from blockdraft.training.data import read_data
 from blockdraft.training.loss import DraftLoss, Sums, tensors_of
 from blockdraft.training.objectives import Slots
 from blockdraft.training.recipe import Recipe

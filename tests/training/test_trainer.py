@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file
 
 from blockdraft import load_drafter, load_target
+from blockdraft.data.documents import DataWriter, Document, read_data, tokenizer_fingerprint
 from blockdraft.targets import Target
 from blockdraft.training import checkpoints, start
-from blockdraft.training.data import DataWriter, Document, read_data, tokenizer_fingerprint
 from blockdraft.training.devices import make_accelerator
 from blockdraft.training.recipe import Recipe, read_recipe
 from blockdraft.training.trainer import Telling, run_folder, train

@@ -10,7 +10,7 @@ import typer
 
 from blockdraft.cli import loading
 from blockdraft.cli.options import Device, TargetBackend, TargetFolder, option
-from blockdraft.training.data_settings import FeatureSettings
+from blockdraft.data.settings import FeatureSettings
 from blockdraft.types import DEFAULT_BACKEND
 
 
@@ -33,8 +33,8 @@ def features(
     given again.
     """
     from blockdraft.cli import display
-    from blockdraft.training.data import read_data
-    from blockdraft.training.features import chosen_taps, plan_features, size
+    from blockdraft.data.documents import read_data
+    from blockdraft.data.features import chosen_taps, plan_features, size
 
     settings = FeatureSettings(taps, dtype, batch_tokens)
     documents = read_data(data)

@@ -97,8 +97,8 @@ def _train(
     backend: Backend,
 ) -> None:
     from blockdraft.cli import display
+    from blockdraft.data.documents import read_data
     from blockdraft.evaluation.prompts import read_prompt_sets
-    from blockdraft.training.data import read_data
 
     try:
         from blockdraft.training.devices import make_accelerator

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from blockdraft.data.documents import Document
 from blockdraft.errors import UsageError
-from blockdraft.training.data import Document
 from blockdraft.training.recipe import Recipe
 
 OPEN_ROWS = 32  # rows that are filled at a time

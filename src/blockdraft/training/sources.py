@@ -10,11 +10,11 @@ import psutil
 import torch
 from torch import Tensor
 
+from blockdraft.data.documents import TokenData
+from blockdraft.data.features import read_features, tapped_features
 from blockdraft.errors import UsageError
 from blockdraft.targets import Target
 from blockdraft.training.batches import Batch, Documents
-from blockdraft.training.data import TokenData
-from blockdraft.training.features import read_features, tapped_features
 
 GROUP = 32  # documents that the target reads at a time where all are read in advance
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from blockdraft.data.documents import TokenData
+from blockdraft.data.features import tapped_features, target_fingerprint
 from blockdraft.errors import UsageError
 from blockdraft.proposal import chain
 from blockdraft.targets import Target
-from blockdraft.training.data import TokenData
-from blockdraft.training.features import tapped_features, target_fingerprint
 from blockdraft.training.recipe import Recipe
 
 # Recipe fields that may change when a run goes on: they say how and how often, not what is learned.

@@ -21,11 +21,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
+from blockdraft.data.documents import TokenData
 from blockdraft.errors import NumbersError
 from blockdraft.targets import Target
 from blockdraft.training import checkpoints, start
 from blockdraft.training.batches import Batch, Batches, Documents, split
-from blockdraft.training.data import TokenData
 from blockdraft.training.export import ZLAB, Format, export
 from blockdraft.training.loss import DraftLoss, Sums, tensors_of, term_weights
 from blockdraft.training.measure import encoded, held_out_prompts, measured_tau

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from blockdraft.data.features import tapped_features
 from blockdraft.drafters import load_drafter
 from blockdraft.nn.draft_config import LayerAttention
 from blockdraft.proposal import Plan
@@ -19,7 +20,6 @@ from blockdraft.targets import Target, load_target
 from blockdraft.training.batches import Batch
 from blockdraft.training.blocks import draft_hidden
 from blockdraft.training.export import ZLAB, export
-from blockdraft.training.features import tapped_features
 from blockdraft.training.objectives import Slots
 from blockdraft.training.recipe import read_recipe
 from blockdraft.training.variants import Variant, find_variant, variant_names

@@ -10,12 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from blockdraft.proposal import chain
-from blockdraft.targets import Target, load_target
-from blockdraft.training import features
-from blockdraft.training.data import DataWriter, Document, TokenData, read_data, tokenizer_fingerprint
-from blockdraft.training.data_settings import FeatureSettings
-from blockdraft.training.features import (
+from blockdraft.data import features
+from blockdraft.data.documents import DataWriter, Document, TokenData, read_data, tokenizer_fingerprint
+from blockdraft.data.features import (
     batches,
     chosen_taps,
     plan_features,
@@ -23,6 +20,9 @@ from blockdraft.training.features import (
     tapped_features,
     target_fingerprint,
 )
+from blockdraft.data.settings import FeatureSettings
+from blockdraft.proposal import chain
+from blockdraft.targets import Target, load_target
 
 TAPS = (2, 0)
 FLOAT = FeatureSettings(dtype="float32", batch_tokens=30)

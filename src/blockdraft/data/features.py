@@ -21,12 +21,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from blockdraft.data.documents import TokenData
+from blockdraft.data.folder import check_free, fingerprint, make_folder, read_manifest, write_file
+from blockdraft.data.settings import FeatureSettings
 from blockdraft.errors import NumbersError, UsageError
 from blockdraft.nn.draft_config import default_taps
 from blockdraft.proposal import chain
 from blockdraft.targets import Target
-from blockdraft.training.data import TokenData, check_free, fingerprint, make_folder, read_manifest, write_file
-from blockdraft.training.data_settings import FeatureSettings
 
 FORMAT = 1
 MANIFEST = "features.json"

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from threading import Event
 from typing import Any, Protocol
 
+from blockdraft.data.rows import Message
 from blockdraft.engine import Engine, Request, Scheduler
 from blockdraft.errors import UsageError
-from blockdraft.training.rows import Message
 from blockdraft.types import SamplingParams
 
 RETRIES = 6
