@@ -17,10 +17,11 @@ from safetensors.torch import load_file
 
 from blockdraft import load_drafter, load_target
 from blockdraft.data.documents import DataWriter, Document, read_data, tokenizer_fingerprint
+from blockdraft.settings import read_settings
 from blockdraft.targets import Target
 from blockdraft.training import checkpoints, start
 from blockdraft.training.devices import make_accelerator
-from blockdraft.training.recipe import Recipe, read_recipe
+from blockdraft.training.recipe import Recipe
 from blockdraft.training.trainer import Telling, run_folder, train
 from blockdraft.training.variants import find_variant, variant_names
 
@@ -51,7 +52,7 @@ def run(tiny_target_dir: Path, tiny_data_dir: Path) -> Run:
     def call(out: Path, variant: str = "dflash", data: Path = tiny_data_dir, **changes: str) -> list[dict[str, Any]]:
         notes = changes.pop("notes", None)
         named = {name.replace("_", "-"): value for name, value in changes.items()}
-        recipe = read_recipe(find_variant(variant).recipe_class, flags=BASE | named)
+        recipe = read_settings(find_variant(variant).recipe_class, flags=BASE | named)
         telling = Telling(note=notes.append if notes is not None else lambda text: None)  # type: ignore[attr-defined]
         accelerator = make_accelerator(recipe, run_folder(out), "cpu")
         target = load_target(tiny_target_dir, device="cpu")
@@ -85,7 +86,7 @@ def test_a_run_learns_and_leaves_a_drafter(variant: str, run: Run, tmp_path: Pat
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert any(folder.rglob("events.out.tfevents*"))
     kind = find_variant(variant).recipe_class
-    assert read_recipe(kind, folder / "recipe.toml").length == 40
+    assert read_settings(kind, folder / "recipe.toml").length == 40
     assert len(list((folder / "checkpoints").iterdir())) == 2
 
 

@@ -70,10 +70,10 @@ def train(
     Every recipe field is an option too: --layers 3, --learning-rate 1e-3, --objective decay=0.5,forward_kl=0.5.
     `blockdraft train dflash --show-recipe` lists them. On many devices: `accelerate launch -m blockdraft train ...`.
     """
-    from blockdraft.training.recipe import as_toml, read_recipe
+    from blockdraft.settings import as_toml, read_settings
     from blockdraft.training.variants import find_variant
 
-    settings = read_recipe(find_variant(variant).recipe_class, recipe, context.obj)
+    settings = read_settings(find_variant(variant).recipe_class, recipe, context.obj)
     if show_recipe:
         print(as_toml(settings, explained=True), end="")
         return

@@ -69,16 +69,15 @@ def tapped_features(target: Target, taps: Sequence[int], tokens: Sequence[Tensor
     return [row[: len(document)] for row, document in zip(features, tokens, strict=True)]
 
 
-def chosen_taps(text: str, num_layers: int) -> tuple[int, ...]:
-    """The layers that `FeatureSettings.taps` means. Raises ValueError where it means none."""
-    words = [word for word in text.split(",") if word.strip()]
+def chosen_taps(taps: int | tuple[int, ...], num_layers: int) -> tuple[int, ...]:
+    """The layers that are tapped: those named, or so many, spread over the target. Raises ValueError where the target
+    has too few layers for that."""
+    if not isinstance(taps, int):
+        return taps
     try:
-        numbers = tuple(map(int, words))
-        if not numbers:
-            raise ValueError
-    except ValueError:
-        raise UsageError(f"taps is {text!r}; it must be a number of layers, or layers such as 1,3,5.") from None
-    return numbers if "," in text else default_taps(num_layers, numbers[0])
+        return default_taps(num_layers, taps)
+    except ValueError as error:
+        raise UsageError(f"{error} Otherwise name the taps, as in --taps 0,1.") from error
 
 
 def check_taps(target: Target, taps: Sequence[int]) -> None:

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from blockdraft.data.documents import TokenData
 from blockdraft.errors import NumbersError
+from blockdraft.settings import as_toml
 from blockdraft.targets import Target
 from blockdraft.training import checkpoints, start
 from blockdraft.training.batches import Batch, Batches, Documents, split
@@ -30,7 +31,7 @@ from blockdraft.training.export import ZLAB, Format, export
 from blockdraft.training.loss import DraftLoss, Sums, tensors_of, term_weights
 from blockdraft.training.measure import encoded, held_out_prompts, measured_tau
 from blockdraft.training.optimizers import make_optimizers, rate, set_rate
-from blockdraft.training.recipe import Recipe, as_toml
+from blockdraft.training.recipe import Recipe
 from blockdraft.training.records import Records, draw
 from blockdraft.training.sources import features_of, open_source
 from blockdraft.training.variants import find_variant

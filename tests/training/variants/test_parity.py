@@ -16,12 +16,12 @@ from blockdraft.data.features import tapped_features
 from blockdraft.drafters import load_drafter
 from blockdraft.nn.draft_config import LayerAttention
 from blockdraft.proposal import Plan
+from blockdraft.settings import read_settings
 from blockdraft.targets import Target, load_target
 from blockdraft.training.batches import Batch
 from blockdraft.training.blocks import draft_hidden
 from blockdraft.training.export import ZLAB, export
 from blockdraft.training.objectives import Slots
-from blockdraft.training.recipe import read_recipe
 from blockdraft.training.variants import Variant, find_variant, variant_names
 from blockdraft.types import SamplingParams
 
@@ -37,7 +37,7 @@ LENGTHS, ANCHORS = (17, 30, 23), ((3, 11, 16), (1, 9, 22, 29), (8, 20))
 
 def made(name: str, kind: str, target: Target, folder: Path) -> tuple[Variant[Any, Any], Any]:
     """A variant and its network, of which every part does something, saved to the folder."""
-    recipe = read_recipe(
+    recipe = read_settings(
         find_variant(name).recipe_class,
         flags={"layers": "2", "taps": "0,2", "block-size": "6", "save-dtype": "float32"},
     )

@@ -4,10 +4,10 @@ A variant is one file of this package. It subclasses `Variant`, sets what differ
 end of the file; `blockdraft train <file name>` finds it. All that trains DFlash v1 is in the base class, so a variant
 states its network, its own recipe fields and its own losses:
 
-    @dataclass(frozen=True)
+    @settings
     class MyRecipe(Recipe):
         "Attributes:  (each field explained here, as in `Recipe`)"
-        my_weight: float = 1.0
+        my_weight: Amount = 1.0
 
     class MyVariant(Variant):
         recipe_class = MyRecipe
@@ -44,10 +44,10 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from blockdraft.errors import UsageError
+from blockdraft.data.features import chosen_taps
 from blockdraft.formats.zlab import read_checkpoint
 from blockdraft.nn.dflash import DFlashNetwork, DraftLayer
-from blockdraft.nn.draft_config import DraftConfig, LayerAttention, default_taps, need
+from blockdraft.nn.draft_config import DraftConfig, LayerAttention, need
 from blockdraft.targets import Target
 from blockdraft.training.objectives import Slots, default_gamma, find_objective
 from blockdraft.training.recipe import Recipe
@@ -94,10 +94,7 @@ class Variant(Generic[R, N]):
             ValueError: A value is out of range, or neither the recipe nor the target has it.
         """
         recipe, shape = self.recipe, target.shape
-        try:
-            taps = default_taps(target.num_layers, recipe.taps) if isinstance(recipe.taps, int) else recipe.taps
-        except ValueError as error:
-            raise UsageError(f"{error} Otherwise name the taps, as in --taps 0,1.") from error
+        taps = chosen_taps(recipe.taps, target.num_layers)
         sizes: dict[str, Any] = {
             "intermediate_size": recipe.intermediate_size or shape.get("intermediate_size"),
             "num_attention_heads": recipe.heads or shape.get("num_attention_heads"),

@@ -9,22 +9,21 @@ that help, as decoding does.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockdraft.errors import UsageError
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.dflash2 import DFlash2Network
+from blockdraft.settings import Amount, Count, settings
 from blockdraft.training.objectives import Slots
 from blockdraft.training.recipe import Recipe
 from blockdraft.training.variants.base import Variant
 
 
-@dataclass(frozen=True)
+@settings
 class DFlash2Recipe(Recipe):
     """Sizes are those of z-lab's DFlash2 drafters.
 
@@ -36,16 +35,11 @@ class DFlash2Recipe(Recipe):
         selector_weight: Share of the selector's cross-entropy in the loss.
     """
 
-    conv_kernel_size: int = 2
-    conv_group_size: int = 16
-    selector_rank: int = 256
-    selector_top_k: int = 16
-    selector_weight: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.selector_weight < float("inf"):
-            raise UsageError(f"selector_weight is {self.selector_weight}; it must be at least 0.")
+    conv_kernel_size: Count = 2
+    conv_group_size: Count = 16
+    selector_rank: Count = 256
+    selector_top_k: Count = 16
+    selector_weight: Amount = 1.0
 
 
 class DFlash2Variant(Variant[DFlash2Recipe, DFlash2Network]):
