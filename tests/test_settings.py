@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from blockdraft.data.settings import RowSettings
 from blockdraft.errors import UsageError
 from blockdraft.settings import as_toml, explain, read_settings, settings
-from blockdraft.training.recipe import Recipe
+from blockdraft.training.variants.dflash import DFlashRecipe
 
 
 @settings
-class OwnRecipe(Recipe):
+class OwnRecipe(DFlashRecipe):
     """Attributes:
     rank: Width of something,
         in channels.
@@ -20,10 +21,15 @@ class OwnRecipe(Recipe):
     rank: int = 8
 
 
+@settings
+class Needy:
+    rank: int
+
+
 def test_file_then_flags(tmp_path: Path) -> None:
     file = tmp_path / "recipe.toml"
     file.write_text('layers = 3\nlearning_rate = 1\ntaps = [1, 2]\nobjective = {decay = 1, dpace = 0.5}\ninit = "x"\n')
-    recipe = read_settings(Recipe, file, {"layers": "4", "compile": "true", "gamma": "2.5", "init": "none"})
+    recipe = read_settings(DFlashRecipe, file, {"layers": "4", "compile": "true", "gamma": "2.5", "init": "none"})
     assert (recipe.layers, recipe.learning_rate, recipe.taps, recipe.compile, recipe.gamma) == (
         4,
         1.0,
@@ -47,7 +53,7 @@ def test_file_then_flags(tmp_path: Path) -> None:
     ],
 )
 def test_flags(name: str, text: str, value: object) -> None:
-    assert getattr(read_settings(Recipe, None, {name: text}), name.replace("-", "_")) == value
+    assert getattr(read_settings(DFlashRecipe, None, {name: text}), name.replace("-", "_")) == value
 
 
 @pytest.mark.parametrize(
@@ -66,7 +72,7 @@ def test_flags(name: str, text: str, value: object) -> None:
 )
 def test_bad_flags(flags: dict[str, str], told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        read_settings(Recipe, None, flags)
+        read_settings(DFlashRecipe, None, flags)
 
 
 @pytest.mark.parametrize(
@@ -87,27 +93,34 @@ def test_bad_flags(flags: dict[str, str], told: str) -> None:
 def test_bad_files(text: str, told: str, tmp_path: Path) -> None:
     (tmp_path / "r.toml").write_text(text)
     with pytest.raises(ValueError, match=told):
-        read_settings(Recipe, tmp_path / "r.toml")
+        read_settings(DFlashRecipe, tmp_path / "r.toml")
 
 
 def test_a_flag_mends_what_the_file_says_and_is_not_blamed_on_it(tmp_path: Path) -> None:
     (tmp_path / "r.toml").write_text("layers = 0\nbatch = 6")
-    assert read_settings(Recipe, tmp_path / "r.toml", {"layers": "2"}).layers == 2
+    assert read_settings(DFlashRecipe, tmp_path / "r.toml", {"layers": "2"}).layers == 2
     with pytest.raises(ValueError, match="^batch is 6; it must be a multiple of accumulation, 4"):
-        read_settings(Recipe, tmp_path / "r.toml", {"layers": "2", "accumulation": "4"})
+        read_settings(DFlashRecipe, tmp_path / "r.toml", {"layers": "2", "accumulation": "4"})
 
 
 def test_what_is_made_in_python_is_checked_too() -> None:
-    assert Recipe(3, 8, [0, 1]).taps == (0, 1)  # type: ignore[arg-type]
+    assert DFlashRecipe(taps=[0, 1]).taps == (0, 1)  # type: ignore[arg-type]
+    assert RowSettings("test", None, 3).limit == 3
+    with pytest.raises(UsageError, match="limit is 0; it must be at least 1"):
+        RowSettings("test", None, 0)
+    with pytest.raises(UsageError, match="9 is one argument too many"):
+        RowSettings("test", None, 3, None, None, None, 9)  # type: ignore[call-arg]
     for told, wrong in (
         ("layers is 0; it must be at least 1", {"layers": 0}),
         ("'layer' is unknown; did you mean layers", {"layer": 1}),
-        ("layers is 'x'; it must be a whole number. final is 2; it must be at most 1", {"layers": "x", "final": 2}),
+        ("final is 2; it must be at most 1. layers is 'x'; it must be a whole number", {"layers": "x", "final": 2}),
     ):
         with pytest.raises(UsageError, match=told):
-            Recipe(**wrong)  # type: ignore[arg-type]
+            DFlashRecipe(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="rank is missing"):
+        Needy()  # type: ignore[call-arg]
     with pytest.raises(UsageError, match="layers is 0"):
-        replace(Recipe(), layers=0)
+        replace(DFlashRecipe(), layers=0)
 
 
 @pytest.mark.parametrize("explained", [True, False])

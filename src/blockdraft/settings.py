@@ -81,9 +81,11 @@ def settings(kind: type[T]) -> type[T]:
         try:
             construct(self, *arguments, **named)
         except ValidationError as error:
-            groups: dict[str, list[Any]] = {}
+            names, groups = [field.name for field in fields(made)], dict[str, list[Any]]()
             for one in error.errors(include_url=False):
-                groups.setdefault(str(one["loc"][0]) if one["loc"] else "", []).append(one)
+                place = one["loc"][0] if one["loc"] else ""  # of a positional argument its number
+                name = place if isinstance(place, str) else names[place] if place < len(names) else "an argument"
+                groups.setdefault(name, []).append(one)
             raise SettingsError({name: _sentence(made, name, group) for name, group in groups.items()}) from None
 
     made.__init__ = init
@@ -95,9 +97,13 @@ def _sentence(kind: Any, name: str, errors: Sequence[Any]) -> str:
     if errors[0]["type"] == "unexpected_keyword_argument":
         near = difflib.get_close_matches(name, [field.name for field in fields(kind)], n=3, cutoff=0.5)
         return f"{name!r} is unknown; " + (f"did you mean {' or '.join(near)}?" if near else "leave it out.")
+    if errors[0]["type"] == "unexpected_positional_argument":
+        return f"{errors[0]['input']!r} is one argument too many."
+    if errors[0]["type"].startswith("missing"):
+        return f"{name} is missing."
     if "error" in errors[0].get("ctx", {}):
         return str(errors[0]["ctx"]["error"])
-    hint = get_type_hints(kind)[name]
+    hint = get_type_hints(kind).get(name)
     united = get_origin(hint) in (Union, types.UnionType) and len({*get_args(hint)} - {type(None)}) > 1
     # Where a field may have several types, the second part of a place says which one was tried.
     places = ["".join(f"[{part}]" for part in one["loc"][1 + united :]) for one in errors]

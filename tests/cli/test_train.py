@@ -10,7 +10,7 @@ from blockdraft.cli.display import progress
 from blockdraft.cli.train import split_flags
 from blockdraft.formats.speculators import recognises
 from blockdraft.settings import read_settings
-from blockdraft.training.recipe import Recipe
+from blockdraft.training.variants.dflash import DFlashRecipe
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerator")
 
@@ -39,7 +39,7 @@ def test_show_recipe_is_a_recipe(tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert "# Draft layers.\nlayers = 3\n" in result.output
     (tmp_path / "r.toml").write_text(result.output)
-    assert read_settings(Recipe, tmp_path / "r.toml") == Recipe(layers=3, taps=(1, 2))
+    assert read_settings(DFlashRecipe, tmp_path / "r.toml") == DFlashRecipe(layers=3, taps=(1, 2))
 
 
 @pytest.mark.parametrize(

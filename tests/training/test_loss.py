@@ -10,13 +10,12 @@ from blockdraft.data.documents import read_data
 from blockdraft.proposal import chain
 from blockdraft.targets import load_target
 from blockdraft.training.batches import Batches, Documents
-from blockdraft.training.loss import DraftLoss, Sums, tensors_of
+from blockdraft.training.loss import DraftLoss, Sums
 from blockdraft.training.objectives import Slots
-from blockdraft.training.recipe import Recipe
 from blockdraft.training.sources import features_of, open_source
-from blockdraft.training.variants.dflash import DFlashVariant
+from blockdraft.training.variants.dflash import DFlashRecipe, DFlashVariant
 
-RECIPE = Recipe(
+RECIPE = DFlashRecipe(
     layers=2,
     taps=(0, 1),
     block_size=6,
@@ -28,17 +27,17 @@ RECIPE = Recipe(
 )
 
 
-def run(recipe: Recipe, target_dir: Path, data_dir: Path) -> tuple[Sums, dict[str, torch.Tensor]]:
+def run(recipe: DFlashRecipe, target_dir: Path, data_dir: Path) -> tuple[Sums, dict[str, torch.Tensor]]:
     target, data = load_target(target_dir), read_data(data_dir)
     variant = DFlashVariant(recipe)
-    module = DraftLoss(variant.network(variant.config(target, 3)), variant, target, flex=False)
+    module = DraftLoss(variant.network(variant.config(target)), variant, target)
     documents = Documents(data, recipe.length)
     batch = next(iter(Batches(documents, documents.usable, recipe, variant.taught_slots).run(0)))[1]
     taps = (0, 1, target.num_layers)
     source = open_source(None, target, data, documents, taps, lambda stage, done, total: None)
     features = features_of(batch, source, len(taps) * target.hidden_size, target)
     tapped = 2 * target.hidden_size
-    sums = module(features[:, :, :tapped], features[:, :, tapped:], *tensors_of(batch, target.device))
+    sums = module(features[:, :, :tapped], features[:, :, tapped:], *batch.on(target.device))
     sums.terms_T.sum().backward()
     return sums, {name: parameter.grad for name, parameter in module.named_parameters()}
 

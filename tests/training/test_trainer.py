@@ -21,9 +21,9 @@ from blockdraft.settings import read_settings
 from blockdraft.targets import Target
 from blockdraft.training import checkpoints, start
 from blockdraft.training.devices import make_accelerator
-from blockdraft.training.recipe import Recipe
 from blockdraft.training.trainer import Telling, run_folder, train
 from blockdraft.training.variants import find_variant, variant_names
+from blockdraft.training.variants.dflash import mask_token
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerator")
 
@@ -224,11 +224,11 @@ def test_loss_that_is_no_number_ends_the_run(run: Run, tmp_path: Path) -> None:
 def test_mask_token(tiny_target_dir: Path) -> None:
     target = load_target(tiny_target_dir)
     assert target.tokenizer is not None
-    assert start.mask_token(target, Recipe()) == target.tokenizer.mask_token_id == 3
-    assert start.mask_token(target, Recipe(mask_token_id=7)) == 7
+    assert mask_token(target, None) == target.tokenizer.mask_token_id == 3
+    assert mask_token(target, 7) == 7
     target.tokenizer.mask_token = None
     target.vocab_size += 1  # a row of the embedding that no token has
-    assert start.mask_token(target, Recipe()) == target.vocab_size - 1
+    assert mask_token(target, None) == target.vocab_size - 1
 
 
 def test_targets_that_cap_their_logits_teach_no_laws(tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

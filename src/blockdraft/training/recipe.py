@@ -9,28 +9,17 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from blockdraft.errors import UsageError
-from blockdraft.settings import Amount, Count, Layers, Natural, Share, Texts, settings
+from blockdraft.settings import Amount, Count, Natural, Share, Texts, settings
 
 
 @settings
 class Recipe:
     """What every variant of training knows; a variant may add fields and change defaults by subclassing.
 
-    Rate, warm-up, clipping, epochs, layers, taps, anchors and length are those of arXiv 2602.06036.
+    Rate, warm-up, clipping, epochs, anchors and length are those of arXiv 2602.06036.
 
     Attributes:
-        layers: Draft layers.
         block_size: Tokens of a block, anchor included.
-        taps: Target layers that the drafter reads: how many, spread over the target, or a list of 0-based layers.
-        causal: Whether a slot sees only the slots up to its own; otherwise it sees its whole block.
-        window: Sliding window of every draft layer in tokens; 0 is full attention.
-        intermediate_size: Inner size of the draft layers' MLP; None is the target's.
-        heads: Query heads of the draft layers; None is the target's.
-        kv_heads: Key/value heads of the draft layers; None is the target's.
-        head_dim: Size of a head; None is the target's.
-        mask_token_id: Token that stands for an unknown one; None is the tokenizer's mask token or, without one, the
-            first row of the embedding that the tokenizer does not use.
-        init: Folder of a drafter whose weights training begins with, of as many layers or fewer; None begins at random.
         length: Tokens of a row. Documents are packed into rows, longer ones are cut.
         batch: Rows of a step, over all processes and accumulated batches.
         anchors: Blocks of a row, drawn anew in each epoch.
@@ -57,9 +46,7 @@ class Recipe:
             trained are float32 either way.
         save_dtype: Of the drafter that is written.
         accumulation: Batches of each process that make up a step.
-        checkpoint_activations: Recompute the draft layers' activations in the backward pass, to save memory.
         chunk: Blocks whose logits exist at once.
-        attention: "flex" (FlexAttention), "dense" (a mask of booleans), or "auto": flex on a GPU.
         compile: Compile the training step, which takes a minute and then saves time.
         eval_every: Steps between evaluations; 0 evaluates at the end alone.
         eval_prompts: Held-out prompts that the engine answers at an evaluation.
@@ -69,17 +56,7 @@ class Recipe:
         trackers: Trackers of Accelerate that are told the figures besides log.jsonl.
     """
 
-    layers: Count = 5
     block_size: Annotated[int, Field(ge=2)] = 16
-    taps: Count | Layers = 5
-    causal: bool = False
-    window: Natural = 0
-    intermediate_size: Count | None = None
-    heads: Count | None = None
-    kv_heads: Count | None = None
-    head_dim: Count | None = None
-    mask_token_id: Natural | None = None
-    init: str | None = None
     length: Annotated[int, Field(ge=2)] = 3072
     batch: Count = 8
     anchors: Count = 512
@@ -103,9 +80,7 @@ class Recipe:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     save_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     accumulation: Count = 1
-    checkpoint_activations: bool = False
     chunk: Count = 128
-    attention: Literal["auto", "flex", "dense"] = "auto"
     compile: bool = False
     eval_every: Natural = 500
     eval_prompts: Natural = 16

@@ -28,7 +28,7 @@ from blockdraft.targets import Target
 from blockdraft.training import checkpoints, start
 from blockdraft.training.batches import Batch, Batches, Documents, split
 from blockdraft.training.export import ZLAB, Format, export
-from blockdraft.training.loss import DraftLoss, Sums, tensors_of, term_weights
+from blockdraft.training.loss import DraftLoss, Sums, term_weights
 from blockdraft.training.measure import encoded, held_out_prompts, measured_tau
 from blockdraft.training.optimizers import make_optimizers, rate, set_rate
 from blockdraft.training.recipe import Recipe
@@ -123,12 +123,12 @@ class Trainer:
         self.out, self.folder = out, run_folder(out)
         self.variant = find_variant(variant_name)(recipe)
         start.check_data(data, target, recipe, accelerator.num_processes)
-        self.config = self.variant.config(target, start.mask_token(target, recipe))
+        self.config = self.variant.config(target)
         written.check(self.config)
         vocabulary = target.tokenizer.get_vocab() if target.tokenizer is not None else None
         network = self.variant.network(self.config, vocabulary).to(target.device)
         start.check_folder(out, self.folder, network, recipe)
-        identity = start.identity(variant_name, target, data, recipe)
+        identity = start.identity(variant_name, target, data, recipe, self.variant.free_fields)
         state = checkpoints.newest(self.folder / "checkpoints")
         if state is not None:
             start.check_same(self.folder, state["identity"], identity)
@@ -152,8 +152,7 @@ class Trainer:
         self.width = len(taps) * target.hidden_size
         self.source = open_source(recipe.features, target, data, documents, taps, telling.progress)
 
-        flex = recipe.attention == "flex" or (recipe.attention == "auto" and target.device.type == "cuda")
-        module = DraftLoss(network, self.variant, target, flex)
+        module = DraftLoss(network, self.variant, target)
         named = [(name.removeprefix("network."), parameter) for name, parameter in module.named_parameters()]
         optimizers = make_optimizers(named, self.variant, recipe)
         size = sum(parameter.numel() for _, parameter in named)
@@ -180,7 +179,7 @@ class Trainer:
         for step, (epoch, batch) in enumerate(stream, self.begin + 1):
             moment = time.monotonic()
             figures = {"step": step, "epoch": epoch, **self._step(batch, step - 1)}
-            count = int((batch.documents_BS >= 0).sum())
+            count = int((batch.tensors.documents_BS >= 0).sum())
             figures["tokens_per_second"] = count / (time.monotonic() - moment)
             tokens += count
             end = step == self.steps
@@ -231,12 +230,12 @@ class Trainer:
         features = features_of(rows, self.source, self.width, self.target)
         tapped = len(self.config.taps) * self.target.hidden_size
         teacher = features[:, :, tapped:] if self.variant.needs_teacher else None
-        sums: Sums = self.module(features[:, :, :tapped], teacher, *tensors_of(rows, self.target.device))
+        sums: Sums = self.module(features[:, :, :tapped], teacher, *rows.on(self.target.device))
         return Sums(*sums)
 
     def _weights(self, batches: Iterable[Batch]) -> list[float]:
         """The sum of the weights of each term's slots, over all processes."""
-        taught = [batch.taught_BAK for batch in batches]
+        taught = [batch.tensors.taught_BAK for batch in batches]
         return [
             max(sum(float(term_weights(self.variant, name, one).sum()) for one in taught), 1e-9)
             for name in self.variant.factors()

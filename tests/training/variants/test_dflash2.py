@@ -115,7 +115,7 @@ def test_training_chooses_as_decoding_does(kind: str, network: DFlash2Network, t
 def test_a_v1_drafter_is_a_start(tmp_path: Path, target: Target, tiny_drafter_dir: Path) -> None:
     variant = DFlash2Variant(replace(RECIPE, init=str(tiny_drafter_dir), save_dtype="float32", kv_heads=2, heads=4))
     v1 = load_drafter(tiny_drafter_dir, target=target)
-    config = variant.config(target, mask_token_id=3)
+    config = variant.config(target)
     network = variant.network(config)
     export(tmp_path / "draft", ZLAB, config, variant.saved(network.state_dict()), target)
     v2 = load_drafter(tmp_path / "draft", target=target)
@@ -134,4 +134,4 @@ def test_bad_values_are_refused(target: Target) -> None:
         replace(RECIPE, selector_weight=-1)
     for field, value, told in (("conv_group_size", 5, "divisor"), ("selector_top_k", 0, "at least 1")):
         with pytest.raises(ValueError, match=f"{field} is {value}; it must be .*{told}"):
-            DFlash2Variant(replace(RECIPE, **{field: value})).config(target, mask_token_id=3)
+            DFlash2Variant(replace(RECIPE, **{field: value})).config(target)

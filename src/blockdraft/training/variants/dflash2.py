@@ -9,7 +9,7 @@ that help, as decoding does.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -20,11 +20,11 @@ from blockdraft.nn.dflash2 import DFlash2Network
 from blockdraft.settings import Amount, Count, settings
 from blockdraft.training.objectives import Slots
 from blockdraft.training.recipe import Recipe
-from blockdraft.training.variants.base import Variant
+from blockdraft.training.variants.dflash import DFlashFamily, DFlashRecipe
 
 
 @settings
-class DFlash2Recipe(Recipe):
+class DFlash2Recipe(DFlashRecipe):
     """Sizes are those of z-lab's DFlash2 drafters.
 
     Attributes:
@@ -42,8 +42,8 @@ class DFlash2Recipe(Recipe):
     selector_weight: Amount = 1.0
 
 
-class DFlash2Variant(Variant[DFlash2Recipe, DFlash2Network]):
-    recipe_class: type[Recipe] = DFlash2Recipe
+class DFlash2Variant(DFlashFamily[DFlash2Recipe, DFlash2Network]):
+    recipe_class: ClassVar[type[Recipe]] = DFlash2Recipe
     network_class: type[DFlashNetwork] = DFlash2Network
     own_modules = ("attention_conv", "mlp_conv", "candidate_selector")
     counted = ("candidate_recall", "base_accuracy", "selector_accuracy")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import field, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch.nn.functional as F
 from pydantic import Field
@@ -24,11 +24,11 @@ from blockdraft.settings import Amount, Count, settings
 from blockdraft.training.objectives import Slots
 from blockdraft.training.objectives.base import acceptance
 from blockdraft.training.recipe import Recipe
-from blockdraft.training.variants.base import Variant
+from blockdraft.training.variants.dflash import DFlashFamily, DFlashRecipe
 
 
 @settings
-class DSparkRecipe(Recipe):
+class DSparkRecipe(DFlashRecipe):
     """Defaults are those of the paper.
 
     Attributes:
@@ -44,8 +44,8 @@ class DSparkRecipe(Recipe):
     confidence: Amount = 1.0
 
 
-class DSparkVariant(Variant[DSparkRecipe, DSparkNetwork]):
-    recipe_class = DSparkRecipe
+class DSparkVariant(DFlashFamily[DSparkRecipe, DSparkNetwork]):
+    recipe_class: ClassVar[type[Recipe]] = DSparkRecipe
     network_class: type[DFlashNetwork] = DSparkNetwork
     first_slot = 0
     own_modules = ("markov_head", "confidence_head")
