@@ -22,12 +22,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from blockdraft.data.documents import TokenData
+from blockdraft.drafters import entry_of_variant
 from blockdraft.errors import NumbersError
 from blockdraft.settings import as_toml
 from blockdraft.targets import Target
 from blockdraft.training import checkpoints, start
 from blockdraft.training.batches import Batch, Batches, Documents, split
-from blockdraft.training.export import ZLAB, Format, export
+from blockdraft.training.export import Format, export
 from blockdraft.training.loss import DraftLoss, Sums, term_weights
 from blockdraft.training.measure import encoded, held_out_prompts, measured_tau
 from blockdraft.training.optimizers import make_optimizers, rate, set_rate
@@ -67,7 +68,7 @@ def train(
     accelerator: Accelerator,
     prompts: Sequence[Prompt] | None = None,
     telling: Telling | None = None,
-    written: Format = ZLAB,
+    written: Format | None = None,
 ) -> list[dict[str, Any]]:
     """Train a drafter, or go on with a run that was interrupted.
 
@@ -78,7 +79,7 @@ def train(
         recipe: Of the variant's recipe class.
         accelerator: From `make_accelerator`.
         prompts: To measure tau on; None takes the beginnings of held-out documents.
-        written: Format of the drafter in `out`.
+        written: Format of the drafter in `out`; None is the first of those that its kind has.
 
     Returns:
         The figures of all steps, as in log.jsonl; empty in all processes but the main one.
@@ -116,15 +117,16 @@ class Trainer:
         accelerator: Accelerator,
         prompts: Sequence[Prompt] | None,
         telling: Telling,
-        written: Format,
+        written: Format | None,
     ) -> None:
         self.target, self.recipe, self.accelerator, self.telling = target, recipe, accelerator, telling
-        self.written = written
+        self.plain = Format(entry_of_variant(variant_name).layouts[0])
+        self.written = written or self.plain
         self.out, self.folder = out, run_folder(out)
         self.variant = find_variant(variant_name)(recipe)
         start.check_data(data, target, recipe, accelerator.num_processes)
         self.config = self.variant.config(target)
-        written.check(self.config)
+        self.written.check(self.config)
         vocabulary = target.tokenizer.get_vocab() if target.tokenizer is not None else None
         network = self.variant.network(self.config, vocabulary).to(target.device)
         start.check_folder(out, self.folder, network, recipe)
@@ -275,7 +277,7 @@ class Trainer:
             figures = {f"held_out_{name}": value for name, value in found.items()}
         if self.prompts:
             measured = self.folder / "measured"
-            self._export(measured, ZLAB)
+            self._export(measured, self.plain)
             if self.accelerator.is_main_process:
                 self.telling.progress(f"step {step}: measuring tau", step - self.begin, self.steps - self.begin)
                 figures["tau"] = measured_tau(measured, self.target, self.prompts, self.recipe.eval_tokens)

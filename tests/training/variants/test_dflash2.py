@@ -14,7 +14,7 @@ from blockdraft.nn.draft_config import DFlash2Config, LayerAttention
 from blockdraft.proposal import Plan, chain
 from blockdraft.targets import Target, load_target
 from blockdraft.training.blocks import draft_hidden
-from blockdraft.training.export import ZLAB, export
+from blockdraft.training.export import Format, export
 from blockdraft.training.objectives import Slots
 from blockdraft.training.variants.dflash2 import DFlash2Recipe, DFlash2Variant, selector_losses
 from blockdraft.types import SamplingParams
@@ -117,7 +117,7 @@ def test_a_v1_drafter_is_a_start(tmp_path: Path, target: Target, tiny_drafter_di
     v1 = load_drafter(tiny_drafter_dir, target=target)
     config = variant.config(target)
     network = variant.network(config)
-    export(tmp_path / "draft", ZLAB, config, variant.saved(network.state_dict()), target)
+    export(tmp_path / "draft", Format("zlab"), config, variant.saved(network.state_dict()), target)
     v2 = load_drafter(tmp_path / "draft", target=target)
     assert isinstance(v2, DFlash2Drafter)
     features = torch.randn(2, 9, 64, generator=torch.Generator().manual_seed(5))

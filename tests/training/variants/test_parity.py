@@ -38,7 +38,7 @@ def test_training_pass_equals_draft_pass(
     with torch.no_grad():  # so that every part does something
         for parameter in network.parameters():
             parameter += 0.15 * torch.randn(parameter.shape, generator=random)
-    export(tmp_path / "drafter", Format(), config, variant.saved(network.state_dict()), target)
+    export(tmp_path / "drafter", Format("zlab"), config, variant.saved(network.state_dict()), target)
     drafter: Any = load_drafter(tmp_path / "drafter", target=target)
     logits, expected = parity(variant, network.eval(), drafter, target)
     for ours, one in zip(logits, expected, strict=True):
