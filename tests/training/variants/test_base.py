@@ -6,7 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from blockdraft.drafters import entries, entry_of_variant, load_drafter
+from blockdraft.formats import layouts
+from blockdraft.settings import read_settings
 from blockdraft.targets import load_target
+from blockdraft.training.export import Format, export
 from blockdraft.training.variants import find_variant, variant_names
 from blockdraft.training.variants.base import Variant
 from blockdraft.training.variants.dflash import DFlashRecipe, DFlashVariant
@@ -100,3 +104,26 @@ def test_unknown_variant() -> None:
     with pytest.raises(ValueError, match="'medusa' is unknown; there are dflash"):
         find_variant("medusa")
     assert issubclass(find_variant("dflash"), Variant)
+
+
+@pytest.mark.parametrize("name", variant_names())
+def test_every_variant_trains_a_drafter_that_is_registered_whole(
+    name: str, tiny_target_dir: Path, tmp_path: Path
+) -> None:
+    """Its network is the one registered, and every layout registered holds it and is loaded as that drafter."""
+    target, entry = load_target(tiny_target_dir), entry_of_variant(name)
+    variant = find_variant(name)(read_settings(find_variant(name).recipe_class, flags={"layers": "1", "taps": "0,1"}))
+    config = variant.config(target)
+    network = variant.network(config)
+    assert type(network) is entry.network and len(entry.layouts) > 0
+    for layout in entry.layouts:
+        written = Format(layout, str(tiny_target_dir), ("Qwen3ForCausalLM",))
+        export(tmp_path / layout, written, config, variant.saved(network.state_dict()), target)
+        assert type(load_drafter(tmp_path / layout, target=target)) is entry.drafter
+
+
+def test_what_is_registered_is_there() -> None:
+    for entry in entries().values():
+        assert entry.variant is None or entry.variant in variant_names()
+        assert {*entry.layouts} <= {*layouts()}
+        assert (entry.network is None) == (entry.drafter is None) == (not entry.layouts)
