@@ -86,7 +86,7 @@ def test_bad_flags(flags: dict[str, str], told: str) -> None:
         ("layers = true", "layers is True"),
         ("layer = 2", r"r\.toml: 'layer' is unknown; did you mean layers"),
         ("taps = []", r"it must be a whole number or a list that is not empty"),
-        ("layers = ", "cannot be read as a recipe"),
+        ("layers = ", "cannot be read"),
         ("taps = [1, 'a']", r"r\.toml: taps\[1\] is 'a'; it must be a whole number\."),
     ],
 )

@@ -71,9 +71,8 @@ def settings(kind: type[T]) -> type[T]:
 
     The class raises `SettingsError`, a ValueError, for unknown names and for values of a wrong type or out of range.
     """
-    made: Any = checked_dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))(
-        kind
-    )
+    config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    made: Any = checked_dataclass(frozen=True, config=config)(kind)
     construct = made.__init__
 
     @functools.wraps(construct)
@@ -157,7 +156,7 @@ def read_settings(kind: type[T], file: Path | None = None, flags: Mapping[str, s
         try:
             values = tomllib.loads(file.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise UsageError(f"{file} cannot be read as a recipe ({error}).") from error
+            raise UsageError(f"{file} cannot be read ({error}).") from error
     known = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     texts = {name.replace("-", "_"): text for name, text in (flags or {}).items()}
     values |= {name: from_text(kind, name, text) if name in known else text for name, text in texts.items()}

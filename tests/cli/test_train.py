@@ -50,7 +50,7 @@ def test_show_recipe_is_a_recipe(tmp_path: Path) -> None:
         (["dflash", "--out", "x"], "--data is missing"),
         (["dflash", "--out", "x", "--data", "nowhere"], "give a folder made by `blockdraft data`"),
         (["dflash", "--out", "x", "--data", "y", "--format", "gguf"], "format is 'gguf'"),
-        (["dflash", "nowhere.toml"], "cannot be read as a recipe"),
+        (["dflash", "nowhere.toml"], "nowhere.toml cannot be read"),
     ],
 )
 def test_bad_input(arguments: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Rows, anchors and labels; all of them follow from the seed."""
 
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -19,6 +20,7 @@ def document(length: int, begin: int, end: int | None = None, first: int = 100) 
 DATA = [document(6 + i % 7, 0 if i % 4 == 0 else 2 + i % 3, first=100 * i) for i in range(30)] + [
     document(5, 4),
     document(40, 3),
+    *(document(12 + i, 3, end=7 + i, first=5000 + 100 * i) for i in range(6)),  # a chat that goes on behind its answer
 ]
 RECIPE = Recipe(length=24, batch=4, anchors=5, block_size=4, epochs=2, held_out=6)
 
@@ -78,14 +80,15 @@ def test_eligible_needs_two_in_a_row() -> None:
     assert eligible(torch.tensor([True, False, True, True, False])).tolist() == [False, False, True, False, False]
 
 
-def test_batches_say_what_the_documents_say() -> None:
-    run = batches()
+@pytest.mark.parametrize("anchors", [5, 30])  # the latter are more than a row has room for
+def test_batches_say_what_the_documents_say(anchors: int) -> None:
+    run = batches(replace(RECIPE, anchors=anchors))
     for _, batch in islice(run.run(0), run.steps_of(0)):
         check_batch(batch)
 
 
 def check_batch(batch: Batch) -> None:
-    assert batch.tensors.tokens_BS.shape == (4, 24) and batch.tensors.taught_BAK.shape == (4, 5, 3)
+    assert batch.tensors.tokens_BS.shape == (4, 24) and batch.tensors.taught_BAK.shape[::2] == (4, 3)
     documents = Documents(DATA, 24)
     for row, contents in enumerate(batch.contents):
         held = [(n, p, i) for n, i in enumerate(contents) for p in range(documents.lengths[i])]

@@ -1,6 +1,7 @@
 """Logits in chunks give the same sums and gradients as all at once, and the sums are what a slow twin finds."""
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from blockdraft.data.documents import read_data
 from blockdraft.proposal import chain
 from blockdraft.targets import load_target
 from blockdraft.training.batches import Batches, Documents
-from blockdraft.training.loss import DraftLoss, Sums
+from blockdraft.training.loss import DraftLoss, Sums, term_weights
 from blockdraft.training.objectives import Slots
 from blockdraft.training.sources import features_of, open_source
 from blockdraft.training.variants.dflash import DFlashRecipe, DFlashVariant
@@ -129,3 +130,28 @@ def test_the_teacher_speaks_of_the_token_that_the_label_is(
         torch.testing.assert_close(slots.teacher_CKV[c, k + 1], laws[key], atol=1e-4, rtol=1e-4)
         compared += 1
     assert compared > 20
+
+
+def test_terms_weigh_their_slots_as_their_objectives_say() -> None:
+    variant = DFlashVariant(dataclasses.replace(RECIPE, gamma=2.0))
+    taught = torch.tensor([[True, True, False, True, True]])
+    decayed = [[1, math.exp(-0.5), 0, math.exp(-1.5), math.exp(-2)]]
+    torch.testing.assert_close(term_weights(variant, "decay", taught), torch.tensor(decayed))
+    torch.testing.assert_close(term_weights(variant, "forward_kl", taught), torch.tensor(decayed))
+    assert term_weights(variant, "dpace", taught).tolist() == [[1, 1, 0, 1, 1]]
+
+
+def test_losses_of_slots_that_are_not_taught_may_be_infinite(
+    monkeypatch: pytest.MonkeyPatch, tiny_target_dir: Path, tiny_data_dir: Path
+) -> None:
+    expected, gradients = run(RECIPE, tiny_target_dir, tiny_data_dir)
+    original = DFlashVariant.losses
+
+    def wild(self: DFlashVariant, network: object, slots: Slots) -> dict[str, torch.Tensor]:
+        found = original(self, network, slots)  # type: ignore[arg-type]
+        return {name: losses.masked_fill(~slots.taught_CK, torch.inf) for name, losses in found.items()}
+
+    monkeypatch.setattr(DFlashVariant, "losses", wild)
+    sums, others = run(RECIPE, tiny_target_dir, tiny_data_dir)
+    assert torch.equal(sums.terms_T, expected.terms_T)
+    assert all(torch.equal(others[name], gradient) for name, gradient in gradients.items())

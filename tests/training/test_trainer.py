@@ -148,6 +148,25 @@ def test_bfloat16_trains_float32_weights(run: Run, tmp_path: Path) -> None:
     assert state is not None and {tensor.dtype for tensor in state["network"].values()} == {torch.float32}
 
 
+@pytest.mark.parametrize("clip", [0.01, 0.0])
+def test_the_optimiser_gets_clipped_gradients_and_the_scheduled_rate(
+    clip: float, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    norms, rates, original = list[float](), list[float](), torch.optim.AdamW.step
+
+    def watched(self: torch.optim.AdamW, *arguments: Any) -> Any:
+        gradients = [p.grad.flatten() for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norms.append(float(torch.cat(gradients).norm()))
+        rates.append(self.param_groups[0]["lr"])
+        return original(self, *arguments)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", watched)
+    lines = run(tmp_path / "drafter", clip=str(clip), warmup="0.5", eval_every="0", eval_prompts="0")
+    assert min(line["gradient_norm"] for line in lines) > 0.1
+    assert norms == pytest.approx([clip or line["gradient_norm"] for line in lines], rel=1e-3)
+    assert rates == pytest.approx([3e-3 * line["rate"] for line in lines]) and len(set(rates)) > 3
+
+
 def test_fixed_blocks_are_another_run(run: Run, tmp_path: Path) -> None:
     random, fixed = run(tmp_path / "a", steps="2"), run(tmp_path / "b", steps="2", anchor_placement="fixed")
     assert random[0]["loss"] != fixed[0]["loss"]

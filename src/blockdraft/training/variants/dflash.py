@@ -2,7 +2,7 @@
 
 Variants that extend it state their network, their own recipe fields and their own losses:
 
-    class MyVariant(DFlashVariant[MyRecipe, MyNetwork]):
+    class MyVariant(DFlashFamily[MyRecipe, MyNetwork]):
         recipe_class = MyRecipe
         network_class = MyNetwork  # its `config_class` is what `config` makes
         own_modules = ("candidate_selector", "conv")
@@ -90,7 +90,7 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
     """
 
     recipe_class: ClassVar[type[Recipe]] = DFlashRecipe
-    free_fields = frozenset({"attention", "checkpoint_activations"})
+    free_fields: ClassVar[frozenset[str]] = frozenset({"attention", "checkpoint_activations"})
     network_class: type[DFlashNetwork] = DFlashNetwork
     first_slot: int = 1
     own_modules: tuple[str, ...] = ()
