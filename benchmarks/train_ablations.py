@@ -25,7 +25,8 @@ from typing import Any
 from blockdraft import Engine, SamplingParams, Target, load_drafter, load_target
 from blockdraft.engine import loops, merge
 from blockdraft.evaluation.prompts import PromptSet, read_prompt_sets
-from blockdraft.training.recipe import Recipe, read_recipe
+from blockdraft.settings import read_settings
+from blockdraft.training.variants.dflash import DFlashRecipe
 
 BASE = "base"
 # Arm: what it changes, and whether the base is expected to accept more than it (None: no direction is claimed).
@@ -134,7 +135,7 @@ def main() -> None:
     sets = read_prompt_sets(args.prompts, args.limit)
     names = [one.name for one in sets]
     target = load_target()
-    steps = args.steps or read_recipe(Recipe, args.recipe).steps
+    steps = args.steps or read_settings(DFlashRecipe, args.recipe).steps
     args.out.mkdir(parents=True, exist_ok=True)
     header = (
         f"tau at temperature 0 on {args.limit} prompts of each set, answers of up to {args.max_new_tokens} tokens, "

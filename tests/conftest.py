@@ -13,12 +13,12 @@ from accelerate.state import AcceleratorState, PartialState
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from blockdraft.data.documents import DataWriter, Document, tokenizer_fingerprint
 from blockdraft.formats.zlab import read_checkpoint, write_checkpoint
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.dflash2 import DFlash2Network
 from blockdraft.nn.draft_config import DFlash2Config, DraftConfig, DSparkConfig, LayerAttention
 from blockdraft.nn.dspark import DSparkNetwork
-from blockdraft.training.data import DataWriter, Document, tokenizer_fingerprint
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"]
 CHAT_TEMPLATE = (

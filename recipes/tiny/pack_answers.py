@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from blockdraft import load_target
-from blockdraft.training.data import DataWriter, Document, tokenizer_fingerprint
+from blockdraft.data.documents import DataWriter, Document, tokenizer_fingerprint
 
 LEAST = 4  # tokens of an answer
 

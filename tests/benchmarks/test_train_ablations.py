@@ -6,7 +6,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.train_ablations import ARMS, BASE, arguments, picture, table
-from blockdraft.training.recipe import read_recipe
+from blockdraft.settings import read_settings
 from blockdraft.training.variants import find_variant
 
 RECIPE = Path(__file__).parents[2] / "recipes/tiny/ablation.toml"
@@ -21,7 +21,7 @@ def test_each_arm_changes_one_thing_of_the_base(arm: str) -> None:
     stored = {"1 tap": "written-1", "original text": "original-5", "half forward KL": "written-teacher"}
     assert flags.pop("features") == str(Path("features") / stored.get(arm, "written-5"))
     kind = find_variant(variant).recipe_class
-    base, changed = read_recipe(kind, RECIPE), read_recipe(kind, Path(recipe), flags)
+    base, changed = read_settings(kind, RECIPE), read_settings(kind, Path(recipe), flags)
     differing = [name for name, value in vars(base).items() if getattr(changed, name) != value]
     assert differing == list(flags)
     assert len(differing) + (variant != "dflash") + (arm == "original text") == (

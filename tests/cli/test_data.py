@@ -9,10 +9,10 @@ from typing import NamedTuple
 import pytest
 
 from blockdraft import cli
+from blockdraft.data import features, prepare
+from blockdraft.data.documents import read_data
+from blockdraft.data.features import read_features
 from blockdraft.targets import load_target
-from blockdraft.training import features, prepare
-from blockdraft.training.data import read_data
-from blockdraft.training.features import read_features
 
 
 class Result(NamedTuple):

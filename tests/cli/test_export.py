@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 from blockdraft import cli
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
-from blockdraft.formats import speculators, zlab
-from blockdraft.formats.speculators import Borrowed
+from blockdraft.formats import Borrowed, speculators, zlab
 from blockdraft.proposal import Plan
 from blockdraft.targets import Target, embedding_and_head, load_target
 from blockdraft.types import SamplingParams

@@ -9,7 +9,8 @@ from blockdraft.cli import app
 from blockdraft.cli.display import progress
 from blockdraft.cli.train import split_flags
 from blockdraft.formats.speculators import recognises
-from blockdraft.training.recipe import Recipe, read_recipe
+from blockdraft.settings import read_settings
+from blockdraft.training.variants.dflash import DFlashRecipe
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerator")
 
@@ -38,18 +39,18 @@ def test_show_recipe_is_a_recipe(tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert "# Draft layers.\nlayers = 3\n" in result.output
     (tmp_path / "r.toml").write_text(result.output)
-    assert read_recipe(Recipe, tmp_path / "r.toml") == Recipe(layers=3, taps=(1, 2))
+    assert read_settings(DFlashRecipe, tmp_path / "r.toml") == DFlashRecipe(layers=3, taps=(1, 2))
 
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["dflash", "--layer", "3"], "nearest one is 'layers'"),
+        (["dflash", "--layer", "3"], "'layer' is unknown; did you mean layers"),
         (["dlfash"], "'dlfash' is unknown; there are dflash"),
         (["dflash", "--out", "x"], "--data is missing"),
         (["dflash", "--out", "x", "--data", "nowhere"], "give a folder made by `blockdraft data`"),
         (["dflash", "--out", "x", "--data", "y", "--format", "gguf"], "format is 'gguf'"),
-        (["dflash", "nowhere.toml"], "cannot be read as a recipe"),
+        (["dflash", "nowhere.toml"], "nowhere.toml cannot be read"),
     ],
 )
 def test_bad_input(arguments: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from blockdraft.drafters import _modules, load_drafter
+from blockdraft.drafters import entries, load_drafter
 from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.drafters.none import NoDrafter
 from blockdraft.formats.zlab import read_checkpoint, write_checkpoint
@@ -134,5 +134,5 @@ def test_bad_options_are_refused(
 
 
 def test_no_architecture_has_two_drafters() -> None:
-    claimed = [name for module in _modules().values() for name in getattr(module, "ARCHITECTURES", ())]
+    claimed = [name for entry in entries().values() for name in entry.architectures]
     assert len(claimed) == len({*claimed})

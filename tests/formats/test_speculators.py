@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from blockdraft.formats import speculators, zlab
+from blockdraft.formats import Borrowed, speculators, zlab
 from blockdraft.formats.architectures import tensor_shapes
-from blockdraft.formats.speculators import Borrowed, config_dict, parse_config, read_checkpoint, write_checkpoint
+from blockdraft.formats.speculators import config_dict, parse_config, read_checkpoint, write_checkpoint
 from blockdraft.nn.draft_config import DFlash2Config, DraftConfig, DSparkConfig, LayerAttention
 
 FULL = LayerAttention(causal=False, window=None)

@@ -10,9 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen3Config
 
-from blockdraft.formats import folder
+from blockdraft.formats import check_fits, folder
 from blockdraft.formats.zlab import (
-    check_fits,
     config_dict,
     parse_config,
     read_checkpoint,

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.drafters import load_drafter
-from blockdraft.formats import speculators, zlab
-from blockdraft.formats.speculators import Borrowed
+from blockdraft.formats import Borrowed, speculators, zlab
 from blockdraft.nn.draft_config import LayerAttention
 from blockdraft.targets import Target, embedding_and_head, load_target
 from blockdraft.training.export import Format, convert

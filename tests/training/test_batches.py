@@ -1,12 +1,13 @@
 """Rows, anchors and labels; all of them follow from the seed."""
 
+from dataclasses import replace
 from itertools import islice
 
 import pytest
 import torch
 
+from blockdraft.data.documents import Document
 from blockdraft.training.batches import Batch, Batches, Documents, eligible, pack, place_anchors, shares, split
-from blockdraft.training.data import Document
 from blockdraft.training.recipe import Recipe
 
 
@@ -19,6 +20,7 @@ def document(length: int, begin: int, end: int | None = None, first: int = 100) 
 DATA = [document(6 + i % 7, 0 if i % 4 == 0 else 2 + i % 3, first=100 * i) for i in range(30)] + [
     document(5, 4),
     document(40, 3),
+    *(document(12 + i, 3, end=7 + i, first=5000 + 100 * i) for i in range(6)),  # a chat that goes on behind its answer
 ]
 RECIPE = Recipe(length=24, batch=4, anchors=5, block_size=4, epochs=2, held_out=6)
 
@@ -78,34 +80,37 @@ def test_eligible_needs_two_in_a_row() -> None:
     assert eligible(torch.tensor([True, False, True, True, False])).tolist() == [False, False, True, False, False]
 
 
-def test_batches_say_what_the_documents_say() -> None:
-    run = batches()
+@pytest.mark.parametrize("anchors", [5, 30])  # the latter are more than a row has room for
+def test_batches_say_what_the_documents_say(anchors: int) -> None:
+    run = batches(replace(RECIPE, anchors=anchors))
     for _, batch in islice(run.run(0), run.steps_of(0)):
         check_batch(batch)
 
 
 def check_batch(batch: Batch) -> None:
-    assert batch.tokens_BS.shape == (4, 24) and batch.taught_BAK.shape == (4, 5, 3)
+    assert batch.tensors.tokens_BS.shape == (4, 24) and batch.tensors.taught_BAK.shape[::2] == (4, 3)
     documents = Documents(DATA, 24)
     for row, contents in enumerate(batch.contents):
         held = [(n, p, i) for n, i in enumerate(contents) for p in range(documents.lengths[i])]
         for place, (number, position, index) in enumerate(held):
-            assert batch.documents_BS[row, place] == number and batch.positions_BS[row, place] == position
-            assert batch.tokens_BS[row, place] == documents[index].tokens[position]
-        assert (batch.documents_BS[row, len(held) :] == -1).all()
-        for block, anchor in enumerate(batch.anchors_BA[row].tolist()):
+            assert (
+                batch.tensors.documents_BS[row, place] == number and batch.tensors.positions_BS[row, place] == position
+            )
+            assert batch.tensors.tokens_BS[row, place] == documents[index].tokens[position]
+        assert (batch.tensors.documents_BS[row, len(held) :] == -1).all()
+        for block, anchor in enumerate(batch.tensors.anchors_BA[row].tolist()):
             if anchor < 0:
-                assert not batch.taught_BAK[row, block].any()
+                assert not batch.tensors.taught_BAK[row, block].any()
                 continue
             _, position, index = held[anchor]
-            assert batch.tokens_BAL[row, block, 0] == documents[index].tokens[position]
-            assert batch.taught_BAK[row, block, 0]
+            assert batch.tensors.tokens_BAL[row, block, 0] == documents[index].tokens[position]
+            assert batch.tensors.taught_BAK[row, block, 0]
             for k in (1, 2, 3):
                 inside = position + k < documents.lengths[index]
                 taught = inside and bool(documents[index].supervised[position + k])
-                assert batch.taught_BAK[row, block, k - 1] == taught
+                assert batch.tensors.taught_BAK[row, block, k - 1] == taught
                 if taught:
-                    assert batch.tokens_BAL[row, block, k] == documents[index].tokens[position + k]
+                    assert batch.tensors.tokens_BAL[row, block, k] == documents[index].tokens[position + k]
 
 
 def test_an_epoch_takes_every_document_once_and_the_next_one_draws_anew() -> None:
@@ -128,22 +133,24 @@ def test_a_run_goes_on_where_it_stopped(start: int) -> None:
     whole, rest = list(islice(batches().run(0), 11)), list(islice(batches().run(start), 11 - start))
     for (epoch, ours), (theirs_epoch, theirs) in zip(whole[start:], rest, strict=True):
         assert epoch == theirs_epoch and ours.contents == theirs.contents
-        assert torch.equal(ours.anchors_BA, theirs.anchors_BA) and torch.equal(ours.taught_BAK, theirs.taught_BAK)
+        assert torch.equal(ours.tensors.anchors_BA, theirs.tensors.anchors_BA) and torch.equal(
+            ours.tensors.taught_BAK, theirs.tensors.taught_BAK
+        )
 
 
 def test_anchors_of_the_same_row_are_drawn_anew_in_each_epoch() -> None:
     recipe = Recipe(length=40, batch=1, anchors=4, block_size=4, held_out=1)
     run = Batches(Documents(DATA, 40), [31], recipe, 3).run(0)
-    assert len({tuple(batch.anchors_BA[0].tolist()) for _, batch in islice(run, 8)}) > 5
+    assert len({tuple(batch.tensors.anchors_BA[0].tolist()) for _, batch in islice(run, 8)}) > 5
 
 
 def test_rows_of_a_batch() -> None:
     batch = next(iter(batches().run(0)))[1]
     part = batch.rows(1, 3)
-    assert torch.equal(part.anchors_BA, batch.anchors_BA[1:3]) and part.contents == batch.contents[1:3]
+    assert torch.equal(part.tensors.anchors_BA, batch.tensors.anchors_BA[1:3]) and part.contents == batch.contents[1:3]
 
 
 def test_measuring_has_the_same_anchors_each_time() -> None:
     first, second = batches().fixed(3), batches().fixed(3)
-    assert all(torch.equal(a.anchors_BA, b.anchors_BA) for a, b in zip(first, second, strict=True))
+    assert all(torch.equal(a.tensors.anchors_BA, b.tensors.anchors_BA) for a, b in zip(first, second, strict=True))
     assert all(len(batch.contents) == 3 for batch in first)

@@ -21,4 +21,6 @@ def test_freed_memory_is_reused() -> None:
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
     faults()
-    assert faults() < 1000  # 16,384 pages each time where nothing is kept, unless pages are huge
+    # 16,384 pages each of the five times where nothing is kept, unless pages are huge. Where other tests left holes
+    # in the heap, one of the five blocks may be new.
+    assert faults() < 2 * 16_384

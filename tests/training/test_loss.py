@@ -1,22 +1,22 @@
 """Logits in chunks give the same sums and gradients as all at once, and the sums are what a slow twin finds."""
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
 import torch
 
+from blockdraft.data.documents import read_data
 from blockdraft.proposal import chain
 from blockdraft.targets import load_target
 from blockdraft.training.batches import Batches, Documents
-from blockdraft.training.data import read_data
-from blockdraft.training.loss import DraftLoss, Sums, tensors_of
+from blockdraft.training.loss import DraftLoss, Sums, term_weights
 from blockdraft.training.objectives import Slots
-from blockdraft.training.recipe import Recipe
 from blockdraft.training.sources import features_of, open_source
-from blockdraft.training.variants.dflash import DFlashVariant
+from blockdraft.training.variants.dflash import DFlashRecipe, DFlashVariant
 
-RECIPE = Recipe(
+RECIPE = DFlashRecipe(
     layers=2,
     taps=(0, 1),
     block_size=6,
@@ -28,17 +28,17 @@ RECIPE = Recipe(
 )
 
 
-def run(recipe: Recipe, target_dir: Path, data_dir: Path) -> tuple[Sums, dict[str, torch.Tensor]]:
+def run(recipe: DFlashRecipe, target_dir: Path, data_dir: Path) -> tuple[Sums, dict[str, torch.Tensor]]:
     target, data = load_target(target_dir), read_data(data_dir)
     variant = DFlashVariant(recipe)
-    module = DraftLoss(variant.network(variant.config(target, 3)), variant, target, flex=False)
+    module = DraftLoss(variant.network(variant.config(target)), variant, target)
     documents = Documents(data, recipe.length)
     batch = next(iter(Batches(documents, documents.usable, recipe, variant.taught_slots).run(0)))[1]
     taps = (0, 1, target.num_layers)
     source = open_source(None, target, data, documents, taps, lambda stage, done, total: None)
     features = features_of(batch, source, len(taps) * target.hidden_size, target)
     tapped = 2 * target.hidden_size
-    sums = module(features[:, :, :tapped], features[:, :, tapped:], *tensors_of(batch, target.device))
+    sums = module(features[:, :, :tapped], features[:, :, tapped:], *batch.on(target.device))
     sums.terms_T.sum().backward()
     return sums, {name: parameter.grad for name, parameter in module.named_parameters()}
 
@@ -130,3 +130,28 @@ def test_the_teacher_speaks_of_the_token_that_the_label_is(
         torch.testing.assert_close(slots.teacher_CKV[c, k + 1], laws[key], atol=1e-4, rtol=1e-4)
         compared += 1
     assert compared > 20
+
+
+def test_terms_weigh_their_slots_as_their_objectives_say() -> None:
+    variant = DFlashVariant(dataclasses.replace(RECIPE, gamma=2.0))
+    taught = torch.tensor([[True, True, False, True, True]])
+    decayed = [[1, math.exp(-0.5), 0, math.exp(-1.5), math.exp(-2)]]
+    torch.testing.assert_close(term_weights(variant, "decay", taught), torch.tensor(decayed))
+    torch.testing.assert_close(term_weights(variant, "forward_kl", taught), torch.tensor(decayed))
+    assert term_weights(variant, "dpace", taught).tolist() == [[1, 1, 0, 1, 1]]
+
+
+def test_losses_of_slots_that_are_not_taught_may_be_infinite(
+    monkeypatch: pytest.MonkeyPatch, tiny_target_dir: Path, tiny_data_dir: Path
+) -> None:
+    expected, gradients = run(RECIPE, tiny_target_dir, tiny_data_dir)
+    original = DFlashVariant.losses
+
+    def wild(self: DFlashVariant, network: object, slots: Slots) -> dict[str, torch.Tensor]:
+        found = original(self, network, slots)  # type: ignore[arg-type]
+        return {name: losses.masked_fill(~slots.taught_CK, torch.inf) for name, losses in found.items()}
+
+    monkeypatch.setattr(DFlashVariant, "losses", wild)
+    sums, others = run(RECIPE, tiny_target_dir, tiny_data_dir)
+    assert torch.equal(sums.terms_T, expected.terms_T)
+    assert all(torch.equal(others[name], gradient) for name, gradient in gradients.items())

@@ -6,7 +6,7 @@ import torch
 from blockdraft.training.muon import Muon
 from blockdraft.training.optimizers import make_optimizers, rate, set_rate
 from blockdraft.training.recipe import Recipe
-from blockdraft.training.variants.dflash import DFlashVariant
+from blockdraft.training.variants.dflash import DFlashRecipe, DFlashVariant
 
 
 def test_rates_rise_and_fall() -> None:
@@ -29,5 +29,5 @@ def test_muon_trains_matrices() -> None:
     assert isinstance(adamw, torch.optim.AdamW) and adamw.param_groups[0]["params"] == [named[1][1]]
     set_rate([muon, adamw], 0.5)
     assert muon.param_groups[0]["lr"] == pytest.approx(0.1) and adamw.param_groups[0]["lr"] == pytest.approx(0.05)
-    [only] = make_optimizers(named, DFlashVariant(Recipe()), Recipe())
+    [only] = make_optimizers(named, DFlashVariant(DFlashRecipe()), Recipe())
     assert len(only.param_groups[0]["params"]) == 2

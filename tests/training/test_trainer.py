@@ -16,13 +16,14 @@ import torch
 from safetensors.torch import load_file
 
 from blockdraft import load_drafter, load_target
+from blockdraft.data.documents import DataWriter, Document, read_data, tokenizer_fingerprint
+from blockdraft.settings import read_settings
 from blockdraft.targets import Target
 from blockdraft.training import checkpoints, start
-from blockdraft.training.data import DataWriter, Document, read_data, tokenizer_fingerprint
 from blockdraft.training.devices import make_accelerator
-from blockdraft.training.recipe import Recipe, read_recipe
 from blockdraft.training.trainer import Telling, run_folder, train
 from blockdraft.training.variants import find_variant, variant_names
+from blockdraft.training.variants.dflash import mask_token
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerator")
 
@@ -51,7 +52,7 @@ def run(tiny_target_dir: Path, tiny_data_dir: Path) -> Run:
     def call(out: Path, variant: str = "dflash", data: Path = tiny_data_dir, **changes: str) -> list[dict[str, Any]]:
         notes = changes.pop("notes", None)
         named = {name.replace("_", "-"): value for name, value in changes.items()}
-        recipe = read_recipe(find_variant(variant).recipe_class, flags=BASE | named)
+        recipe = read_settings(find_variant(variant).recipe_class, flags=BASE | named)
         telling = Telling(note=notes.append if notes is not None else lambda text: None)  # type: ignore[attr-defined]
         accelerator = make_accelerator(recipe, run_folder(out), "cpu")
         target = load_target(tiny_target_dir, device="cpu")
@@ -85,7 +86,7 @@ def test_a_run_learns_and_leaves_a_drafter(variant: str, run: Run, tmp_path: Pat
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert any(folder.rglob("events.out.tfevents*"))
     kind = find_variant(variant).recipe_class
-    assert read_recipe(kind, folder / "recipe.toml").length == 40
+    assert read_settings(kind, folder / "recipe.toml").length == 40
     assert len(list((folder / "checkpoints").iterdir())) == 2
 
 
@@ -145,6 +146,25 @@ def test_bfloat16_trains_float32_weights(run: Run, tmp_path: Path) -> None:
     assert lines[-1]["loss"] < lines[0]["loss"]
     state = checkpoints.newest(run_folder(tmp_path / "drafter") / "checkpoints")
     assert state is not None and {tensor.dtype for tensor in state["network"].values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("clip", [0.01, 0.0])
+def test_the_optimiser_gets_clipped_gradients_and_the_scheduled_rate(
+    clip: float, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    norms, rates, original = list[float](), list[float](), torch.optim.AdamW.step
+
+    def watched(self: torch.optim.AdamW, *arguments: Any) -> Any:
+        gradients = [p.grad.flatten() for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norms.append(float(torch.cat(gradients).norm()))
+        rates.append(self.param_groups[0]["lr"])
+        return original(self, *arguments)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", watched)
+    lines = run(tmp_path / "drafter", clip=str(clip), warmup="0.5", eval_every="0", eval_prompts="0")
+    assert min(line["gradient_norm"] for line in lines) > 0.1
+    assert norms == pytest.approx([clip or line["gradient_norm"] for line in lines], rel=1e-3)
+    assert rates == pytest.approx([3e-3 * line["rate"] for line in lines]) and len(set(rates)) > 3
 
 
 def test_fixed_blocks_are_another_run(run: Run, tmp_path: Path) -> None:
@@ -223,11 +243,11 @@ def test_loss_that_is_no_number_ends_the_run(run: Run, tmp_path: Path) -> None:
 def test_mask_token(tiny_target_dir: Path) -> None:
     target = load_target(tiny_target_dir)
     assert target.tokenizer is not None
-    assert start.mask_token(target, Recipe()) == target.tokenizer.mask_token_id == 3
-    assert start.mask_token(target, Recipe(mask_token_id=7)) == 7
+    assert mask_token(target, None) == target.tokenizer.mask_token_id == 3
+    assert mask_token(target, 7) == 7
     target.tokenizer.mask_token = None
     target.vocab_size += 1  # a row of the embedding that no token has
-    assert start.mask_token(target, Recipe()) == target.vocab_size - 1
+    assert mask_token(target, None) == target.vocab_size - 1
 
 
 def test_targets_that_cap_their_logits_teach_no_laws(tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

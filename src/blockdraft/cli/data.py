@@ -12,8 +12,8 @@ import typer
 
 from blockdraft.cli import loading
 from blockdraft.cli.options import Device, Dtype, TargetBackend, TargetFolder, option
+from blockdraft.data.settings import DataSettings, RowSettings
 from blockdraft.errors import UsageError
-from blockdraft.training.data_settings import DataSettings, RowSettings
 from blockdraft.types import DEFAULT_BACKEND, SamplingParams
 
 SAMPLING = DataSettings.sampling
@@ -86,12 +86,12 @@ def data(
         raise UsageError("--drafter is for our own engine; leave it out with --server.")
 
     from blockdraft.cli import display
+    from blockdraft.data.answerers import Answerer, EngineAnswerer, ServerAnswerer
+    from blockdraft.data.features import target_fingerprint
+    from blockdraft.data.prepare import Preparation
     from blockdraft.drafters import load_drafter
     from blockdraft.engine import Engine
     from blockdraft.targets import load_target_text
-    from blockdraft.training.answerers import Answerer, EngineAnswerer, ServerAnswerer
-    from blockdraft.training.features import target_fingerprint
-    from blockdraft.training.prepare import Preparation
 
     loading.quiet()
     rows = RowSettings(split, subset, limit, text_field, prompt_field, response_field)

@@ -15,13 +15,13 @@ from blockdraft.types import DEFAULT_BACKEND
 
 def export(
     drafter: Annotated[
-        str, typer.Argument(metavar="DRAFTER", help="The folder of a drafter, in z-lab's layout or for speculators.")
+        str, typer.Argument(metavar="DRAFTER", help="The folder of a drafter, in any format that `generate` reads.")
     ],
     out: Annotated[str, typer.Option(metavar="DIR", help="Where to write; new, empty or a draft model's folder.")],
     target: TargetFolder = None,
     to_format: Annotated[
         str,
-        typer.Option("--format", metavar="zlab|speculators", help="What to write; docs/export.md says who reads it."),
+        typer.Option("--format", metavar="NAME", help="What to write: zlab, speculators; docs/export.md says more."),
     ] = "zlab",
     target_name: Annotated[
         str | None,
@@ -37,9 +37,10 @@ def export(
     The folder appears whole or not at all. Weights keep their dtype; the speculators format adds copies of the target's
     embedding and head.
     """
-    from blockdraft.training.export import check_format, convert, format_for
+    from blockdraft.formats import find_layout
+    from blockdraft.training.export import convert, format_for
 
-    check_format(to_format)
+    find_layout(to_format)
     loaded = loading.load(target, device="cpu", backend=backend)
     convert(drafter, out, format_for(to_format, loaded, target, target_name), loaded)
     size = sum(file.stat().st_size for file in Path(out).iterdir())

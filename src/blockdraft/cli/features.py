@@ -10,7 +10,8 @@ import typer
 
 from blockdraft.cli import loading
 from blockdraft.cli.options import Device, TargetBackend, TargetFolder, option
-from blockdraft.training.data_settings import FeatureSettings
+from blockdraft.data.settings import FeatureDtype, FeatureSettings
+from blockdraft.settings import from_text
 from blockdraft.types import DEFAULT_BACKEND
 
 
@@ -18,8 +19,8 @@ def features(
     data: Annotated[Path, typer.Option(metavar="DIR", help="Folder made by `blockdraft data`.")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the features; it may hold part of them already.")],
     target: TargetFolder = None,
-    taps: Annotated[str, option(FeatureSettings, "taps", metavar="N|LAYER,...")] = FeatureSettings.taps,
-    dtype: Annotated[str, option(FeatureSettings, "dtype")] = FeatureSettings.dtype,
+    taps: Annotated[str, option(FeatureSettings, "taps", metavar="N|LAYER,...")] = str(FeatureSettings.taps),
+    dtype: Annotated[FeatureDtype, option(FeatureSettings, "dtype")] = FeatureSettings.dtype,
     batch_tokens: Annotated[int, option(FeatureSettings, "batch_tokens")] = FeatureSettings.batch_tokens,
     target_dtype: Annotated[
         str | None, typer.Option(help="Of the target's weights; by default float32 on a CPU and bfloat16 elsewhere.")
@@ -33,13 +34,13 @@ def features(
     given again.
     """
     from blockdraft.cli import display
-    from blockdraft.training.data import read_data
-    from blockdraft.training.features import chosen_taps, plan_features, size
+    from blockdraft.data.documents import read_data
+    from blockdraft.data.features import chosen_taps, plan_features, size
 
-    settings = FeatureSettings(taps, dtype, batch_tokens)
+    settings = FeatureSettings(from_text(FeatureSettings, "taps", taps), dtype, batch_tokens)
     documents = read_data(data)
     loaded = loading.load(target, target_dtype, device, backend)
-    layers = chosen_taps(taps, loaded.num_layers)
+    layers = chosen_taps(settings.taps, loaded.num_layers)
     cache = plan_features(out, loaded, documents, layers, settings)
     print(
         f"{len(documents)} documents, {sum(documents.lengths)} tokens, layers {', '.join(map(str, layers))}: "

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from typing import Annotated, Any
 
 import typer
 
 from blockdraft.errors import UsageError
+from blockdraft.settings import explain
 from blockdraft.types import Backend, Compile, Drafting
 
 
 def option(owner: type, name: str, **settings: Any) -> Any:
     """The option of a field of this dataclass, explained as in its docstring."""
-    entry = re.search(rf"^    {name}: (.+?)(?=\n    \S|\Z)", inspect.getdoc(owner) or "", re.S | re.M)
-    text = re.sub(r"\bNone\b", "the default", " ".join(entry[1].split())) if entry else None
+    text = re.sub(r"\bNone\b", "the default", explain(owner, name))
     return typer.Option(help=text, **settings)
 
 

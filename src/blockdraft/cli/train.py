@@ -52,11 +52,11 @@ def train(
         ),
     ] = None,
     to_format: Annotated[
-        str,
+        str | None,
         typer.Option(
-            "--format", metavar="zlab|speculators", help="How to write the drafter, as in `blockdraft export`."
+            "--format", metavar="NAME", help="How to write the drafter, as in `blockdraft export`; by default its own."
         ),
-    ] = "zlab",
+    ] = None,
     target_dtype: Dtype = None,
     device: Device = None,
     backend: TargetBackend = DEFAULT_BACKEND,
@@ -70,10 +70,10 @@ def train(
     Every recipe field is an option too: --layers 3, --learning-rate 1e-3, --objective decay=0.5,forward_kl=0.5.
     `blockdraft train dflash --show-recipe` lists them. On many devices: `accelerate launch -m blockdraft train ...`.
     """
-    from blockdraft.training.recipe import as_toml, read_recipe
+    from blockdraft.settings import as_toml, read_settings
     from blockdraft.training.variants import find_variant
 
-    settings = read_recipe(find_variant(variant).recipe_class, recipe, context.obj)
+    settings = read_settings(find_variant(variant).recipe_class, recipe, context.obj)
     if show_recipe:
         print(as_toml(settings, explained=True), end="")
         return
@@ -91,23 +91,25 @@ def _train(
     data: Path,
     out: Path,
     prompts_file: Path | None,
-    to_format: str,
+    to_format: str | None,
     dtype: str | None,
     device: str | None,
     backend: Backend,
 ) -> None:
     from blockdraft.cli import display
+    from blockdraft.data.documents import read_data
     from blockdraft.evaluation.prompts import read_prompt_sets
-    from blockdraft.training.data import read_data
+    from blockdraft.formats import find_layout
 
     try:
         from blockdraft.training.devices import make_accelerator
-        from blockdraft.training.export import check_format, format_for
+        from blockdraft.training.export import format_for
         from blockdraft.training.trainer import Telling, run_folder, train
     except ModuleNotFoundError as error:
         raise UsageError(f"Training takes {error.name}; run pip install 'blockdraft[train]'.") from error
 
-    check_format(to_format)
+    if to_format is not None:
+        find_layout(to_format)
     documents = read_data(data)
     prompts = read_prompt_sets([prompts_file])[0].prompts if prompts_file is not None else None
     accelerator = make_accelerator(settings, run_folder(out), device)
@@ -119,7 +121,7 @@ def _train(
     try:
         with display.progress("done") as progress:
             telling = Telling(progress, note)
-            written = format_for(to_format, loaded, target)
+            written = None if to_format is None else format_for(to_format, loaded, target)
             lines = train(variant, loaded, documents, out, settings, accelerator, prompts, telling, written)
     except KeyboardInterrupt:
         if accelerator.is_main_process:

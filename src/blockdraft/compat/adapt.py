@@ -6,19 +6,17 @@ These users come for DFlash and bring models of transformers, so this file, alon
 from __future__ import annotations
 
 import copy
+from typing import cast
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from blockdraft.drafters import entries
 from blockdraft.drafters.dflash import DIFFUSION_STEPS, NOISE_SCHEDULE, DFlashDrafter, check_refinement
-from blockdraft.drafters.dflash2 import DFlash2Drafter
-from blockdraft.drafters.dspark import DSparkDrafter
 from blockdraft.errors import UsageError
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.targets import Target
 from blockdraft.targets.hf import HFTarget
-
-DRAFTERS = (DFlash2Drafter, DSparkDrafter, DFlashDrafter)  # a class before those that it extends
 
 
 def as_target(model: PreTrainedModel | Target) -> Target:
@@ -33,7 +31,9 @@ def as_target(model: PreTrainedModel | Target) -> Target:
 def drafter_for(source: DFlashNetwork | DFlashDrafter, target: Target) -> DFlashDrafter:
     """A drafter for this target. A network is moved to the target's device and dtype; a drafter stays as it is."""
     if not isinstance(source, DFlashDrafter):
-        return next(kind for kind in DRAFTERS if isinstance(source, kind.network_class))(source, target)
+        kinds = {entry.network: entry.drafter for entry in entries().values() if entry.drafter is not None}
+        kind = next(kinds[base] for base in type(source).__mro__ if base in kinds)
+        return cast(DFlashDrafter, kind(source, target))
     network, weight = source.network, source.network.fc.weight
     if (weight.device, weight.dtype) != (target.device, target.dtype):
         network = copy.deepcopy(network)  # the drafter given goes on working for its own target

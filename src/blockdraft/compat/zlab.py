@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from blockdraft.compat.adapt import DFlashDrafter, as_target, check_token_ids, drafter_for
 from blockdraft.engine import Engine
 from blockdraft.errors import UsageError
-from blockdraft.formats.zlab import check_fits, read_checkpoint
+from blockdraft.formats import check_fits
+from blockdraft.formats.zlab import read_checkpoint
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.dflash2 import DFlash2Network
 from blockdraft.targets import Target

@@ -1,25 +1,30 @@
-"""Drafters, one a file. A file that defines `ARCHITECTURES` and `load` reads checkpoints that name one of these in
-their config.json; a file that defines `load_by_name` needs no checkpoint and goes by its file name."""
+"""Drafters, one a file. Each registers itself as `DRAFTER`, an `Entry`: what it loads, its network, the layouts that
+hold it, and what trains it."""
 
 from __future__ import annotations
 
 import json
-import pkgutil
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 
-from blockdraft.drafters.base import Drafter, State
+from blockdraft.drafters.base import Drafter, Entry, State
 from blockdraft.errors import UsageError
+from blockdraft.plugins import plugins
 from blockdraft.targets import Target
 
 BUNDLED = Path(__file__).parents[1] / "pair" / "drafter"
 
 
-def _modules() -> dict[str, ModuleType]:
-    names = [module.name for module in pkgutil.iter_modules(__path__) if module.name != "base"]
-    return {name: import_module(f"{__name__}.{name}") for name in names}
+def entries() -> dict[str, Entry]:
+    """Every kind of drafter, by its file name."""
+    return {name: module.DRAFTER for name, module in plugins(__name__).items()}
+
+
+def entry_of_variant(name: str) -> Entry:
+    """The drafter that this variant of training trains."""
+    found = [entry for entry in entries().values() if entry.variant == name]
+    assert len(found) == 1, f"{len(found)} drafters are trained by {name}"
+    return found[0]
 
 
 def load_drafter(path: str | Path | None = None, *, target: Target) -> Drafter:
@@ -34,11 +39,10 @@ def load_drafter(path: str | Path | None = None, *, target: Target) -> Drafter:
         ValueError: Unknown folder or architecture, unreadable weights, or a drafter of another target.
     """
     folder = BUNDLED if path is None else Path(path)
-    modules = _modules()
-    by_name = {name for name, module in modules.items() if hasattr(module, "load_by_name")}
+    known = entries()
+    by_name = {name for name, entry in known.items() if not entry.architectures}
     if str(path) in by_name:
-        drafter: Drafter = modules[str(path)].load_by_name(target)
-        return drafter
+        return known[str(path)].load(None, target)
     if not (folder / "config.json").is_file():
         raise UsageError(
             f"{folder} is no drafter: a folder with config.json or one of the names {sorted(by_name)} is needed."
@@ -47,13 +51,11 @@ def load_drafter(path: str | Path | None = None, *, target: Target) -> Drafter:
         found = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or []
     except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
         raise UsageError(f"{folder / 'config.json'} is no JSON object ({error}); fetch or copy it again.") from error
-    known = {name: getattr(module, "ARCHITECTURES", ()) for name, module in modules.items()}
     for architecture in found:
-        for name, architectures in known.items():
-            if architecture in architectures:
-                drafter = modules[name].load(folder, target)
-                return drafter
-    told = ", ".join(f"{name} ({_few(architectures)})" for name, architectures in known.items() if architectures)
+        for entry in known.values():
+            if architecture in entry.architectures:
+                return entry.load(folder, target)
+    told = ", ".join(f"{name} ({_few(entry.architectures)})" for name, entry in known.items() if entry.architectures)
     raise UsageError(f"{folder} holds the architecture {found}; the drafters known here are {told}.")
 
 
@@ -62,4 +64,4 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(names) if len(names) <= 5 else f"{names[0]} and {len(names) - 1} more"
 
 
-__all__ = ["Drafter", "State", "load_drafter"]
+__all__ = ["Drafter", "Entry", "State", "entries", "entry_of_variant", "load_drafter"]

@@ -1,14 +1,16 @@
-"""What the engine knows of a drafter."""
+"""What the engine knows of a drafter, and what a drafter's file registers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from blockdraft.proposal import Plan, Proposal
+from blockdraft.targets import Target
 from blockdraft.targets.base import Rows
 
 # What a drafter knows of the rows of a batch: of the same rows as the target's cache, on slots of its own.
@@ -52,3 +54,24 @@ class Drafter(Protocol):
             features: `[B, N, m * H]`, the tapped outputs at these tokens; None without taps.
             lengths: Valid tokens of each row.
         """
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a file of this package registers, as its `DRAFTER`: the whole of a kind of drafter.
+
+    Attributes:
+        load: Makes the drafter of a folder for a target. One that needs no folder gets None.
+        architectures: Names in config.json that it reads. One that has none needs no folder and goes by its file name.
+        network: Class of its network, as training makes it; None without one.
+        layouts: Files of `formats/` that hold it, the one that training writes first.
+        variant: File of `training/variants/` that trains it; None where nothing does.
+        drafter: Class that drafts with a network for a target, called with both; None without a network.
+    """
+
+    load: Callable[[Any, Target], Drafter]
+    architectures: tuple[str, ...] = ()
+    network: type[nn.Module] | None = None
+    layouts: tuple[str, ...] = ()
+    variant: str | None = None
+    drafter: Callable[[Any, Target], Drafter] | None = None

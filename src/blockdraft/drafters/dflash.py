@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from blockdraft.drafters.base import Entry
 from blockdraft.errors import UsageError
-from blockdraft.formats import speculators
-from blockdraft.formats.speculators import Borrowed
-from blockdraft.formats.zlab import check_fits, read_checkpoint
+from blockdraft.formats import Borrowed, check_fits, read_drafter
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.draft_config import DraftConfig
@@ -23,8 +22,6 @@ from blockdraft.sampling import best_tokens, draw, probabilities
 from blockdraft.targets import Target
 from blockdraft.timing import CONTEXT, HEAD, OBSERVE, mark
 from blockdraft.types import SamplingParams
-
-ARCHITECTURES = ("DFlashDraftModel", "DFlashSpeculator")
 
 # Share of the guesses that is settled after the fraction t of the draft passes.
 NOISE_SCHEDULES: dict[str, Callable[[float], float]] = {
@@ -213,20 +210,16 @@ def log_probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tenso
 
 
 def load(path: Path, target: Target, kind: type[DFlashDrafter] = DFlashDrafter) -> DFlashDrafter:
-    """Load a folder in z-lab's layout or in the speculators format."""
-    borrowed = None
-    if speculators.recognises(path):
-        config, tensors, borrowed = speculators.read_checkpoint(path, target.num_layers)
-    else:
-        config, tensors = read_checkpoint(path, target.tokenizer.get_vocab() if target.tokenizer else None)
+    """Load a folder of any layout."""
+    found = read_drafter(path, target.tokenizer.get_vocab() if target.tokenizer else None, target.num_layers)
+    config, borrowed, head = found.config, found.borrowed, None
     check_fits(config, hidden_size=target.hidden_size, num_layers=target.num_layers, vocab_size=target.vocab_size)
-    head = None
     if borrowed is not None:
         _check_borrowed(path, borrowed, target)
         if borrowed.kept is not None and borrowed.head is not None:
             head = ReducedHead(borrowed.head, borrowed.kept, target.vocab_size)
     network = kind.network_class(config)
-    network.load_state_dict(tensors)
+    network.load_state_dict(found.tensors)
     return kind(network, target, path=path, reduced_head=head)
 
 
@@ -243,3 +236,13 @@ def _check_borrowed(path: Path, borrowed: Borrowed, target: Target) -> None:
     for name, (ours, theirs) in pairs.items():
         if not torch.allclose(ours.float(), theirs.cpu().float(), rtol=0.02, atol=1e-3):  # dtypes may differ
             raise UsageError(f"{name} of {path} is not the target's; use the target that it was exported with.")
+
+
+DRAFTER = Entry(
+    load,
+    architectures=("DFlashDraftModel", "DFlashSpeculator"),
+    network=DFlashNetwork,
+    layouts=("zlab", "speculators"),
+    variant="dflash",
+    drafter=DFlashDrafter,
+)

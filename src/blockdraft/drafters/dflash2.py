@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from blockdraft.drafters.base import Entry
 from blockdraft.drafters.dflash import DFlashDrafter, log_probabilities
 from blockdraft.drafters.dflash import load as load_dflash
 from blockdraft.nn.dflash import DFlashNetwork
@@ -17,8 +18,6 @@ from blockdraft.nn.dflash2 import DFlash2Network
 from blockdraft.proposal import Plan, Proposal, SparseLaw, best_count, chain, chain_laws, lattice_tree
 from blockdraft.sampling import best_tokens, draw, probabilities
 from blockdraft.targets import Target
-
-ARCHITECTURES = ("DFlash2DraftModel",)
 
 
 class DFlash2Drafter(DFlashDrafter):
@@ -107,3 +106,13 @@ def lattice_log_probs(scores_BDKK: Tensor, ids_BDK: Tensor, logits_BDV: Tensor, 
 
 def load(path: Path, target: Target) -> DFlashDrafter:
     return load_dflash(path, target, DFlash2Drafter)
+
+
+DRAFTER = Entry(
+    load,
+    architectures=("DFlash2DraftModel",),
+    network=DFlash2Network,
+    layouts=("zlab",),
+    variant="dflash2",
+    drafter=DFlash2Drafter,
+)

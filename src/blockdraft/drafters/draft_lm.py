@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from blockdraft.drafters.base import Entry
 from blockdraft.errors import UsageError
 from blockdraft.proposal import Plan, Proposal, SparseLaw, chain, chain_laws, cut_laws
 from blockdraft.sampling import best_tokens, draw, probabilities
 from blockdraft.targets import Cache, Target, load_target
 from blockdraft.timing import GUESSES, PASS, mark
 
-ARCHITECTURES: tuple[str, ...] = tuple(sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}))
 BLOCK_SIZE = 8
 
 
@@ -250,3 +250,6 @@ def _check_same_tokens(model: Target, target: Target) -> None:
 
 def load(path: Path, target: Target) -> DraftLMDrafter:
     return DraftLMDrafter(load_target(path, target.dtype, target.device, threads=torch.get_num_threads()), target)
+
+
+DRAFTER = Entry(load, architectures=tuple(sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()})))

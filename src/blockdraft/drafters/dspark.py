@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from blockdraft.drafters.base import Entry
 from blockdraft.drafters.dflash import DIFFUSION_STEPS, NOISE_SCHEDULE, DFlashDrafter, log_probabilities
 from blockdraft.drafters.dflash import load as load_dflash
 from blockdraft.drafters.dflash2 import lattice_log_probs
@@ -22,8 +23,6 @@ from blockdraft.nn.reduced_head import ReducedHead
 from blockdraft.proposal import Plan, Proposal, SparseLaw, best_count, chain, chain_laws, cut_laws, lattice_tree
 from blockdraft.sampling import best_tokens, draw, probabilities
 from blockdraft.targets import Target
-
-ARCHITECTURES = ("DSparkDraftModel", "Qwen3DSparkModel", "DSparkSpeculator")
 
 CANDIDATES = 16  # tokens of each slot that a tree chooses from
 LEAST = 1e-6  # chance that is left to what the confidence head thinks impossible
@@ -164,3 +163,13 @@ def calibrated(log_probs: Tensor, chances: Tensor) -> Tensor:
 
 def load(path: Path, target: Target) -> DFlashDrafter:
     return load_dflash(path, target, DSparkDrafter)
+
+
+DRAFTER = Entry(
+    load,
+    architectures=("DSparkDraftModel", "Qwen3DSparkModel", "DSparkSpeculator"),
+    network=DSparkNetwork,
+    layouts=("zlab", "speculators"),
+    variant="dspark",
+    drafter=DSparkDrafter,
+)

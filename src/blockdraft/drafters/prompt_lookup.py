@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import cycle, islice
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from blockdraft.drafters.base import Entry
 from blockdraft.proposal import Plan, Proposal
-from blockdraft.targets import Target
 
 BLOCK_SIZE = 16
 LONGEST = 4  # most tokens that are matched; longer matches rarely tell places apart that these do not
@@ -90,7 +91,7 @@ class PromptLookupDrafter:
     ignored, as are `plan.params` and `plan.draws`.
     """
 
-    path = None
+    path: Path | None = None
     taps: tuple[int, ...] = ()
     block_size = BLOCK_SIZE
     knows_probabilities = False
@@ -134,5 +135,4 @@ def _tree(text: Text, anchor: int, plan: Plan) -> tuple[list[int], list[int]]:
     return tokens, parents
 
 
-def load_by_name(target: Target) -> PromptLookupDrafter:
-    return PromptLookupDrafter()
+DRAFTER = Entry(lambda folder, target: PromptLookupDrafter())

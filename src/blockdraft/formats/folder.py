@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from blockdraft.errors import UsageError
+from blockdraft.formats import layout_of
 from blockdraft.nn.draft_config import need
 
 
@@ -63,25 +64,22 @@ def check_tensors(expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str,
         raise UsageError(f"{len(wrong)} tensors do not fit the configuration: {told}. Use files that belong together.")
 
 
-def write_folder(
-    path: str | Path, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], replaceable: Sequence[str]
-) -> None:
+def write_folder(path: str | Path, raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Write config.json and model.safetensors. The folder appears whole or not at all.
 
     Args:
         path: A new or empty folder, or a draft model's, which is replaced as a whole.
         raw: What config.json holds.
         tensors: On any device, contiguous or not.
-        replaceable: Words, quotes included, of which the config.json of a draft model holds at least one.
 
     Raises:
         ValueError: The folder holds something else.
     """
     path = Path(path).resolve()
-    there = (path / "config.json").read_text(errors="ignore") if (path / "config.json").is_file() else ""
     free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
-    ours = any(word in there for word in replaceable)
-    need(free or ours, "the folder to write", str(path), "new, empty or a draft model's; choose another")
+    need(
+        free or _holds_drafter(path), "the folder to write", str(path), "new, empty or a draft model's; choose another"
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
         new, old = Path(scratch, "new"), Path(scratch, "old")
@@ -97,3 +95,10 @@ def write_folder(
         finally:
             if old.exists() and not path.exists():
                 old.rename(path)
+
+
+def _holds_drafter(path: Path) -> bool:
+    try:
+        return layout_of(json.loads((path / "config.json").read_text(errors="ignore"))) is not None
+    except (OSError, json.JSONDecodeError):
+        return False

@@ -10,7 +10,7 @@ i + `d2t[i]`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,10 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from blockdraft.errors import UsageError
-from blockdraft.formats.architectures import BY_NAME, Architecture, architecture_of, tensor_shapes
+from blockdraft.formats.architectures import Architecture, architecture_of, by_name, tensor_shapes
+from blockdraft.formats.base import Borrowed, Checkpoint
 from blockdraft.formats.folder import blaming, check_tensors, read_config, read_tensors, write_folder
-from blockdraft.formats.zlab import DRAFT_MODELS, one_dtype
+from blockdraft.formats.zlab import one_dtype
 from blockdraft.formats.zlab_config import config_dict as zlab_config_dict
 from blockdraft.formats.zlab_config import parse_config as parse_zlab_config
 from blockdraft.nn.draft_config import DraftConfig, need
@@ -29,25 +30,6 @@ from blockdraft.nn.draft_config import DraftConfig, need
 VERSION = "0.9.0"  # of the release whose keys are written
 
 
-@dataclass(frozen=True)
-class ModelType:
-    """A value of `speculators_model_type`.
-
-    Attributes:
-        architecture: What it is in z-lab's layout.
-        speculator: Its name under `architectures`.
-        from_anchor: Whether the anchor's slot guesses too, as it does in DSpark.
-    """
-
-    architecture: Architecture
-    speculator: str
-    from_anchor: bool
-
-
-MODEL_TYPES = {
-    "dflash": ModelType(BY_NAME["DFlashDraftModel"], "DFlashSpeculator", False),
-    "dspark": ModelType(BY_NAME["DSparkDraftModel"], "DSparkSpeculator", True),
-}
 # Fields of a configuration that the format has no key for, so that only these values can be written.
 UNSAID = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None}
 LAYER_KEYS: tuple[str, ...] = (
@@ -62,22 +44,11 @@ LAYER_KEYS += ("max_position_embeddings", "rope_theta", "rope_scaling", "rope_pa
 LAYER_KEYS += ("use_sliding_window", "sliding_window", "max_window_layers", "tie_word_embeddings")
 # Tensors that a checkpoint may hold and that drafting has no use for: they serve training.
 UNUSED = ("verifier_lm_head.weight", "verifier_norm.weight")
-MARKOV_HEAD = "markov_head.markov_w2.weight"  # scores successors, so its rows are those of the draft vocabulary
 
 
-@dataclass(frozen=True)
-class Borrowed:
-    """What a checkpoint holds of its target.
-
-    Attributes:
-        embedding: `[V, H]`; None where the file leaves it to the target.
-        head: `[Vd, H]`, the output projection of the kept tokens; None likewise, never with a reduced vocabulary.
-        kept: `[Vd]` int64, ascending: the target's ids of the tokens that the drafter can guess. None is all.
-    """
-
-    embedding: Tensor | None
-    head: Tensor | None
-    kept: Tensor | None
+def model_types() -> dict[str, Architecture]:
+    """Architectures that the format has words for, by their `speculators_model_type`."""
+    return {one.speculator.model_type: one for one in by_name().values() if one.speculator is not None}
 
 
 def recognises(path: str | Path) -> bool:
@@ -97,8 +68,11 @@ def parse_config(raw: Mapping[str, Any], num_target_layers: int) -> tuple[DraftC
         ValueError: The file is of another model type, lacks a value, or asks for the unsupported.
     """
     found = raw.get("speculators_model_type")
-    need(found in MODEL_TYPES, "speculators_model_type", found, f"one of {sorted(MODEL_TYPES)}, all that is supported")
-    kind = MODEL_TYPES[str(found)]
+    known = model_types()
+    need(found in known, "speculators_model_type", found, f"one of {sorted(known)}, all that is supported")
+    architecture = known[str(found)]
+    kind = architecture.speculator
+    assert kind is not None
     told = "; another convention puts every guess one token off"
     from_anchor = raw.get("sample_from_anchor", kind.from_anchor)
     need(from_anchor is kind.from_anchor, "sample_from_anchor", from_anchor, f"{kind.from_anchor}{told}")
@@ -108,11 +82,11 @@ def parse_config(raw: Mapping[str, Any], num_target_layers: int) -> tuple[DraftC
     limit = f"from 1 to {num_target_layers - 1}: neither the embeddings nor the last layer's output can be tapped here"
     need(entered, "aux_hidden_state_layer_ids", ids, limit)
     layers = _layer_config(raw.get("transformer_layer_config"))
-    own = {name: raw.get(name) for name in kind.architecture.own_keys()}
+    own = {name: raw.get(name) for name in architecture.own_keys()}
     config = parse_zlab_config(
         {
             **layers,
-            "architectures": [kind.architecture.names[0]],
+            "architectures": [architecture.names[0]],
             "num_target_layers": num_target_layers,
             "target_hidden_size": raw.get("target_hidden_size"),
             "quantization_config": raw.get("quantization_config"),
@@ -135,9 +109,10 @@ def config_dict(
     config: DraftConfig, target_name: str | None, target_architectures: Sequence[str], draft_vocab_size: int
 ) -> dict[str, Any]:
     """What config.json holds. Raises ValueError where the format has no words for the configuration."""
-    named = [name for name, kind in MODEL_TYPES.items() if kind.architecture is architecture_of(config)]
-    need(len(named) > 0, "the architecture", architecture_of(config).names[0], f"one of {sorted(MODEL_TYPES)} here")
-    kind = MODEL_TYPES[named[0]]
+    architecture = architecture_of(config)
+    kind = architecture.speculator
+    need(kind is not None, "the architecture", architecture.names[0], f"one of {sorted(model_types())} here")
+    assert kind is not None
     for name, value in UNSAID.items():
         found = getattr(config, name)
         need(found == value, name, found, f"{value}, since this format cannot say it; keep z-lab's layout")
@@ -150,11 +125,11 @@ def config_dict(
     need(max(config.taps) < last, "a tap", max(config.taps), remedy)
     flat, fields = zlab_config_dict(config), asdict(config)
     return {
-        "architectures": [kind.speculator],
-        "speculators_model_type": named[0],
+        "architectures": [kind.name],
+        "speculators_model_type": kind.model_type,
         "speculators_version": VERSION,
         "speculators_config": {
-            "algorithm": named[0],
+            "algorithm": kind.model_type,
             "default_proposal_method": "greedy",
             "proposal_methods": [
                 {"proposal_type": "greedy", "speculative_tokens": config.block_size - (not kind.from_anchor)}
@@ -170,7 +145,7 @@ def config_dict(
         "sliding_window_non_causal": sliding == {False},
         "sample_from_anchor": kind.from_anchor,
         "tie_word_embeddings": False,
-        **{name: fields[name] for name in sorted(kind.architecture.own_keys()) if fields[name] is not None},
+        **{name: fields[name] for name in sorted(architecture.own_keys()) if fields[name] is not None},
     }
 
 
@@ -190,9 +165,11 @@ def read_checkpoint(path: str | Path, num_target_layers: int) -> tuple[DraftConf
         expected = _shapes(config, size)
         check_tensors({n: s for n, s in expected.items() if n in tensors or n not in optional}, tensors)
         kept = _kept(tensors.pop("t2d", None), tensors.pop("d2t", None))
-        if kept is not None and MARKOV_HEAD in tensors:
-            rows = tensors[MARKOV_HEAD]
-            tensors[MARKOV_HEAD] = rows.new_zeros(config.vocab_size, rows.size(1)).index_copy_(0, kept, rows)
+        for name in _rows(config):
+            if kept is None:
+                break
+            rows = tensors[name]
+            tensors[name] = rows.new_zeros(config.vocab_size, rows.size(1)).index_copy_(0, kept, rows)
         embedding, head = tensors.pop("embed_tokens.weight", None), tensors.pop("lm_head.weight", None)
     return config, tensors, Borrowed(embedding, head, kept if reduced else None)
 
@@ -231,11 +208,11 @@ def write_checkpoint(
         written["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, kept, True)
         written["d2t"] = kept - torch.arange(size)
         _kept(written["t2d"], written["d2t"])
-        if MARKOV_HEAD in written:
-            written[MARKOV_HEAD] = written[MARKOV_HEAD][kept.to(written[MARKOV_HEAD].device)]
+        for name in _rows(config):
+            written[name] = written[name][kept.to(written[name].device)]
     check_tensors(_shapes(config, size, maps=borrowed.kept is not None), written)
     raw = {**config_dict(config, target_name, target_architectures, size), "dtype": dtype}
-    write_folder(path, raw, written, DRAFT_MODELS)
+    write_folder(path, raw, written)
 
 
 def _layer_config(raw: Any) -> dict[str, Any]:
@@ -251,11 +228,17 @@ def _layer_config(raw: Any) -> dict[str, Any]:
 
 def _shapes(config: DraftConfig, draft_vocab_size: int, maps: bool = True) -> dict[str, tuple[int, ...]]:
     shapes = {**tensor_shapes(config)}
-    if MARKOV_HEAD in shapes:
-        shapes[MARKOV_HEAD] = (draft_vocab_size, *shapes[MARKOV_HEAD][1:])
+    for name in _rows(config):
+        shapes[name] = (draft_vocab_size, *shapes[name][1:])
     shapes["embed_tokens.weight"] = (config.vocab_size, config.hidden_size)
     shapes["lm_head.weight"] = (draft_vocab_size, config.hidden_size)
     return shapes | ({"t2d": (config.vocab_size,), "d2t": (draft_vocab_size,)} if maps else {})
+
+
+def _rows(config: DraftConfig) -> tuple[str, ...]:
+    """The drafter's own tensors with a row for each token of the draft vocabulary."""
+    kind = architecture_of(config).speculator
+    return () if kind is None else kind.rows
 
 
 def _kept(t2d: Tensor | None, d2t: Tensor | None) -> Tensor | None:
@@ -267,3 +250,27 @@ def _kept(t2d: Tensor | None, d2t: Tensor | None) -> Tensor | None:
     marked = t2d.nonzero().flatten()
     need(torch.equal(ids, marked), "d2t", d2t[:5].tolist(), "offsets to the tokens that t2d marks, in ascending order")
     return ids
+
+
+class Speculators:
+    borrows = True
+
+    def recognises(self, raw: Mapping[str, Any]) -> bool:
+        return "speculators_model_type" in raw
+
+    def read(self, path: Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
+        return Checkpoint(*read_checkpoint(path, num_target_layers))
+
+    def check(self, config: Any, target_name: str | None, target_architectures: Sequence[str]) -> None:
+        config_dict(config, target_name, target_architectures, config.vocab_size)
+
+    def write(
+        self, path: str | Path, checkpoint: Checkpoint, target_name: str | None, target_architectures: Sequence[str]
+    ) -> None:
+        assert checkpoint.borrowed is not None
+        write_checkpoint(
+            path, checkpoint.config, checkpoint.tensors, checkpoint.borrowed, target_name, target_architectures
+        )
+
+
+LAYOUT = Speculators()

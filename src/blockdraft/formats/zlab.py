@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
-from blockdraft.formats.architectures import BY_NAME, architecture_of, tensor_shapes
+from blockdraft.errors import UsageError
+from blockdraft.formats.architectures import architecture_of, by_name, tensor_shapes
+from blockdraft.formats.base import Checkpoint
 from blockdraft.formats.folder import blaming, check_tensors, read_config, read_tensors, write_folder
 from blockdraft.formats.zlab_config import config_dict, parse_config
 from blockdraft.nn.draft_config import DraftConfig, need
-
-# Words of the config.json of a draft model, ours or another writer's. Writing a checkpoint may replace such a folder.
-DRAFT_MODELS = (*(f'"{name}"' for name in BY_NAME), '"speculators_model_type"')
 
 
 def read_checkpoint(
@@ -42,7 +42,7 @@ def write_checkpoint(path: str | Path, config: DraftConfig, tensors: Mapping[str
     draft model's folder. Raises ValueError where that folder holds something else, or where the tensors do not fit the
     configuration or are not of one dtype."""
     check_tensors(tensor_shapes(config), tensors)
-    write_folder(path, {**config_dict(config), "dtype": one_dtype(tensors)}, tensors, DRAFT_MODELS)
+    write_folder(path, {**config_dict(config), "dtype": one_dtype(tensors)}, tensors)
 
 
 def one_dtype(tensors: Mapping[str, Tensor]) -> str:
@@ -52,13 +52,26 @@ def one_dtype(tensors: Mapping[str, Tensor]) -> str:
     return dtypes[0]
 
 
-def check_fits(
-    config: DraftConfig, *, hidden_size: int, num_layers: int, vocab_size: int, max_context: int | None = None
-) -> None:
-    """Check a drafter against its target, whose embedding, head and features it borrows, and against the longest
-    context to be decoded, in tokens (None is not checked). Raises ValueError where they do not fit."""
-    for name, theirs in (("hidden_size", hidden_size), ("num_target_layers", num_layers), ("vocab_size", vocab_size)):
-        ours = getattr(config, name)
-        need(ours == theirs, f"the drafter's {name}", ours, f"the target's, {theirs}; use a drafter made for it")
-    limit = config.max_position_embeddings
-    need((max_context or 0) <= limit, "max_context", max_context, f"at most the drafter's positions, {limit}")
+class ZLab:
+    borrows = False
+
+    def recognises(self, raw: Mapping[str, Any]) -> bool:
+        found = raw.get("architectures")
+        return "speculators_model_type" not in raw and isinstance(found, list) and any(n in by_name() for n in found)
+
+    def read(self, path: Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
+        return Checkpoint(*read_checkpoint(path, vocabulary))
+
+    def check(self, config: Any, target_name: str | None, target_architectures: Sequence[str]) -> None:
+        config_dict(config)
+
+    def write(
+        self, path: str | Path, checkpoint: Checkpoint, target_name: str | None, target_architectures: Sequence[str]
+    ) -> None:
+        if checkpoint.borrowed is not None and checkpoint.borrowed.kept is not None:
+            kept = f"{len(checkpoint.borrowed.kept)} of {checkpoint.config.vocab_size} tokens"
+            raise UsageError(f"It guesses among {kept}, which z-lab's layout cannot say; export to speculators.")
+        write_checkpoint(path, checkpoint.config, checkpoint.tensors)
+
+
+LAYOUT = ZLab()

@@ -11,7 +11,7 @@ from dataclasses import MISSING, asdict, fields
 from typing import Any
 
 from blockdraft.errors import UsageError
-from blockdraft.formats.architectures import BY_NAME, architecture_of
+from blockdraft.formats.architectures import architecture_of, by_name
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention, default_taps, need, whole
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -39,8 +39,9 @@ def parse_config(raw: Mapping[str, Any], vocabulary: Mapping[str, int] | None = 
     need(foreign is None, "speculators_model_type", foreign, "absent in z-lab's layout; see blockdraft export")
     found = raw.get("architectures")
     name = str(found[0]) if isinstance(found, list) and len(found) == 1 else ""
-    need(name in BY_NAME, "architectures", found, f"a list of one of {sorted(BY_NAME)}, all that is supported")
-    architecture = BY_NAME[name]
+    known = by_name()
+    need(name in known, "architectures", found, f"a list of one of {sorted(known)}, all that is supported")
+    architecture = known[name]
     nested = _object("dflash_config", raw.get("dflash_config"))
     theta, scaling = _rope(raw)
     inert = {**INERT, "target_hidden_size": (raw.get("hidden_size"),), "draft_vocab_size": (raw.get("vocab_size"),)}

@@ -1,1 +1,1 @@
-"""Training of drafters: anchors, block mask and loss. Recipes put them together."""
+"""Training of drafters: batches and anchors, losses, variants and the trainer. Recipes put them together."""

@@ -9,15 +9,16 @@ Letters: B rows, S tokens of a row, A anchors of a row, K taught slots of a bloc
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from blockdraft.data.documents import Document
 from blockdraft.errors import UsageError
-from blockdraft.training.data import Document
 from blockdraft.training.recipe import Recipe
 
 OPEN_ROWS = 32  # rows that are filled at a time
@@ -30,17 +31,15 @@ def generator(*key: int) -> torch.Generator:
     return torch.Generator().manual_seed(int(state >> np.uint64(1)))
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Rows of packed documents and their anchors.
+class Rows(NamedTuple):
+    """Rows of packed documents and their anchors, as a variant of training sees them.
 
     Attributes:
         tokens_BS, positions_BS: int64; positions begin at 0 in each document.
-        documents_BS: int64; the index of each token's document in `contents`, -1 behind the last one.
+        documents_BS: int64; the number of each token's document in its row, -1 behind the last one.
         anchors_BA: int64 places in the row, in ascending order; -1 for no block.
         tokens_BAL: int64; the anchor and the K tokens behind it.
         taught_BAK: bool; which of these K are taught: those of the anchor's document that are supervised.
-        contents: The documents of each row, as indices into the data.
     """
 
     tokens_BS: Tensor
@@ -49,10 +48,23 @@ class Batch:
     anchors_BA: Tensor
     tokens_BAL: Tensor
     taught_BAK: Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Attributes:
+    tensors: On the CPU.
+    contents: The documents of each row, as indices into the data.
+    """
+
+    tensors: Rows
     contents: tuple[tuple[int, ...], ...]
 
     def rows(self, begin: int, end: int) -> Batch:
-        return Batch(*(getattr(self, field.name)[begin:end] for field in fields(self)))
+        return Batch(Rows(*(tensor[begin:end] for tensor in self.tensors)), self.contents[begin:end])
+
+    def on(self, device: torch.device) -> Rows:
+        return Rows(*(tensor.to(device, non_blocking=True) for tensor in self.tensors))
 
 
 class Documents:
@@ -226,4 +238,4 @@ class Batches:
         taught = (anchors >= 0).unsqueeze(-1) & (places < size[1]) & same
         taught = taught & supervised.gather(1, inside).view_as(places)
         blocks = tokens.gather(1, inside).view_as(places)
-        return Batch(tokens, positions, documents, anchors, blocks, taught[:, :, 1:], tuple(rows))
+        return Batch(Rows(tokens, positions, documents, anchors, blocks, taught[:, :, 1:]), tuple(rows))

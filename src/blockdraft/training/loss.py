@@ -5,17 +5,14 @@ Letters as in `blocks.py` and `batches.py`; T terms of the loss, M counts of the
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.targets import Target
-from blockdraft.training.batches import Batch
-from blockdraft.training.blocks import draft_hidden
+from blockdraft.training.batches import Rows
 from blockdraft.training.objectives import Slots, slot_weights
 from blockdraft.training.variants import Variant
 
@@ -43,52 +40,34 @@ class DraftLoss(nn.Module):
     Embedding and head are the target's; they are no part of this module and are not trained.
     """
 
-    def __init__(self, network: DFlashNetwork, variant: Variant[Any, Any], target: Target, flex: bool) -> None:
+    def __init__(self, network: nn.Module, variant: Variant[Any, Any, Any], target: Target) -> None:
         super().__init__()
         self.network = network
-        self._variant, self._target, self._flex = variant, target, flex
-        mask = torch.tensor(network.config.mask_token_id, device=target.device)
-        self._mask_embedding = target.embed(mask).float()
-        recipe = variant.recipe
-        if recipe.checkpoint_activations:
-            for layer in network.layers:
-                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-        self._run = torch.compile(self._sums, dynamic=False) if recipe.compile else self._sums
+        self._variant, self._target = variant, target
+        variant.prepare(network)
+        self._run = torch.compile(self._sums, dynamic=False) if variant.recipe.compile else self._sums
 
-    def forward(self, features_BSF: Tensor, teacher_BSH: Tensor | None, *batch: Tensor) -> Sums:
-        """The sums of a batch; `batch` is what `tensors_of` gives, `teacher_BSH` the input of the target's head."""
-        found: Sums = self._run(features_BSF, teacher_BSH, *batch)
+    def forward(self, features_BSF: Tensor, teacher_BSH: Tensor | None, *rows: Tensor) -> Sums:
+        """The sums of some rows.
+
+        Args:
+            features_BSF: The target's outputs at the drafter's taps.
+            teacher_BSH: The input of the target's head; None where nothing learns from it.
+            rows: What `Rows` holds; as plain tensors, which wrappers for many devices know how to hand on.
+        """
+        found: Sums = self._run(features_BSF, teacher_BSH, Rows(*rows))
         return found
 
-    def _sums(
-        self,
-        features_BSF: Tensor,
-        teacher_BSH: Tensor | None,
-        positions_BS: Tensor,
-        documents_BS: Tensor,
-        anchors_BA: Tensor,
-        tokens_BAL: Tensor,
-        taught_BAK: Tensor,
-    ) -> Sums:
+    def _sums(self, features_BSF: Tensor, teacher_BSH: Tensor | None, batch: Rows) -> Sums:
         if not torch.is_autocast_enabled(features_BSF.device.type):
             features_BSF = features_BSF.float()
-        hidden_BANH = draft_hidden(
-            self.network,
-            features_BSF,
-            documents_BS,
-            positions_BS,
-            anchors_BA,
-            self._target.embed(tokens_BAL[:, :, 0]).float(),
-            self._mask_embedding,
-            self._flex,
-        )
-        hidden = hidden_BANH[:, :, self._variant.first_slot :].flatten(0, 1)
-        tokens, taught = tokens_BAL.flatten(0, 1), taught_BAK.flatten(0, 1)
+        hidden = self._variant.hidden(self.network, self._target, features_BSF, batch).flatten(0, 1)
+        tokens, taught = batch.tokens_BAL.flatten(0, 1), batch.taught_BAK.flatten(0, 1)
         # The target's word on the k-th token comes from the place before it.
-        batch, count, slots = taught_BAK.shape
-        places = (anchors_BA.unsqueeze(-1) + torch.arange(slots, device=taught.device)).flatten(0, 1)
-        rows = torch.arange(batch, device=taught.device).repeat_interleave(count)
-        places = places.clamp(0, documents_BS.size(1) - 1)
+        count, slots = batch.taught_BAK.shape[1:]
+        places = (batch.anchors_BA.unsqueeze(-1) + torch.arange(slots, device=taught.device)).flatten(0, 1)
+        rows = torch.arange(len(batch.anchors_BA), device=taught.device).repeat_interleave(count)
+        places = places.clamp(0, batch.documents_BS.size(1) - 1)
         size, sums, right, counts = self._variant.recipe.chunk, [], [], []
         for begin in range(0, len(hidden), size):
             part = slice(begin, begin + size)
@@ -121,7 +100,7 @@ class DraftLoss(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The terms' sums over a chunk, which slots were guessed right, and the variant's counts."""
         variant, target = self._variant, self._target
-        logits = self.network.adjust_logits(target.head(hidden_CKH.to(target.dtype)))
+        logits = variant.logits(self.network, target, hidden_CKH)
         teacher = None
         if teacher_BSH is not None:
             with torch.no_grad():
@@ -139,12 +118,6 @@ class DraftLoss(nn.Module):
         return torch.stack(sums), right, torch.stack(counts) if counts else right.new_zeros(0, dtype=torch.int64)
 
 
-def term_weights(variant: Variant[Any, Any], term: str, taught: Tensor) -> Tensor:
+def term_weights(variant: Variant[Any, Any, Any], term: str, taught: Tensor) -> Tensor:
     """Weights of the slots in a term of the loss, in the shape of `taught`."""
     return slot_weights(taught, variant.gamma if variant.decayed(term) else None)
-
-
-def tensors_of(batch: Batch, device: torch.device) -> tuple[Tensor, ...]:
-    """What `DraftLoss` needs of a batch besides features, on a device."""
-    names = (batch.positions_BS, batch.documents_BS, batch.anchors_BA, batch.tokens_BAL, batch.taught_BAK)
-    return tuple(tensor.to(device, non_blocking=True) for tensor in names)

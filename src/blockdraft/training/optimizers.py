@@ -17,7 +17,7 @@ WSD_FALL = 0.2  # share of the steps in which the rates of "wsd" fall
 
 
 def make_optimizers(
-    parameters: Iterable[tuple[str, nn.Parameter]], variant: Variant[Any, Any], recipe: Recipe
+    parameters: Iterable[tuple[str, nn.Parameter]], variant: Variant[Any, Any, Any], recipe: Recipe
 ) -> list[torch.optim.Optimizer]:
     """AdamW, or Muon for the variant's matrices and AdamW for the rest."""
     matrices, others = list[nn.Parameter](), list[nn.Parameter]()

@@ -10,11 +10,11 @@ import psutil
 import torch
 from torch import Tensor
 
+from blockdraft.data.documents import TokenData
+from blockdraft.data.features import read_features, tapped_features
 from blockdraft.errors import UsageError
 from blockdraft.targets import Target
 from blockdraft.training.batches import Batch, Documents
-from blockdraft.training.data import TokenData
-from blockdraft.training.features import read_features, tapped_features
 
 GROUP = 32  # documents that the target reads at a time where all are read in advance
 
@@ -73,11 +73,11 @@ def _memory(
 def features_of(batch: Batch, source: Source, width: int, target: Target) -> Tensor:
     """`[B, S, width]` in the target's dtype: each document's features where it lies in its row, 0 behind the last."""
     found = iter(source([i for row in batch.contents for i in row]) if any(batch.contents) else ())
-    features = torch.zeros(*batch.tokens_BS.shape, width, dtype=target.dtype, device=target.device)
+    features = torch.zeros(*batch.tensors.tokens_BS.shape, width, dtype=target.dtype, device=target.device)
     for row, contents in enumerate(batch.contents):
         begin = 0
         for number in range(len(contents)):
-            length = int((batch.documents_BS[row] == number).sum())
+            length = int((batch.tensors.documents_BS[row] == number).sum())
             features[row, begin : begin + length] = next(found)[:length].to(target.device)
             begin += length
     return features

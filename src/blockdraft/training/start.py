@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from blockdraft.data.documents import TokenData
+from blockdraft.data.features import tapped_features, target_fingerprint
 from blockdraft.errors import UsageError
 from blockdraft.proposal import chain
 from blockdraft.targets import Target
-from blockdraft.training.data import TokenData
-from blockdraft.training.features import tapped_features, target_fingerprint
 from blockdraft.training.recipe import Recipe
 
 # Recipe fields that may change when a run goes on: they say how and how often, not what is learned.
 FREE = {"eval_every", "eval_prompts", "eval_tokens", "save_every", "keep", "trackers", "save_dtype", "features"}
-FREE |= {"accumulation", "checkpoint_activations", "chunk", "attention", "compile", "dtype"}
+FREE |= {"accumulation", "chunk", "compile", "dtype"}
 
 
 def check_data(data: TokenData, target: Target, recipe: Recipe, processes: int) -> None:
@@ -34,27 +34,6 @@ def check_data(data: TokenData, target: Target, recipe: Recipe, processes: int) 
             f"batch is {recipe.batch}; it must be a multiple of {processes} processes times accumulation "
             f"{recipe.accumulation}."
         )
-
-
-def mask_token(target: Target, recipe: Recipe) -> int:
-    """The token that stands for an unknown one.
-
-    Raises:
-        ValueError: There is none, or the one named ends answers or lies outside the vocabulary.
-    """
-    found, tokenizer = recipe.mask_token_id, target.tokenizer
-    if found is None and tokenizer is not None:
-        found = tokenizer.mask_token_id
-        if found is None:
-            found = max(tokenizer.get_vocab().values()) + 1
-    if found is None or found >= target.vocab_size:
-        raise UsageError(
-            f"The target has no mask token and no unused row among the {target.vocab_size} of its embedding; name a "
-            "token that never occurs in text with --mask-token-id."
-        )
-    if found in target.eos_token_ids:
-        raise UsageError(f"mask_token_id is {found}, which ends answers; name one that never occurs in text.")
-    return found
 
 
 def check_folder(out: Path, folder: Path, network: nn.Module, recipe: Recipe) -> None:
@@ -77,9 +56,11 @@ def check_folder(out: Path, folder: Path, network: nn.Module, recipe: Recipe) ->
         )
 
 
-def identity(variant: str, target: Target, data: TokenData, recipe: Recipe) -> dict[str, Any]:
-    """What must be the same for a run to go on."""
-    fixed = {name: value for name, value in asdict(recipe).items() if name not in FREE}
+def identity(
+    variant: str, target: Target, data: TokenData, recipe: Recipe, free: frozenset[str] = frozenset()
+) -> dict[str, Any]:
+    """What must be the same for a run to go on; `free` names fields of the variant's own that need not."""
+    fixed = {name: value for name, value in asdict(recipe).items() if name not in FREE | free}
     fixed["objective"] = dict(recipe.objective)
     return {"variant": variant, "target": target_fingerprint(target), "data": data.fingerprint, **fixed}
 

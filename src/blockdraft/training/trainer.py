@@ -21,16 +21,18 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
+from blockdraft.data.documents import TokenData
+from blockdraft.drafters import entry_of_variant
 from blockdraft.errors import NumbersError
+from blockdraft.settings import as_toml
 from blockdraft.targets import Target
 from blockdraft.training import checkpoints, start
 from blockdraft.training.batches import Batch, Batches, Documents, split
-from blockdraft.training.data import TokenData
-from blockdraft.training.export import ZLAB, Format, export
-from blockdraft.training.loss import DraftLoss, Sums, tensors_of, term_weights
+from blockdraft.training.export import Format, export
+from blockdraft.training.loss import DraftLoss, Sums, term_weights
 from blockdraft.training.measure import encoded, held_out_prompts, measured_tau
 from blockdraft.training.optimizers import make_optimizers, rate, set_rate
-from blockdraft.training.recipe import Recipe, as_toml
+from blockdraft.training.recipe import Recipe
 from blockdraft.training.records import Records, draw
 from blockdraft.training.sources import features_of, open_source
 from blockdraft.training.variants import find_variant
@@ -66,7 +68,7 @@ def train(
     accelerator: Accelerator,
     prompts: Sequence[Prompt] | None = None,
     telling: Telling | None = None,
-    written: Format = ZLAB,
+    written: Format | None = None,
 ) -> list[dict[str, Any]]:
     """Train a drafter, or go on with a run that was interrupted.
 
@@ -77,7 +79,7 @@ def train(
         recipe: Of the variant's recipe class.
         accelerator: From `make_accelerator`.
         prompts: To measure tau on; None takes the beginnings of held-out documents.
-        written: Format of the drafter in `out`.
+        written: Format of the drafter in `out`; None is the first of those that its kind has.
 
     Returns:
         The figures of all steps, as in log.jsonl; empty in all processes but the main one.
@@ -115,19 +117,20 @@ class Trainer:
         accelerator: Accelerator,
         prompts: Sequence[Prompt] | None,
         telling: Telling,
-        written: Format,
+        written: Format | None,
     ) -> None:
         self.target, self.recipe, self.accelerator, self.telling = target, recipe, accelerator, telling
-        self.written = written
+        self.plain = Format(entry_of_variant(variant_name).layouts[0])
+        self.written = written or self.plain
         self.out, self.folder = out, run_folder(out)
         self.variant = find_variant(variant_name)(recipe)
         start.check_data(data, target, recipe, accelerator.num_processes)
-        self.config = self.variant.config(target, start.mask_token(target, recipe))
-        written.check(self.config)
+        self.config = self.variant.config(target)
+        self.written.check(self.config)
         vocabulary = target.tokenizer.get_vocab() if target.tokenizer is not None else None
         network = self.variant.network(self.config, vocabulary).to(target.device)
         start.check_folder(out, self.folder, network, recipe)
-        identity = start.identity(variant_name, target, data, recipe)
+        identity = start.identity(variant_name, target, data, recipe, self.variant.free_fields)
         state = checkpoints.newest(self.folder / "checkpoints")
         if state is not None:
             start.check_same(self.folder, state["identity"], identity)
@@ -151,8 +154,7 @@ class Trainer:
         self.width = len(taps) * target.hidden_size
         self.source = open_source(recipe.features, target, data, documents, taps, telling.progress)
 
-        flex = recipe.attention == "flex" or (recipe.attention == "auto" and target.device.type == "cuda")
-        module = DraftLoss(network, self.variant, target, flex)
+        module = DraftLoss(network, self.variant, target)
         named = [(name.removeprefix("network."), parameter) for name, parameter in module.named_parameters()]
         optimizers = make_optimizers(named, self.variant, recipe)
         size = sum(parameter.numel() for _, parameter in named)
@@ -179,7 +181,7 @@ class Trainer:
         for step, (epoch, batch) in enumerate(stream, self.begin + 1):
             moment = time.monotonic()
             figures = {"step": step, "epoch": epoch, **self._step(batch, step - 1)}
-            count = int((batch.documents_BS >= 0).sum())
+            count = int((batch.tensors.documents_BS >= 0).sum())
             figures["tokens_per_second"] = count / (time.monotonic() - moment)
             tokens += count
             end = step == self.steps
@@ -230,12 +232,12 @@ class Trainer:
         features = features_of(rows, self.source, self.width, self.target)
         tapped = len(self.config.taps) * self.target.hidden_size
         teacher = features[:, :, tapped:] if self.variant.needs_teacher else None
-        sums: Sums = self.module(features[:, :, :tapped], teacher, *tensors_of(rows, self.target.device))
+        sums: Sums = self.module(features[:, :, :tapped], teacher, *rows.on(self.target.device))
         return Sums(*sums)
 
     def _weights(self, batches: Iterable[Batch]) -> list[float]:
         """The sum of the weights of each term's slots, over all processes."""
-        taught = [batch.taught_BAK for batch in batches]
+        taught = [batch.tensors.taught_BAK for batch in batches]
         return [
             max(sum(float(term_weights(self.variant, name, one).sum()) for one in taught), 1e-9)
             for name in self.variant.factors()
@@ -275,7 +277,7 @@ class Trainer:
             figures = {f"held_out_{name}": value for name, value in found.items()}
         if self.prompts:
             measured = self.folder / "measured"
-            self._export(measured, ZLAB)
+            self._export(measured, self.plain)
             if self.accelerator.is_main_process:
                 self.telling.progress(f"step {step}: measuring tau", step - self.begin, self.steps - self.begin)
                 figures["tau"] = measured_tau(measured, self.target, self.prompts, self.recipe.eval_tokens)

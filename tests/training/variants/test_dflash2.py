@@ -14,7 +14,7 @@ from blockdraft.nn.draft_config import DFlash2Config, LayerAttention
 from blockdraft.proposal import Plan, chain
 from blockdraft.targets import Target, load_target
 from blockdraft.training.blocks import draft_hidden
-from blockdraft.training.export import ZLAB, export
+from blockdraft.training.export import Format, export
 from blockdraft.training.objectives import Slots
 from blockdraft.training.variants.dflash2 import DFlash2Recipe, DFlash2Variant, selector_losses
 from blockdraft.types import SamplingParams
@@ -115,9 +115,9 @@ def test_training_chooses_as_decoding_does(kind: str, network: DFlash2Network, t
 def test_a_v1_drafter_is_a_start(tmp_path: Path, target: Target, tiny_drafter_dir: Path) -> None:
     variant = DFlash2Variant(replace(RECIPE, init=str(tiny_drafter_dir), save_dtype="float32", kv_heads=2, heads=4))
     v1 = load_drafter(tiny_drafter_dir, target=target)
-    config = variant.config(target, mask_token_id=3)
+    config = variant.config(target)
     network = variant.network(config)
-    export(tmp_path / "draft", ZLAB, config, variant.saved(network.state_dict()), target)
+    export(tmp_path / "draft", Format("zlab"), config, variant.saved(network.state_dict()), target)
     v2 = load_drafter(tmp_path / "draft", target=target)
     assert isinstance(v2, DFlash2Drafter)
     features = torch.randn(2, 9, 64, generator=torch.Generator().manual_seed(5))
@@ -134,4 +134,4 @@ def test_bad_values_are_refused(target: Target) -> None:
         replace(RECIPE, selector_weight=-1)
     for field, value, told in (("conv_group_size", 5, "divisor"), ("selector_top_k", 0, "at least 1")):
         with pytest.raises(ValueError, match=f"{field} is {value}; it must be .*{told}"):
-            DFlash2Variant(replace(RECIPE, **{field: value})).config(target, mask_token_id=3)
+            DFlash2Variant(replace(RECIPE, **{field: value})).config(target)

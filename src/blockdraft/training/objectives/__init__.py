@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import pkgutil
 from importlib import import_module
 from typing import cast
 
 from blockdraft.errors import UsageError
+from blockdraft.plugins import plugin_names
 from blockdraft.training.objectives.base import Objective, Slots, default_gamma, slot_weights
 
 
 def objective_names() -> list[str]:
-    return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "base")
+    return plugin_names(__name__)
 
 
 def find_objective(name: str) -> Objective:

@@ -1,14 +1,224 @@
-"""DFlash v1 (arXiv 2602.06036): slots 1, 2, ... of a block of masks, each taught the token at its own place."""
+"""DFlash v1 (arXiv 2602.06036): slots 1, 2, ... of a block of masks, each taught the token at its own place.
+
+Variants that extend it state their network, their own recipe fields and their own losses:
+
+    class MyVariant(DFlashFamily[MyRecipe, MyNetwork]):
+        recipe_class = MyRecipe
+        network_class = MyNetwork  # its `config_class` is what `config` makes
+        own_modules = ("candidate_selector", "conv")
+
+        def own_config(self): return {"selector_rank": self.recipe.selector_rank}
+
+`first_slot` settles the labels. With `first_slot = 1` (DFlash) slot 0, the anchor's own, is not taught and K =
+block_size - 1; with `first_slot = 0` (DSpark, "shifted labels") it is, and K = block_size.
+"""
 
 from __future__ import annotations
 
-from blockdraft.nn.dflash import DFlashNetwork
+import math
+from collections.abc import Mapping
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from blockdraft.data.features import chosen_taps
+from blockdraft.errors import UsageError
+from blockdraft.formats.zlab import read_checkpoint
+from blockdraft.nn.dflash import DFlashNetwork, DraftLayer
+from blockdraft.nn.draft_config import DraftConfig, LayerAttention, need
+from blockdraft.settings import Count, Layers, Natural, settings
+from blockdraft.targets import Target
+from blockdraft.training.batches import Rows
+from blockdraft.training.blocks import draft_hidden
 from blockdraft.training.recipe import Recipe
 from blockdraft.training.variants.base import Variant
 
+INIT_STD = 0.02  # of new matrices, except `fc`, which keeps the size of what it reads
 
-class DFlashVariant(Variant[Recipe, DFlashNetwork]):
-    """All that the base class does, and nothing else."""
+
+@settings
+class DFlashRecipe(Recipe):
+    """Layers and taps are those of arXiv 2602.06036.
+
+    Attributes:
+        layers: Draft layers.
+        taps: Target layers that the drafter reads: how many, spread over the target, or a list of 0-based layers.
+        causal: Whether a slot sees only the slots up to its own; otherwise it sees its whole block.
+        window: Sliding window of every draft layer in tokens; 0 is full attention.
+        intermediate_size: Inner size of the draft layers' MLP; None is the target's.
+        heads: Query heads of the draft layers; None is the target's.
+        kv_heads: Key/value heads of the draft layers; None is the target's.
+        head_dim: Size of a head; None is the target's.
+        mask_token_id: Token that stands for an unknown one; None is the tokenizer's mask token or, without one, the
+            first row of the embedding that the tokenizer does not use.
+        init: Folder of a drafter whose weights training begins with, of as many layers or fewer; None begins at random.
+        checkpoint_activations: Recompute the draft layers' activations in the backward pass, to save memory.
+        attention: "flex" (FlexAttention), "dense" (a mask of booleans), or "auto": flex on a GPU.
+    """
+
+    layers: Count = 5
+    taps: Count | Layers = 5
+    causal: bool = False
+    window: Natural = 0
+    intermediate_size: Count | None = None
+    heads: Count | None = None
+    kv_heads: Count | None = None
+    head_dim: Count | None = None
+    mask_token_id: Natural | None = None
+    init: str | None = None
+    checkpoint_activations: bool = False
+    attention: Literal["auto", "flex", "dense"] = "auto"
+
+
+R = TypeVar("R", bound=DFlashRecipe)
+N = TypeVar("N", bound=DFlashNetwork)
+
+
+class DFlashFamily(Variant[R, N, DraftConfig]):
+    """What all variants of the DFlash family do.
+
+    Attributes:
+        network_class: Its network.
+        first_slot: The first slot that is taught, 1 or 0.
+        own_modules: Parts of the names of parameters that DFlash v1 lacks. The network initialises them itself, and a
+            warm start from a checkpoint without them is welcome.
+    """
+
+    recipe_class: ClassVar[type[Recipe]] = DFlashRecipe
+    free_fields: ClassVar[frozenset[str]] = frozenset({"attention", "checkpoint_activations"})
+    network_class: type[DFlashNetwork] = DFlashNetwork
+    first_slot: int = 1
+    own_modules: tuple[str, ...] = ()
+
+    def config(self, target: Target) -> DraftConfig:
+        recipe, shape = self.recipe, target.shape
+        taps = chosen_taps(recipe.taps, target.num_layers)
+        sizes: dict[str, Any] = {
+            "intermediate_size": recipe.intermediate_size or shape.get("intermediate_size"),
+            "num_attention_heads": recipe.heads or shape.get("num_attention_heads"),
+            "num_key_value_heads": recipe.kv_heads or shape.get("num_key_value_heads"),
+            "head_dim": recipe.head_dim or shape.get("head_dim"),
+        }
+        flags = dict(zip(sizes, ("intermediate_size", "heads", "kv_heads", "head_dim"), strict=True))
+        for name, value in sizes.items():
+            need(value is not None, name, value, f"given, since this target has none; add it as {flags[name]}")
+        shared = {name: shape[name] for name in ("rope_theta", "rope_scaling", "rms_norm_eps") if name in shape}
+        made = self.network_class.config_class(
+            **sizes,
+            **{"rope_theta": 10_000.0, **shared},
+            **self.own_config(),
+            hidden_size=target.hidden_size,
+            num_hidden_layers=recipe.layers,
+            vocab_size=target.vocab_size,
+            block_size=recipe.block_size,
+            mask_token_id=mask_token(target, recipe.mask_token_id),
+            taps=taps,
+            num_target_layers=target.num_layers,
+            layers=(LayerAttention(recipe.causal, recipe.window or None),) * recipe.layers,
+            max_position_embeddings=target.max_context,
+        )
+        return made
+
+    def own_config(self) -> Mapping[str, Any]:
+        """Fields of the configuration that DFlash v1 lacks."""
+        return {}
+
+    def new_network(self, config: DraftConfig, vocabulary: Mapping[str, int] | None) -> N:
+        network = self.network_class(config)
+        for name, parameter in network.named_parameters():
+            if parameter.ndim == 2 and not self._own(name):
+                nn.init.normal_(parameter, std=parameter.size(1) ** -0.5 if name == "fc.weight" else INIT_STD)
+        if self.recipe.init is not None:
+            self.warm_start(network, Path(self.recipe.init), vocabulary)
+        return cast(N, network)
+
+    def warm_start(self, network: DFlashNetwork, path: Path, vocabulary: Mapping[str, int] | None) -> None:
+        """Load a checkpoint of this kind, or one of DFlash v1 into what of the network is DFlash v1. The block size may
+        differ, and the checkpoint may have fewer layers: those behind them change nothing to begin with. Raises
+        ValueError where anything else differs."""
+        config, tensors = read_checkpoint(path, vocabulary)
+        depth = config.num_hidden_layers
+        for field in fields(config):
+            ours, theirs = getattr(network.config, field.name, None), getattr(config, field.name)
+            same = math.isclose(ours, theirs) if isinstance(ours, float) and theirs is not None else ours == theirs
+            if field.name in ("num_hidden_layers", "layers"):
+                same = depth <= network.config.num_hidden_layers and network.config.layers[:depth] == config.layers
+            need(
+                same or field.name in ("block_size", "max_position_embeddings"),
+                f"{field.name} of {path}",
+                theirs,
+                f"that of the recipe and target, {ours}; change the recipe, or begin without init",
+            )
+        missing, unknown = network.load_state_dict(tensors, strict=False)
+        new = tuple(f"layers.{index}." for index in range(depth, network.config.num_hidden_layers))
+        foreign = [*unknown, *(name for name in missing if not self._own(name) and not name.startswith(new))]
+        need(not foreign, f"what {path} holds", foreign[:5], "the tensors of this drafter; begin without init")
+        for layer in cast("list[DraftLayer]", list(network.layers)[depth:]):
+            nn.init.zeros_(layer.self_attn.o_proj.weight)
+            nn.init.zeros_(layer.mlp.down_proj.weight)
+
+    def prepare(self, network: N) -> None:
+        if self.recipe.checkpoint_activations:
+            for layer in network.layers:
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+    def _own(self, name: str) -> bool:
+        return any(part in name for part in self.own_modules)
+
+    @property
+    def taught_slots(self) -> int:
+        return self.recipe.block_size - self.first_slot
+
+    def hidden(self, network: N, target: Target, features_BSF: Tensor, rows: Rows) -> Tensor:
+        flex = self.recipe.attention == "flex" or (self.recipe.attention == "auto" and target.device.type == "cuda")
+        mask = torch.tensor(network.config.mask_token_id, device=target.device)
+        hidden_BANH = draft_hidden(
+            network,
+            features_BSF,
+            rows.documents_BS,
+            rows.positions_BS,
+            rows.anchors_BA,
+            target.embed(rows.tokens_BAL[:, :, 0]).float(),
+            target.embed(mask).float(),
+            flex,
+        )
+        return hidden_BANH[:, :, self.first_slot :]
+
+    def logits(self, network: N, target: Target, hidden_CKH: Tensor) -> Tensor:
+        return network.adjust_logits(super().logits(network, target, hidden_CKH))
+
+
+def mask_token(target: Target, wanted: int | None) -> int:
+    """The token that stands for an unknown one.
+
+    Args:
+        wanted: None is the tokenizer's mask token or, without one, the first row of the embedding that it does not use.
+
+    Raises:
+        ValueError: There is none, or the one named ends answers or lies outside the vocabulary.
+    """
+    found, tokenizer = wanted, target.tokenizer
+    if found is None and tokenizer is not None:
+        found = tokenizer.mask_token_id
+        if found is None:
+            found = max(tokenizer.get_vocab().values()) + 1
+    if found is None or found >= target.vocab_size:
+        raise UsageError(
+            f"The target has no mask token and no unused row among the {target.vocab_size} of its embedding; name a "
+            "token that never occurs in text with --mask-token-id."
+        )
+    if found in target.eos_token_ids:
+        raise UsageError(f"mask_token_id is {found}, which ends answers; name one that never occurs in text.")
+    return found
+
+
+class DFlashVariant(DFlashFamily[DFlashRecipe, DFlashNetwork]):
+    """All that the family does, and nothing else."""
 
 
 VARIANT = DFlashVariant

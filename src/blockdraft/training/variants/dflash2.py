@@ -9,23 +9,22 @@ that help, as decoding does.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockdraft.errors import UsageError
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.dflash2 import DFlash2Network
+from blockdraft.settings import Amount, Count, settings
 from blockdraft.training.objectives import Slots
 from blockdraft.training.recipe import Recipe
-from blockdraft.training.variants.base import Variant
+from blockdraft.training.variants.dflash import DFlashFamily, DFlashRecipe
 
 
-@dataclass(frozen=True)
-class DFlash2Recipe(Recipe):
+@settings
+class DFlash2Recipe(DFlashRecipe):
     """Sizes are those of z-lab's DFlash2 drafters.
 
     Attributes:
@@ -36,20 +35,15 @@ class DFlash2Recipe(Recipe):
         selector_weight: Share of the selector's cross-entropy in the loss.
     """
 
-    conv_kernel_size: int = 2
-    conv_group_size: int = 16
-    selector_rank: int = 256
-    selector_top_k: int = 16
-    selector_weight: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.selector_weight < float("inf"):
-            raise UsageError(f"selector_weight is {self.selector_weight}; it must be at least 0.")
+    conv_kernel_size: Count = 2
+    conv_group_size: Count = 16
+    selector_rank: Count = 256
+    selector_top_k: Count = 16
+    selector_weight: Amount = 1.0
 
 
-class DFlash2Variant(Variant[DFlash2Recipe, DFlash2Network]):
-    recipe_class: type[Recipe] = DFlash2Recipe
+class DFlash2Variant(DFlashFamily[DFlash2Recipe, DFlash2Network]):
+    recipe_class: ClassVar[type[Recipe]] = DFlash2Recipe
     network_class: type[DFlashNetwork] = DFlash2Network
     own_modules = ("attention_conv", "mlp_conv", "candidate_selector")
     counted = ("candidate_recall", "base_accuracy", "selector_accuracy")

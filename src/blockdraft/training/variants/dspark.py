@@ -11,23 +11,24 @@ token at its own place: what it says is one token late until training has moved 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import field, replace
+from typing import Annotated, Any, ClassVar
 
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor
 
-from blockdraft.errors import UsageError
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.dspark import DSparkNetwork
+from blockdraft.settings import Amount, Count, settings
 from blockdraft.training.objectives import Slots
 from blockdraft.training.objectives.base import acceptance
 from blockdraft.training.recipe import Recipe
-from blockdraft.training.variants.base import Variant
+from blockdraft.training.variants.dflash import DFlashFamily, DFlashRecipe
 
 
-@dataclass(frozen=True)
-class DSparkRecipe(Recipe):
+@settings
+class DSparkRecipe(DFlashRecipe):
     """Defaults are those of the paper.
 
     Attributes:
@@ -36,21 +37,15 @@ class DSparkRecipe(Recipe):
         confidence: Weight of the confidence head's loss; 0 makes a drafter without that head.
     """
 
-    block_size: int = 7
-    objective: Mapping[str, float] = field(default_factory=lambda: {"decay": 0.1, "total_variation": 1.8})
-    gamma: float | None = 4.0
-    markov_rank: int = 256
-    confidence: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, least in (("markov_rank", 1), ("confidence", 0)):
-            if not least <= getattr(self, name) < float("inf"):
-                raise UsageError(f"{name} is {getattr(self, name)}; it must be at least {least}.")
+    block_size: Annotated[int, Field(ge=2)] = 7
+    objective: Mapping[str, Amount] = field(default_factory=lambda: {"decay": 0.1, "total_variation": 1.8})
+    gamma: Amount | None = 4.0
+    markov_rank: Count = 256
+    confidence: Amount = 1.0
 
 
-class DSparkVariant(Variant[DSparkRecipe, DSparkNetwork]):
-    recipe_class = DSparkRecipe
+class DSparkVariant(DFlashFamily[DSparkRecipe, DSparkNetwork]):
+    recipe_class: ClassVar[type[Recipe]] = DSparkRecipe
     network_class: type[DFlashNetwork] = DSparkNetwork
     first_slot = 0
     own_modules = ("markov_head", "confidence_head")

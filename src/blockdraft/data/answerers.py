@@ -10,9 +10,9 @@ from queue import SimpleQueue
 from threading import Event
 from typing import Any, Protocol
 
+from blockdraft.data.rows import Message
 from blockdraft.engine import Chunk, Engine, Request
 from blockdraft.errors import UsageError
-from blockdraft.training.rows import Message
 from blockdraft.types import SamplingParams
 
 RETRIES = 6

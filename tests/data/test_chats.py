@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from blockdraft.data.chats import ChatEncoder, answer_places
+from blockdraft.data.rows import Message
 from blockdraft.targets import load_target_text
-from blockdraft.training.chats import ChatEncoder, answer_places
-from blockdraft.training.rows import Message
 
 HEAD = "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
 MARKED = (

@@ -11,14 +11,15 @@ from typing import Any
 
 from torch import tensor
 
+from blockdraft.data.answerers import Answerer
+from blockdraft.data.chats import ChatEncoder, answer_places
+from blockdraft.data.documents import DataWriter, Document, tokenizer_fingerprint
+from blockdraft.data.folder import fingerprint
+from blockdraft.data.regenerate import regenerate
+from blockdraft.data.rows import Message, Row, read_rows
+from blockdraft.data.settings import LONGEST, DataSettings, RowSettings
 from blockdraft.errors import UsageError
 from blockdraft.targets import Target, TargetText
-from blockdraft.training.answerers import Answerer
-from blockdraft.training.chats import ChatEncoder, answer_places
-from blockdraft.training.data import DataWriter, Document, fingerprint, tokenizer_fingerprint
-from blockdraft.training.data_settings import LONGEST, DataSettings, RowSettings
-from blockdraft.training.regenerate import regenerate
-from blockdraft.training.rows import Message, Row, read_rows
 
 
 class Preparation:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from blockdraft.data import documents
+from blockdraft.data.documents import DataWriter, Document, read_data, tokenizer_fingerprint
 from blockdraft.targets import load_target_text
-from blockdraft.training import data
-from blockdraft.training.data import DataWriter, Document, read_data, tokenizer_fingerprint
 
 IDENTITY = {"tokenizer": "abc", "length": 9, "written_by": {"writer": "text"}}
 
@@ -59,8 +59,8 @@ def test_the_fingerprint_is_of_the_contents(tmp_path: Path) -> None:
     assert first["fingerprint"] == second["fingerprint"] == read_data(tmp_path / "b").fingerprint
     others = DataWriter(tmp_path / "c", IDENTITY)
     others.begin()
-    for row, documents in DOCUMENTS.items():
-        others.add(row, [Document(one.tokens, ~one.supervised) for one in documents])
+    for row, made in DOCUMENTS.items():
+        others.add(row, [Document(one.tokens, ~one.supervised) for one in made])
     assert others.finish()["fingerprint"] != first["fingerprint"]
 
 
@@ -94,13 +94,13 @@ def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
 
 def test_shards_are_written_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By size, and by the work that would be lost."""
-    monkeypatch.setattr(data, "SHARD_TOKENS", 4)
+    monkeypatch.setattr(documents, "SHARD_TOKENS", 4)
     writer = write(tmp_path / "size", [])
     writer.add(0, DOCUMENTS[0])
     assert list((tmp_path / "size").glob("tokens-*")) == []
     writer.add(1, DOCUMENTS[1])
     assert [path.name for path in (tmp_path / "size").glob("tokens-*")] == ["tokens-00000.safetensors"]
-    monkeypatch.setattr(data, "SHARD_SECONDS", -1.0)
+    monkeypatch.setattr(documents, "SHARD_SECONDS", -1.0)
     writer.add(3, DOCUMENTS[3])
     assert len(load_file(tmp_path / "size/tokens-00001.safetensors")["rows"]) == 1
 

@@ -10,12 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from blockdraft.proposal import chain
-from blockdraft.targets import Target, load_target
-from blockdraft.training import features
-from blockdraft.training.data import DataWriter, Document, TokenData, read_data, tokenizer_fingerprint
-from blockdraft.training.data_settings import FeatureSettings
-from blockdraft.training.features import (
+from blockdraft.data import features
+from blockdraft.data.documents import DataWriter, Document, TokenData, read_data, tokenizer_fingerprint
+from blockdraft.data.features import (
     batches,
     chosen_taps,
     plan_features,
@@ -23,6 +20,10 @@ from blockdraft.training.features import (
     tapped_features,
     target_fingerprint,
 )
+from blockdraft.data.settings import FeatureSettings
+from blockdraft.proposal import chain
+from blockdraft.settings import from_text
+from blockdraft.targets import Target, load_target
 
 TAPS = (2, 0)
 FLOAT = FeatureSettings(dtype="float32", batch_tokens=30)
@@ -166,10 +167,11 @@ def test_broken_caches_are_refused(tmp_path: Path, target: Target, data: TokenDa
 
 
 def test_taps(target: Target, data: TokenData) -> None:
-    assert chosen_taps("2", 8) == (1, 5) and chosen_taps("1,3,5", 8) == (1, 3, 5) and chosen_taps("3,", 8) == (3,)
+    for text, layers in (("2", (1, 5)), ("1,3,5", (1, 3, 5)), ("3,", (3,))):
+        assert chosen_taps(from_text(FeatureSettings, "taps", text), 8) == layers
     for text in ("", "x", "1,x", ","):
-        with pytest.raises(ValueError, match="it must be a number of layers, or layers such as 1,3,5"):
-            chosen_taps(text, 8)
+        with pytest.raises(ValueError, match="it must be a whole number"):
+            chosen_taps(from_text(FeatureSettings, "taps", text), 8)
     for taps in ((4,), (-1,), ()):
         with pytest.raises(ValueError, match="the target has 3 layers; name one or more of 0 to 2, or 3 for"):
             tapped_features(target, taps, [data[0].tokens])

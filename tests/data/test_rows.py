@@ -7,8 +7,8 @@ from typing import Any
 import datasets
 import pytest
 
-from blockdraft.training.data_settings import RowSettings
-from blockdraft.training.rows import parse_row, read_rows
+from blockdraft.data.rows import parse_row, read_rows
+from blockdraft.data.settings import RowSettings
 
 PLAIN = RowSettings()
 CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]

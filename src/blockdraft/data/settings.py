@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import Field
 
 from blockdraft.errors import UsageError
+from blockdraft.settings import Count, Layers, settings
 from blockdraft.types import SamplingParams
+
+FeatureDtype: TypeAlias = Literal["bfloat16", "float16", "float32"]
 
 LONGEST = 3072  # the paper's sequences (arXiv 2602.06036), where the target's context is not shorter
 
 
-@dataclass(frozen=True)
+@settings
 class RowSettings:
     """What of a dataset is read.
 
@@ -26,19 +30,17 @@ class RowSettings:
 
     split: str = "train"
     subset: str | None = None
-    limit: int | None = None
+    limit: Count | None = None
     text_field: str | None = None
     prompt_field: str | None = None
     response_field: str | None = None
 
     def __post_init__(self) -> None:
-        if self.limit is not None and self.limit < 1:
-            raise UsageError(f"limit is {self.limit}; it must be at least 1.")
         if self.text_field and (self.prompt_field or self.response_field):
             raise UsageError("A text field and a prompt field are named; a row is either a text or a conversation.")
 
 
-@dataclass(frozen=True)
+@settings
 class DataSettings:
     """How documents are made of rows.
 
@@ -54,19 +56,13 @@ class DataSettings:
         batch_size: Answers that are written at a time.
     """
 
-    length: int | None = None
+    length: Annotated[int, Field(ge=2)] | None = None
     template_args: str = "{}"
     split_turns: bool = False
     writer: Literal["text", "target", "server"] = "text"
     author: str | None = None
     sampling: SamplingParams = SamplingParams(max_new_tokens=1024, seed=0)
-    batch_size: int = 32
-
-    def __post_init__(self) -> None:
-        if self.length is not None and self.length < 2:
-            raise UsageError(f"length is {self.length}; it must be at least 2.")
-        if self.batch_size < 1:
-            raise UsageError(f"batch_size is {self.batch_size}; it must be at least 1.")
+    batch_size: Count = 32
 
     @property
     def written_by(self) -> dict[str, Any]:
@@ -79,22 +75,16 @@ class DataSettings:
         return {"writer": self.writer, "author": self.author, "mode": mode, **sampling}
 
 
-@dataclass(frozen=True)
+@settings
 class FeatureSettings:
     """How features are computed and kept.
 
     Attributes:
         taps: How many layers to tap, from layer 1 to the third from the end, or which, from 0 on, separated by commas.
-        dtype: Of the kept numbers: bfloat16, float16 or float32.
+        dtype: Of the kept numbers.
         batch_tokens: Tokens of one target forward at most, padding included; a longer document goes alone.
     """
 
-    taps: str = "5"
-    dtype: str = "bfloat16"
-    batch_tokens: int = 8192
-
-    def __post_init__(self) -> None:
-        if self.dtype not in ("bfloat16", "float16", "float32"):
-            raise UsageError(f"dtype is {self.dtype!r}; it must be bfloat16, float16 or float32.")
-        if self.batch_tokens < 1:
-            raise UsageError(f"batch_tokens is {self.batch_tokens}; it must be at least 1.")
+    taps: Count | Layers = 5
+    dtype: FeatureDtype = "bfloat16"
+    batch_tokens: Count = 8192

@@ -21,12 +21,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from blockdraft.data.documents import TokenData
+from blockdraft.data.folder import check_free, fingerprint, make_folder, read_manifest, write_file
+from blockdraft.data.settings import FeatureSettings
 from blockdraft.errors import NumbersError, UsageError
 from blockdraft.nn.draft_config import default_taps
 from blockdraft.proposal import chain
 from blockdraft.targets import Target
-from blockdraft.training.data import TokenData, check_free, fingerprint, make_folder, read_manifest, write_file
-from blockdraft.training.data_settings import FeatureSettings
 
 FORMAT = 1
 MANIFEST = "features.json"
@@ -68,16 +69,15 @@ def tapped_features(target: Target, taps: Sequence[int], tokens: Sequence[Tensor
     return [row[: len(document)] for row, document in zip(features, tokens, strict=True)]
 
 
-def chosen_taps(text: str, num_layers: int) -> tuple[int, ...]:
-    """The layers that `FeatureSettings.taps` means. Raises ValueError where it means none."""
-    words = [word for word in text.split(",") if word.strip()]
+def chosen_taps(taps: int | tuple[int, ...], num_layers: int) -> tuple[int, ...]:
+    """The layers that are tapped: those named, or so many, spread over the target. Raises ValueError where the target
+    has too few layers for that."""
+    if not isinstance(taps, int):
+        return taps
     try:
-        numbers = tuple(map(int, words))
-        if not numbers:
-            raise ValueError
-    except ValueError:
-        raise UsageError(f"taps is {text!r}; it must be a number of layers, or layers such as 1,3,5.") from None
-    return numbers if "," in text else default_taps(num_layers, numbers[0])
+        return default_taps(num_layers, taps)
+    except ValueError as error:
+        raise UsageError(f"{error} Otherwise name the taps, as in --taps 0,1.") from error
 
 
 def check_taps(target: Target, taps: Sequence[int]) -> None:

@@ -10,8 +10,8 @@ from typing import Any, cast
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from blockdraft.data.rows import Message
 from blockdraft.errors import UsageError
-from blockdraft.training.rows import Message
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PROBE = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}]

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
+from blockdraft.data import answerers
+from blockdraft.data.answerers import Answer, Answerer, EngineAnswerer, ServerAnswerer
+from blockdraft.data.chats import ChatEncoder
+from blockdraft.data.documents import TokenData, read_data
+from blockdraft.data.prepare import Preparation
+from blockdraft.data.regenerate import Conversation, prompts_of
+from blockdraft.data.settings import DataSettings, RowSettings
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.targets import Target, load_target
-from blockdraft.training import answerers
-from blockdraft.training.answerers import Answer, Answerer, EngineAnswerer, ServerAnswerer
-from blockdraft.training.chats import ChatEncoder
-from blockdraft.training.data import TokenData, read_data
-from blockdraft.training.data_settings import DataSettings, RowSettings
-from blockdraft.training.prepare import Preparation
-from blockdraft.training.regenerate import Conversation, prompts_of
 from blockdraft.types import SamplingParams
 
 SAMPLED = DataSettings(

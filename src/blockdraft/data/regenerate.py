@@ -10,12 +10,12 @@ from dataclasses import replace
 
 from torch import tensor
 
+from blockdraft.data.answerers import Answer, Answerer
+from blockdraft.data.chats import ChatEncoder, answer_places
+from blockdraft.data.documents import DataWriter, Document
+from blockdraft.data.rows import Message
 from blockdraft.engine import loops
 from blockdraft.errors import UsageError
-from blockdraft.training.answerers import Answer, Answerer
-from blockdraft.training.chats import ChatEncoder, answer_places
-from blockdraft.training.data import DataWriter, Document
-from blockdraft.training.rows import Message
 from blockdraft.types import SamplingParams
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from blockdraft.data.documents import TokenData, read_data
+from blockdraft.data.prepare import Preparation
+from blockdraft.data.settings import DataSettings, RowSettings
 from blockdraft.targets import TargetText, load_target_text
-from blockdraft.training.data import TokenData, read_data
-from blockdraft.training.data_settings import DataSettings, RowSettings
-from blockdraft.training.prepare import Preparation
 
 LONG = "the end " * 20
 

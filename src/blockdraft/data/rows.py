@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from blockdraft.data.settings import RowSettings
 from blockdraft.errors import UsageError
-from blockdraft.training.data_settings import RowSettings
 
 Message: TypeAlias = dict[str, Any]
 # A text, or the messages of a chat. An answer that is still to be written has the content None.

@@ -1,0 +1,61 @@
+"""What a file of this package says of an architecture, as its `ARCHITECTURE`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from blockdraft.nn.draft_config import DraftConfig
+
+Shapes: TypeAlias = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Speculator:
+    """How an architecture is written in the speculators format.
+
+    Attributes:
+        model_type: Its `speculators_model_type`.
+        name: Its name under `architectures`.
+        from_anchor: Whether the anchor's slot guesses too, as it does in DSpark.
+        rows: Names of its own tensors that have a row for each token of the draft vocabulary.
+    """
+
+    model_type: str
+    name: str
+    from_anchor: bool = False
+    rows: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What is an architecture's own in config.json and among the tensors.
+
+    Attributes:
+        names: Its spellings under `architectures`; the first one is written.
+        config: Its configuration. The fields are keys of config.json, at the top level or in `dflash_config`.
+        shapes: Name and shape of every tensor of a checkpoint.
+        nested: Fields that are written in `dflash_config` and nowhere else.
+        adapted: From tensors as other writers name and shape them to ours.
+        marks: What `dflash_config` says of such a model besides.
+        inert: Values of further keys that go with this architecture, as in `zlab_config.INERT`.
+        training: Keys of `dflash_config` that matter to training only.
+        speculator: What it is in the speculators format; None where that has no word for it.
+    """
+
+    names: tuple[str, ...]
+    config: type[DraftConfig]
+    shapes: Callable[[Any], Shapes]
+    nested: tuple[str, ...] = ()
+    adapted: Callable[[Any, Mapping[str, Tensor]], dict[str, Tensor]] = lambda config, tensors: dict(tensors)
+    marks: Mapping[str, Any] = field(default_factory=dict)
+    inert: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    training: tuple[str, ...] = ()
+    speculator: Speculator | None = None
+
+    def own_keys(self) -> set[str]:
+        """Keys of config.json that DFlash v1 does not have."""
+        return {field.name for field in fields(self.config)} - {field.name for field in fields(DraftConfig)}

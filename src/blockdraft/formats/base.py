@@ -1,0 +1,96 @@
+"""What a layout is: one way to keep drafters on disk, one file of this package each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from blockdraft.nn.draft_config import need
+
+
+@dataclass(frozen=True)
+class Borrowed:
+    """What a checkpoint holds of its target.
+
+    Attributes:
+        embedding: `[V, H]`; None where the file leaves it to the target.
+        head: `[Vd, H]`, the output projection of the kept tokens; None likewise, never with a reduced vocabulary.
+        kept: `[Vd]` int64, ascending: the target's ids of the tokens that the drafter can guess. None is all.
+    """
+
+    embedding: Tensor | None
+    head: Tensor | None
+    kept: Tensor | None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A drafter on the CPU.
+
+    Attributes:
+        config: Of its network, with `hidden_size`, `num_target_layers`, `vocab_size` and `taps` at least.
+        tensors: Of its network.
+        borrowed: None in a layout that holds nothing of the target.
+    """
+
+    config: Any
+    tensors: Mapping[str, Tensor]
+    borrowed: Borrowed | None = None
+
+
+class Layout(Protocol):
+    """A module of this package's that defines `LAYOUT`, an object of this kind, is a layout and goes by its file name.
+
+    Attributes:
+        borrows: Whether it holds copies of the target's embedding and head.
+    """
+
+    borrows: bool
+
+    def recognises(self, raw: Mapping[str, Any]) -> bool:
+        """Whether a parsed config.json is of this layout."""
+
+    def read(self, path: Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
+        """Read a folder.
+
+        Args:
+            vocabulary: The target's tokens and their ids.
+            num_target_layers: Of the target.
+
+        Raises:
+            ValueError: It is incomplete or broken, or asks for the unsupported.
+        """
+
+    def check(self, config: Any, target_name: str | None, target_architectures: Sequence[str]) -> None:
+        """Raise a ValueError where the layout has no words for this configuration."""
+
+    def write(
+        self, path: str | Path, checkpoint: Checkpoint, target_name: str | None, target_architectures: Sequence[str]
+    ) -> None:
+        """Write a folder, which appears whole or not at all and replaces the whole of a drafter's folder.
+
+        Args:
+            target_name: Folder or hub name under which readers find the target.
+            target_architectures: As in the target's config.json.
+
+        Raises:
+            ValueError: The tensors do not fit the configuration, the layout has no words for it, or the folder holds
+                something else than a drafter.
+        """
+
+
+def check_fits(
+    config: Any, *, hidden_size: int, num_layers: int, vocab_size: int, max_context: int | None = None
+) -> None:
+    """Check a drafter against its target, whose embedding, head and features it borrows, and against the longest
+    context to be decoded, in tokens (None is not checked). Raises ValueError where they do not fit."""
+    for name, theirs in (("hidden_size", hidden_size), ("num_target_layers", num_layers), ("vocab_size", vocab_size)):
+        ours = getattr(config, name)
+        need(ours == theirs, f"the drafter's {name}", ours, f"the target's, {theirs}; use a drafter made for it")
+    if max_context is not None:
+        limit = config.max_position_embeddings
+        need(max_context <= limit, "max_context", max_context, f"at most the drafter's positions, {limit}")

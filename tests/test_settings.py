@@ -1,0 +1,135 @@
+"""Settings from files, flags and Python, on recipes of training."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from blockdraft.data.settings import RowSettings
+from blockdraft.errors import UsageError
+from blockdraft.settings import as_toml, explain, read_settings, settings
+from blockdraft.training.variants.dflash import DFlashRecipe
+
+
+@settings
+class OwnRecipe(DFlashRecipe):
+    """Attributes:
+    rank: Width of something,
+        in channels.
+    """
+
+    rank: int = 8
+
+
+@settings
+class Needy:
+    rank: int
+
+
+def test_file_then_flags(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.toml"
+    file.write_text('layers = 3\nlearning_rate = 1\ntaps = [1, 2]\nobjective = {decay = 1, dpace = 0.5}\ninit = "x"\n')
+    recipe = read_settings(DFlashRecipe, file, {"layers": "4", "compile": "true", "gamma": "2.5", "init": "none"})
+    assert (recipe.layers, recipe.learning_rate, recipe.taps, recipe.compile, recipe.gamma) == (
+        4,
+        1.0,
+        (1, 2),
+        True,
+        2.5,
+    )
+    assert dict(recipe.objective) == {"decay": 1.0, "dpace": 0.5} and recipe.init is None
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("taps", "3", 3),
+        ("taps", "1,9,17", (1, 9, 17)),
+        ("learning-rate", "6e-4", 6e-4),
+        ("objective", "dpace=0.5,forward_kl=0.5", {"dpace": 0.5, "forward_kl": 0.5}),
+        ("schedule", "wsd", "wsd"),
+        ("steps", "none", None),
+        ("trackers", "", ()),
+    ],
+)
+def test_flags(name: str, text: str, value: object) -> None:
+    assert getattr(read_settings(DFlashRecipe, None, {name: text}), name.replace("-", "_")) == value
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ({"learnin_rate": "1"}, "'learnin_rate' is unknown; did you mean learning_rate"),
+        ({"zzz": "1"}, "'zzz' is unknown; leave it out"),
+        ({"layers": "two"}, "layers is 'two'; it must be a whole number"),
+        ({"layers": "0"}, "layers is '0'; it must be at least 1"),
+        ({"schedule": "step"}, "schedule is 'step'; it must be 'cosine', 'linear' or 'wsd'"),
+        ({"warmup": "2"}, "warmup is '2'; it must be at most 1"),
+        ({"objective": "decay=-1,dpace=1"}, "objective is 'decay=-1,dpace=1'; it must be at least 0"),
+        ({"learning_rate": "nan"}, "learning_rate is 'nan'"),
+        ({"compile": "perhaps"}, "compile is 'perhaps'; it must be true or false"),
+    ],
+)
+def test_bad_flags(flags: dict[str, str], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        read_settings(DFlashRecipe, None, flags)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("layers = 2.5", r"r\.toml: layers is 2\.5; it must be a whole number"),
+        ("compile = 1", "compile is 1; it must be true or false"),
+        ("objective = {decay = 'x'}", r"objective\[decay\] is 'x'; it must be a number\."),
+        ("taps = true", "taps is True; it must be a whole number or a list"),
+        ("learning_rate = inf", "learning_rate is inf; it must be a finite number"),
+        ("layers = true", "layers is True"),
+        ("layer = 2", r"r\.toml: 'layer' is unknown; did you mean layers"),
+        ("taps = []", r"it must be a whole number or a list that is not empty"),
+        ("layers = ", "cannot be read"),
+        ("taps = [1, 'a']", r"r\.toml: taps\[1\] is 'a'; it must be a whole number\."),
+    ],
+)
+def test_bad_files(text: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "r.toml").write_text(text)
+    with pytest.raises(ValueError, match=told):
+        read_settings(DFlashRecipe, tmp_path / "r.toml")
+
+
+def test_a_flag_mends_what_the_file_says_and_is_not_blamed_on_it(tmp_path: Path) -> None:
+    (tmp_path / "r.toml").write_text("layers = 0\nbatch = 6")
+    assert read_settings(DFlashRecipe, tmp_path / "r.toml", {"layers": "2"}).layers == 2
+    with pytest.raises(ValueError, match="^batch is 6; it must be a multiple of accumulation, 4"):
+        read_settings(DFlashRecipe, tmp_path / "r.toml", {"layers": "2", "accumulation": "4"})
+
+
+def test_what_is_made_in_python_is_checked_too() -> None:
+    assert DFlashRecipe(taps=[0, 1]).taps == (0, 1)  # type: ignore[arg-type]
+    assert RowSettings("test", None, 3).limit == 3
+    with pytest.raises(UsageError, match="limit is 0; it must be at least 1"):
+        RowSettings("test", None, 0)
+    with pytest.raises(UsageError, match="9 is one argument too many"):
+        RowSettings("test", None, 3, None, None, None, 9)  # type: ignore[call-arg]
+    for told, wrong in (
+        ("layers is 0; it must be at least 1", {"layers": 0}),
+        ("'layer' is unknown; did you mean layers", {"layer": 1}),
+        ("final is 2; it must be at most 1. layers is 'x'; it must be a whole number", {"layers": "x", "final": 2}),
+    ):
+        with pytest.raises(UsageError, match=told):
+            DFlashRecipe(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="rank is missing"):
+        Needy()  # type: ignore[call-arg]
+    with pytest.raises(UsageError, match="layers is 0"):
+        replace(DFlashRecipe(), layers=0)
+
+
+@pytest.mark.parametrize("explained", [True, False])
+def test_what_is_written_is_read_again(explained: bool, tmp_path: Path) -> None:
+    recipe = OwnRecipe(taps=(1, 2), init='a "b" \\c', objective={"dpace": 0.5}, gamma=None, rank=3, weight_decay=1e-5)
+    (tmp_path / "r.toml").write_text(as_toml(recipe, explained))
+    assert read_settings(OwnRecipe, tmp_path / "r.toml") == recipe
+
+
+def test_own_fields_have_their_explanation() -> None:
+    assert explain(OwnRecipe, "rank") == "Width of something, in channels."
+    assert explain(OwnRecipe, "layers") == "Draft layers."

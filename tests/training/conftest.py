@@ -1,0 +1,81 @@
+"""What tests of the trainer and of its variants share."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from blockdraft.data.features import tapped_features
+from blockdraft.drafters import Drafter
+from blockdraft.proposal import Plan
+from blockdraft.targets import Target
+from blockdraft.training.batches import Rows
+from blockdraft.training.objectives import Slots
+from blockdraft.training.variants import Variant
+from blockdraft.types import SamplingParams
+
+LENGTHS, ANCHORS = (17, 30, 23), ((3, 11, 16), (1, 9, 22, 29), (8, 20))
+
+
+class Drafted(NamedTuple):
+    """What a drafter guesses behind an anchor, and its state before it."""
+
+    anchor: int
+    guesses: list[int]
+    state: Any
+
+
+def drafted(drafter: Drafter, target: Target, tokens: Tensor, anchor: int) -> Drafted:
+    features = tapped_features(target, drafter.taps, [tokens])[0][None, :anchor] if drafter.taps else None
+    state = drafter.new_state(1, 64)
+    drafter.observe(state, tokens[None, :anchor], features, [anchor])
+    plan = Plan(block_size=drafter.block_size, params=(SamplingParams(),))
+    proposal = drafter.propose(state, tokens[anchor : anchor + 1], plan)
+    return Drafted(int(tokens[anchor]), proposal.tokens[0, 1:].tolist(), state)
+
+
+@torch.no_grad()
+def check_parity(
+    variant: Variant[Any, Any, Any], network: Any, drafter: Drafter, target: Target
+) -> tuple[Tensor, list[Drafted]]:
+    """The training forward at an anchor guesses what the drafter drafts at that anchor.
+
+    The tokens behind each anchor are taken to be the drafter's own guesses, because `Variant.guesses` looks at a slot
+    as if all guesses before it had been right.
+
+    Returns:
+        The logits of training, `[A, K, V]`, and what was drafted at each of the A anchors.
+    """
+    random = torch.Generator().manual_seed(1)
+    documents = [torch.randint(5, 200, (length,), generator=random) for length in LENGTHS]
+    # Three documents in one row, with room behind them.
+    starts = [sum(LENGTHS[:i]) for i in range(3)]
+    length = sum(LENGTHS) + 4
+    tokens, places, owners = (torch.zeros(1, length, dtype=torch.long) for _ in range(3))
+    owners[:] = -1
+    features = torch.zeros(1, length, len(drafter.taps) * target.hidden_size)
+    for number, (start, document) in enumerate(zip(starts, documents, strict=True)):
+        part = slice(start, start + len(document))
+        tokens[0, part], places[0, part], owners[0, part] = document, torch.arange(len(document)), number
+        features[0, part] = tapped_features(target, drafter.taps, [document])[0]
+    where = [(number, anchor) for number in range(3) for anchor in ANCHORS[number]]
+    expected = [drafted(drafter, target, documents[number], anchor) for number, anchor in where]
+    anchors = torch.tensor([[starts[number] + anchor for number, anchor in where]])
+    guesses = torch.tensor([one.guesses for one in expected])
+    assert guesses.size(1) == variant.taught_slots
+    assert len(set(guesses.flatten().tolist())) > 10  # else nothing is compared
+
+    blocks = torch.cat([tokens[0][anchors].T, guesses], dim=1)
+    taught = torch.ones_like(guesses, dtype=torch.bool)
+    rows = Rows(tokens, places, owners, anchors, blocks[None], taught[None])
+    hidden = variant.hidden(network, target, features, rows)[0]
+    logits = variant.logits(network, target, hidden)
+    assert torch.equal(variant.guesses(network, Slots(hidden, logits, blocks, taught)), guesses)
+    return logits, expected
+
+
+@pytest.fixture
+def parity() -> Callable[..., tuple[Tensor, list[Drafted]]]:
+    return check_parity

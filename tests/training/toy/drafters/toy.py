@@ -1,0 +1,73 @@
+"""Drafts chains with the toy network, one small pass a guess."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from blockdraft.nn.toy import ToyNetwork  # type: ignore[import-not-found]
+from torch import Tensor
+
+from blockdraft.drafters.base import Entry
+from blockdraft.formats import read_drafter
+from blockdraft.proposal import Plan, Proposal, chain
+from blockdraft.sampling import best_tokens
+from blockdraft.targets import Target
+
+
+class ToyState:
+    """The features of each row's committed tokens, `[T, m * H]`."""
+
+    def __init__(self, rows: list[Tensor]) -> None:
+        self.rows = rows
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.rows = [self.rows[row] for row in rows]
+
+    def join(self, other: ToyState, capacity: int) -> None:
+        self.rows += other.rows
+
+    def prefix(self, row: int, length: int) -> ToyState:
+        return ToyState([self.rows[row][:length]])
+
+
+class ToyDrafter:
+    knows_probabilities = False
+
+    def __init__(self, network: ToyNetwork, target: Target, path: Path | None = None) -> None:
+        self.network = network.to(target.device, target.dtype).eval()
+        self.path, self.taps, self.block_size = path, network.config.taps, network.config.guesses + 1
+        self._target = target
+
+    def new_state(self, batch: int, capacity: int) -> ToyState:
+        return ToyState([torch.zeros(0, len(self.taps) * self._target.hidden_size, dtype=self._target.dtype)] * batch)
+
+    def state_bytes(self, batch: int, capacity: int) -> int:
+        return batch * capacity * len(self.taps) * self._target.hidden_size * self._target.dtype.itemsize
+
+    def observe(self, state: ToyState, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
+        assert features is not None
+        news = [row[:length] for row, length in zip(features, lengths, strict=True)]
+        state.rows = [torch.cat([row, new]) for row, new in zip(state.rows, news, strict=True)]
+
+    @torch.no_grad()
+    def propose(self, state: ToyState, anchor: Tensor, plan: Plan) -> Proposal:
+        hidden = self.network.begin(torch.stack([row[-1] for row in state.rows]))
+        tokens = [anchor]
+        for _ in range(plan.block_size - 1):
+            hidden = self.network.step(hidden, self._target.embed(tokens[-1]))
+            tokens.append(best_tokens(self._target.head(hidden)[:, None])[:, 0])
+        return chain(torch.stack(tokens, dim=1))
+
+
+def load(path: Path, target: Target) -> ToyDrafter:
+    found = read_drafter(path, None, target.num_layers)
+    network = ToyNetwork(found.config)
+    network.load_state_dict(found.tensors)
+    return ToyDrafter(network, target, path)
+
+
+DRAFTER = Entry(
+    load, architectures=("ToyModel",), network=ToyNetwork, layouts=("toy",), variant="toy", drafter=ToyDrafter
+)

@@ -1,0 +1,43 @@
+"""A layout of its own: config.json holds the configuration as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from blockdraft.nn.toy import ToyConfig, ToyNetwork  # type: ignore[import-not-found]
+
+from blockdraft.errors import UsageError
+from blockdraft.formats.base import Checkpoint
+from blockdraft.formats.folder import check_tensors, read_config, read_tensors, write_folder
+
+NAME = "ToyModel"
+
+
+class ToyLayout:
+    borrows = False
+
+    def recognises(self, raw: Mapping[str, Any]) -> bool:
+        return raw.get("architectures") == [NAME]
+
+    def read(self, path: Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
+        raw = {name: value for name, value in read_config(path).items() if name != "architectures"}
+        config = ToyConfig(**{**raw, "taps": tuple(raw["taps"])})
+        tensors = read_tensors(path)
+        check_tensors({name: tuple(one.shape) for name, one in ToyNetwork(config).state_dict().items()}, tensors)
+        return Checkpoint(config, tensors)
+
+    def check(self, config: Any, target_name: str | None, target_architectures: Sequence[str]) -> None:
+        if not isinstance(config, ToyConfig):
+            raise UsageError(f"The configuration is a {type(config).__name__}; this layout holds toys.")
+
+    def write(
+        self, path: str | Path, checkpoint: Checkpoint, target_name: str | None, target_architectures: Sequence[str]
+    ) -> None:
+        self.check(checkpoint.config, target_name, target_architectures)
+        write_folder(path, {"architectures": [NAME], **asdict(checkpoint.config)}, checkpoint.tensors)
+
+
+LAYOUT = ToyLayout()

@@ -1,0 +1,35 @@
+"""A network that guesses one token after the other from the target's feature before the anchor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class ToyConfig:
+    hidden_size: int
+    vocab_size: int
+    num_target_layers: int
+    taps: tuple[int, ...]
+    guesses: int
+
+
+class ToyNetwork(nn.Module):
+    def __init__(self, config: ToyConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(len(config.taps) * config.hidden_size, config.hidden_size)
+        self.mix = nn.Linear(2 * config.hidden_size, config.hidden_size)
+        self.norm = nn.RMSNorm(config.hidden_size)
+
+    def begin(self, feature: Tensor) -> Tensor:
+        """`[..., H]` of the feature `[..., m * H]` right before the anchor."""
+        return cast(Tensor, self.fc(feature))
+
+    def step(self, hidden: Tensor, embedded: Tensor) -> Tensor:
+        """The hidden state that guesses what follows the embedded token, both `[..., H]`."""
+        return cast(Tensor, self.norm(hidden + torch.tanh(self.mix(torch.cat([hidden, embedded], dim=-1)))))
