@@ -34,7 +34,7 @@ def test_each_dtype_and_head_size_has_a_library_of_its_own(folder: Path) -> None
     libraries = [compiled().library(), Build(torch.bfloat16, torch.bfloat16).library()]
     libraries.append(Build(torch.float32, torch.float32, head_dim=12).library())
     assert len(list(folder.iterdir())) == 3
-    assert libraries[2] is not None and libraries[2].lanes() == 4
+    assert libraries[2] is not None and libraries[2].lanes == 4
 
 
 @pytest.mark.slow

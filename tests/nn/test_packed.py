@@ -1,6 +1,5 @@
 """Packed products against `F.linear` in float64."""
 
-import ctypes
 from itertools import product
 
 import pytest
@@ -8,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from blockdraft.cpu.build import build
+from blockdraft.cpu.library import Library
 from blockdraft.nn.packed import PackedLinear, fits_bfloat16, int8_rows
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 11, 13, 16, 32)
@@ -15,7 +15,7 @@ SHAPES = ((1, 1), (3, 5), (16, 8), (33, 40), (224, 17), (7, 130))  # inputs, out
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.int8: 1e-5}
 
 
-def library(dtype: torch.dtype) -> ctypes.CDLL:
+def library(dtype: torch.dtype) -> Library:
     found = build(dtype, torch.bfloat16 if dtype == torch.bfloat16 else torch.float32).library()
     assert found is not None
     return found

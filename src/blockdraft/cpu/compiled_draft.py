@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 from array import array
-from ctypes import c_int64, c_void_p
 from functools import lru_cache
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from blockdraft.cpu.build import LONGEST_WAIT_SECONDS, STILL_AT_WORK, build
-from blockdraft.cpu.compiled import (
-    EVERYWHERE,
-    CallFields,
-    CompiledDecoder,
-    CompiledLayers,
-    ModelFields,
-    address,
-    numbers,
-)
+from blockdraft.cpu.build import build
+from blockdraft.cpu.compiled import EVERYWHERE, CompiledDecoder, CompiledLayers, address, numbers
+from blockdraft.cpu.library import KINDS, CallFields, Library, LinearFields, ModelFields
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.dflash import DFlashNetwork, DraftLayer
 from blockdraft.nn.draft_pass import DraftPass, joined
-from blockdraft.nn.packed import KINDS, PackedLinear, PackedWeight, fits_bfloat16
+from blockdraft.nn.packed import PackedLinear, fits_bfloat16
 
 
 def why_not_drafts(network: DFlashNetwork) -> str | None:
@@ -45,16 +36,18 @@ def draft_pass(network: DFlashNetwork, target: CompiledDecoder | None) -> DraftP
 
     Weights in float32 that bfloat16 holds as well are kept in it, for the same numbers in half of the memory.
     """
-    if target is None or why_not_drafts(network) is not None:
-        return DraftPass(network)
+    if target is None:
+        return DraftPass(network, "its target is not compiled")
+    reason = why_not_drafts(network)
+    if reason is not None:
+        return DraftPass(network, reason)
     dtype = network.fc.weight.dtype
     halved = dtype == torch.float32 and all(fits_bfloat16(p) for p in network.parameters() if p.ndim == 2)
     made = build(torch.bfloat16 if halved else dtype, dtype, network.config.head_dim)
-    library = made.library(LONGEST_WAIT_SECONDS)
+    library = made.library()
     if library is None:
-        reason = made.reason or STILL_AT_WORK
-        logging.getLogger(__name__).warning("The drafter runs uncompiled, which is slower: %s.", reason)
-        return DraftPass(network)
+        logging.getLogger(__name__).warning("The drafter runs uncompiled, which is slower: %s.", made.reason)
+        return DraftPass(network, made.reason)
     return CompiledDraftPass(network, library, target if target.library is library else None)
 
 
@@ -71,8 +64,10 @@ class CompiledDraftPass(CompiledLayers):
         has_head: Whether `guesses` can be called, which takes fewer calls than its parts.
     """
 
+    compile_reason: str | None = None
+
     @torch.no_grad()
-    def __init__(self, network: DFlashNetwork, library: ctypes.CDLL, target: CompiledDecoder | None = None) -> None:
+    def __init__(self, network: DFlashNetwork, library: Library, target: CompiledDecoder | None = None) -> None:
         self.config = config = network.config
         super().__init__(library, config.num_hidden_layers, EVERYWHERE)
         self._network, self._like = network, network.fc.weight
@@ -91,8 +86,8 @@ class CompiledDraftPass(CompiledLayers):
             own.window, own.whole_block = kind.window or 0, not kind.causal
         self._model = ModelFields(
             self._layers,
-            PackedWeight() if target is None else target.embedding,
-            PackedWeight() if target is None else target.head,
+            LinearFields() if target is None else target.embedding,
+            LinearFields() if target is None else target.head,
             self._pointer(network.norm.weight),
             *(config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.num_key_value_heads),
             *(config.head_dim, config.intermediate_size, 0, 0),
@@ -104,16 +99,19 @@ class CompiledDraftPass(CompiledLayers):
         # The one output that is wanted is that of the final norm.
         self._taps = numbers([config.num_hidden_layers])
 
+    def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
+        observed = 4 * self.library.draft_context_workspace(self._model, batch, nodes)
+        return max(observed, super().workspace_bytes(batch, nodes, slots))
+
     def observe(self, state: KVCache, features: Tensor) -> None:
         """As `DraftPass.observe`."""
         rows, lengths = features.float().contiguous(), numbers(state.lengths)
         call, end = self._call(state, rows.size(0), rows.size(1), lengths)
         call.embedded = rows.data_ptr()
-        self._reach(end)
-        model, count = ctypes.byref(self._model), c_int64(rows.size(0) * rows.size(1))
-        call.workspace = self._room(self.library.draft_context_workspace(model, count))
-        fc, norm = ctypes.byref(self._features), c_void_p(self._hidden_norm)
-        self.library.draft_context(model, ctypes.byref(call), fc, norm)
+        with self._lock:
+            self._reach(end)
+            self._work_in(call, self.library.draft_context_workspace(self._model, call.batch, call.nodes))
+            self.library.draft_context(self._model, call, self._features, self._hidden_norm)
 
     def __call__(self, state: KVCache, block: Tensor, window: int | None = None) -> Tensor:
         """As `DraftPass.__call__`."""
@@ -160,17 +158,18 @@ class CompiledDraftPass(CompiledLayers):
         """A call about N nodes behind each row's committed tokens; and the slots that it reaches."""
         config = self.config
         shape = (config.num_hidden_layers, 2 * config.num_key_value_heads, config.head_dim)
-        store, end = state.stacked(*shape, self._like), max(state.lengths) + count
+        store, end = state.stacked(*shape, self._like), max(state.lengths, default=0) + count
         assert end <= store.size(3) and store[0, 0].is_contiguous(), (end, store.shape, store.stride())
-        call = CallFields(lengths=address(lengths), batch=batch, nodes=count)
+        assert len(lengths) == batch and store.dtype == self.library.store_dtype, (state.lengths, batch, store.dtype)
+        call = CallFields(lengths=address(lengths), batch=batch, nodes=count, slots=store.size(3))
         call.store, call.threads = store.data_ptr(), torch.get_num_threads()
         call.layer_stride, call.row_stride, call.head_stride = store.stride()[:3]
         return call, end
 
-    def _pack(self, *projections: torch.nn.Linear) -> PackedWeight:
+    def _pack(self, *projections: torch.nn.Linear) -> LinearFields:
         packed = joined(projections, views=False)
         self._packed.append(packed)  # which owns the memory
-        return packed.pack(self.library)
+        return self.library.linear(packed)
 
 
 @lru_cache(maxsize=256)

@@ -93,6 +93,11 @@ class DFlashDrafter:
             self._room = room
         self._masks = torch.full((1, self.block_size), self.config.mask_token_id, device=target.device)
 
+    @property
+    def compile_reason(self) -> str | None:
+        """Why the network is not compiled for a CPU, in words; None where it is, or runs as CUDA graphs."""
+        return self._run.compile_reason
+
     def new_state(self, batch: int, capacity: int) -> KVCache:
         return KVCache(batch, capacity, self._room)
 

@@ -65,10 +65,12 @@ class DraftPass:
     Args:
         network: Of any kind of the family, on its device and in its dtype. Its projections become views of the joined
             ones, so that their memory is not taken twice; its weights must not be replaced afterwards.
+        compile_reason: Why it is not compiled, where it might have been.
     """
 
     @torch.no_grad()
-    def __init__(self, network: DFlashNetwork) -> None:
+    def __init__(self, network: DFlashNetwork, compile_reason: str | None = None) -> None:
+        self.compile_reason = compile_reason
         self.config = config = network.config
         shared = {id(tensor): tensor for tensor in (*network.parameters(), *network.buffers())}
         self.network = deepcopy(network, shared)

@@ -18,7 +18,6 @@ from blockdraft.machine import send
 from blockdraft.nn.attention import grouped_mask, visible_slots
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.decoder import Decoder
-from blockdraft.nn.packed import weights_dtype
 from blockdraft.proposal import chain_parents, depths, is_chain, tree_mask
 from blockdraft.targets.base import Cache, TargetOutput
 from blockdraft.targets.checkpoint import architecture, drafter_shape, end_tokens, max_context
@@ -75,7 +74,7 @@ class NativeTarget:
         parts = ["native"]
         if self.compiled is not None:
             parts.append("compiled")
-            if self.dtype == torch.float32 and weights_dtype(self.compiled.library) == torch.bfloat16:
+            if self.dtype == torch.float32 and self.compiled.library.weights_dtype == torch.bfloat16:
                 parts.append("weights kept in bfloat16")
         if self.captured is not None:
             parts.append("captured")

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
-from blockdraft.cpu.build import LONGEST_WAIT_SECONDS, STILL_AT_WORK, Build, build
+from blockdraft.cpu.build import Build, build
 from blockdraft.cpu.compiled import CompiledDecoder, why_not
 from blockdraft.cuda.graphs import CudaRecorder
 from blockdraft.cuda.rounded import round_weights, why_not_rounded
@@ -45,8 +45,7 @@ def load(
 
     Matrices in bfloat16 are kept in it where the forward is compiled, though its dtype be float32: no number changes.
 
-    The compiler, where one is needed, runs while the weights are read. What is used once they are there stays in use:
-    an answer is never begun one way and ended the other.
+    The compiler, where one is needed, runs while the weights are read, and is waited for, however long it takes.
 
     Raises:
         NotCovered: The family or one of its settings is none that the decoder knows, or the weights are not there under
@@ -168,11 +167,10 @@ def read_tensor(files: dict[str, Any], name: str) -> Tensor:
 
 def _compile(target: NativeTarget, library: Build, compile: Compile) -> str | None:
     """Let the target use this library. Returns why it does not."""
-    found = library.library(LONGEST_WAIT_SECONDS if compile == "auto" else None)
+    found = library.library()
     if found is None:
-        reason = library.reason or STILL_AT_WORK
         if compile == "auto":
-            logging.getLogger(__name__).warning("The target runs uncompiled, which is slower: %s.", reason)
-        return reason
+            logging.getLogger(__name__).warning("The target runs uncompiled, which is slower: %s.", library.reason)
+        return library.reason
     target.compiled = CompiledDecoder(target.decoder, found, target.max_context)
     return None
