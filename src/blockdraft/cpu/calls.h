@@ -56,7 +56,7 @@ const Field *fields(void) {
     return all;
 }
 
-/* Functions return 0 or a size, or one of these with a minus. */
+/* Functions return 0 or a size, or one of these with a minus; then they have done nothing. */
 #define PROBLEMS(P)                                                                                       \
     P(POINTER, "a pointer is null that must not be")                                                      \
     P(SIZES, "a size of the model is below 1, or does not fit the others")                                \
@@ -66,7 +66,6 @@ const Field *fields(void) {
     P(PARENTS, "the parent of a node is neither -1 nor a node before it")                                 \
     P(TAPS, "a tap lies beyond the layers")                                                               \
     P(LOGITS, "logits are wanted of a node that is not there, or of more nodes than there are")           \
-    P(ROOM, "the workspace is too small")                                                                 \
     P(TOKENS, "a token lies outside the embedding")
 #define CODE(name, words) name,
 #define WORDS(name, words) words,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from ctypes import c_int64
 from typing import Any
 
@@ -80,24 +80,25 @@ class CompiledLayers(ABC):
         beside their results. That of the largest call so far is kept."""
         return 4 * self.library.decoder_workspace(self._model, batch, nodes, slots, torch.get_num_threads())
 
-    def _work_in(self, call: CallFields, needed: int) -> None:
-        """Give a call a workspace of so many numbers of float32."""
-        if self._workspace.numel() < needed:
-            self._workspace = torch.empty(0)  # before there is a larger one
-            self._workspace = torch.empty(needed)
-        call.workspace, call.room = self._workspace.data_ptr(), self._workspace.numel()
+    def _in_workspace(self, function: Callable[..., int], call: CallFields, end: int, *more: object) -> None:
+        """Let a function of the library do what a call says, with at most `end` slots a row."""
+        with self._lock:
+            self._reach(end)
+            call.workspace, call.room = self._workspace.data_ptr(), self._workspace.numel()
+            needed = function(self._model, call, *more)
+            if needed:
+                self._workspace = torch.empty(0)  # before there is a larger one
+                self._workspace = torch.empty(needed)
+                call.workspace, call.room = self._workspace.data_ptr(), needed
+                function(self._model, call, *more)
 
     def _run(self, call: CallFields, end: int) -> None:
         """Run the layers, with at most `end` slots a row."""
-        with self._lock:
-            self._reach(end)
-            shape = call.batch, call.nodes, end, call.threads
-            self._work_in(call, self.library.decoder_workspace(self._model, *shape))
-            try:
-                self.library.decoder_forward(self._model, call)
-            except AssertionError:
-                self._check_tokens(call)
-                raise
+        try:
+            self._in_workspace(self.library.decoder_forward, call, end)
+        except AssertionError:
+            self._check_tokens(call)
+            raise
 
     def _check_tokens(self, call: CallFields) -> None:
         """Raise a UsageError for the first token outside the vocabulary."""
@@ -182,9 +183,10 @@ class CompiledDecoder(CompiledLayers):
         batch, count = tokens.shape
         config, end, threads = self._decoder.config, max(lengths, default=0) + count, torch.get_num_threads()
         assert tokens.dtype == parents.dtype == torch.int64 and parents.shape == tokens.shape and len(lengths) == batch
-        shape = len(config.layers), batch, 2 * config.num_kv_heads, store.size(3), config.head_dim
-        assert store.shape == shape and store.dtype == self.library.store_dtype, (store.shape, shape, store.dtype)
-        assert end <= store.size(3) and store[0, 0].is_contiguous(), (end, store.shape, store.stride())
+        layers, rows_held, heads, slots, _ = store.shape
+        assert (layers, rows_held, heads) == (len(config.layers), batch, 2 * config.num_kv_heads), store.shape
+        assert end <= slots and store.stride()[3:] == (config.head_dim, 1), (end, store.shape, store.stride())
+        assert store.dtype == self.library.store_dtype, store.dtype
         wanted = None if logits_at is None else logits_at + torch.arange(batch) * count
         assert logits_at is None or bool(((logits_at >= 0) & (logits_at < count)).all()), (logits_at, count)
         scored = count if wanted is None else 1
@@ -200,7 +202,7 @@ class CompiledDecoder(CompiledLayers):
             address(tapped),
             None if wanted is None else wanted.data_ptr(),
             None,
-            *(batch, count, len(taps), batch * scored, EVERYWHERE, threads, store.size(3), 0),
+            *(batch, count, len(taps), batch * scored, EVERYWHERE, threads, slots, 0),
             store.data_ptr(),
             *store.stride()[:3],
             *(None if features is None else features.data_ptr(), logits.data_ptr()),

@@ -108,10 +108,7 @@ class CompiledDraftPass(CompiledLayers):
         rows, lengths = features.float().contiguous(), numbers(state.lengths)
         call, end = self._call(state, rows.size(0), rows.size(1), lengths)
         call.embedded = rows.data_ptr()
-        with self._lock:
-            self._reach(end)
-            self._work_in(call, self.library.draft_context_workspace(self._model, call.batch, call.nodes))
-            self.library.draft_context(self._model, call, self._features, self._hidden_norm)
+        self._in_workspace(self.library.draft_context, call, end, self._features, self._hidden_norm)
 
     def __call__(self, state: KVCache, block: Tensor, window: int | None = None) -> Tensor:
         """As `DraftPass.__call__`."""
@@ -159,9 +156,10 @@ class CompiledDraftPass(CompiledLayers):
         config = self.config
         shape = (config.num_hidden_layers, 2 * config.num_key_value_heads, config.head_dim)
         store, end = state.stacked(*shape, self._like), max(state.lengths, default=0) + count
-        assert end <= store.size(3) and store[0, 0].is_contiguous(), (end, store.shape, store.stride())
+        slots = store.size(3)
+        assert end <= slots and store.stride()[3:] == (config.head_dim, 1), (end, store.shape, store.stride())
         assert len(lengths) == batch and store.dtype == self.library.store_dtype, (state.lengths, batch, store.dtype)
-        call = CallFields(lengths=address(lengths), batch=batch, nodes=count, slots=store.size(3))
+        call = CallFields(lengths=address(lengths), batch=batch, nodes=count, slots=slots)
         call.store, call.threads = store.data_ptr(), torch.get_num_threads()
         call.layer_stride, call.row_stride, call.head_stride = store.stride()[:3]
         return call, end

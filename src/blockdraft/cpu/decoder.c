@@ -33,8 +33,14 @@ static void hide(const Layer *layer, const Call *call, i64 row, i64 node, i64 be
     i64 first = layer->window ? length + depths[node] - layer->window + 1 : 0;
     if (first < length - call->reach) first = length - call->reach;
     for (i64 t = begin; t < first && t < length; t++) scores[t] = mark;
+    const i64 nodes = slots - length;
+    if (!layer->whole_block && depths[node] == node) { /* all nodes before it are its ancestors, as in a chain */
+        for (i64 other = 0; other < first - length; other++) scores[length + other] = mark;
+        for (i64 other = node + 1; other < nodes; other++) scores[length + other] = mark;
+        return;
+    }
     i64 seen = node; /* of the nodes from the last to the first: itself, then its parent, and so on */
-    for (i64 other = slots - length - 1; other >= 0; other--) {
+    for (i64 other = nodes - 1; other >= 0; other--) {
         int visible = layer->whole_block || other == seen;
         if (other == seen) seen = parents[other];
         if (layer->window && llabs(depths[other] - depths[node]) >= layer->window) visible = 0;
@@ -177,6 +183,7 @@ i64 decoder_workspace(const Model *m, i64 batch, i64 nodes, i64 slots, i64 threa
     return wrong ? wrong : places(m, batch * nodes, slots, threads).end;
 }
 
+/* Returns 0; or, having done nothing, how much room is needed, where there is less. */
 i64 decoder_forward(const Model *m, const Call *call) {
     REFUSE(!m || !call, POINTER);
     i64 wrong = check_shape(m, call->batch, call->nodes, call->slots, call->threads);
@@ -190,8 +197,8 @@ i64 decoder_forward(const Model *m, const Call *call) {
         if (call->lengths[row] > longest) longest = call->lengths[row];
     const Places at = places(m, rows, longest + N, call->threads);
     if (!rows) return 0;
+    if (call->room < at.end) return at.end;
     REFUSE(!call->workspace, POINTER);
-    REFUSE(call->room < at.end, ROOM);
     float *w = call->workspace, *x = w + at.x, *h = w + at.h, *qkv = w + at.qkv, *wide = w + at.wide;
     i64 *depths = (i64 *)(w + at.depths);
     uint8_t *strange = (uint8_t *)(w + at.strange);
@@ -261,16 +268,18 @@ i64 draft_context_workspace(const Model *m, i64 batch, i64 nodes) {
 }
 
 /* Write the keys and values of committed tokens, for all layers of a draft network, from its target's features, which
-   are the embedded rows here: through a projection, a norm, and the keys' and values' part of each layer's qkv. */
+   are the embedded rows here: through a projection, a norm, and the keys' and values' part of each layer's qkv.
+   Returns as `decoder_forward`. */
 i64 draft_context(const Model *m, const Call *call, const Linear *features, const float *norm) {
     REFUSE(!m || !call || !features || !norm || !features->weight, POINTER);
     i64 wrong = check_shape(m, call->batch, call->nodes, call->slots, call->threads);
     if (!wrong) wrong = check_rows(m, call);
     const i64 rows = call->batch * call->nodes;
     if (wrong || !rows) return wrong;
+    const i64 needed = draft_context_workspace(m, call->batch, call->nodes);
+    if (call->room < needed) return needed;
     REFUSE(!call->embedded || !call->workspace, POINTER);
     REFUSE(features->inputs < 1 || features->outputs != m->hidden, SIZES);
-    REFUSE(call->room < draft_context_workspace(m, call->batch, call->nodes), ROOM);
     const i64 H = m->hidden, width = 2 * m->kv_heads * m->head_dim;
     const i64 queries = m->heads * m->head_dim; /* whole blocks, since head_dim is a multiple of LANES */
     float *h = call->workspace, *keys_values = h + rows * H;

@@ -152,15 +152,17 @@ class Library:
         """Numbers of float32 that `decoder_forward` needs for rows that reach so many slots, their nodes' included."""
         return self._checked(self._decoder_workspace(byref(model), batch, nodes, slots, threads))
 
-    def decoder_forward(self, model: ModelFields, call: CallFields) -> None:
-        self._checked(self._decoder_forward(byref(model), byref(call)))
+    def decoder_forward(self, model: ModelFields, call: CallFields) -> int:
+        """0; or, having done nothing, the numbers of float32 that the call needs room for, where it has less."""
+        return self._checked(self._decoder_forward(byref(model), byref(call)))
 
     def draft_context_workspace(self, model: ModelFields, batch: int, nodes: int) -> int:
         """Numbers of float32 that `draft_context` needs."""
         return self._checked(self._draft_context_workspace(byref(model), batch, nodes))
 
-    def draft_context(self, model: ModelFields, call: CallFields, features: LinearFields, norm: int) -> None:
-        self._checked(self._draft_context(byref(model), byref(call), byref(features), norm))
+    def draft_context(self, model: ModelFields, call: CallFields, features: LinearFields, norm: int) -> int:
+        """As `decoder_forward`."""
+        return self._checked(self._draft_context(byref(model), byref(call), byref(features), norm))
 
     def product(self, weight: Tensor, scale: Tensor | None, bias: Tensor | None, inputs: int, outputs: int) -> Product:
         """As `nn.packed.Kernels` has it."""
