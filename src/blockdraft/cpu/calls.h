@@ -91,9 +91,31 @@ static i64 check_shape(const Model *m, i64 batch, i64 nodes, i64 slots, i64 thre
     return 0;
 }
 
+static i64 check_linear(const Linear *l, i64 inputs, i64 outputs) {
+    REFUSE(!l->weight, POINTER);
+    REFUSE(l->inputs != inputs || l->outputs != outputs, SIZES);
+    return 0;
+}
+
+static i64 check_layers(const Model *m) {
+    const i64 H = m->hidden, mixed = m->heads * m->head_dim;
+    for (i64 index = 0; index < m->num_layers; index++) {
+        const Layer *layer = m->layers + index;
+        i64 wrong = check_linear(&layer->qkv, H, mixed + 2 * m->kv_heads * m->head_dim);
+        if (!wrong) wrong = check_linear(&layer->output, mixed, H);
+        if (!wrong) wrong = check_linear(&layer->gate_up, H, 2 * m->inner);
+        if (!wrong) wrong = check_linear(&layer->down, m->inner, H);
+        REFUSE(wrong, -wrong);
+        REFUSE(!layer->before_attention || !layer->before_mlp || !layer->cos || !layer->sin, POINTER);
+    }
+    return 0;
+}
+
 /* What all calls that write to the store have in common. */
 static i64 check_rows(const Model *m, const Call *call) {
     REFUSE(call->nodes && m->max_positions < 1, SIZES);
+    const i64 wrong = call->batch && call->nodes ? check_layers(m) : 0;
+    REFUSE(wrong, -wrong);
     REFUSE(call->batch && (!call->lengths || !call->store), POINTER);
     for (i64 row = 0; row < call->batch; row++)
         REFUSE(call->lengths[row] < 0 || call->lengths[row] > call->slots - call->nodes, LENGTHS);
@@ -103,10 +125,13 @@ static i64 check_rows(const Model *m, const Call *call) {
 static i64 check_nodes(const Model *m, const Call *call) {
     const i64 rows = call->batch * call->nodes;
     REFUSE(rows && (!call->parents || !(call->tokens || call->embedded) || !m->norm), POINTER);
-    REFUSE(rows && !call->embedded && !m->embedding.weight, POINTER);
-    REFUSE(call->num_taps < 0 || call->num_logits < 0 || call->num_logits > rows, LOGITS);
+    REFUSE(call->num_taps < 0, TAPS);
+    REFUSE(call->num_logits < 0 || call->num_logits > rows, LOGITS);
     REFUSE(call->num_taps && rows && (!call->taps || !call->features), POINTER);
-    REFUSE(call->num_logits && (!call->logits || !m->head.weight), POINTER);
+    REFUSE(call->num_logits && !call->logits, POINTER);
+    i64 wrong = rows && !call->embedded ? check_linear(&m->embedding, m->hidden, m->embedding.outputs) : 0;
+    if (!wrong && call->num_logits) wrong = check_linear(&m->head, m->hidden, m->head.outputs);
+    REFUSE(wrong, -wrong);
     for (i64 node = 0; node < rows; node++)
         REFUSE(call->parents[node] < -1 || call->parents[node] >= node % call->nodes, PARENTS);
     for (i64 k = 0; k < call->num_taps; k++) REFUSE(call->taps[k] < 0 || call->taps[k] > m->num_layers, TAPS);

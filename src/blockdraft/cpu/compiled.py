@@ -6,16 +6,15 @@ import threading
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from ctypes import c_int64
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from blockdraft.cpu.library import NORMS, PROJECTIONS, CallFields, LayerFields, Library, ModelFields
-from blockdraft.errors import UsageError
 from blockdraft.nn.decoder import Decoder, Norm
 from blockdraft.nn.decoder_config import DecoderConfig
+from blockdraft.nn.packed import check_tokens
 
 FIRST_POSITIONS = 1024  # of the tables of angles, which grow as texts do
 EVERYWHERE = 1 << 40  # more tokens than there are
@@ -92,24 +91,14 @@ class CompiledLayers(ABC):
                 call.workspace, call.room = self._workspace.data_ptr(), needed
                 function(self._model, call, *more)
 
-    def _run(self, call: CallFields, end: int) -> None:
+    def _run(self, call: CallFields, end: int, tokens: Tensor | None) -> None:
         """Run the layers, with at most `end` slots a row."""
         try:
             self._in_workspace(self.library.decoder_forward, call, end)
         except AssertionError:
-            self._check_tokens(call)
+            if tokens is not None:  # the one argument that is not ours
+                check_tokens(tokens, self._model.embedding.outputs)
             raise
-
-    def _check_tokens(self, call: CallFields) -> None:
-        """Raise a UsageError for the first token outside the vocabulary."""
-        tokens = (c_int64 * (call.batch * call.nodes)).from_address(call.tokens) if call.tokens else ()
-        count = self._model.embedding.outputs
-        for token in tokens:
-            if not 0 <= token < count:
-                raise UsageError(
-                    f"Token id {token} is none of the {count} that the model knows; "
-                    "use the tokenizer that the model was trained with."
-                )
 
     def _pointer(self, weight: Tensor) -> int:
         kept = weight.detach().float().contiguous()
@@ -208,7 +197,7 @@ class CompiledDecoder(CompiledLayers):
             *(None if features is None else features.data_ptr(), logits.data_ptr()),
             best=best.data_ptr(),
         )
-        self._run(call, end)
+        self._run(call, end, tokens)
         return logits, features, best
 
     def _angles(self, count: int) -> list[tuple[Tensor, Tensor]]:

@@ -115,7 +115,7 @@ class CompiledDraftPass(CompiledLayers):
         rows, lengths = block.float().contiguous(), numbers(state.lengths)
         call, end = self._call(state, rows.size(0), rows.size(1), lengths)
         call.embedded = rows.data_ptr()
-        return self._pass(call, end, window).to(block.dtype)
+        return self._pass(call, end, None, window).to(block.dtype)
 
     def guesses(self, state: KVCache, tokens: Tensor, first: int, window: int | None = None) -> tuple[Tensor, Tensor]:
         """A pass over blocks of tokens, with the head behind it.
@@ -135,15 +135,15 @@ class CompiledDraftPass(CompiledLayers):
         wanted = _slots_from(first, *tokens.shape)
         logits = torch.empty(len(tokens), tokens.size(1) - first, self._model.head.outputs)
         call.logits, call.logits_at, call.num_logits = logits.data_ptr(), address(wanted), len(wanted)
-        return self._pass(call, end, window)[:, first:].to(self._like.dtype), logits
+        return self._pass(call, end, tokens, window)[:, first:].to(self._like.dtype), logits
 
-    def _pass(self, call: CallFields, end: int, window: int | None) -> Tensor:
+    def _pass(self, call: CallFields, end: int, tokens: Tensor | None, window: int | None) -> Tensor:
         """`[B, N, H]` behind the final norm."""
         parents = _chain_parents(call.batch, call.nodes)
         hidden = torch.empty(call.batch, call.nodes, self.config.hidden_size)
         call.parents, call.taps, call.num_taps = address(parents), address(self._taps), 1
         call.features, call.reach = hidden.data_ptr(), EVERYWHERE if window is None else window
-        self._run(call, end)
+        self._run(call, end, tokens)
         return hidden
 
     def _angles(self, count: int) -> list[tuple[Tensor, Tensor]]:

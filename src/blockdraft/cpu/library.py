@@ -137,6 +137,7 @@ class Library:
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
         check_structs(library)
+        self._library = library
         self._problem = _function(library, "problem", c_int64, returns=c_char_p)
         self._decoder_workspace = _function(library, "decoder_workspace", c_void_p, *[c_int64] * 4)
         self._decoder_forward = _function(library, "decoder_forward", c_void_p, c_void_p)

@@ -83,8 +83,7 @@ class PackedLinear(nn.Module):
         if self._kernels is None:
             rows = F.embedding(index, self.stored)
         else:
-            for wrong in index[(index < 0) | (index >= self.out_features)].tolist():  # would be read from the padding
-                raise UsageError(f"Token id {wrong} is none of the {self.out_features} that the model knows.")
+            check_tokens(index, self.out_features)  # beyond them lies padding
             lanes = self.stored.size(2)
             rows = self.stored[index // lanes, :, index % lanes]
         return rows.to(self.dtype) if self.scale is None else rows * self.scale[index].unsqueeze(-1)
@@ -120,6 +119,16 @@ class PackedLinear(nn.Module):
         out = rows.new_empty(*x.shape[:-1], self.out_features)
         self._product(rows, out)
         return out.to(x.dtype)
+
+
+def check_tokens(tokens: Tensor, count: int) -> None:
+    """Raise a UsageError unless all of these token ids, int64, are below the vocabulary's size, and none is negative."""
+    wrong = tokens[(tokens < 0) | (tokens >= count)]
+    if len(wrong):
+        raise UsageError(
+            f"Token id {int(wrong[0])} is none of the {count} that the model knows; "
+            "use the tokenizer that it was trained with."
+        )
 
 
 def fits_bfloat16(weight: Tensor) -> bool:
