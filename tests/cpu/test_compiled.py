@@ -228,7 +228,9 @@ def test_tokens_must_be_known(target: Target) -> None:
     for wrong in (-1, target.vocab_size, 999):
         cache, _ = read(target, PROMPTS[:2])
         block = torch.tensor([[1, 2], [wrong, 3]])
-        with pytest.raises(UsageError, match=f"Token id {wrong} is none of the {target.vocab_size} .* use the tokenizer"):
+        with pytest.raises(
+            UsageError, match=f"Token id {wrong} is none of the {target.vocab_size} .* use the tokenizer"
+        ):
             target.forward(*pair(chain(block)), cache)  # type: ignore[arg-type]
         with pytest.raises(UsageError, match=f"Token id {wrong} is none of"):
             target.embed(block)

@@ -112,7 +112,7 @@ FORWARD = BOTH | {
     "less than no logits": (set_call(num_logits=-1), LOGITS),
     "less than no taps": (set_call(num_taps=-1), TAPS),
     "logits of a node that is not there": (
-        lambda model, call: (setattr(call, "logits_at", call.tokens), write("tokens", 6, at=5)(model, call)) and None,
+        lambda model, call: [set_call(logits_at=call.tokens)(model, call), write("tokens", 6, at=5)(model, call)][0],
         LOGITS,
     ),
     "token 999": (write("tokens", 999, at=4), "UsageError: Token id 999 is none of the 265"),
@@ -158,7 +158,9 @@ def try_all(target_dir: Path, drafter_dir: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_cannot_be_computed_is_refused_and_the_process_lives(tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
+def test_what_cannot_be_computed_is_refused_and_the_process_lives(
+    tiny_target_dir: Path, tiny_drafter_dir: Path
+) -> None:
     command = [sys.executable, __file__, str(tiny_target_dir), str(tiny_drafter_dir)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     found = dict(json.loads(line) for line in done.stdout.splitlines())
