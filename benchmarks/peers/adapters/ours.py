@@ -14,16 +14,13 @@ from serve import Answer, Missing, Request, serve
 
 import blockdraft
 
-
 CODE = (".py", ".c", ".h")
 
 
 def sources() -> str:
     """Tells two states of the package apart that carry the same version."""
     home = Path(blockdraft.__file__).parent
-    found = hashlib.sha256(
-        b"".join(path.read_bytes() for path in sorted(home.rglob("*.[pch]*")) if path.suffix in CODE)
-    )
+    found = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(home.rglob("*.*")) if path.suffix in CODE))
     return f"{version('blockdraft')}+{found.hexdigest()[:8]}"
 
 

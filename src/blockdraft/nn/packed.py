@@ -122,7 +122,7 @@ class PackedLinear(nn.Module):
 
 
 def check_tokens(tokens: Tensor, count: int) -> None:
-    """Raise a UsageError unless all of these token ids, int64, are below the vocabulary's size, and none is negative."""
+    """Raise a UsageError unless these token ids, int64, are from 0 to below the vocabulary's size."""
     wrong = tokens[(tokens < 0) | (tokens >= count)]
     if len(wrong):
         raise UsageError(
