@@ -184,23 +184,21 @@ def test_threads_may_call_at_once_and_get_the_bits_they_get_alone(
 ) -> None:
     monkeypatch.setattr("blockdraft.cpu.compiled.FIRST_POSITIONS", 8)  # so that tables grow while others read them
     target = load_target(tiny_target_dir, compile="on")
-    prompts = [[(7 * i + at) % 200 for at in range(11 * (i + 1))] for i in range(6)]
 
-    def answer(prompt: list[int]) -> list[torch.Tensor]:
-        cache, output = read(target, [prompt])
-        outputs = [output]
+    def answer(number: int) -> list[torch.Tensor]:
+        found: list[Any] = []
         for step in range(20):
-            block = torch.arange(1 + step % 5)[None] + prompt[-1]
-            outputs.append(target.forward(*pair(chain(block)), cache, TAPS))  # type: ignore[arg-type]
-            cache.commit([[0]])  # type: ignore[attr-defined]
-        return [each for output in outputs for each in (output.logits, output.features, output.best)]  # type: ignore[misc]
+            cache, count = target.new_cache(1, 256), 60 + 25 * number + step
+            for nodes in (chain(torch.arange(count)[None]), chain(torch.arange(number, number + 5)[None])):
+                output = target.forward(*pair(nodes), cache, TAPS)  # type: ignore[arg-type]
+                found += [output.logits, output.features, output.best]
+                cache.commit([range(nodes.tokens.size(1))])
+        return found
 
     with ThreadPoolExecutor(6) as pool:
-        for _ in range(3):
-            together = list(pool.map(answer, prompts))
-            for prompt, found in zip(prompts, together, strict=True):
-                assert all(map(torch.equal, found, answer(prompt)))
-            target = load_target(tiny_target_dir, compile="on")
+        together = list(pool.map(answer, range(6)))
+    for number, found in enumerate(together):
+        assert all(map(torch.equal, found, answer(number)))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
