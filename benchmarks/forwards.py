@@ -105,6 +105,9 @@ def main() -> None:
             targets[way] = load_target(path, dtype, "cpu", "native", how, quantize, threads=1)  # type: ignore[arg-type]
             if options.shape == "pair":
                 drafters[way] = load_drafter(target=targets[way])
+                reason = drafters[way].compile_reason  # type: ignore[attr-defined]
+                if how == "on" and reason is not None:
+                    raise SystemExit(f"The drafter is not compiled: {reason}.")
     for threads in map(int, options.threads.split(",")):
         torch.set_num_threads(threads)
         found: dict[tuple[str, str, int], list[float]] = {}

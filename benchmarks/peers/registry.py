@@ -53,7 +53,8 @@ def _llama(name: str, does: str, **options: Any) -> Peer:
 
 
 def _ours(name: str, does: str, **options: Any) -> Peer:
-    return Peer(name, OURS, "ours.py", does, options)
+    """On a CPU compiled, target and drafter both, or not at all: an uncompiled run would pass for a slow one."""
+    return Peer(name, OURS, "ours.py", does, {"compiled": options.get("backend") != "hf", **options})
 
 
 PEERS = (

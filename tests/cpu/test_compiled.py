@@ -3,6 +3,7 @@
 import math
 import shutil
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from blockdraft.errors import UsageError
 from blockdraft.proposal import chain
 from blockdraft.targets import Target, TargetOutput, load_target, save_quantized
 
@@ -175,6 +177,93 @@ def test_texts_may_outgrow_the_tables_of_angles(tiny_target_dir: Path, monkeypat
     monkeypatch.undo()
     assert torch.equal(read(load_target(tiny_target_dir, compile="on"), PROMPTS[:1])[1].logits, long.logits)
     assert torch.equal(read(target, [PROMPTS[0][:3]])[1].logits, short.logits)
+
+
+def test_threads_may_call_at_once_and_get_the_bits_they_get_alone(
+    tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blockdraft.cpu.compiled.FIRST_POSITIONS", 8)  # so that tables grow while others read them
+    target = load_target(tiny_target_dir, compile="on")
+
+    def answer(number: int) -> list[torch.Tensor]:
+        found: list[Any] = []
+        for step in range(20):
+            cache, count = target.new_cache(1, 256), 60 + 25 * number + step
+            for nodes in (chain(torch.arange(count)[None]), chain(torch.arange(number, number + 5)[None])):
+                output = target.forward(*pair(nodes), cache, TAPS)  # type: ignore[arg-type]
+                found += [output.logits, output.features, output.best]
+                cache.commit([range(nodes.tokens.size(1))])
+        return found
+
+    with ThreadPoolExecutor(6) as pool:
+        together = list(pool.map(answer, range(6)))
+    for number, found in enumerate(together):
+        assert all(map(torch.equal, found, answer(number)))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_node_without_numbers_harms_none_that_do_not_see_it(target: Any, value: float) -> None:
+    """One guess has no numbers; its siblings, what came before it and other rows are as without it."""
+    tokens, parents = torch.tensor([[9, 10, 11, 12, 13, 14]] * 2), torch.tensor([[-1, 0, 0, 1, 2, 4]] * 2)
+    cache, _ = read(target, PROMPTS[:2])
+    right = target.forward(tokens, parents, cache, TAPS)
+    cache, _ = read(target, PROMPTS[:2])
+    weight, scale, _ = target.decoder.embedding.pack(target.compiled.library)._alive
+    if scale is None:
+        weight[250 // weight.size(2), :, 250 % weight.size(2)] = value
+    else:
+        scale[250] = value
+    tokens[0, 1] = 250  # which node 3 sees, and no other
+    found = target.forward(tokens, parents, cache, TAPS)
+    assert not found.logits[0, [1, 3]].isfinite().any() and found.best[0, [1, 3]].tolist() == [-1, -1]
+    for ours, theirs in ((found.logits, right.logits), (found.features, right.features)):
+        assert torch.equal(ours[0, [0, 2, 4, 5]], theirs[0, [0, 2, 4, 5]]) and torch.equal(ours[1], theirs[1])
+    cache.commit([[0, 2, 4], [0, 1]])  # type: ignore[attr-defined]
+    assert target.forward(tokens[:, :1], parents[:, :1], cache, TAPS).logits.isfinite().all()
+
+
+def test_tokens_must_be_known(target: Target) -> None:
+    for wrong in (-1, target.vocab_size, 999):
+        cache, _ = read(target, PROMPTS[:2])
+        block = torch.tensor([[1, 2], [wrong, 3]])
+        with pytest.raises(
+            UsageError, match=f"Token id {wrong} is none of the {target.vocab_size} .* use the tokenizer"
+        ):
+            target.forward(*pair(chain(block)), cache)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match=f"Token id {wrong} is none of"):
+            target.embed(block)
+    assert target.embed(torch.tensor([0, target.vocab_size - 1])).isfinite().all()
+
+
+def test_no_nodes_and_no_rows_are_nothing_to_do(target: Any) -> None:
+    store = torch.zeros(3, 2, 4, 8, 8, dtype=target.dtype)
+    for batch, count in ((2, 0), (0, 3), (0, 0)):
+        nodes = torch.zeros(batch, count, dtype=torch.int64)
+        logits, features, best = target.compiled.forward(nodes, nodes, [5] * batch, store[:, :batch], TAPS)
+        assert logits.shape == (batch, count, target.vocab_size) and best.shape == nodes.shape
+        assert features.shape == (batch, count, 3 * target.hidden_size)
+    assert not store.any()
+
+
+def test_a_call_stays_within_the_workspace_that_it_asks_for(target: Target) -> None:
+    compiled: Any = target.compiled
+    for batch, count in ((1, 1), (2, 7), (1, 33), (3, 16)):
+        cache, _ = read(target, PROMPTS[:batch])
+        end = max(map(len, PROMPTS[:batch])) + count
+        needed = compiled.workspace_bytes(batch, count, end) // 4
+        for room in (needed, needed - 1):
+            memory = torch.full((room + 64,), 7.5)
+            compiled._workspace = memory[:room]
+            target.forward(*pair(chain(torch.arange(count)[None].expand(batch, -1))), cache)  # type: ignore[arg-type]
+            assert (memory[room:] == 7.5).all()
+            assert (compiled._workspace.data_ptr() == memory.data_ptr()) == (room == needed)
+        assert compiled._workspace.numel() == needed
+
+
+def test_the_workspace_grows_with_nodes_and_slots_and_not_with_their_product(target: Target) -> None:
+    compiled: Any = target.compiled
+    sizes = [compiled.workspace_bytes(1, count, count) for count in (1000, 2000, 4000)]
+    assert sizes[2] - sizes[1] == 2 * (sizes[1] - sizes[0])
 
 
 def test_without_a_compiler_the_decoder_runs_uncompiled_and_says_so(

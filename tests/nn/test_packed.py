@@ -1,13 +1,16 @@
 """Packed products against `F.linear` in float64."""
 
-import ctypes
+from collections.abc import Callable
 from itertools import product
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from blockdraft.cpu.build import build
+from blockdraft.cpu.library import Library
+from blockdraft.errors import UsageError
 from blockdraft.nn.packed import PackedLinear, fits_bfloat16, int8_rows
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 11, 13, 16, 32)
@@ -15,7 +18,7 @@ SHAPES = ((1, 1), (3, 5), (16, 8), (33, 40), (224, 17), (7, 130))  # inputs, out
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.int8: 1e-5}
 
 
-def library(dtype: torch.dtype) -> ctypes.CDLL:
+def library(dtype: torch.dtype) -> Library:
     found = build(dtype, torch.bfloat16 if dtype == torch.bfloat16 else torch.float32).library()
     assert found is not None
     return found
@@ -70,6 +73,32 @@ def test_numbers_that_bfloat16_holds_are_kept_in_it_and_give_the_same_bits() -> 
     x, index = torch.randn(7, 33), torch.tensor([0, 17, 39])
     assert torch.equal(halved(x), whole(x)) and halved(x).dtype == torch.float32
     assert torch.equal(halved.rows(index), whole.rows(index))
+
+
+class TorchKernels:
+    """Kernels as the protocol has them, and no library."""
+
+    lanes, weights_dtype = 4, torch.float32
+
+    def product(
+        self, weight: Tensor, scale: Tensor | None, bias: Tensor | None, inputs: int, outputs: int
+    ) -> Callable[[Tensor, Tensor], None]:
+        assert weight.shape == (-(-outputs // 4), inputs, 4) and scale is None and bias is not None
+        plain, added = weight.transpose(1, 2).reshape(-1, inputs)[:outputs], bias[:outputs]
+        return lambda rows, out: out.view(-1, outputs).copy_(rows @ plain.T + added)  # type: ignore[return-value]
+
+
+def test_any_kernels_will_do_but_one_at_a_time() -> None:
+    layer, x = linear(torch.float32, 33, 41), torch.randn(2, 3, 33)
+    right, weight = layer(x), layer.weight.clone()
+    layer.pack(kernels := TorchKernels())
+    torch.testing.assert_close(layer(x), right)
+    assert torch.equal(layer.weight, weight) and torch.equal(layer.rows(torch.tensor([40])), weight[40:])
+    layer.pack(kernels)
+    with pytest.raises(AssertionError, match="other kernels"):
+        layer.pack(TorchKernels())
+    with pytest.raises(UsageError, match="Token id 41 is none of the 41 .* use the tokenizer"):
+        layer.rows(torch.tensor([[0, 41]]))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

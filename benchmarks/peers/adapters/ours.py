@@ -14,11 +14,13 @@ from serve import Answer, Missing, Request, serve
 
 import blockdraft
 
+CODE = (".py", ".c", ".h")
+
 
 def sources() -> str:
     """Tells two states of the package apart that carry the same version."""
     home = Path(blockdraft.__file__).parent
-    found = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(home.rglob("*.py"))))
+    found = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(home.rglob("*.*")) if path.suffix in CODE))
     return f"{version('blockdraft')}+{found.hexdigest()[:8]}"
 
 
@@ -26,9 +28,10 @@ def load(settings: Request) -> tuple[dict[str, str], dict[str, Any]]:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(settings["threads"])
     options = settings["options"]
-    chosen = {}
+    compiled = options["compiled"] and settings["device"] == "cpu"
+    chosen = {"compile": "on"} if compiled else {}
     if "backend" in options:
-        chosen = {"backend": options["backend"]}
+        chosen["backend"] = options["backend"]
     try:
         target = blockdraft.load_target(
             settings["target"], dtype=settings["dtype"], device=settings["device"], **chosen
@@ -36,6 +39,12 @@ def load(settings: Request) -> tuple[dict[str, str], dict[str, Any]]:
     except ValueError as error:
         raise Missing(str(error)) from error
     drafter = blockdraft.load_drafter(options.get("drafter") or settings["drafter"], target=target)
+    if compiled:
+        target_reason = target.compiled is None and (target.backend_reason or "there is no reason")
+        drafter_reason = getattr(drafter, "compile_reason", None)  # of one that has a network
+        for part, reason in (("target", target_reason), ("drafter", drafter_reason)):
+            if reason:
+                raise Missing(f"the {part} is not compiled: {reason}")
     engine = blockdraft.Engine(target, drafter, 1, blockdraft.Drafting(**options.get("drafting", {})))
     torch.set_num_threads(settings["threads"])  # once more, for the engine may have chosen another number
 
@@ -57,8 +66,7 @@ def load(settings: Request) -> tuple[dict[str, str], dict[str, Any]]:
             "decode_seconds": seconds - stats.prefill_seconds,
         }
 
-    backend = target.backend
-    about = {"blockdraft": sources(), "torch": torch.__version__, "backend": backend}
+    about = {"blockdraft": sources(), "torch": torch.__version__, "backend": target.backend, "running": target.running}
     return about, {"decode": decode}
 
 

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
 import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 from math import gcd
 from pathlib import Path
 
 import torch
 
+from blockdraft.cpu.library import KINDS, Library
 from blockdraft.machine import cache_folder, processor
-from blockdraft.nn.packed import KINDS
 
 SOURCE = Path(__file__).with_name("decoder.c")
-INCLUDED = Path(__file__).with_name("kernels.h")
+INCLUDED = tuple(SOURCE.with_name(name) for name in ("kernels.h", "calls.h"))
 COMPILERS = ("gcc", "cc", "clang")
 # Sums must have the same bits wherever they are computed: nothing is fused or reordered that the source does not say.
 FLAGS = ("-O2", "-march=native", "-ffp-contract=off", "-shared", "-fPIC")
@@ -26,8 +27,7 @@ PARALLEL = ("-fopenmp",)
 VECTORS = ("-ftree-vectorize", "-fvect-cost-model=dynamic")  # of gcc, for loops that clang turns into vectors anyway
 ATTEMPTS = (VECTORS + PARALLEL, PARALLEL, ())  # what a compiler lacks is left away; without OpenMP there is one thread
 LONGEST_SECONDS = 120.0
-LONGEST_WAIT_SECONDS = 1.5  # for the compiler, where torch's operations would do
-STILL_AT_WORK = "the compiler is still at work, and the next start will find its result"
+SILENT_SECONDS = 1.5  # after which whoever waits for the compiler is told why
 MOST_LANES = 16
 
 
@@ -47,26 +47,31 @@ class Build:
         lanes = gcd(head_dim, MOST_LANES)
         assert lanes >= 4, head_dim
         self.reason: str | None = None
-        self._library: ctypes.CDLL | None = None
         self._defines = [f"-DWEIGHT={KINDS[weights]}", f"-DSTORE={KINDS[store]}", f"-DMOST_LANES={lanes}"]
-        # Not a daemon: a process that ends before the compiler still leaves a whole library for the next one.
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
+        # Its threads are no daemons: a process that ends before the compiler still leaves a library for the next one.
+        worker = ThreadPoolExecutor(1, "compiler")
+        self._made = worker.submit(self._make)
+        worker.shutdown(wait=False)
 
-    def library(self, seconds: float | None = None) -> ctypes.CDLL | None:
-        """The library, waited for so long at most (None: until it is there), or None."""
-        self._thread.join(seconds)
-        return self._library
+    def library(self) -> Library | None:
+        """The library, for which this waits as long as the compiler takes, or None, and `reason` says why.
 
-    def _run(self) -> None:
+        Raises:
+            AssertionError: What was compiled is not what `cpu/library.py` describes.
+        """
+        wait([self._made], SILENT_SECONDS)
+        if not self._made.done():
+            _tell_why()
+        return self._made.result()
+
+    def _make(self) -> Library | None:
         named = os.environ.get("CC")
         compiler = next(filter(None, map(shutil.which, [named] if named else COMPILERS)), None)
         if compiler is None:
             self.reason = f"there is no C compiler ({named or ', '.join(COMPILERS)})"
-            return
+            return None
         facts = [
-            SOURCE.read_bytes(),
-            INCLUDED.read_bytes(),
+            *(path.read_bytes() for path in (SOURCE, *INCLUDED)),
             compiler,
             os.stat(compiler).st_mtime,
             FLAGS,
@@ -74,39 +79,52 @@ class Build:
             self._defines,
             processor(),
         ]
-        path = cache_folder() / "libraries" / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.so"
+        folder, name = cache_folder() / "libraries", hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
         try:
-            self._library = _load(path) or self._compile(compiler, path)
+            return _whole(folder, name) or self._compile(compiler, folder, name)
         except (OSError, subprocess.SubprocessError) as error:
             self.reason = f"{compiler} is of no use: {error}"
+            return None
 
-    def _compile(self, compiler: str, path: Path) -> ctypes.CDLL | None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.partial")
+    def _compile(self, compiler: str, folder: Path, name: str) -> Library | None:
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / f"{name}.{os.getpid()}-{threading.get_ident()}.partial"
         try:
             for more in ATTEMPTS:
                 command = [compiler, *FLAGS, *more, *self._defines, "-o", str(partial), str(SOURCE), "-lm"]
                 done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_SECONDS)
                 if done.returncode == 0:
-                    partial.replace(path)
-                    return _load(path)
+                    library = Library(partial)  # under this name, for the other may be that of one loaded before
+                    partial.replace(folder / f"{name}-{_digest(partial)}.so")
+                    return library
         finally:
             partial.unlink(missing_ok=True)
         self.reason = f"{compiler} failed: {(done.stderr.strip() or 'without a message').splitlines()[0]}"
         return None
 
 
-def _load(path: Path) -> ctypes.CDLL | None:
-    """The library in this file; None where there is none, or one that was cut short."""
-    try:
-        library = ctypes.CDLL(str(path))
-        library.decoder_workspace.restype = ctypes.c_int64
-        library.draft_context_workspace.restype = ctypes.c_int64
-        library.lanes.restype = ctypes.c_int64
-        library.weight_kind.restype = ctypes.c_int64
-    except (OSError, AttributeError):
-        return None
-    return library
+def _whole(folder: Path, name: str) -> Library | None:
+    """The library of this name in the folder, unless it is of another version. One that was cut short would end the
+    process when it is used, so that the file's name holds its digest."""
+    for path in sorted(folder.glob(f"{name}-*.so")):
+        try:
+            if path.stem == f"{name}-{_digest(path)}":
+                return Library(path)
+        except (OSError, AttributeError, AssertionError):
+            continue
+    return None
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
+@cache
+def _tell_why() -> None:
+    """Once in a process."""
+    logging.getLogger(__name__).warning(
+        "Compiling for this processor, once; the result is kept in %s.", cache_folder() / "libraries"
+    )
 
 
 @cache

@@ -2,62 +2,23 @@
 
 from __future__ import annotations
 
-import ctypes
+import threading
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterable, Sequence
-from ctypes import POINTER, c_float, c_int64, c_void_p
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from blockdraft.cpu.library import NORMS, PROJECTIONS, CallFields, LayerFields, Library, ModelFields
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.decoder import Decoder, Norm
 from blockdraft.nn.decoder_config import DecoderConfig
-from blockdraft.nn.packed import PackedWeight
+from blockdraft.nn.packed import check_tokens
 
-PROJECTIONS = ("qkv", "output", "gate_up", "down")
-NORMS = ("before_attention", "before_mlp", "after_attention", "after_mlp")
 FIRST_POSITIONS = 1024  # of the tables of angles, which grow as texts do
 EVERYWHERE = 1 << 40  # more tokens than there are
-
-
-class LayerFields(ctypes.Structure):
-    """`Layer` of decoder.c."""
-
-    _fields_ = [
-        *((name, PackedWeight) for name in PROJECTIONS),
-        *((name, c_void_p) for name in (*NORMS, "query_norm", "key_norm", "cos", "sin")),
-        ("window", c_int64),
-        ("whole_block", c_int64),
-    ]
-
-
-class ModelFields(ctypes.Structure):
-    """`Model` of decoder.c."""
-
-    _fields_ = [
-        ("layers", POINTER(LayerFields)),
-        ("embedding", PackedWeight),
-        ("head", PackedWeight),
-        ("norm", c_void_p),
-        *((name, c_int64) for name in ("num_layers", "hidden", "heads", "kv_heads", "head_dim", "inner", "gelu")),
-        ("max_positions", c_int64),
-        *((name, c_float) for name in ("eps", "embedding_scale", "attention_scale", "attention_cap", "logit_cap")),
-    ]
-
-
-class CallFields(ctypes.Structure):
-    """`Call` of decoder.c."""
-
-    _fields_ = [
-        *((name, c_void_p) for name in ("tokens", "parents", "lengths", "taps", "logits_at", "embedded")),
-        *((name, c_int64) for name in ("batch", "nodes", "num_taps", "num_logits", "reach", "threads")),
-        ("store", c_void_p),
-        *((name, c_int64) for name in ("layer_stride", "head_stride")),
-        *((name, c_void_p) for name in ("starts", "features", "logits", "workspace", "best")),
-    ]
 
 
 def why_not(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -83,16 +44,20 @@ def address(values: array[int]) -> int:
 class CompiledLayers(ABC):
     """Layers as `decoder.c` takes them, with all that its calls need besides.
 
+    Several threads may call at once. They wait for each other: one workspace suffices, which can be planned for, and
+    the threads of one call have the cores for themselves.
+
     Args:
         library: Built for the dtypes and head size of the layers.
         max_positions: Positions from here on are clamped.
     """
 
-    def __init__(self, library: ctypes.CDLL, count: int, max_positions: int) -> None:
+    def __init__(self, library: Library, count: int, max_positions: int) -> None:
         self.library, self._max_positions = library, max_positions
         self._layers = (LayerFields * count)()
         self._model = ModelFields()
         self._alive: list[Tensor] = []
+        self._lock = threading.Lock()  # for what follows, and `_model` and `_layers`, which `_reach` changes
         self._workspace = torch.empty(0)
         self._tables: list[tuple[Tensor, Tensor]] = []
 
@@ -110,23 +75,31 @@ class CompiledLayers(ABC):
             own.cos, own.sin = cos.data_ptr(), sin.data_ptr()
         self._model.max_positions = count
 
-    def _room(self, needed: int) -> int:
-        """Where so many numbers of float32 may be put during a call."""
-        if self._workspace.numel() < needed:
-            self._workspace = torch.empty(needed)
-        return self._workspace.data_ptr()
-
     def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
-        """What a call takes for its work."""
-        shape = map(c_int64, (batch, nodes, slots, torch.get_num_threads()))
-        return 4 * int(self.library.decoder_workspace(ctypes.byref(self._model), *shape))
+        """Memory that calls with so many rows, nodes a row, and slots that a row reaches, its nodes' included, take
+        beside their results. That of the largest call so far is kept."""
+        return 4 * self.library.decoder_workspace(self._model, batch, nodes, slots, torch.get_num_threads())
 
-    def _run(self, call: CallFields, end: int) -> None:
+    def _in_workspace(self, function: Callable[..., int], call: CallFields, end: int, *more: object) -> None:
+        """Let a function of the library do what a call says, with at most `end` slots a row."""
+        with self._lock:
+            self._reach(end)
+            call.workspace, call.room = self._workspace.data_ptr(), self._workspace.numel()
+            needed = function(self._model, call, *more)
+            if needed:
+                self._workspace = torch.empty(0)  # before there is a larger one
+                self._workspace = torch.empty(needed)
+                call.workspace, call.room = self._workspace.data_ptr(), needed
+                function(self._model, call, *more)
+
+    def _run(self, call: CallFields, end: int, tokens: Tensor | None) -> None:
         """Run the layers, with at most `end` slots a row."""
-        shape = map(c_int64, (call.batch, call.nodes, end, call.threads))
-        self._reach(end)
-        call.workspace = self._room(self.library.decoder_workspace(ctypes.byref(self._model), *shape))
-        self.library.decoder_forward(ctypes.byref(self._model), ctypes.byref(call))
+        try:
+            self._in_workspace(self.library.decoder_forward, call, end)
+        except AssertionError:
+            if tokens is not None:  # the one argument that is not ours
+                check_tokens(tokens, self._model.embedding.outputs)
+            raise
 
     def _pointer(self, weight: Tensor) -> int:
         kept = weight.detach().float().contiguous()
@@ -149,14 +122,14 @@ class CompiledDecoder(CompiledLayers):
         embedding, head: The tables, as the library takes them.
     """
 
-    def __init__(self, decoder: Decoder, library: ctypes.CDLL, max_context: int) -> None:
+    def __init__(self, decoder: Decoder, library: Library, max_context: int) -> None:
         config = decoder.config
         super().__init__(library, len(config.layers), max_context)
         self._decoder = decoder
         layer: Any  # nn.Module knows no types of its parts
         for own, layer in zip(self._layers, decoder.layers, strict=True):
             for name in PROJECTIONS:
-                setattr(own, name, getattr(layer, name).pack(library))
+                setattr(own, name, library.linear(getattr(layer, name)))
             for name in NORMS:
                 norm: Norm | None = getattr(layer, name, None)
                 setattr(own, name, None if norm is None else self._pointer(norm.weight))
@@ -164,7 +137,7 @@ class CompiledDecoder(CompiledLayers):
                 own.query_norm = self._pointer(layer.qk_norm.weight[0])
                 own.key_norm = self._pointer(layer.qk_norm.weight[-1])
             own.window = config.layers[layer.number].window or 0
-        self.embedding, self.head = decoder.embedding.pack(library), decoder.head.pack(library)
+        self.embedding, self.head = library.linear(decoder.embedding), library.linear(decoder.head)
         self._model = ModelFields(
             self._layers,
             self.embedding,
@@ -200,11 +173,16 @@ class CompiledDecoder(CompiledLayers):
         batch, count = tokens.shape
         config, threads, lengths = self._decoder.config, torch.get_num_threads(), cache.lengths
         end = cache.check_room(count)
+        assert tokens.dtype == parents.dtype == torch.int64 and parents.shape == tokens.shape and len(lengths) == batch
+        layers, heads, slots, size = memory.shape
+        assert (layers, heads, size) == (len(config.layers), 2 * config.num_kv_heads, config.head_dim), memory.shape
+        assert memory.is_contiguous() and memory.dtype == self.library.store_dtype, (memory.stride(), memory.dtype)
         wanted = None if logits_at is None else logits_at + torch.arange(batch) * count
-        columns = batch * count if wanted is None else batch
-        logits = torch.empty(batch, columns // batch, config.vocab_size)
+        assert logits_at is None or bool(((logits_at >= 0) & (logits_at < count)).all()), (logits_at, count)
+        scored = count if wanted is None else 1
+        logits = torch.empty(batch, scored, config.vocab_size)
         features = torch.empty(batch, count, len(taps) * config.hidden_size) if taps else None
-        best = torch.empty(batch, columns // batch, dtype=torch.int64)
+        best = torch.empty(batch, scored, dtype=torch.int64)
         tokens, parents = tokens.contiguous(), parents.contiguous()
         committed, starts, tapped = numbers(lengths), numbers(cache.rows), numbers(taps)
         call = CallFields(
@@ -214,14 +192,14 @@ class CompiledDecoder(CompiledLayers):
             address(tapped),
             None if wanted is None else wanted.data_ptr(),
             None,
-            *(batch, count, len(taps), columns, EVERYWHERE, threads),
+            *(batch, count, len(taps), batch * scored, EVERYWHERE, threads, slots, 0),
             memory.data_ptr(),
             *memory.stride()[:2],
             address(starts),
             *(None if features is None else features.data_ptr(), logits.data_ptr()),
             best=best.data_ptr(),
         )
-        self._run(call, end)
+        self._run(call, end, tokens)
         return logits, features, best
 
     def _angles(self, count: int) -> list[tuple[Tensor, Tensor]]:

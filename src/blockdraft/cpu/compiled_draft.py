@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 from array import array
 from collections.abc import Callable
-from ctypes import c_int64, c_void_p
 from functools import lru_cache
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from blockdraft.cpu.build import LONGEST_WAIT_SECONDS, STILL_AT_WORK, build
-from blockdraft.cpu.compiled import (
-    EVERYWHERE,
-    CallFields,
-    CompiledDecoder,
-    CompiledLayers,
-    ModelFields,
-    address,
-    numbers,
-)
+from blockdraft.cpu.build import build
+from blockdraft.cpu.compiled import EVERYWHERE, CompiledDecoder, CompiledLayers, address, numbers
+from blockdraft.cpu.library import KINDS, CallFields, Library, LinearFields, ModelFields
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.dflash import DFlashNetwork, DraftLayer
 from blockdraft.nn.draft_pass import DraftPass, cached_bytes, joined
-from blockdraft.nn.packed import KINDS, PackedLinear, PackedWeight, fits_bfloat16
+from blockdraft.nn.packed import PackedLinear, fits_bfloat16
 from blockdraft.timing import PASS, mark
 
 
@@ -58,16 +49,18 @@ def draft_pass(
         embed, head: As in `DraftPass`.
         own_head: Whether the head is another than the target's.
     """
-    if target is None or why_not_drafts(network) is not None:
-        return DraftPass(network, embed, head)
+    if target is None:
+        return DraftPass(network, embed, head, "its target is not compiled")
+    reason = why_not_drafts(network)
+    if reason is not None:
+        return DraftPass(network, embed, head, reason)
     dtype = network.fc.weight.dtype
     halved = dtype == torch.float32 and all(fits_bfloat16(p) for p in network.parameters() if p.ndim == 2)
     made = build(torch.bfloat16 if halved else dtype, dtype, network.config.head_dim)
-    library = made.library(LONGEST_WAIT_SECONDS)
+    library = made.library()
     if library is None:
-        reason = made.reason or STILL_AT_WORK
-        logging.getLogger(__name__).warning("The drafter runs uncompiled, which is slower: %s.", reason)
-        return DraftPass(network, embed, head)
+        logging.getLogger(__name__).warning("The drafter runs uncompiled, which is slower: %s.", made.reason)
+        return DraftPass(network, embed, head, made.reason)
     lends = target.library is library and not own_head
     return CompiledDraftPass(network, library, embed, head, target if lends else None)
 
@@ -83,11 +76,13 @@ class CompiledDraftPass(CompiledLayers):
         target: Lends its embedding and head, where it uses the same library: then a pass with its head is one call.
     """
 
+    compile_reason: str | None = None
+
     @torch.no_grad()
     def __init__(
         self,
         network: DFlashNetwork,
-        library: ctypes.CDLL,
+        library: Library,
         embed: Callable[[Tensor], Tensor],
         head: Callable[[Tensor], Tensor],
         target: CompiledDecoder | None = None,
@@ -111,8 +106,8 @@ class CompiledDraftPass(CompiledLayers):
             own.window, own.whole_block = kind.window or 0, not kind.causal
         self._model = ModelFields(
             self._layers,
-            PackedWeight() if target is None else target.embedding,
-            PackedWeight() if target is None else target.head,
+            LinearFields() if target is None else target.embedding,
+            LinearFields() if target is None else target.head,
             self._pointer(network.norm.weight),
             *(config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.num_key_value_heads),
             *(config.head_dim, config.intermediate_size, 0, 0),
@@ -129,23 +124,23 @@ class CompiledDraftPass(CompiledLayers):
     def state_bytes(self, batch: int, capacity: int) -> int:
         return cached_bytes(self.config, batch * capacity, self._like.dtype)
 
+    def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
+        observed = 4 * self.library.draft_context_workspace(self._model, batch, nodes)
+        return max(observed, super().workspace_bytes(batch, nodes, slots))
+
     def observe(self, state: KVCache, features: Tensor) -> None:
         """As `DraftPass.observe`."""
         rows, places = features.float().contiguous(), (numbers(state.lengths), numbers(state.rows))
         call, end = self._call(state, rows.size(0), rows.size(1), *places)
         call.embedded = rows.data_ptr()
-        self._reach(end)
-        model, count = ctypes.byref(self._model), c_int64(rows.size(0) * rows.size(1))
-        call.workspace = self._room(self.library.draft_context_workspace(model, count))
-        fc, norm = ctypes.byref(self._features), c_void_p(self._hidden_norm)
-        self.library.draft_context(model, ctypes.byref(call), fc, norm)
+        self._in_workspace(self.library.draft_context, call, end, self._features, self._hidden_norm)
 
     def __call__(self, state: KVCache, block: Tensor, window: int | None = None) -> Tensor:
         """As `DraftPass.__call__`."""
         rows, places = block.float().contiguous(), (numbers(state.lengths), numbers(state.rows))
         call, end = self._call(state, rows.size(0), rows.size(1), *places)
         call.embedded = rows.data_ptr()
-        return self._pass(call, end, window).to(block.dtype)
+        return self._pass(call, end, None, window).to(block.dtype)
 
     def guesses(self, state: KVCache, tokens: Tensor, first: int, window: int | None = None) -> tuple[Tensor, Tensor]:
         """As `DraftPass.guesses`."""
@@ -159,17 +154,17 @@ class CompiledDraftPass(CompiledLayers):
         wanted = _slots_from(first, *tokens.shape)
         logits = torch.empty(len(tokens), tokens.size(1) - first, self._model.head.outputs)
         call.logits, call.logits_at, call.num_logits = logits.data_ptr(), address(wanted), len(wanted)
-        hidden = self._pass(call, end, window)[:, first:].to(self._like.dtype)
+        hidden = self._pass(call, end, tokens, window)[:, first:].to(self._like.dtype)
         mark(PASS)
         return hidden, logits
 
-    def _pass(self, call: CallFields, end: int, window: int | None) -> Tensor:
+    def _pass(self, call: CallFields, end: int, tokens: Tensor | None, window: int | None) -> Tensor:
         """`[B, N, H]` behind the final norm."""
         parents = _chain_parents(call.batch, call.nodes)
         hidden = torch.empty(call.batch, call.nodes, self.config.hidden_size)
         call.parents, call.taps, call.num_taps = address(parents), address(self._taps), 1
         call.features, call.reach = hidden.data_ptr(), EVERYWHERE if window is None else window
-        self._run(call, end)
+        self._run(call, end, tokens)
         return hidden
 
     def _angles(self, count: int) -> list[tuple[Tensor, Tensor]]:
@@ -184,15 +179,16 @@ class CompiledDraftPass(CompiledLayers):
         config, end = self.config, state.check_room(count)
         shape = (config.num_hidden_layers, 2 * config.num_key_value_heads, config.head_dim)
         memory = state.memory(*shape, self._like)
+        assert len(lengths) == batch and memory.dtype == self.library.store_dtype, (state.lengths, batch, memory.dtype)
         call = CallFields(lengths=address(lengths), starts=address(starts), batch=batch, nodes=count)
-        call.store, call.threads = memory.data_ptr(), torch.get_num_threads()
+        call.store, call.threads, call.slots = memory.data_ptr(), torch.get_num_threads(), memory.size(2)
         call.layer_stride, call.head_stride = memory.stride()[:2]
         return call, end
 
-    def _pack(self, *projections: torch.nn.Linear) -> PackedWeight:
+    def _pack(self, *projections: torch.nn.Linear) -> LinearFields:
         packed = joined(projections, views=False)
         self._packed.append(packed)  # which owns the memory
-        return packed.pack(self.library)
+        return self.library.linear(packed)
 
 
 @lru_cache(maxsize=256)

@@ -3,37 +3,11 @@
 
    Each number of a row is computed by the same operations in the same order, however many rows there are and wherever
    its ancestors lie: a token gets the same bits alone, in a block and in a tree. Weights are float32, bfloat16 or int8
-   with a scale for each output channel; arithmetic is float32. cpu/compiled.py fills the structs, and
-   cpu/compiled_draft.py. */
+   with a scale for each output channel; arithmetic is float32. cpu/compiled.py fills the structs of calls.h, and
+   cpu/compiled_draft.py. Functions that can be called check what they are given, and return what is wrong with it. */
 #include "kernels.h"
 
 #define QUERIES 8 /* of one work item of attention */
-
-typedef struct {
-    Linear qkv, o, gate_up, down;
-    const float *input_norm, *mlp_norm, *after_attention, *after_mlp, *q_norm, *k_norm, *cos, *sin;
-    i64 window, whole_block; /* whole_block: nodes see all nodes of their row, not their ancestors only */
-} Layer;
-
-typedef struct {
-    const Layer *layers;
-    Linear embedding, head;
-    const float *norm;
-    i64 num_layers, hidden, heads, kv_heads, head_dim, inner, gelu, max_positions;
-    float eps, embedding_scale, attention_scale, attention_cap, logit_cap;
-} Model;
-
-typedef struct { /* embedded: rows in the place of tokens, or null; reach: how many committed tokens are seen, the last;
-                    best: the likeliest token of each row of logits, see `best_of`; store: [layers, keys and then values of all heads, slot, head_dim], by strides; starts: the first slot of each row */
-    const i64 *tokens, *parents, *lengths, *taps, *logits_at;
-    const float *embedded;
-    i64 batch, nodes, num_taps, num_logits, reach, threads;
-    void *store;
-    i64 layer_stride, head_stride;
-    const i64 *starts;
-    float *features, *logits, *workspace;
-    i64 *best;
-} Call;
 
 static void norm_rows(const float *x, const float *weight, float eps, i64 size, i64 rows, float *y, int add) {
     SHARE(rows, first, last);
@@ -52,13 +26,38 @@ static void rotate(const Model *m, const Layer *layer, const float *norm, float 
     }
 }
 
-/* Up to QUERIES queries of one key/value head. Invisible slots get weight 0, which changes no sum. */
+/* Mark the slots that a node does not see. */
+static void hide(const Layer *layer, const Call *call, i64 row, i64 node, i64 begin, i64 slots, const i64 *depths,
+                 float *scores, float mark) {
+    const i64 length = call->lengths[row], *parents = call->parents + row * call->nodes;
+    i64 first = layer->window ? length + depths[node] - layer->window + 1 : 0;
+    if (first < length - call->reach) first = length - call->reach;
+    for (i64 t = begin; t < first && t < length; t++) scores[t] = mark;
+    const i64 nodes = slots - length;
+    if (!layer->whole_block && depths[node] == node) { /* all nodes before it are its ancestors, as in a chain */
+        for (i64 other = 0; other < first - length; other++) scores[length + other] = mark;
+        for (i64 other = node + 1; other < nodes; other++) scores[length + other] = mark;
+        return;
+    }
+    i64 seen = node; /* of the nodes from the last to the first: itself, then its parent, and so on */
+    for (i64 other = nodes - 1; other >= 0; other--) {
+        int visible = layer->whole_block || other == seen;
+        if (other == seen) seen = parents[other];
+        if (layer->window && llabs(depths[other] - depths[node]) >= layer->window) visible = 0;
+        if (!visible) scores[length + other] = mark;
+    }
+}
+
+/* Up to QUERIES queries of one key/value head. Invisible slots get weight 0, which changes no sum unless their values
+   are no numbers: `strange` says which nodes' values may be none, and the slots that a query does not see are then left
+   away. */
 static void attend(const Model *m, const Layer *layer, const Call *call, i64 row, i64 head, i64 from,
-                   i64 to, const uint8_t *within, const i64 *depths, const void *keys, const void *values,
+                   i64 to, const uint8_t *strange, const i64 *depths, const void *keys, const void *values,
                    const float *qkv, float *mixed, float *scores) {
     const i64 D = m->head_dim, N = call->nodes, G = m->heads / m->kv_heads, length = call->lengths[row];
     const i64 width = (m->heads + 2 * m->kv_heads) * D, slots = length + (layer->whole_block ? N : (to - 1) / G + 1);
     const i64 stride = (length + N + LANES - 1) / LANES * LANES, count = to - from, item = BYTES(STORE);
+    const int skip = memchr(strange, 1, slots - length) != 0;
     /* No query sees a slot before this one, since none lies before the committed tokens' end. */
     i64 begin = length - call->reach;
     if (layer->window && length - layer->window > begin) begin = length - layer->window;
@@ -74,24 +73,21 @@ static void attend(const Model *m, const Layer *layer, const Call *call, i64 row
         for (i64 j = 0; j < count; j++)
             dots(q[j], (const char *)keys + t * D * item, D, slots - 1 - t, scores + j * stride + t);
     for (i64 j = 0; j < count; j++) {
-        i64 node = (from + j) / G, first = layer->window ? length + depths[node] - layer->window + 1 : 0;
-        if (first < length - call->reach) first = length - call->reach;
+        i64 node = (from + j) / G;
         float *s = scores + j * stride;
-        for (i64 t = begin; t < first && t < length; t++) s[t] = -INFINITY;
-        for (i64 t = length; t < slots; t++) {
-            i64 distance = llabs(depths[t - length] - depths[node]);
-            int visible = layer->whole_block || within[node * N + t - length];
-            if (!visible || (layer->window && distance >= layer->window)) s[t] = -INFINITY;
-        }
+        hide(layer, call, row, node, begin, slots, depths, s, -INFINITY);
         for (i64 t = slots; t < stride; t++) s[t] = -INFINITY;
         softmax_weights(s + begin, stride - begin, m->attention_scale, m->attention_cap);
+        if (skip) hide(layer, call, row, node, begin, slots, depths, s, -1);
     }
     const void *v = (const char *)values + begin * D * item;
-    for (i64 j = 0; j < count; j += 4)
-        mix_rows(scores + j * stride + begin, stride, v, slots - begin, D, out + j, count - j < 4 ? count - j : 4);
+    for (i64 j = 0; j < count; j += 4) {
+        i64 some = count - j < 4 ? count - j : 4;
+        mix_rows(scores + j * stride + begin, stride, v, slots - begin, D, out + j, some, skip);
+    }
 }
 
-static void attention(const Model *m, const Layer *layer, const Call *call, i64 index, const uint8_t *within,
+static void attention(const Model *m, const Layer *layer, const Call *call, i64 index, const uint8_t *strange,
                       const i64 *depths, const float *qkv, float *mixed, float *scores) {
     const i64 N = call->nodes, queries = N * m->heads / m->kv_heads, items = (queries + QUERIES - 1) / QUERIES;
     SHARE(call->batch * m->kv_heads * items, first, last);
@@ -101,15 +97,16 @@ static void attention(const Model *m, const Layer *layer, const Call *call, i64 
         const char *keys = (char *)call->store
             + size * (index * call->layer_stride + head * call->head_stride + call->starts[row] * m->head_dim);
         const char *values = keys + size * m->kv_heads * call->head_stride;
-        const uint8_t *sees = within + row * N * N;
-        attend(m, layer, call, row, head, from, to, sees, depths + row * N, keys, values, qkv, mixed, scores);
+        const uint8_t *of_head = strange + (row * m->kv_heads + head) * N;
+        attend(m, layer, call, row, head, from, to, of_head, depths + row * N, keys, values, qkv, mixed, scores);
     }
 }
 
 /* Norm and rotate keys, and queries where there are heads of them; keys and values go to the store, behind each row's
-   committed tokens. Without depths the nodes are a line. */
+   committed tokens. Without depths the nodes are a line. `strange`, unless null, gets a 1 for each head and node whose
+   values may be no numbers, or are not in the dtype of the store. */
 static void place(const Model *m, const Layer *layer, const Call *call, i64 index, const i64 *depths, float *qkv,
-                  i64 heads) {
+                  i64 heads, uint8_t *strange) {
     const i64 all = heads + 2 * m->kv_heads, D = m->head_dim;
     SHARE(call->batch * call->nodes * all, first, last);
     for (i64 work = first; work < last; work++) {
@@ -119,11 +116,14 @@ static void place(const Model *m, const Layer *layer, const Call *call, i64 inde
         if (position >= m->max_positions) position = m->max_positions - 1;
         float *x = qkv + work * D;
         if (head < heads + m->kv_heads)
-            rotate(m, layer, head < heads ? layer->q_norm : layer->k_norm, x, position);
+            rotate(m, layer, head < heads ? layer->query_norm : layer->key_norm, x, position);
         if (head < heads) continue;
         i64 at = index * call->layer_stride + (head - heads) * call->head_stride
             + (call->starts[row] + call->lengths[row] + node % call->nodes) * D;
         for (i64 i = 0; i < D; i++) store_one(call->store, at + i, STORE, x[i]);
+        i64 value = head - heads - m->kv_heads;
+        if (strange && value >= 0)
+            strange[(row * m->kv_heads + value) * call->nodes + node % call->nodes] = any_strange(x, D);
     }
 }
 
@@ -158,57 +158,78 @@ static void tap(const Model *m, const Call *call, i64 layer, const float *x) {
                 memcpy(call->features + (row * call->num_taps + k) * H, x + row * H, 4 * H);
 }
 
-/* Numbers of `float` that `decoder_forward` needs for its work. */
-i64 decoder_workspace(const Model *m, i64 batch, i64 nodes, i64 slots, i64 threads) {
-    i64 rows = batch * nodes, inner = 2 * m->inner > m->heads * m->head_dim ? 2 * m->inner : m->heads * m->head_dim;
-    i64 row = 2 * m->hidden + (m->heads + 2 * m->kv_heads) * m->head_dim + inner;
-    return rows * row + threads * QUERIES * (slots + LANES) + rows * nodes / 4 + 2 * rows + 64;
+/* Where things lie in the workspace, in numbers of `float`; `end` is what is needed of it. */
+typedef struct {
+    i64 depths, x, h, qkv, wide, scores, scores_of_thread, strange, end;
+} Places;
+
+static Places places(const Model *m, i64 rows, i64 slots, i64 threads) {
+    const i64 mix_width = m->heads * m->head_dim, width = (m->heads + 2 * m->kv_heads) * m->head_dim;
+    Places p = {0};
+    p.x = p.depths + 2 * rows;
+    p.h = p.x + rows * m->hidden;
+    p.qkv = p.h + rows * m->hidden;
+    p.wide = p.qkv + rows * width;
+    p.scores = p.wide + rows * (2 * m->inner > mix_width ? 2 * m->inner : mix_width);
+    p.scores_of_thread = QUERIES * ((slots + LANES - 1) / LANES * LANES);
+    p.strange = p.scores + threads * p.scores_of_thread;
+    p.end = p.strange + (rows * m->kv_heads + 3) / 4;
+    return p;
 }
 
-void decoder_forward(const Model *m, const Call *call) {
+/* Numbers of `float` that `decoder_forward` needs for rows that reach so many slots, its nodes' included. */
+i64 decoder_workspace(const Model *m, i64 batch, i64 nodes, i64 slots, i64 threads) {
+    i64 wrong = check_shape(m, batch, nodes, slots, threads);
+    return wrong ? wrong : places(m, batch * nodes, slots, threads).end;
+}
+
+/* Returns 0; or, having done nothing, how much room is needed, where there is less. */
+i64 decoder_forward(const Model *m, const Call *call) {
+    REFUSE(!m || !call, POINTER);
+    i64 wrong = check_shape(m, call->batch, call->nodes, call->slots, call->threads);
+    if (!wrong) wrong = check_rows(m, call);
+    if (!wrong) wrong = check_nodes(m, call);
+    if (wrong) return wrong;
     const i64 N = call->nodes, rows = call->batch * N, H = m->hidden, D = m->head_dim, mix_width = m->heads * D;
-    const i64 width = (m->heads + 2 * m->kv_heads) * D, inner = 2 * m->inner > mix_width ? 2 * m->inner : mix_width;
+    const i64 width = (m->heads + 2 * m->kv_heads) * D;
     i64 longest = 0;
     for (i64 row = 0; row < call->batch; row++)
         if (call->lengths[row] > longest) longest = call->lengths[row];
-    i64 *depths = (i64 *)call->workspace;
-    float *x = (float *)(depths + rows), *h = x + rows * H, *qkv = h + rows * H, *wide = qkv + rows * width;
-    float *all_scores = wide + rows * inner;
-    i64 scores_size = QUERIES * ((longest + N + LANES - 1) / LANES * LANES);
-    uint8_t *within = (uint8_t *)(all_scores + call->threads * scores_size);
-    for (i64 node = 0; node < rows; node++) { /* a node sees what its parent sees, and itself */
-        i64 i = node % N, parent = call->parents[node], start = node - i;
-        depths[node] = parent < 0 ? 0 : depths[start + parent] + 1;
-        if (parent < 0) memset(within + node * N, 0, N);
-        else memcpy(within + node * N, within + (start + parent) * N, N);
-        within[node * N + i] = 1;
-    }
+    const Places at = places(m, rows, longest + N, call->threads);
+    if (!rows) return 0;
+    if (call->room < at.end) return at.end;
+    REFUSE(!call->workspace, POINTER);
+    float *w = call->workspace, *x = w + at.x, *h = w + at.h, *qkv = w + at.qkv, *wide = w + at.wide;
+    i64 *depths = (i64 *)(w + at.depths);
+    uint8_t *strange = (uint8_t *)(w + at.strange);
+    for (i64 node = 0; node < rows; node++)
+        depths[node] = call->parents[node] < 0 ? 0 : depths[node - node % N + call->parents[node]] + 1;
 #pragma omp parallel num_threads(call->threads)
     {
-        float *scores = all_scores + omp_get_thread_num() * scores_size;
+        float *scores = w + at.scores + omp_get_thread_num() * at.scores_of_thread;
         SHARE(rows, first, last);
         for (i64 i = first * H; call->embedded && i < last * H; i++) x[i] = m->embedding_scale * call->embedded[i];
         for (i64 row = first; !call->embedded && row < last; row++) {
-            i64 token = call->tokens[row], at = token / LANES * H * LANES + token % LANES;
+            i64 token = call->tokens[row], begin = token / LANES * H * LANES + token % LANES;
             float scale = m->embedding_scale * (m->embedding.scale ? m->embedding.scale[token] : 1);
             for (i64 i = 0; i < H; i++)
-                x[row * H + i] = scale * load_one(m->embedding.weight, at + i * LANES, WEIGHT);
+                x[row * H + i] = scale * load_one(m->embedding.weight, begin + i * LANES, WEIGHT);
         }
         for (i64 index = 0; index < m->num_layers; index++) {
             const Layer *layer = m->layers + index;
             /* The rows of x that this thread wrote last are those it reads now, unless a projection wrote them. */
-            norm_rows(x, layer->input_norm, m->eps, H, rows, h, 0);
+            norm_rows(x, layer->before_attention, m->eps, H, rows, h, 0);
 #pragma omp barrier
             project(&layer->qkv, h, H, rows, qkv, width, 0);
 #pragma omp barrier
-            place(m, layer, call, index, depths, qkv, m->heads);
+            place(m, layer, call, index, depths, qkv, m->heads, strange);
 #pragma omp barrier
-            attention(m, layer, call, index, within, depths, qkv, wide, scores);
+            attention(m, layer, call, index, strange, depths, qkv, wide, scores);
 #pragma omp barrier
-            project(&layer->o, wide, mix_width, rows, layer->after_attention ? h : x, H, !layer->after_attention);
+            project(&layer->output, wide, mix_width, rows, layer->after_attention ? h : x, H, !layer->after_attention);
 #pragma omp barrier
             if (layer->after_attention) norm_rows(h, layer->after_attention, m->eps, H, rows, x, 1);
-            norm_rows(x, layer->mlp_norm, m->eps, H, rows, h, 0);
+            norm_rows(x, layer->before_mlp, m->eps, H, rows, h, 0);
 #pragma omp barrier
             project(&layer->gate_up, h, H, rows, wide, 2 * m->inner, 0);
 #pragma omp barrier
@@ -226,54 +247,76 @@ void decoder_forward(const Model *m, const Call *call) {
             if (omp_get_thread_num() == 0) memcpy(x + k * H, h + call->logits_at[k] * H, 4 * H);
 #pragma omp barrier
         if (call->num_logits)
-            project(&m->head, call->logits_at ? x : h, H, call->num_logits, call->logits, m->head.out, 0);
+            project(&m->head, call->logits_at ? x : h, H, call->num_logits, call->logits, m->head.outputs, 0);
 #pragma omp barrier
         if (m->logit_cap) {
-            SHARE(call->num_logits * m->head.out, from, to);
+            SHARE(call->num_logits * m->head.outputs, from, to);
             for (i64 i = from; i < to; i++) call->logits[i] = cap(call->logits[i], m->logit_cap);
 #pragma omp barrier
         }
         SHARE(call->best ? call->num_logits : 0, from, to);
-        for (i64 row = from; row < to; row++) call->best[row] = best_of(call->logits + row * m->head.out, m->head.out);
+        for (i64 row = from; row < to; row++)
+            call->best[row] = best_of(call->logits + row * m->head.outputs, m->head.outputs);
     }
+    return 0;
 }
 
 /* Numbers of `float` that `draft_context` needs for its work. */
-i64 draft_context_workspace(const Model *m, i64 rows) {
-    return rows * (m->hidden + m->num_layers * 2 * m->kv_heads * m->head_dim);
+i64 draft_context_workspace(const Model *m, i64 batch, i64 nodes) {
+    i64 wrong = check_shape(m, batch, nodes, 0, 1);
+    return wrong ? wrong : batch * nodes * (m->hidden + m->num_layers * 2 * m->kv_heads * m->head_dim);
 }
 
 /* Write the keys and values of committed tokens, for all layers of a draft network, from its target's features, which
-   are the embedded rows here: through a projection, a norm, and the keys' and values' part of each layer's qkv. */
-void draft_context(const Model *m, const Call *call, const Linear *features, const float *norm) {
-    const i64 rows = call->batch * call->nodes, H = m->hidden, width = 2 * m->kv_heads * m->head_dim;
+   are the embedded rows here: through a projection, a norm, and the keys' and values' part of each layer's qkv.
+   Returns as `decoder_forward`. */
+i64 draft_context(const Model *m, const Call *call, const Linear *features, const float *norm) {
+    REFUSE(!m || !call || !features || !norm || !features->weight, POINTER);
+    i64 wrong = check_shape(m, call->batch, call->nodes, call->slots, call->threads);
+    if (!wrong) wrong = check_rows(m, call);
+    const i64 rows = call->batch * call->nodes;
+    if (wrong || !rows) return wrong;
+    const i64 needed = draft_context_workspace(m, call->batch, call->nodes);
+    if (call->room < needed) return needed;
+    REFUSE(!call->embedded || !call->workspace, POINTER);
+    REFUSE(features->inputs < 1 || features->outputs != m->hidden, SIZES);
+    const i64 H = m->hidden, width = 2 * m->kv_heads * m->head_dim;
     const i64 queries = m->heads * m->head_dim; /* whole blocks, since head_dim is a multiple of LANES */
     float *h = call->workspace, *keys_values = h + rows * H;
 #pragma omp parallel num_threads(call->threads)
     {
-        project(features, call->embedded, features->in, rows, h, H, 0);
+        project(features, call->embedded, features->inputs, rows, h, H, 0);
 #pragma omp barrier
         norm_rows(h, norm, m->eps, H, rows, h, 0);
 #pragma omp barrier
         for (i64 index = 0; index < m->num_layers; index++) {
             Linear part = m->layers[index].qkv;
-                        part.weight = (const char *)part.weight + queries * H * BYTES(WEIGHT);
+            part.weight = (const char *)part.weight + queries * H * BYTES(WEIGHT);
             if (part.scale) part.scale += queries;
             if (part.bias) part.bias += queries;
-            part.out = width;
+            part.outputs = width;
             project(&part, h, H, rows, keys_values + index * rows * width, width, 0);
         }
 #pragma omp barrier
         for (i64 index = 0; index < m->num_layers; index++)
-            place(m, m->layers + index, call, index, 0, keys_values + index * rows * width, 0);
+            place(m, m->layers + index, call, index, 0, keys_values + index * rows * width, 0, 0);
     }
+    return 0;
 }
 
 i64 lanes(void) { return LANES; }
 i64 weight_kind(void) { return WEIGHT; }
+i64 store_kind(void) { return STORE; }
 
 /* y = x W^T + bias for rows `xs` numbers apart. */
-void packed_linear(const Linear *l, const float *x, i64 xs, i64 rows, float *y, i64 threads) {
+i64 packed_linear(const Linear *l, const float *x, i64 xs, i64 rows, float *y, i64 threads) {
+    REFUSE(!l || !l->weight, POINTER);
+    REFUSE(l->inputs < 0 || l->outputs < 0, SIZES);
+    REFUSE(rows < 0 || rows > MOST || xs < 0, COUNTS);
+    REFUSE(threads < 1 || threads > MOST_THREADS, THREADS);
+    if (!rows) return 0;
+    REFUSE(!x || !y, POINTER);
 #pragma omp parallel num_threads(threads) if (threads > 1)
-    project(l, x, xs, rows, y, l->out, 0);
+    project(l, x, xs, rows, y, l->outputs, 0);
+    return 0;
 }

@@ -53,11 +53,7 @@ typedef short eight __attribute__((vector_size(16)));
 enum { FLOAT32, BFLOAT16, INT8 };
 #define BYTES(kind) ((kind) == FLOAT32 ? 4 : (kind) == BFLOAT16 ? 2 : 1)
 
-typedef struct { /* weight [blocks, in, LANES], scale and bias [blocks * LANES] or null */
-    const void *weight;
-    const float *scale, *bias;
-    i64 in, out;
-} Linear;
+#include "calls.h"
 
 INLINE vec splat(float x) { return x - (vec){}; } /* not +: that would turn -0 into 0 and cost an addition */
 INLINE vec choose(ints mask, vec x, vec y) { return (vec)(((ints)x & mask) | ((ints)y & ~mask)); }
@@ -96,6 +92,17 @@ static void store_one(void *to, i64 at, int kind, float x) {
     ((uint16_t *)to)[at] = (bits + 0x7fff + (bits >> 16 & 1)) >> 16; /* to the nearest, ties to even */
 }
 
+/* Whether one of these numbers is NaN or infinite, or is so once it is rounded to bfloat16. */
+static int any_strange(const float *x, i64 size) {
+    int found = 0;
+    for (i64 i = 0; i < size; i++) {
+        uint32_t bits;
+        memcpy(&bits, x + i, 4);
+        found |= (bits & 0x7fffffff) >= 0x7f7f8000;
+    }
+    return found;
+}
+
 /* exp by 2^n times a polynomial (Cephes), to about one unit in the last place; 0 below -87. */
 INLINE vec exp_vec(vec x) {
     ints small = x < splat(-87.0f);
@@ -126,9 +133,9 @@ INLINE void tile(const Linear *l, const float *x, i64 xs, i64 block, float *y, i
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
         for (int c = 0; c < C; c++) sums[r][c] = (vec){};
-    const i64 size = l->in * LANES, step = C * LANES * BYTES(WEIGHT);
+    const i64 size = l->inputs * LANES, step = C * LANES * BYTES(WEIGHT);
     const char *next = (const char *)l->weight + (block + C) * size * BYTES(WEIGHT);
-    for (i64 i = 0; i < l->in; i++) {
+    for (i64 i = 0; i < l->inputs; i++) {
 #pragma GCC unroll 8
         for (int k = 0; k < step; k += 64) __builtin_prefetch(next + k, 0, 2);
         next += fetch ? step : 0;
@@ -143,7 +150,7 @@ INLINE void tile(const Linear *l, const float *x, i64 xs, i64 block, float *y, i
         }
     }
     for (int c = 0; c < C; c++) {
-        i64 at = (block + c) * LANES, left = l->out - at;
+        i64 at = (block + c) * LANES, left = l->outputs - at;
         for (int r = 0; r < R; r++) {
             vec sum = sums[r][c];
             float *out = y + r * ys + at;
@@ -206,7 +213,7 @@ static i64 best_of(const float *x, i64 size) {
 
 /* y = x W^T + bias, or y += that; each thread computes some of the outputs. */
 static void project(const Linear *l, const float *x, i64 xs, i64 rows, float *y, i64 ys, int add) {
-    SHARE((l->out + LANES - 1) / LANES, first, last);
+    SHARE((l->outputs + LANES - 1) / LANES, first, last);
     const i64 groups = (rows + 5) / 6, largest = (rows + groups - 1) / groups;
     /* As many sums at once as there are registers for. */
     const i64 most = largest == 1 ? 8 : largest == 2 ? 4 : largest <= 4 ? 3 : 2;
@@ -294,9 +301,10 @@ INLINE void dots(const float *q, const void *k, i64 D, i64 last, float *scores) 
     sums_of(sums, scores);
 }
 
-/* out[r] = sum of p[r][t] v[t] over slots in order, over the sum of p[r][t] in order. */
+/* out[r] = sum of p[r][t] v[t] over slots in order, over the sum of p[r][t] in order. Slots of negative p are left
+   away, if `skip`, which needs R = 1. */
 INLINE void mix(const float *p, i64 stride, const void *v, i64 T, i64 D, float *const *out, const int R,
-                const int C) {
+                const int C, const int skip) {
     for (i64 d = 0; d < D; d += C * LANES) {
         vec sums[4][4];
         float totals[4];
@@ -307,6 +315,7 @@ INLINE void mix(const float *p, i64 stride, const void *v, i64 T, i64 D, float *
             for (int c = 0; c < C; c++) sums[r][c] = (vec){};
         }
         for (i64 t = 0; t < T; t++) {
+            if (skip && p[t] < 0) continue;
             vec value[4];
 #pragma GCC unroll 8
             for (int c = 0; c < C; c++) value[c] = load(v, t * D + d + c * LANES, STORE);
@@ -324,12 +333,17 @@ INLINE void mix(const float *p, i64 stride, const void *v, i64 T, i64 D, float *
     }
 }
 
-static void mix_rows(const float *p, i64 stride, const void *v, i64 T, i64 D, float *const *out, i64 rows) {
+static void mix_rows(const float *p, i64 stride, const void *v, i64 T, i64 D, float *const *out, i64 rows,
+                     int skip) {
+    if (skip) {
+        for (i64 r = 0; r < rows; r++) mix(p + r * stride, stride, v, T, D, out + r, 1, 1, 1);
+        return;
+    }
     switch (rows * 8 + (D % (4 * LANES) == 0 ? 4 : D % (2 * LANES) == 0 ? 2 : 1)) {
 #define MIX(R)                                                                                            \
-    case R * 8 + 4: mix(p, stride, v, T, D, out, R, R > 2 ? 2 : 4); break;                                \
-    case R * 8 + 2: mix(p, stride, v, T, D, out, R, 2); break;                                            \
-    case R * 8 + 1: mix(p, stride, v, T, D, out, R, 1); break;
+    case R * 8 + 4: mix(p, stride, v, T, D, out, R, R > 2 ? 2 : 4, 0); break;                             \
+    case R * 8 + 2: mix(p, stride, v, T, D, out, R, 2, 0); break;                                         \
+    case R * 8 + 1: mix(p, stride, v, T, D, out, R, 1, 0); break;
         MIX(1) MIX(2) MIX(3) MIX(4)
     }
 }

@@ -80,6 +80,11 @@ class DFlashDrafter:
         self._run = target.draft_runner(self.network, self.reduced_head)
         self._masks = torch.full((1, self.block_size), self.config.mask_token_id, device=target.device)
 
+    @property
+    def compile_reason(self) -> str | None:
+        """Why the network is not compiled for a CPU, in words; None where it is, or runs as CUDA graphs."""
+        return self._run.compile_reason
+
     def new_state(self, batch: int, capacity: int) -> KVCache:
         state: KVCache = self._run.new_state(batch, capacity)
         return state

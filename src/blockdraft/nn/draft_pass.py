@@ -68,13 +68,18 @@ class DraftPass:
             ones, so that their memory is not taken twice; its weights must not be replaced afterwards.
         embed: Of tokens `[B, N]`.
         head: Of hidden states.
+        compile_reason: Why it is not compiled, where it might have been.
     """
 
     @torch.no_grad()
     def __init__(
-        self, network: DFlashNetwork, embed: Callable[[Tensor], Tensor], head: Callable[[Tensor], Tensor]
+        self,
+        network: DFlashNetwork,
+        embed: Callable[[Tensor], Tensor],
+        head: Callable[[Tensor], Tensor],
+        compile_reason: str | None = None,
     ) -> None:
-        self._embed, self._head = embed, head
+        self._embed, self._head, self.compile_reason = embed, head, compile_reason
         self.config = config = network.config
         shared = {id(tensor): tensor for tensor in (*network.parameters(), *network.buffers())}
         self.network = deepcopy(network, shared)

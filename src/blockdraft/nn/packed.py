@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
-import ctypes
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # of weights, as in decoder.c
+from blockdraft.errors import UsageError
+
+# Multiplies rows `[n, in]` with one weight, into `[n, out]`; both float32, `out` and each row contiguous.
+Product = Callable[[Tensor, Tensor], None]
 
 
-def weights_dtype(library: ctypes.CDLL) -> torch.dtype:
-    """The dtype of weights that a library takes."""
-    return {number: dtype for dtype, number in KINDS.items()}[library.weight_kind()]
+class Kernels(Protocol):
+    """What multiplies with weights of which `lanes` output channels lie side by side."""
 
+    @property
+    def lanes(self) -> int: ...
 
-class PackedWeight(ctypes.Structure):
-    """`Linear` of decoder.c."""
+    @property
+    def weights_dtype(self) -> torch.dtype: ...
 
-    _fields_ = [
-        ("weight", ctypes.c_void_p),
-        ("scale", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("inputs", ctypes.c_int64),
-        ("outputs", ctypes.c_int64),
-    ]
+    def product(self, weight: Tensor, scale: Tensor | None, bias: Tensor | None, inputs: int, outputs: int) -> Product:
+        """The product with one weight.
+
+        Args:
+            weight: `[blocks, inputs, lanes]` in `weights_dtype`.
+            scale, bias: `[blocks * lanes]` float32, or None.
+        """
 
 
 class PackedLinear(nn.Module):
     """`x @ weight.T + bias` for inference, `[..., in]` to a new tensor `[..., out]`.
 
-    `pack` hands it to a compiled library, whose sums have the same bits for a row alone and among others.
+    `pack` hands it to compiled kernels, whose sums have the same bits for a row alone and among others.
 
     Args:
         weight: `[out, in]`; with the bias, it can be read back.
@@ -54,9 +59,8 @@ class PackedLinear(nn.Module):
         self.register_buffer("stored", weight)
         self.register_buffer("bias", bias)
         self.register_buffer("scale", None)  # `[out]`, of an int8 weight
-        self._library: ctypes.CDLL | None = None
-        self._struct = PackedWeight()
-        self._alive: list[Tensor] = []
+        self._kernels: Kernels | None = None
+        self._product: Product | None = None
 
     @property
     def weight(self) -> Tensor:
@@ -64,65 +68,67 @@ class PackedLinear(nn.Module):
         if self.rounded is not None:
             return self.stored.dequantize()
         weight = self.stored
-        if self._library is not None:
+        if self._kernels is not None:
             weight = weight.transpose(1, 2).reshape(-1, self.in_features)[: self.out_features]
         return weight.to(self.dtype) if self.scale is None else weight * self.scale.unsqueeze(-1)
 
     def quantize(self) -> None:
         """Round the weight to int8; inputs are never rounded. Due before `pack`."""
         if self.scale is None:
-            assert self._library is None
+            assert self._kernels is None
             self.stored, self.scale = int8_rows(self.stored)
 
     def rows(self, index: Tensor) -> Tensor:
         """Rows of the weight, `[...]` int64 to `[..., in]`: an embedding table is a weight too."""
-        if self._library is None:
+        if self._kernels is None:
             rows = F.embedding(index, self.stored)
         else:
+            check_tokens(index, self.out_features)  # beyond them lies padding
             lanes = self.stored.size(2)
             rows = self.stored[index // lanes, :, index % lanes]
         return rows.to(self.dtype) if self.scale is None else rows * self.scale[index].unsqueeze(-1)
 
-    def pack(self, library: ctypes.CDLL) -> PackedWeight:
-        """Lay the weight out as a library wants it, and compute with it from now on.
+    def pack(self, kernels: Kernels) -> Product:
+        """Lay the weight out as these kernels want it, and compute with them from now on.
 
-        The library was built for the weight's dtype, or for bfloat16 where that rounds no number (`fits_bfloat16`).
+        They were built for the weight's dtype, or for bfloat16 where that rounds no number (`fits_bfloat16`).
 
         Returns:
-            What the library's other functions take; valid as long as this layer lives.
+            The kernels' product with this weight; valid as long as this layer lives.
         """
-        if self._library is None:
-            lanes = library.lanes()
+        if self._product is None:
+            lanes = kernels.lanes
             blocks = -(-self.out_features // lanes)
-            padded = F.pad(self.stored.to(weights_dtype(library)), (0, 0, 0, blocks * lanes - self.out_features))
+            padded = F.pad(self.stored.to(kernels.weights_dtype), (0, 0, 0, blocks * lanes - self.out_features))
             self.stored = padded.view(blocks, lanes, self.in_features).transpose(1, 2).contiguous()
-            filled = [
+            scale, bias = (
                 None if each is None else F.pad(each.float(), (0, blocks * lanes - self.out_features)).contiguous()
                 for each in (self.scale, self.bias)
-            ]
-            self._alive = [each for each in filled if each is not None]
-            pointers = [each if each is None else each.data_ptr() for each in (self.stored, *filled)]
-            self._struct = PackedWeight(*pointers, self.in_features, self.out_features)
-            self._library = library
-        return self._struct
+            )
+            self._kernels = kernels
+            self._product = kernels.product(self.stored, scale, bias, self.in_features, self.out_features)
+        assert self._kernels is kernels, "packed for other kernels"
+        return self._product
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._library is None or (torch.is_grad_enabled() and x.requires_grad):
+        if self._product is None or (torch.is_grad_enabled() and x.requires_grad):
             return F.linear(x, self.weight if self.rounded is None else self.stored, self.bias)
         rows = x.reshape(-1, self.in_features).float()
         if rows.stride(1) != 1:
             rows = rows.contiguous()
         out = rows.new_empty(*x.shape[:-1], self.out_features)
-        if len(rows):
-            self._library.packed_linear(
-                ctypes.byref(self._struct),
-                ctypes.c_void_p(rows.data_ptr()),
-                ctypes.c_int64(rows.stride(0)),
-                ctypes.c_int64(len(rows)),
-                ctypes.c_void_p(out.data_ptr()),
-                ctypes.c_int64(torch.get_num_threads()),
-            )
+        self._product(rows, out)
         return out.to(x.dtype)
+
+
+def check_tokens(tokens: Tensor, count: int) -> None:
+    """Raise a UsageError unless these token ids, int64, are from 0 to below the vocabulary's size."""
+    wrong = tokens[(tokens < 0) | (tokens >= count)]
+    if len(wrong):
+        raise UsageError(
+            f"Token id {int(wrong[0])} is none of the {count} that the model knows; "
+            "use the tokenizer that it was trained with."
+        )
 
 
 def fits_bfloat16(weight: Tensor) -> bool:

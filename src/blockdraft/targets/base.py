@@ -59,7 +59,13 @@ class Cache(Rows, Protocol):
 
 
 class DraftRunner(Protocol):
-    """Runs a draft network that reads the target's features, in the target's way of computing."""
+    """Runs a draft network that reads the target's features, in the target's way of computing.
+
+    Attributes:
+        compile_reason: Why it is not compiled, where it might have been; else None.
+    """
+
+    compile_reason: str | None
 
     def new_state(self, batch: int, capacity: int) -> Any:
         """As `Drafter.new_state`."""

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from blockdraft.cpu.build import LONGEST_WAIT_SECONDS, STILL_AT_WORK, Build
+from blockdraft.cpu.build import Build
 from blockdraft.cpu.compiled import CompiledDecoder
 from blockdraft.cpu.compiled_draft import draft_pass
 from blockdraft.cpu.threads import use_best_threads
@@ -24,7 +24,6 @@ from blockdraft.nn.attention import grouped_mask, visible_slots
 from blockdraft.nn.cache import KVCache, bucket, slot_bucket
 from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.dflash import DFlashNetwork
-from blockdraft.nn.packed import weights_dtype
 from blockdraft.proposal import chain_parents, depths, is_chain, tree_mask
 from blockdraft.targets.base import Cache, DraftRunner, LoadOptions, TargetOutput
 from blockdraft.targets.checkpoint import architecture, drafter_shape, end_tokens, max_context
@@ -86,7 +85,7 @@ class NativeTarget:
         parts = ["native"]
         if self.compiled is not None:
             parts.append("compiled")
-            if self.dtype == torch.float32 and weights_dtype(self.compiled.library) == torch.bfloat16:
+            if self.dtype == torch.float32 and self.compiled.library.weights_dtype == torch.bfloat16:
                 parts.append("weights kept in bfloat16")
         if self.captured is not None:
             parts.append("captured")
@@ -231,7 +230,8 @@ def use_best_threads_for(target: NativeTarget) -> None:
 def load(path: str | Path, options: LoadOptions) -> NativeTarget:
     """Load a checkpoint; see `native_files.read_checkpoint` for what is read, and for errors.
 
-    What runs the forward once it is loaded goes on running it: an answer is never begun one way and ended the other.
+    The compiler is waited for, however long it takes. What runs the forward once it is loaded goes on running it: an
+    answer is never begun one way and ended the other.
 
     Raises:
         UsageError: It is to be compiled and cannot be.
@@ -251,11 +251,10 @@ def load(path: str | Path, options: LoadOptions) -> NativeTarget:
 
 def _compile(target: NativeTarget, library: Build, compile: Compile) -> str | None:
     """Let the target use this library. Returns why it does not."""
-    found = library.library(LONGEST_WAIT_SECONDS if compile == "auto" else None)
+    found = library.library()
     if found is None:
-        reason = library.reason or STILL_AT_WORK
         if compile == "auto":
-            logging.getLogger(__name__).warning("The target runs uncompiled, which is slower: %s.", reason)
-        return reason
+            logging.getLogger(__name__).warning("The target runs uncompiled, which is slower: %s.", library.reason)
+        return library.reason
     target.compiled = CompiledDecoder(target.decoder, found, target.max_context)
     return None

@@ -54,6 +54,22 @@ def test_the_margin_of_two_tokens(settings: dict[str, Any], tmp_path: Path) -> N
     assert margins[0] == 0 < margins[1] == -reverse
 
 
+@pytest.mark.parametrize("part", ["target", "drafter"])
+def test_ours_is_compiled_or_not_measured(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_dflash2_dir: Path, part: str
+) -> None:
+    if part == "target":
+        monkeypatch.setenv("CC", "no-such-compiler")
+    else:
+        settings["drafter"] = str(tiny_dflash2_dir)  # of a kind that is never compiled
+    with pytest.raises(
+        PeerError, match="no C compiler" if part == "target" else "drafter is not compiled: .*Convolved"
+    ):
+        adapter("ours dflash", settings, tmp_path)
+    with adapter("ours plain (hf)" if part == "target" else "ours plain", settings, tmp_path):
+        pass
+
+
 def test_what_an_adapter_lacks(settings: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(PeerError, match="no smaller model"):
         adapter("transformers assistant", settings, tmp_path)

@@ -1,0 +1,147 @@
+/* What Python and C tell each other (cpu/library.py is the other side): structs with a description of their fields, and
+   what can be wrong with a call. */
+#include <stddef.h>
+
+#define MEMBER(S, type, name) type name;
+#define ENTRY(S, type, name) {#S, #name, offsetof(S, name), sizeof(((S *)0)->name)},
+#define STRUCT(S) typedef struct { S##_FIELDS(MEMBER, S) } S;
+#define DESCRIBED(S) S##_FIELDS(ENTRY, S) {#S, "", 0, sizeof(S)},
+
+/* weight [blocks, inputs, LANES], scale and bias [blocks * LANES] or null. */
+#define Linear_FIELDS(FIELD, S)                                                                           \
+    FIELD(S, const void *, weight) FIELD(S, const float *, scale) FIELD(S, const float *, bias)           \
+    FIELD(S, i64, inputs) FIELD(S, i64, outputs)
+STRUCT(Linear)
+
+/* Norms but the first two may be null. whole_block: nodes see all nodes of their row, not their ancestors only. */
+#define Layer_FIELDS(FIELD, S)                                                                            \
+    FIELD(S, Linear, qkv) FIELD(S, Linear, output) FIELD(S, Linear, gate_up) FIELD(S, Linear, down)       \
+    FIELD(S, const float *, before_attention) FIELD(S, const float *, before_mlp)                         \
+    FIELD(S, const float *, after_attention) FIELD(S, const float *, after_mlp)                           \
+    FIELD(S, const float *, query_norm) FIELD(S, const float *, key_norm)                                 \
+    FIELD(S, const float *, cos) FIELD(S, const float *, sin)                                             \
+    FIELD(S, i64, window) FIELD(S, i64, whole_block)
+STRUCT(Layer)
+
+/* max_positions: of the tables cos and sin. */
+#define Model_FIELDS(FIELD, S)                                                                            \
+    FIELD(S, const Layer *, layers) FIELD(S, Linear, embedding) FIELD(S, Linear, head)                    \
+    FIELD(S, const float *, norm) FIELD(S, i64, num_layers) FIELD(S, i64, hidden) FIELD(S, i64, heads)    \
+    FIELD(S, i64, kv_heads) FIELD(S, i64, head_dim) FIELD(S, i64, inner) FIELD(S, i64, gelu)              \
+    FIELD(S, i64, max_positions) FIELD(S, float, eps) FIELD(S, float, embedding_scale)                    \
+    FIELD(S, float, attention_scale) FIELD(S, float, attention_cap) FIELD(S, float, logit_cap)
+STRUCT(Model)
+
+/* embedded: rows in the place of tokens, or null; reach: how many committed tokens are seen, the last; best: the
+   likeliest token of each row of logits, see `best_of`, or null; slots: of the store; room: numbers of
+   `float` in the workspace; store: [layers, keys and then values of all heads, slot, head_dim], by strides; starts: the
+   first slot of each row. */
+#define Call_FIELDS(FIELD, S)                                                                             \
+    FIELD(S, const i64 *, tokens) FIELD(S, const i64 *, parents) FIELD(S, const i64 *, lengths)           \
+    FIELD(S, const i64 *, taps) FIELD(S, const i64 *, logits_at) FIELD(S, const float *, embedded)        \
+    FIELD(S, i64, batch) FIELD(S, i64, nodes) FIELD(S, i64, num_taps) FIELD(S, i64, num_logits)           \
+    FIELD(S, i64, reach) FIELD(S, i64, threads) FIELD(S, i64, slots) FIELD(S, i64, room)                  \
+    FIELD(S, void *, store)                                                                               \
+    FIELD(S, i64, layer_stride) FIELD(S, i64, head_stride) FIELD(S, const i64 *, starts)                   \
+    FIELD(S, float *, features) FIELD(S, float *, logits) FIELD(S, float *, workspace) FIELD(S, i64 *, best)
+STRUCT(Call)
+
+typedef struct {
+    const char *structure, *name;
+    i64 offset, size;
+} Field;
+
+/* The fields of all structs; behind each struct's its own size, without a name; null ends it. */
+const Field *fields(void) {
+    static const Field all[] = {DESCRIBED(Linear) DESCRIBED(Layer) DESCRIBED(Model) DESCRIBED(Call){0}};
+    return all;
+}
+
+/* Functions return 0 or a size, or one of these with a minus; then they have done nothing. */
+#define PROBLEMS(P)                                                                                       \
+    P(POINTER, "a pointer is null that must not be")                                                      \
+    P(SIZES, "a size of the model is below 1, or does not fit the others")                                \
+    P(COUNTS, "there are fewer than 0 rows, nodes or slots, or too many to count")                        \
+    P(THREADS, "there are fewer threads than 1 or too many")                                              \
+    P(LENGTHS, "a row begins before the store, has fewer than 0 tokens, or its nodes end beyond the store") \
+    P(PARENTS, "the parent of a node is neither -1 nor a node before it")                                 \
+    P(TAPS, "a tap lies beyond the layers")                                                               \
+    P(LOGITS, "logits are wanted of a node that is not there, or of more nodes than there are")           \
+    P(TOKENS, "a token lies outside the embedding")
+#define CODE(name, words) name,
+#define WORDS(name, words) words,
+enum { NOTHING, PROBLEMS(CODE) ALL_PROBLEMS };
+
+/* In words; null from the last on. */
+const char *problem(i64 code) {
+    static const char *const words[] = {"nothing", PROBLEMS(WORDS)};
+    return code >= 0 && code < ALL_PROBLEMS ? words[code] : 0;
+}
+
+#define MOST ((i64)1 << 31) /* of what is counted, so that no product of counts overflows */
+#define MOST_THREADS 4096
+#define REFUSE(condition, code) if (condition) return -(code)
+
+static i64 check_shape(const Model *m, i64 batch, i64 nodes, i64 slots, i64 threads) {
+    REFUSE(!m || !m->layers, POINTER);
+    REFUSE(m->num_layers < 1 || m->hidden < 1 || m->inner < 1 || m->kv_heads < 1 || m->heads < m->kv_heads, SIZES);
+    REFUSE(m->heads % m->kv_heads || m->head_dim < LANES || m->head_dim % LANES, SIZES);
+    REFUSE(batch < 0 || nodes < 0 || slots < 0 || batch > MOST || slots > MOST, COUNTS);
+    REFUSE(nodes > MOST / (batch ? batch : 1), COUNTS);
+    REFUSE(threads < 1 || threads > MOST_THREADS, THREADS);
+    return 0;
+}
+
+static i64 check_linear(const Linear *l, i64 inputs, i64 outputs) {
+    REFUSE(!l->weight, POINTER);
+    REFUSE(l->inputs != inputs || l->outputs != outputs, SIZES);
+    return 0;
+}
+
+static i64 check_layers(const Model *m) {
+    const i64 H = m->hidden, mixed = m->heads * m->head_dim;
+    for (i64 index = 0; index < m->num_layers; index++) {
+        const Layer *layer = m->layers + index;
+        i64 wrong = check_linear(&layer->qkv, H, mixed + 2 * m->kv_heads * m->head_dim);
+        if (!wrong) wrong = check_linear(&layer->output, mixed, H);
+        if (!wrong) wrong = check_linear(&layer->gate_up, H, 2 * m->inner);
+        if (!wrong) wrong = check_linear(&layer->down, m->inner, H);
+        REFUSE(wrong, -wrong);
+        REFUSE(!layer->before_attention || !layer->before_mlp || !layer->cos || !layer->sin, POINTER);
+    }
+    return 0;
+}
+
+/* What all calls that write to the store have in common. */
+static i64 check_rows(const Model *m, const Call *call) {
+    REFUSE(call->nodes && m->max_positions < 1, SIZES);
+    const i64 wrong = call->batch && call->nodes ? check_layers(m) : 0;
+    REFUSE(wrong, -wrong);
+    REFUSE(call->batch && (!call->lengths || !call->starts || !call->store), POINTER);
+    for (i64 row = 0; row < call->batch; row++) {
+        REFUSE(call->starts[row] < 0 || call->starts[row] > call->slots || call->lengths[row] < 0, LENGTHS);
+        REFUSE(call->lengths[row] > call->slots - call->nodes - call->starts[row], LENGTHS);
+    }
+    return 0;
+}
+
+static i64 check_nodes(const Model *m, const Call *call) {
+    const i64 rows = call->batch * call->nodes;
+    REFUSE(rows && (!call->parents || !(call->tokens || call->embedded) || !m->norm), POINTER);
+    REFUSE(call->num_taps < 0, TAPS);
+    REFUSE(call->num_logits < 0 || call->num_logits > rows, LOGITS);
+    REFUSE(call->num_taps && rows && (!call->taps || !call->features), POINTER);
+    REFUSE(call->num_logits && !call->logits, POINTER);
+    i64 wrong = rows && !call->embedded ? check_linear(&m->embedding, m->hidden, m->embedding.outputs) : 0;
+    if (!wrong && call->num_logits) wrong = check_linear(&m->head, m->hidden, m->head.outputs);
+    REFUSE(wrong, -wrong);
+    for (i64 node = 0; node < rows; node++)
+        REFUSE(call->parents[node] < -1 || call->parents[node] >= node % call->nodes, PARENTS);
+    for (i64 k = 0; k < call->num_taps; k++) REFUSE(call->taps[k] < 0 || call->taps[k] > m->num_layers, TAPS);
+    REFUSE(call->num_logits && call->num_logits != rows && !call->logits_at, LOGITS);
+    for (i64 k = 0; k < call->num_logits && call->logits_at; k++)
+        REFUSE(call->logits_at[k] < 0 || call->logits_at[k] >= rows, LOGITS);
+    for (i64 node = 0; node < rows && !call->embedded; node++)
+        REFUSE(call->tokens[node] < 0 || call->tokens[node] >= m->embedding.outputs, TOKENS);
+    return 0;
+}

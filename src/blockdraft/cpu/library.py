@@ -1,0 +1,192 @@
+"""`decoder.c` once it is compiled: its structs, compared with C's own description of them, its functions and errors."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from ctypes import POINTER, byref, c_char_p, c_float, c_int64, c_void_p
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from blockdraft.nn.packed import PackedLinear
+
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # of weights and stores, as in kernels.h
+DTYPES = {number: dtype for dtype, number in KINDS.items()}
+PROJECTIONS = ("qkv", "output", "gate_up", "down")
+NORMS = ("before_attention", "before_mlp", "after_attention", "after_mlp")
+
+
+class LinearFields(ctypes.Structure):
+    """`Linear` of calls.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("weight", "scale", "bias")),
+        *((name, c_int64) for name in ("inputs", "outputs")),
+    ]
+
+
+class LayerFields(ctypes.Structure):
+    """`Layer` of calls.h."""
+
+    _fields_ = [
+        *((name, LinearFields) for name in PROJECTIONS),
+        *((name, c_void_p) for name in (*NORMS, "query_norm", "key_norm", "cos", "sin")),
+        ("window", c_int64),
+        ("whole_block", c_int64),
+    ]
+
+
+class ModelFields(ctypes.Structure):
+    """`Model` of calls.h."""
+
+    _fields_ = [
+        ("layers", POINTER(LayerFields)),
+        ("embedding", LinearFields),
+        ("head", LinearFields),
+        ("norm", c_void_p),
+        *((name, c_int64) for name in ("num_layers", "hidden", "heads", "kv_heads", "head_dim", "inner", "gelu")),
+        ("max_positions", c_int64),
+        *((name, c_float) for name in ("eps", "embedding_scale", "attention_scale", "attention_cap", "logit_cap")),
+    ]
+
+
+class CallFields(ctypes.Structure):
+    """`Call` of calls.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("tokens", "parents", "lengths", "taps", "logits_at", "embedded")),
+        *((name, c_int64) for name in ("batch", "nodes", "num_taps", "num_logits", "reach", "threads")),
+        *((name, c_int64) for name in ("slots", "room")),
+        ("store", c_void_p),
+        *((name, c_int64) for name in ("layer_stride", "head_stride")),
+        *((name, c_void_p) for name in ("starts", "features", "logits", "workspace", "best")),
+    ]
+
+
+class Described(ctypes.Structure):
+    """`Field` of calls.h: one line of C's description. What stands for a struct's own size has no name."""
+
+    _fields_ = [("structure", c_char_p), ("name", c_char_p), ("offset", c_int64), ("size", c_int64)]
+
+
+STRUCTS: Mapping[str, type[ctypes.Structure]] = {
+    "Linear": LinearFields,
+    "Layer": LayerFields,
+    "Model": ModelFields,
+    "Call": CallFields,
+}
+
+
+def check_structs(library: ctypes.CDLL, structs: Mapping[str, type[ctypes.Structure]] = STRUCTS) -> None:
+    """Raise an AssertionError for the first field that is not at the same place under the same name in C."""
+    library.fields.restype = POINTER(Described)
+    described, at = defaultdict(list), 0
+    while (line := library.fields()[at]).structure:
+        described[line.structure.decode()].append((line.name.decode(), line.offset, line.size))
+        at += 1
+    for name, struct in structs.items():
+        places = [(field, getattr(struct, field)) for field, *_ in struct._fields_]
+        ours = [(field, place.offset, place.size) for field, place in places] + [("", 0, ctypes.sizeof(struct))]
+        for mine, theirs in zip_longest(ours, described[name]):
+            assert mine == theirs, f"struct {name}: the field (name, offset, size) is {mine} in Python, {theirs} in C"
+
+
+class Product:
+    """Multiplies with one weight that lies as a library wants it."""
+
+    def __init__(
+        self,
+        library: Library,
+        weight: Tensor,
+        scale: Tensor | None,
+        bias: Tensor | None,
+        inputs: int,
+        outputs: int,
+    ) -> None:
+        self._library = library
+        self._alive = weight, scale, bias
+        pointers = [None if each is None else each.data_ptr() for each in self._alive]
+        self.fields = LinearFields(*pointers, inputs, outputs)
+
+    def __call__(self, rows: Tensor, out: Tensor) -> None:
+        self._library.multiply(self.fields, rows, out)
+
+
+class Library:
+    """A compiled `decoder.c`. Its methods raise an AssertionError, in C's words, for arguments that C refuses.
+
+    Args:
+        path: Of the file.
+
+    Attributes:
+        lanes: Output channels of a weight that lie side by side.
+        weights_dtype: Of the weights that it takes.
+        store_dtype: Of keys and values.
+
+    Raises:
+        OSError: The file is no library.
+        AttributeError: It lacks a function.
+        AssertionError: Its structs are not those of this module.
+    """
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        check_structs(library)
+        self._library = library
+        self._problem = _function(library, "problem", c_int64, returns=c_char_p)
+        self._decoder_workspace = _function(library, "decoder_workspace", c_void_p, *[c_int64] * 4)
+        self._decoder_forward = _function(library, "decoder_forward", c_void_p, c_void_p)
+        self._draft_context_workspace = _function(library, "draft_context_workspace", c_void_p, c_int64, c_int64)
+        self._draft_context = _function(library, "draft_context", *[c_void_p] * 4)
+        types = (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64)
+        self._packed_linear = _function(library, "packed_linear", *types)
+        self.lanes = int(_function(library, "lanes")())
+        self.weights_dtype = DTYPES[_function(library, "weight_kind")()]
+        self.store_dtype = DTYPES[_function(library, "store_kind")()]
+
+    def decoder_workspace(self, model: ModelFields, batch: int, nodes: int, slots: int, threads: int) -> int:
+        """Numbers of float32 that `decoder_forward` needs for rows that reach so many slots, their nodes' included."""
+        return self._checked(self._decoder_workspace(byref(model), batch, nodes, slots, threads))
+
+    def decoder_forward(self, model: ModelFields, call: CallFields) -> int:
+        """0; or, having done nothing, the numbers of float32 that the call needs room for, where it has less."""
+        return self._checked(self._decoder_forward(byref(model), byref(call)))
+
+    def draft_context_workspace(self, model: ModelFields, batch: int, nodes: int) -> int:
+        """Numbers of float32 that `draft_context` needs."""
+        return self._checked(self._draft_context_workspace(byref(model), batch, nodes))
+
+    def draft_context(self, model: ModelFields, call: CallFields, features: LinearFields, norm: int) -> int:
+        """As `decoder_forward`."""
+        return self._checked(self._draft_context(byref(model), byref(call), byref(features), norm))
+
+    def product(self, weight: Tensor, scale: Tensor | None, bias: Tensor | None, inputs: int, outputs: int) -> Product:
+        """As `nn.packed.Kernels` has it."""
+        return Product(self, weight, scale, bias, inputs, outputs)
+
+    def linear(self, layer: PackedLinear) -> LinearFields:
+        """A layer's weight, packed for this library, as its functions take it; valid as long as the layer lives."""
+        product = layer.pack(self)
+        assert isinstance(product, Product)
+        return product.fields
+
+    def multiply(self, weight: LinearFields, rows: Tensor, out: Tensor) -> None:
+        """`rows @ weight.T + bias` into `out`, all float32; each row is contiguous, and so is `out`."""
+        threads = torch.get_num_threads()
+        at = rows.data_ptr(), rows.stride(0), len(rows), out.data_ptr()
+        self._checked(self._packed_linear(byref(weight), *at, threads))
+
+    def _checked(self, result: int) -> int:
+        assert result >= 0, self._problem(-result).decode()
+        return result
+
+
+def _function(library: ctypes.CDLL, name: str, *takes: Any, returns: Any = c_int64) -> Callable[..., Any]:
+    function = getattr(library, name)
+    function.argtypes, function.restype = takes, returns
+    return cast("Callable[..., Any]", function)
