@@ -299,7 +299,9 @@ WAYS = pytest.mark.parametrize("way", ["compiled", "uncompiled", "hf"])
 
 
 def in_way(way: str, folder: Path) -> Target:
-    return load_target(folder, device="cpu", backend="hf") if way == "hf" else native(folder, compiled=way == "compiled")
+    return (
+        load_target(folder, device="cpu", backend="hf") if way == "hf" else native(folder, compiled=way == "compiled")
+    )
 
 
 @WAYS
