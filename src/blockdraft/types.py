@@ -15,7 +15,8 @@ from blockdraft.errors import UsageError
 Message: TypeAlias = dict[str, str]
 # A text, a chat (a list of {"role", "content"}) or token ids.
 Prompt: TypeAlias = "str | Sequence[Message] | Sequence[int]"
-# What runs a target: a file of `targets`, such as "native" (our own decoder) or "hf" (transformers); "auto" asks each in turn.
+# What runs a target: the name of a file of `targets`, such as "native", our own decoder, or "hf", transformers; "auto"
+# asks them in turn.
 Backend: TypeAlias = str
 DEFAULT_BACKEND: Backend = "auto"
 # Of a target's forward: compiled where that is possible, always, or never.

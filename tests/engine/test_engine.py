@@ -5,17 +5,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from blockdraft.drafters import load_drafter
+from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.drafters.none import NoDrafter
-from blockdraft.engine import Engine
-from blockdraft.nn.cache import KVCache
+from blockdraft.engine import Engine, Request
+from blockdraft.engine.runner import Row, Runner
 from blockdraft.proposal import Plan, Proposal, chain
 from blockdraft.targets import Target, load_target
 from blockdraft.targets.hf import HFTarget
@@ -65,6 +64,16 @@ class Oracle(NoDrafter):
 
 def plain(target: Target, prompt: list[int], **fields: object) -> list[int]:
     return Engine(target, NoDrafter()).generate([prompt], SamplingParams(**fields))[0].token_ids  # type: ignore[arg-type]
+
+
+def read(target: Target, drafter: Drafter, *requests: Request) -> tuple[Runner, list[Row]]:
+    """A runner with rows of these requests, whose prompts it has read together."""
+    runner = Runner(target, drafter, 512 * len(requests))
+    rows = [Row(request, 512 * place, 512) for place, request in enumerate(requests)]
+    for row in rows:
+        runner.open(row.start, row.capacity)
+    runner.read(rows, [len(request.prompt) for request in requests])
+    return runner, rows
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
@@ -167,19 +176,19 @@ def test_statistics_add_up(target: Target, random_drafter: DFlashDrafter) -> Non
 def test_forward_after_commit_leaves_the_caches_as_from_scratch(target: Target, random_drafter: DFlashDrafter) -> None:
     """After decoding, target and drafter know just the committed tokens: the next draft equals one from scratch."""
     engine = Engine(target, random_drafter)
-    row = engine.request(PROMPTS[0], SamplingParams(40, ignore_eos=True))
-    batch = engine.prefill([row])
+    request = engine.request(PROMPTS[0], SamplingParams(40, ignore_eos=True))
+    old = read(target, random_drafter, request)
     for _ in range(6):
-        engine.step(batch)
-    fresh_row = engine.request(PROMPTS[0] + row.token_ids[:-1], SamplingParams(2))
-    fresh = engine.prefill([fresh_row])
-    assert isinstance(batch.state, KVCache)
-    assert fresh.cache.lengths == batch.cache.lengths == batch.state.lengths
-    assert fresh_row.token_ids == row.token_ids[-1:]
-    anchor = torch.tensor(row.token_ids[-1:])
-    block = torch.tensor([[int(anchor), *[random_drafter.config.mask_token_id] * 7]])
-    old, new = (random_drafter._draft_logits(b.state, block) for b in (batch, fresh))
-    torch.testing.assert_close(old, new, atol=1e-4, rtol=1e-4)
+        old[0].step(old[1], Plan(8, [request.params]))
+    fresh_request = engine.request(PROMPTS[0] + request.token_ids[:-1], SamplingParams(2))
+    new = read(target, random_drafter, fresh_request)
+    assert fresh_request.token_ids == request.token_ids[-1:]
+    states = [runner.state.of([row.start]) for runner, [row] in (old, new)]
+    assert [runner.held(row.start) for runner, [row] in (old, new)] == [s.lengths[0] for s in states]
+    assert states[0].lengths == states[1].lengths
+    block = torch.tensor([[request.token_ids[-1], *[random_drafter.config.mask_token_id] * 7]])
+    drafts = [random_drafter._draft_logits(state, block) for state in states]
+    torch.testing.assert_close(*drafts, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -199,54 +208,12 @@ def test_bad_requests_are_refused(
         Engine(target, random_drafter).generate([prompt], SamplingParams(**fields))  # type: ignore[arg-type]
 
 
-def test_too_little_memory_is_refused_before_decoding(
-    target: Target, random_drafter: DFlashDrafter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(target, "cache_bytes", lambda batch, capacity: 2**60)
-    with pytest.raises(ValueError, match="GiB are free"):
-        Engine(target, random_drafter).generate([PROMPTS[0]], SamplingParams(20))
-
-
-def test_logits_features_and_prefixes_count_as_memory(target: Target, random_drafter: DFlashDrafter) -> None:
-    def needed(prompt: int, prefix_tokens: int = 0, tokens: int = 20, **drafting: Any) -> tuple[int, int]:
-        engine = Engine(target, random_drafter, drafting=Drafting(**drafting), prefix_tokens=prefix_tokens)
-        requests = [engine.request([1] * prompt, SamplingParams(tokens))] * 2
-        size = 2, engine.capacity(requests)
-        return engine.memory_bytes(requests), target.cache_bytes(*size) + random_drafter.state_bytes(*size)
-
-    total, caches = needed(prompt=4, tree_budget=40)
-    assert total - caches == 2 * 41 * target.vocab_size * (4 + 8)  # logits of the tree's nodes, with two copies
-    total, caches = needed(prompt=200)
-    assert total - caches == 2 * 2 * 200 * 2 * target.hidden_size * 4  # features of the prompts, by layer and together
-    pause, caches = needed(prompt=4, tokens=200, block_size="auto")
-    assert pause - caches == 2 * 2 * 200 * 2 * target.hidden_size * 4  # of cycles that do not draft, likewise
-    of_prefixes = target.cache_bytes(1, 100) + random_drafter.state_bytes(1, 100)
-    assert needed(prompt=200, prefix_tokens=100)[0] == total + of_prefixes > total
-
-
-def test_memory_that_torch_keeps_on_a_gpu_is_free(
-    target: Target, random_drafter: DFlashDrafter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = Engine(target, random_drafter)
-    assert 0 < engine.free_bytes() <= psutil.virtual_memory().total
-    monkeypatch.setattr(target, "device", torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 5000))  # free, in all
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 300)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 100)
-    assert engine.free_bytes() == 1200
-    assert Engine(target, random_drafter, memory_limit=7).free_bytes() == 7
-
-
 @pytest.mark.parametrize("most_unobserved", [512, 3])
 def test_what_earlier_cycles_left_to_do_does_not_count_as_this_ones_time(
     target: Target, random_drafter: DFlashDrafter, monkeypatch: pytest.MonkeyPatch, most_unobserved: int
 ) -> None:
-    monkeypatch.setattr("blockdraft.engine.engine.MOST_UNOBSERVED", most_unobserved)
-    engine = Engine(target, random_drafter, drafting=Drafting("auto"))
-    plans = iter([1, 1, 1, 8])  # block sizes: a pause, and a draft after it
-    monkeypatch.setattr(engine.controller, "plan", lambda requests: Plan(next(plans), [SamplingParams()]))
-    learned: list[float] = []
-    monkeypatch.setattr(engine.controller, "learn", lambda *args: learned.append(args[-1]))
+    monkeypatch.setattr("blockdraft.engine.runner.MOST_UNOBSERVED", most_unobserved)
+    request = Engine(target, random_drafter).request(PROMPTS[0], SamplingParams(30, ignore_eos=True))
     late: list[int] = []
     clock = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
@@ -259,10 +226,11 @@ def test_what_earlier_cycles_left_to_do_does_not_count_as_this_ones_time(
         observe(state, tokens, features, lengths)
 
     monkeypatch.setattr(random_drafter, "observe", slow)
-    batch = engine.prefill([engine.request(PROMPTS[0], SamplingParams(30, ignore_eos=True))])
-    for _ in range(4):
-        engine.step(batch)
-    assert len(late) == 1 and learned == [0.0] * 4
+    runner, rows = read(target, random_drafter, request)
+    plans = [Plan(size, [request.params]) for size in (1, 1, 1, 8)]  # a pause, and a draft after it
+    outcomes = [runner.step(rows, plan) for plan in plans]
+    assert len(late) == 1 and [outcome.seconds for outcome in outcomes] == [0.0] * 4
+    assert request.stats.total_seconds == 1000.0  # it did take the time
 
 
 @pytest.mark.parametrize("params", [SamplingParams(60, ignore_eos=True), SamplingParams(60, 0.9, seed=2)])
@@ -275,9 +243,11 @@ def test_a_draft_window_changes_guesses_and_no_token(
     for window in (None, 3):
         engine = Engine(target, random_drafter, drafting=Drafting(None, tree_budget, draft_window=window))
         answers.append([c.token_ids for c in engine.generate(PROMPTS, params)])
-        batch = engine.prefill([engine.request(PROMPTS[2], params)])
-        plan = engine.controller.plan(batch.requests)
-        guessed.append(random_drafter.propose(batch.state, torch.tensor([9]), plan).tokens[0].tolist())
+        request = engine.request(PROMPTS[2], params)
+        runner, [row] = read(target, random_drafter, request)
+        plan = engine.controller.plan([request])
+        state = runner.state.of([row.start])
+        guessed.append(random_drafter.propose(state, torch.tensor([9]), plan).tokens[0].tolist())
     plain = Engine(target, NoDrafter()).generate(PROMPTS, params)
     assert answers[0] == answers[1] == [c.token_ids for c in plain]
     assert guessed[0] != guessed[1]

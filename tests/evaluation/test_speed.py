@@ -7,7 +7,8 @@ import pytest
 from torch import Tensor
 
 from blockdraft.drafters import load_drafter
-from blockdraft.engine import Completion, Engine, Stats, engine
+from blockdraft.engine import Completion, Engine, Stats, runner
+from blockdraft.engine.runner import Runner
 from blockdraft.evaluation import lossless, speed
 from blockdraft.evaluation.methods import Settings, parse_methods
 from blockdraft.evaluation.prompts import PromptSet
@@ -117,19 +118,19 @@ def test_an_engine_that_is_not_lossless_is_found_out(
 
     own = engines(target, tiny_drafter_dir)
     warm_up_over = False
-    step = Engine.step
+    step = Runner.step
 
-    def faulty_step(self: Engine, batch: Any, plan: Any = None) -> None:
+    def faulty_step(self: Runner, rows: Any, plan: Any) -> Any:
         with monkeypatch.context() as patch:
-            if warm_up_over and self is own["dflash"]:
-                patch.setattr(engine, "verify", gullible)
-            step(self, batch, plan)
+            if warm_up_over and self.drafter is own["dflash"].drafter:
+                patch.setattr(runner, "verify", gullible)
+            return step(self, rows, plan)
 
     def progress(stage: str, done: int, total: int) -> None:
         nonlocal warm_up_over
         warm_up_over = stage == "round 1 of 2"
 
-    monkeypatch.setattr(Engine, "step", faulty_step)
+    monkeypatch.setattr(Runner, "step", faulty_step)
     found = figures(measure(own, SETS, SHORT, Settings(repeats=2), progress), greedy=True)
     assert faults == 1
     assert (found["none"].identical, found["dflash"].identical) == (1.0, 0.75)

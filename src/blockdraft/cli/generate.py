@@ -121,7 +121,7 @@ def generate(
     from blockdraft.cli import display
     from blockdraft.cli.compare import compare_with_plain
     from blockdraft.drafters import load_drafter
-    from blockdraft.engine import Chunk, Engine
+    from blockdraft.engine import Engine
 
     loaded = loading.load(
         target, dtype, device, backend, threads=extent("threads", threads), compile=compile, quantize=quantize

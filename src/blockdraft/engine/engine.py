@@ -85,6 +85,10 @@ class Engine:
             raise UsageError(
                 f"block_size is {drafting.block_size}; this drafter's blocks hold at most {drafter.block_size}."
             )
+        if drafting.tree_budget != 0 and not target.has_trees:
+            raise UsageError(
+                f"tree_budget is {drafting.tree_budget}, and the backend {target.backend} scores chains only; use 0."
+            )
         self.target, self.drafter, self.drafting = target, drafter, drafting
         self.controller = Controller(drafter, drafting, partial(load_or_measure, self))
         self.max_batch_size, self.prefix_tokens, self.prefill_tokens = max_batch_size, prefix_tokens, prefill_tokens
@@ -255,15 +259,14 @@ class Engine:
             raise UsageError("The target has no tokenizer, so it cannot stop at a text; use stop_token_ids.")
         stops = set(params.stop_token_ids) | (set() if params.ignore_eos else self.target.eos_token_ids)
         text = AnswerText(self.target.tokenizer, params.stop)
-        request = Request(ids, params, frozenset(stops), RandomNumbers(params.seed), text)
-        slots = self.scheduler.row_slots(request)
+        slots = self.target.row_slots(len(ids) + params.max_new_tokens + 1 + self.controller.most_guesses)
         if slots > self.cache_tokens:
             raise UsageError(
                 f"A request of {len(ids)} and up to {params.max_new_tokens} new tokens needs {slots} slots with its "
                 f"guesses, and there is room for {self.cache_tokens}; ask for fewer new tokens or a smaller tree, or "
                 f"give the engine more cache_tokens or memory."
             )
-        return request
+        return Request(ids, params, frozenset(stops), RandomNumbers(params.seed), text, slots)
 
     def _requests(self, prompts: Sequence[Prompt], params: Params) -> list[Request]:
         if isinstance(prompts, str):

@@ -20,6 +20,7 @@ class Request:
     Attributes:
         prompt: Token ids.
         stop_ids: Tokens that end it, the target's own included unless they are ignored.
+        slots: Slots that its row needs, those of guesses included.
         listener: Called with each new chunk of the answer, in the thread that decodes; an exception ends the request.
         token_ids: The answer so far; its last token is the anchor.
         drafted: For each token, whether the drafter had guessed it.
@@ -33,6 +34,7 @@ class Request:
     stop_ids: frozenset[int]
     random: RandomNumbers
     text: AnswerText
+    slots: int = 0
     listener: Callable[[Chunk], object] | None = None
     token_ids: list[int] = field(default_factory=list)
     drafted: list[bool] = field(default_factory=list)

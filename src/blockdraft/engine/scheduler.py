@@ -60,11 +60,6 @@ class Scheduler:
         self._kept: dict[int, int] = {}  # slots of remembered rows
         self._sources: dict[Row, tuple[Row | None, int, int]] = {}  # whom a row waits for: (row, its start, tokens)
 
-    def row_slots(self, request: Request) -> int:
-        """Slots of a request's row."""
-        most = len(request.prompt) + request.params.max_new_tokens + 1 + self._controller.most_guesses
-        return self._runner.target.row_slots(most)
-
     def add(self, requests: Sequence[Request]) -> None:
         """Queue requests, which have been checked. May be called from any thread."""
         with self._lock:
@@ -129,7 +124,7 @@ class Scheduler:
         """Let in as many waiting requests as there are rows and slots for."""
         while self._waiting and len(self._rows) < self._max_rows:
             request = self._waiting[0]
-            size = self.row_slots(request)
+            size = request.slots
             known = self._index.longest(request.prompt[:-1]) if self._can_share else None
             if known is not None:
                 self._remembered.use(known[0])  # so that it goes last
@@ -184,13 +179,13 @@ class Scheduler:
         for row in self._rows:
             if row.request.cancelled and not row.request.finished:
                 row.request.finish("cancelled")
-                row.request.publish()
         return cancelled + self._free()
 
     def _end_finished(self) -> list[Request]:
         """Publish what is new, and free the rows of requests that have ended."""
         for row in self._rows:
-            row.request.publish()
+            if not row.request.finished:
+                row.request.publish()
         return self._free()
 
     def _free(self) -> list[Request]:
@@ -202,6 +197,8 @@ class Scheduler:
             if not self._remember(row):
                 self._runner.close(row.start, wipe=row.request.error is not None)
                 self._slots.give(row.start, row.capacity)
+        for row in gone:
+            row.request.publish()
         return [row.request for row in gone]
 
     def _remember(self, row: Row) -> bool:
@@ -234,7 +231,7 @@ class Scheduler:
                 break
             fits = all(each.read + longest <= each.capacity for each in [*group, row])  # all have as many nodes
             if group and not fits:
-                break
+                continue
             group.append(row)
             counts.append(count)
         if not group:

@@ -205,7 +205,10 @@ def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
     size = prod(shape) * like.dtype.itemsize
     if like.device.type != "cpu" or size == 0:
         return like.new_zeros(shape)
-    return torch.frombuffer(mmap.mmap(-1, size), dtype=like.dtype).view(shape)
+    kinds = ("MAP_PRIVATE", "MAP_ANONYMOUS", "MAP_NORESERVE")  # nothing is set aside for what is never used
+    flags = sum(getattr(mmap, kind, 0) for kind in kinds)
+    memory = mmap.mmap(-1, size, flags) if flags else mmap.mmap(-1, size)
+    return torch.frombuffer(memory, dtype=like.dtype).view(shape)
 
 
 def write_nodes(store: Tensor, nodes: Tensor, slots: Tensor) -> None:

@@ -1,0 +1,261 @@
+"""Whatever goes wrong in one request ends that request, and the others are token for token what they are alone."""
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from blockdraft.drafters import Drafter, load_drafter
+from blockdraft.engine import Engine
+from blockdraft.engine.runner import Runner
+from blockdraft.errors import NumbersError, RequestError
+from blockdraft.proposal import Plan, Proposal
+from blockdraft.targets import Target, TargetOutput, load_target
+from blockdraft.types import Drafting, SamplingParams
+
+PROMPTS = [[7, 60, 33, 12, 9], [5, 6], [40, 41, 42, 43, 44, 45, 46, 47, 48]]
+GREEDY = SamplingParams(40, ignore_eos=True)
+Forward = Callable[..., TargetOutput]
+
+
+@pytest.fixture(params=["compiled", "off", "hf"])
+def target(tiny_target_dir: Path, request: pytest.FixtureRequest) -> Target:
+    """One of its own, since tests break it."""
+    if request.param == "hf":
+        return load_target(tiny_target_dir, backend="hf")
+    return load_target(tiny_target_dir, backend="native", compile="on" if request.param == "compiled" else "off")
+
+
+@pytest.fixture
+def drafter(tiny_drafter_dir: Path, target: Target) -> Drafter:
+    return load_drafter(tiny_drafter_dir, target=target)
+
+
+def answers(engine: Engine) -> list[list[int]]:
+    return [completion.token_ids for completion in engine.generate(PROMPTS, GREEDY)]
+
+
+def poison(target: Target, token: int) -> None:
+    """Make the embedding of a token NaN: a forward over it yields no numbers, and neither do those that see it."""
+    for name, weight in target.named_weights():
+        if name == "model.embed_tokens.weight":
+            compiled = getattr(target, "compiled", None)
+            if compiled is None:
+                weight[token] = torch.nan
+            else:  # packed [blocks, in, lanes]
+                stored = target.decoder.embedding.stored  # type: ignore[attr-defined]
+                stored[token // stored.size(2), :, token % stored.size(2)] = torch.nan
+            return
+    raise AssertionError("no embedding")
+
+
+def break_forward(target: Target, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[int, Tensor, Any], None]) -> None:
+    """Call `spoil(number of the forward, tokens, cache)` before each forward; it may raise."""
+    forward, calls = target.forward, 0
+
+    def broken(tokens: Tensor, parents: Tensor, cache: Any, *args: Any, **kwargs: Any) -> TargetOutput:
+        nonlocal calls
+        calls += 1
+        spoil(calls, tokens, cache)
+        return forward(tokens, parents, cache, *args, **kwargs)
+
+    monkeypatch.setattr(target, "forward", broken)
+
+
+@pytest.mark.parametrize("drafting", [Drafting(1), Drafting(), Drafting(tree_budget=6)], ids=["plain", "chain", "tree"])
+def test_a_request_whose_numbers_break_ends_alone(target: Target, drafter: Drafter, drafting: Drafting) -> None:
+    """Its prompt holds a token without an embedding. Those beside it, and those that get its slots, do not notice."""
+    engine = Engine(target, drafter, 3, drafting)
+    expected = answers(engine)
+    poison(target, 99)
+    broken = engine.submit([3, 99, 4], GREEDY)
+    beside = [engine.submit(prompt, GREEDY) for prompt in PROMPTS]
+    completion = broken.result()
+    assert (completion.finish_reason, completion.token_ids) == ("error", [])
+    assert completion.error is not None and "after token 0 of the answer are not finite" in completion.error
+    with pytest.raises(FloatingPointError, match="not finite"):
+        completion.checked()
+    assert [request.result().token_ids for request in beside] == expected
+    assert answers(engine) == expected  # on the slots that it left
+
+
+class Guesser:
+    """Guesses one token, at every slot, whatever the text."""
+
+    path, taps, block_size, knows_probabilities = None, (), 4, False
+
+    def __init__(self, token: int, inner: Drafter) -> None:
+        self.token, self.inner = token, inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def propose(self, state: Any, anchor: Tensor, plan: Plan) -> Proposal:
+        guesses = torch.full((len(anchor), plan.block_size - 1), self.token)
+        tokens = torch.cat([anchor[:, None], guesses], dim=1)
+        return Proposal(tokens, torch.tensor([[-1, *[0] * (plan.block_size - 1)]] * len(anchor)))
+
+
+def test_a_guess_that_breaks_the_numbers_hurts_no_one(target: Target) -> None:
+    """No walk ever meets it, though its keys and values lie beside those of the others."""
+    none = load_drafter("none", target=target)
+    expected = answers(Engine(target, none))
+    never = next(token for token in range(50, 200) if all(token not in answer for answer in expected))
+    poison(target, never)
+    drafter: Any = Guesser(never, none)
+    assert answers(Engine(target, drafter)) == expected
+
+
+@pytest.mark.parametrize("at", [1, 2, 5])
+def test_a_forward_that_fails_for_one_request_ends_that_one(
+    target: Target, drafter: Drafter, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At 1 while the prompts are read. From then on every forward with this request in it fails."""
+    engine = Engine(target, drafter)
+    expected = answers(engine)
+    row: list[int] = []
+
+    def spoil(call: int, tokens: Tensor, cache: Any) -> None:
+        if call == at:
+            row[:] = [cache.rows[1]]
+        if call >= at and row[0] in cache.rows:
+            raise MemoryError("no room for this one")
+
+    break_forward(target, monkeypatch, spoil)
+    first, broken, third = engine.generate(PROMPTS, GREEDY)
+    assert [first.token_ids, third.token_ids] == [expected[0], expected[2]]
+    assert broken.finish_reason == "error" and broken.error == "MemoryError: no room for this one"
+    assert broken.token_ids == expected[1][: len(broken.token_ids)]
+    with pytest.raises(RequestError, match="no room"):
+        broken.checked()
+    assert engine.scheduler.idle
+
+
+def test_a_forward_that_fails_once_changes_nothing(
+    target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine(target, drafter)
+    expected = answers(engine)
+
+    def spoil(call: int, tokens: Tensor, cache: Any) -> None:
+        if call in (1, 7):
+            raise RuntimeError("a hiccup")
+
+    break_forward(target, monkeypatch, spoil)
+    with caplog.at_level(logging.WARNING):
+        assert answers(engine) == expected
+    assert "without drafts: RuntimeError: a hiccup" in caplog.text
+
+
+@pytest.mark.parametrize("method", ["propose", "observe"])
+def test_a_drafter_that_fails_costs_its_drafts_or_its_requests(
+    target: Target, drafter: Drafter, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(target, drafter)
+    expected = answers(engine)
+    inner, calls = getattr(drafter, method), 0
+
+    def broken(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls in (3, 9):
+            raise RuntimeError("the drafter is confused")
+        return inner(*args)
+
+    monkeypatch.setattr(drafter, method, broken)
+    assert answers(engine) == expected
+    monkeypatch.setattr(drafter, method, lambda *args: 1 / 0)
+    found = engine.generate(PROMPTS, GREEDY)
+    if method == "propose":  # the target goes on without
+        assert [completion.token_ids for completion in found] == expected
+    else:
+        error = "The drafter failed: ZeroDivisionError: division by zero"
+        assert [completion.error for completion in found] == [error] * 3
+
+
+@pytest.mark.parametrize("after", [0, 7])
+def test_a_tokenizer_that_fails_ends_one_request(
+    target: Target, drafter: Drafter, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(target, drafter)
+    expected = answers(engine)
+    requests = [engine.request(prompt, GREEDY) for prompt in PROMPTS]
+    push, calls = requests[1].text.push, 0
+
+    def broken(token: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > after:
+            raise ValueError("what token is that?")
+        push(token)
+
+    monkeypatch.setattr(requests[1].text, "push", broken)
+    engine._begin(requests)
+    first, second, third = [request.result() for request in requests]
+    assert [first.token_ids, third.token_ids] == [expected[0], expected[2]]
+    assert second.error == "The tokenizer failed: ValueError: what token is that?"
+    assert second.token_ids == expected[1][: after + 1]
+
+
+def test_a_listener_that_fails_ends_its_request(target: Target, drafter: Drafter) -> None:
+    engine = Engine(target, drafter)
+    expected = answers(engine)
+    broken = engine.submit(PROMPTS[1], GREEDY, lambda chunk: 1 / 0)
+    others = [engine.submit(PROMPTS[i], GREEDY) for i in (0, 2)]
+    assert [request.result().token_ids for request in others] == [expected[0], expected[2]]
+    assert broken.result().error == "The listener failed: ZeroDivisionError: division by zero"
+
+
+def test_an_interrupt_half_way_ends_the_rows_and_not_the_engine(
+    target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the commit and the bookkeeping: a row must not go on with tokens that its request does not know."""
+    engine = Engine(target, drafter)
+    expected = answers(engine)
+    scheduler = engine.scheduler
+    requests = [engine.request(prompt, GREEDY) for prompt in PROMPTS]
+    scheduler.add(requests)
+    for _ in range(3):
+        scheduler.step()
+    monkeypatch.setattr(requests[1], "extend", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        scheduler.step()
+    assert scheduler.idle
+    for request, answer in zip(requests, expected, strict=True):
+        completion = request.result(0)
+        assert completion.finish_reason == "error" and "KeyboardInterrupt" in str(completion.error)
+        assert completion.token_ids == answer[: len(completion.token_ids)]
+    assert answers(engine) == expected
+
+
+def test_a_bug_of_ours_in_a_step_ends_the_requests_and_no_one_waits_for_ever(
+    target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(target, drafter)
+    monkeypatch.setattr(engine.controller, "plan", lambda requests: 1 / 0)
+    for completion in engine.generate(PROMPTS, GREEDY):
+        assert completion.error == "Decoding was ended by an error: ZeroDivisionError: division by zero"
+    monkeypatch.undo()
+    assert len(answers(engine)) == 3
+
+
+def test_rows_of_drawn_guesses_end_where_a_law_is_missing(target: Target, drafter: Drafter) -> None:
+    engine = Engine(target, drafter, drafting=Drafting(drawn=True))
+    warm = SamplingParams(30, 1.0, seed=3, ignore_eos=True)
+    poison(target, 99)
+    broken, fine = engine.submit([3, 99, 4], warm), engine.submit(PROMPTS[0], warm)
+    assert isinstance(broken.result().exception, NumbersError)
+    assert len(fine.result().token_ids) in range(1, 31)
+
+
+def test_the_slots_of_a_broken_request_hold_no_nan(target: Target, drafter: Drafter) -> None:
+    engine = Engine(target, drafter)
+    poison(target, 99)
+    assert engine.generate([[3, 99, 4]], GREEDY)[0].finish_reason == "error"
+    runner: Runner = engine.scheduler._runner
+    states: Sequence[Any] = (runner.cache, runner.state)
+    assert all(torch.isfinite(store).all() for state in states for store in state._stores())

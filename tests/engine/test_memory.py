@@ -1,0 +1,93 @@
+"""What an engine says that it takes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from blockdraft.drafters import Drafter, load_drafter
+from blockdraft.engine import Engine
+from blockdraft.engine import memory as memory_module
+from blockdraft.targets import Target, load_target
+from blockdraft.types import Drafting, SamplingParams
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_dir: Path) -> Target:
+    return load_target(tiny_target_dir, compile="off")
+
+
+@pytest.fixture(scope="module")
+def drafter(tiny_drafter_dir: Path, target: Target) -> Drafter:
+    return load_drafter(tiny_drafter_dir, target=target)
+
+
+def test_room_for_as_many_longest_requests_as_run_at_once(target: Target, drafter: Drafter) -> None:
+    engine = Engine(target, drafter, 3, Drafting(tree_budget=40), prefix_tokens=77)
+    assert engine.cache_tokens == 3 * target.row_slots(target.max_context + 41) + 77
+    assert Engine(target, drafter, 3, cache_tokens=500).cache_tokens == 500
+
+
+def test_stores_logits_features_and_forwards_count(target: Target, drafter: Drafter) -> None:
+    def meanwhile(**fields: object) -> int:
+        engine = Engine(target, drafter, 2, cache_tokens=1000, **fields)  # type: ignore[arg-type]
+        stores = target.cache_bytes(1, 1000) + drafter.state_bytes(1, 1000)
+        return engine.memory_bytes() - stores
+
+    def forward(nodes: int, read: int) -> int:
+        longest = target.row_slots(target.max_context + nodes)
+        return max(target.forward_bytes(2, nodes, min(longest, 501)), target.forward_bytes(1, read, longest))
+
+    def logits(nodes: int) -> int:
+        return 2 * nodes * target.vocab_size * (4 + 8)  # of a cycle's nodes, with two copies
+
+    def features(tokens: int) -> int:
+        return 2 * tokens * len(drafter.taps) * target.hidden_size * 4  # by layer and together
+
+    assert meanwhile(prefill_tokens=20) == forward(8, 20) + logits(8) + features(20)
+    assert meanwhile(prefill_tokens=20, drafting=Drafting(tree_budget=40)) == forward(41, 20) + logits(41) + features(
+        82
+    )
+    pause = meanwhile(prefill_tokens=20, drafting=Drafting("auto"))
+    assert pause == forward(8, 20) + logits(8) + features(2 * 256)  # of cycles that do not draft
+
+
+def test_fewer_slots_where_the_memory_does_not_suffice(
+    target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Engine(target, drafter)
+    limit = whole.memory_bytes() * 2 // 3
+    part = Engine(target, drafter, memory_limit=limit)
+    assert 0 < part.cache_tokens < whole.cache_tokens
+    assert part.memory_bytes() <= limit < part.memory.bytes(part.cache_tokens + 1)
+    monkeypatch.setattr(memory_module, "free_bytes", lambda device: int(limit / memory_module.SHARE) + 1)
+    assert Engine(target, drafter).cache_tokens == part.cache_tokens
+
+
+def test_too_little_memory_is_refused_before_decoding(target: Target, drafter: Drafter) -> None:
+    with pytest.raises(ValueError, match=r"needs \d+ slots .* there is room for 0; .* more cache_tokens or memory"):
+        Engine(target, drafter, memory_limit=1000).generate([[5, 6, 7]], SamplingParams(20))
+
+
+def test_memory_of_a_cpu_is_taken_as_it_is_used(target: Target, drafter: Drafter) -> None:
+    """Rows for ten million tokens can be planned; two short answers take what they take."""
+    engine = Engine(target, drafter, cache_tokens=10**7)
+    assert engine.memory_bytes() > 2**32
+    assert len(engine.generate([[5, 6, 7]], SamplingParams(20, ignore_eos=True))[0].token_ids) == 20
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("max_batch_size", 0), ("prefix_tokens", -1), ("cache_tokens", 0), ("prefill_tokens", 0)]
+)
+def test_numbers_out_of_range_are_refused(target: Target, drafter: Drafter, field: str, value: int) -> None:
+    with pytest.raises(ValueError, match=f"{field} is {value}; it must be at least"):
+        Engine(target, drafter, **{field: value})  # type: ignore[arg-type]
+
+
+def test_the_memory_of_a_gpu_counts_what_torch_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    from blockdraft.machine import free_bytes
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 5000))  # free, in all
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 300)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 100)
+    assert free_bytes(torch.device("cuda")) == 1200

@@ -1,0 +1,188 @@
+"""An engine may be called from any thread, and from coroutines."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from blockdraft.drafters import Drafter, load_drafter
+from blockdraft.engine import Chunk, Engine
+from blockdraft.errors import ClosedError, UsageError
+from blockdraft.targets import Target, load_target
+from blockdraft.types import SamplingParams
+
+PROMPTS = [[7 + i, 60, 33, 12 + i, 9] for i in range(12)]
+GREEDY = SamplingParams(30, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", params=["on", "off"])
+def target(tiny_target_dir: Path, request: pytest.FixtureRequest) -> Target:
+    return load_target(tiny_target_dir, backend="native", compile=request.param)
+
+
+@pytest.fixture(scope="module")
+def drafter(tiny_drafter_dir: Path, target: Target) -> Drafter:
+    return load_drafter(tiny_drafter_dir, target=target)
+
+
+@pytest.fixture(scope="module")
+def expected(target: Target, drafter: Drafter) -> list[list[int]]:
+    return [Engine(target, drafter).generate([prompt], GREEDY)[0].token_ids for prompt in PROMPTS]
+
+
+def in_threads(*work: object) -> None:
+    """Run these functions at once; what one of them raises is raised."""
+    failed: list[BaseException] = []
+
+    def run(function) -> None:  # type: ignore[no-untyped-def]
+        try:
+            function()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=(each,)) for each in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+
+
+def decoding() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "blockdraft"]
+
+
+def test_several_threads_share_an_engine(target: Target, drafter: Drafter, expected: list[list[int]]) -> None:
+    found: dict[int, list[int]] = {}
+    with Engine(target, drafter, 4) as engine:
+
+        def ask(number: int) -> None:
+            found[number] = engine.submit(PROMPTS[number], GREEDY).result(60).token_ids
+
+        def stream(number: int) -> None:
+            found[number] = [token for chunk in engine.stream(PROMPTS[number], GREEDY) for token in chunk.token_ids]
+
+        in_threads(*[lambda number=i: (ask, stream)[number % 2](number) for i in range(12)])  # type: ignore[misc]
+    assert [found[number] for number in range(12)] == expected
+
+
+def test_several_engines_share_a_target(target: Target, drafter: Drafter, expected: list[list[int]]) -> None:
+    found: dict[int, list[list[int]]] = {}
+
+    def work(number: int) -> None:
+        own = drafter if number % 2 else load_drafter("none", target=target)
+        found[number] = [c.token_ids for c in Engine(target, own, 3).generate(PROMPTS, GREEDY)]
+
+    in_threads(*[lambda number=i: work(number) for i in range(4)])  # type: ignore[misc]
+    assert list(found.values()) == [expected] * 4
+
+
+def test_no_thread_is_left_when_there_is_nothing_to_do(target: Target, drafter: Drafter) -> None:
+    engine = Engine(target, drafter)
+    engine.generate(PROMPTS[:2], GREEDY)
+    for thread in decoding():
+        thread.join(10)
+    assert decoding() == []
+    engine.generate(PROMPTS[:2], GREEDY)
+    engine.close()
+    assert decoding() == []
+
+
+def test_a_closed_engine_cancels_what_runs_and_takes_no_more(target: Target, drafter: Drafter) -> None:
+    engine = Engine(target, drafter, 1)
+    requests = [engine.submit(prompt, SamplingParams(200, ignore_eos=True)) for prompt in PROMPTS[:3]]
+    engine.close()
+    engine.close()
+    assert {request.result(0).finish_reason for request in requests} <= {"cancelled", "length"}
+    assert requests[2].result(0).finish_reason == "cancelled"
+    with pytest.raises(ClosedError, match="make another"):
+        engine.submit(PROMPTS[0], GREEDY)
+    with pytest.raises(ClosedError):
+        engine.generate(PROMPTS[:1], GREEDY)
+
+
+def test_a_stream_that_is_dropped_cancels_its_request(
+    target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine(target, drafter) as engine:
+        chunks = engine.stream(PROMPTS[0], SamplingParams(240, ignore_eos=True))
+        next(chunks)
+        [request] = engine.scheduler.running or [None]
+        chunks.close()  # type: ignore[attr-defined]
+        if request is not None:  # it may have been fast
+            assert request.result(10).finish_reason in ("cancelled", "length")
+
+
+def test_an_interrupt_while_waiting_cancels_the_requests(
+    target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine(target, drafter) as engine:
+        requests = engine._requests(PROMPTS[:2], SamplingParams(240, ignore_eos=True))
+        monkeypatch.setattr(engine, "_requests", lambda *args: requests)
+        monkeypatch.setattr(requests[0], "result", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(PROMPTS[:2])
+        assert all(request.cancelled for request in requests)
+
+
+def test_waiting_can_time_out(target: Target, drafter: Drafter) -> None:
+    engine = Engine(target, drafter)
+    request = engine.request(PROMPTS[0], GREEDY)
+    with pytest.raises(TimeoutError, match=r"not ended after 0\.01 s"):
+        request.result(0.01)
+
+
+def test_coroutines(target: Target, drafter: Drafter, expected: list[list[int]]) -> None:
+    async def main() -> None:
+        with Engine(target, drafter, 4) as engine:
+            together, *streamed = await asyncio.gather(
+                engine.agenerate(PROMPTS, GREEDY), *(joined(engine, prompt) for prompt in PROMPTS[:3])
+            )
+            assert [completion.token_ids for completion in together] == expected
+            assert streamed == expected[:3]
+            heard: list[Chunk] = []
+            request = await engine.asubmit(PROMPTS[0], GREEDY, heard.append)
+            completion = await asyncio.to_thread(request.result, 10)
+            await asyncio.sleep(0)
+            assert completion.token_ids == expected[0]
+            assert [token for chunk in heard for token in chunk.token_ids] == expected[0]
+            with pytest.raises(UsageError, match="prompt is empty"):
+                await engine.agenerate([[]])
+
+    async def joined(engine: Engine, prompt: list[int]) -> list[int]:
+        return [token async for chunk in engine.astream(prompt, GREEDY) for token in chunk.token_ids]
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_coroutine_cancels_its_requests(target: Target, drafter: Drafter) -> None:
+    async def main() -> None:
+        with Engine(target, drafter) as engine:
+            task = asyncio.create_task(engine.agenerate(PROMPTS, SamplingParams(240, ignore_eos=True)))
+            while not engine.scheduler.running:
+                await asyncio.sleep(0.001)
+            running = engine.scheduler.running
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert all(request.cancelled for request in running)
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_a_process_may_end_while_it_decodes(tiny_target_dir: Path) -> None:
+    code = f"""
+from blockdraft import Engine, SamplingParams, load_drafter, load_target
+target = load_target({str(tiny_target_dir)!r})
+engine = Engine(target, load_drafter("none", target=target))
+engine.submit([5, 6, 7], SamplingParams(240, ignore_eos=True))
+"""
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, ""), time.monotonic() - began

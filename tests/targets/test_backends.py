@@ -1,0 +1,66 @@
+"""A backend is one file: found by its name, and the engine asks no more of it than its protocol says."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from blockdraft import targets
+from blockdraft.drafters import load_drafter
+from blockdraft.engine import Engine
+from blockdraft.targets import Target, backends, load_target
+from blockdraft.types import Drafting, SamplingParams
+
+PROMPTS = [[7, 60, 33, 12, 9], [5], [40, 41, 42, 40, 41], [(7 * i + 3) % 100 for i in range(90)]]
+GREEDY = SamplingParams(40)
+
+
+@pytest.fixture
+def toy_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model for the toy backend, whose file lies among those of the package."""
+    package, model = tmp_path / "package", tmp_path / "model"
+    package.mkdir()
+    model.mkdir()
+    shutil.copy(Path(__file__).with_name("toy_backend.py"), package)
+    monkeypatch.setattr(targets, "__path__", [*targets.__path__, str(package)])
+    config = {"model_type": "toy-recurrent", "seed": 3, "vocab_size": 265, "hidden_size": 32}
+    (model / "config.json").write_text(json.dumps(config))
+    return model
+
+
+@pytest.fixture
+def toy(toy_dir: Path) -> Target:
+    return load_target(toy_dir, backend="toy_backend")
+
+
+def test_backends_are_found_by_file(toy_dir: Path) -> None:
+    assert set(backends()) == {"native", "hf", "toy_backend"}
+    with pytest.raises(ValueError, match=r"backend is 'mlx'; use one of \['auto', 'hf', 'native', 'toy_backend'\]"):
+        load_target(backend="mlx")
+
+
+def test_a_backend_that_does_not_know_a_model_says_so(toy_dir: Path, tiny_target_dir: Path) -> None:
+    with pytest.raises(ValueError, match="The toy_backend backend cannot run .*: it runs toy-recurrent only"):
+        load_target(tiny_target_dir, backend="toy_backend")
+    assert load_target(tiny_target_dir).backend == "native"
+
+
+@pytest.mark.parametrize("drafting", [Drafting(), Drafting(tree_budget=9), Drafting("auto"), Drafting(drawn=True)])
+@pytest.mark.parametrize("name", ["prompt_lookup", "dflash"])
+def test_drafting_changes_no_answer(toy: Target, tiny_drafter_dir: Path, name: str, drafting: Drafting) -> None:
+    drafter = load_drafter(tiny_drafter_dir if name == "dflash" else name, target=toy)
+    none = load_drafter("none", target=toy)
+    alone = [Engine(toy, none).generate([prompt], GREEDY)[0].token_ids for prompt in PROMPTS]
+    assert len({tuple(answer) for answer in alone}) == len(PROMPTS) and all(len(set(answer)) > 5 for answer in alone)
+    engine = Engine(toy, drafter, 3, drafting, prefix_tokens=500, prefill_tokens=32)
+    assert [completion.token_ids for completion in engine.generate(PROMPTS, GREEDY)] == alone
+    turn = PROMPTS[0] + alone[0] + [8, 9]  # states cannot be cut, so nothing is taken from the turn before
+    [again] = Engine(toy, none).generate([turn], GREEDY)
+    assert engine.generate([turn], GREEDY)[0].token_ids == again.token_ids
+
+
+def test_a_backend_without_trees_is_not_asked_for_any(toy: Target) -> None:
+    toy.has_trees = False
+    with pytest.raises(ValueError, match="tree_budget is 4, and the backend toy_backend scores chains only"):
+        Engine(toy, load_drafter("prompt_lookup", target=toy), drafting=Drafting(tree_budget=4))

@@ -1,0 +1,131 @@
+"""A backend in one file, without torch inside: a recurrent model in numpy.
+
+Its state after a token is a function of the state before and the token, so it keeps one vector a row and no keys; what
+is rolled back is the vector. The tests put this file among those of `blockdraft.targets`.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from blockdraft.nn.draft_pass import DraftPass
+from blockdraft.targets.base import LoadOptions, TargetOutput
+from blockdraft.targets.families import NotCovered
+
+RANK = 5
+MODEL_TYPE = "toy-recurrent"
+
+
+class Cache:
+    """The state of each row after its committed tokens, and those of the nodes of the last forward."""
+
+    def __init__(
+        self, rows: Sequence[int], states: dict[int, Any], counts: dict[int, int], nodes: dict[int, Any]
+    ) -> None:
+        self.rows, self.states, self.counts, self.nodes = list(rows), states, counts, nodes
+
+    @property
+    def lengths(self) -> list[int]:
+        return [self.counts[row] for row in self.rows]
+
+    def of(self, rows: Sequence[int]) -> Cache:
+        return Cache(rows, self.states, self.counts, self.nodes)
+
+    def open(self, row: int, capacity: int) -> None:
+        self.states[row], self.counts[row] = None, 0
+
+    def close(self, row: int) -> None:
+        del self.states[row], self.counts[row]
+
+    def shrink(self, row: int, capacity: int) -> None:
+        raise AssertionError("a state cannot be cut")
+
+    copy = shrink
+
+    def wipe(self, row: int, whole: bool = False) -> None:
+        self.nodes.pop(row, None)
+
+    def commit(self, path: Sequence[Sequence[int]]) -> None:
+        for row, nodes in zip(self.rows, path, strict=True):
+            if len(nodes):
+                self.states[row] = self.nodes[row][nodes[-1]]
+                self.counts[row] += len(nodes)
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        assert list(lengths) == self.lengths, "a state cannot be cut"
+
+
+class ToyTarget:
+    backend, backend_reason, running, tokenizer = "toy_backend", None, "toy_backend", None
+    has_trees, can_truncate, best_block_size = True, False, None
+    dtype, device, shape = torch.float32, torch.device("cpu"), {}
+    num_layers, max_context, eos_token_ids = 3, 256, frozenset[int]()
+
+    def __init__(self, path: Path, seed: int, vocab_size: int, hidden_size: int) -> None:
+        self.path, self.vocab_size, self.hidden_size = path, vocab_size, hidden_size
+        self.architecture = {"model_type": MODEL_TYPE}
+        self.lock = threading.RLock()
+        random = np.random.default_rng(seed)
+        self.table = random.normal(size=(vocab_size, hidden_size)).astype(np.float32)
+        self.turn = random.normal(size=(hidden_size, hidden_size)).astype(np.float32) * 2 / hidden_size**0.5
+        self.out = random.normal(size=(vocab_size, hidden_size)).astype(np.float32)
+
+    def named_weights(self) -> list[tuple[str, Tensor]]:
+        return [(name, torch.from_numpy(getattr(self, name))) for name in ("table", "turn", "out")]
+
+    def new_cache(self, batch: int, capacity: int) -> Cache:
+        rows = range(0, batch * capacity, max(capacity, 1))
+        return Cache(rows, dict.fromkeys(rows), dict.fromkeys(rows, 0), {})
+
+    def cache_bytes(self, batch: int, capacity: int) -> int:
+        return 4 * batch * self.hidden_size
+
+    def row_slots(self, tokens: int) -> int:
+        return tokens
+
+    def forward_bytes(self, batch: int, nodes: int, slots: int) -> int:
+        return 4 * batch * nodes * self.hidden_size
+
+    def draft_runner(self, network: Any, head: Callable[[Tensor], Tensor] | None = None) -> DraftPass:
+        return DraftPass(network, self.embed, head or self.head)
+
+    def forward(
+        self, tokens: Tensor, parents: Tensor, cache: Any, taps: Sequence[int] = (), logits_at: Tensor | None = None
+    ) -> TargetOutput:
+        states = np.zeros((*tokens.shape, self.hidden_size), np.float32)
+        for place, (row, own, above) in enumerate(zip(cache.rows, tokens.tolist(), parents.tolist(), strict=True)):
+            for node, (token, parent) in enumerate(zip(own, above, strict=True)):
+                before = states[place, parent] if parent >= 0 else cache.states[row]
+                before = np.zeros(self.hidden_size, np.float32) if before is None else before
+                # One product a node, so that a node has the same bits wherever it stands.
+                states[place, node] = np.tanh(self.turn @ before + self.table[token])
+            cache.nodes[row] = states[place]
+        scored = states if logits_at is None else states[np.arange(len(states)), logits_at.numpy()][:, None]
+        features = np.concatenate([states] * len(taps), axis=-1) if taps else None
+        return TargetOutput(
+            self.head(torch.from_numpy(scored)), None if features is None else torch.from_numpy(features)
+        )
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return torch.from_numpy(self.table)[tokens]
+
+    def head(self, hidden: Tensor) -> Tensor:
+        rows = hidden.reshape(-1, self.hidden_size)
+        logits = torch.stack([torch.from_numpy(self.out @ row.numpy()) for row in rows])
+        return logits.view(*hidden.shape[:-1], -1)
+
+
+def load(path: str | Path, options: LoadOptions) -> ToyTarget:
+    file = Path(path) / "config.json"
+    config = json.loads(file.read_text()) if file.is_file() else {}
+    if config.get("model_type") != MODEL_TYPE:
+        raise NotCovered(f"it runs {MODEL_TYPE} only")
+    return ToyTarget(Path(path), config["seed"], config["vocab_size"], config["hidden_size"])
