@@ -13,12 +13,6 @@ from blockdraft.targets.hf import HFTarget
 from blockdraft.targets.native import NativeTarget
 
 
-def test_backends_are_the_files_that_say_so() -> None:
-    assert set(targets.backends()) == {"hf", "native"}
-    for module in targets.backends().values():
-        assert callable(module.load)
-
-
 def use(monkeypatch: pytest.MonkeyPatch, **ranks: int | None) -> list[tuple[str, LoadOptions]]:
     """Backends with these ranks that know no model. Returns who is asked, and what for."""
     asked: list[tuple[str, LoadOptions]] = []
