@@ -4,8 +4,9 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -153,6 +154,20 @@ def tiny_data_dir(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Pat
         writer.add(row, [Document(tokens, torch.arange(length) >= length // 2)])
     writer.finish()
     return folder
+
+
+@pytest.fixture(scope="session")
+def scatter() -> Callable[..., Any]:
+    """`scatter(store, (first, capacity), ...)` opens rows at these places of a cache or a drafter's state that was made
+    with one row, which goes, and returns them."""
+
+    def scattered(store: Any, *places: tuple[int, int]) -> Any:
+        store.close(0)
+        for row, capacity in places:
+            store.open(row, capacity)
+        return store.of([row for row, _ in places])
+
+    return scattered
 
 
 @pytest.fixture

@@ -18,9 +18,9 @@ import torch
 
 from benchmarks.gpu.measure import PARAMS, copy_bandwidth, cycle, forced_rate, idle_share
 from benchmarks.gpu.shapes import SHAPES, Shape, build, bytes_per_token
-from blockdraft.drafters import load_drafter
 from blockdraft.drafters.dflash import DFlashDrafter
-from blockdraft.engine import Engine
+from blockdraft.drafters.none import NoDrafter
+from blockdraft.engine.probe import Probe
 from blockdraft.evaluation.report import hardware
 from blockdraft.proposal import Plan
 from blockdraft.targets import Target
@@ -66,16 +66,15 @@ def at_context(
     target: Target, drafter: DFlashDrafter, shape: Shape, context: int, bandwidth: float, args: argparse.Namespace
 ) -> dict[str, Any]:
     """Everything about one context."""
-    plain_engine = Engine(target, load_drafter("none", target=target), 1)
-    engine = Engine(target, drafter, 1)
-    plain = cycle(plain_engine, context, Plan(1, [PARAMS]), args.repeats)
+    alone, drafted = Probe(target, NoDrafter()), Probe(target, drafter)
+    plain = cycle(alone, context, Plan(1, [PARAMS]), args.repeats)
     least = bytes_per_token(target, shape.target, context) / bandwidth
     plans = {f"block {n}": Plan(n, [PARAMS]) for n in _numbers(args.blocks) if n <= drafter.block_size}
     plans |= {f"tree {n}": Plan(drafter.block_size, [PARAMS], n) for n in _numbers(args.trees)}
-    cycles = {"plain": plain} | {name: cycle(engine, context, plan, args.repeats) for name, plan in plans.items()}
+    cycles = {"plain": plain} | {name: cycle(drafted, context, plan, args.repeats) for name, plan in plans.items()}
     forced = []
     for method, task, tau, source in shape.taus:
-        rate, reached = forced_rate(plain_engine, drafter, context, tau, args.cycles)
+        rate, reached = forced_rate(target, drafter, context, tau, args.cycles)
         forced.append({"method": method, "task": task, "tau": tau, "source": source, "reached": reached, "rate": rate})
     whole = Plan(drafter.block_size, [PARAMS])
     return {
@@ -85,8 +84,8 @@ def at_context(
         "cycles": {name: asdict(one) | {"R": one.total / plain.total} for name, one in cycles.items()},
         "forced": forced,
         "idle": {
-            "plain": idle_share(plain_engine, context, Plan(1, [PARAMS])),
-            f"block {drafter.block_size}": idle_share(engine, context, whole),
+            "plain": idle_share(alone, context, Plan(1, [PARAMS])),
+            f"block {drafter.block_size}": idle_share(drafted, context, whole),
         },
     }
 

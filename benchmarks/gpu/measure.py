@@ -1,4 +1,4 @@
-"""The measurements, each on an engine with one request."""
+"""The measurements, each of one row."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from blockdraft.drafters import Drafter
 from blockdraft.drafters.dflash import DFlashDrafter
-from blockdraft.engine import Engine
-from blockdraft.engine.batch import Batch
+from blockdraft.drafters.none import NoDrafter
+from blockdraft.engine.probe import Probe
 from blockdraft.proposal import Plan, Proposal
+from blockdraft.targets import Target
 from blockdraft.timing import FORWARD, NETWORKS, listening
 from blockdraft.types import SamplingParams
 
@@ -99,67 +100,65 @@ def clock(device: torch.device) -> Callable[[], float]:
     return now
 
 
-def start(engine: Engine, context: int, room: int) -> Batch:
-    """One request whose prompt has `context` arbitrary tokens, with slots for `room` more."""
-    prompt = [(7 * i + 3) % engine.target.vocab_size for i in range(context)]
-    return engine.prefill([engine.request(prompt, SamplingParams(room, ignore_eos=True))])
+def room(probe: Probe, plan: Plan, cycles: int) -> int:
+    """Slots behind a context for so many cycles, the nodes of the last one included."""
+    return cycles * probe.drafter.block_size + plan.tree_budget
 
 
-def cycle(engine: Engine, context: int, plan: Plan, repeats: int) -> Cycle:
+def cycle(probe: Probe, context: int, plan: Plan, repeats: int) -> Cycle:
     """Cycles of this plan behind a context."""
-    batch = start(engine, context, (2 * repeats + 2) * engine.drafter.block_size)
-    [request] = batch.requests
-    now, totals = clock(engine.target.device), []
+    runner, rows = probe.rows(1, context, room(probe, plan, 2 * repeats + 2))
+    now, totals = clock(probe.target.device), []
     for _ in range(repeats + 2):
         began = now()
-        engine.step(batch, plan)
+        runner.step(rows, plan)
         totals.append(now() - began)
     del totals[:2]  # warming up
     drafter = NETWORKS - {FORWARD}
     parts = []
     for _ in range(repeats):
         with listening(now) as heard:
-            engine.step(batch, plan)
+            runner.step(rows, plan)
         draft, verify = sum(heard[part] for part in drafter), heard[FORWARD]
         parts.append((draft, verify, sum(heard.values()) - draft - verify))
-    committed = request.stats.committed[2:]
+    committed = rows[0].request.stats.committed[2:]
     each = (median(part) for part in zip(*parts, strict=True))
     return Cycle(median(totals), *each, sum(committed) / len(committed))
 
 
-def forced_rate(engine: Engine, drafter: DFlashDrafter, context: int, tau: float, cycles: int) -> tuple[float, float]:
+def forced_rate(target: Target, drafter: DFlashDrafter, context: int, tau: float, cycles: int) -> tuple[float, float]:
     """Tokens per second, and per cycle, when guesses are right as often as `tau` says.
 
     The latter falls short of `tau` where the target decides otherwise inside a block than alone, as bfloat16 and the
     nearly equal logits of random weights make it do.
     """
     length = int(cycles * tau) + 2 * drafter.block_size
-    plain = start(engine, context, length)
-    while len(plain.requests[0].token_ids) < length:
-        engine.step(plain, Plan(1, [PARAMS]))
-    forced = Forced(drafter, context, plain.requests[0].token_ids, tau, engine.target.vocab_size)
-    own = Engine(engine.target, forced, 1)  # type: ignore[arg-type]  # it has the rest from the inner drafter
-    batch = start(own, context, length)
-    now, plan = clock(engine.target.device), Plan(drafter.block_size, [PARAMS])
-    own.step(batch, plan)
-    before, began = len(batch.requests[0].token_ids), now()
+    runner, rows = Probe(target, NoDrafter()).rows(1, context, length)
+    answer = rows[0].request.token_ids
+    while len(answer) < length:
+        runner.step(rows, Plan(1, [PARAMS]))
+    forced: Any = Forced(drafter, context, answer, tau, target.vocab_size)  # it has the rest from the inner drafter
+    runner, rows = Probe(target, forced).rows(1, context, length)
+    now, plan = clock(target.device), Plan(drafter.block_size, [PARAMS])
+    runner.step(rows, plan)
+    before, began = len(rows[0].request.token_ids), now()
     for _ in range(cycles - 1):
-        own.step(batch, plan)
-    tokens = len(batch.requests[0].token_ids) - before
+        runner.step(rows, plan)
+    tokens = len(rows[0].request.token_ids) - before
     return tokens / (now() - began), tokens / (cycles - 1)
 
 
-def idle_share(engine: Engine, context: int, plan: Plan) -> float | None:
+def idle_share(probe: Probe, context: int, plan: Plan) -> float | None:
     """Share of the time of some cycles in which no kernel ran on the device; None where there is no GPU."""
-    if engine.target.device.type != "cuda":
+    if probe.target.device.type != "cuda":
         return None
-    batch = start(engine, context, (PROFILED_CYCLES + 2) * engine.drafter.block_size)
-    engine.step(batch, plan)
-    now = clock(engine.target.device)
+    runner, rows = probe.rows(1, context, room(probe, plan, PROFILED_CYCLES + 2))
+    runner.step(rows, plan)
+    now = clock(probe.target.device)
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         now()
         for _ in range(PROFILED_CYCLES):
-            engine.step(batch, plan)
+            runner.step(rows, plan)
         now()
     kernels = [e.time_range for e in found.events() or [] if e.device_type == torch.autograd.DeviceType.CUDA]
     return gaps([(each.start, each.end) for each in kernels])

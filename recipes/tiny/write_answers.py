@@ -10,14 +10,16 @@ import json
 import random
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from queue import SimpleQueue
 
 from corpus import maths_chat, python_chat
 from python_tasks import python_task
 from word_problems import word_problem
 
 from blockdraft import Engine, SamplingParams, load_drafter, load_target
-from blockdraft.engine import Request, Scheduler, loops
+from blockdraft.engine import Chunk, Request, loops
 
 FROM_CORPUS = {"gsm8k": 7500, "algorithms": 800}
 DRAWN = {"problem": 3000, "task": 3000}
@@ -42,6 +44,16 @@ def training_prompts(corpus: Path, seed: int, sampled_share: float) -> list[tupl
     return all_prompts
 
 
+def tell(ended: SimpleQueue[int], number: int) -> Callable[[Chunk], None]:
+    """A listener that says by its number that a request has ended."""
+
+    def listen(chunk: Chunk) -> None:
+        if chunk.finish_reason is not None:
+            ended.put(number)
+
+    return listen
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=Path, default=Path("build/tiny/corpus.jsonl"))
@@ -56,38 +68,38 @@ def main() -> None:
     args = parser.parse_args()
 
     target = load_target(args.target)
-    scheduler = Scheduler(Engine(target, load_drafter("none", target=target), max_batch_size=args.batch))
+    engine = Engine(target, load_drafter("none", target=target), max_batch_size=args.batch)
     prompts = training_prompts(args.corpus, args.seed, args.sampled_share)[: args.limit]
     done: set[int] = set()
     if args.out.exists():  # what follows the last whole line is a row that was being written
         whole = args.out.read_bytes().rpartition(b"\n")[0].splitlines(keepends=True)
         args.out.write_bytes(b"".join(whole).rstrip(b"\n") + b"\n" if whole else b"")
         done = {json.loads(line)["number"] for line in whole}
-    numbers: dict[Request, int] = {}
-    for number in set(range(len(prompts))) - done:
+    requests: dict[int, Request] = {}
+    ended: SimpleQueue[int] = SimpleQueue()
+    began, tokens, looping = time.time(), 0, 0
+    for number in sorted(set(range(len(prompts))) - done):
         temperature = args.temperature if prompts[number][2] else 0.0
         params = SamplingParams(args.max_new_tokens, temperature, seed=args.seed * 1_000_003 + number)
-        numbers[scheduler.submit(prompts[number][1], params)] = number
-    began, tokens, looping, cycles = time.time(), 0, 0, 0
+        requests[number] = engine.submit(prompts[number][1], params, tell(ended, number))
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    with args.out.open("a", encoding="utf-8") as file:
-        while not scheduler.idle:
-            for request in scheduler.step():
-                number = numbers.pop(request)
-                tokens += len(request.token_ids)
-                row: dict[str, object] = {"number": number}
-                if loops(request.token_ids):
-                    looping += 1
-                else:
-                    kind, prompt, _ = prompts[number]
-                    row |= {"kind": kind, "prompt": prompt, "temperature": request.params.temperature}
-                    row["ids"] = request.token_ids
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            cycles += 1
-            if cycles % 100 == 0:
+    with engine, args.out.open("a", encoding="utf-8") as file:
+        for answered in range(1, len(requests) + 1):
+            number = ended.get()
+            request = requests.pop(number)
+            ids = request.result().checked().token_ids
+            tokens += len(ids)
+            row: dict[str, object] = {"number": number}
+            if loops(ids):
+                looping += 1
+            else:
+                kind, prompt, _ = prompts[number]
+                row |= {"kind": kind, "prompt": prompt, "temperature": request.params.temperature, "ids": ids}
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            if answered % 100 == 0:
                 file.flush()
-                answered, spent = len(prompts) - len(done) - len(numbers), time.time() - began
-                left = spent / max(answered, 1) * len(numbers)
+                spent = time.time() - began
+                left = spent / answered * len(requests)
                 print(
                     f"{len(done) + answered}/{len(prompts)} answers, {tokens} tokens, {tokens / spent:.0f} tokens/s, "
                     f"{looping} looping, {left / 60:.0f} min left",

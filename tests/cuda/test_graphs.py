@@ -12,11 +12,13 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from blockdraft.cuda import graphs
-from blockdraft.cuda.graphs import CapturedDecoder, CudaRecorder, Graphs, Recorder, bucket, room, slot_bucket
+from blockdraft.cuda.graphs import CapturedDecoder, CudaRecorder, Graphs, Recorder, room
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
+from blockdraft.engine.probe import Probe
+from blockdraft.nn.cache import bucket, slot_bucket
 from blockdraft.nn.decoder import Decoder
-from blockdraft.proposal import chain_parents
+from blockdraft.proposal import Plan, chain_parents
 from blockdraft.targets import load_target
 from blockdraft.targets.families import decoder_config
 from blockdraft.targets.native import NativeTarget
@@ -88,7 +90,7 @@ def recorder(device: torch.device) -> Recorder:
 @pytest.fixture
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that short texts fill several of them, and each graph is replayed all the same."""
-    monkeypatch.setattr(graphs, "LEAST_SLOTS", 32)
+    monkeypatch.setattr("blockdraft.nn.cache.LEAST_SLOTS", 32)
 
 
 def target_of(name: str, device: torch.device) -> NativeTarget:
@@ -123,7 +125,9 @@ def scores(target: NativeTarget, rows: int) -> Iterator[Tensor]:
     #  3 4    5, in another row a smaller tree that is filled up, and a line
     trees = torch.tensor([[-1, 0, 0, 1, 1, 2], [-1, 0, 1, 1, -1, -1], [-1, 0, 1, 2, 3, 4]][:rows])
     for _ in range(2):
-        cache = target.new_cache(rows, 70)
+        size = room(70)
+        whole = target.new_cache(rows + 2, size)
+        cache = whole.of([row * size for row in range(rows)])
         lengths = [9, 4, 7][:rows]
         prompt_at = torch.tensor(lengths, device=target.device) - 1
         yield target.forward(random(rows, 9), chains(9), cache, TAPS, prompt_at).logits
@@ -138,18 +142,20 @@ def scores(target: NativeTarget, rows: int) -> Iterator[Tensor]:
         yield from score(nine, taps=())
         yield from score(nine, taps=(1,))
         cache.commit([[0, 8], [0, 1, 3], [0]][:rows])
-        other = target.new_cache(1, 8)
-        target.forward(random(1, 5), chain_parents(1, 5), other, TAPS, torch.tensor([4], device=target.device))
-        other.commit([range(5)])
-        cache.join(other, 90)  # a store of another size
+        whole.copy(0, rows * size, 5)
+        cache = whole.of([row * size for row in range(rows + 1)])  # one more
         yield from score(chains(5))
         cache.commit([[0]] * (rows + 1))
-        cache.select([rows, *range(1, rows)])  # the last row in place of the first
+        cache = whole.of([(row + 1) * size for row in range(rows)])  # without the first
         yield from score(chains(5))
         cache.commit([range(5)] * rows)
-        while max(cache.lengths) + 20 <= 90:
+        cache = whole.of([*range(0, rows * size, size), (rows + 1) * size][::-1])  # not at equal distances
+        yield from score(chains(5))
+        cache.commit([range(5)] * (rows + 1))
+        cache = whole.of([row * size for row in range(rows + 2)])
+        while max(cache.lengths) + 20 <= 70:
             yield from score(chains(17))
-            cache.commit([range(17)] * rows)
+            cache.commit([range(17)] * (rows + 2))
 
 
 def assert_same(found: Iterator[Tensor], expected: Iterator[Tensor]) -> None:
@@ -171,7 +177,7 @@ def test_logits_and_features_are_those_of_eager_forwards(
 def test_a_graph_is_captured_once_for_a_shape() -> None:
     target, recorder = target_of("llama", torch.device("cpu")), StandIn()
     target.capture(recorder)
-    before, cache = recorder.captures, target.new_cache(2, 40)
+    before, cache = recorder.captures, target.new_cache(2, room(40))
     for count in (7, 7, 9, 10, 9):
         target.forward(torch.zeros(2, count, dtype=torch.int64), chain_parents(2, count), cache, TAPS)
         cache.commit([[0], [0, 1]])
@@ -181,11 +187,48 @@ def test_a_graph_is_captured_once_for_a_shape() -> None:
 def test_prompts_and_large_trees_stay_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     target, recorder = target_of("llama", torch.device("cpu")), StandIn()
     target.capture(recorder)
-    before, cache = recorder.captures, target.new_cache(1, 70)
+    before, cache = recorder.captures, target.new_cache(1, room(70))
     target.forward(torch.zeros(1, 9, dtype=torch.int64), chain_parents(1, 9), cache, TAPS, torch.tensor([8]))
     monkeypatch.setattr("blockdraft.targets.native.MOST_NODES", 16)
     target.forward(torch.zeros(1, 17, dtype=torch.int64), chain_parents(1, 17), cache, TAPS)
     assert recorder.captures == before
+
+
+def test_rows_that_lie_anywhere_or_have_no_slots_to_fill_up_stay_eager(scatter: Callable[..., Any]) -> None:
+    target, recorder = target_of("llama", torch.device("cpu")), StandIn()
+    target.capture(recorder)
+    before, size = recorder.replays, room(20)
+
+    def replayed(*places: tuple[int, int]) -> bool:
+        cache, replays = scatter(target.new_cache(1, 4 * size), *places), recorder.replays
+        target.forward(torch.zeros(len(places), 5, dtype=torch.int64), chain_parents(len(places), 5), cache)
+        return recorder.replays > replays
+
+    assert replayed((7, size)) and replayed((0, size), (size + 3, size), (2 * size + 6, size))
+    assert not replayed((0, size), (size, size), (2 * size + 3, size))  # not at equal distances
+    assert not replayed((size, size), (0, size))
+    assert not replayed((0, size), (size, 20))  # one that shrank
+    assert recorder.replays == before + 2
+
+
+def test_a_graph_writes_to_the_rows_that_it_was_captured_for(small_buckets: None) -> None:
+    """Where rows lie is part of what a graph is for; slots of others stay as they are, padding or not."""
+    target = target_of("llama", torch.device("cpu"))
+    target.capture(StandIn())
+    size = room(20)
+    cache, generator = target.new_cache(3, size), torch.Generator().manual_seed(1)
+    for rows in ([0, size], [size, 2 * size], [2 * size], [0], [0, 2 * size]):
+        part, nodes = cache.of(rows), torch.randint(3, 61, (len(rows), 9), generator=generator)
+        target.forward(nodes[:, :1], chain_parents(len(rows), 1), part)  # so that it has memory
+        [store] = cache._stores()
+        before = store.clone()
+        target.forward(nodes, chain_parents(len(rows), 9), part)
+        changed = set((store != before).any(dim=-1).any(dim=1).any(dim=0).nonzero().flatten().tolist())
+        starts = [row + length for row, length in zip(rows, part.lengths, strict=True)]
+        written, padded = ({start + at for start in starts for at in range(n)} for n in (9, bucket(9)))
+        # The first node is the one that was there already.
+        assert written - {*starts} <= changed <= padded
+        part.commit([range(2)] * len(rows))
 
 
 def test_at_most_so_many_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,6 +253,7 @@ def test_buckets_leave_little_unused() -> None:
 
 
 def test_a_store_has_room_for_what_fills_up() -> None:
+    assert room(100) == target_of("llama", torch.device("cpu")).row_slots(100)
     for count in range(1, graphs.MOST_NODES + 1):
         for capacity in (count, 500, 1000, 1024, 1025):
             assert slot_bucket(max(capacity - count, 0) + bucket(count)) <= room(capacity)
@@ -226,15 +270,16 @@ def test_what_cannot_be_captured_says_so_at_once() -> None:
         target_of("llama", torch.device("cpu")).capture(Broken())
 
 
-def test_rooms_are_counted(tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
+def test_stores_take_what_they_say(tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
     target = load_target(tiny_target_dir, device="cpu", backend="native", compile="off")
     drafter = load_drafter(tiny_drafter_dir, target=target)
-    plain = target.cache_bytes(3, 1), drafter.state_bytes(3, 1)
+    plain = target.cache_bytes(3, 100), drafter.state_bytes(3, 100)
     assert isinstance(target, NativeTarget)
     target.capture(StandIn())
     captured = load_drafter(tiny_drafter_dir, target=target)
-    assert target.cache_bytes(3, 100) == room(100) * plain[0]
-    assert captured.state_bytes(3, 100) == room(100) * plain[1]
+    assert (target.cache_bytes(3, 100), captured.state_bytes(3, 100)) == plain  # what is filled up has row_slots
+    for store in (target.new_cache(3, 100), captured.new_state(3, 100)):
+        assert (store.rows, store.capacity) == ([0, 100, 200], 100)
     assert target.running == "native, captured"
 
 
@@ -283,15 +328,15 @@ def test_how_often_a_greedy_cycle_waits_for_a_gpu(
 ) -> None:
     target = load_target(tiny_target_dir, "float32", "cuda", "native", "on" if capture else "off")
     drafter = load_drafter(tiny_drafter_dir, target=target)
-    engine = Engine(target, drafter, drafting=Drafting(tree_budget=budget))
-    batch = engine.prefill([engine.request([5, 6, 7], SamplingParams(64, ignore_eos=True))])
+    runner, rows = Probe(target, drafter).rows(1, 3, 64)
+    plan = Plan(drafter.block_size, [SamplingParams()], budget)
     for _ in range(3):  # captures
-        engine.step(batch)
+        runner.step(rows, plan)
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
-            engine.step(batch)
+            runner.step(rows, plan)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len([each for each in heard if "synchroniz" in str(each.message)]) == waits
@@ -310,12 +355,18 @@ def test_draft_passes_are_those_of_an_eager_drafter(
         drafter: Any = load_drafter(tiny_drafter_dir, target=target)
         generator, passes = torch.Generator().manual_seed(0), []
         for _ in range(2):
-            state = drafter.new_state(3, 60)
+            size = room(60)
+            state = drafter.new_state(4, size)
+            rows = [[0, size, 2 * size], [0, size, 3 * size], [2 * size, size, 0], [size, 2 * size, 3 * size]]
             for step in range(8):
                 features = torch.randn(3, 6, 2 * target.hidden_size, generator=generator).to(device)
-                drafter.observe(state, torch.zeros(3, 6), features, [6, 1 + step % 3, 4])
+                part = state.of(rows[step // 2])
+                drafter.observe(part, torch.zeros(3, 6), features, [6, 1 + step % 3, 4])
                 tokens = torch.randint(5, 200, (3, 8 - step % 2), generator=generator).to(device)
-                passes += drafter._draft_pass(state, tokens, step // 2 % 2)
+                before = recorder.replays if isinstance(recorder, StandIn) else 0
+                passes += drafter._draft_pass(part, tokens, step // 2 % 2)
+                if capture and isinstance(recorder, StandIn):
+                    assert (recorder.replays > before) == (step // 2 in (0, 3)), "those at equal distances"
         found.append(passes)
     assert_same(iter(found[1]), iter(found[0]))
 

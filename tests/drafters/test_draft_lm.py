@@ -1,5 +1,6 @@
 import json
 import shutil
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.draft_lm import BLOCK_SIZE, DraftLMDrafter, DraftState
-from blockdraft.engine import Engine, Scheduler
+from blockdraft.engine import Engine
 from blockdraft.proposal import LAW_SIZE, Plan
 from blockdraft.sampling import draw, probabilities
 from blockdraft.targets import Target, TargetOutput, load_target
@@ -76,10 +77,9 @@ def reference(folder: Path) -> PreTrainedModel:
 def test_the_target_as_its_own_drafter_is_always_right(target: Target, block_size: int) -> None:
     """Any mistake in rolling back would cost guesses. Rows of different lengths come and go meanwhile."""
     engine = Engine(target, DraftLMDrafter(target, target), max_batch_size=4, drafting=Drafting(block_size))
-    scheduler = Scheduler(engine)
-    requests = []
-    for prompt in PROMPTS:
-        requests.append(scheduler.submit(prompt, GREEDY))
+    scheduler, requests = engine.scheduler, [engine.request(prompt, GREEDY) for prompt in PROMPTS]
+    for request in requests:
+        scheduler.add([request])
         scheduler.step()
     while not scheduler.idle:
         scheduler.step()
@@ -95,19 +95,21 @@ def test_a_similar_model_is_sometimes_right(target: Target, drafter: DraftLMDraf
 
 
 @pytest.mark.parametrize("drawn", [False, True])
-def test_guesses_equal_those_of_a_model_without_a_cache(drafter: DraftLMDrafter, drawn: bool) -> None:
+def test_guesses_equal_those_of_a_model_without_a_cache(
+    drafter: DraftLMDrafter, drawn: bool, scatter: Callable[..., Any]
+) -> None:
     """However many guesses were committed, with rows that leave, come, and stand still."""
     generator = torch.Generator().manual_seed(4)
     params = [SamplingParams(), SamplingParams(temperature=0.7), SamplingParams(temperature=1.0, top_k=5, top_p=0.9)]
     texts = [[9, 8, 7], [4] * 12, [30]]
-    state = drafter.new_state(3, 60)
+    state = scatter(drafter.new_state(1, 250), (90, 60), (5, 60), (170, 70))
     observe(drafter, state, texts)
     for cycle in range(8):
         if cycle == 3:  # the first row leaves, and one comes whose prompt is longer than a block
-            joining = drafter.new_state(1, 30)
-            observe(drafter, joining, [list(range(20, 40))])
-            state.select([2, 1])
-            state.join(joining, 70)
+            state.close(90)
+            state.open(70, 80)
+            observe(drafter, state.of([70]), [list(range(20, 40))])
+            state = state.of([170, 5, 70])
             texts = [texts[2], texts[1], list(range(20, 40))]
             params = [params[2], params[1], params[0]]
         if cycle == 5:  # not drafted for a while, and told in one piece
@@ -161,33 +163,55 @@ def test_no_token_is_read_twice_for_nothing(drafter: DraftLMDrafter, monkeypatch
         return calls
 
     monkeypatch.setattr(drafter.model, "forward", spy)
-    state = drafter.new_state(0, 60)
-    state.join(drafter.new_state(1, 60), 60)
+    state = drafter.new_state(2, 60).of([0])
     observe(drafter, state, [[5] * 20])
     assert calls == [(20, 1)]  # a prompt, here and not in `propose`
     assert nodes([6]) == [(1, 1)] * 3
     observe(drafter, state, [state.held[0][20:22]])
     assert nodes([7]) == [(1, 1)] * 3  # one guess was right
-    more = drafter.new_state(1, 60)
-    observe(drafter, more, [[8] * 11])
-    state.join(more, 60)
+    observe(drafter, state.of([60]), [[8] * 11])
+    state = state.of([0, 60])
     observe(drafter, state, [state.held[0][22:25], []])
     assert nodes([9, 9]) == [(1, 1)] * 3  # nor is anything read again when a row joins
     observe(drafter, state, [[*state.held[0][25:28], 9], []])
     assert nodes([9, 9]) == [(2, 2), (1, 1), (1, 1)]  # all guesses were right, and the last of them was not read yet
 
 
-def test_a_prefix_is_the_state_of_a_shorter_text(drafter: DraftLMDrafter) -> None:
-    state = drafter.new_state(2, 60)
+def test_a_copy_is_the_state_of_a_shorter_text(drafter: DraftLMDrafter, scatter: Callable[..., Any]) -> None:
+    """Also of a row that has given up what lies behind its text."""
+    state = scatter(drafter.new_state(1, 160), (100, 60), (3, 60))
     observe(drafter, state, [[9, 8, 7, 6], list(range(20, 40))])
     drafter.propose(state, torch.tensor([5, 6]), Plan(5, [SamplingParams()] * 2))
     observe(drafter, state, [[5], [6, 44]])
-    for row, length in ((0, 5), (0, 2), (1, 22), (1, 7)):
-        prefix = drafter.new_state(0, 40)
-        prefix.join(state.prefix(row, length), 40)
-        ids = drafter.propose(prefix, torch.tensor([17]), Plan(4, [SamplingParams()])).tokens[0].tolist()
+    texts = dict(zip(state.rows, state.texts, strict=True))
+    for size in (60, 22, 5):
+        state.shrink(3, size)
+        for row, length in ((100, 5), (100, 2), (3, min(size, 22)), (3, 4)):
+            state.open(70, 30)
+            state.copy(row, 70, length)
+            copy = state.of([70])
+            assert copy.texts == [texts[row][:length]]
+            ids = drafter.propose(copy, torch.tensor([17]), Plan(4, [SamplingParams()])).tokens[0].tolist()
+            for depth in range(1, 4):
+                assert ids[depth] == int(logits_after(drafter, texts[row][:length] + ids[:depth]).argmax())
+            state.close(70)
+    assert state.texts == [texts[100], texts[3][:5]]
+
+
+def test_a_long_text_is_not_read_beside_a_row_that_has_no_slots_for_it(
+    drafter: DraftLMDrafter, scatter: Callable[..., Any]
+) -> None:
+    state = scatter(drafter.new_state(1, 60), (30, 30), (10, 8), (18, 12))  # the last one follows the shortest
+    texts = [list(range(20, 42)), [9, 8], [30, 31, 32]]
+    observe(drafter, state.of([18]), texts[2:])
+    drafter.propose(state.of([18]), torch.tensor([6]), Plan(2, [SamplingParams()]))  # read what was observed
+    observe(drafter, state.of([18]), [[6]])
+    observe(drafter, state.of([30, 10]), texts[:2])
+    texts[2].append(6)
+    proposal = drafter.propose(state, torch.tensor([5, 6, 7]), Plan(4, [SamplingParams()] * 3))
+    for text, ids in zip(texts, proposal.tokens.tolist(), strict=True):
         for depth in range(1, 4):
-            assert ids[depth] == int(logits_after(drafter, state.texts[row][:length] + ids[:depth]).argmax())
+            assert ids[depth] == int(logits_after(drafter, text + ids[:depth]).argmax())
 
 
 def test_the_state_takes_the_memory_of_the_models_cache(drafter: DraftLMDrafter) -> None:

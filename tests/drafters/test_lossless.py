@@ -1,12 +1,13 @@
 """What must hold for every drafter, whatever it guesses. A new file in `drafters/` needs a line in `FOLDERS`."""
 
 import pkgutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from blockdraft import drafters
@@ -47,26 +48,39 @@ LONG = SamplingParams(18, ignore_eos=True)
 
 
 class RecordingState:
-    def __init__(self, inner: Any, texts: list[list[int]]) -> None:
-        self.inner, self.texts = inner, texts
+    def __init__(self, inner: Any, rows: Sequence[int], of_rows: dict[int, list[int]], texts: list[list[int]]) -> None:
+        self.inner, self.rows, self.of_rows, self.texts = inner, list(rows), of_rows, texts
 
-    def select(self, rows: Sequence[int]) -> None:
-        self.inner.select(rows)
-        self.texts = [self.texts[row] for row in rows]
+    def of(self, rows: Sequence[int]) -> "RecordingState":
+        return RecordingState(self.inner.of(rows), rows, self.of_rows, self.texts)
 
-    def join(self, other: "RecordingState", capacity: int) -> None:
-        self.inner.join(other.inner, capacity)
-        self.texts += other.texts
+    def open(self, row: int, capacity: int) -> None:
+        self.inner.open(row, capacity)
+        assert row not in self.of_rows
+        self.of_rows[row] = []
+        self.texts.append(self.of_rows[row])
 
-    def prefix(self, row: int, length: int) -> "RecordingState":
-        return RecordingState(self.inner.prefix(row, length), [self.texts[row][:length]])
+    def close(self, row: int) -> None:
+        self.inner.close(row)
+        del self.of_rows[row]
+
+    def shrink(self, row: int, capacity: int) -> None:
+        self.inner.shrink(row, capacity)
+
+    def copy(self, source: int, row: int, length: int) -> None:
+        self.inner.copy(source, row, length)
+        assert len(self.of_rows[source]) >= length and not self.of_rows[row]
+        self.of_rows[row] += self.of_rows[source][:length]
+
+    def wipe(self, row: int, whole: bool = False) -> None:
+        self.inner.wipe(row, whole)
 
 
 class Recorder:
     """A drafter that writes down what the engine tells another one.
 
     Attributes:
-        texts: What was observed, for each row in the order in which they came.
+        texts: What was observed, for each row in the order in which they were opened.
         proposals: What was guessed.
     """
 
@@ -77,9 +91,8 @@ class Recorder:
         self.proposals: list[Proposal] = []
 
     def new_state(self, batch: int, capacity: int) -> RecordingState:
-        new: list[list[int]] = [[] for _ in range(batch)]
-        self.texts += new
-        return RecordingState(self.drafter.new_state(batch, capacity), new)
+        rows = [place * capacity for place in range(batch)]
+        return RecordingState(self.drafter.new_state(batch, capacity), rows, {row: [] for row in rows}, self.texts)
 
     def state_bytes(self, batch: int, capacity: int) -> int:
         return self.drafter.state_bytes(batch, capacity)
@@ -90,8 +103,8 @@ class Recorder:
         return self.proposals[-1]
 
     def observe(self, state: RecordingState, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
-        for text, row, length in zip(state.texts, tokens.tolist(), lengths, strict=True):
-            text += row[:length]
+        for row, ids, length in zip(state.rows, tokens.tolist(), lengths, strict=True):
+            state.of_rows[row] += ids[:length]
         self.drafter.observe(state.inner, tokens, features, lengths)
 
 
@@ -178,3 +191,64 @@ def test_a_remembered_beginning_changes_nothing(target: Target, drafter: Drafter
         [fresh] = Engine(target, drafter).generate([turn], LONG)
         assert completion.token_ids == fresh.token_ids
         assert completion.stats.committed == fresh.stats.committed
+
+
+def learn(target: Target, drafter: Drafter, state: Any, texts: Sequence[list[int]]) -> None:
+    """Tell a drafter of these tokens, behind what its rows have, with features that depend on the tokens alone."""
+    longest = max(map(len, texts))
+    tokens = torch.tensor([text + [77] * (longest - len(text)) for text in texts])
+    features = target.embed(tokens).repeat(1, 1, len(drafter.taps)) if drafter.taps else None
+    drafter.observe(state, tokens, features, [len(text) for text in texts])
+
+
+def guesses(drafter: Drafter, state: Any, anchors: Sequence[int], budget: int) -> list[list[int]]:
+    """Tokens of each row's tree, but for those that fill it up, with the paths that lead to them."""
+    plan = Plan(drafter.block_size, [SamplingParams()] * len(anchors), budget)
+    proposal, found = drafter.propose(state, torch.tensor(anchors), plan), []
+    for tokens, parents in zip(proposal.tokens.tolist(), proposal.parents.tolist(), strict=True):
+        kept = [node for node in range(len(tokens)) if node == 0 or parents[node] >= 0]
+        found.append([tokens[node] for node in kept] + [parents[node] for node in kept])
+    return found
+
+
+@pytest.mark.parametrize("budget", [0, 12])
+def test_rows_anywhere_and_copies_draft_as_if_alone_and_new(
+    target: Target, drafter: Drafter, budget: int, scatter: Callable[..., Any]
+) -> None:
+    state = scatter(drafter.new_state(1, 200), (130, 60), (3, 50), (60, 45))
+    texts = {130: PROMPTS[4], 3: PROMPTS[9], 60: PROMPTS[2]}
+
+    def same(*rows: int) -> None:
+        anchors = [31 + row % 7 for row in rows]
+        together = guesses(drafter, state.of(rows), anchors, budget)
+        for row, anchor, found in zip(rows, anchors, together, strict=True):
+            alone = drafter.new_state(1, 60)
+            learn(target, drafter, alone, [texts[row]])
+            assert found == guesses(drafter, alone, [anchor], budget)[0]
+
+    def more(*rows: int, count: int) -> None:
+        new = {row: [(13 * row + 5 * i) % 60 + 4 for i in range(count - place)] for place, row in enumerate(rows)}
+        learn(target, drafter, state.of(rows), list(new.values()))
+        for row in rows:
+            texts[row] = texts[row] + new[row]
+
+    learn(target, drafter, state, list(texts.values()))
+    same(130, 3, 60)
+    more(3, 130, count=6)
+    same(60, 130, 3)
+    state.close(60)
+    state.open(55, 40)  # over slots that others' tokens are left on
+    length = len(texts[130]) - 3
+    state.copy(130, 55, length)
+    texts[55] = texts[130][:length]
+    more(55, 3, count=5)
+    same(130, 55, 3)
+    state.shrink(3, len(texts[3]) - 2)
+    texts[3] = texts[3][:-2]
+    state.close(55)
+    state.open(55, 60)
+    state.copy(3, 55, len(texts[3]))
+    texts[55] = texts[3]
+    same(55, 130)
+    more(55, count=9)
+    same(130, 55)

@@ -1,4 +1,5 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -92,16 +93,35 @@ def test_rows_without_a_match_are_filled_up_and_texts_follow_their_rows() -> Non
     assert proposal.q is None
     assert proposal.tokens.tolist() == [[9, 0, 0, 0], [2, 1, 2, 1], [7, 7, 7, 7]]
     assert proposal.parents.tolist() == [[-1, -1, -1, -1], [-1, 0, 1, 2], [-1, 0, 1, 2]]
-    state.select([1, 0])
-    state.join(observed([[8, 3, 8]]), 99)
+    state.close(198)
+    state.open(250, 40)
+    observed([[8, 3, 8]], state.of([250]))
+    state = state.of([99, 0, 250])
     proposal = DRAFTER.propose(state, torch.tensor([2, 1, 3]), plan(3, rows=3))
     assert proposal.tokens.tolist() == [[2, 1, 2], [1, 2, 3], [3, 8, 3]]
     assert DRAFTER.propose(state, torch.tensor([9, 9, 9]), plan(rows=3)).tokens.tolist() == [[9]] * 3
 
 
-def test_a_prefix_knows_only_its_beginning() -> None:
+def test_a_copy_knows_only_its_beginning(scatter: Callable[..., Any]) -> None:
+    state = scatter(DRAFTER.new_state(1, 60), (30, 20), (7, 10))
+    first, second = state.of([30]), state.of([7])
+    observed([[1, 2, 3, 1, 4]], first)
+    guesses(first, 1)
+    state.copy(30, 7, 3)
+    assert guesses(second, 1, block_size=3) == [2, 3]
+    assert guesses(second, 4) == []
+    observed([[1, 9]], second)
+    assert guesses(second, 1, block_size=3) == [9, 1]
+    assert guesses(first, 1, block_size=3) == [4, 1]  # a copy was cut, not the text
+
+
+def test_a_row_that_shrinks_knows_what_it_keeps_and_one_that_is_opened_again_nothing() -> None:
     state = observed([[1, 2, 3, 1, 4]])
     guesses(state, 1)
-    assert guesses(state.prefix(0, 3), 1, block_size=3) == [2, 3]
-    assert guesses(state.prefix(0, 3), 4) == []
-    assert guesses(state, 1, block_size=3) == [4, 1]  # a copy was cut, not the text
+    state.shrink(0, 5)
+    assert guesses(state, 1, block_size=3) == [4, 1]
+    state.shrink(0, 3)
+    assert guesses(state, 1, block_size=3) == [2, 3] and guesses(state, 4) == []
+    state.close(0)
+    state.open(0, 20)
+    assert guesses(state, 1) == []

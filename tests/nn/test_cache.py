@@ -1,3 +1,9 @@
+"""The cache against plain lists, with rows side by side and at any places of its memory; and who may see whom."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -6,47 +12,365 @@ from blockdraft.nn.attention import additive_mask, visible_slots
 from blockdraft.nn.cache import KVCache, write_nodes
 from blockdraft.proposal import chain, depths, tree_mask
 
+PLACES = {"side by side": ((0, 10), (10, 10)), "anywhere": ((22, 10), (3, 15)), "one at the end": ((9, 10), (30, 10))}
+
+
+@pytest.fixture(params=PLACES.values(), ids=PLACES)
+def cache(request: pytest.FixtureRequest, scatter: Callable[..., Any]) -> KVCache:
+    """Two rows, with memory around them that belongs to others."""
+    made: KVCache = scatter(KVCache(1, 40), *request.param)
+    return made
+
 
 def node_states(tokens: Tensor) -> Tensor:
     """A state `[B, 1, N, 2]` that tells which token it belongs to."""
     return tokens[:, None, :, None].float().expand(-1, 1, -1, 2).contiguous()
 
 
-def test_commit_keeps_the_path_and_forgets_the_rest() -> None:
-    cache = KVCache(batch=2, capacity=10)
-    cache.write(0, *[node_states(torch.tensor([[1, 2, 3], [11, 12, 13]]))] * 2)
+def write(cache: KVCache, *tokens: list[int]) -> tuple[Tensor, Tensor]:
+    """What attention gets to see of rows to which these nodes were written."""
+    states = node_states(torch.tensor(tokens))
+    return cache.write(0, states, states + 1000)
+
+
+def contents(cache: KVCache) -> list[list[int]]:
+    """What the rows hold, read by writing a node that is not committed."""
+    keys, values = write(cache, *[[99]] * len(cache.rows))
+    found = []
+    for place, length in enumerate(cache.lengths):
+        held = keys[place, 0, : length + 1]
+        assert torch.equal(values[place, 0, : length + 1], held + 1000)
+        found.append(held[:, 0].int().tolist())
+    assert all(row.pop() == 99 for row in found)
+    return found
+
+
+def fill(cache: KVCache, *rows: list[int]) -> KVCache:
+    """Commit these tokens, one list a row."""
+    longest = max(map(len, rows))
+    write(cache, *[row + [77] * (longest - len(row)) for row in rows])
+    cache.commit([range(len(row)) for row in rows])
+    return cache
+
+
+def test_commit_keeps_the_path_and_forgets_the_rest(cache: KVCache) -> None:
+    write(cache, [1, 2, 3], [11, 12, 13])
     cache.commit([[0, 1, 2], [0]])
     assert cache.lengths == [3, 1]
-    nodes = torch.tensor([[4, 5, 6, 7], [14, 15, 16, 17]])
-    keys, _ = cache.write(0, *[node_states(nodes)] * 2)
+    keys, _ = write(cache, [4, 5, 6, 7], [14, 15, 16, 17])
     assert keys.shape == (2, 1, 7, 2)
     assert keys[0, 0, :, 0].tolist() == [1, 2, 3, 4, 5, 6, 7]
     assert keys[1, 0, :5, 0].tolist() == [11, 14, 15, 16, 17]
     cache.commit([[0, 2], [0, 1, 3]])
-    keys, values = cache.write(0, *[node_states(torch.tensor([[8], [18]]))] * 2)
+    keys, values = write(cache, [8], [18])
     assert keys[0, 0, :, 0].tolist() == [1, 2, 3, 4, 6, 8]
-    assert values[1, 0, :5, 0].tolist() == [11, 14, 15, 17, 18]
+    assert values[1, 0, :5, 0].tolist() == [1011, 1014, 1015, 1017, 1018]
 
 
-def test_an_empty_path_commits_nothing() -> None:
-    cache = KVCache(1, 4)
-    cache.write(0, *[node_states(torch.tensor([[1, 2]]))] * 2)
-    cache.commit([[]])
-    assert cache.lengths == [0]
+def test_an_empty_path_commits_nothing(cache: KVCache) -> None:
+    write(cache, [1, 2], [3, 4])
+    cache.commit([[], [1]])
+    assert cache.lengths == [0, 1]
+    assert contents(cache) == [[], [4]]
 
 
-def test_select_keeps_rows() -> None:
-    cache = KVCache(3, 4)
-    cache.write(0, *[node_states(torch.tensor([[1], [2], [3]]))] * 2)
-    cache.commit([[0], [0], []])
-    cache.select([1])
-    keys, _ = cache.write(0, *[node_states(torch.tensor([[9]]))] * 2)
-    assert (cache.lengths, keys[0, 0, :, 0].tolist()) == ([1], [2, 9])
+def test_truncate_keeps_the_beginning_of_each_row(cache: KVCache) -> None:
+    fill(cache, [1, 2, 3], [4, 5])
+    cache.truncate([1, 2])
+    assert contents(cache) == [[1], [4, 5]]
+    write(cache, [7], [8])
+    cache.commit([[0]] * 2)
+    cache.truncate([2, 0])
+    assert contents(cache) == [[1, 7], []]
 
 
-def test_writing_past_the_capacity_is_our_bug() -> None:
-    with pytest.raises(AssertionError, match="5 slots needed, 4 allocated"):
-        KVCache(1, 4).write(0, *[node_states(torch.zeros(1, 5, dtype=torch.long))] * 2)
+@pytest.mark.parametrize("lengths", [[3, 2], [2, -1], [2]])
+def test_truncating_to_more_than_there_is_is_our_bug(cache: KVCache, lengths: list[int]) -> None:
+    fill(cache, [1, 2], [4, 5])
+    with pytest.raises((AssertionError, ValueError)):
+        cache.truncate(lengths)
+
+
+# Rows as places.
+
+
+def test_rows_come_and_go_and_nothing_happens_to_others() -> None:
+    """Many random operations, on slots that were used before, against lists."""
+    choose = random.Random(3)
+    cache, held, capacities = KVCache(1, 60), dict[int, list[int]](), dict[int, int]()
+    cache.close(0)
+    memory, number, seen = None, 0, set()
+    for _ in range(1500):
+        free = [at for at in range(60) if not any(row <= at < row + size for row, size in capacities.items())]
+        what = choose.choice(["open", "close", "copy", "shrink", "truncate", "wipe", *["commit"] * 4])
+        row = choose.choice([*held, -1])
+        if what == "open" and free:
+            row = choose.choice(free)
+            size = choose.randint(0, next((n for n in range(60) if row + n not in free), 60))
+            if size:
+                cache.open(row, size)
+                held[row], capacities[row] = [], size
+        elif row < 0:
+            continue
+        elif what == "close":
+            cache.close(row)
+            del held[row], capacities[row]
+        elif what == "copy":
+            into = [other for other in held if not held[other] and other != row]
+            length = choose.randint(0, len(held[row]))
+            if not into or length > capacities[into[0]]:
+                continue
+            cache.copy(row, into[0], length)
+            held[into[0]] = held[row][:length]
+        elif what == "shrink":
+            size = choose.randint(1, capacities[row])
+            cache.shrink(row, size)
+            held[row], capacities[row] = held[row][:size], size
+        elif what == "truncate":
+            length = choose.randint(0, len(held[row]))
+            cache.of([row]).truncate([length])
+            held[row] = held[row][:length]
+        elif what == "wipe":
+            cache.wipe(row)
+        else:
+            rows = choose.sample(sorted(held), choose.randint(1, len(held)))
+            count = min(3, *(capacities[r] - len(held[r]) for r in rows))
+            if count < 1:
+                continue
+            tokens = [[number + 10 * place + node for node in range(count)] for place in range(len(rows))]
+            paths = [sorted(choose.sample(range(count), choose.randint(0, count))) for _ in rows]
+            part = cache.of(rows)
+            write(part, *tokens)
+            part.commit(paths)
+            for r, row_tokens, path in zip(rows, tokens, paths, strict=True):
+                held[r] += [row_tokens[node] for node in path]
+            number = (number + 50) % 997
+            memory = memory or [store.data_ptr() for store in cache._stores()]
+        seen.add(what)
+        roomy = [r for r in held if len(held[r]) < capacities[r]]
+        if roomy and cache._layers:
+            assert contents(cache.of(roomy)) == [held[r] for r in roomy]
+        assert all(cache.of([r]).lengths == [len(held[r])] for r in held)
+        assert memory in (None, [store.data_ptr() for store in cache._stores()])  # allocated once
+    assert len(seen) == 7
+
+
+def test_slots_are_used_again_and_hide_what_was_left_there(scatter: Callable[..., Any]) -> None:
+    cache = scatter(KVCache(1, 20), (0, 6), (9, 6))
+    fill(cache, [1, 2, 3], [4, 5])
+    cache.close(0)
+    cache.open(2, 6)
+    later = cache.of([9, 2])
+    assert (later.lengths, later.capacity) == ([2, 0], 6)
+    fill(later, [6], [7])
+    assert contents(later) == [[4, 5, 6], [7]]
+
+
+def test_a_copy_is_the_beginning_and_goes_its_own_way(cache: KVCache) -> None:
+    first, second = cache.rows
+    fill(cache.of([first]), [1, 2, 3])
+    cache.copy(first, second, 2)
+    assert contents(cache) == [[1, 2, 3], [1, 2]]
+    fill(cache, [4], [5])
+    cache.close(first)
+    assert contents(cache.of([second])) == [[1, 2, 5]]
+
+
+def test_a_copy_has_to_fit_and_to_exist(cache: KVCache) -> None:
+    first, second = cache.rows
+    fill(cache, [1, 2, 3], [])
+    with pytest.raises(AssertionError):
+        cache.copy(first, second, 4)  # more than there is
+    cache.shrink(second, 2)
+    with pytest.raises(AssertionError):
+        cache.copy(first, second, 3)  # more than it can hold
+    cache.copy(first, second, 2)
+    with pytest.raises(AssertionError):
+        cache.copy(first, second, 1)  # it is not empty
+
+
+def test_a_row_that_shrinks_keeps_what_fits(cache: KVCache) -> None:
+    fill(cache, [1, 2, 3], [4, 5])
+    first, second = cache.rows
+    cache.shrink(first, 5)
+    assert contents(cache) == [[1, 2, 3], [4, 5]]
+    cache.shrink(first, 2)
+    assert (cache.lengths, contents(cache.of([second]))) == ([2, 2], [[4, 5]])
+    with pytest.raises(AssertionError):
+        cache.shrink(first, 3)
+
+
+def test_a_row_lies_on_slots_that_there_are() -> None:
+    cache = KVCache(1, 10)
+    cache.close(0)
+    for row, capacity in ((-1, 3), (8, 3), (0, 11)):
+        with pytest.raises(AssertionError, match="slots of 10"):
+            cache.open(row, capacity)
+
+
+def test_wiping_leaves_committed_tokens_unless_all_of_it_goes(cache: KVCache) -> None:
+    first, second = cache.rows
+    before = fill(cache, [1, 2], [3, 4]).lengths
+    write(cache, [5, 6, 7], [8, 9, 10])
+    cache.wipe(first)
+    states = [store[0, :, 0].clone() for store in cache._stores()]
+    assert all(not state[first + 2 : first + 10].any() for state in states)
+    assert all(state[second + 2 : second + 5].all() for state in states)
+    assert (cache.lengths, contents(cache)) == (before, [[1, 2], [3, 4]])
+    cache.wipe(second, whole=True)
+    for store in cache._stores():
+        assert not store[:, second : second + 10].any() and store[:, first : first + 2].all()
+
+
+def test_an_empty_cache_has_no_slots() -> None:
+    cache = KVCache(1, 0)
+    assert cache.lengths == [0] and cache.capacity == 0
+    with pytest.raises(AssertionError, match="1 slots needed, 0 allocated"):
+        write(cache, [5])
+
+
+# Views.
+
+
+def numbered(cache: KVCache) -> Tensor:
+    """All slots, `[layers, heads, slots, D]`, each with its number in all layers and heads, and these besides."""
+    memory = cache.memory(2, 3, 4, torch.zeros(1))
+    layers, heads = torch.arange(2)[:, None, None, None], torch.arange(3)[:, None, None]
+    memory.copy_(torch.arange(memory.size(2))[:, None] + 100 * layers + 1000 * heads + torch.arange(4) / 8)
+    return memory
+
+
+@pytest.mark.parametrize(
+    ("places", "is_memory"),
+    [
+        (((5, 9),), True),
+        (((5, 9), (20, 9)), True),
+        (((5, 9), (14, 12), (23, 9)), True),
+        (((20, 9), (5, 9)), False),
+        (((5, 9), (14, 9), (24, 9)), False),
+    ],
+)
+@pytest.mark.parametrize("one_layer", [False, True])
+def test_a_view_shows_the_slots_of_each_row(
+    scatter: Callable[..., Any], places: tuple[tuple[int, int], ...], is_memory: bool, one_layer: bool
+) -> None:
+    cache = scatter(KVCache(1, 40), *places)
+    memory = numbered(cache)
+    cache.commit([range(3 + place) for place in range(len(places))])
+    whole = memory[1] if one_layer else memory
+    view, own = cache.view(whole, 3)
+    end = 5 + len(places)
+    assert own == is_memory and view.shape == (*whole.shape[:-3], len(places), 3, end, 4)
+    for place, (row, _) in enumerate(places):
+        nodes = slice(0, 6 + place)
+        assert torch.equal(view.select(-4, place)[..., nodes, :], whole[..., row : row + 6 + place, :])
+    assert own == (view.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr())
+
+
+def test_a_view_may_show_more_slots_than_there_are_nodes(scatter: Callable[..., Any]) -> None:
+    cache = scatter(KVCache(1, 40), (5, 9), (20, 12))
+    memory = numbered(cache)
+    view, own = cache.view(memory, 2, end=9)
+    assert own and torch.equal(view[:, 1], memory[:, :, 20:29])
+    for part, place in ((cache, 1), (cache.of([5]), 0)):
+        view, own = part.view(memory, 2, end=10)  # one more than the first row has
+        assert not own and view.shape[-2] == 10
+        assert torch.equal(view[:, place, :, :2], memory[:, :, part.rows[place] : part.rows[place] + 2])
+
+
+@pytest.mark.parametrize("end", [None, 9, 20])
+@pytest.mark.parametrize("places", [((5, 9), (20, 12)), ((20, 12), (5, 9)), ((5, 9), (14, 9), (24, 9)), ((5, 9),)])
+def test_no_view_shows_what_is_another_rows(
+    scatter: Callable[..., Any], places: tuple[tuple[int, int], ...], end: int | None
+) -> None:
+    cache = scatter(KVCache(1, 40), *places)
+    memory = numbered(cache)
+    cache.commit([range(4 * place) for place in range(len(places))])
+    foreign = torch.ones(40, dtype=torch.bool)
+    for row, capacity in places:
+        foreign[row : row + capacity] = False
+    memory[:, :, foreign] = torch.nan
+    assert cache.view(memory, 1, end)[0].isfinite().all()
+    for place, (row, capacity) in enumerate(places):  # nor does a row show another one that the batch has
+        others = memory.clone()
+        others[:, :, [at for at in range(40) if not row <= at < row + capacity]] = torch.nan
+        assert cache.view(others, 1, end)[0][:, place].isfinite().all()
+
+
+def test_nodes_that_are_put_are_all_that_changes(scatter: Callable[..., Any]) -> None:
+    cache = scatter(KVCache(1, 40), (20, 12), (5, 9), (33, 7))
+    memory = numbered(cache)
+    cache.commit([range(4), range(6), []])
+    copied, _ = cache.view(memory, 3)
+    expected = memory.clone()
+    for place, (row, length) in enumerate(zip(cache.rows, cache.lengths, strict=True)):
+        copied[:, place] = -copied[:, place] - 1
+        expected[:, :, row + length : row + length + 3] = copied[:, place, :, length : length + 3]
+    cache.put(memory, copied, 3)
+    assert torch.equal(memory, expected)
+
+
+@pytest.mark.parametrize("count", [5, 8])
+def test_nodes_past_the_slots_of_a_row_are_our_bug(cache: KVCache, count: int) -> None:
+    """Be there slots behind it, and others' rows with enough of them."""
+    cache.shrink(cache.rows[1], 6)
+    fill(cache, [1, 2, 3], [4, 5])
+    memory = cache.memory(2, 3, 4, torch.zeros(1))
+    states = node_states(torch.zeros(2, count, dtype=torch.long))
+    for use in (cache.check_room, lambda n: cache.write(0, states, states), lambda n: cache.view(memory, n)):
+        with pytest.raises(AssertionError, match=f"{2 + count} slots needed, 6 allocated|slots needed, 10 allocated"):
+            use(count)
+    assert cache.check_room(4) == 7
+
+
+# All layers in one tensor.
+
+
+def write_stacked(cache: KVCache, tokens: Tensor) -> None:
+    """Write states that tell layer, head and token, as a network does that gets to see a view."""
+    memory, count = cache.memory(2, 3, 1, torch.zeros(1)), tokens.size(1)
+    store, is_memory = cache.view(memory, count)
+    layers, heads = torch.arange(2)[:, None, None, None], torch.arange(3)
+    nodes = (100.0 * layers + 1000.0 * heads + tokens[None, :, :, None]).unsqueeze(-1)
+    slots = cache.slots(count, torch.device("cpu"))
+    for layer in range(2):
+        write_nodes(store[layer], nodes[layer], slots if len(set(cache.lengths)) > 1 else slots[0])
+    if not is_memory:
+        cache.put(memory, store, count)
+
+
+def stacked_contents(cache: KVCache) -> list[list[int]]:
+    store, _ = cache.view(cache.memory(2, 3, 1, torch.zeros(1)), 0)
+    layers, heads = torch.arange(2)[:, None, None, None, None], torch.arange(3)[:, None, None]
+    tokens = store - 100 * layers - 1000 * heads
+    rows = [tokens[:, row, :, :length] for row, length in enumerate(cache.lengths)]
+    assert all(torch.equal(row, row[:1, :1].expand_as(row)) for row in rows)  # each layer and head holds the same
+    return [row[0, 0, :, 0].int().tolist() for row in rows]
+
+
+def test_stacked_layers_are_committed_and_copied_together(cache: KVCache) -> None:
+    write_stacked(cache, torch.tensor([[1, 2, 3], [11, 12, 13]]))
+    cache.commit([[0, 2], [0, 1, 2]])
+    assert stacked_contents(cache) == [[1, 3], [11, 12, 13]]
+    write_stacked(cache, torch.tensor([[4, 5, 6], [14, 15, 16]]))
+    cache.commit([[0, 1, 2], [0, 2]])
+    assert stacked_contents(cache) == [[1, 3, 4, 5, 6], [11, 12, 13, 14, 16]]
+    first, second = cache.rows
+    cache.close(first)
+    cache.open(first, 9)
+    cache.copy(second, first, 2)
+    cache.of([second]).truncate([4])
+    assert stacked_contents(cache) == [[11, 12], [11, 12, 13, 14]]
+    assert stacked_contents(cache.of([second])) == [[11, 12, 13, 14]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_is_zero_at_first_and_has_the_dtype_that_is_asked_for(dtype: torch.dtype) -> None:
+    memory = KVCache(2, 9).memory(2, 3, 4, torch.zeros(1, dtype=dtype))
+    assert memory.shape == (2, 3, 18, 4) and memory.dtype == dtype and not memory.any()
+
+
+# Who may see whom.
 
 
 @pytest.mark.parametrize("window", [None, 1, 3])
@@ -80,127 +404,3 @@ def test_additive_mask_hides_with_the_lowest_number() -> None:
 def test_chain_sees_all_before_it() -> None:
     within = tree_mask(chain(torch.tensor([[1, 2, 3]])).parents)
     assert visible_slots([2], within)[0].int().tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
-
-
-def filled(*rows: list[int], capacity: int = 6) -> KVCache:
-    """A cache whose row i holds the states of `rows[i]`."""
-    cache = KVCache(len(rows), capacity)
-    longest = max(map(len, rows))
-    cache.write(0, *[node_states(torch.tensor([row + [0] * (longest - len(row)) for row in rows]))] * 2)
-    cache.commit([range(len(row)) for row in rows])
-    return cache
-
-
-def contents(cache: KVCache) -> list[list[int]]:
-    """What the rows hold, read by writing a node that is not committed."""
-    keys, values = cache.write(0, *[node_states(torch.full((len(cache.lengths), 1), 99))] * 2)
-    assert torch.equal(keys, values)
-    assert [keys[row, 0, n, 0] for row, n in enumerate(cache.lengths)] == [99] * len(cache.lengths)
-    return [keys[row, 0, :n, 0].int().tolist() for row, n in enumerate(cache.lengths)]
-
-
-@pytest.mark.parametrize("rows", [[0, 3, 2], [3, 1], [2, 0], [1, 2, 3], [3, 2, 1, 0], []])
-def test_select_moves_rows(rows: list[int]) -> None:
-    before = [[1], [2, 3], [4, 5, 6], [7, 8]]
-    cache = filled(*before)
-    cache.select(rows)
-    assert cache.lengths == [len(before[row]) for row in rows]
-    if rows:
-        assert contents(cache) == [before[row] for row in rows]
-
-
-@pytest.mark.parametrize("capacity", [4, 9])
-def test_join_takes_over_rows(capacity: int) -> None:
-    cache = filled([1, 2], [3], capacity=4)
-    cache.join(filled([4, 5, 6], [7]), capacity)
-    assert cache.capacity == capacity
-    assert contents(cache) == [[1, 2], [3], [4, 5, 6], [7]]
-
-
-def test_join_reuses_the_memory_of_rows_that_left() -> None:
-    cache = filled([1], [2], [3])
-    store = cache._layers[0][0]
-    cache.select([2])
-    cache.join(filled([4], [5]), 6)
-    assert contents(cache) == [[3], [4], [5]]
-    assert cache._layers[0][0] is store
-    cache.select([0])
-    cache.join(filled([6], capacity=20), 20)
-    assert cache._layers[0][0].shape[::2] == (2, 20)  # exactly what is needed now, not the three rows of before
-
-
-def test_rows_join_a_cache_that_never_held_any() -> None:
-    cache = KVCache(0, 9)
-    cache.join(KVCache(1, 0), 9)
-    cache.join(filled([4, 5]), 9)
-    assert cache.lengths == [0, 2]
-    assert contents(cache) == [[], [4, 5]]
-
-
-def test_prefix_is_a_copy_of_the_beginning() -> None:
-    cache = filled([1, 2, 3], [4, 5])
-    prefix = cache.prefix(0, 2)
-    cache.select([1])
-    cache.join(filled([9, 9, 9]), 6)
-    whole = KVCache(0, 5)
-    whole.join(prefix, 5)
-    assert contents(whole) == [[1, 2]]
-
-
-def test_truncate_keeps_the_beginning_of_each_row() -> None:
-    cache = filled([1, 2, 3], [4, 5], [6])
-    cache.truncate([1, 2, 0])
-    assert contents(cache) == [[1], [4, 5], []]
-    cache.write(0, *[node_states(torch.tensor([[7], [8], [9]]))] * 2)
-    cache.commit([[0]] * 3)
-    assert contents(cache) == [[1, 7], [4, 5, 8], [9]]
-
-
-@pytest.mark.parametrize("lengths", [[3, 2], [2, -1], [2]])
-def test_truncating_to_more_than_there_is_is_our_bug(lengths: list[int]) -> None:
-    with pytest.raises((AssertionError, ValueError)):
-        filled([1, 2], [4, 5]).truncate(lengths)
-
-
-# All layers in one tensor.
-
-
-def write_stacked(cache: KVCache, tokens: Tensor) -> Tensor:
-    """Write states that tell layer, head and token, and return the store."""
-    store = cache.stacked(2, 3, 1, torch.zeros(1))
-    layers, heads = torch.arange(2)[:, None, None, None], torch.arange(3)
-    nodes = (100.0 * layers + 1000.0 * heads + tokens[None, :, :, None]).unsqueeze(-1)
-    slots = cache.slots(tokens.size(1), torch.device("cpu"))
-    for layer in range(2):
-        write_nodes(store[layer], nodes[layer], slots if len(set(cache.lengths)) > 1 else slots[0])
-    return store
-
-
-def stacked_contents(cache: KVCache) -> list[list[int]]:
-    store = cache.stacked(2, 3, 1, torch.zeros(1))
-    assert store.shape == (2, len(cache.lengths), 3, cache.capacity, 1)
-    layers, heads = torch.arange(2)[:, None, None, None, None], torch.arange(3)[:, None, None]
-    tokens = store - 100 * layers - 1000 * heads
-    rows = [tokens[:, row, :, :length] for row, length in enumerate(cache.lengths)]
-    assert all(torch.equal(row, row[:1, :1].expand_as(row)) for row in rows)  # each layer and head holds the same
-    return [row[0, 0, :, 0].int().tolist() for row in rows]
-
-
-def test_stacked_layers_are_committed_moved_joined_and_copied_together() -> None:
-    cache = KVCache(2, 8)
-    write_stacked(cache, torch.tensor([[1, 2, 3], [11, 12, 13]]))
-    cache.commit([[0, 2], [0, 1, 2]])
-    assert stacked_contents(cache) == [[1, 3], [11, 12, 13]]
-    write_stacked(cache, torch.tensor([[4, 5, 6], [14, 15, 16]]))
-    cache.commit([[0, 1, 2], [0, 2]])
-    assert stacked_contents(cache) == [[1, 3, 4, 5, 6], [11, 12, 13, 14, 16]]
-    prefix = cache.prefix(1, 2)
-    cache.truncate([2, 4])
-    cache.select([1, 0])
-    cache.join(prefix, 9)
-    assert stacked_contents(cache) == [[11, 12, 13, 14], [1, 3], [11, 12]]
-    cache.select([2, 1])
-    assert stacked_contents(cache) == [[11, 12], [1, 3]]
-    joined = KVCache(0, 5)
-    joined.join(cache, 5)
-    assert stacked_contents(joined) == [[11, 12], [1, 3]]

@@ -3,20 +3,22 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
 import torch
 from torch import Tensor
 
 from blockdraft.cpu.build import build
+from blockdraft.cpu.compiled import CompiledDecoder
 from blockdraft.cpu.compiled_draft import CompiledDraftPass, draft_pass, why_not_drafts
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.dflash2 import DFlash2Network
 from blockdraft.nn.draft_config import DFlash2Config, DraftConfig, LayerAttention
 from blockdraft.nn.draft_pass import DraftPass
-from blockdraft.targets import load_target
+from blockdraft.targets import Target, load_target
+from blockdraft.targets.native import NativeTarget
 
 Run: TypeAlias = DraftPass | CompiledDraftPass
 
@@ -53,14 +55,22 @@ def made_network(config: DraftConfig) -> DFlashNetwork:
     return made
 
 
+def unused(given: Tensor) -> Tensor:
+    raise AssertionError("neither embedding nor head is asked for here")
+
+
+def uncompiled(network: DFlashNetwork) -> DraftPass:
+    return DraftPass(network, unused, unused)
+
+
 def compiled(network: DFlashNetwork) -> CompiledDraftPass:
     dtype = network.fc.weight.dtype
     library = build(dtype, dtype, network.config.head_dim).library()
     assert library is not None
-    return CompiledDraftPass(network, library)
+    return CompiledDraftPass(network, library, unused, unused)
 
 
-@pytest.fixture(params=[DraftPass, compiled], ids=["torch", "compiled"])
+@pytest.fixture(params=[uncompiled, compiled], ids=["torch", "compiled"])
 def make(request: pytest.FixtureRequest) -> Callable[[DFlashNetwork], Run]:
     way: Callable[[DFlashNetwork], Run] = request.param
     return way
@@ -128,7 +138,7 @@ def test_more_context_than_rotary_angles_were_made_for(
 
 def test_memory_is_shared_and_checkpoints_stay(network: DFlashNetwork) -> None:
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
-    run = DraftPass(network)
+    run = uncompiled(network)
     after = network.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -147,12 +157,13 @@ def test_compiled_it_computes_what_torch_computes(
     network = made_network(config).to(dtype)
     lengths, features, blocks = [31, 1, 20], torch.randn(3, 31, 32, dtype=dtype), torch.randn(3, count, 16, dtype=dtype)
     found = []
-    for run in (compiled(network), DraftPass(network)):
+    for run in (compiled(network), uncompiled(network)):
         state = KVCache(3, 64)
         run.observe(state, features)
         state.commit([range(length) for length in lengths])
         outputs = [run(state, blocks, window) for window in (None, 1, 6, 25)]
-        outputs.append(torch.cat([state._layers[0][0][:, row, :, :n].flatten() for row, n in enumerate(lengths)]))
+        stores = [state.of([row]).view(state._layers[0][0], 0)[0] for row in state.rows]
+        outputs.append(torch.cat([store.flatten() for store in stores]))
         found.append(outputs)
     for ours, theirs in zip(*found, strict=True):
         assert ours.dtype == dtype
@@ -174,14 +185,47 @@ def test_rows_compiled_have_the_same_bits_alone_and_in_a_batch(network: DFlashNe
         assert torch.equal(run(alone, blocks[row : row + 1])[0], together[row])
 
 
-def test_a_context_that_does_not_fit_is_refused(network: DFlashNetwork) -> None:
-    run, state = compiled(network), KVCache(1, 16)
-    with pytest.raises(AssertionError):
-        run.observe(state, torch.randn(1, 17, 32))
-    run.observe(state, torch.randn(1, 13, 32))
-    state.commit([range(13)])
-    with pytest.raises(AssertionError):
-        run(state, torch.randn(1, 4, 16))
+PLACES = ((70, 40), (3, 20), (24, 46))
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_rows_at_any_places_are_those_side_by_side(
+    network: DFlashNetwork, window: int | None, make: Callable[[DFlashNetwork], Run], scatter: Callable[..., Any]
+) -> None:
+    """Between others whose numbers must not be seen; compiled the bits are the same."""
+    run, features, blocks = make(network), torch.randn(3, 13, 32), torch.randn(3, 4, 16)
+    together, apart = run.new_state(3, 46), scatter(run.new_state(1, 120), *PLACES)
+    run.observe(apart, features[:, :1])  # so that it has memory
+    store = apart._layers[0][0]
+    inside = torch.zeros(120, dtype=torch.bool)
+    for row, capacity in PLACES:
+        inside[row : row + capacity] = True
+    store[:, :, ~inside] = torch.nan
+    for begin, end, lengths in ((0, 7, [7, 3, 5]), (7, 13, [6, 1, 2])):
+        for state in (together, apart):
+            run.observe(state, features[:, begin:end])
+            state.commit([range(length) for length in lengths])
+        expected, found = run(together, blocks, window), run(apart, blocks, window)
+        tolerance = 1e-5 if isinstance(run, DraftPass) else 0.0
+        torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+        one = run(apart.of([3]), blocks[1:2], window)
+        torch.testing.assert_close(one, expected[1:2], atol=tolerance, rtol=tolerance)
+    assert store[:, :, ~inside].isnan().all()
+
+
+def test_a_context_that_does_not_fit_is_refused(
+    network: DFlashNetwork, make: Callable[[DFlashNetwork], Run], scatter: Callable[..., Any]
+) -> None:
+    """Though there are slots behind it, of another row."""
+    run = make(network)
+    state = scatter(run.new_state(1, 60), (20, 30), (4, 16))
+    with pytest.raises(AssertionError, match="17 slots needed, 16 allocated"):
+        run.observe(state, torch.randn(2, 17, 32))
+    run.observe(state, torch.randn(2, 13, 32))
+    state.commit([range(13)] * 2)
+    with pytest.raises(AssertionError, match="17 slots needed, 16 allocated"):
+        run(state, torch.randn(2, 4, 16))
+    run(state, torch.randn(2, 3, 16))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -190,8 +234,8 @@ def test_guesses_are_the_pass_and_the_head_in_one_call(dtype: str, first: int, t
     target = load_target(tiny_target_dir, dtype, "cpu", "native", compile="on")
     sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "head_dim": 8}
     network = made_network(replace(CONFIG, **sizes)).to(target.dtype)  # type: ignore[arg-type]
-    run = draft_pass(network, target.compiled)
-    assert isinstance(run, CompiledDraftPass) and run.has_head
+    run = draft_pass(network, compiled_of(target), unused, unused)
+    assert isinstance(run, CompiledDraftPass)
     state = KVCache(2, 64)
     run.observe(state, torch.randn(2, 9, 2 * target.hidden_size))
     state.commit([range(9), range(4)])
@@ -205,18 +249,32 @@ def test_guesses_are_the_pass_and_the_head_in_one_call(dtype: str, first: int, t
         torch.testing.assert_close(logits, target.head(expected).float(), atol=tolerance, rtol=tolerance)
 
 
-def test_a_target_of_another_kind_keeps_its_head(network: DFlashNetwork, tiny_target_dir: Path) -> None:
-    target = load_target(tiny_target_dir, "float32", "cpu", "native", compile="on", quantize="int8")
-    run = draft_pass(network, target.compiled)
-    assert isinstance(run, CompiledDraftPass) and not run.has_head
+def compiled_of(target: Target) -> CompiledDecoder:
+    assert isinstance(target, NativeTarget) and target.compiled is not None
+    return target.compiled
+
+
+@pytest.mark.parametrize("own_head", [False, True])
+def test_a_head_that_is_not_in_the_library_is_called(own_head: bool, tiny_target_dir: Path) -> None:
+    """Of a target with other weights, or of the drafter."""
+    kind = None if own_head else "int8"
+    target = load_target(tiny_target_dir, "float32", "cpu", "native", compile="on", quantize=kind)  # type: ignore[arg-type]
+    network = made_network(replace(CONFIG, hidden_size=target.hidden_size, head_dim=8))
+    run = draft_pass(network, compiled_of(target), target.embed, lambda hidden: 3 * hidden, own_head)
+    assert isinstance(run, CompiledDraftPass)
+    state, tokens = run.new_state(1, 20), torch.tensor([[7, 1, 1]])
+    run.observe(state, torch.randn(1, 9, 2 * target.hidden_size))
+    state.commit([range(9)])
+    hidden, logits = run.guesses(state, tokens, 1)
+    assert torch.equal(hidden, run(state, target.embed(tokens))[:, 1:]) and torch.equal(logits, 3 * hidden)
 
 
 def test_what_is_compiled_and_what_is_not(
     network: DFlashNetwork, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    target = load_target(tiny_target_dir, "float32", "cpu", "native", compile="on").compiled
-    assert isinstance(draft_pass(network, target), CompiledDraftPass)
-    assert isinstance(draft_pass(network, None), DraftPass)
+    target = compiled_of(load_target(tiny_target_dir, "float32", "cpu", "native", compile="on"))
+    assert isinstance(draft_pass(network, target, unused, unused), CompiledDraftPass)
+    assert isinstance(draft_pass(network, None, unused, unused), DraftPass)
     odd = DFlashNetwork(replace(CONFIG, head_dim=6))
     sizes = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 3}
     convolved = DFlash2Network(DFlash2Config(**vars(CONFIG), **sizes))  # type: ignore[arg-type]
@@ -226,12 +284,12 @@ def test_what_is_compiled_and_what_is_not(
         (DFlashNetwork(CONFIG).half(), "float16"),
     ):
         assert reason in (why_not_drafts(other) or "")
-        assert isinstance(draft_pass(other, target), DraftPass)
+        assert isinstance(draft_pass(other, target, unused, unused), DraftPass)
     assert not caplog.messages
     monkeypatch.setenv("CC", "no-such-compiler")
     build.cache_clear()
     try:
-        assert isinstance(draft_pass(network, target), DraftPass)
+        assert isinstance(draft_pass(network, target, unused, unused), DraftPass)
     finally:
         build.cache_clear()
     [message] = caplog.messages

@@ -127,6 +127,22 @@ def test_only_tapped_layers_are_hooked_and_only_for_the_forward() -> None:
     assert not any(layer._forward_hooks for layer in layers)
 
 
+def test_the_head_computes_the_wanted_node_of_each_row_only() -> None:
+    target = make("qwen3")
+    tokens = torch.randint(3, 61, (3, 6), generator=torch.Generator().manual_seed(2))
+    seen: list[tuple[int, ...]] = []
+    watch = target.model.lm_head.register_forward_hook(lambda _, given, __: seen.append(tuple(given[0].shape)))
+    cache, wanted = target.new_cache(3, 8), torch.tensor([5, 0, 3])
+    whole = target.forward(tokens, chain(tokens).parents, cache)
+    some = target.forward(tokens, chain(tokens).parents, cache, (1,), wanted)
+    target.forward(tokens, chain(tokens).parents, cache)
+    watch.remove()
+    assert seen == [(3, 6, 32), (3, 1, 32), (3, 6, 32)]
+    assert some.logits.shape == (3, 1, 61) and some.features is not None and some.features.shape == (3, 6, 32)
+    torch.testing.assert_close(some.logits[:, 0], whole.logits[torch.arange(3), wanted])
+    assert not target.model.lm_head._forward_pre_hooks
+
+
 def test_recurrent_models_are_refused() -> None:
     config = AutoConfig.for_model("mamba", vocab_size=61, hidden_size=16, num_hidden_layers=2, state_size=4)
     with pytest.raises(ValueError, match="MambaForCausalLM"):

@@ -1,7 +1,7 @@
 """Our decoder against transformers' models of each family, through the same calls of the same protocol."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,10 @@ def native(folder: Path, dtype: str = "float32", compiled: bool = True) -> Targe
 
 
 def scores(target: Target, rows: int) -> Iterator[Tensor]:
-    """Logits and features of prompts, single tokens, chains and trees, of rows of unequal lengths."""
+    """Logits and features of prompts, single tokens, chains and trees, of rows of unequal lengths.
+
+    At first they lie side by side; then they come and go, and lie anywhere.
+    """
     generator = torch.Generator().manual_seed(1)
     taps = (2, 0, target.num_layers)
 
@@ -122,7 +125,8 @@ def scores(target: Target, rows: int) -> Iterator[Tensor]:
         assert output.features is not None
         yield from (output.logits, output.features)
 
-    cache = target.new_cache(rows, 48)
+    slots = 48
+    cache = target.new_cache(rows + 2, slots).of([row * slots for row in range(rows)])
     lengths = [9, 6, 9][:rows]
     yield from score(random(4), torch.tensor([[-1, 0, 0, 1]] * rows))
     prompts = random(9)
@@ -141,12 +145,20 @@ def scores(target: Target, rows: int) -> Iterator[Tensor]:
             yield from score(tokens, chain(tokens).parents)
             cache.commit([[0]] * rows)
     cache.truncate([length - row for row, length in enumerate(cache.lengths)])
-    kept = cache.prefix(0, 7)
-    cache.select(list(range(rows))[::-1])
-    cache.join(kept, 40)
-    cache.select([rows, *range(rows - 1)])
-    tokens = random(3)
-    yield from score(tokens, chain(tokens).parents)
+    for gone in (rows, rows + 1):
+        cache.close(gone * slots)
+    before = cache.rows
+    copy = rows * slots + 5
+    cache.open(copy, 70)
+    cache.copy(before[0], copy, 7)
+    cache.close(before[0])
+    cache.open(2, 20)  # where another row was, whose numbers are still there
+    cache.copy(copy, 2, 3)
+    for places in ([copy, *before[1:]], [2, *before[:0:-1]]):
+        cache = cache.of(places)
+        for tokens, parents in ((chain(t := random(3)).tokens, chain(t).parents), (random(6), tree)):
+            yield from score(tokens, parents)
+            cache.commit([[0, 1]] * rows)
 
 
 def test_each_family_has_a_model_here() -> None:
@@ -173,7 +185,7 @@ def test_bfloat16_is_no_further_from_the_exact_numbers_than_transformers(
     errors = []
     for target in (native(folders[name], "bfloat16", compiled), load_target(folders[name], "bfloat16", "cpu", "hf")):
         found = list(scores(target, 3))
-        inside = target.compiled is not None  # compiled arithmetic is float32 up to the logits
+        inside = "compiled" in target.running  # compiled arithmetic is float32 up to the logits
         assert {numbers.dtype for numbers in found} == {torch.float32 if inside else torch.bfloat16}
         errors.append(sum(float((a.float() - b).abs().mean()) for a, b in zip(found, exact, strict=True)))
     assert 0 < errors[0] < 1.2 * errors[1]
@@ -192,6 +204,7 @@ def test_facts_and_weights_are_those_of_transformers(folders: dict[str, Path], n
     for table, other in zip(embedding_and_head(ours), embedding_and_head(theirs), strict=True):
         assert torch.equal(table, other)
     assert ours.cache_bytes(3, 10) == theirs.cache_bytes(3, 10)
+    assert ours.has_trees and theirs.has_trees and ours.can_truncate and theirs.can_truncate
 
 
 def test_fused_weights_are_kept_once(folders: dict[str, Path]) -> None:
@@ -242,7 +255,7 @@ def test_what_the_decoder_does_not_know_is_left_to_transformers(
     folders: dict[str, Path], tmp_path: Path, name: str, changes: dict[str, Any], reason: str
 ) -> None:
     folder = copied(folders[name], tmp_path / "other", **changes)
-    with pytest.raises(ValueError, match=f"cannot run .*{reason}.* Use the backend hf or auto"):
+    with pytest.raises(ValueError, match=f"native backend cannot run .*{reason}.* Use another backend, or auto"):
         load_target(folder, backend="native")
     target = load_target(folder)
     assert target.backend == "hf"
@@ -280,3 +293,87 @@ def test_the_native_decoder_is_chosen_where_it_knows_the_model(tiny_target_dir: 
     assert load_target(tiny_target_dir, backend="hf").backend == "hf"
     with pytest.raises(ValueError, match="backend is 'fast'"):
         load_target(tiny_target_dir, backend="fast")  # type: ignore[arg-type]
+
+
+WAYS = pytest.mark.parametrize("way", ["compiled", "uncompiled", "hf"])
+
+
+def in_way(way: str, folder: Path) -> Target:
+    return (
+        load_target(folder, device="cpu", backend="hf") if way == "hf" else native(folder, compiled=way == "compiled")
+    )
+
+
+@WAYS
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral-window"])
+def test_rows_anywhere_are_those_side_by_side(
+    folders: dict[str, Path], name: str, way: str, scatter: Callable[..., Any]
+) -> None:
+    """Between others whose numbers must not be seen. Uncompiled, rows at unequal distances are copied side by side."""
+    target = in_way(way, folders[name])
+    places, generator = ((40, 16), (3, 24), (61, 20)), torch.Generator().manual_seed(2)
+    together, apart = target.new_cache(3, 24), scatter(target.new_cache(1, 90), *places)
+    inside = torch.zeros(90, dtype=torch.bool)
+    for row, capacity in places:
+        inside[row : row + capacity] = True
+    tolerance = 0.0 if way == "compiled" else 1e-4
+    #     0
+    #   1   2
+    #  3 4
+    parents = torch.tensor([[-1, 0, 0, 1, 1]] * 3)
+    lengths, taps = [3, 7, 5], (1, target.num_layers)
+    for step in range(3):
+        tokens = torch.randint(3, 61, (3, 5 if step else 7), generator=generator)
+        nodes = (tokens, parents) if step else (tokens, chain(tokens).parents)
+        expected, found = (target.forward(*nodes, cache, taps) for cache in (together, apart))
+        for ours, theirs in ((found.logits, expected.logits), (found.features, expected.features)):
+            assert ours is not None and theirs is not None and ours.isfinite().all()
+            for row, length in enumerate([len(tokens[0])] * 3 if step else lengths):
+                torch.testing.assert_close(ours[row, :length], theirs[row, :length], atol=tolerance, rtol=tolerance)
+        for cache in (together, apart):
+            cache.commit([[0, 2], [0, 1, 4], [0]] if step else [range(length) for length in lengths])
+        stores = list(apart._stores())
+        for store in stores:
+            assert step == 0 or store[..., ~inside, :].isnan().all()
+            store[..., ~inside, :] = torch.nan
+
+
+@WAYS
+@pytest.mark.parametrize("places", [((0, 10), (10, 10)), ((10, 10), (0, 10))])
+def test_nodes_past_the_slots_of_a_row_are_our_bug(
+    folders: dict[str, Path], way: str, places: tuple[tuple[int, int], ...], scatter: Callable[..., Any]
+) -> None:
+    """Though there are slots behind them, of another row."""
+    target = in_way(way, folders["llama"])
+    cache = scatter(target.new_cache(1, 40), *places)
+    first = torch.full((2, 8), 5)
+    target.forward(first, chain(first).parents, cache)
+    cache.commit([range(8), range(3)])
+    for count, fits in ((3, False), (2, True)):
+        tokens = torch.full((2, count), 6)
+        if fits:
+            target.forward(tokens, chain(tokens).parents, cache)
+            continue
+        with pytest.raises(AssertionError, match="11 slots needed, 10 allocated"):
+            target.forward(tokens, chain(tokens).parents, cache)
+
+
+@WAYS
+def test_a_copied_beginning_goes_on_as_if_it_had_been_read(
+    folders: dict[str, Path], way: str, scatter: Callable[..., Any]
+) -> None:
+    target = in_way(way, folders["qwen3-window"])
+    text = torch.randint(3, 61, (1, 12), generator=torch.Generator().manual_seed(3))
+    new = torch.tensor([[30, 31, 32]])
+    cache = scatter(target.new_cache(1, 60), (20, 15), (2, 12), (40, 20))
+    target.forward(text, chain(text).parents, cache.of([20]))
+    cache.of([20]).commit([range(12)])
+    cache.copy(20, 2, 5)
+    cache.copy(20, 40, 12)
+    for row, length in ((2, 5), (40, 12), (20, 12)):
+        fresh = target.new_cache(1, 20)
+        target.forward(text[:, :length], chain(text[:, :length]).parents, fresh)
+        fresh.commit([range(length)])
+        ours, theirs = (target.forward(new, chain(new).parents, each).logits for each in (cache.of([row]), fresh))
+        tolerance = 0.0 if way == "compiled" else 1e-5
+        torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)

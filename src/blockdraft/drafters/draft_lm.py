@@ -126,7 +126,7 @@ class DraftLMDrafter:
         self._vocab_size = target.vocab_size
 
     def new_state(self, batch: int, capacity: int) -> DraftState:
-        rows = range(0, batch * capacity, max(capacity, 1))
+        rows = [place * capacity for place in range(batch)]
         empty: dict[int, tuple[list[int], list[int]]] = {row: ([], []) for row in rows}
         return DraftState(self.model.new_cache(batch, capacity), rows, empty, dict.fromkeys(rows, capacity))
 

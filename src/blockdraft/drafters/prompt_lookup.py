@@ -97,7 +97,7 @@ class PromptLookupDrafter:
     knows_probabilities = False
 
     def new_state(self, batch: int, capacity: int) -> Texts:
-        rows = range(0, batch * capacity, max(capacity, 1))
+        rows = [place * capacity for place in range(batch)]
         return Texts(rows, {row: Text() for row in rows})
 
     def state_bytes(self, batch: int, capacity: int) -> int:

@@ -24,7 +24,7 @@ class PrefixIndex:
 
     def remove(self, row: int) -> None:
         """Know the row no longer, if it was known."""
-        for key in _hashes(self._texts.pop(row, ())):
+        for key in set(_hashes(self._texts.pop(row, ()))):  # two blocks of it may share one
             del self._rows[key][row]
             if not self._rows[key]:
                 del self._rows[key]

@@ -25,8 +25,8 @@ class Probe:
     drafter: Drafter
 
     def rows(self, count: int, context: int, room: int) -> tuple[Runner, list[Row]]:
-        """Rows whose prompts, of `context` arbitrary tokens, have been read, with slots for `room` more."""
-        room = min(room, self.target.max_context - context)
+        """Rows whose prompts, of `context` arbitrary tokens, have been read, with slots for `room` more, be they past
+        the end of the target's context."""
         prompt = [(7 * i + 3) % self.target.vocab_size for i in range(context)]
         capacity = self.target.row_slots(context + room)
         runner, params = Runner(self.target, self.drafter, count * capacity), SamplingParams(room, ignore_eos=True)

@@ -40,10 +40,9 @@ class KVCache:
         self._capacities: dict[int, int] = {}
         # Of each layer, or of all in one, tensors `[..., heads, slots, D]`.
         self._layers: dict[int, tuple[Tensor, ...]] = {}
-        self.rows: list[int] = []
-        for row in range(0, self._slots, max(capacity, 1)):
+        self.rows = [place * capacity for place in range(batch)]
+        for row in self.rows:
             self.open(row, capacity)
-            self.rows.append(row)
 
     def of(self, rows: Sequence[int]) -> KVCache:
         """These rows alone, in this order, over the same memory."""

@@ -10,8 +10,7 @@ import torch
 from benchmarks.gpu import __main__ as program
 from benchmarks.gpu.measure import PARAMS, cycle, forced_rate, gaps, idle_share
 from benchmarks.gpu.shapes import SHAPES, build, bytes_per_token
-from blockdraft.drafters import load_drafter
-from blockdraft.engine import Engine
+from blockdraft.engine.probe import Probe
 from blockdraft.proposal import Plan
 
 CPU = torch.device("cpu")
@@ -26,8 +25,7 @@ def test_gaps_between_kernels() -> None:
 @pytest.mark.parametrize("tau", [1.0, 2.5, 4.0])
 def test_guesses_are_right_as_often_as_asked_for(tau: float) -> None:
     target, drafter = build(SHAPES["tiny"], "hf", torch.float32, CPU)
-    engine = Engine(target, load_drafter("none", target=target), 1)
-    rate, reached = forced_rate(engine, drafter, 20, tau, cycles=9)
+    rate, reached = forced_rate(target, drafter, 20, tau, cycles=9)
     assert rate > 0
     assert reached == pytest.approx(tau, abs=0.5 / 8)
 
@@ -35,11 +33,11 @@ def test_guesses_are_right_as_often_as_asked_for(tau: float) -> None:
 @pytest.mark.parametrize("name", ["tiny", "tiny-moe"])
 def test_a_cycle_has_parts(name: str) -> None:
     target, drafter = build(SHAPES[name], "hf", torch.float32, CPU)
-    engine = Engine(target, drafter, 1)
-    one = cycle(engine, 20, Plan(8, [PARAMS]), repeats=3)
+    probe = Probe(target, drafter)
+    one = cycle(probe, 20, Plan(8, [PARAMS]), repeats=3)
     assert one.draft > 0 and one.verify > 0 and one.host > 0 and one.draft + one.verify < 3 * one.total
     assert 1 <= one.tokens <= 8
-    assert idle_share(engine, 20, Plan(8, [PARAMS])) is None
+    assert idle_share(probe, 20, Plan(8, [PARAMS])) is None
 
 
 def test_bytes_of_a_plain_step() -> None:

@@ -1,0 +1,96 @@
+import random
+
+import pytest
+
+from blockdraft.engine import prefixes
+from blockdraft.engine.prefixes import BLOCK, PrefixIndex, Remembered, common
+
+
+def text(*parts: tuple[int, int]) -> list[int]:
+    """Parts of one token each: (token, how often)."""
+    return [token for token, count in parts for _ in range(count)]
+
+
+def test_what_texts_have_in_common() -> None:
+    assert (common([], [1]), common([1, 2, 3], [1, 2, 4]), common([1, 2], [1, 2, 4]), common([3], [4])) == (0, 2, 2, 0)
+
+
+def test_the_longest_beginning_is_found_against_reading_all_texts() -> None:
+    choose, index, texts = random.Random(1), PrefixIndex(), dict[int, list[int]]()
+
+    def made() -> list[int]:
+        """Of few tokens, in which beginnings often agree."""
+        parts = [(choose.randint(0, 1), BLOCK // 2) for _ in range(choose.randint(0, 9))]
+        return text(*parts, (2, choose.randint(0, 3)))
+
+    found = set()
+    for _ in range(2000):
+        row = choose.randint(0, 9)
+        if choose.random() < 0.3:
+            index.remove(row)
+            texts.pop(row, None)
+        else:
+            texts[row] = made()
+            index.add(row, texts[row])
+        wanted = made()
+        longest = max((common(held, wanted) for held in texts.values()), default=0)
+        best = index.longest(wanted)
+        if longest < BLOCK:
+            assert best is None
+        else:
+            assert best is not None and best[1] == common(texts[best[0]], wanted) == longest
+            found.add(longest)
+    assert len(found) > 10 and max(found) > 3 * BLOCK
+    for row in range(10):
+        index.remove(row)
+    assert not index._rows and not index._texts
+
+
+def test_a_hash_that_two_blocks_share_finds_no_wrong_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefixes, "_hashes", lambda text: [7] * (len(text) // BLOCK))
+    index = PrefixIndex()
+    index.add(3, text((1, 40)))
+    index.add(8, text((1, 20), (2, 30)))
+    assert index.longest(text((5, 40))) is None
+    assert index.longest(text((1, 10), (5, 30))) is None  # less than a block
+    assert index.longest(text((1, 18), (5, 30))) in ((3, 18), (8, 18))
+    assert index.longest(text((1, 20), (2, 5), (1, 30))) == (8, 25)
+    index.remove(8)
+    assert index.longest(text((1, 20), (2, 5), (1, 30))) == (3, 20)
+
+
+def test_who_has_been_known_longest_is_taken_among_equals() -> None:
+    index = PrefixIndex()
+    for row in (5, 2, 9):
+        index.add(row, text((1, 40), (row, 10)))
+    assert index.longest(text((1, 60))) == (5, 40)
+    index.add(5, text((1, 40), (5, 10)))
+    assert index.longest(text((1, 60))) == (2, 40)
+
+
+def test_the_least_recently_used_goes_and_not_the_oldest() -> None:
+    remembered = Remembered(100)
+    assert [remembered.add(row, text((row, 30))) for row in (1, 2, 3)] == [[]] * 3
+    remembered.use(1)
+    remembered.use(9)  # which is not remembered, such as a row that runs
+    assert remembered.add(4, text((4, 60))) == [2, 3]
+    assert list(remembered.texts) == [1, 4]
+    assert (remembered.forget(), remembered.forget()) == (1, 4) and not remembered.texts
+
+
+def test_no_more_tokens_are_remembered_than_allowed() -> None:
+    choose, remembered, held = random.Random(2), Remembered(90), dict[int, int]()
+    for row in range(300):
+        held[row] = choose.randint(1, 90)
+        for gone in remembered.add(row, text((row, held[row]))):
+            del held[gone]
+        assert row in held and sum(held.values()) <= 90 and list(remembered.texts) == list(held)
+
+
+def test_a_row_that_another_holds_as_a_whole_goes() -> None:
+    remembered = Remembered(1000)
+    remembered.add(1, text((1, 20)))
+    remembered.add(2, text((1, 10), (2, 10)))
+    assert remembered.add(3, text((1, 20), (3, 5))) == [1]
+    assert remembered.add(4, text((1, 20), (3, 5))) == [3]  # the same text again
+    assert list(remembered.texts) == [2, 4]

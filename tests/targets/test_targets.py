@@ -1,0 +1,63 @@
+"""Which backend runs a model: files of the folder, asked in the order of their ranks."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from blockdraft import targets
+from blockdraft.targets import LoadOptions, NotCovered, load_target
+from blockdraft.targets.hf import HFTarget
+from blockdraft.targets.native import NativeTarget
+
+
+def use(monkeypatch: pytest.MonkeyPatch, **ranks: int | None) -> list[tuple[str, LoadOptions]]:
+    """Backends with these ranks that know no model. Returns who is asked, and what for."""
+    asked: list[tuple[str, LoadOptions]] = []
+
+    def made(name: str, rank: int | None) -> SimpleNamespace:
+        def load(path: Path, options: LoadOptions) -> Any:
+            asked.append((name, options))
+            raise NotCovered(f"{name} does not know it")
+
+        return SimpleNamespace(RANK=rank, load=load)
+
+    known = targets.backends() | {name: made(name, rank) for name, rank in ranks.items()}  # type: ignore[operator]
+    monkeypatch.setattr(targets, "backends", lambda: known)
+    return asked
+
+
+def test_auto_asks_those_with_a_rank_the_lowest_first(monkeypatch: pytest.MonkeyPatch, tiny_target_dir: Path) -> None:
+    asked = use(monkeypatch, late=7, early=-2, native=3, hf=4, never=None)
+    with pytest.raises(ValueError, match=f"No backend runs {tiny_target_dir}: early does not know it"):
+        load_target(tiny_target_dir)
+    assert [name for name, _ in asked] == ["early", "native", "hf", "late"]
+
+
+def test_why_a_better_backend_did_not_run_it_is_told(monkeypatch: pytest.MonkeyPatch, tiny_target_dir: Path) -> None:
+    use(monkeypatch, first=-2, second=-1)
+    target = load_target(tiny_target_dir)
+    assert isinstance(target, NativeTarget) and target.backend_reason == "first does not know it"
+    assert load_target(tiny_target_dir, backend="native").backend_reason is None
+
+
+def test_a_backend_that_was_asked_for_runs_it_or_nobody(monkeypatch: pytest.MonkeyPatch, tiny_target_dir: Path) -> None:
+    asked = use(monkeypatch, odd=None)
+    assert isinstance(load_target(tiny_target_dir, backend="hf"), HFTarget) and not asked
+    with pytest.raises(ValueError, match="The odd backend cannot run .*: odd does not know it. Use another backend"):
+        load_target(tiny_target_dir, "float16", "cpu", "odd", "off", "int8")  # type: ignore[arg-type]
+    [(_, options)] = asked
+    assert options == LoadOptions(torch.float16, torch.device("cpu"), "off", "int8")
+    with pytest.raises(ValueError, match=r"backend is 'even'; use one of \['auto', 'hf', 'native', 'odd'\]"):
+        load_target(tiny_target_dir, backend="even")  # type: ignore[arg-type]
+
+
+def test_weights_are_not_left_unrounded_for_want_of_a_backend(
+    monkeypatch: pytest.MonkeyPatch, tiny_target_dir: Path
+) -> None:
+    asked = use(monkeypatch, native=0)
+    with pytest.raises(ValueError, match="The native backend cannot run .* Use other weights"):
+        load_target(tiny_target_dir, quantize="int8")
+    assert [name for name, _ in asked] == ["native"]

@@ -1,0 +1,86 @@
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+
+from blockdraft import machine
+from blockdraft.machine import free_bytes, send
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where control groups are; the machine itself has 1000 bytes free, and this process is in no group."""
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    monkeypatch.setattr(machine, "CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(machine, "OWN_CGROUP", tmp_path / "own")
+    return tmp_path / "cgroup"
+
+
+def own(groups: Path, *lines: str) -> None:
+    (groups.parent / "own").write_text("".join(f"{line}\n" for line in lines))
+
+
+def group2(folder: Path, limit: str, used: int, cached: int = 0) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.max").write_text(f"{limit}\n")
+    (folder / "memory.current").write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 5\nactive_file 3\ninactive_file {cached}\n")
+
+
+def group1(folder: Path, limit: int, used: int, cached: int = 0) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.limit_in_bytes").write_text(f"{limit}\n")
+    (folder / "memory.usage_in_bytes").write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"inactive_file 1\ntotal_inactive_file {cached}\n")
+
+
+def test_without_groups_the_machine_decides(groups: Path) -> None:
+    assert free_bytes(CPU) == 1000
+    own(groups, "0::/user/app")  # a group that says nothing
+    assert free_bytes(CPU) == 1000
+
+
+def test_the_tightest_of_a_group_and_those_above_it_decides(groups: Path) -> None:
+    own(groups, "0::/user/app")
+    group2(groups / "user" / "app", "max", 900)
+    assert free_bytes(CPU) == 1000
+    group2(groups / "user" / "app", "900", 300, cached=50)  # files that are given up are as good as free
+    assert free_bytes(CPU) == 650
+    group2(groups / "user", "500", 400)
+    assert free_bytes(CPU) == 100
+    group2(groups, "5000", 100)  # as a container sees its own group
+    assert free_bytes(CPU) == 100
+    group2(groups, "450", 400)
+    assert free_bytes(CPU) == 50
+    group2(groups.parent, "1", 1)  # above them is no group
+    assert free_bytes(CPU) == 50
+    group2(groups, "300", 400)  # a limit that was lowered
+    assert free_bytes(CPU) == 0
+
+
+def test_groups_of_the_first_kind_have_a_hierarchy_of_memory(groups: Path) -> None:
+    own(groups, "4:cpu,cpuacct:/elsewhere", "3:blkio,memory:/user/app", "1:name=systemd:/user")
+    group1(groups / "memory" / "elsewhere", 10, 5)
+    assert free_bytes(CPU) == 1000
+    group1(groups / "memory" / "user" / "app", 2**63 - 4096, 300)  # no limit
+    assert free_bytes(CPU) == 1000
+    group1(groups / "memory" / "user", 700, 200, cached=20)
+    assert free_bytes(CPU) == 520
+    group2(groups, "5", 5)  # belongs to the other kind, in which this process is not
+    assert free_bytes(CPU) == 520
+
+
+def test_both_kinds_side_by_side(groups: Path) -> None:
+    own(groups, "2:memory:/a", "0::/b")
+    group1(groups / "memory" / "a", 600, 100)
+    group2(groups / "b", "400", 100)
+    assert free_bytes(CPU) == 300
+
+
+def test_what_is_on_a_device_already_is_not_sent() -> None:
+    values = torch.arange(3)
+    assert send(values, CPU) is values
