@@ -27,7 +27,7 @@ from benchmarks.peers.process import PeerError, PeerProcess
 from benchmarks.peers.registry import REFERENCE, Peer, choose
 from benchmarks.peers.trials import Journal, Task, measure
 from blockdraft.cli import display
-from blockdraft.engine.prompts import encode
+from blockdraft.engine.text import encode
 from blockdraft.evaluation.prompts import read_prompt_sets
 from blockdraft.evaluation.report import hardware
 from blockdraft.targets import BUNDLED, TargetText, load_target_text

@@ -425,3 +425,11 @@ def test_penalties_and_stops_shape_the_answer(generate: Run, expected: dict[str,
     cut = generate("hello", "--stop", text[5:8], "--stop", "no such text").out.removesuffix("\n")
     assert text.startswith(cut) and len(cut) < len(text) and text[5:8] not in cut
     assert "min_p" in generate("hello", "--min-p", 2).err
+
+
+def test_a_terminal_shows_what_a_pipe_gets_up_to_a_stop_string(generate: Run, expected: dict[str, Any]) -> None:
+    stop = expected["text"][5:8]
+    answer = generate("hello", "--stop", stop).out.removesuffix("\n")
+    assert stop not in answer
+    shown = ESCAPES.sub("", generate("hello", "--stop", stop, terminal=True).out)
+    assert shown.startswith(answer + "\n\n") and "finish reason: stop" in shown

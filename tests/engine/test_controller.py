@@ -8,8 +8,8 @@ import pytest
 
 from blockdraft.engine.controller import LONGEST_WAIT, Controller
 from blockdraft.engine.costs import Costs
-from blockdraft.engine.prompts import AnswerText
 from blockdraft.engine.request import Request
+from blockdraft.engine.text import AnswerText
 from blockdraft.proposal import Plan
 from blockdraft.sampling import RandomNumbers
 from blockdraft.types import Drafting, SamplingParams

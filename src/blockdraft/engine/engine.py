@@ -17,10 +17,10 @@ from blockdraft.engine.batch import Batch, padded
 from blockdraft.engine.controller import Controller
 from blockdraft.engine.costs import load_or_measure
 from blockdraft.engine.prefixes import Prefix, PrefixStore
-from blockdraft.engine.prompts import AnswerText, encode
 from blockdraft.engine.request import Chunk, Completion, Request
 from blockdraft.engine.scheduler import Scheduler
-from blockdraft.errors import UsageError
+from blockdraft.engine.text import AnswerText, check_request, encode
+from blockdraft.errors import NumbersError, UsageError
 from blockdraft.machine import send
 from blockdraft.proposal import Plan, Proposal, chain
 from blockdraft.sampling import Laws, RandomNumbers
@@ -113,21 +113,12 @@ class Engine:
             scheduler.step()
             new, drafted = tuple(request.token_ids[sent:]), tuple(request.drafted[sent:])
             sent = len(request.token_ids)
-            yield Chunk(request.text.take(), new, drafted, request.stats, request.finish_reason, request.error)
+            yield Chunk(request.text.take(), new, drafted, request.stats, request.finish_reason, request.failure)
 
     def request(self, prompt: Prompt, params: SamplingParams) -> Request:
         """A checked request, ready for a `Scheduler`. Errors as in `generate`."""
         ids = encode(prompt, self.target)
-        limit = self.target.max_context
-        if len(ids) >= limit:
-            raise UsageError(f"The prompt has {len(ids)} tokens and the target's context {limit}; shorten the prompt.")
-        if len(ids) + params.max_new_tokens > limit:
-            raise UsageError(
-                f"The prompt's {len(ids)} tokens and max_new_tokens {params.max_new_tokens} exceed the target's "
-                f"context of {limit}; ask for at most {limit - len(ids)} new tokens."
-            )
-        if params.stop and self.target.tokenizer is None:
-            raise UsageError("The target has no tokenizer, so it cannot stop at a text; use stop_token_ids.")
+        check_request(ids, params, self.target)
         stops = set(params.stop_token_ids) | (set() if params.ignore_eos else self.target.eos_token_ids)
         text = AnswerText(self.target.tokenizer, params.stop)
         return Request(ids, params, frozenset(stops), RandomNumbers(params.seed), text)
@@ -292,7 +283,8 @@ class Engine:
             tests = self._fresh(requests)[:, self.drafter.block_size :][:, : proposal.tokens.size(1)]
         for row in laws.invalid_rows:
             at = len(requests[row].token_ids)
-            requests[row].finish("error", f"The target's logits after token {at} of the answer are not finite numbers.")
+            failure = NumbersError(f"The target's logits after token {at} of the answer are not finite numbers.")
+            requests[row].finish("error", failure)
         return laws, verify(proposal, laws, uniforms, tests)
 
     def _fresh(self, requests: list[Request]) -> Tensor:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from blockdraft.engine.prompts import AnswerText
 from blockdraft.engine.stats import Stats
-from blockdraft.errors import NumbersError
+from blockdraft.engine.text import AnswerText
+from blockdraft.errors import BlockdraftError
 from blockdraft.sampling import RandomNumbers
 from blockdraft.types import FinishReason, SamplingParams
 
@@ -22,7 +22,8 @@ class Request:
         token_ids: The answer so far; its last token is the anchor.
         drafted: For each token, whether the drafter had guessed it.
         finish_reason: None until it has ended.
-        error: What went wrong where the finish reason is "error".
+        failure: What went wrong where the finish reason is "error"; `NumbersError` where a model computed no finite
+            numbers, `RequestError` for all else.
         cancelled: Set by `cancel`; the row is freed before the next cycle.
     """
 
@@ -34,7 +35,7 @@ class Request:
     token_ids: list[int] = field(default_factory=list)
     drafted: list[bool] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    error: str | None = None
+    failure: BlockdraftError | None = None
     cancelled: bool = False
     stats: Stats = field(default_factory=Stats)
 
@@ -50,8 +51,14 @@ class Request:
         """Stop decoding it; what it has so far stays."""
         self.cancelled = True
 
-    def finish(self, reason: FinishReason, error: str | None = None) -> None:
-        self.finish_reason, self.error = reason, error
+    @property
+    def error(self) -> str | None:
+        """What went wrong, in words."""
+        return _words(self.failure)
+
+    def finish(self, reason: FinishReason, failure: BlockdraftError | None = None) -> None:
+        """End it. The tokenizer's exceptions come through, once; it has ended nevertheless, and may be ended anew."""
+        self.finish_reason, self.failure = reason, failure
         self.text.finish()
 
     def extend(self, token_ids: Sequence[int], drafted: Sequence[bool]) -> int:
@@ -71,7 +78,13 @@ class Request:
     def completion(self) -> Completion:
         assert self.finish_reason is not None
         return Completion(
-            self.text.shown, self.token_ids, self.finish_reason, self.drafted, self.stats, len(self.prompt), self.error
+            self.text.shown,
+            self.token_ids,
+            self.finish_reason,
+            self.drafted,
+            self.stats,
+            len(self.prompt),
+            self.failure,
         )
 
 
@@ -86,7 +99,7 @@ class Completion:
         drafted: For each token, whether the drafter had guessed it.
         stats: Counts and times; `tau` is a short cut to the one most asked for.
         prompt_tokens: Length of the prompt.
-        error: What went wrong where the finish reason is "error", else None.
+        failure: What went wrong where the finish reason is "error", else None; `error` says it in words.
     """
 
     text: str
@@ -95,20 +108,25 @@ class Completion:
     drafted: list[bool]
     stats: Stats
     prompt_tokens: int = 0
-    error: str | None = None
+    failure: BlockdraftError | None = None
 
     @property
     def tau(self) -> float:
         return self.stats.tau
 
+    @property
+    def error(self) -> str | None:
+        return _words(self.failure)
+
     def checked(self) -> Completion:
         """Itself.
 
         Raises:
-            FloatingPointError: It ended in an error.
+            NumbersError: The target computed no finite numbers.
+            RequestError: It ended in another error.
         """
-        if self.error is not None:
-            raise NumbersError(self.error)
+        if self.failure is not None:
+            raise self.failure
         return self
 
 
@@ -123,7 +141,7 @@ class Chunk:
         drafted: For each new token, whether the drafter had guessed it (False for the bonus token).
         stats: Counts and times so far; the same object in every chunk of an answer.
         finish_reason: Set on the last chunk.
-        error: Set on the last chunk where its finish reason is "error".
+        failure: Set on the last chunk where its finish reason is "error"; `error` says it in words.
     """
 
     text: str
@@ -131,4 +149,18 @@ class Chunk:
     drafted: tuple[bool, ...]
     stats: Stats
     finish_reason: FinishReason | None = None
-    error: str | None = None
+    failure: BlockdraftError | None = None
+
+    @property
+    def error(self) -> str | None:
+        return _words(self.failure)
+
+    def checked(self) -> Chunk:
+        """Itself. Raises as `Completion.checked` does."""
+        if self.failure is not None:
+            raise self.failure
+        return self
+
+
+def _words(failure: BlockdraftError | None) -> str | None:
+    return None if failure is None else str(failure)

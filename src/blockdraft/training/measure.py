@@ -7,7 +7,7 @@ from pathlib import Path
 
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine, mean_tau
-from blockdraft.engine.prompts import encode
+from blockdraft.engine.text import encode
 from blockdraft.errors import UsageError
 from blockdraft.targets import Target
 from blockdraft.training.batches import Documents
