@@ -19,7 +19,8 @@ from blockdraft import cli
 from blockdraft.cli import display
 from blockdraft.cli.compare import compare_with_plain
 from blockdraft.drafters import load_drafter
-from blockdraft.engine import Chunk, Engine, Stats
+from blockdraft.engine import Chunk, Engine, Request, Stats
+from blockdraft.errors import BlockdraftError, NumbersError, RequestError
 from blockdraft.targets import load_target
 from blockdraft.types import SamplingParams
 
@@ -433,3 +434,20 @@ def test_a_terminal_shows_what_a_pipe_gets_up_to_a_stop_string(generate: Run, ex
     assert stop not in answer
     shown = ESCAPES.sub("", generate("hello", "--stop", stop, terminal=True).out)
     assert shown.startswith(answer + "\n\n") and "finish reason: stop" in shown
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize("failure", [NumbersError("no numbers"), RequestError("the tokenizer failed")])
+def test_a_request_that_fails_ends_with_its_error(
+    generate: Run, monkeypatch: pytest.MonkeyPatch, failure: BlockdraftError, terminal: bool
+) -> None:
+    extend = Request.extend
+
+    def failing(self: Request, *args: Any) -> int:
+        taken = extend(self, *args)
+        self.finish("error", failure)
+        return taken
+
+    monkeypatch.setattr(Request, "extend", failing)
+    result = generate("hello", terminal=terminal)
+    assert (result.code, result.err) == (1, f"error: {failure}\n")

@@ -1,5 +1,6 @@
 """Drafters, one a file. A file that defines `ARCHITECTURES` and `load` reads checkpoints that name one of these in
-their config.json; a file that defines `load_by_name` needs no checkpoint and goes by its file name."""
+their config.json; a file that defines `load_by_name` needs no checkpoint and goes by its file name. Where a drafter
+runs a draft network, its file defines `DRAFTER`, the class whose `network_class` says of which kind."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-from blockdraft.drafters.base import Drafter, State
+from torch import nn
+
+from blockdraft.drafters.base import DIFFUSION_STEPS, NOISE_SCHEDULE, Drafter, NetworkDrafter, State, check_refinement
 from blockdraft.errors import UsageError
 from blockdraft.targets import Target
 
@@ -57,9 +60,34 @@ def load_drafter(path: str | Path | None = None, *, target: Target) -> Drafter:
     raise UsageError(f"{folder} holds the architecture {found}; the drafters known here are {told}.")
 
 
+def drafter_of(network: nn.Module, target: Target) -> NetworkDrafter:
+    """A drafter that runs this network, which moves to the target's device and dtype.
+
+    Raises:
+        UsageError: No drafter runs networks of this class.
+    """
+    kinds = [module.DRAFTER for module in _modules().values() if hasattr(module, "DRAFTER")]
+    for ancestor in type(network).__mro__:  # the closest one that a drafter runs
+        for kind in kinds:
+            if kind.network_class is ancestor:
+                drafter: NetworkDrafter = kind(network, target)
+                return drafter
+    known = sorted(kind.network_class.__name__ for kind in kinds)
+    raise UsageError(f"No drafter runs a {type(network).__name__}; give one of {known} or use load_drafter.")
+
+
 def _few(names: Sequence[str]) -> str:
     """The names, or the first of them and how many there are where they would fill the screen."""
     return ", ".join(names) if len(names) <= 5 else f"{names[0]} and {len(names) - 1} more"
 
 
-__all__ = ["Drafter", "State", "load_drafter"]
+__all__ = [
+    "DIFFUSION_STEPS",
+    "NOISE_SCHEDULE",
+    "Drafter",
+    "NetworkDrafter",
+    "State",
+    "check_refinement",
+    "drafter_of",
+    "load_drafter",
+]

@@ -53,6 +53,9 @@ class DFlash2Drafter(DFlashDrafter):
         return Proposal(tokens, chain(tokens).parents, q, expected)
 
 
+DRAFTER = DFlash2Drafter
+
+
 def walk(next_BDK: Tensor) -> Tensor:
     """The path through a table of steps.
 

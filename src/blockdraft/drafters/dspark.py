@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from blockdraft.drafters.dflash import DIFFUSION_STEPS, NOISE_SCHEDULE, DFlashDrafter, log_probabilities
+from blockdraft.drafters.base import DIFFUSION_STEPS, NOISE_SCHEDULE
+from blockdraft.drafters.dflash import DFlashDrafter, log_probabilities
 from blockdraft.drafters.dflash import load as load_dflash
 from blockdraft.drafters.dflash2 import lattice_log_probs
 from blockdraft.errors import UsageError
@@ -145,6 +146,9 @@ class DSparkDrafter(DFlashDrafter):
             divisors = torch.tensor(temperatures[: logits.size(1)], device=logits.device)
             logits = logits / divisors.view(-1, *[1] * (logits.ndim - 2))
         return logits.sigmoid()
+
+
+DRAFTER = DSparkDrafter
 
 
 def calibrated(log_probs: Tensor, chances: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 import torch
+from transformers import PreTrainedModel
 
 from blockdraft.errors import UsageError
 from blockdraft.targets import hf, native_files
@@ -92,6 +93,24 @@ def load_target(
     return target
 
 
+def as_target(model: PreTrainedModel | Target) -> Target:
+    """A model of transformers behind the `Target` protocol, in evaluation mode; a target as it is.
+
+    Raises:
+        UsageError: It is neither.
+    """
+    if isinstance(model, PreTrainedModel):
+        return hf.HFTarget(model)
+    if not hasattr(model, "new_cache"):
+        raise UsageError(f"The target is a {type(model).__name__}; give a model of transformers or use load_target.")
+    return model
+
+
+def transformers_model(target: Target) -> PreTrainedModel | None:
+    """The model of transformers that a target runs; None where it runs none."""
+    return target.model if isinstance(target, hf.HFTarget) else None
+
+
 def load_target_text(path: str | Path | None = None) -> TargetText:
     """Load what is known of a target without its weights. For `path`, and for errors, see `load_target`."""
     return load_text(BUNDLED if path is None else path)
@@ -102,8 +121,10 @@ __all__ = [
     "Target",
     "TargetOutput",
     "TargetText",
+    "as_target",
     "embedding_and_head",
     "load_target",
     "load_target_text",
     "save_quantized",
+    "transformers_model",
 ]
