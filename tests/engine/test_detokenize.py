@@ -8,7 +8,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from blockdraft.engine.detokenize import KEPT, WINDOW, TextStream
+from blockdraft.engine.detokenize import KEPT, WINDOW, TextStream, _last_cut, _write_forward
 from blockdraft.engine.text import AnswerText
 
 SPECIAL = ["<s>", "</s>", "<pad>"]
@@ -32,7 +32,7 @@ def vocabulary(*parts: Sequence[str]) -> dict[str, int]:
 
 def byte_level(**more: Any) -> PreTrainedTokenizerFast:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    pairs = ["Ġa", "Ã©", "aâ", "âĤ", "Ġ'", "Ġn", "Ċ"]  # with whole, half and third characters
+    pairs = ["Ġa", "Ã©", "aâ", "âĤ", "Ġ'", "Ġn", ""]  # with whole, half and third characters, and with nothing
     return fast(models.BPE(vocabulary(SPECIAL, alphabet, pairs), []), decoders.ByteLevel(), **more)
 
 
@@ -62,7 +62,7 @@ def word_piece(cleanup: bool, **more: Any) -> PreTrainedTokenizerFast:
 
 
 def with_decoder(decoder: Any, **more: Any) -> PreTrainedTokenizerFast:
-    return fast(models.BPE(sentence_pieces(BYTES), []), decoder, **more)
+    return fast(models.BPE(sentence_pieces(), []), decoder, **more)
 
 
 class SlowTokenizer(PreTrainedTokenizer):
@@ -314,3 +314,52 @@ def test_an_overridden_decode_is_not_trusted() -> None:
     ids = tokenizer.convert_tokens_to_ids(list("abent"))
     stream = TextStream(tokenizer)
     assert [stream.push([token]) for token in ids[:3]] == [("", "A"), ("", "aB"), ("a", "bE")]
+
+
+def test_an_empty_token_finishes_no_character() -> None:
+    tokenizer = byte_level()
+    ids = tokenizer.convert_tokens_to_ids(["Ã", "", "©"])
+    stream = TextStream(tokenizer)
+    assert [stream.push([token])[0] for token in ids] == ["", "", "é"]
+
+
+def test_a_text_is_cut_only_where_its_parts_are_cleaned_as_the_whole() -> None:
+    clean, rng = byte_level().clean_up_tokenization, random.Random(0)
+    cuts = 0
+    for _ in range(30_000):
+        text, more = ("".join(rng.choices("   ''ntvmsre.,a", k=rng.randint(0, 9))) for _ in range(2))
+        cut = _last_cut(text)
+        cuts += cut > 0
+        assert clean(text[:cut]) + clean(text[cut:] + more) == clean(text + more)
+    assert cuts > 15_000
+
+
+@pytest.mark.parametrize(
+    ("kinds", "forward"),
+    [
+        ([], True),
+        ([{"type": "ByteLevel"}], True),
+        ([{"type": "Replace"}, {"type": "ByteFallback"}, {"type": "Fuse"}, {"type": "Strip", "stop": 0}], True),
+        ([{"type": "Replace"}, {"type": "Fuse"}, {"type": "Strip", "stop": 1}], False),
+        ([{"type": "Fuse"}, {"type": "Replace"}], False),
+        ([{"type": "ByteLevel"}, {"type": "Replace"}], False),
+        ([{"type": "CTC"}], False),
+    ],
+)
+def test_which_decoders_are_known_to_write_forward(kinds: list[dict[str, Any]], forward: bool) -> None:
+    assert _write_forward(kinds) == forward
+
+
+def test_a_decoder_that_strips_the_end() -> None:
+    steps = [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 0, 1)]
+    tokenizer = with_decoder(decoders.Sequence(steps))
+    stream = TextStream(tokenizer)
+    shown = [stream.push([token]) for token in tokenizer.convert_tokens_to_ids(["a", "▁", "b", "▁▁", "e"])]
+    assert shown == [("", "a"), ("a", ""), ("", " b"), (" b", " "), (" ", " e")]
+
+
+def test_byte_tokens_of_an_unknown_decoder_are_what_it_writes() -> None:
+    tokenizer = decoder_in_python()
+    a, byte = tokenizer.convert_tokens_to_ids(["▁a", "<0x41>"])
+    stream = TextStream(tokenizer)
+    assert [stream.push([token])[1] for token in (a, byte)] == ["▁aa", "▁aa<0x41>"]

@@ -69,8 +69,8 @@ class TextStream:
                 window += [*before, *run, token]
                 before, run, values = [], [], bytearray()
         text = self._decode(window)
-        safe, divisible = self._settled(window, text)
-        new, given = text[self._given : safe], max(self._given, safe)
+        given = max(self._given, self._settled(window, text))
+        new = text[self._given : given]
         if not before and not run:
             tail = text[given:]
         elif self._bytes_are_known:
@@ -84,7 +84,7 @@ class TextStream:
             tail = self._tokenizer.clean_up_tokenization(uncleaned + tail)
         else:
             uncleaned = ""
-        if divisible and len(window) > WINDOW:
+        if len(window) > WINDOW:
             window, given = self._shortened(window, text, given)
         if not before:
             self._run, self._bytes = [], bytearray()
@@ -93,17 +93,16 @@ class TextStream:
         self._window, self._given, self._uncleaned = window, given, uncleaned
         return new, tail.rstrip(REPLACEMENT)
 
-    def _settled(self, window: list[int], text: str) -> tuple[int, bool]:
-        """How many characters of a window's text no later token can change, and whether the text of later tokens can
-        be told without knowing how the window begins."""
+    def _settled(self, window: list[int], text: str) -> int:
+        """How many characters of a window's text no later token can change."""
         known = text if self._forward else commonprefix([text, self._decode(window[:-1])])
         count = len(known.rstrip(REPLACEMENT))
         if not text.endswith(REPLACEMENT):
-            return count, True
+            return count
         before, last = self._decode(window[:-1]), self._decode(window[-1:])
         if last and text.startswith(before) and text[len(before) :].endswith(last):
-            return max(count, len(before)), True  # the last token continues no character of those before it
-        return count, False
+            return max(count, len(before))  # the last token continues no character of those before it
+        return count
 
     def _shortened(self, window: list[int], text: str, given: int) -> tuple[list[int], int]:
         """The window's last tokens, and how many characters of their text were given out; the window as it is where
