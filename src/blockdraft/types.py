@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from numbers import Integral, Real
+from typing import Any, Literal, TypeAlias
 
 from blockdraft.errors import UsageError
 
@@ -31,7 +32,7 @@ FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "error"]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is decoded.
+    """How one request is decoded. A `UsageError` refuses what is out of range or of another kind.
 
     Attributes:
         max_new_tokens: Number of tokens after which the answer is cut, exact to the token.
@@ -67,6 +68,13 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "max_new_tokens", _whole("max_new_tokens", self.max_new_tokens))
+        object.__setattr__(self, "top_k", _whole("top_k", self.top_k))
+        if self.seed is not None:
+            object.__setattr__(self, "seed", _whole("seed", self.seed))
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+            _check_number(name, getattr(self, name))
+        _check_flag("ignore_eos", self.ignore_eos)
         if self.max_new_tokens < 1:
             raise UsageError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1.")
         if not 0 <= self.temperature < float("inf"):
@@ -83,14 +91,23 @@ class SamplingParams:
             if not -2 <= getattr(self, name) <= 2:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be from -2 to 2; 0 is no penalty.")
         # Tuples of what was given, which no caller can change later.
-        biases = tuple(dict(self.logit_bias).items())
-        object.__setattr__(self, "logit_bias", biases)
-        for token, bias in biases:
-            if not isinstance(token, int) or token < 0:
+        try:
+            biases = dict(self.logit_bias)
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"logit_bias is {self.logit_bias!r}; it must map token ids to numbers.") from error
+        for token, bias in biases.items():
+            if not _is_whole(token) or token < 0:
                 raise UsageError(f"logit_bias names the token {token!r}; its keys must be token ids, 0 or more.")
+            _check_number(f"logit_bias for token {token}", bias)
             if not -100 <= bias <= 100:
                 raise UsageError(f"logit_bias is {bias} for token {token}; it must be from -100 to 100.")
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        object.__setattr__(self, "logit_bias", tuple((int(token), bias) for token, bias in biases.items()))
+        stop_ids = _listed("stop_token_ids", self.stop_token_ids)
+        for token in stop_ids:
+            if not _is_whole(token) or token < 0:
+                raise UsageError(f"stop_token_ids holds {token!r}; it must hold token ids, 0 or more.")
+        object.__setattr__(self, "stop_token_ids", tuple(map(int, stop_ids)))
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else _listed("stop", self.stop))
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise UsageError(f"stop holds {text!r}; every stop must be a text of at least one character.")
@@ -124,12 +141,39 @@ class Drafting:
             ("tree_budget", self.tree_budget, 0, "chains"),
             ("draft_window", self.draft_window, 1, "the newest token alone"),
         ):
-            if value is None or (value == "auto" and name != "draft_window"):
+            if (value is None and name != "tree_budget") or (value == "auto" and name != "draft_window"):
                 continue
-            if not isinstance(value, int):
-                word = "" if name == "draft_window" else " or 'auto'"
-                raise UsageError(f"{name} is {value!r}; it must be a number{word}.")
-            if value < least:
+            number = _whole(name, value, " or None" if name == "draft_window" else " or 'auto'")
+            if number < least:
                 raise UsageError(f"{name} is {value}; it must be at least {least} ({meaning}).")
+            object.__setattr__(self, name, number)
+        _check_flag("drawn", self.drawn)
         if self.drawn and self.tree_budget != 0:
             raise UsageError(f"tree_budget is {self.tree_budget}; drawn guesses form chains, so it must be 0.")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _whole(name: str, value: Any, other: str = "") -> int:
+    if not _is_whole(value):
+        raise UsageError(f"{name} is {value!r}; it must be a whole number{other}.")
+    return int(value)
+
+
+def _check_number(name: str, value: object) -> None:
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise UsageError(f"{name} is {value!r}; it must be a number.")
+
+
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise UsageError(f"{name} is {value!r}; it must be True or False.")
+
+
+def _listed(name: str, value: Any) -> tuple[Any, ...]:
+    try:
+        return tuple(value)
+    except TypeError as error:
+        raise UsageError(f"{name} is {value!r}; give a list.") from error

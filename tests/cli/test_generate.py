@@ -19,7 +19,8 @@ from blockdraft import cli
 from blockdraft.cli import display
 from blockdraft.cli.compare import compare_with_plain
 from blockdraft.drafters import load_drafter
-from blockdraft.engine import Chunk, Engine, Stats
+from blockdraft.engine import Chunk, Engine, Request, Stats
+from blockdraft.errors import BlockdraftError, NumbersError, RequestError
 from blockdraft.targets import load_target
 from blockdraft.types import SamplingParams
 
@@ -425,3 +426,28 @@ def test_penalties_and_stops_shape_the_answer(generate: Run, expected: dict[str,
     cut = generate("hello", "--stop", text[5:8], "--stop", "no such text").out.removesuffix("\n")
     assert text.startswith(cut) and len(cut) < len(text) and text[5:8] not in cut
     assert "min_p" in generate("hello", "--min-p", 2).err
+
+
+def test_a_terminal_shows_what_a_pipe_gets_up_to_a_stop_string(generate: Run, expected: dict[str, Any]) -> None:
+    stop = expected["text"][5:8]
+    answer = generate("hello", "--stop", stop).out.removesuffix("\n")
+    assert stop not in answer
+    shown = ESCAPES.sub("", generate("hello", "--stop", stop, terminal=True).out)
+    assert shown.startswith(answer + "\n\n") and "finish reason: stop" in shown
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize("failure", [NumbersError("no numbers"), RequestError("the tokenizer failed")])
+def test_a_request_that_fails_ends_with_its_error(
+    generate: Run, monkeypatch: pytest.MonkeyPatch, failure: BlockdraftError, terminal: bool
+) -> None:
+    extend = Request.extend
+
+    def failing(self: Request, *args: Any) -> int:
+        taken = extend(self, *args)
+        self.finish("error", failure)
+        return taken
+
+    monkeypatch.setattr(Request, "extend", failing)
+    result = generate("hello", terminal=terminal)
+    assert (result.code, result.err) == (1, f"error: {failure}\n")

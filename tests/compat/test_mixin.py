@@ -9,6 +9,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from blockdraft import DFlashConfig, DFlashGenerationMixin
+from blockdraft.compat import mixin as compat_mixin
+from blockdraft.drafters import load_drafter
+from blockdraft.nn.reduced_head import ReducedHead
 from blockdraft.proposal import Plan
 from blockdraft.targets.hf import HFTarget
 from blockdraft.types import SamplingParams
@@ -223,3 +226,30 @@ def test_the_base_model_shows_through(model, mixin):
     assert mixin.config is model.config
     assert mixin.generation_config is model.generation_config
     assert (mixin.device, mixin.dtype) == (model.device, model.dtype)
+
+
+def test_a_drafter_keeps_its_reduced_head(model, config, monkeypatch):
+    """It guesses among part of the vocabulary, and every other token has a logit of minus infinity."""
+    kept, loaded = torch.arange(0, 97, 3), []
+
+    def reduced(path: Path | None = None, *, target: HFTarget) -> object:
+        drafter = load_drafter(path, target=target)
+        if hasattr(drafter, "network"):
+            drafter.reduced_head = ReducedHead(torch.randn(len(kept), target.hidden_size), kept, target.vocab_size)
+        loaded.append(drafter)
+        return drafter
+
+    monkeypatch.setattr(compat_mixin, "load_drafter", reduced)
+    mixin = DFlashGenerationMixin(model, replace(config, diffusion_steps=2))
+    assert mixin.drafter is not loaded[0] and mixin.drafter.diffusion_steps == 2
+    assert torch.equal(mixin.drafter.reduced_head.weight, loaded[0].reduced_head.weight)
+    state = mixin.drafter.new_state(1, 32)
+    mixin.drafter.observe(state, torch.tensor([[5, 17, 3]]), torch.randn(1, 3, 64), [3])
+    proposal = mixin.drafter.propose(state, torch.tensor([4]), Plan(8, [SamplingParams()]))
+    assert all(token % 3 == 0 for token in proposal.tokens[0, 1:].tolist())
+
+
+@pytest.mark.parametrize("end", [-1, 97, 5000])
+def test_an_end_token_that_the_model_cannot_yield_ends_nothing(mixin, greedy, end):
+    output = mixin.generate(torch.tensor(PROMPTS[:1]), max_new_tokens=9, eos_token_id=end)
+    assert output[0, 6:].tolist() == greedy(PROMPTS[0], 9)

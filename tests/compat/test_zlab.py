@@ -40,17 +40,16 @@ def test_equals_greedy_generate(model, draft, good_guesses, greedy, count):
     assert output.tolist() == [PROMPT + greedy(PROMPT, count)]
 
 
-def test_a_loaded_drafter_has_the_call(model, drafter, greedy):
-    output = drafter.spec_generate(target=model, input_ids=torch.tensor([PROMPT]), max_new_tokens=20)
+def test_a_loaded_drafter_is_taken_too(model, drafter, greedy):
+    output = spec_generate(drafter, target=model, input_ids=torch.tensor([PROMPT]), max_new_tokens=20)
     assert output.tolist() == [PROMPT + greedy(PROMPT, 20)]
 
 
-def test_positional_arguments_stand_in_zlabs_order(model, draft, drafter, greedy):
+def test_positional_arguments_stand_in_zlabs_order(model, draft, greedy):
     answer = greedy(PROMPT, 20)
     first_end = answer.index(answer[8]) + 1
-    for callee in (draft, drafter):
-        output = callee.spec_generate(model, torch.tensor([PROMPT]), 20, [answer[8]], 0.0, 1.0, 0)
-        assert output.tolist() == [PROMPT + answer[:first_end]]
+    output = draft.spec_generate(model, torch.tensor([PROMPT]), 20, [answer[8]], 0.0, 1.0, 0)
+    assert output.tolist() == [PROMPT + answer[:first_end]]
 
 
 def test_targets_and_lists_of_ids_are_taken_too(model, draft, greedy):
@@ -66,7 +65,7 @@ def test_ends_at_the_first_stop_token_and_keeps_it(model, draft, good_guesses, g
     assert output.tolist() == [PROMPT + answer[:end]]
 
 
-@pytest.mark.parametrize("stops", [None, [], [200]])
+@pytest.mark.parametrize("stops", [None, [], [200, -1]])  # none, or some that the model cannot yield
 def test_the_models_own_end_tokens_do_not_count(model, draft, greedy, stops):
     answer = greedy(PROMPT, 20)
     target = HFTarget(model)
@@ -134,9 +133,10 @@ def test_from_pretrained_refuses_what_is_no_float_dtype(drafter_dir, dtype):
 
 
 def test_a_drafter_survives_a_call_with_a_target_of_another_dtype(model, drafter, half_model, greedy):
-    drafter.spec_generate(half_model, PROMPT, 5)
+    spec_generate(drafter, target=half_model, input_ids=PROMPT, max_new_tokens=5)
     assert drafter.network.fc.weight.dtype == torch.float32
-    assert drafter.spec_generate(model, PROMPT, 9)[0].tolist() == PROMPT + greedy(PROMPT, 9)
+    output = spec_generate(drafter, target=model, input_ids=PROMPT, max_new_tokens=9)
+    assert output[0].tolist() == PROMPT + greedy(PROMPT, 9)
 
 
 def test_calls_leave_no_hooks_on_the_model(model, draft):
@@ -161,8 +161,8 @@ def test_dflash2_has_the_same_call(tiny_target_dir: Path, tiny_dflash2_dir: Path
     [expected] = Engine(target, load_drafter("none", target=target)).generate(
         [PROMPT], SamplingParams(15, ignore_eos=True)
     )
-    for callee in (draft, drafter):
-        output = callee.spec_generate(target=target, input_ids=PROMPT, max_new_tokens=15)
+    for given in (draft, drafter):
+        output = spec_generate(given, target=target, input_ids=PROMPT, max_new_tokens=15)
         assert output.tolist() == [PROMPT + expected.token_ids]
     for kind, folder in ((DFlashDraftModel, tiny_dflash2_dir), (DFlash2DraftModel, tiny_drafter_dir)):
         with pytest.raises(ValueError, match=f"is no {kind.__name__}; use the class"):

@@ -5,12 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from blockdraft.drafters import entries, load_drafter
+from blockdraft.drafters import NetworkDrafter, drafter_of, entries, load_drafter
 from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.drafters.none import NoDrafter
+from blockdraft.errors import UsageError
 from blockdraft.formats.zlab import read_checkpoint, write_checkpoint
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.draft_config import LayerAttention
+from blockdraft.nn.reduced_head import ReducedHead
 from blockdraft.proposal import Plan
 from blockdraft.targets import Target, load_target
 from blockdraft.types import SamplingParams
@@ -136,3 +138,35 @@ def test_bad_options_are_refused(
 def test_no_architecture_has_two_drafters() -> None:
     claimed = [name for entry in entries().values() for name in entry.architectures]
     assert len(claimed) == len({*claimed})
+
+
+@pytest.mark.parametrize("name", ["tiny_drafter_dir", "tiny_dflash2_dir", "tiny_dspark_dir"])
+def test_a_network_finds_its_drafter(name: str, target: Target, request: pytest.FixtureRequest) -> None:
+    loaded = load_drafter(request.getfixturevalue(name), target=target)
+    assert isinstance(loaded, NetworkDrafter)
+
+    class Extended(type(loaded.network)):  # type: ignore[misc]
+        """As those that `compat` reads."""
+
+    found = drafter_of(Extended(loaded.config), target)
+    assert type(found) is type(loaded) and found.block_size == loaded.block_size
+
+
+def test_other_networks_have_no_drafter(target: Target) -> None:
+    with pytest.raises(UsageError, match=r"No drafter runs a Linear; give one of \['DFlash2Network', 'DFlashNetwork'"):
+        drafter_of(torch.nn.Linear(2, 2), target)
+    assert not isinstance(load_drafter("none", target=target), NetworkDrafter)
+    assert not isinstance(load_drafter(target.path, target=target), NetworkDrafter)  # a language model
+
+
+def test_an_adapted_drafter_differs_only_in_what_was_asked(target: Target, tiny_drafter_dir: Path) -> None:
+    drafter = load_drafter(tiny_drafter_dir, target=target)
+    assert isinstance(drafter, DFlashDrafter)
+    drafter.reduced_head = ReducedHead(torch.randn(5, target.hidden_size), torch.arange(5), target.vocab_size)
+    refined = drafter.adapted(target, 3, "linear")
+    assert (refined.diffusion_steps, refined.noise_schedule, refined.path) == (3, "linear", drafter.path)
+    assert refined.reduced_head is not None and refined.network is drafter.network
+    half = refined.adapted(load_target(target.path, dtype="bfloat16"))
+    assert (half.diffusion_steps, half.noise_schedule) == (3, "linear")
+    assert half.network.fc.weight.dtype == half.reduced_head.weight.dtype == torch.bfloat16  # type: ignore[union-attr]
+    assert drafter.network.fc.weight.dtype == drafter.reduced_head.weight.dtype == torch.float32

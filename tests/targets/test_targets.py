@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from blockdraft import targets
-from blockdraft.targets import LoadOptions, NotCovered, load_target
+from blockdraft.errors import UsageError
+from blockdraft.targets import LoadOptions, NotCovered, as_target, load_target, transformers_model
 from blockdraft.targets.hf import HFTarget
 from blockdraft.targets.native import NativeTarget
 
@@ -61,3 +63,14 @@ def test_weights_are_not_left_unrounded_for_want_of_a_backend(
     with pytest.raises(ValueError, match="The native backend cannot run .* Use other weights"):
         load_target(tiny_target_dir, quantize="int8")
     assert [name for name, _ in asked] == ["native"]
+
+
+def test_models_of_transformers_and_targets_are_targets(tiny_target_dir: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_target_dir).train()
+    target = as_target(model)
+    assert target.vocab_size == model.config.vocab_size and not model.training
+    assert transformers_model(target) is model
+    native = load_target(tiny_target_dir, backend="native")
+    assert as_target(native) is native and transformers_model(native) is None
+    with pytest.raises(UsageError, match="The target is a str; give a model of transformers or use load_target"):
+        as_target("folder")  # type: ignore[arg-type]

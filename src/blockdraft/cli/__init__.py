@@ -15,6 +15,7 @@ from blockdraft.cli.export import export
 from blockdraft.cli.features import features
 from blockdraft.cli.generate import generate
 from blockdraft.cli.train import RecipeCommand, train
+from blockdraft.errors import BlockdraftError
 
 app = typer.Typer(
     help="Lossless fast decoding of language models with block-diffusion drafters.",
@@ -49,14 +50,14 @@ def options(
 def main() -> None:
     """Run the command that the arguments of the process name, and exit.
 
-    The exit code is 0, 2 for bad input of any kind, 1 for a model that computes no finite numbers, both with the reason
-    on standard error, or 130 after Ctrl-C.
+    The exit code is 0, 2 for bad input of any kind, 1 for a request that fails, as where a model computes no finite
+    numbers, both with the reason on standard error, or 130 after Ctrl-C.
     """
     try:
         app()
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    except FloatingPointError as error:
+    except BlockdraftError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)

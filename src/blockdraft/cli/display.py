@@ -18,8 +18,7 @@ from rich.text import Text
 
 from blockdraft.cli.compare import RUNS, Comparison
 from blockdraft.engine import Completion, Costs, Engine
-from blockdraft.engine.text import TextStream
-from blockdraft.errors import NumbersError
+from blockdraft.engine.text import AnswerText
 from blockdraft.targets import Target
 from blockdraft.types import SamplingParams
 
@@ -39,21 +38,21 @@ def plain() -> Console:
 def stream_answer(console: Console, engine: Engine, prompt: str, params: SamplingParams) -> None:
     """Print the answer as it comes, tokens that were guessed in colour, and a line of statistics.
 
-    A character that takes several tokens has the colour of its last one.
+    Text that more than one token decides, such as a character of several, has the colour of the last one.
     """
-    text, tokens, guessed = TextStream(engine.target.tokenizer), 0, 0
+    text, tokens, guessed = AnswerText(engine.target.tokenizer, params.stop), 0, 0
     chunks = engine.stream(prompt, params)  # refuses bad requests before anything is printed
     try:
         for chunk in chunks:
             for token, drafted in zip(chunk.token_ids, chunk.drafted, strict=True):
-                _write(console, text.push([token]), DRAFTED if drafted else None)
+                text.push(token)
+                _write(console, text.take(), DRAFTED if drafted else None)
             tokens, guessed = tokens + len(chunk.token_ids), guessed + sum(chunk.drafted)
-        _write(console, text.finish())
+        text.finish()
+        _write(console, text.take())
     finally:
         console.print()
-    if chunk.error is not None:
-        raise NumbersError(chunk.error)
-    stats = chunk.stats
+    stats = chunk.checked().stats
     console.print(
         Text.assemble(
             f"\n{_number(tokens, 'token')}, ",

@@ -11,19 +11,18 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from blockdraft.compat.adapt import (
+from blockdraft.compat.adapt import check_token_ids, stops_of
+from blockdraft.drafters import (
     DIFFUSION_STEPS,
     NOISE_SCHEDULE,
-    DFlashDrafter,
-    HFTarget,
-    as_target,
+    Drafter,
+    NetworkDrafter,
     check_refinement,
-    check_token_ids,
+    load_drafter,
 )
-from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.engine import Engine, Stats
 from blockdraft.errors import UsageError
-from blockdraft.targets import Target
+from blockdraft.targets import Target, as_target, transformers_model
 from blockdraft.types import Drafting, SamplingParams
 
 
@@ -68,7 +67,7 @@ class DFlashGenerationMixin:
         self.target = as_target(base_model)
         self.last_stats: list[Stats] = []
         loaded = load_drafter(config.drafter, target=self.target)
-        if not isinstance(loaded, DFlashDrafter):
+        if not isinstance(loaded, NetworkDrafter):
             raise UsageError(
                 f"drafter is {str(config.drafter)!r}, which is no DFlash drafter; give a DFlash checkpoint."
             )
@@ -76,7 +75,7 @@ class DFlashGenerationMixin:
             raise UsageError(
                 f"block_size is {config.block_size}; this drafter was trained for at most {loaded.block_size}."
             )
-        self.drafter = type(loaded)(loaded.network, self.target, config.diffusion_steps, config.noise_schedule)
+        self.drafter = loaded.adapted(self.target, config.diffusion_steps, config.noise_schedule)
         self._plain: Drafter = load_drafter("none", target=self.target)
 
     @property
@@ -86,9 +85,9 @@ class DFlashGenerationMixin:
         Raises:
             AttributeError: The target is none of transformers.
         """
-        if not isinstance(self.target, HFTarget):
+        model = transformers_model(self.target)
+        if model is None:
             raise AttributeError(f"The target is a {type(self.target).__name__} and has no model of transformers.")
-        model: PreTrainedModel = self.target.model
         return model
 
     @property
@@ -156,7 +155,7 @@ class DFlashGenerationMixin:
                 top_k=top_k,
                 top_p=top_p,
                 seed=None if seed is None else seed + row,
-                stop_token_ids=tuple(stops),
+                stop_token_ids=stops_of(stops, self.target),
                 ignore_eos=eos_token_id is not None,
             )
             for row in range(len(prompts))
@@ -174,7 +173,8 @@ class DFlashGenerationMixin:
 
     def _pad_token(self, stops: list[int]) -> int:
         """The model's pad token, or else an end token; without end tokens all rows are equally long."""
-        own = self.generation_config.pad_token_id if isinstance(self.target, HFTarget) else None
+        model = transformers_model(self.target)
+        own = None if model is None else self.generation_config.pad_token_id
         if own is None and self.target.tokenizer is not None:
             own = self.target.tokenizer.pad_token_id
         return own if own is not None else next(iter(stops or sorted(self.target.eos_token_ids)), 0)

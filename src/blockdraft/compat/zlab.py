@@ -9,19 +9,20 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from blockdraft.compat.adapt import DFlashDrafter, as_target, check_token_ids, drafter_for
+from blockdraft.compat.adapt import check_token_ids, drafter_for, stops_of
+from blockdraft.drafters import NetworkDrafter
 from blockdraft.engine import Engine
 from blockdraft.errors import UsageError
 from blockdraft.formats import check_fits
 from blockdraft.formats.zlab import read_checkpoint
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.dflash2 import DFlash2Network
-from blockdraft.targets import Target
+from blockdraft.targets import Target, as_target
 from blockdraft.types import SamplingParams
 
 
 def spec_generate(
-    network_or_drafter: DFlashNetwork | DFlashDrafter,
+    network_or_drafter: DFlashNetwork | NetworkDrafter,
     *,
     target: PreTrainedModel | Target,
     input_ids: Tensor | Sequence[int],
@@ -34,7 +35,7 @@ def spec_generate(
     """Answer one prompt.
 
     Args:
-        network_or_drafter: A network moves to the target's device and dtype.
+        network_or_drafter: A network, which moves to the target's device and dtype, or a drafter from `load_drafter`.
         target: A causal LM of transformers, or from `load_target`.
         input_ids: `[1, L]`, or the token ids of one prompt.
         stop_token_ids: Exactly the tokens that end the answer; None ends it at `max_new_tokens` alone.
@@ -68,7 +69,7 @@ def spec_generate(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
-        stop_token_ids=tuple(int(token) for token in stop_token_ids or ()),
+        stop_token_ids=stops_of(stop_token_ids or (), bound),
         ignore_eos=True,
     )
     [completion] = Engine(bound, drafter_for(network_or_drafter, bound)).generate([ids[0].tolist()], params)

@@ -6,8 +6,19 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
-from blockdraft.drafters.base import Drafter, Entry, State
+from torch import nn
+
+from blockdraft.drafters.base import (
+    DIFFUSION_STEPS,
+    NOISE_SCHEDULE,
+    Drafter,
+    Entry,
+    NetworkDrafter,
+    State,
+    check_refinement,
+)
 from blockdraft.errors import UsageError
 from blockdraft.plugins import plugins
 from blockdraft.targets import Target
@@ -59,9 +70,35 @@ def load_drafter(path: str | Path | None = None, *, target: Target) -> Drafter:
     raise UsageError(f"{folder} holds the architecture {found}; the drafters known here are {told}.")
 
 
+def drafter_of(network: nn.Module, target: Target) -> NetworkDrafter:
+    """A drafter that runs this network, which moves to the target's device and dtype.
+
+    Raises:
+        UsageError: No drafter runs networks of this class.
+    """
+    kinds = {entry.network: entry.drafter for entry in entries().values() if entry.network and entry.drafter}
+    for ancestor in type(network).__mro__:  # the closest one that a drafter runs
+        if ancestor in kinds:
+            return cast(NetworkDrafter, kinds[ancestor](network, target))
+    known = sorted(kind.__name__ for kind in kinds)
+    raise UsageError(f"No drafter runs a {type(network).__name__}; give one of {known} or use load_drafter.")
+
+
 def _few(names: Sequence[str]) -> str:
     """The names, or the first of them and how many there are where they would fill the screen."""
     return ", ".join(names) if len(names) <= 5 else f"{names[0]} and {len(names) - 1} more"
 
 
-__all__ = ["Drafter", "Entry", "State", "entries", "entry_of_variant", "load_drafter"]
+__all__ = [
+    "DIFFUSION_STEPS",
+    "NOISE_SCHEDULE",
+    "Drafter",
+    "Entry",
+    "NetworkDrafter",
+    "State",
+    "check_refinement",
+    "drafter_of",
+    "entries",
+    "entry_of_variant",
+    "load_drafter",
+]

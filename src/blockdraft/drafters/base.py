@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor, nn
 
+from blockdraft.errors import UsageError
+from blockdraft.nn.draft_config import DraftConfig
 from blockdraft.proposal import Plan, Proposal
 from blockdraft.targets import Target
 from blockdraft.targets.base import Rows
+
+# Share of the guesses that is settled after the fraction t of the draft passes.
+NOISE_SCHEDULES: dict[str, Callable[[float], float]] = {
+    "linear": lambda t: t,
+    "cosine": lambda t: 1 - math.cos(math.pi / 2 * t),
+}
+
+DIFFUSION_STEPS, NOISE_SCHEDULE = 1, "cosine"
+
+
+def check_refinement(diffusion_steps: int, noise_schedule: str) -> None:
+    """Raise a UsageError for a number of draft passes below 1 or an unknown schedule."""
+    if diffusion_steps < 1:
+        raise UsageError(f"diffusion_steps is {diffusion_steps}; it must be at least 1.")
+    if noise_schedule not in NOISE_SCHEDULES:
+        raise UsageError(f"noise_schedule is {noise_schedule!r}; it must be one of {sorted(NOISE_SCHEDULES)}.")
+
 
 # What a drafter knows of the rows of a batch: of the same rows as the target's cache, on slots of its own.
 State: TypeAlias = Rows
@@ -75,3 +95,22 @@ class Entry:
     layouts: tuple[str, ...] = ()
     variant: str | None = None
     drafter: Callable[[Any, Target], Drafter] | None = None
+
+
+@runtime_checkable
+class NetworkDrafter(Drafter, Protocol):
+    """A drafter that runs a draft network, in one or several passes a block.
+
+    Attributes:
+        network: On the target's device and in its dtype.
+        config: The network's.
+    """
+
+    network: nn.Module
+    config: DraftConfig
+
+    def adapted(
+        self, target: Target, diffusion_steps: int | None = None, noise_schedule: str | None = None
+    ) -> NetworkDrafter:
+        """The same drafter for this target and with these draft passes; None keeps the present ones. This one stays as
+        it is."""

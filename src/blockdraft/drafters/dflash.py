@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from blockdraft.drafters.base import Entry
+from blockdraft.drafters.base import DIFFUSION_STEPS, NOISE_SCHEDULE, NOISE_SCHEDULES, Entry, check_refinement
 from blockdraft.errors import UsageError
 from blockdraft.formats import Borrowed, check_fits, read_drafter
 from blockdraft.nn.cache import KVCache
@@ -22,22 +21,6 @@ from blockdraft.sampling import best_tokens, draw, probabilities
 from blockdraft.targets import Target
 from blockdraft.timing import CONTEXT, HEAD, OBSERVE, mark
 from blockdraft.types import SamplingParams
-
-# Share of the guesses that is settled after the fraction t of the draft passes.
-NOISE_SCHEDULES: dict[str, Callable[[float], float]] = {
-    "linear": lambda t: t,
-    "cosine": lambda t: 1 - math.cos(math.pi / 2 * t),
-}
-
-DIFFUSION_STEPS, NOISE_SCHEDULE = 1, "cosine"
-
-
-def check_refinement(diffusion_steps: int, noise_schedule: str) -> None:
-    """Raise a ValueError for a number of draft passes below 1 or an unknown schedule."""
-    if diffusion_steps < 1:
-        raise UsageError(f"diffusion_steps is {diffusion_steps}; it must be at least 1.")
-    if noise_schedule not in NOISE_SCHEDULES:
-        raise UsageError(f"noise_schedule is {noise_schedule!r}; it must be one of {sorted(NOISE_SCHEDULES)}.")
 
 
 class DFlashDrafter:
@@ -100,30 +83,15 @@ class DFlashDrafter:
         mark(CONTEXT)
         state.commit([range(length) for length in lengths])
 
-    def spec_generate(
-        self,
-        target: PreTrainedModel | Target,
-        input_ids: Tensor | Sequence[int],
-        max_new_tokens: int,
-        stop_token_ids: Sequence[int] | None = None,
-        temperature: float = SamplingParams.temperature,
-        top_p: float = SamplingParams.top_p,
-        top_k: int = SamplingParams.top_k,
-    ) -> Tensor:
-        """z-lab's call, as described at `blockdraft.compat.zlab.spec_generate`."""
-        # The one call upward in the house: z-lab's users expect this method on what they loaded.
-        from blockdraft.compat.zlab import spec_generate
-
-        return spec_generate(
-            self,
-            target=target,
-            input_ids=input_ids,
-            max_new_tokens=max_new_tokens,
-            stop_token_ids=stop_token_ids,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-        )
+    def adapted(
+        self, target: Target, diffusion_steps: int | None = None, noise_schedule: str | None = None
+    ) -> DFlashDrafter:
+        network, weight = self.network, self.network.fc.weight
+        if (weight.device, weight.dtype) != (target.device, target.dtype):
+            network = copy.deepcopy(network)  # this drafter goes on working for its own target
+        steps = self.diffusion_steps if diffusion_steps is None else diffusion_steps
+        schedule = self.noise_schedule if noise_schedule is None else noise_schedule
+        return type(self)(network, target, steps, schedule, self.path, self.reduced_head)
 
     @torch.no_grad()
     def propose(self, state: KVCache, anchor: Tensor, plan: Plan) -> Proposal:

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from blockdraft.drafters.base import Entry
-from blockdraft.drafters.dflash import DIFFUSION_STEPS, NOISE_SCHEDULE, DFlashDrafter, log_probabilities
+from blockdraft.drafters.base import DIFFUSION_STEPS, NOISE_SCHEDULE, Entry
+from blockdraft.drafters.dflash import DFlashDrafter, log_probabilities
 from blockdraft.drafters.dflash import load as load_dflash
 from blockdraft.drafters.dflash2 import lattice_log_probs
 from blockdraft.errors import UsageError

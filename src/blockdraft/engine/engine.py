@@ -19,7 +19,7 @@ from blockdraft.engine.memory import Memory
 from blockdraft.engine.request import Chunk, Completion, Request
 from blockdraft.engine.runner import Runner
 from blockdraft.engine.scheduler import Scheduler
-from blockdraft.engine.text import AnswerText, encode
+from blockdraft.engine.text import AnswerText, check_request, encode
 from blockdraft.errors import ClosedError, UsageError
 from blockdraft.sampling import RandomNumbers
 from blockdraft.targets import Target
@@ -247,16 +247,7 @@ class Engine:
     def request(self, prompt: Prompt, params: SamplingParams) -> Request:
         """A checked request, which `scheduler.add` takes. Errors as in `submit`."""
         ids = encode(prompt, self.target)
-        limit = self.target.max_context
-        if len(ids) >= limit:
-            raise UsageError(f"The prompt has {len(ids)} tokens and the target's context {limit}; shorten the prompt.")
-        if len(ids) + params.max_new_tokens > limit:
-            raise UsageError(
-                f"The prompt's {len(ids)} tokens and max_new_tokens {params.max_new_tokens} exceed the target's "
-                f"context of {limit}; ask for at most {limit - len(ids)} new tokens."
-            )
-        if params.stop and self.target.tokenizer is None:
-            raise UsageError("The target has no tokenizer, so it cannot stop at a text; use stop_token_ids.")
+        check_request(ids, params, self.target)
         stops = set(params.stop_token_ids) | (set() if params.ignore_eos else self.target.eos_token_ids)
         text = AnswerText(self.target.tokenizer, params.stop)
         slots = self.target.row_slots(len(ids) + params.max_new_tokens + 1 + self.controller.most_guesses)

@@ -25,7 +25,7 @@ class Request:
         token_ids: The answer so far; its last token is the anchor.
         drafted: For each token, whether the drafter had guessed it.
         finish_reason: None until it has ended.
-        error: What went wrong where the finish reason is "error".
+        failure: What went wrong where the finish reason is "error"; `error` says it in words.
         cancelled: Set by `cancel`; the row is freed before the next cycle.
     """
 
@@ -39,7 +39,7 @@ class Request:
     token_ids: list[int] = field(default_factory=list)
     drafted: list[bool] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    error: BlockdraftError | None = None
+    failure: BlockdraftError | None = None
     cancelled: bool = False
     stats: Stats = field(default_factory=Stats)
     _sent: int = 0
@@ -79,7 +79,7 @@ class Request:
     def fail(self, error: BlockdraftError, cause: BaseException | None = None) -> None:
         """End it with an error."""
         error.__cause__ = cause
-        self.finish_reason, self.error = "error", error
+        self.finish_reason, self.failure = "error", error
 
     def extend(self, token_ids: Sequence[int], drafted: Sequence[bool]) -> int:
         """Add committed tokens up to a stop token, a stop string or the length limit; returns how many were taken. A
@@ -114,12 +114,12 @@ class Request:
     def _chunk(self) -> Chunk:
         new, drafted = tuple(self.token_ids[self._sent :]), tuple(self.drafted[self._sent :])
         self._sent = len(self.token_ids)
-        text = "" if isinstance(self.error, RequestError) else self.text.take()
-        return Chunk(text, new, drafted, self.stats, self.finish_reason, self._message)
+        text = "" if isinstance(self.failure, RequestError) else self.text.take()
+        return Chunk(text, new, drafted, self.stats, self.finish_reason, self.failure)
 
     @property
-    def _message(self) -> str | None:
-        return None if self.error is None else str(self.error)
+    def error(self) -> str | None:
+        return _words(self.failure)
 
     def completion(self) -> Completion:
         """The answer of a request that has ended."""
@@ -135,8 +135,7 @@ class Request:
             self.drafted,
             self.stats,
             len(self.prompt),
-            self._message,
-            self.error,
+            self.failure,
         )
 
 
@@ -151,8 +150,7 @@ class Completion:
         drafted: For each token, whether the drafter had guessed it.
         stats: Counts and times; `tau` is a short cut to the one most asked for.
         prompt_tokens: Length of the prompt.
-        error: What went wrong where the finish reason is "error", else None.
-        exception: The same as an exception.
+        failure: What went wrong where the finish reason is "error", else None; `error` says it in words.
     """
 
     text: str
@@ -161,12 +159,15 @@ class Completion:
     drafted: list[bool]
     stats: Stats
     prompt_tokens: int = 0
-    error: str | None = None
-    exception: BlockdraftError | None = None
+    failure: BlockdraftError | None = None
 
     @property
     def tau(self) -> float:
         return self.stats.tau
+
+    @property
+    def error(self) -> str | None:
+        return _words(self.failure)
 
     def checked(self) -> Completion:
         """Itself.
@@ -175,8 +176,8 @@ class Completion:
             NumbersError: The target computed no finite numbers.
             RequestError: It ended in another error.
         """
-        if self.exception is not None:
-            raise self.exception
+        if self.failure is not None:
+            raise self.failure
         return self
 
 
@@ -191,7 +192,7 @@ class Chunk:
         drafted: For each new token, whether the drafter had guessed it (False for the bonus token).
         stats: Counts and times so far; the same object in every chunk of an answer.
         finish_reason: Set on the last chunk.
-        error: Set on the last chunk where its finish reason is "error".
+        failure: Set on the last chunk where its finish reason is "error"; `error` says it in words.
     """
 
     text: str
@@ -199,4 +200,18 @@ class Chunk:
     drafted: tuple[bool, ...]
     stats: Stats
     finish_reason: FinishReason | None = None
-    error: str | None = None
+    failure: BlockdraftError | None = None
+
+    @property
+    def error(self) -> str | None:
+        return _words(self.failure)
+
+    def checked(self) -> Chunk:
+        """Itself. Raises as `Completion.checked` does."""
+        if self.failure is not None:
+            raise self.failure
+        return self
+
+
+def _words(failure: BlockdraftError | None) -> str | None:
+    return None if failure is None else str(failure)

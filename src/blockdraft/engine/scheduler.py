@@ -199,7 +199,7 @@ class Scheduler:
             self._sources.pop(row, None)
             self._index.remove(row.start)
             if not self._remember(row):
-                self._runner.close(row.start, wipe=row.request.error is not None)
+                self._runner.close(row.start, wipe=row.request.failure is not None)
                 self._slots.give(row.start, row.capacity)
         for row in gone:
             row.request.publish()
@@ -209,7 +209,7 @@ class Scheduler:
         """Keep what a request leaves behind, for requests that begin with it."""
         request, held = row.request, self._runner.held(row.start)
         text = (request.prompt + request.token_ids)[:held]
-        if request.error is not None or not self._can_share or not 0 < len(text) <= self._remembered.most:
+        if request.failure is not None or not self._can_share or not 0 < len(text) <= self._remembered.most:
             return False
         self._runner.shrink(row.start, len(text))
         self._slots.give(row.start + len(text), row.capacity - len(text))

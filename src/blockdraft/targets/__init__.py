@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Literal, get_args
 
 import torch
+from transformers import PreTrainedModel
 
 from blockdraft.errors import UsageError
 from blockdraft.targets.base import Cache, LoadOptions, Rows, Target, TargetOutput, TargetText, embedding_and_head
@@ -104,6 +105,26 @@ def load_target(
     raise UsageError(f"No backend runs {path}: {reason}.") from reason
 
 
+def as_target(model: PreTrainedModel | Target) -> Target:
+    """A model of transformers behind the `Target` protocol, in evaluation mode; a target as it is.
+
+    Raises:
+        UsageError: It is neither.
+    """
+    if isinstance(model, PreTrainedModel):
+        target: Target = backends()["hf"].HFTarget(model)
+        return target
+    if not hasattr(model, "new_cache"):
+        raise UsageError(f"The target is a {type(model).__name__}; give a model of transformers or use load_target.")
+    return model
+
+
+def transformers_model(target: Target) -> PreTrainedModel | None:
+    """The model of transformers that a target runs; None where it runs none."""
+    model = getattr(target, "model", None)
+    return model if isinstance(model, PreTrainedModel) else None
+
+
 def load_target_text(path: str | Path | None = None) -> TargetText:
     """Load what is known of a target without its weights. For `path`, and for errors, see `load_target`."""
     return load_text(BUNDLED if path is None else path)
@@ -117,8 +138,10 @@ __all__ = [
     "Target",
     "TargetOutput",
     "TargetText",
+    "as_target",
     "embedding_and_head",
     "load_target",
     "load_target_text",
     "save_quantized",
+    "transformers_model",
 ]

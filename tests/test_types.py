@@ -1,0 +1,113 @@
+"""What users may give as settings, and how the rest is refused."""
+
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from blockdraft.errors import UsageError
+from blockdraft.types import Drafting, SamplingParams
+
+NAN = float("nan")
+
+
+def test_the_order_of_the_settings_stays() -> None:
+    """They may be given by position."""
+    assert " ".join(field.name for field in fields(SamplingParams)) == (
+        "max_new_tokens temperature top_k top_p min_p logit_bias repetition_penalty presence_penalty frequency_penalty "
+        "seed stop_token_ids stop ignore_eos"
+    )
+    assert [field.name for field in fields(Drafting)] == ["block_size", "tree_budget", "drawn", "draft_window"]
+
+
+@pytest.mark.parametrize(
+    "name", ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"]
+)
+def test_numbers(name: str) -> None:
+    for value in (NAN, np.float32(NAN), float("inf"), -3.0):
+        with pytest.raises(UsageError, match=f"{name} is .*must be"):
+            SamplingParams(**{name: value})
+    for value in (True, "1", None, torch.tensor(0.5), 1j):
+        with pytest.raises(UsageError, match=f"{name} is .*; it must be a number"):
+            SamplingParams(**{name: value})  # type: ignore[arg-type]
+    assert getattr(SamplingParams(**{name: np.float32(0.5)}), name) == 0.5
+
+
+@pytest.mark.parametrize("name", ["max_new_tokens", "top_k", "seed"])
+def test_whole_numbers(name: str) -> None:
+    for value in (3.5, 3.0, True, "3", NAN, torch.tensor(3)):
+        with pytest.raises(UsageError, match=f"{name} is .*; it must be a whole number"):
+            SamplingParams(**{name: value})  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=f"{name} is -1"):
+        SamplingParams(**{name: -1})  # type: ignore[arg-type]
+    assert type(getattr(SamplingParams(**{name: np.int64(3)}), name)) is int  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_new_tokens": None}, "max_new_tokens is None"),
+        ({"logit_bias": 3}, "logit_bias is 3; it must map"),
+        ({"logit_bias": [5, 6]}, "logit_bias is .*; it must map"),
+        ({"logit_bias": {"5": 1}}, "names the token '5'"),
+        ({"logit_bias": {True: 1}}, "names the token True"),
+        ({"logit_bias": {5.0: 1}}, "names the token 5.0"),
+        ({"logit_bias": {-1: 1}}, "names the token -1"),
+        ({"logit_bias": {5: NAN}}, "logit_bias is nan for token 5"),
+        ({"logit_bias": {5: 101}}, "logit_bias is 101 for token 5"),
+        ({"logit_bias": {5: "1"}}, "logit_bias for token 5 is '1'"),
+        ({"logit_bias": {5: True}}, "logit_bias for token 5 is True"),
+        ({"stop_token_ids": 5}, "stop_token_ids is 5; give a list"),
+        ({"stop_token_ids": "5"}, "stop_token_ids holds '5'"),
+        ({"stop_token_ids": [5, -1]}, "stop_token_ids holds -1"),
+        ({"stop_token_ids": [5.0]}, "stop_token_ids holds 5.0"),
+        ({"stop_token_ids": [True]}, "stop_token_ids holds True"),
+        ({"stop": 5}, "stop is 5; give a list"),
+        ({"stop": ["a", ""]}, "stop holds ''"),
+        ({"stop": [5]}, "stop holds 5"),
+        ({"ignore_eos": 1}, "ignore_eos is 1; it must be True or False"),
+    ],
+)
+def test_bad_settings_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        SamplingParams(**fields)
+
+
+@pytest.mark.parametrize("ids", [[4, 5], (4, 5), range(4, 6), np.array([4, 5]), iter([4, 5])])
+def test_stop_tokens_are_kept_as_a_tuple(ids: Any) -> None:
+    kept = SamplingParams(stop_token_ids=ids).stop_token_ids
+    assert kept == (4, 5) and type(kept) is tuple and {type(token) for token in kept} == {int}
+
+
+def test_biases_are_kept_as_pairs() -> None:
+    assert SamplingParams(logit_bias={np.int64(5): 1.5}).logit_bias == ((5, 1.5),)
+    assert SamplingParams(logit_bias=[(5, 1.5), (6, 2)]).logit_bias == ((5, 1.5), (6, 2))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"block_size": True}, "block_size is True; it must be a whole number or 'auto'"),
+        ({"block_size": 4.0}, "block_size is 4.0"),
+        ({"block_size": NAN}, "block_size is nan"),
+        ({"block_size": 0}, "block_size is 0; it must be at least 1"),
+        ({"tree_budget": "many"}, "tree_budget is 'many'"),
+        ({"tree_budget": False}, "tree_budget is False"),
+        ({"tree_budget": None}, "tree_budget is None"),
+        ({"tree_budget": -1}, "tree_budget is -1"),
+        ({"draft_window": "auto"}, "draft_window is 'auto'; it must be a whole number or None"),
+        ({"draft_window": 0}, "draft_window is 0"),
+        ({"drawn": 1}, "drawn is 1; it must be True or False"),
+        ({"drawn": True, "tree_budget": 3}, "drawn guesses form chains"),
+    ],
+)
+def test_bad_drafting_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Drafting(**fields)
+
+
+def test_good_drafting() -> None:
+    assert Drafting("auto", "auto") == Drafting(block_size="auto", tree_budget="auto")
+    assert type(Drafting(np.int64(4)).block_size) is int  # type: ignore[arg-type]
