@@ -14,7 +14,6 @@ from blockdraft.engine.text import AnswerText
 SPECIAL = ["<s>", "</s>", "<pad>"]
 BYTES = [f"<0x{value:02X}>" for value in range(256)]
 LETTERS = list("abentsmvr.,?!'-") + ["é", "漢", "字", "\U0001f600", "\ufffd"]
-SLOW_FUZZ = 400
 
 
 def fast(model: Any, decoder: Any = None, special: Sequence[str] = SPECIAL, **more: Any) -> PreTrainedTokenizerFast:
