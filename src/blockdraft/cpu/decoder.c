@@ -81,10 +81,9 @@ static void attend(const Model *m, const Layer *layer, const Call *call, i64 row
         if (skip) hide(layer, call, row, node, begin, slots, depths, s, -1);
     }
     const void *v = (const char *)values + begin * D * item;
-    for (i64 j = 0; j < count; j += 4) {
-        i64 some = count - j < 4 ? count - j : 4;
-        mix_rows(scores + j * stride + begin, stride, v, slots - begin, D, out + j, some, skip);
-    }
+    if (skip) mix_seen(scores + begin, stride, v, slots - begin, D, out, count);
+    for (i64 j = 0; j < count && !skip; j += 4)
+        mix_rows(scores + j * stride + begin, stride, v, slots - begin, D, out + j, count - j < 4 ? count - j : 4);
 }
 
 static void attention(const Model *m, const Layer *layer, const Call *call, i64 index, const uint8_t *strange,

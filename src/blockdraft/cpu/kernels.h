@@ -333,12 +333,7 @@ INLINE void mix(const float *p, i64 stride, const void *v, i64 T, i64 D, float *
     }
 }
 
-static void mix_rows(const float *p, i64 stride, const void *v, i64 T, i64 D, float *const *out, i64 rows,
-                     int skip) {
-    if (skip) {
-        for (i64 r = 0; r < rows; r++) mix(p + r * stride, stride, v, T, D, out + r, 1, 1, 1);
-        return;
-    }
+static void mix_rows(const float *p, i64 stride, const void *v, i64 T, i64 D, float *const *out, i64 rows) {
     switch (rows * 8 + (D % (4 * LANES) == 0 ? 4 : D % (2 * LANES) == 0 ? 2 : 1)) {
 #define MIX(R)                                                                                            \
     case R * 8 + 4: mix(p, stride, v, T, D, out, R, R > 2 ? 2 : 4, 0); break;                             \
@@ -346,6 +341,12 @@ static void mix_rows(const float *p, i64 stride, const void *v, i64 T, i64 D, fl
     case R * 8 + 1: mix(p, stride, v, T, D, out, R, 1, 0); break;
         MIX(1) MIX(2) MIX(3) MIX(4)
     }
+}
+
+/* As `mix_rows` without the slots of negative p. Not inlined, for it is rare, and would slow down what is not. */
+static __attribute__((noinline)) void mix_seen(const float *p, i64 stride, const void *v, i64 T, i64 D,
+                                               float *const *out, i64 rows) {
+    for (i64 r = 0; r < rows; r++) mix(p + r * stride, stride, v, T, D, out + r, 1, 1, 1);
 }
 
 /* s = exp(s * scale - most), s * scale capped and `most` the largest of them; 0 where s is -infinity. `size` is a
