@@ -445,7 +445,7 @@ def test_a_request_that_fails_ends_with_its_error(
 
     def failing(self: Request, *args: Any) -> int:
         taken = extend(self, *args)
-        self.finish("error", failure)
+        self.fail(failure)
         return taken
 
     monkeypatch.setattr(Request, "extend", failing)

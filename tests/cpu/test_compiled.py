@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from blockdraft.errors import UsageError
+from blockdraft.nn.cache import KVCache
 from blockdraft.proposal import chain
 from blockdraft.targets import Target, TargetOutput, load_target, save_quantized
 
@@ -236,10 +237,12 @@ def test_tokens_must_be_known(target: Target) -> None:
 
 
 def test_no_nodes_and_no_rows_are_nothing_to_do(target: Any) -> None:
-    store = torch.zeros(3, 2, 4, 8, 8, dtype=target.dtype)
+    store = torch.zeros(3, 4, 16, 8, dtype=target.dtype)
     for batch, count in ((2, 0), (0, 3), (0, 0)):
-        nodes = torch.zeros(batch, count, dtype=torch.int64)
-        logits, features, best = target.compiled.forward(nodes, nodes, [5] * batch, store[:, :batch], TAPS)
+        nodes, cache = torch.zeros(batch, count, dtype=torch.int64), KVCache(2, 8)
+        cache.commit([range(5)] * 2)
+        rows = cache.of(cache.rows[:batch])
+        logits, features, best = target.compiled.forward(nodes, nodes, rows, store, TAPS)
         assert logits.shape == (batch, count, target.vocab_size) and best.shape == nodes.shape
         assert features.shape == (batch, count, 3 * target.hidden_size)
     assert not store.any()

@@ -51,7 +51,7 @@ def test_nothing_to_observe_and_no_rows_are_nothing_to_do(run: CompiledDraftPass
     before = run(state, torch.ones(2, 3, 32))
     run.observe(state, torch.randn(2, 0, 64))
     assert torch.equal(run(state, torch.ones(2, 3, 32)), before)
-    state.select([])
+    state = state.of([])
     run.observe(state, torch.randn(0, 3, 64))
     run.observe(state, torch.randn(0, 0, 64))
     hidden, logits = run.guesses(state, torch.zeros(0, 4, dtype=torch.int64), 1)

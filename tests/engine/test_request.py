@@ -13,7 +13,7 @@ from blockdraft.types import SamplingParams
 def test_a_failure_is_raised_as_what_it_is(failure: BlockdraftError) -> None:
     request = Request([1], SamplingParams(), frozenset(), RandomNumbers(0), AnswerText(None))
     assert request.error is None
-    request.finish("error", failure)
+    request.fail(failure)
     completion = request.completion()
     chunk = Chunk("", (), (), Stats(), request.finish_reason, request.failure)
     assert request.error == completion.error == chunk.error == str(failure)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from blockdraft.errors import UsageError
-from blockdraft.formats import layout_of
+from blockdraft.formats.find import layout_of
 from blockdraft.nn.draft_config import need
 
 

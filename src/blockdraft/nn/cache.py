@@ -208,7 +208,7 @@ def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
     kinds = ("MAP_PRIVATE", "MAP_ANONYMOUS", "MAP_NORESERVE")  # nothing is set aside for what is never used
     flags = sum(getattr(mmap, kind, 0) for kind in kinds)
     memory = mmap.mmap(-1, size, flags) if flags else mmap.mmap(-1, size)
-    return torch.frombuffer(memory, dtype=like.dtype).view(shape)
+    return torch.frombuffer(memory, dtype=like.dtype).resize_(shape)  # a view would belong to the mode it was made in
 
 
 def write_nodes(store: Tensor, nodes: Tensor, slots: Tensor) -> None:
