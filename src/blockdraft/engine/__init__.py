@@ -1,7 +1,7 @@
 """The engine: one decode loop for all drafters and targets."""
 
 from blockdraft.engine.batch import Batch
-from blockdraft.engine.costs import Costs, load_or_measure
+from blockdraft.engine.costs import Costs
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import Chunk, Completion, Request
 from blockdraft.engine.scheduler import Scheduler
@@ -16,7 +16,6 @@ __all__ = [
     "Request",
     "Scheduler",
     "Stats",
-    "load_or_measure",
     "loops",
     "mean_tau",
     "merge",

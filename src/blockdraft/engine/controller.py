@@ -1,13 +1,12 @@
 """How far to draft in the next cycle, so that drafting pays and never costs.
 
-The decision looks at committed tokens, at the drafter's probabilities and at measured costs, never at a guess drawn at
+The decision looks at committed tokens, at the drafter's probabilities and at measured times, never at a guess drawn at
 random that it would then drop: a token that is dropped because of what it is would shift the law of the output.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from weakref import WeakKeyDictionary
 
 from blockdraft.drafters import Drafter
@@ -18,42 +17,45 @@ from blockdraft.proposal import Plan
 from blockdraft.types import Drafting
 
 MOST_GUESSES = 256  # of a tree whose budget is chosen each cycle
-MEMORY = 0.07  # weight of a request's newest cycle in its running mean
-TRIAL_MEMORY = 0.5  # the same for a cycle that drafted after a pause: what was known before may be outdated
-COMMON_MEMORY = 0.02  # the same for what all requests share
+MEMORY = 0.05  # weight of a request's newest cycle in its running mean
+COMMON_MEMORY = 0.01  # the same for what all requests share
 FIRST_GUESS = 0.6  # share of guesses taken to be accepted before any has been tried
-MARGIN = 1.02  # gain below which drafting is not worth its risk
+EASY = 0.8  # the same where a pause is tried to be ended
+MARGIN = 1.01  # gain below which drafting is not worth its risk
 SPARE_DEPTH = 1.5  # slots of a draft pass over the depth that paid lately
 PRIOR = 10.0  # guesses that the mean of all positions counts for at each position
-FIRST_WAIT, LONGEST_WAIT = 4, 512  # cycles without drafting before it is tried again
-RECHECK = 8  # cycles of a pause after which it is asked again whether to draft: asking takes time too
+EXPLORE = 0.006  # share of the time that may be lost in trials
+CREDIT = 10.0  # cycles that may be lost in trials to begin with
+PATIENCE = 16  # cycles until trials are thought of again where there was none worth while
 
 
 class Controller:
     """Plans the cycles of one engine.
 
-    A fixed block size or tree budget is used as it is. With "auto" each cycle is planned from the costs:
+    A fixed block size or tree budget is used as it is. With "auto" each cycle is planned from the times of the cycles
+    before, and from how many of their guesses were accepted:
 
     - Drafting pauses while the tokens that it yields in a cycle, over the time of that cycle, are fewer than plain
-      decoding yields. Then it is tried again after a while, and after ever longer whiles if it still does not pay.
+      decoding yields.
     - A drafter that knows probabilities gets the time of a cycle by its number of guesses, and returns as many as
       maximise the expected tokens over time (CaDDTree, arXiv 2606.01813). For one that does not, the length of its
       chains is set in the same way from the share of guesses that were accepted so far. How far its probabilities can
       be trusted is learned, and so is how long a block is of use: a shorter one makes a cheaper draft pass.
+    - Now and then there is a trial: a cycle that would be the best one if sizes that are not well known took the least
+      that they may. What trials lose is counted, and the next one waits until the loss is a small share of the time.
 
     Args:
-        costs: Called once, when a decision first needs it.
+        costs: Called once, when a decision first needs it; None where nothing was stored.
     """
 
-    def __init__(self, drafter: Drafter, drafting: Drafting, costs: Callable[[], Costs]) -> None:
+    def __init__(self, drafter: Drafter, drafting: Drafting, costs: Callable[[], Costs | None]) -> None:
         self._drafter = drafter
         self._drafting = drafting
         self._block_size = drafter.block_size
         if isinstance(drafting.block_size, int):
             self._block_size = drafting.block_size
-        self._costs = cache(costs)
-        self._curves: dict[int, list[float]] = {}  # by rows
-        self._plain: dict[int, float] = {}
+        self._costs = costs
+        self._pace = Pace(self._prior, self.most_guesses)
         self._tau: float | None = None  # of all requests; what a new one begins with
         self._taus: WeakKeyDictionary[Request, float] = WeakKeyDictionary()
         self._guesses = 0.0  # running mean of the guesses a row
@@ -61,9 +63,12 @@ class Controller:
         self._came_true = self._expected = PRIOR  # accepted guesses, and what the drafter expected of them
         self._accepted = [0.0] * self._block_size  # by position: guesses accepted, and guesses that could have been
         self._reached = [0.0] * self._block_size
-        self._pace = Pace(self.most_guesses)
-        self._idle = 0
-        self._wait = FIRST_WAIT
+        self._paused = False
+        self._run = 0  # cycles with drafting since the last pause
+        self._trial = False
+        self._rate = 0.0  # tokens a second that the best plan promises
+        self._debt = 0.0  # seconds lost in trials that are not yet made up for
+        self._next = 0  # cycle before which no trial is thought of
 
     @property
     def automatic(self) -> bool:
@@ -91,15 +96,47 @@ class Controller:
         budget = 0 if self._drafting.tree_budget == 0 else self.most_guesses
         if not self.automatic:
             return Plan(block_size, params, budget, draft_window=window)
-        if block_size == 1 or not self._pays(requests):
-            self._idle += 1
+        if block_size == 1:
             return Plan(1, params)
-        curve = self._curve(len(requests))
+        curve = self._choose(requests)
+        if curve is None:
+            return Plan(1, params)
         if self._drafter.knows_probabilities:
+            trust = self._came_true / self._expected
+            if self._paused:
+                trust = max(trust, 1.0)
             if not self._drafting.drawn:
                 block_size = min(block_size, 2 + round(SPARE_DEPTH * self._depth))
-            return Plan(block_size, params, budget, curve, self._came_true / self._expected, draft_window=window)
-        return Plan(min(block_size, 1 + self._best_length(curve)), params, budget, draft_window=window)
+            return Plan(block_size, params, budget, curve, trust, draft_window=window)
+        length = self._best_length(curve, EASY if self._paused else 0.0)
+        return Plan(min(block_size, 1 + length), params, budget, draft_window=window)
+
+    def _choose(self, requests: Sequence[Request]) -> Sequence[float] | None:
+        """Seconds of the next cycle by guesses a row, if it is to draft."""
+        rows, now = len(requests), self._pace.now
+        times = self._pace.of(rows)
+        plain, curve = times.expected()
+        knows = self._drafter.knows_probabilities
+        usual = round(self._guesses) if knows else self._best_length(curve)
+        tokens = sum(self._taus.get(request, self._tau or 1.0) for request in requests)
+        drafting, pausing = tokens / curve[min(usual, len(curve) - 1)], rows / plain
+        self._paused = self._tau is not None and drafting < MARGIN * pausing
+        self._rate = max(drafting, pausing)
+        self._trial = False
+        if self._tau is None or self._debt > 0 or now < self._next:
+            return None if self._paused else curve
+        plain, least = times.least(now)
+        if self._paused:
+            self._trial = True
+            return least
+        if rows / plain > 1.02 * drafting:
+            self._trial = True
+            return None
+        if not knows and self._best_length(least) == usual:
+            self._next = now + PATIENCE
+            return curve
+        self._trial = True
+        return least
 
     def learn(
         self,
@@ -126,60 +163,42 @@ class Controller:
             return
         rows, drafts = len(requests), plan.block_size > 1
         if seconds is not None:
-            usual = self._measured(rows)[guesses] if drafts else self._plain_cycle(rows)
-            self._pace.learn(guesses if drafts else None, seconds, usual)
+            self._pace.learn(rows, guesses if drafts else None, seconds)
+        plain, curve = self._pace.of(rows).expected()
+        cost = curve[min(guesses, len(curve) - 1)] if drafts else plain
+        if self._tau is None:
+            self._debt = -CREDIT * cost
+        if self._trial:
+            self._debt += cost - (rows + sum(lengths)) / self._rate
+            self._next = self._pace.now + 2
+        elif self._debt > 0:
+            self._debt -= EXPLORE * cost
         if not drafts:
+            if not self._trial:
+                self._run = 0
             return
-        trial = self._idle > 0
-        self._guesses += MEMORY * (guesses - self._guesses)
-        self._depth += MEMORY * (max(deepest) - self._depth)
+        for position in range(max(deepest)):
+            reached = [length for depth, length in zip(deepest, lengths, strict=True) if position < min(length + 1, depth)]
+            for length in reached:
+                self._reached[position] = (1 - COMMON_MEMORY) * self._reached[position] + 1
+                self._accepted[position] = (1 - COMMON_MEMORY) * self._accepted[position] + (position < length)
         if expected is not None:
             for hope, length in zip(expected, lengths, strict=True):
                 self._expected = (1 - COMMON_MEMORY) * self._expected + hope
                 self._came_true = (1 - COMMON_MEMORY) * self._came_true + length
+        if self._trial and not self._paused:
+            return
+        self._run += 1
+        weight = max(MEMORY, 1 / (1 + self._run))
+        self._guesses += weight * (guesses - self._guesses)
+        self._depth += weight * (max(deepest) - self._depth)
         for request, depth, length in zip(requests, deepest, lengths, strict=True):
             before = self._taus.get(request, self._tau)
-            weight = TRIAL_MEMORY if trial else MEMORY
             after = 1 + length if before is None else before + weight * (1 + length - before)
             self._taus[request] = after
             self._tau = after if self._tau is None else self._tau + COMMON_MEMORY * (1 + length - self._tau)
-            for position in range(min(length + 1, depth)):
-                self._reached[position] = (1 - COMMON_MEMORY) * self._reached[position] + 1
-                self._accepted[position] = (1 - COMMON_MEMORY) * self._accepted[position] + (position < length)
-        if trial:
-            self._idle = 0
-            self._wait = self._wait // 2 if self._worth(requests) else 2 * self._wait
-            self._wait = min(max(self._wait, FIRST_WAIT), LONGEST_WAIT)
 
-    def _pays(self, requests: Sequence[Request]) -> bool:
-        if self._tau is None or self._idle >= self._wait:
-            return True
-        return self._idle % RECHECK == 0 and self._worth(requests)
-
-    def _worth(self, requests: Sequence[Request]) -> bool:
-        """Whether these requests get more tokens a second with drafting than without."""
-        rows = len(requests)
-        tokens = sum(self._taus.get(request, self._tau or 1.0) for request in requests)
-        plain = self._pace.plain * self._plain_cycle(rows)
-        return tokens * plain > MARGIN * rows * self._pace.at(round(self._guesses), self._measured(rows))
-
-    def _curve(self, rows: int) -> list[float]:
-        """Seconds of a cycle that drafts, by guesses a row, as far as is known by now."""
-        return self._pace.cycle(self._measured(rows))
-
-    def _measured(self, rows: int) -> list[float]:
-        """The same as it was measured beforehand."""
-        if rows not in self._curves:
-            self._curves[rows] = self._costs().cycle(rows, self.most_guesses, self._drafting.tree_budget != 0)
-        return self._curves[rows]
-
-    def _plain_cycle(self, rows: int) -> float:
-        """Seconds of one that does not, as measured beforehand."""
-        if rows not in self._plain:
-            self._plain[rows] = self._costs().plain_cycle(rows)
-        return self._plain[rows]
-
-    def _best_length(self, curve: Sequence[float]) -> int:
+    def _best_length(self, curve: Sequence[float], least: float = 0.0) -> int:
         """Guesses of a chain that maximise the expected tokens over time, from what was accepted at each position.
 
         Positions that were seldom reached borrow from the others.
@@ -187,8 +206,15 @@ class Controller:
         best, best_rate, survival, expected = 1, 0.0, 1.0, 1.0
         mean = (sum(self._accepted) + PRIOR * FIRST_GUESS) / (sum(self._reached) + PRIOR)
         for length in range(1, min(self._block_size, len(curve))):
-            survival *= (self._accepted[length - 1] + PRIOR * mean) / (self._reached[length - 1] + PRIOR)
+            chance = (self._accepted[length - 1] + PRIOR * mean) / (self._reached[length - 1] + PRIOR)
+            survival *= max(chance, least)
             expected += survival
             if expected / curve[length] > best_rate:
                 best, best_rate = length, expected / curve[length]
         return best
+
+    def _prior(self, rows: int) -> tuple[float, Sequence[float], float]:
+        costs = self._costs()
+        if costs is None:
+            return 1.0, [1.2 + 0.05 * n for n in range(self.most_guesses + 1)], 1.0
+        return costs.plain_cycle(rows), costs.cycle(rows, self.most_guesses, self._drafting.tree_budget != 0), 0.5

@@ -1,4 +1,4 @@
-"""What cycles cost on this machine: measured once for a pair, kept on disk, and interpolated."""
+"""What cycles cost on this machine: measured when asked for or learned while decoding, kept on disk, interpolated."""
 
 from __future__ import annotations
 
@@ -9,209 +9,196 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
-from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from blockdraft.engine.batch import Batch
+from blockdraft.drafters import Drafter
+from blockdraft.errors import UsageError
 from blockdraft.machine import cache_folder
-from blockdraft.proposal import Plan
-from blockdraft.types import SamplingParams
+from blockdraft.targets import Target
 
-if TYPE_CHECKING:
-    from blockdraft.engine.engine import Engine
-
-LAYOUT = 3  # of the file; a new one measures anew
+LAYOUT = 4  # of the file; files of other layouts are not read
 ROWS = (1, 2, 4, 8, 16, 32, 64)
-NODES = (1, 2, 4, 6, 7, 8, 12, 13, 16, 24, 32, 48, 64, 128, 256, 512)  # a CPU takes six rows at a time
-CHAIN_GUESSES = (1, 3, 7, 15)
-TREE_GUESSES = (1, 4, 8, 16, 32, 64, 128)
+CHAIN_GUESSES = (1, 2, 3, 4, 5, 7, 11, 15)
+TREE_GUESSES = (1, 2, 4, 8, 16, 32, 64, 128)
 MOST_GUESSES = 512  # of all rows together; larger trees are extrapolated
 CONTEXT = 128  # committed tokens of each row while measuring
 REPEATS = 7
-LIMIT_SECONDS = 25.0  # once measuring has taken so long, larger sizes are left to extrapolation
+LIMIT_SECONDS = 25.0  # once measuring has taken so long, larger batches are left to extrapolation
+
+Points = tuple[tuple[int, float], ...]  # guesses of a row, rising, and the seconds of a cycle with them
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds that cycles take. Between measured sizes they are interpolated, beyond them extrapolated.
+    """Seconds that cycles take. Between known sizes they are interpolated, beyond them extrapolated.
 
     Attributes:
-        nodes, forward: Target forward of one row with so many nodes.
-        rows, plain: Whole cycle of so many rows that does not draft.
-        chain, tree: For each of these numbers of rows, what a cycle takes longer when it drafts, the target's work on
-            the guesses left out; and the time of this work over what `forward` says of it, which knows one row only.
+        rows: Numbers of rows, rising.
+        plain: For each, a cycle that does not draft.
+        chain, tree: For each, cycles that draft; empty where none are known.
+        date: When they were measured or learned, in seconds since 1970.
     """
 
-    nodes: tuple[int, ...]
-    forward: tuple[float, ...]
     rows: tuple[int, ...]
     plain: tuple[float, ...]
-    chain: tuple[tuple[float, float], ...]
-    tree: tuple[tuple[float, float], ...]
+    chain: tuple[Points, ...]
+    tree: tuple[Points, ...]
+    date: float = 0.0
 
     def plain_cycle(self, rows: int) -> float:
         """Time of a cycle of `rows` rows that does not draft."""
-        return _at(rows, self.rows, self.plain)
+        return float(_at(rows, self.rows, self.plain))
+
+    def knows(self, tree: bool) -> bool:
+        """Whether there are times of cycles that draft chains, or trees, for every number of rows."""
+        return all(self.tree if tree else self.chain)
 
     def cycle(self, rows: int, most: int, tree: bool) -> list[float]:
         """Time of a cycle that drafts, by guesses a row: entry n is for n guesses, from 0 to `most`."""
-        curves = [
-            [plain + extra + scale * _more(self.nodes, self.forward, size, count) for count in range(most + 1)]
-            for size, plain, (extra, scale) in zip(
-                self.rows, self.plain, self.tree if tree else self.chain, strict=True
-            )
-        ]
-        return [_at(rows, self.rows, seconds) for seconds in zip(*curves, strict=True)]
+        counts, curves = np.arange(most + 1), []
+        for points in self.tree if tree else self.chain:
+            guesses, seconds = zip(*points, strict=True)
+            curves.append(_at(counts, guesses, seconds))
+        found: list[float] = _at(rows, self.rows, curves).tolist()
+        return found
 
 
-def _more(nodes: Sequence[int], forward: Sequence[float], rows: int, guesses: int) -> float:
-    """Time of so many guesses a row, were the nodes of all rows those of one: they share the weights."""
-    return max(_at(rows * (guesses + 1), nodes, forward) - _at(rows, nodes, forward), 0.0)
+def _at(x: Any, xs: Sequence[int], ys: Sequence[Any]) -> Any:
+    """Interpolated over `xs`; before the first the first holds, beyond the last its slope goes on, but never falls."""
+    if len(xs) == 1:
+        return ys[0] + 0 * np.asarray(x)
+    after = np.clip(np.searchsorted(xs, x), 1, len(xs) - 1)
+    left, right = np.asarray(xs)[after - 1], np.asarray(xs)[after]
+    below, above = np.asarray(ys)[after - 1], np.asarray(ys)[after]
+    share = np.maximum((x - left) / (right - left), 0.0)
+    beyond = share > 1
+    return np.where(beyond, above + (share - 1) * np.maximum(above - below, 0), below + share * (above - below))
 
 
-def _at(x: float, xs: Sequence[int], ys: Sequence[float]) -> float:
-    if x <= xs[-1] or len(xs) == 1:
-        return float(np.interp(x, xs, ys))
-    return ys[-1] + max((ys[-1] - ys[-2]) / (xs[-1] - xs[-2]), 0.0) * (x - xs[-1])
+class Cycles(Protocol):
+    """Runs cycles for measuring.
+
+    Args:
+        rows, context: Rows of a fresh batch, and committed tokens of each.
+        guesses: Of a row; 0 for cycles that do not draft.
+        tree: Whether they are a tree, or a chain.
+        count: Cycles to run.
+
+    Returns:
+        For each cycle the guesses that a row really had, and its seconds.
+    """
+
+    def __call__(self, rows: int, context: int, guesses: int, tree: bool, count: int) -> list[tuple[int, float]]: ...
 
 
-def measure(engine: Engine, report: Callable[[str], None] = lambda line: None) -> Costs:
-    """Measure an engine's pair on this machine, up to its largest batch.
+def measure(
+    cycles: Cycles,
+    block_size: int,
+    max_batch_size: int,
+    max_context: int,
+    report: Callable[[str], None] = lambda line: None,
+) -> Costs:
+    """Measure a pair on this machine, up to its largest batch.
 
     It takes a few seconds for a small target and not much more than `LIMIT_SECONDS` for a large one.
 
     Args:
+        block_size: Of the drafter; 1 for one that guesses nothing.
+        max_context: Tokens that a row may have. What does not fit is left to extrapolation.
         report: Called with lines of progress.
+
+    Raises:
+        UsageError: Not even a cycle of one guess fits the context.
     """
     began = time.perf_counter()
-    target = engine.target
-    context = min(CONTEXT, target.max_context // 4)
-    nodes: list[int] = []
-    forward: list[float] = []
-    batch = _batch(engine, 1, context, max(NODES))
+    context = max(min(CONTEXT, max_context // 4), 1)
 
-    def score(count: int) -> None:
-        tokens = torch.zeros(1, count, dtype=torch.long, device=target.device)
-        star = torch.tensor([[-1] + [0] * (count - 1)])  # all hang on the anchor, so that the mask is that of a tree
-        target.forward(tokens, star, batch.cache, engine.drafter.taps)
+    def fits(guesses: int) -> bool:
+        """Each cycle may commit a whole path; the last one still needs room for its nodes."""
+        return context + REPEATS * min(guesses + 1, block_size) + guesses + 1 < max_context
 
-    for count in NODES:
-        if nodes and (time.perf_counter() - began > LIMIT_SECONDS / 2 or context + count > target.max_context):
+    if not fits(min(1, block_size - 1)):
+        raise UsageError(
+            f"The target's context of {max_context} tokens is too short to measure in: {REPEATS + 1} cycles of one "
+            f"guess need {context + 2 * REPEATS + 3}. Use a fixed block size and tree budget."
+        )
+    known: dict[int, tuple[float, Points, Points]] = {}
+    for rows in [size for size in ROWS if size < max_batch_size] + [max_batch_size]:
+        if known and time.perf_counter() - began > LIMIT_SECONDS:
             break
-        nodes.append(count)
-        forward.append(_seconds(engine, partial(score, count)))
-        report(f"target forward of {count} tokens: {1000 * forward[-1]:.2f} ms")
-    longest = engine.drafter.block_size - 1
-    chain_guesses = sorted({min(count, longest) for count in (*CHAIN_GUESSES, longest)})
-    rows: list[int] = []
-    plain: list[float] = []
-    chain: list[tuple[float, float]] = []
-    tree: list[tuple[float, float]] = []
-    for size in [size for size in ROWS if size < engine.max_batch_size] + [engine.max_batch_size]:
-        if rows and time.perf_counter() - began > LIMIT_SECONDS:
-            break
-        trees = [count for count in TREE_GUESSES if size * count <= MOST_GUESSES] or TREE_GUESSES[:1]
-        rows.append(size)
-        plain.append(_cycle(engine, size, context, 0)[1])
-        for found, counts in ((chain, chain_guesses), (tree, trees)):
-            points = [_cycle(engine, size, context, count, found is tree) for count in counts]
-            work = [_more(nodes, forward, size, guesses) for guesses, _ in points]
-            found.append(_line(work, [seconds - plain[-1] for _, seconds in points]))
-        added = (f"a {kind} {1000 * found[-1][0]:.2f} ms" for kind, found in (("chain", chain), ("tree", tree)))
-        report(f"{size} rows: plain cycle {1000 * plain[-1]:.2f} ms; drafting adds to " + ", to ".join(added))
-    return Costs(tuple(nodes), tuple(forward), tuple(rows), tuple(plain), tuple(chain), tuple(tree))
+
+        def points(sizes: Sequence[int], tree: bool, rows: int = rows) -> Points:
+            found: dict[int, list[float]] = {}
+            for size in sizes:
+                if fits(size) and (rows * size <= MOST_GUESSES or size == sizes[0]):
+                    guesses, seconds = _median(cycles(rows, context, size, tree, REPEATS + 1))
+                    found.setdefault(guesses, []).append(seconds)
+            return tuple((guesses, statistics.median(found[guesses])) for guesses in sorted(found))
+
+        _, plain = _median(cycles(rows, context, 0, False, REPEATS + 1))
+        longest = block_size - 1
+        chain = points(sorted({min(size, longest) for size in CHAIN_GUESSES}), False) if longest else ()
+        tree = points(TREE_GUESSES, True) if longest else ()
+        known[rows] = plain, chain, tree
+        added = (f"{kind} of {p[-1][0]} {1000 * p[-1][1]:.2f} ms" for kind, p in (("chain", chain), ("tree", tree)) if p)
+        report(", ".join([f"{rows} rows: plain cycle {1000 * plain:.2f} ms", *added]))
+    return Costs(tuple(known), *zip(*known.values(), strict=True), date=time.time())
 
 
-def _line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
-    """Offset and slope, both at least 0, of the line through most of the points (Theil and Sen): machines have other
-    work too, and a few measurements are far off."""
-    pairs = combinations(zip(xs, ys, strict=True), 2)
-    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairs if a[0] != b[0]]
-    slope = max(statistics.median(slopes), 0.0) if slopes else 1.0
-    offset = statistics.median(y - slope * x for x, y in zip(xs, ys, strict=True))
-    return max(offset, 0.0), slope
+def _median(cycles: list[tuple[int, float]]) -> tuple[int, float]:
+    """Guesses and seconds of cycles, of which the first does not count."""
+    guesses, seconds = zip(*cycles[1:], strict=True)
+    return int(statistics.median(guesses)), statistics.median(seconds)
 
 
-def _cycle(engine: Engine, rows: int, context: int, guesses: int, tree: bool = False) -> tuple[int, float]:
-    """How many guesses a row there were, of those asked for, and the median time of a cycle with them."""
-    drafter = engine.drafter
-    # Asked as the controller asks: with times by which just so many guesses pay, or for a chain of this length.
-    seconds = [1.0] * (guesses + 1) if guesses and drafter.knows_probabilities else None
-    block_size = drafter.block_size if seconds and tree else min(drafter.block_size, guesses + 1)
-    plan = Plan(block_size, [SamplingParams()] * rows, guesses if tree else 0, seconds)
-    batch = _batch(engine, rows, context, (REPEATS + 1) * drafter.block_size + guesses)
-    made: list[int] = []
-    taken = _seconds(engine, lambda: made.append(engine.step(batch, plan)))
-    return int(statistics.median(made)), taken
+def path(target: Target, drafter: Drafter) -> Path:
+    """The file of a pair's costs, in the folder that `BLOCKDRAFT_CACHE` names, or else in `~/.cache/blockdraft`.
 
-
-def _batch(engine: Engine, rows: int, context: int, room: int) -> Batch:
-    """Rows of arbitrary tokens, with slots for `room` more."""
-    room = min(room, engine.target.max_context - context)
-    prompt = [(7 * i + 3) % engine.target.vocab_size for i in range(context)]
-    params = SamplingParams(room, ignore_eos=True)
-    return engine.prefill([engine.request(prompt, params) for _ in range(rows)])
-
-
-def _seconds(engine: Engine, work: Callable[[], object]) -> float:
-    """Median time of a piece of work, after one run that does not count."""
-    times = []
-    for _ in range(REPEATS + 1):
-        began = engine.now()
-        work()
-        times.append(engine.now() - began)
-    return statistics.median(times[1:])
-
-
-def load_or_measure(engine: Engine, report: Callable[[str], None] = lambda line: None, anew: bool = False) -> Costs:
-    """The costs of an engine's pair from the cache on disk, or measured now and put there.
-
-    A measurement is kept for each target, backend, drafter, dtype, device, number of threads, largest batch and version
-    of torch and transformers, in the folder that `BLOCKDRAFT_CACHE` names, or else in `~/.cache/blockdraft`.
-
-    Args:
-        anew: Measure even if there is a measurement.
+    There is one for each target, backend, drafter, dtype, device, number of threads, machine, and version of torch,
+    transformers and blockdraft.
     """
-    path = cache_folder() / "costs" / f"{_fingerprint(engine)}.json"
-    if path.is_file() and not anew:
-        try:
-            return Costs(**{name: _tuples(values) for name, values in json.loads(path.read_text()).items()})
-        except (ValueError, TypeError, AttributeError):
-            report(f"{path} cannot be read; measuring again")
-    costs = measure(engine, report)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    partial.write_text(json.dumps(asdict(costs)), encoding="utf-8")
-    partial.replace(path)
-    return costs
+    gpu = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else ""
+    facts = [
+        *(target.path, target.running, target.hidden_size, target.num_layers, target.vocab_size, target.dtype),
+        *(target.device.type, gpu),
+        *(type(drafter).__name__, drafter.path, drafter.block_size, drafter.taps),
+        *(torch.get_num_threads(), platform.node(), platform.processor()),
+        *(LAYOUT, version("torch"), version("transformers"), version("blockdraft")),
+    ]
+    return cache_folder() / "costs" / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.json"
+
+
+def load(file: Path) -> Costs | None:
+    """The costs in a file; None where there is none, or none that can be read. Costs are only where learning begins,
+    so nothing is lost with them."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if found.pop("layout") != LAYOUT:
+            return None
+        costs = Costs(**{name: _tuples(value) for name, value in found.items()})
+        costs.plain_cycle(1)
+        return costs
+    except (OSError, ValueError, TypeError, AttributeError, KeyError):
+        return None
+
+
+def store(file: Path, costs: Costs) -> None:
+    """Write costs in the place of what was there, at once or not at all.
+
+    Raises:
+        OSError: The folder cannot be written to.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(f".{os.getpid()}.partial")
+    partial.write_text(json.dumps({"layout": LAYOUT, **asdict(costs)}), encoding="utf-8")
+    partial.replace(file)
 
 
 def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
-
-
-def _fingerprint(engine: Engine) -> str:
-    target, drafter = engine.target, engine.drafter
-    gpu = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else ""
-    facts = [
-        *(
-            target.path,
-            target.running,
-            target.hidden_size,
-            target.num_layers,
-            target.vocab_size,
-            target.dtype,
-            target.device.type,
-            gpu,
-        ),
-        *(type(drafter).__name__, drafter.path, drafter.block_size, drafter.taps),
-        *(engine.max_batch_size, torch.get_num_threads(), platform.node(), platform.processor()),
-        *(LAYOUT, version("torch"), version("transformers"), version("blockdraft")),
-    ]
-    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]

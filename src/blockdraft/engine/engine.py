@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import psutil
@@ -15,7 +14,7 @@ from torch import Tensor
 from blockdraft.drafters import Drafter
 from blockdraft.engine.batch import Batch, padded
 from blockdraft.engine.controller import Controller
-from blockdraft.engine.costs import load_or_measure
+from blockdraft.engine.costs import load, path
 from blockdraft.engine.prefixes import Prefix, PrefixStore
 from blockdraft.engine.prompts import AnswerText, encode
 from blockdraft.engine.request import Chunk, Completion, Request
@@ -68,7 +67,7 @@ class Engine:
         self.target = target
         self.drafter = drafter
         self.drafting = drafting
-        self.controller = Controller(drafter, drafting, partial(load_or_measure, self))
+        self.controller = Controller(drafter, drafting, lambda: load(path(target, drafter)))
         self.max_batch_size = max_batch_size
         self.memory_limit = memory_limit
         self.prefixes = PrefixStore(prefix_tokens)
@@ -194,6 +193,22 @@ class Engine:
             request.stats.total_seconds += ended - began
         mark(BOOKKEEPING)
         return guesses
+
+    def timed_cycles(self, rows: int, context: int, guesses: int, tree: bool, count: int) -> list[tuple[int, float]]:
+        """Cycles for measuring, see `costs.Cycles`, of rows of arbitrary tokens."""
+        # Asked as the controller asks: with times by which just so many guesses pay, or for a chain of this length.
+        seconds = [1.0] * (guesses + 1) if guesses and self.drafter.knows_probabilities else None
+        block_size = self.drafter.block_size if seconds and tree else min(self.drafter.block_size, guesses + 1)
+        plan = Plan(block_size, [SamplingParams()] * rows, guesses if tree else 0, seconds)
+        prompt = [(7 * i + 3) % self.target.vocab_size for i in range(context)]
+        room = min(count * self.drafter.block_size + guesses, self.target.max_context - context)
+        batch = self.prefill([self.request(prompt, SamplingParams(room, ignore_eos=True)) for _ in range(rows)])
+        found = []
+        for _ in range(count):
+            began = self.now()
+            made = self.step(batch, plan)
+            found.append((made, self.now() - began))
+        return found
 
     @unheard()
     def prefill(self, requests: list[Request]) -> Batch:

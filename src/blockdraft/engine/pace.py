@@ -1,59 +1,164 @@
-"""How long cycles really take, over what was measured beforehand."""
+"""How long cycles take, by their size: learned from the cycles that run."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-MEMORY = 0.07  # weight of the newest cycle in a running mean
-REACH = 0.5  # the same for cycles of half or twice as many guesses, over the weight for those of as many
-LEAST, MOST = 0.4, 2.5  # a cycle outside these bounds met a stray delay, which is no news
+NOISE = 0.01  # variance of the logarithm of one cycle's time
+DRIFT = 5e-5  # what the variance of a size's time grows by in a cycle, since machines and contexts change
+SHARED = 0.0015  # variance of what the sizes have in common, such as other work of the machine
+SETTLING = 3  # cycles that set the common scale only; the fastest of them counts, as the first ones warm up
+OPTIMISM = 2.0  # standard deviations below what is expected, for the least that a cycle may take
+KNOWN = 0.9  # variance below which a size is known, be it from stored costs
+REACH = 2  # sizes are tried up to so many times the largest known one
+EVERY, COARSE = 16, 4  # sizes are told apart up to 16 guesses, then in steps of a quarter
 
 
-class Pace:
-    """Running means of measured over expected seconds, for plain cycles and for 1, 2, 4, ... guesses a row.
+def sizes(most: int) -> list[int]:
+    """Numbers of guesses of which times are kept, from 0 to `most`."""
+    found = [0]
+    while found[-1] < most:
+        step = 1 if found[-1] < EVERY else found[-1] // COARSE
+        found.append(min(found[-1] + step, most))
+    return found
 
-    Costs that are measured once err: contexts grow, machines have other work, and measuring itself meets delays.
+
+class Times:
+    """Times of the cycles of one number of rows, over the common pace.
+
+    Each size has the logarithm of its time and the variance of this estimate, as in a Kalman filter: a size that was
+    never or long ago tried believes its newest cycle, one that is often tried takes in a little of each. Of two
+    readings in a row the shorter counts: a stray delay is no news, and what lasts is there again in the next reading.
 
     Args:
-        most: Most guesses of a row.
+        sizes: Numbers of guesses.
+        seconds: Of a cycle that does not draft, then of one that does, by `sizes`.
+        variances: Of their logarithms.
     """
 
-    def __init__(self, most: int) -> None:
-        self.plain = 1.0
-        self._steps = np.log2(np.maximum(np.arange(most + 1), 1))
-        self._knots = np.arange(math.ceil(self._steps[-1]) + 1)
-        self._ratios = np.ones(len(self._knots))
-        self._factors: NDArray[np.float64] | None = None  # by guesses a row; None where the ratios have changed
+    def __init__(self, sizes: Sequence[int], seconds: Sequence[float], variances: Sequence[float]) -> None:
+        self._sizes = sizes
+        self.levels = [math.log(each) for each in seconds]
+        self.variances = list(variances)
+        self._seen = [0] * len(self.levels)  # the cycle in which each was last tried
+        self._before = list(self.levels)  # the reading before
+        self._shown: list[float] | None = None  # levels that the curve is made of
 
-    def cycle(self, expected: Sequence[float]) -> list[float]:
-        """Seconds of a cycle that drafts, by guesses a row, from those that were expected."""
-        found: list[float] = (self._by_guesses() * expected).tolist()
-        return found
-
-    def at(self, guesses: int, expected: Sequence[float]) -> float:
-        """One entry of `cycle`."""
-        return float(self._by_guesses()[guesses]) * expected[guesses]
-
-    def _by_guesses(self) -> NDArray[np.float64]:
-        if self._factors is None:
-            self._factors = np.interp(self._steps, self._knots, self._ratios)
-        return self._factors
-
-    def learn(self, guesses: int | None, seconds: float, expected: float) -> None:
+    def learn(self, guesses: int | None, seconds: float, pace: float, now: int) -> float:
         """Take in a cycle.
 
         Args:
             guesses: Of a row; None where the cycle did not draft.
-            expected: Seconds before any correction.
+            pace: Logarithm of what all times have in common.
+            now: Number of the cycle.
+
+        Returns:
+            What the pace changes by.
         """
-        ratio = min(max(seconds / expected, LEAST), MOST)
+        entry, reading = self._entry(guesses), math.log(seconds) - pace
+        if entry and self._sizes[entry - 1] != guesses:  # a size in between stands for the nearest
+            plain, curve = self.expected()
+            reading += math.log(curve[self._sizes[entry - 1]] / curve[guesses or 0])
+        error = min(reading, self._before[entry]) - self.levels[entry]
+        self._before[entry] = reading
+        variance = self._variance(entry, now)
+        total = variance + SHARED + NOISE
+        self.levels[entry] += variance / total * error
+        self.variances[entry] = variance * (1 - variance / total)
+        self._seen[entry] = now
+        return SHARED / total * error
+
+    def settle(self, guesses: int | None, seconds: float) -> float:
+        """The pace that explains a cycle."""
+        return math.log(seconds) - self.levels[self._entry(guesses)]
+
+    def expected(self) -> tuple[float, list[float]]:
+        """Times of a cycle that does not draft, and of one that does by guesses a row."""
+        if self._shown is None or max(abs(a - b) for a, b in zip(self.levels, self._shown, strict=True)) > 0.003:
+            self._shown = list(self.levels)
+            self._rising = isotonic(self.levels, [1 / variance for variance in self.variances])
+            self._curve = self._interpolated(self._rising)
+        return self._curve
+
+    def least(self, now: int) -> tuple[float, list[float]]:
+        """The least that they may be, given how well they are known."""
+        self.expected()
+        found, floor = [], -math.inf
+        for entry, level in enumerate(self._rising):  # no size takes less than a smaller one may
+            floor = max(floor, level - OPTIMISM * math.sqrt(self._variance(entry, now)))
+            found.append(floor)
+        return self._interpolated(found)
+
+    def _entry(self, guesses: int | None) -> int:
         if guesses is None:
-            self.plain += MEMORY * (ratio - self.plain)
+            return 0
+        at = bisect_left(self._sizes, guesses)
+        return 1 + at - (at > 0 and self._sizes[at] - guesses > guesses - self._sizes[at - 1])
+
+    def _variance(self, entry: int, now: int) -> float:
+        return self.variances[entry] + DRIFT * (now - self._seen[entry])
+
+    def _interpolated(self, levels: list[float]) -> tuple[float, list[float]]:
+        known = [size for size, variance in zip(self._sizes, self.variances[1:], strict=True) if variance < KNOWN]
+        limit = min(REACH * max(known, default=0) + 2, self._sizes[-1])
+        seconds = [math.exp(level) for level in levels]
+        if limit <= EVERY:
+            return seconds[0], seconds[1 : limit + 2]
+        curve: list[float] = np.interp(range(limit + 1), self._sizes, seconds[1:]).tolist()
+        return seconds[0], curve
+
+
+def isotonic(values: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """The rising sequence that is closest to these values, by weighted squares: more work never takes less time."""
+    pools: list[tuple[float, float, int]] = []
+    for value, weight in zip(values, weights, strict=True):
+        count = 1
+        while pools and pools[-1][0] > value:
+            other, others, members = pools.pop()
+            value = (value * weight + other * others) / (weight + others)
+            weight, count = weight + others, count + members
+        pools.append((value, weight, count))
+    return [value for value, _, count in pools for _ in range(count)]
+
+
+class Pace:
+    """Times of the cycles of one engine.
+
+    Rows are told apart in steps of a half of their binary logarithm. Numbers of rows that have not been seen begin
+    with the times of the nearest ones that have, moved by what the prior says of the two.
+
+    Args:
+        prior: For a number of rows: seconds without drafting, seconds with it by number of guesses, and the variance
+            of their logarithms.
+        most: Most guesses of a row.
+    """
+
+    def __init__(self, prior: Callable[[int], tuple[float, Sequence[float], float]], most: int) -> None:
+        self._prior = prior
+        self._sizes = sizes(most)
+        self._times: dict[int, Times] = {}
+        self._pace = math.inf
+        self.now = 0
+
+    def of(self, rows: int) -> Times:
+        step = round(2 * math.log2(rows))
+        if step not in self._times:
+            self._times[step] = self._begin(step)
+        return self._times[step]
+
+    def _begin(self, step: int) -> Times:
+        plain, curve, variance = self._prior(round(2 ** (step / 2)))
+        seconds = [plain, *(curve[size] for size in self._sizes)]
+        return Times(self._sizes, seconds, [variance] * len(seconds))
+
+    def learn(self, rows: int, guesses: int | None, seconds: float) -> None:
+        self.now += 1
+        times = self.of(rows)
+        if self.now <= SETTLING:
+            self._pace = min(self._pace, times.settle(guesses, seconds))
         else:
-            weights = MEMORY * REACH ** np.abs(self._knots - self._steps[guesses])
-            self._ratios += weights * (ratio - self._ratios)
-            self._factors = None
+            self._pace += times.learn(guesses, seconds, self._pace, self.now)
