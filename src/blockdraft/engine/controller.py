@@ -17,7 +17,7 @@ from blockdraft.proposal import Plan
 from blockdraft.types import Drafting
 
 MOST_GUESSES = 256  # of a tree whose budget is chosen each cycle
-MEMORY = 0.05  # weight of a request's newest cycle in its running mean
+MEMORY = 0.03  # weight of a request's newest cycle in its running mean
 COMMON_MEMORY = 0.01  # the same for what all requests share
 FIRST_GUESS = 0.6  # share of guesses taken to be accepted before any has been tried
 EASY = 0.8  # the same where a pause is tried to be ended
@@ -108,7 +108,7 @@ class Controller:
             if not self._drafting.drawn:
                 block_size = min(block_size, 2 + round(SPARE_DEPTH * self._depth))
             return Plan(block_size, params, budget, curve, trust, draft_window=window)
-        length = self._best_length(curve, EASY if self._paused else 0.0)
+        length = _best(self._tokens(), curve)
         return Plan(min(block_size, 1 + length), params, budget, draft_window=window)
 
     def _choose(self, requests: Sequence[Request]) -> Sequence[float] | None:
@@ -117,25 +117,33 @@ class Controller:
         times = self._pace.of(rows)
         plain, curve = times.expected()
         knows = self._drafter.knows_probabilities
-        usual = round(self._guesses) if knows else self._best_length(curve)
-        tokens = sum(self._taus.get(request, self._tau or 1.0) for request in requests)
-        drafting, pausing = tokens / curve[min(usual, len(curve) - 1)], rows / plain
+        tokens = self._tokens()
+        usual = min(round(self._guesses), len(curve) - 1) if knows else _best(tokens, curve)
+        share = sum(self._taus.get(request, self._tau or 1.0) for request in requests)
+        drafting, pausing = share * tokens[usual] / curve[usual], rows / plain
         self._paused = self._tau is not None and drafting < MARGIN * pausing
         self._rate = max(drafting, pausing)
         self._trial = False
         if self._tau is None or self._debt > 0 or now < self._next:
             return None if self._paused else curve
-        plain, least = times.least(now)
-        if self._paused:
-            self._trial = True
-            return least
-        if rows / plain > 1.02 * drafting:
-            self._trial = True
-            return None
-        if not knows and self._best_length(least) == usual:
-            self._next = now + PATIENCE
-            return curve
+        least_plain, least = times.least(now)
+        affordable = [n for n in range(len(curve)) if curve[n] < 3 * max(plain, curve[usual])]
+        least = least[:affordable[-1]+1]
         self._trial = True
+        if self._paused:
+            if knows:
+                return least
+            n = _best(tokens, least)
+            if share * tokens[n] / least[n] > pausing:
+                return _only(n)
+            return _only(_best(self._tokens(EASY), curve[:affordable[-1]+1]))
+        if rows / least_plain > 1.01 * drafting:
+            return None
+        if not knows:
+            n = _best(tokens, least)
+            if n == usual:
+                self._trial = False
+                self._next = now + PATIENCE
         return least
 
     def learn(
@@ -168,14 +176,13 @@ class Controller:
         cost = curve[min(guesses, len(curve) - 1)] if drafts else plain
         if self._tau is None:
             self._debt = -CREDIT * cost
-        if self._trial:
-            self._debt += cost - (rows + sum(lengths)) / self._rate
-            self._next = self._pace.now + 2
-        elif self._debt > 0:
+        if self._debt > 0 and not self._trial:
             self._debt -= EXPLORE * cost
         if not drafts:
             if not self._trial:
                 self._run = 0
+            else:
+                self._charge(cost, rows)
             return
         for position in range(max(deepest)):
             reached = [length for depth, length in zip(deepest, lengths, strict=True) if position < min(length + 1, depth)]
@@ -186,35 +193,54 @@ class Controller:
             for hope, length in zip(expected, lengths, strict=True):
                 self._expected = (1 - COMMON_MEMORY) * self._expected + hope
                 self._came_true = (1 - COMMON_MEMORY) * self._came_true + length
-        if self._trial and not self._paused:
-            return
-        self._run += 1
+        if not self._trial or self._paused:
+            self._run += 1
         weight = max(MEMORY, 1 / (1 + self._run))
-        self._guesses += weight * (guesses - self._guesses)
-        self._depth += weight * (max(deepest) - self._depth)
-        for request, depth, length in zip(requests, deepest, lengths, strict=True):
-            before = self._taus.get(request, self._tau)
-            after = 1 + length if before is None else before + weight * (1 + length - before)
-            self._taus[request] = after
-            self._tau = after if self._tau is None else self._tau + COMMON_MEMORY * (1 + length - self._tau)
+        knows = self._drafter.knows_probabilities
+        promise = self._tokens()[min(guesses, len(curve)-1)]
+        if not (self._trial and knows and not self._paused):
+            self._guesses += weight * (guesses - self._guesses)
+            self._depth += weight * (max(deepest) - self._depth)
+            for request, depth, length in zip(requests, deepest, lengths, strict=True):
+                before = self._taus.get(request, self._tau)
+                ratio = (1 + length) / promise
+                self._taus[request] = ratio if before is None else before + weight * (ratio - before)
+                self._tau = ratio if self._tau is None else self._tau + COMMON_MEMORY * (ratio - self._tau)
+        if self._trial:
+            tokens = sum(self._taus[request] for request in requests) * promise
+            if knows and not self._paused and expected is not None:
+                tokens = rows + sum(expected) * self._came_true / self._expected
+            self._charge(cost, tokens)
 
-    def _best_length(self, curve: Sequence[float], least: float = 0.0) -> int:
-        """Guesses of a chain that maximise the expected tokens over time, from what was accepted at each position.
+    def _charge(self, cost: float, tokens: float) -> None:
+        self._debt += cost - tokens / self._rate
+        self._next = self._pace.now + 2
+
+    def _tokens(self, least: float = 0.0) -> list[float]:
+        """Tokens that a chain yields by its guesses, from what was accepted at each position.
 
         Positions that were seldom reached borrow from the others.
         """
-        best, best_rate, survival, expected = 1, 0.0, 1.0, 1.0
+        if self._drafter.knows_probabilities:
+            return [1.0] * (self.most_guesses + 1)
         mean = (sum(self._accepted) + PRIOR * FIRST_GUESS) / (sum(self._reached) + PRIOR)
-        for length in range(1, min(self._block_size, len(curve))):
-            chance = (self._accepted[length - 1] + PRIOR * mean) / (self._reached[length - 1] + PRIOR)
-            survival *= max(chance, least)
-            expected += survival
-            if expected / curve[length] > best_rate:
-                best, best_rate = length, expected / curve[length]
-        return best
+        found, survival = [1.0], 1.0
+        for accepted, reached in zip(self._accepted, self._reached, strict=True):
+            survival *= max((accepted + PRIOR * mean) / (reached + PRIOR), least)
+            found.append(found[-1] + survival)
+        return found
 
     def _prior(self, rows: int) -> tuple[float, Sequence[float], float]:
         costs = self._costs()
         if costs is None:
             return 1.0, [1.2 + 0.05 * n for n in range(self.most_guesses + 1)], 1.0
         return costs.plain_cycle(rows), costs.cycle(rows, self.most_guesses, self._drafting.tree_budget != 0), 0.5
+
+
+def _best(tokens: Sequence[float], curve: Sequence[float]) -> int:
+    """Guesses, at least one, that yield the most tokens over time."""
+    return max(range(1, min(len(tokens), len(curve))), key=lambda n: tokens[n] / curve[n])
+
+
+def _only(n: int) -> list[float]:
+    return [1.0] * (n + 1)

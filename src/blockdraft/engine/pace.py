@@ -10,7 +10,7 @@ import numpy as np
 
 NOISE = 0.01  # variance of the logarithm of one cycle's time
 DRIFT = 5e-5  # what the variance of a size's time grows by in a cycle, since machines and contexts change
-SHARED = 0.0015  # variance of what the sizes have in common, such as other work of the machine
+SHARED = 0.0001  # variance of what the sizes have in common, such as other work of the machine
 SETTLING = 3  # cycles that set the common scale only; the fastest of them counts, as the first ones warm up
 OPTIMISM = 2.0  # standard deviations below what is expected, for the least that a cycle may take
 KNOWN = 0.9  # variance below which a size is known, be it from stored costs
