@@ -17,7 +17,8 @@ from blockdraft.proposal import Plan
 from blockdraft.types import Drafting
 
 MOST_GUESSES = 256  # of a tree whose budget is chosen each cycle
-MEMORY = 0.03  # weight of a request's newest cycle in its running mean
+YIELD_NOISE = 0.5
+YIELD_DRIFT = 5e-4
 COMMON_MEMORY = 0.01  # the same for what all requests share
 FIRST_GUESS = 0.6  # share of guesses taken to be accepted before any has been tried
 EASY = 0.8  # the same where a pause is tried to be ended
@@ -64,7 +65,7 @@ class Controller:
         self._accepted = [0.0] * self._block_size  # by position: guesses accepted, and guesses that could have been
         self._reached = [0.0] * self._block_size
         self._paused = False
-        self._run = 0  # cycles with drafting since the last pause
+        self._doubt = YIELD_NOISE
         self._trial = False
         self._rate = 0.0  # tokens a second that the best plan promises
         self._debt = 0.0  # seconds lost in trials that are not yet made up for
@@ -175,13 +176,12 @@ class Controller:
         plain, curve = self._pace.of(rows).expected()
         cost = curve[min(guesses, len(curve) - 1)] if drafts else plain
         if self._tau is None:
-            self._debt = -CREDIT * cost
+            self._debt = -CREDIT * plain
         if self._debt > 0 and not self._trial:
             self._debt -= EXPLORE * cost
         if not drafts:
-            if not self._trial:
-                self._run = 0
-            else:
+            self._doubt += YIELD_DRIFT
+            if self._trial:
                 self._charge(cost, rows)
             return
         for position in range(max(deepest)):
@@ -193,9 +193,9 @@ class Controller:
             for hope, length in zip(expected, lengths, strict=True):
                 self._expected = (1 - COMMON_MEMORY) * self._expected + hope
                 self._came_true = (1 - COMMON_MEMORY) * self._came_true + length
-        if not self._trial or self._paused:
-            self._run += 1
-        weight = max(MEMORY, 1 / (1 + self._run))
+        self._doubt += YIELD_DRIFT
+        weight = self._doubt / (self._doubt + YIELD_NOISE)
+        self._doubt *= 1 - weight
         knows = self._drafter.knows_probabilities
         promise = self._tokens()[min(guesses, len(curve)-1)]
         if not (self._trial and knows and not self._paused):
@@ -233,7 +233,7 @@ class Controller:
     def _prior(self, rows: int) -> tuple[float, Sequence[float], float]:
         costs = self._costs()
         if costs is None:
-            return 1.0, [1.2 + 0.05 * n for n in range(self.most_guesses + 1)], 1.0
+            return 1.0, [1.2 + 0.05 * rows * n for n in range(self.most_guesses + 1)], 1.0
         return costs.plain_cycle(rows), costs.cycle(rows, self.most_guesses, self._drafting.tree_budget != 0), 0.5
 
 

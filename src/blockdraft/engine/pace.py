@@ -14,6 +14,8 @@ SHARED = 0.0001  # variance of what the sizes have in common, such as other work
 SETTLING = 3  # cycles that set the common scale only; the fastest of them counts, as the first ones warm up
 OPTIMISM = 2.0  # standard deviations below what is expected, for the least that a cycle may take
 KNOWN = 0.9  # variance below which a size is known, be it from stored costs
+SURPRISE = 0.3
+NEAR = 0.6
 REACH = 2  # sizes are tried up to so many times the largest known one
 EVERY, COARSE = 16, 4  # sizes are told apart up to 16 guesses, then in steps of a quarter
 
@@ -46,6 +48,7 @@ class Times:
         self.variances = list(variances)
         self._seen = [0] * len(self.levels)  # the cycle in which each was last tried
         self._before = list(self.levels)  # the reading before
+        self._steps = [0.0, *(math.log2(size + 1) for size in sizes)]
         self._shown: list[float] | None = None  # levels that the curve is made of
 
     def learn(self, guesses: int | None, seconds: float, pace: float, now: int) -> float:
@@ -63,14 +66,27 @@ class Times:
         if entry and self._sizes[entry - 1] != guesses:  # a size in between stands for the nearest
             plain, curve = self.expected()
             reading += math.log(curve[self._sizes[entry - 1]] / curve[guesses or 0])
-        error = min(reading, self._before[entry]) - self.levels[entry]
-        self._before[entry] = reading
-        variance = self._variance(entry, now)
-        total = variance + SHARED + NOISE
+        before, self._before[entry] = self._before[entry], reading
+        self._seen[entry], variance = now, self._variance(entry, now)
+        self.variances[entry] = variance
+        if reading > before + SURPRISE:
+            return 0.0
+        error, total = min(reading, before) - self.levels[entry], variance + SHARED + NOISE
+        if entry and variance > 4 * NOISE:
+            self._inform(entry, error / total)
         self.levels[entry] += variance / total * error
-        self.variances[entry] = variance * (1 - variance / total)
-        self._seen[entry] = now
+        self.variances[entry] -= variance**2 / total
         return SHARED / total * error
+
+    def _inform(self, entry: int, error: float) -> None:
+        """Let a size that was little known tell those near it."""
+        for other in range(1, len(self.levels)):
+            if other != entry:
+                near = NEAR ** abs(self._steps[other] - self._steps[entry])
+                shared = near * math.sqrt(self.variances[other] * self.variances[entry])
+                self.levels[other] += shared * error
+                self._before[other] += shared * error
+                self.variances[other] -= shared**2 / (self.variances[entry] + SHARED + NOISE)
 
     def settle(self, guesses: int | None, seconds: float) -> float:
         """The pace that explains a cycle."""
