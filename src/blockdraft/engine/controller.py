@@ -18,14 +18,15 @@ from blockdraft.types import Drafting
 
 MOST_GUESSES = 256  # of a tree whose budget is chosen each cycle
 YIELD_NOISE = 0.5
-YIELD_DRIFT = 5e-4
+YIELD_DRIFT = 2e-4
 COMMON_MEMORY = 0.01  # the same for what all requests share
 FIRST_GUESS = 0.6  # share of guesses taken to be accepted before any has been tried
 EASY = 0.8  # the same where a pause is tried to be ended
 MARGIN = 1.01  # gain below which drafting is not worth its risk
 SPARE_DEPTH = 1.5  # slots of a draft pass over the depth that paid lately
 PRIOR = 10.0  # guesses that the mean of all positions counts for at each position
-EXPLORE = 0.006  # share of the time that may be lost in trials
+NEAR = 0.85
+EXPLORE = 0.004  # share of the time that may be lost in trials
 CREDIT = 10.0  # cycles that may be lost in trials to begin with
 PATIENCE = 16  # cycles until trials are thought of again where there was none worth while
 
@@ -66,9 +67,9 @@ class Controller:
         self._reached = [0.0] * self._block_size
         self._paused = False
         self._doubt = YIELD_NOISE
-        self._trial = False
+        self._trial = ""
         self._rate = 0.0  # tokens a second that the best plan promises
-        self._debt = 0.0  # seconds lost in trials that are not yet made up for
+        self._debts = {"again": 0.0, "new": 0.0}  # seconds lost in trials that are not yet made up for
         self._next = 0  # cycle before which no trial is thought of
 
     @property
@@ -124,13 +125,17 @@ class Controller:
         drafting, pausing = share * tokens[usual] / curve[usual], rows / plain
         self._paused = self._tau is not None and drafting < MARGIN * pausing
         self._rate = max(drafting, pausing)
-        self._trial = False
-        if self._tau is None or self._debt > 0 or now < self._next:
-            return None if self._paused else curve
+        self._trial = ""
+        if self._tau is None:
+            return curve
+        if self._debts["new"] > 0 or now < self._next:
+            if self._paused and drafting > NEAR * pausing and self._debts["again"] <= 0:
+                self._trial = "again"
+            return None if self._paused and not self._trial else curve
         least_plain, least = times.least(now)
         affordable = [n for n in range(len(curve)) if curve[n] < 3 * max(plain, curve[usual])]
         least = least[:affordable[-1]+1]
-        self._trial = True
+        self._trial = "new"
         if self._paused:
             if knows:
                 return least
@@ -143,7 +148,7 @@ class Controller:
         if not knows:
             n = _best(tokens, least)
             if n == usual:
-                self._trial = False
+                self._trial = ""
                 self._next = now + PATIENCE
         return least
 
@@ -176,9 +181,10 @@ class Controller:
         plain, curve = self._pace.of(rows).expected()
         cost = curve[min(guesses, len(curve) - 1)] if drafts else plain
         if self._tau is None:
-            self._debt = -CREDIT * plain
-        if self._debt > 0 and not self._trial:
-            self._debt -= EXPLORE * cost
+            self._debts["new"] = -CREDIT * plain
+        for kind, debt in self._debts.items():
+            if debt > 0 and kind != self._trial:
+                self._debts[kind] -= EXPLORE * cost
         if not drafts:
             self._doubt += YIELD_DRIFT
             if self._trial:
@@ -191,8 +197,9 @@ class Controller:
                 self._accepted[position] = (1 - COMMON_MEMORY) * self._accepted[position] + (position < length)
         if expected is not None:
             for hope, length in zip(expected, lengths, strict=True):
-                self._expected = (1 - COMMON_MEMORY) * self._expected + hope
-                self._came_true = (1 - COMMON_MEMORY) * self._came_true + length
+                kept = 1 - COMMON_MEMORY * min(hope, 1.0)
+                self._expected = kept * self._expected + hope
+                self._came_true = kept * self._came_true + length
         self._doubt += YIELD_DRIFT
         weight = self._doubt / (self._doubt + YIELD_NOISE)
         self._doubt *= 1 - weight
@@ -213,7 +220,7 @@ class Controller:
             self._charge(cost, tokens)
 
     def _charge(self, cost: float, tokens: float) -> None:
-        self._debt += cost - tokens / self._rate
+        self._debts[self._trial] += max(cost - tokens / self._rate, 0.05 * cost)
         self._next = self._pace.now + 2
 
     def _tokens(self, least: float = 0.0) -> list[float]:

@@ -66,12 +66,14 @@ class Times:
         if entry and self._sizes[entry - 1] != guesses:  # a size in between stands for the nearest
             plain, curve = self.expected()
             reading += math.log(curve[self._sizes[entry - 1]] / curve[guesses or 0])
-        before, self._before[entry] = self._before[entry], reading
         self._seen[entry], variance = now, self._variance(entry, now)
         self.variances[entry] = variance
-        if reading > before + SURPRISE:
-            return 0.0
-        error, total = min(reading, before) - self.levels[entry], variance + SHARED + NOISE
+        before, self._before[entry] = self._before[entry], reading
+        if reading > self.levels[entry] + SURPRISE:
+            if before <= self.levels[entry] + SURPRISE:
+                return 0.0
+            reading = min(reading, before)
+        error, total = reading - self.levels[entry], variance + SHARED + NOISE
         if entry and variance > 4 * NOISE:
             self._inform(entry, error / total)
         self.levels[entry] += variance / total * error
@@ -85,7 +87,6 @@ class Times:
                 near = NEAR ** abs(self._steps[other] - self._steps[entry])
                 shared = near * math.sqrt(self.variances[other] * self.variances[entry])
                 self.levels[other] += shared * error
-                self._before[other] += shared * error
                 self.variances[other] -= shared**2 / (self.variances[entry] + SHARED + NOISE)
 
     def settle(self, guesses: int | None, seconds: float) -> float:
