@@ -62,8 +62,10 @@ ROWS, CHAINS, TREES = (1, 2, 4, 8, 16), (1, 2, 3, 4, 5, 7, 11, 15), (1, 2, 4, 8,
 
 def stored(machine: Machine, scale: Callable[[], float] = lambda: 1.0) -> Costs:
     """What measuring this machine would store, each time of a cycle that drafts multiplied by a number of its own."""
+
     def points(sizes: Sequence[int], rows: int) -> tuple[tuple[int, float], ...]:
         return tuple((n, scale() * machine.seconds(rows, n)) for n in sizes)
+
     return Costs(
         rows=ROWS,
         plain=tuple(machine.seconds(rows, None) for rows in ROWS),
@@ -214,7 +216,13 @@ class Decoding:
         true = self.machine.seconds(rows, guesses) * self.slower(self.cycle, guesses)
         expected = [sum(survival[:guesses]) for survival in survivals] if knows and guesses is not None else None
         self.controller.learn(
-            requests, plan, guesses or 0, [guesses or 0] * rows, lengths, expected, self.machine.measured(true, self.rng)
+            requests,
+            plan,
+            guesses or 0,
+            [guesses or 0] * rows,
+            lengths,
+            expected,
+            self.machine.measured(true, self.rng),
         )
         account.tokens += rows + sum(sum(survival[: guesses or 0]) for survival in survivals)
         account.seconds += true
@@ -226,7 +234,9 @@ class Decoding:
             account.fixed_seconds[n] = account.fixed_seconds.get(n, 0.0) + seconds
 
 
-def decoding(machine: Machine, text: Text, costs: Costs | None, knows: bool = False, seed: int = 0, **options: object) -> Decoding:
+def decoding(
+    machine: Machine, text: Text, costs: Costs | None, knows: bool = False, seed: int = 0, **options: object
+) -> Decoding:
     drafter = Knowing() if knows else Lookup()
     controller = Controller(drafter, Drafting("auto"), lambda: costs)  # type: ignore[arg-type]
     return Decoding(machine, text, controller, seed, **options)  # type: ignore[arg-type]

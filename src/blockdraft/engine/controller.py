@@ -6,7 +6,9 @@ random that it would then drop: a token that is dropped because of what it is wo
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from weakref import WeakKeyDictionary
 
 from blockdraft.drafters import Drafter
@@ -17,18 +19,28 @@ from blockdraft.proposal import Plan
 from blockdraft.types import Drafting
 
 MOST_GUESSES = 256  # of a tree whose budget is chosen each cycle
-YIELD_NOISE = 0.5
-YIELD_DRIFT = 2e-4
-COMMON_MEMORY = 0.01  # the same for what all requests share
+MEMORY = 0.01  # weight of the newest cycle in running means of what all requests share
+YIELD_NOISE, YIELD_DRIFT = (
+    0.5,
+    2e-4,
+)  # variance of a cycle's tokens over those expected, and of what its mean changes by
 FIRST_GUESS = 0.6  # share of guesses taken to be accepted before any has been tried
-EASY = 0.8  # the same where a pause is tried to be ended
+EASY = 0.8  # the same where a pause may end because the text has become easy
 MARGIN = 1.01  # gain below which drafting is not worth its risk
 SPARE_DEPTH = 1.5  # slots of a draft pass over the depth that paid lately
 PRIOR = 10.0  # guesses that the mean of all positions counts for at each position
-NEAR = 0.85
-EXPLORE = 0.004  # share of the time that may be lost in trials
-CREDIT = 10.0  # cycles that may be lost in trials to begin with
-PATIENCE = 16  # cycles until trials are thought of again where there was none worth while
+DRAFT_PASS, GUESS = (
+    0.2,
+    0.05,
+)  # of a plain cycle's time, where nothing is known of the machine; the latter for each node
+
+EXPLORE = 0.004  # share of the time that may be lost in trials of a kind
+CREDIT = 10.0  # plain cycles that may be lost in trials to begin with
+LEAST_CHARGE, WASTED_CHARGE = 0.01, 0.1  # of a trial's time: it counts as lost at least; where there were no guesses
+TOO_LONG = 3.0  # times the usual cycle: a trial that is expected to take longer is left out
+CLOSE = 0.85  # drafting that yields so much of plain decoding is tried again as it was
+BETWEEN, PATIENCE = 2, 16  # cycles between two trials of new sizes; the same where none was worth while
+AGAIN, NEW = "again", "new"  # kinds of trial
 
 
 class Controller:
@@ -43,34 +55,45 @@ class Controller:
       maximise the expected tokens over time (CaDDTree, arXiv 2606.01813). For one that does not, the length of its
       chains is set in the same way from the share of guesses that were accepted so far. How far its probabilities can
       be trusted is learned, and so is how long a block is of use: a shorter one makes a cheaper draft pass.
-    - Now and then there is a trial: a cycle that would be the best one if sizes that are not well known took the least
-      that they may. What trials lose is counted, and the next one waits until the loss is a small share of the time.
+    - Now and then there is a trial: a cycle that would be the best one if sizes of which little is known took the
+      least that they may, or if the text had become easy. What trials lose is counted, and the next one waits until
+      the loss is a small share of the time.
 
     Args:
-        costs: Called once, when a decision first needs it; None where nothing was stored.
+        costs: What was stored of the machine, if anything; called when it is first needed.
+        now: Seconds since 1970, for the age of the costs.
     """
 
-    def __init__(self, drafter: Drafter, drafting: Drafting, costs: Callable[[], Costs | None]) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        drafting: Drafting,
+        costs: Callable[[], Costs | None],
+        now: Callable[[], float] = time.time,
+    ) -> None:
         self._drafter = drafter
         self._drafting = drafting
         self._block_size = drafter.block_size
         if isinstance(drafting.block_size, int):
             self._block_size = drafting.block_size
-        self._costs = costs
+        self._knows = drafter.knows_probabilities
+        self._costs = cache(costs)
+        self._clock = now
         self._pace = Pace(self._prior, self.most_guesses)
-        self._tau: float | None = None  # of all requests; what a new one begins with
-        self._taus: WeakKeyDictionary[Request, float] = WeakKeyDictionary()
+        # Tokens of a cycle over those expected of its size: of all requests, which a new one begins with, and of each.
+        self._yield: float | None = None
+        self._yields: WeakKeyDictionary[Request, float] = WeakKeyDictionary()
+        self._doubt = YIELD_NOISE  # variance of these means
         self._guesses = 0.0  # running mean of the guesses a row
         self._depth = float(self._block_size)  # running mean of the guesses on the longest path
         self._came_true = self._expected = PRIOR  # accepted guesses, and what the drafter expected of them
         self._accepted = [0.0] * self._block_size  # by position: guesses accepted, and guesses that could have been
         self._reached = [0.0] * self._block_size
-        self._paused = False
-        self._doubt = YIELD_NOISE
-        self._trial = ""
         self._rate = 0.0  # tokens a second that the best plan promises
-        self._debts = {"again": 0.0, "new": 0.0}  # seconds lost in trials that are not yet made up for
-        self._next = 0  # cycle before which no trial is thought of
+        self._paused = False
+        self._trial: str | None = None  # what the planned cycle tries
+        self._lost = {AGAIN: 0.0, NEW: 0.0}  # seconds in trials that are not yet made up for
+        self._next = 0  # cycle before which there is no trial of new sizes
 
     @property
     def automatic(self) -> bool:
@@ -103,54 +126,46 @@ class Controller:
         curve = self._choose(requests)
         if curve is None:
             return Plan(1, params)
-        if self._drafter.knows_probabilities:
-            trust = self._came_true / self._expected
-            if self._paused:
-                trust = max(trust, 1.0)
-            if not self._drafting.drawn:
-                block_size = min(block_size, 2 + round(SPARE_DEPTH * self._depth))
-            return Plan(block_size, params, budget, curve, trust, draft_window=window)
-        length = _best(self._tokens(), curve)
-        return Plan(min(block_size, 1 + length), params, budget, draft_window=window)
+        if not self._knows:
+            return Plan(min(block_size, len(curve)), params, budget, draft_window=window)
+        trust = self._came_true / self._expected
+        if self._paused and self._trial == NEW:
+            trust = max(trust, 1.0)  # the text may have become easy
+        if not self._drafting.drawn:
+            block_size = min(block_size, 2 + round(SPARE_DEPTH * self._depth))
+        return Plan(block_size, params, budget, curve, trust, draft_window=window)
 
-    def _choose(self, requests: Sequence[Request]) -> Sequence[float] | None:
-        """Seconds of the next cycle by guesses a row, if it is to draft."""
-        rows, now = len(requests), self._pace.now
+    def _choose(self, requests: Sequence[Request]) -> list[float] | None:
+        """Seconds of the next cycle by guesses a row, up to the most that it may have; None if it is not to draft."""
+        rows, now, self._trial = len(requests), self._pace.now, None
         times = self._pace.of(rows)
         plain, curve = times.expected()
-        knows = self._drafter.knows_probabilities
         tokens = self._tokens()
-        usual = min(round(self._guesses), len(curve) - 1) if knows else _best(tokens, curve)
-        share = sum(self._taus.get(request, self._tau or 1.0) for request in requests)
-        drafting, pausing = share * tokens[usual] / curve[usual], rows / plain
-        self._paused = self._tau is not None and drafting < MARGIN * pausing
+        usual = len(curve) - 1 if self._knows else _best(tokens, curve)
+        if self._yield is None:
+            return curve[: usual + 1]
+        relative = sum(self._yields.get(request, self._yield) for request in requests)
+        # The drafter that knows probabilities sets the number anew in each cycle; its mean stands for it.
+        seconds = _at(curve, self._guesses) if self._knows else curve[usual]
+        drafting, pausing = relative * tokens[usual] / seconds, rows / plain
+        self._paused = drafting < MARGIN * pausing
         self._rate = max(drafting, pausing)
-        self._trial = ""
-        if self._tau is None:
-            return curve
-        if self._debts["new"] > 0 or now < self._next:
-            if self._paused and drafting > NEAR * pausing and self._debts["again"] <= 0:
-                self._trial = "again"
-            return None if self._paused and not self._trial else curve
-        least_plain, least = times.least(now)
-        affordable = [n for n in range(len(curve)) if curve[n] < 3 * max(plain, curve[usual])]
-        least = least[:affordable[-1]+1]
-        self._trial = "new"
-        if self._paused:
-            if knows:
-                return least
-            n = _best(tokens, least)
-            if share * tokens[n] / least[n] > pausing:
-                return _only(n)
-            return _only(_best(self._tokens(EASY), curve[:affordable[-1]+1]))
-        if rows / least_plain > 1.01 * drafting:
-            return None
-        if not knows:
-            n = _best(tokens, least)
-            if n == usual:
-                self._trial = ""
-                self._next = now + PATIENCE
-        return least
+        if self._lost[NEW] <= 0 and now >= self._next:
+            least_plain, least = times.least(now)
+            affordable = sum(each < TOO_LONG * max(plain, seconds) for each in curve)
+            if not self._paused and rows / least_plain > MARGIN * drafting:
+                self._trial = NEW
+                return None
+            best = len(curve) - 1 if self._knows else _best(tokens, least[:affordable])
+            if self._paused and not self._knows and relative * tokens[best] / least[best] <= pausing:
+                best = _best(self._tokens(EASY), curve[:affordable])
+            if self._paused or self._knows or best != usual:
+                self._trial = NEW
+                return least[: min(best + 1, affordable)]
+            self._next = now + PATIENCE
+        if self._paused and drafting > CLOSE * pausing and self._lost[AGAIN] <= 0:
+            self._trial = AGAIN
+        return None if self._paused and self._trial is None else curve[: usual + 1]
 
     def learn(
         self,
@@ -175,79 +190,105 @@ class Controller:
         """
         if not self.automatic:
             return
-        rows, drafts = len(requests), plan.block_size > 1
+        rows, drafts, trial = len(requests), plan.block_size > 1, self._trial
         if seconds is not None:
             self._pace.learn(rows, guesses if drafts else None, seconds)
         plain, curve = self._pace.of(rows).expected()
-        cost = curve[min(guesses, len(curve) - 1)] if drafts else plain
-        if self._tau is None:
-            self._debts["new"] = -CREDIT * plain
-        for kind, debt in self._debts.items():
-            if debt > 0 and kind != self._trial:
-                self._debts[kind] -= EXPLORE * cost
-        if not drafts:
-            self._doubt += YIELD_DRIFT
-            if self._trial:
-                self._charge(cost, rows)
-            return
-        for position in range(max(deepest)):
-            reached = [length for depth, length in zip(deepest, lengths, strict=True) if position < min(length + 1, depth)]
-            for length in reached:
-                self._reached[position] = (1 - COMMON_MEMORY) * self._reached[position] + 1
-                self._accepted[position] = (1 - COMMON_MEMORY) * self._accepted[position] + (position < length)
+        cost = _at(curve, guesses) if drafts else plain
+        if self._yield is None:
+            self._lost[NEW] = -CREDIT * plain
+        for kind, lost in self._lost.items():
+            if lost > 0 and kind != trial:
+                self._lost[kind] -= EXPLORE * cost
+        self._doubt += YIELD_DRIFT
+        tokens = float(rows)
+        if drafts:
+            tokens = self._learn_yield(requests, guesses, deepest, lengths, expected)
+        if trial:
+            least = LEAST_CHARGE if guesses or not drafts else WASTED_CHARGE
+            self._lost[trial] += max(cost - tokens / self._rate, least * cost)
+            self._next = self._pace.now + BETWEEN
+
+    def _learn_yield(
+        self,
+        requests: Sequence[Request],
+        guesses: int,
+        deepest: Sequence[int],
+        lengths: Sequence[int],
+        expected: Sequence[float] | None,
+    ) -> float:
+        """Take in what was accepted, as in `learn`; returns the tokens that such a cycle can be expected to yield."""
+        for depth, length in zip(deepest, lengths, strict=True):
+            for position in range(min(length + 1, depth)):
+                self._reached[position] = (1 - MEMORY) * self._reached[position] + 1
+                self._accepted[position] = (1 - MEMORY) * self._accepted[position] + (position < length)
         if expected is not None:
             for hope, length in zip(expected, lengths, strict=True):
-                kept = 1 - COMMON_MEMORY * min(hope, 1.0)
+                kept = 1 - MEMORY * min(hope, 1.0)
                 self._expected = kept * self._expected + hope
                 self._came_true = kept * self._came_true + length
-        self._doubt += YIELD_DRIFT
+        if self._knows and self._trial == NEW and not self._paused:  # not as many guesses as usual
+            hopes = lengths if expected is None else expected
+            return len(requests) + sum(hopes) * self._came_true / self._expected
         weight = self._doubt / (self._doubt + YIELD_NOISE)
         self._doubt *= 1 - weight
-        knows = self._drafter.knows_probabilities
-        promise = self._tokens()[min(guesses, len(curve)-1)]
-        if not (self._trial and knows and not self._paused):
-            self._guesses += weight * (guesses - self._guesses)
-            self._depth += weight * (max(deepest) - self._depth)
-            for request, depth, length in zip(requests, deepest, lengths, strict=True):
-                before = self._taus.get(request, self._tau)
-                ratio = (1 + length) / promise
-                self._taus[request] = ratio if before is None else before + weight * (ratio - before)
-                self._tau = ratio if self._tau is None else self._tau + COMMON_MEMORY * (ratio - self._tau)
-        if self._trial:
-            tokens = sum(self._taus[request] for request in requests) * promise
-            if knows and not self._paused and expected is not None:
-                tokens = rows + sum(expected) * self._came_true / self._expected
-            self._charge(cost, tokens)
-
-    def _charge(self, cost: float, tokens: float) -> None:
-        self._debts[self._trial] += max(cost - tokens / self._rate, 0.05 * cost)
-        self._next = self._pace.now + 2
+        self._guesses += weight * (guesses - self._guesses)
+        self._depth += weight * (max(deepest) - self._depth)
+        promised = self._tokens()[guesses]
+        for request, length in zip(requests, lengths, strict=True):
+            relative = (1 + length) / promised
+            before = self._yields.get(request, self._yield)
+            self._yields[request] = relative if before is None else before + weight * (relative - before)
+            self._yield = relative if self._yield is None else self._yield + MEMORY * (relative - self._yield)
+        return promised * sum(self._yields[request] for request in requests)
 
     def _tokens(self, least: float = 0.0) -> list[float]:
-        """Tokens that a chain yields by its guesses, from what was accepted at each position.
+        """Tokens that chains can be expected to yield, by their guesses, from what was accepted at each position.
 
-        Positions that were seldom reached borrow from the others.
+        Positions that were seldom reached borrow from the others. All 1 for a drafter that knows probabilities, as it
+        tells itself what it expects.
+
+        Args:
+            least: Share of guesses that are accepted at least.
         """
-        if self._drafter.knows_probabilities:
+        if self._knows:
             return [1.0] * (self.most_guesses + 1)
         mean = (sum(self._accepted) + PRIOR * FIRST_GUESS) / (sum(self._reached) + PRIOR)
         found, survival = [1.0], 1.0
         for accepted, reached in zip(self._accepted, self._reached, strict=True):
             survival *= max((accepted + PRIOR * mean) / (reached + PRIOR), least)
             found.append(found[-1] + survival)
-        return found
+        return found + [found[-1]] * (self.most_guesses + 1 - len(found))
 
-    def _prior(self, rows: int) -> tuple[float, Sequence[float], float]:
+    @property
+    def _tree(self) -> bool:
+        return self._drafting.tree_budget != 0
+
+    def _prior(self, rows: int) -> tuple[float, list[float], float]:
+        """Times of cycles before any has run, as `Pace` asks for them."""
         costs = self._costs()
-        if costs is None:
-            return 1.0, [1.2 + 0.05 * rows * n for n in range(self.most_guesses + 1)], 1.0
-        return costs.plain_cycle(rows), costs.cycle(rows, self.most_guesses, self._drafting.tree_budget != 0), 0.5
+        plain = costs.plain_cycle(rows) if costs else 1.0
+        if costs is None or not costs.knows(self._tree):
+            return plain, [plain * (1 + DRAFT_PASS + GUESS * rows * n) for n in range(self.most_guesses + 1)], 1.0
+        return plain, costs.cycle(rows, self.most_guesses, self._tree), costs.variance(self._clock())
+
+    def learned(self) -> Costs | None:
+        """What cycles cost, as far as it has been learned, to be stored; None where nothing has."""
+        found = self._pace.learned()
+        if not found:
+            return None
+        rows, plain = tuple(found), tuple(plain for plain, _ in found.values())
+        known, none = tuple(tuple(points) for _, points in found.values()), ((),) * len(found)
+        return Costs(rows, plain, none if self._tree else known, known if self._tree else none, self._clock())
 
 
-def _best(tokens: Sequence[float], curve: Sequence[float]) -> int:
+def _best(tokens: Sequence[float], seconds: Sequence[float]) -> int:
     """Guesses, at least one, that yield the most tokens over time."""
-    return max(range(1, min(len(tokens), len(curve))), key=lambda n: tokens[n] / curve[n])
+    return max(range(1, min(len(tokens), len(seconds))), key=lambda n: tokens[n] / seconds[n], default=1)
 
 
-def _only(n: int) -> list[float]:
-    return [1.0] * (n + 1)
+def _at(curve: Sequence[float], guesses: float) -> float:
+    """An entry of a curve, interpolated; beyond its end the last one."""
+    below = min(int(guesses), len(curve) - 1)
+    above = min(below + 1, len(curve) - 1)
+    return curve[below] + (guesses - int(guesses)) * (curve[above] - curve[below])

@@ -9,7 +9,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,6 +30,8 @@ MOST_GUESSES = 512  # of all rows together; larger trees are extrapolated
 CONTEXT = 128  # committed tokens of each row while measuring
 REPEATS = 7
 LIMIT_SECONDS = 25.0  # once measuring has taken so long, larger batches are left to extrapolation
+# Variances of the logarithms of stored times: when new, what they grow to, and the seconds in which half of this is done.
+FRESH, AGED, HALF_LIFE = 0.5, 1.0, 30 * 86400.0
 
 Points = tuple[tuple[int, float], ...]  # guesses of a row, rising, and the seconds of a cycle with them
 
@@ -41,7 +43,7 @@ class Costs:
     Attributes:
         rows: Numbers of rows, rising.
         plain: For each, a cycle that does not draft.
-        chain, tree: For each, cycles that draft; empty where none are known.
+        chain, tree: For each, cycles that draft; an empty tuple where none are known.
         date: When they were measured or learned, in seconds since 1970.
     """
 
@@ -56,16 +58,33 @@ class Costs:
         return float(_at(rows, self.rows, self.plain))
 
     def knows(self, tree: bool) -> bool:
-        """Whether there are times of cycles that draft chains, or trees, for every number of rows."""
-        return all(self.tree if tree else self.chain)
+        """Whether there are times of cycles that draft chains, or trees."""
+        return any(self.tree if tree else self.chain)
+
+    def variance(self, now: float) -> float:
+        """That of the logarithms of these times, which grows with their age."""
+        return AGED - (AGED - FRESH) * 0.5 ** (max(now - self.date, 0.0) / HALF_LIFE)
+
+    def updated(self, newer: Costs) -> Costs:
+        """These costs, with those that are newer in the place of what they know of the same numbers of rows."""
+        known: dict[int, tuple[float, Points, Points]] = {}
+        for costs in (self, newer):
+            for rows, plain, chain, tree in zip(costs.rows, costs.plain, costs.chain, costs.tree, strict=True):
+                _, older_chain, older_tree = known.get(rows, (0.0, (), ()))
+                known[rows] = plain, chain or older_chain, tree or older_tree
+        rows = tuple(sorted(known))
+        plain, chain, tree = zip(*(known[each] for each in rows), strict=True)
+        return Costs(rows, plain, chain, tree, newer.date)
 
     def cycle(self, rows: int, most: int, tree: bool) -> list[float]:
         """Time of a cycle that drafts, by guesses a row: entry n is for n guesses, from 0 to `most`."""
-        counts, curves = np.arange(most + 1), []
-        for points in self.tree if tree else self.chain:
-            guesses, seconds = zip(*points, strict=True)
-            curves.append(_at(counts, guesses, seconds))
-        found: list[float] = _at(rows, self.rows, curves).tolist()
+        counts, sizes, curves = np.arange(most + 1), [], []
+        for size, points in zip(self.rows, self.tree if tree else self.chain, strict=True):
+            if points:
+                guesses, seconds = zip(*points, strict=True)
+                sizes.append(size)
+                curves.append(_at(counts, guesses, seconds))
+        found: list[float] = _at(rows, sizes, curves).tolist()
         return found
 
 
@@ -146,7 +165,9 @@ def measure(
         chain = points(sorted({min(size, longest) for size in CHAIN_GUESSES}), False) if longest else ()
         tree = points(TREE_GUESSES, True) if longest else ()
         known[rows] = plain, chain, tree
-        added = (f"{kind} of {p[-1][0]} {1000 * p[-1][1]:.2f} ms" for kind, p in (("chain", chain), ("tree", tree)) if p)
+        added = (
+            f"{kind} of {p[-1][0]} {1000 * p[-1][1]:.2f} ms" for kind, p in (("chain", chain), ("tree", tree)) if p
+        )
         report(", ".join([f"{rows} rows: plain cycle {1000 * plain:.2f} ms", *added]))
     return Costs(tuple(known), *zip(*known.values(), strict=True), date=time.time())
 
