@@ -37,7 +37,8 @@ DRAFT_PASS, GUESS = (
 EXPLORE = 0.004  # share of the time that may be lost in trials of a kind
 CREDIT = 10.0  # plain cycles that may be lost in trials to begin with
 LEAST_CHARGE, WASTED_CHARGE = 0.01, 0.1  # of a trial's time: it counts as lost at least; where there were no guesses
-TOO_LONG = 3.0  # times the usual cycle: a trial that is expected to take longer is left out
+TOO_LONG = 2.5  # times the usual cycle: a trial that is expected to take longer is left out
+MOST_LOST = 2.0  # plain cycles that are made up for before there may be another trial
 CLOSE = 0.85  # drafting that yields so much of plain decoding is tried again as it was
 BETWEEN, PATIENCE = 2, 16  # cycles between two trials of new sizes; the same where none was worth while
 AGAIN, NEW = "again", "new"  # kinds of trial
@@ -89,6 +90,8 @@ class Controller:
         self._came_true = self._expected = PRIOR  # accepted guesses, and what the drafter expected of them
         self._accepted = [0.0] * self._block_size  # by position: guesses accepted, and guesses that could have been
         self._reached = [0.0] * self._block_size
+        # Tokens of a cycle by its guesses; where the drafter knows probabilities, it says itself what it expects.
+        self._promised = [1.0] * (self.most_guesses + 1) if self._knows else self._tokens()
         self._rate = 0.0  # tokens a second that the best plan promises
         self._paused = False
         self._trial: str | None = None  # what the planned cycle tries
@@ -140,7 +143,7 @@ class Controller:
         rows, now, self._trial = len(requests), self._pace.now, None
         times = self._pace.of(rows)
         plain, curve = times.expected()
-        tokens = self._tokens()
+        tokens = self._promised
         usual = len(curve) - 1 if self._knows else _best(tokens, curve)
         if self._yield is None:
             return curve[: usual + 1]
@@ -206,7 +209,8 @@ class Controller:
             tokens = self._learn_yield(requests, guesses, deepest, lengths, expected)
         if trial:
             least = LEAST_CHARGE if guesses or not drafts else WASTED_CHARGE
-            self._lost[trial] += max(cost - tokens / self._rate, least * cost)
+            lost = self._lost[trial] + max(cost - tokens / self._rate, least * cost)
+            self._lost[trial] = min(lost, MOST_LOST * plain)
             self._next = self._pace.now + BETWEEN
 
     def _learn_yield(
@@ -234,31 +238,31 @@ class Controller:
         self._doubt *= 1 - weight
         self._guesses += weight * (guesses - self._guesses)
         self._depth += weight * (max(deepest) - self._depth)
-        promised = self._tokens()[guesses]
+        promised = self._promised[guesses]
         for request, length in zip(requests, lengths, strict=True):
             relative = (1 + length) / promised
             before = self._yields.get(request, self._yield)
             self._yields[request] = relative if before is None else before + weight * (relative - before)
             self._yield = relative if self._yield is None else self._yield + MEMORY * (relative - self._yield)
+        if not self._knows:
+            self._promised = self._tokens()
         return promised * sum(self._yields[request] for request in requests)
 
     def _tokens(self, least: float = 0.0) -> list[float]:
         """Tokens that chains can be expected to yield, by their guesses, from what was accepted at each position.
 
-        Positions that were seldom reached borrow from the others. All 1 for a drafter that knows probabilities, as it
-        tells itself what it expects.
+        Positions that were seldom reached borrow from the others.
 
         Args:
             least: Share of guesses that are accepted at least.
         """
-        if self._knows:
-            return [1.0] * (self.most_guesses + 1)
         mean = (sum(self._accepted) + PRIOR * FIRST_GUESS) / (sum(self._reached) + PRIOR)
-        found, survival = [1.0], 1.0
+        found, total, survival = [1.0], 1.0, 1.0
         for accepted, reached in zip(self._accepted, self._reached, strict=True):
             survival *= max((accepted + PRIOR * mean) / (reached + PRIOR), least)
-            found.append(found[-1] + survival)
-        return found + [found[-1]] * (self.most_guesses + 1 - len(found))
+            total += survival
+            found.append(total)
+        return found + [total] * (self.most_guesses + 1 - len(found))
 
     @property
     def _tree(self) -> bool:
@@ -284,7 +288,12 @@ class Controller:
 
 def _best(tokens: Sequence[float], seconds: Sequence[float]) -> int:
     """Guesses, at least one, that yield the most tokens over time."""
-    return max(range(1, min(len(tokens), len(seconds))), key=lambda n: tokens[n] / seconds[n], default=1)
+    best, best_rate = 1, 0.0
+    for guesses in range(1, min(len(tokens), len(seconds))):
+        rate = tokens[guesses] / seconds[guesses]
+        if rate > best_rate:
+            best, best_rate = guesses, rate
+    return best
 
 
 def _at(curve: Sequence[float], guesses: float) -> float:

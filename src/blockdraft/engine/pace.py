@@ -13,9 +13,10 @@ NOISE = 0.01  # of one cycle's time
 DRIFT = 5e-5  # what a size's grows by in a cycle, since machines get other work and contexts grow
 COMMON_DRIFT = 1e-4  # the same for what all sizes have in common
 SETTLING = 3  # cycles that set the common scale only; the fastest of them counts, as the first ones warm up
+VISIBLE = 0.01  # change of a logarithm that is worth a new curve
 SURPRISE = 0.3  # a cycle that took so much longer than expected counts once the next of its size did as well
 INFORMS = 0.04  # variance above which a size's newest cycle says something of other sizes
-NEAR = 0.6  # correlation of errors of one size and another of twice as many nodes or rows
+ALIKE, NEAR = 0.6, 0.7  # correlation of errors of two sizes, and what it loses where one has twice as many nodes or rows
 OPTIMISM = 2.0  # standard deviations below what is expected, for the least that a cycle may take
 UNKNOWN = 0.9  # variance from which on nothing is known of a size, not even from stored costs
 REACH = 2  # sizes are tried up to about so many times the largest known one
@@ -128,7 +129,7 @@ class Times:
         variance = self._variances[entry]
         for other in range(1, len(self._levels)):
             if other != entry:
-                shared = NEAR ** abs(self._steps[other] - self._steps[entry])
+                shared = ALIKE * NEAR ** abs(self._steps[other] - self._steps[entry])
                 shared *= math.sqrt(self._variances[other] * variance)
                 self._levels[other] += shared * error
                 self._variances[other] -= shared**2 / (variance + COMMON_DRIFT + NOISE)
@@ -149,7 +150,7 @@ class Times:
 
     def expected(self) -> tuple[float, list[float]]:
         """Seconds of a cycle that does not draft, and of one that does by guesses a row, as far as sizes are tried."""
-        if self._moved > 0.003:
+        if self._moved > VISIBLE:
             self._moved = 0.0
             self._rising = isotonic(self._levels, [1 / variance for variance in self._variances])
             self._curve = self._interpolated(self._rising)
