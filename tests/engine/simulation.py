@@ -8,19 +8,25 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from heapq import heappop, heappush
+from itertools import accumulate
+from operator import mul
 
 from blockdraft.engine.controller import Controller
 from blockdraft.engine.costs import Costs
 from blockdraft.engine.prompts import AnswerText
 from blockdraft.engine.request import Request
-from blockdraft.proposal import Plan, best_count
+from blockdraft.proposal import best_count
 from blockdraft.sampling import RandomNumbers
 from blockdraft.types import Drafting, SamplingParams
 
 BLOCK_SIZE = 16
 MOST = 128  # guesses of a tree that are compared
+TREE = Drafting("auto", MOST)
+NOW = 1e9  # seconds since 1970
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,7 @@ PAIR = Machine(draft=0.12, flat=5, node=0.15)  # a small pair, compiled for a CP
 GPU = Machine(draft=0.15, flat=32, node=0.02)
 CPU = Machine(draft=0.1, flat=1, node=0.6)  # computes one node after the other: drafting hardly pays
 MACHINES = {"pair": PAIR, "gpu": GPU, "cpu": CPU}
-ROWS, CHAINS, TREES = (1, 2, 4, 8, 16), (1, 2, 3, 4, 5, 7, 11, 15), (1, 2, 4, 8, 16, 32, 64, 128)
+ROWS, CHAINS, TREES = (1, 2, 4, 8, 16), (*range(1, 9), 11, 15), (*range(1, 9), 12, 16, 24, 32, 64, 128)
 
 
 def stored(machine: Machine, scale: Callable[[], float] = lambda: 1.0) -> Costs:
@@ -71,13 +77,14 @@ def stored(machine: Machine, scale: Callable[[], float] = lambda: 1.0) -> Costs:
         plain=tuple(machine.seconds(rows, None) for rows in ROWS),
         chain=tuple(points(CHAINS, rows) for rows in ROWS),
         tree=tuple(points(TREES, rows) for rows in ROWS),
+        date=NOW,
     )
 
 
 def shuffled(machine: Machine, seed: int) -> Costs:
     rng = random.Random(seed)
     costs = stored(machine, lambda: rng.choice((0.5, 1.0, 2.0)))
-    return Costs(costs.rows, tuple(rng.choice((0.5, 1.0, 2.0)) * p for p in costs.plain), costs.chain, costs.tree)
+    return Costs(costs.rows, tuple(rng.choice((0.5, 1.0, 2.0)) * p for p in costs.plain), costs.chain, costs.tree, NOW)
 
 
 def start(kind: str, machine: Machine, seed: int) -> Costs | None:
@@ -95,32 +102,58 @@ def start(kind: str, machine: Machine, seed: int) -> Costs | None:
 KINDS = ("right", "halved", "doubled", "shuffled", "another", "absent")
 
 
-@dataclass
-class Text:
-    """Guesses that come true with a chance of their own at each position, where all before it did.
+@dataclass(frozen=True)
+class Guesses:
+    """What a drafter can guess in one cycle of one row, best first.
 
     Attributes:
-        chances: By position; for a cycle number.
+        path_probs: The chance of each guess that it is accepted, together with those before it on its path.
+        depths: How deep each lies.
     """
 
-    chances: Callable[[int], Sequence[float]]
+    path_probs: tuple[float, ...]
+    depths: tuple[int, ...]
 
-    def survival(self, cycle: int) -> list[float]:
-        found, product = [], 1.0
-        for chance in self.chances(cycle):
-            product *= chance
-            found.append(product)
+    def survival(self, count: int) -> list[float]:
+        """Of the first guesses: the chance that the walk gets to a depth of 1, 2, ..."""
+        found = [0.0] * max(self.depths[:count], default=0)
+        for chance, depth in zip(self.path_probs[:count], self.depths[:count], strict=True):
+            found[depth - 1] += chance
         return found
 
 
+@cache
+def chain(chances: tuple[float, ...]) -> Guesses:
+    return Guesses(tuple(accumulate(chances, mul)), tuple(range(1, len(chances) + 1)))
+
+
+@cache
+def tree(chances: tuple[float, ...]) -> Guesses:
+    """At each depth the best guess has the chance of a chain's, and the others share half of the rest, and so on."""
+    found: list[tuple[float, int]] = []
+    heap = [(-chances[0], 1, 0, chances[0], 1.0)]
+    while len(found) < MOST:
+        negative, depth, rank, chance, before = heappop(heap)
+        found.append((-negative, depth))
+        other = (1 - chance) / 2
+        heappush(heap, (-before * other / 2**rank, depth, rank + 1, chance, before))
+        if depth < len(chances):
+            following = chances[depth]
+            heappush(heap, (negative * following, depth + 1, 0, following, -negative))
+    return Guesses(tuple(p for p, _ in found), tuple(d for _, d in found))
+
+
+Text = Callable[[int], tuple[float, ...]]  # by cycle, the chance of a guess at each depth if all before it were right
+
+
 def constant(chance: float, fade: float = 1.0) -> Text:
-    chances = [chance * fade**i for i in range(BLOCK_SIZE - 1)]
-    return Text(lambda cycle: chances)
+    chances = tuple(chance * fade**i for i in range(BLOCK_SIZE - 1))
+    return lambda cycle: chances
 
 
-def drifting(low: float, high: float, period: int = 400) -> Text:
-    easy, hard = [high] * (BLOCK_SIZE - 1), [low] * (BLOCK_SIZE - 1)
-    return Text(lambda cycle: easy if cycle // period % 2 == 0 else hard)
+def changing(first: float, then: float, period: int) -> Text:
+    texts = constant(first), constant(then)
+    return lambda cycle: texts[cycle // period % 2](cycle)
 
 
 TEXTS = {"even": constant(0.8), "fading": constant(0.85, 0.93), "middling": constant(0.5), "hard": constant(0.03)}
@@ -138,6 +171,9 @@ class Knowing(Lookup):
     knows_probabilities = True
 
 
+DRAFTERS = {"lookup": (Lookup(), Drafting("auto")), "chain": (Knowing(), Drafting("auto")), "tree": (Knowing(), TREE)}
+
+
 def request(tokens: int = 10**9) -> Request:
     return Request([1], SamplingParams(tokens), frozenset(), RandomNumbers(0), AnswerText(None))
 
@@ -148,95 +184,88 @@ class Account:
 
     tokens: float = 0.0
     seconds: float = 0.0
-    fixed_tokens: dict[int | None, float] = field(default_factory=dict)
-    fixed_seconds: dict[int | None, float] = field(default_factory=dict)
-
-    @property
-    def rate(self) -> float:
-        return self.tokens / self.seconds
-
-    def fixed(self) -> dict[int | None, float]:
-        return {n: self.fixed_tokens[n] / self.fixed_seconds[n] for n in self.fixed_tokens}
+    fixed: dict[int | None, list[float]] = field(default_factory=dict)
 
     @property
     def against_best(self) -> float:
-        return self.rate / max(self.fixed().values())
+        return self.tokens / self.seconds / max(tokens / seconds for tokens, seconds in self.fixed.values())
 
     @property
     def against_plain(self) -> float:
-        return self.rate / self.fixed()[None]
+        tokens, seconds = self.fixed[None]
+        return self.tokens / self.seconds / (tokens / seconds)
 
 
-@dataclass
 class Decoding:
-    """A controller at work on a machine and a text."""
+    """A controller at work on a machine and a text.
 
-    machine: Machine
-    text: Text
-    controller: Controller
-    seed: int = 0
-    rows: Callable[[int], int] = lambda cycle: 1
-    slower: Callable[[int, int | None], float] = lambda cycle, guesses: 1.0  # what the machine's times grow by
-    cycle: int = 0
+    Args:
+        kind: One of `DRAFTERS`.
+        rows: By cycle.
+        slower: By cycle and guesses, what the machine's times are multiplied by.
+    """
 
-    def __post_init__(self) -> None:
-        self.rng = random.Random(self.seed)
-        self.requests: list[Request] = [request() for _ in range(64)]
+    def __init__(
+        self,
+        kind: str,
+        machine: Machine,
+        text: Text,
+        costs: Costs | None,
+        seed: int = 0,
+        rows: Callable[[int], int] = lambda cycle: 1,
+        slower: Callable[[int, int | None], float] = lambda cycle, guesses: 1.0,
+    ) -> None:
+        self.drafter, self.drafting = DRAFTERS[kind]
+        self.machine, self.text, self.rows, self.slower = machine, text, rows, slower
+        self.controller = Controller(self.drafter, self.drafting, lambda: costs, now=lambda: NOW)  # type: ignore[arg-type]
+        self.rng = random.Random(seed)
+        self.requests = [request() for _ in range(64)]
         self.chosen: list[int | None] = []
 
     def run(self, cycles: int) -> Account:
         account = Account()
         for _ in range(cycles):
             self._cycle(account)
-            self.cycle += 1
         return account
 
+    def seconds(self, rows: int, guesses: int | None) -> float:
+        return self.machine.seconds(rows, guesses) * self.slower(len(self.chosen), guesses)
+
     def _cycle(self, account: Account) -> None:
-        rows = self.rows(self.cycle)
+        rows = self.rows(len(self.chosen))
         requests = self.requests[:rows]
-        knows = self.controller._drafter.knows_probabilities
-        survivals = []
-        for _ in requests:
-            survival = self.text.survival(self.cycle)
-            if knows:  # some cycles are easier than others, and the drafter knows which
-                power = self.rng.choice((0.5, 1.0, 2.0))
-                survival = [chance**power for chance in survival]
-            survivals.append(survival)
         plan = self.controller.plan(requests)
-        guesses: int | None = None
-        if plan.block_size > 1:
-            guesses = plan.block_size - 1
-            if plan.cycle_seconds is not None:
-                known = [survival[:guesses] for survival in survivals]
-                guesses = best_count(known, plan.cycle_seconds, plan.trust)
-        lengths = []
-        for survival in survivals:
-            level = self.rng.random()
-            lengths.append(sum(chance > level for chance in survival[: guesses or 0]))
-        true = self.machine.seconds(rows, guesses) * self.slower(self.cycle, guesses)
-        expected = [sum(survival[:guesses]) for survival in survivals] if knows and guesses is not None else None
-        self.controller.learn(
-            requests,
-            plan,
-            guesses or 0,
-            [guesses or 0] * rows,
-            lengths,
-            expected,
-            self.machine.measured(true, self.rng),
-        )
-        account.tokens += rows + sum(sum(survival[: guesses or 0]) for survival in survivals)
-        account.seconds += true
+        texts = [self._offered() for _ in requests]
+        guesses = None if plan.block_size == 1 else plan.block_size - 1
+        if guesses is not None and plan.cycle_seconds is not None:
+            known = [self._guesses(chances[:guesses]).path_probs for chances in texts]
+            guesses = best_count([list(each) for each in known], plan.cycle_seconds, plan.trust)
+        limit = plan.block_size - 1
+        survivals = [self._guesses(chances[:limit]).survival(guesses or 0) if guesses else [] for chances in texts]
+        levels = [self.rng.random() for _ in requests]
+        lengths = [sum(p > level for p in survival) for survival, level in zip(survivals, levels, strict=True)]
+        deepest = [len(survival) for survival in survivals]
+        seconds = self.seconds(rows, guesses)
+        expected = None
+        if self.drafter.knows_probabilities and guesses is not None:
+            expected = [sum(survival) for survival in survivals]
+        measured = self.machine.measured(seconds, self.rng)
+        self.controller.learn(requests, plan, guesses or 0, deepest, lengths, expected, measured)
+        account.tokens += rows + sum(map(sum, survivals))
+        account.seconds += seconds
+        for size in (None, *(TREES if self.drafting.tree_budget else CHAINS)):
+            whole = account.fixed.setdefault(size, [0.0, 0.0])
+            whole[0] += rows + sum(sum(self._guesses(chances).path_probs[: size or 0]) for chances in texts)
+            whole[1] += self.seconds(rows, size)
         self.chosen.append(guesses)
-        for n in (None, *range(1, BLOCK_SIZE)):
-            tokens = rows + sum(sum(survival[: n or 0]) for survival in survivals)
-            account.fixed_tokens[n] = account.fixed_tokens.get(n, 0.0) + tokens
-            seconds = self.machine.seconds(rows, n) * self.slower(self.cycle, n)
-            account.fixed_seconds[n] = account.fixed_seconds.get(n, 0.0) + seconds
 
+    def _offered(self) -> tuple[float, ...]:
+        """Chances of a cycle. Some cycles are easier than others, and a drafter may know which."""
+        chances = self.text(len(self.chosen))
+        if self.drafter.knows_probabilities:
+            power = self.rng.choice((0.5, 1.0, 2.0))
+            return tuple(chance**power for chance in chances)
+        return chances
 
-def decoding(
-    machine: Machine, text: Text, costs: Costs | None, knows: bool = False, seed: int = 0, **options: object
-) -> Decoding:
-    drafter = Knowing() if knows else Lookup()
-    controller = Controller(drafter, Drafting("auto"), lambda: costs)  # type: ignore[arg-type]
-    return Decoding(machine, text, controller, seed, **options)  # type: ignore[arg-type]
+    def _guesses(self, chances: tuple[float, ...]) -> Guesses:
+        return tree(chances) if self.drafting.tree_budget else chain(chances)

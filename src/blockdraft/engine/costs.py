@@ -30,7 +30,7 @@ MOST_GUESSES = 512  # of all rows together; larger trees are extrapolated
 CONTEXT = 128  # committed tokens of each row while measuring
 REPEATS = 7
 LIMIT_SECONDS = 25.0  # once measuring has taken so long, larger batches are left to extrapolation
-# Variances of the logarithms of stored times: when new, what they grow to, and the seconds in which half of this is done.
+# Variances of the logarithms of stored times: when new, what they grow to, and the seconds in which half is done.
 FRESH, AGED, HALF_LIFE = 0.5, 1.0, 30 * 86400.0
 
 Points = tuple[tuple[int, float], ...]  # guesses of a row, rising, and the seconds of a cycle with them
@@ -55,7 +55,7 @@ class Costs:
 
     def plain_cycle(self, rows: int) -> float:
         """Time of a cycle of `rows` rows that does not draft."""
-        return float(_at(rows, self.rows, self.plain))
+        return float(np.asarray(_at(rows, self.rows, self.plain)))
 
     def knows(self, tree: bool) -> bool:
         """Whether there are times of cycles that draft chains, or trees."""
@@ -72,9 +72,7 @@ class Costs:
             for rows, plain, chain, tree in zip(costs.rows, costs.plain, costs.chain, costs.tree, strict=True):
                 _, older_chain, older_tree = known.get(rows, (0.0, (), ()))
                 known[rows] = plain, chain or older_chain, tree or older_tree
-        rows = tuple(sorted(known))
-        plain, chain, tree = zip(*(known[each] for each in rows), strict=True)
-        return Costs(rows, plain, chain, tree, newer.date)
+        return _costs(known, newer.date)
 
     def cycle(self, rows: int, most: int, tree: bool) -> list[float]:
         """Time of a cycle that drafts, by guesses a row: entry n is for n guesses, from 0 to `most`."""
@@ -86,6 +84,13 @@ class Costs:
                 curves.append(_at(counts, guesses, seconds))
         found: list[float] = _at(rows, sizes, curves).tolist()
         return found
+
+
+def _costs(known: dict[int, tuple[float, Points, Points]], date: float) -> Costs:
+    """From the plain cycle, the chains and the trees of each number of rows."""
+    rows = sorted(known)
+    plain, chain, tree = (tuple(known[each][part] for each in rows) for part in range(3))
+    return Costs(tuple(rows), plain, chain, tree, date)  # type: ignore[arg-type]
 
 
 def _at(x: Any, xs: Sequence[int], ys: Sequence[Any]) -> Any:
@@ -169,7 +174,7 @@ def measure(
             f"{kind} of {p[-1][0]} {1000 * p[-1][1]:.2f} ms" for kind, p in (("chain", chain), ("tree", tree)) if p
         )
         report(", ".join([f"{rows} rows: plain cycle {1000 * plain:.2f} ms", *added]))
-    return Costs(tuple(known), *zip(*known.values(), strict=True), date=time.time())
+    return _costs(known, time.time())
 
 
 def _median(cycles: list[tuple[int, float]]) -> tuple[int, float]:

@@ -16,7 +16,10 @@ SETTLING = 3  # cycles that set the common scale only; the fastest of them count
 VISIBLE = 0.01  # change of a logarithm that is worth a new curve
 SURPRISE = 0.3  # a cycle that took so much longer than expected counts once the next of its size did as well
 INFORMS = 0.04  # variance above which a size's newest cycle says something of other sizes
-ALIKE, NEAR = 0.6, 0.7  # correlation of errors of two sizes, and what it loses where one has twice as many nodes or rows
+ALIKE, NEAR = (
+    0.6,
+    0.7,
+)  # correlation of errors of two sizes, and what it loses where one has twice as many nodes or rows
 OPTIMISM = 2.0  # standard deviations below what is expected, for the least that a cycle may take
 UNKNOWN = 0.9  # variance from which on nothing is known of a size, not even from stored costs
 REACH = 2  # sizes are tried up to about so many times the largest known one
