@@ -152,8 +152,8 @@ def show_costs(console: Console, costs: Costs, block_size: int, running: str) ->
         "R: a cycle that drafts over a plain one; drafting pays where tau > R",
         "left",
     )
-    chains = [n for n in (1, 3, 7, 15) if n < block_size] if costs.knows(tree=False) else []
-    trees = [4, 16, 32, 64] if costs.knows(tree=True) else []
+    chains = [n for n in (3, 7, 15) if n < block_size] if costs.knows(tree=False) else []
+    trees = [16, 32, 64] if costs.knows(tree=True) else []
     for header in ("rows", "plain ms", *(f"R, chain of {n}" for n in chains), *(f"R, tree of {n}" for n in trees)):
         cycles.add_column(header, justify="right")
     for rows, plain in zip(costs.rows, costs.plain, strict=True):

@@ -38,7 +38,7 @@ EXPLORE = 0.004  # share of the time that may be lost in trials of a kind
 CREDIT = 10.0  # plain cycles that may be lost in trials to begin with
 LEAST_CHARGE, WASTED_CHARGE = 0.01, 0.1  # of a trial's time: it counts as lost at least; where there were no guesses
 TOO_LONG = 2.5  # times the usual cycle: a trial that is expected to take longer is left out
-MOST_LOST = 2.0  # plain cycles that are made up for before there may be another trial
+MOST_LOST = 5.0  # plain cycles that are made up for before there may be another trial
 CLOSE = 0.85  # drafting that yields so much of plain decoding is tried again as it was
 BETWEEN, PATIENCE = 2, 16  # cycles between two trials of new sizes; the same where none was worth while
 AGAIN, NEW = "again", "new"  # kinds of trial
@@ -72,12 +72,11 @@ class Controller:
         costs: Callable[[], Costs | None],
         now: Callable[[], float] = time.time,
     ) -> None:
-        self._drafter = drafter
         self._drafting = drafting
         self._block_size = drafter.block_size
         if isinstance(drafting.block_size, int):
             self._block_size = drafting.block_size
-        self._knows = drafter.knows_probabilities
+        self._knows = self.automatic and drafter.knows_probabilities
         self._costs = cache(costs)
         self._clock = now
         self._pace = Pace(self._prior, self.most_guesses)
@@ -166,8 +165,13 @@ class Controller:
                 self._trial = NEW
                 return least[: min(best + 1, affordable)]
             self._next = now + PATIENCE
-        if self._paused and drafting > CLOSE * pausing and self._lost[AGAIN] <= 0:
-            self._trial = AGAIN
+        if self._paused and self._lost[AGAIN] <= 0:
+            if self._knows:  # a chain, by what was accepted at each depth, may pay where as many guesses as usual do not
+                chains = self._tokens()
+                best = _best(chains, curve)
+                drafting = max(drafting, rows * chains[best] / curve[best])
+            if drafting > CLOSE * pausing:
+                self._trial = AGAIN
         return None if self._paused and self._trial is None else curve[: usual + 1]
 
     def learn(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
 import statistics
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from blockdraft.drafters import Drafter
 from blockdraft.errors import UsageError
@@ -55,7 +57,8 @@ class Costs:
 
     def plain_cycle(self, rows: int) -> float:
         """Time of a cycle of `rows` rows that does not draft."""
-        return float(np.asarray(_at(rows, self.rows, self.plain)))
+        found: float = _at(rows, self.rows, self.plain).item()
+        return found
 
     def knows(self, tree: bool) -> bool:
         """Whether there are times of cycles that draft chains, or trees."""
@@ -63,7 +66,7 @@ class Costs:
 
     def variance(self, now: float) -> float:
         """That of the logarithms of these times, which grows with their age."""
-        return AGED - (AGED - FRESH) * 0.5 ** (max(now - self.date, 0.0) / HALF_LIFE)
+        return AGED - (AGED - FRESH) * math.pow(0.5, max(now - self.date, 0.0) / HALF_LIFE)
 
     def updated(self, newer: Costs) -> Costs:
         """These costs, with those that are newer in the place of what they know of the same numbers of rows."""
@@ -93,16 +96,17 @@ def _costs(known: dict[int, tuple[float, Points, Points]], date: float) -> Costs
     return Costs(tuple(rows), plain, chain, tree, date)  # type: ignore[arg-type]
 
 
-def _at(x: Any, xs: Sequence[int], ys: Sequence[Any]) -> Any:
+def _at(x: Any, xs: Sequence[int], ys: Sequence[Any]) -> NDArray[np.float64]:
     """Interpolated over `xs`; before the first the first holds, beyond the last its slope goes on, but never falls."""
     if len(xs) == 1:
-        return ys[0] + 0 * np.asarray(x)
+        return np.asarray(ys[0] + 0 * np.asarray(x))
     after = np.clip(np.searchsorted(xs, x), 1, len(xs) - 1)
     left, right = np.asarray(xs)[after - 1], np.asarray(xs)[after]
     below, above = np.asarray(ys)[after - 1], np.asarray(ys)[after]
     share = np.maximum((x - left) / (right - left), 0.0)
-    beyond = share > 1
-    return np.where(beyond, above + (share - 1) * np.maximum(above - below, 0), below + share * (above - below))
+    step = np.where(share > 1, np.maximum(above - below, 0.0), above - below)
+    found: NDArray[np.float64] = below + np.minimum(share, 1.0) * (above - below) + np.maximum(share - 1, 0.0) * step
+    return found
 
 
 class Cycles(Protocol):
@@ -208,8 +212,10 @@ def load(file: Path) -> Costs | None:
         if found.pop("layout") != LAYOUT:
             return None
         costs = Costs(**{name: _tuples(value) for name, value in found.items()})
-        costs.plain_cycle(1)
-        return costs
+        points = [point for row in (*costs.chain, *costs.tree) for point in row]
+        usable = all(0 < seconds < math.inf for seconds in (*costs.plain, *(seconds for _, seconds in points)))
+        same = len(costs.rows) == len(costs.plain) == len(costs.chain) == len(costs.tree) > 0
+        return costs if usable and same else None
     except (OSError, ValueError, TypeError, AttributeError, KeyError):
         return None
 

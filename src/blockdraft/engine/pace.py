@@ -14,7 +14,8 @@ DRIFT = 5e-5  # what a size's grows by in a cycle, since machines get other work
 COMMON_DRIFT = 1e-4  # the same for what all sizes have in common
 SETTLING = 3  # cycles that set the common scale only; the fastest of them counts, as the first ones warm up
 VISIBLE = 0.01  # change of a logarithm that is worth a new curve
-SURPRISE = 0.3  # a cycle that took so much longer than expected counts once the next of its size did as well
+SURPRISE = 0.3  # a cycle that took so much longer than expected counts once others of its size in a row do as well:
+UNSURE, KEPT = 2, 4  # so many where little is known of the size, and else
 INFORMS = 0.04  # variance above which a size's newest cycle says something of other sizes
 ALIKE, NEAR = (
     0.6,
@@ -99,7 +100,7 @@ class Times:
         self._levels = list(self._prior)
         self._variances = [variance] * len(seconds)
         self._seen = [0] * len(seconds)  # the cycle in which each was last tried
-        self._before = list(self._prior)  # the reading before
+        self._slow: list[list[float]] = [[] for _ in seconds]  # the last readings, as long as they are surprising
         self._moved = math.inf  # what levels have changed by since the last curve
 
     def follow(self, near: Times, correlation: float) -> None:
@@ -114,14 +115,19 @@ class Times:
         error = self.error(guesses, reading)
         variance = self._variances[entry] = self._variance(entry, now)
         self._seen[entry] = now
-        before, self._before[entry] = self._before[entry], self._levels[entry] + error
-        if error > SURPRISE:  # a stray delay, unless it lasts
-            error = min(error, before - self._levels[entry])
-            if error <= SURPRISE:
+        if error <= SURPRISE:
+            self._slow[entry].clear()
+        else:  # a stray delay, unless it lasts
+            slow = self._slow[entry] = [*self._slow[entry], error + self._levels[entry]][-KEPT:]
+            if len(slow) < (UNSURE if variance > INFORMS else KEPT):
                 return 0.0
+            error = min(slow) - self._levels[entry]
+        if abs(error) > SURPRISE:  # no noise: what was known of the size no longer holds
+            variance = self._variances[entry] = max(variance, INFORMS)
         total = variance + COMMON_DRIFT + NOISE
         if entry and variance > INFORMS:
             self._inform(entry, error / total)
+            self._moved = math.inf  # more sizes may be known now
         self._levels[entry] += variance / total * error
         self._variances[entry] -= variance**2 / total
         self._moved += abs(variance / total * error)
