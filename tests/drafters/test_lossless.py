@@ -13,6 +13,7 @@ from torch import Tensor
 from blockdraft import drafters
 from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.engine import Costs, Engine
+from blockdraft.engine.controller import Controller
 from blockdraft.proposal import Plan, Proposal
 from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, SamplingParams
@@ -30,12 +31,10 @@ FILES = [module.name for module in pkgutil.iter_modules(drafters.__path__) if mo
 DRAFTINGS = {"chain": Drafting(), "tree": Drafting(tree_budget=12), "auto": Drafting("auto", 12)}
 # Drafting costs little here, so that "auto" drafts, pauses where nothing is accepted, and tries again.
 COSTS = Costs(
-    nodes=(1, 100),
-    forward=(1.0, 1.2),
     rows=(1, 100),
     plain=(1.0, 1.1),
-    chain=((0.1, 1.0), (0.1, 1.0)),
-    tree=((0.2, 1.0), (0.2, 1.0)),
+    chain=(((1, 1.1), (15, 1.2)), ((1, 1.2), (15, 1.3))),
+    tree=(((1, 1.2), (99, 1.4)), ((1, 1.3), (99, 1.5))),
 )
 
 PROMPTS = [[(7 * i * i + 3 * row) % 60 + 4 for i in range(1 + (5 * row) % 23)] for row in range(16)]
@@ -138,13 +137,12 @@ def test_answers_are_those_of_plain_decoding(
     target: Target,
     drafter: Drafter,
     plain: list[list[int]],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Greedy and sampled side by side, in batches whose rows come and go; and what the drafter hears and says."""
     count = {1: 3, 3: 7, 16: 16}[rows]
     recorder = Recorder(drafter)
     engine = Engine(target, recorder, max_batch_size=rows, drafting=drafting)
-    monkeypatch.setattr(engine.controller, "_costs", lambda: COSTS)
+    engine.controller = Controller(recorder, drafting, lambda: COSTS)
     completions = engine.generate(PROMPTS[:count], PARAMS[:count])
     heard = [text for text in recorder.texts if text]
     for prompt, params, expected, completion, text in zip(PROMPTS, PARAMS, plain, completions, heard, strict=False):

@@ -4,19 +4,17 @@ from pathlib import Path
 import pytest
 
 from blockdraft.drafters import load_drafter
-from blockdraft.engine import Engine
-from blockdraft.engine import costs as costs_module
-from blockdraft.engine.costs import Costs, _line, cache_folder, load_or_measure, measure
+from blockdraft.engine import Costs, costs
+from blockdraft.engine.probe import Probe
+from blockdraft.errors import UsageError
 from blockdraft.targets import Target, load_target
-from blockdraft.types import Drafting
 
 COSTS = Costs(
-    nodes=(1, 4, 8),
-    forward=(10.0, 13.0, 21.0),
     rows=(1, 4),
-    plain=(11.0, 14.0),
-    chain=((3.0, 1.0), (5.0, 2.0)),
-    tree=((4.0, 1.5), (6.0, 2.0)),
+    plain=(10.0, 16.0),
+    chain=(((1, 12.0), (3, 14.0)), ((1, 20.0), (3, 32.0))),
+    tree=((), ((2, 30.0), (4, 50.0))),
+    date=5.0,
 )
 
 
@@ -28,91 +26,150 @@ def target(tiny_target_dir: Path) -> Target:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rough figures will do."""
-    monkeypatch.setattr(costs_module, "REPEATS", 1)
-    monkeypatch.setattr(costs_module, "TREE_GUESSES", (1, 8))
+    monkeypatch.setattr(costs, "REPEATS", 1)
+    monkeypatch.setattr(costs, "TREE_GUESSES", (1, 8))
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
-    assert cache_folder() == tmp_path
-    return tmp_path
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "new" / "costs.json"
 
 
-def test_a_cycle_costs_plain_decoding_drafting_and_the_guesses() -> None:
-    assert COSTS.cycle(1, 3, tree=False) == [14.0, 15.0, 16.0, 17.0]
-    assert COSTS.cycle(1, 3, tree=True) == [15.0, 16.5, 18.0, 19.5]
-    assert COSTS.plain_cycle(2) == 12.0
+def test_costs_are_interpolated() -> None:
+    assert COSTS.plain_cycle(1) == 10.0 and COSTS.plain_cycle(2) == 12.0
+    assert COSTS.cycle(1, 3, tree=False) == [12.0, 12.0, 13.0, 14.0]
+    assert COSTS.cycle(2, 3, tree=False)[2] == pytest.approx(13.0 + (26.0 - 13.0) / 3)
 
 
-def test_rows_share_the_weights() -> None:
-    # Four rows of 2 nodes are as many as one row of 8, of which the four anchors are in the plain cycle.
-    assert COSTS.cycle(4, 1, tree=False) == [19.0, 19.0 + 2 * (21.0 - 13.0)]
-    assert COSTS.cycle(2, 1, tree=False)[1] == pytest.approx(15.0 + (35.0 - 15.0) / 3)
+def test_beyond_the_known_sizes_the_last_slope_goes_on_and_never_falls() -> None:
+    assert COSTS.cycle(1, 5, tree=False)[5] == 16.0
+    assert COSTS.plain_cycle(8) == 24.0
+    falling = Costs((1,), (10.0,), (((1, 12.0), (2, 11.0)),), ((),))
+    assert falling.cycle(3, 4, tree=False) == [12.0, 12.0, 11.0, 11.0, 11.0]
 
 
-def test_beyond_the_measured_sizes_the_last_slope_goes_on() -> None:
-    assert COSTS.cycle(1, 9, tree=False)[-1] == 14.0 + 11.0 + 2 * 2.0
-    assert COSTS.plain_cycle(8) == 18.0
+def test_rows_without_times_borrow_from_those_that_have_some() -> None:
+    assert COSTS.cycle(1, 4, tree=True) == COSTS.cycle(4, 4, tree=True) == [30.0, 30.0, 30.0, 40.0, 50.0]
+    assert COSTS.knows(tree=True) and not Costs((1,), (1.0,), ((),), ((),)).knows(tree=True)
 
 
-def test_a_forward_that_was_measured_too_short_is_no_gain() -> None:
-    noisy = Costs((1, 2), (10.0, 9.0), (1,), (11.0,), ((1.0, 1.0),), ((1.0, 1.0),))
-    assert noisy.cycle(1, 5, tree=False) == [12.0] * 6
+def test_old_costs_weigh_less() -> None:
+    ages = [COSTS.variance(5.0 + days * 86400) for days in (-1, 0, 30, 300)]
+    assert ages[0] == ages[1] == costs.FRESH
+    assert ages[2] == pytest.approx((costs.FRESH + costs.AGED) / 2)
+    assert ages[3] == pytest.approx(costs.AGED, rel=0.01)
 
 
-def test_a_line_goes_through_most_of_the_points() -> None:
-    xs = [0.0, 1.0, 2.0, 4.0, 7.0]
-    assert _line(xs, [3 + 2 * x + (20 if x == 2 else 0) for x in xs]) == (3.0, 2.0)
-    assert _line(xs, [5 - x for x in xs]) == (3.0, 0.0)  # more work is never faster
-    assert _line([1.0, 1.0], [4.0, 6.0]) == (4.0, 1.0)  # a drafter that found no guesses: the target's own slope
+def test_newer_costs_take_the_place_of_older_ones() -> None:
+    newer = Costs((2, 4), (11.0, 17.0), ((), ()), (((1, 13.0),), ((1, 19.0),)), 9.0)
+    found = COSTS.updated(newer)
+    assert (found.rows, found.plain, found.date) == ((1, 2, 4), (10.0, 11.0, 17.0), 9.0)
+    assert found.chain == (COSTS.chain[0], (), COSTS.chain[1])
+    assert found.tree == ((), *newer.tree)
 
 
 def test_measuring_covers_the_largest_batch(target: Target, tiny_drafter_dir: Path) -> None:
     lines: list[str] = []
-    engine = Engine(target, load_drafter(tiny_drafter_dir, target=target), max_batch_size=3)
-    costs = measure(engine, lines.append)
-    assert costs.rows == (1, 2, 3)
-    assert costs.nodes[:3] == (1, 2, 4) and max(costs.nodes) + 64 <= target.max_context
-    assert min(*costs.forward, *costs.plain) > 0
-    assert len(costs.chain) == len(costs.tree) == 3
-    assert all(extra >= 0 and scale >= 0 for extra, scale in costs.chain + costs.tree)
-    assert len(lines) == len(costs.nodes) + 3
-
-
-def test_measuring_teaches_the_controller_nothing(target: Target, tiny_drafter_dir: Path) -> None:
     drafter = load_drafter(tiny_drafter_dir, target=target)
-    engine = Engine(target, drafter, max_batch_size=1, drafting=Drafting("auto"))
-    before = dict(vars(engine.controller))
-    measure(engine)
-    assert vars(engine.controller) == before
+    found = costs.measure(Probe(target, drafter), drafter.block_size, 3, target.max_context, lines.append)
+    assert found.rows == (1, 2, 3) and len(lines) == 3
+    assert min(found.plain) > 0 and found.date > 1.7e9
+    longest = drafter.block_size - 1
+    for points, sizes in ((found.chain, {*costs.CHAIN_GUESSES, longest}), (found.tree, costs.TREE_GUESSES)):
+        for row in points:
+            assert [guesses for guesses, _ in row] == sorted(n for n in sizes if points is found.tree or n <= longest)
+            assert min(seconds for _, seconds in row) > 0
 
 
-def test_a_pair_is_measured_once(target: Target, tiny_target_dir: Path, tiny_drafter_dir: Path, cache: Path) -> None:
-    def load(drafter: str, target: Target = target, **options: int) -> tuple[Costs, bool]:
-        lines: list[str] = []
-        engine = Engine(target, load_drafter(drafter, target=target), **options)  # type: ignore[arg-type]
-        return load_or_measure(engine, lines.append), bool(lines)
+class Recorder:
+    """Cycles that take no time; remembers what was asked for."""
 
-    first, measured = load(str(tiny_drafter_dir), max_batch_size=1)
-    assert measured
-    assert load(str(tiny_drafter_dir), max_batch_size=1) == (first, False)
-    assert load(str(tiny_drafter_dir), max_batch_size=2)[1]
-    assert load("none", max_batch_size=1)[1]
-    assert load(str(tiny_drafter_dir), load_target(tiny_target_dir, backend="hf"), max_batch_size=1)[1]
-    files = list((cache / "costs").iterdir())
-    assert len(files) == 4 and all(file.suffix == ".json" for file in files)
+    def __init__(self, max_context: int, block_size: int) -> None:
+        self.max_context, self.block_size, self.asked = max_context, block_size, list[tuple[int, int, bool]]()
+
+    def __call__(self, rows: int, context: int, guesses: int, tree: bool, count: int) -> list[tuple[int, float]]:
+        assert context >= 1
+        path = min(guesses + 1, self.block_size)
+        assert context + (count - 1) * path + guesses + 1 <= self.max_context, "the last cycle does not fit"
+        self.asked.append((rows, guesses, tree))
+        return [(guesses, 9.0), *[(guesses, 1.0 + guesses)] * (count - 1)]
+
+    def measured(self, rows: int = 1) -> Costs:
+        return costs.measure(self, self.block_size, rows, self.max_context)
 
 
-@pytest.mark.parametrize("content", ["{", "[1]", json.dumps({"nodes": [1]})])
-def test_an_unreadable_measurement_is_made_anew(
-    target: Target, tiny_drafter_dir: Path, cache: Path, content: str
+@pytest.mark.parametrize("max_context", [16, 40, 100, 160, 161, 300, 4096])
+@pytest.mark.parametrize("repeats", [1, 7])
+def test_whatever_fits_the_context_is_measured(max_context: int, repeats: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs, "REPEATS", repeats)
+    cycles = Recorder(max_context, 16)
+    if (max_context, repeats) == (16, 7):
+        with pytest.raises(UsageError, match="context of 16 tokens is too short.*need 21.*fixed block size"):
+            cycles.measured()
+        return
+    found = cycles.measured()
+    assert found.cycle(1, 1, tree=False)[1] == 2.0 and found.cycle(1, 1, tree=True)[1] == 2.0
+    assert (1, 15, False) in cycles.asked or max_context < 300
+
+
+def test_the_first_cycle_does_not_count_and_the_largest_sizes_are_left_out() -> None:
+    cycles = Recorder(4096, 16)
+    found = cycles.measured(rows=512)
+    assert max(found.plain) == 1.0
+    assert all(rows * guesses <= costs.MOST_GUESSES for rows, guesses, _ in cycles.asked)
+    assert found.rows == (*costs.ROWS, 512)
+
+
+def test_measuring_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs, "LIMIT_SECONDS", 0.0)
+    assert Recorder(4096, 16).measured(rows=64).rows == (1,)
+
+
+def test_a_drafter_without_guesses_has_plain_cycles_only() -> None:
+    found = Recorder(64, 1).measured()
+    assert (found.plain, found.chain, found.tree) == ((1.0,), ((),), ((),))
+
+
+@pytest.mark.parametrize("max_context", [64, 160])
+def test_a_target_of_a_tiny_context_is_measured(
+    max_context: int, target: Target, tiny_drafter_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine(target, load_drafter(tiny_drafter_dir, target=target), max_batch_size=1)
-    load_or_measure(engine)
-    [file] = (cache / "costs").iterdir()
-    file.write_text(content)
-    lines: list[str] = []
-    costs = load_or_measure(engine, lines.append)
-    assert "cannot be read" in lines[0]
-    assert json.loads(file.read_text())["rows"] == list(costs.rows)
+    drafter = load_drafter(tiny_drafter_dir, target=target)
+    monkeypatch.setattr(target, "max_context", max_context)
+    assert costs.measure(Probe(target, drafter), drafter.block_size, 1, max_context).knows(tree=True)
+
+
+def test_a_pair_has_a_file_of_its_own(target: Target, tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
+    none = load_drafter("none", target=target)
+    files = [
+        costs.path(target, load_drafter(tiny_drafter_dir, target=target)),
+        costs.path(target, none),
+        costs.path(load_target(tiny_target_dir, backend="hf"), none),
+    ]
+    assert len(set(files)) == 3 and costs.path(target, none) == files[1]
+
+
+def test_what_is_stored_is_found_again(file: Path) -> None:
+    assert costs.load(file) is None
+    costs.store(file, COSTS)
+    assert costs.load(file) == COSTS
+    costs.store(file, COSTS.updated(COSTS))
+    assert [each.name for each in file.parent.iterdir()] == [file.name]
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[1]", "\xff", json.dumps({"layout": costs.LAYOUT, "rows": [1]}), json.dumps({"layout": costs.LAYOUT - 1})],
+)
+def test_what_cannot_be_read_is_as_nothing(file: Path, content: str) -> None:
+    file.parent.mkdir()
+    file.write_bytes(content.encode("latin-1"))
+    assert costs.load(file) is None
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), "1"])
+def test_times_that_are_none_are_not_read(file: Path, seconds: float) -> None:
+    costs.store(file, Costs((1,), (seconds,), (((1, 1.0),),), ((),)))
+    assert costs.load(file) is None
+    costs.store(file, Costs((1,), (1.0,), (((1, seconds),),), ((),)))
+    assert costs.load(file) is None

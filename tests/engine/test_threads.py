@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from blockdraft.drafters import Drafter, load_drafter
-from blockdraft.engine import Chunk, Engine
+from blockdraft.engine import Chunk, Engine, costs
 from blockdraft.errors import ClosedError, UsageError
 from blockdraft.targets import Target, load_target
-from blockdraft.types import SamplingParams
+from blockdraft.types import Drafting, SamplingParams
 
 PROMPTS = [[7 + i, 60, 33, 12 + i, 9] for i in range(12)]
 GREEDY = SamplingParams(30, ignore_eos=True)
@@ -104,6 +104,20 @@ def test_a_closed_engine_cancels_what_runs_and_takes_no_more(target: Target, dra
         engine.submit(PROMPTS[0], GREEDY)
     with pytest.raises(ClosedError):
         engine.generate(PROMPTS[:1], GREEDY)
+
+
+def test_what_auto_has_learned_is_kept_for_the_next_engine(
+    target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
+    file = costs.path(target, drafter)
+    with Engine(target, drafter, drafting=Drafting("auto")) as engine:
+        engine.generate(PROMPTS, GREEDY)
+        assert costs.load(file) is None
+    assert costs.load(file) is not None
+    with Engine(target, drafter) as fixed:
+        fixed.generate(PROMPTS[:1], GREEDY)
+    assert len(list((tmp_path / "costs").iterdir())) == 1
 
 
 def test_a_stream_that_is_dropped_cancels_its_request(

@@ -42,25 +42,36 @@ def calibrate(
     anew: Annotated[bool, typer.Option("--anew", help="Measure again, even if there is a measurement.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:
-    """Measure what cycles cost on this machine, or show what was measured before.
+    """Measure what cycles cost on this machine, or show what is known of it.
 
-    Block sizes and tree budgets of "auto" decide by these figures. They are measured when first needed and kept in
-    ~/.cache/blockdraft, or in the folder that BLOCKDRAFT_CACHE names. Measure while nothing else runs.
+    Block sizes and tree budgets of "auto" begin with these figures, and learn from the cycles that run. They are kept
+    in ~/.cache/blockdraft, or in the folder that BLOCKDRAFT_CACHE names. Measure while nothing else runs.
     """
     if target is not None and drafter is None:
         raise UsageError(f"No drafter is known for {target}; add --drafter DIR, or --drafter prompt_lookup.")
 
     from blockdraft.cli import display
     from blockdraft.drafters import load_drafter
-    from blockdraft.engine import Engine, load_or_measure
+    from blockdraft.engine import costs
+    from blockdraft.engine.probe import Probe
 
     loaded = loading.load(
         target, dtype, device, backend, threads=extent("threads", threads), compile=compile, quantize=quantize
     )
-    engine = Engine(loaded, load_drafter(drafter, target=loaded), max_batch_size=batch_size)
-    costs = load_or_measure(engine, lambda line: print(line, file=sys.stderr, flush=True), anew)
+    guesser = load_drafter(drafter, target=loaded)
+    file = costs.path(loaded, guesser)
+    known = None if anew else costs.load(file)
+
+    def report(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    if known is None:
+        known = costs.measure(Probe(loaded, guesser), guesser.block_size, batch_size, loaded.max_context, report)
+        costs.store(file, known)
+    else:
+        report(f"From {file}; --anew measures again.")
     if as_json:
-        print(json.dumps({**asdict(costs), "backend": loaded.backend, "running": loaded.running}))
+        print(json.dumps({**asdict(known), "backend": loaded.backend, "running": loaded.running}))
     else:
         console = display.terminal() if sys.stdout.isatty() else display.plain()
-        display.show_costs(console, costs, engine.drafter.block_size, loaded.running)
+        display.show_costs(console, known, guesser.block_size, loaded.running)

@@ -142,31 +142,22 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
     console.print(f"speed-up: {ratio}; tokens: {same}")
 
 
-def show_costs(console: Console, costs: Costs, block_size: int, backend: str) -> None:
-    """Tables of forwards and of cycles; R is the time of a cycle that drafts over one that does not."""
+def show_costs(console: Console, costs: Costs, block_size: int, running: str) -> None:
+    """A table of cycles; R is the time of a cycle that drafts over one that does not."""
     lines = box.SIMPLE if console.is_terminal else None
-    forwards = Table(
-        title=f"Target forward of one row, backend {backend}", title_justify="left", box=lines, pad_edge=False
-    )
-    for header in ("tokens", "ms", "times one token"):
-        forwards.add_column(header, justify="right")
-    for nodes, seconds in zip(costs.nodes, costs.forward, strict=True):
-        forwards.add_row(str(nodes), f"{1000 * seconds:.2f}", f"{seconds / costs.forward[0]:.2f}")
-    console.print(forwards)
-    cycles = Table(title="Cycles", title_justify="left", box=lines, pad_edge=False)
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(costs.date))
+    cycles = Table(title=f"Cycles, {running}, {when}", title_justify="left", box=lines, pad_edge=False)
     cycles.caption, cycles.caption_justify = (
         "R: a cycle that drafts over a plain one; drafting pays where tau > R",
         "left",
     )
-    chains = [n for n in (3, 7, 15) if n < block_size]
-    trees = (16, 32, 64)
+    chains = [n for n in (3, 7, 15) if n < block_size] if costs.knows(tree=False) else []
+    trees = [16, 32, 64] if costs.knows(tree=True) else []
     for header in ("rows", "plain ms", *(f"R, chain of {n}" for n in chains), *(f"R, tree of {n}" for n in trees)):
         cycles.add_column(header, justify="right")
     for rows, plain in zip(costs.rows, costs.plain, strict=True):
-        chain, tree = costs.cycle(rows, max(chains, default=0), False), costs.cycle(rows, max(trees), True)
-        ratios = [chain[n] / plain for n in chains] + [tree[n] / plain for n in trees]
-        cycles.add_row(str(rows), f"{1000 * plain:.2f}", *(f"{ratio:.2f}" for ratio in ratios))
-    console.print()
+        times = [costs.cycle(rows, n, tree)[n] for tree, sizes in ((False, chains), (True, trees)) for n in sizes]
+        cycles.add_row(str(rows), f"{1000 * plain:.2f}", *(f"{each / plain:.2f}" for each in times))
     console.print(cycles)
 
 

@@ -1,6 +1,6 @@
 """The engine: one lossless decode loop for all drafters and targets."""
 
-from blockdraft.engine.costs import Costs, load_or_measure
+from blockdraft.engine.costs import Costs
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import Chunk, Completion, Request
 from blockdraft.engine.stats import Stats, loops, mean_tau, merge
@@ -12,7 +12,6 @@ __all__ = [
     "Engine",
     "Request",
     "Stats",
-    "load_or_measure",
     "loops",
     "mean_tau",
     "merge",

@@ -1,11 +1,12 @@
 """How far to draft in the next cycle, so that drafting pays and never costs.
 
-The decision looks at committed tokens, at the drafter's probabilities and at measured costs, never at a guess drawn at
+The decision looks at committed tokens, at the drafter's probabilities and at measured times, never at a guess drawn at
 random that it would then drop: a token that is dropped because of what it is would shift the law of the output.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from weakref import WeakKeyDictionary
@@ -18,52 +19,83 @@ from blockdraft.proposal import Plan
 from blockdraft.types import Drafting
 
 MOST_GUESSES = 256  # of a tree whose budget is chosen each cycle
-MEMORY = 0.07  # weight of a request's newest cycle in its running mean
-TRIAL_MEMORY = 0.5  # the same for a cycle that drafted after a pause: what was known before may be outdated
-COMMON_MEMORY = 0.02  # the same for what all requests share
+MEMORY = 0.01  # weight of the newest cycle in running means of what all requests share
+YIELD_NOISE, YIELD_DRIFT = (
+    0.5,
+    2e-4,
+)  # variance of a cycle's tokens over those expected, and of what its mean changes by
 FIRST_GUESS = 0.6  # share of guesses taken to be accepted before any has been tried
-MARGIN = 1.02  # gain below which drafting is not worth its risk
+EASY = 0.8  # the same where a pause may end because the text has become easy
+MARGIN = 1.01  # gain below which drafting is not worth its risk
 SPARE_DEPTH = 1.5  # slots of a draft pass over the depth that paid lately
 PRIOR = 10.0  # guesses that the mean of all positions counts for at each position
-FIRST_WAIT, LONGEST_WAIT = 4, 512  # cycles without drafting before it is tried again
-RECHECK = 8  # cycles of a pause after which it is asked again whether to draft: asking takes time too
+DRAFT_PASS, GUESS = (
+    0.2,
+    0.05,
+)  # of a plain cycle's time, where nothing is known of the machine; the latter for each node
+
+EXPLORE = 0.004  # share of the time that may be lost in trials of a kind
+CREDIT = 10.0  # plain cycles that may be lost in trials to begin with
+LEAST_CHARGE, WASTED_CHARGE = 0.01, 0.1  # of a trial's time: it counts as lost at least; where there were no guesses
+TOO_LONG = 2.5  # times the usual cycle: a trial that is expected to take longer is left out
+MOST_LOST = 5.0  # plain cycles that are made up for before there may be another trial
+CLOSE = 0.85  # drafting that yields so much of plain decoding is tried again as it was
+BETWEEN, PATIENCE = 2, 16  # cycles between two trials of new sizes; the same where none was worth while
+AGAIN, NEW = "again", "new"  # kinds of trial
 
 
 class Controller:
     """Plans the cycles of one engine.
 
-    A fixed block size or tree budget is used as it is. With "auto" each cycle is planned from the costs:
+    A fixed block size or tree budget is used as it is. With "auto" each cycle is planned from the times of the cycles
+    before, and from how many of their guesses were accepted:
 
     - Drafting pauses while the tokens that it yields in a cycle, over the time of that cycle, are fewer than plain
-      decoding yields. Then it is tried again after a while, and after ever longer whiles if it still does not pay.
+      decoding yields.
     - A drafter that knows probabilities gets the time of a cycle by its number of guesses, and returns as many as
       maximise the expected tokens over time (CaDDTree, arXiv 2606.01813). For one that does not, the length of its
       chains is set in the same way from the share of guesses that were accepted so far. How far its probabilities can
       be trusted is learned, and so is how long a block is of use: a shorter one makes a cheaper draft pass.
+    - Now and then there is a trial: a cycle that would be the best one if sizes of which little is known took the
+      least that they may, or if the text had become easy. What trials lose is counted, and the next one waits until
+      the loss is a small share of the time.
 
     Args:
-        costs: Called once, when a decision first needs it.
+        costs: What was stored of the machine, if anything; called when it is first needed.
+        now: Seconds since 1970, for the age of the costs.
     """
 
-    def __init__(self, drafter: Drafter, drafting: Drafting, costs: Callable[[], Costs]) -> None:
-        self._drafter = drafter
+    def __init__(
+        self,
+        drafter: Drafter,
+        drafting: Drafting,
+        costs: Callable[[], Costs | None],
+        now: Callable[[], float] = time.time,
+    ) -> None:
         self._drafting = drafting
         self._block_size = drafter.block_size
         if isinstance(drafting.block_size, int):
             self._block_size = drafting.block_size
+        self._knows = self.automatic and drafter.knows_probabilities
         self._costs = cache(costs)
-        self._curves: dict[int, list[float]] = {}  # by rows
-        self._plain: dict[int, float] = {}
-        self._tau: float | None = None  # of all requests; what a new one begins with
-        self._taus: WeakKeyDictionary[Request, float] = WeakKeyDictionary()
+        self._clock = now
+        self._pace = Pace(self._prior, self.most_guesses)
+        # Tokens of a cycle over those expected of its size: of all requests, which a new one begins with, and of each.
+        self._yield: float | None = None
+        self._yields: WeakKeyDictionary[Request, float] = WeakKeyDictionary()
+        self._doubt = YIELD_NOISE  # variance of these means
         self._guesses = 0.0  # running mean of the guesses a row
         self._depth = float(self._block_size)  # running mean of the guesses on the longest path
         self._came_true = self._expected = PRIOR  # accepted guesses, and what the drafter expected of them
         self._accepted = [0.0] * self._block_size  # by position: guesses accepted, and guesses that could have been
         self._reached = [0.0] * self._block_size
-        self._pace = Pace(self.most_guesses)
-        self._idle = 0
-        self._wait = FIRST_WAIT
+        # Tokens of a cycle by its guesses; where the drafter knows probabilities, it says itself what it expects.
+        self._promised = [1.0] * (self.most_guesses + 1) if self._knows else self._tokens()
+        self._rate = 0.0  # tokens a second that the best plan promises
+        self._paused = False
+        self._trial: str | None = None  # what the planned cycle tries
+        self._lost = {AGAIN: 0.0, NEW: 0.0}  # seconds in trials that are not yet made up for
+        self._next = 0  # cycle before which there is no trial of new sizes
 
     @property
     def automatic(self) -> bool:
@@ -91,15 +123,56 @@ class Controller:
         budget = 0 if self._drafting.tree_budget == 0 else self.most_guesses
         if not self.automatic:
             return Plan(block_size, params, budget, draft_window=window)
-        if block_size == 1 or not self._pays(requests):
-            self._idle += 1
+        if block_size == 1:
             return Plan(1, params)
-        curve = self._curve(len(requests))
-        if self._drafter.knows_probabilities:
-            if not self._drafting.drawn:
-                block_size = min(block_size, 2 + round(SPARE_DEPTH * self._depth))
-            return Plan(block_size, params, budget, curve, self._came_true / self._expected, draft_window=window)
-        return Plan(min(block_size, 1 + self._best_length(curve)), params, budget, draft_window=window)
+        curve = self._choose(requests)
+        if curve is None:
+            return Plan(1, params)
+        if not self._knows:
+            return Plan(min(block_size, len(curve)), params, budget, draft_window=window)
+        trust = self._came_true / self._expected
+        if self._paused and self._trial == NEW:
+            trust = max(trust, 1.0)  # the text may have become easy
+        if not self._drafting.drawn:
+            block_size = min(block_size, 2 + round(SPARE_DEPTH * self._depth))
+        return Plan(block_size, params, budget, curve, trust, draft_window=window)
+
+    def _choose(self, requests: Sequence[Request]) -> list[float] | None:
+        """Seconds of the next cycle by guesses a row, up to the most that it may have; None if it is not to draft."""
+        rows, now, self._trial = len(requests), self._pace.now, None
+        times = self._pace.of(rows)
+        plain, curve = times.expected()
+        tokens = self._promised
+        usual = len(curve) - 1 if self._knows else _best(tokens, curve)
+        if self._yield is None:
+            return curve[: usual + 1]
+        relative = sum(self._yields.get(request, self._yield) for request in requests)
+        # The drafter that knows probabilities sets the number anew in each cycle; its mean stands for it.
+        seconds = _at(curve, self._guesses) if self._knows else curve[usual]
+        drafting, pausing = relative * tokens[usual] / seconds, rows / plain
+        self._paused = drafting < MARGIN * pausing
+        self._rate = max(drafting, pausing)
+        if self._lost[NEW] <= 0 and now >= self._next:
+            least_plain, least = times.least(now)
+            affordable = sum(each < TOO_LONG * max(plain, seconds) for each in curve)
+            if not self._paused and rows / least_plain > MARGIN * drafting:
+                self._trial = NEW
+                return None
+            best = len(curve) - 1 if self._knows else _best(tokens, least[:affordable])
+            if self._paused and not self._knows and relative * tokens[best] / least[best] <= pausing:
+                best = _best(self._tokens(EASY), curve[:affordable])
+            if self._paused or self._knows or best != usual:
+                self._trial = NEW
+                return least[: min(best + 1, affordable)]
+            self._next = now + PATIENCE
+        if self._paused and self._lost[AGAIN] <= 0:
+            if self._knows:  # a chain, by what was accepted at each depth, may pay where the usual number does not
+                chains = self._tokens()
+                best = _best(chains, curve)
+                drafting = max(drafting, rows * chains[best] / curve[best])
+            if drafting > CLOSE * pausing:
+                self._trial = AGAIN
+        return None if self._paused and self._trial is None else curve[: usual + 1]
 
     def learn(
         self,
@@ -124,71 +197,111 @@ class Controller:
         """
         if not self.automatic:
             return
-        rows, drafts = len(requests), plan.block_size > 1
+        rows, drafts, trial = len(requests), plan.block_size > 1, self._trial
         if seconds is not None:
-            usual = self._measured(rows)[guesses] if drafts else self._plain_cycle(rows)
-            self._pace.learn(guesses if drafts else None, seconds, usual)
-        if not drafts:
-            return
-        trial = self._idle > 0
-        self._guesses += MEMORY * (guesses - self._guesses)
-        self._depth += MEMORY * (max(deepest) - self._depth)
+            self._pace.learn(rows, guesses if drafts else None, seconds)
+        plain, curve = self._pace.of(rows).expected()
+        cost = _at(curve, guesses) if drafts else plain
+        if self._yield is None:
+            self._lost[NEW] = -CREDIT * plain
+        for kind, lost in self._lost.items():
+            if lost > 0 and kind != trial:
+                self._lost[kind] -= EXPLORE * cost
+        self._doubt += YIELD_DRIFT
+        tokens = float(rows)
+        if drafts:
+            tokens = self._learn_yield(requests, guesses, deepest, lengths, expected)
+        if trial:
+            least = LEAST_CHARGE if guesses or not drafts else WASTED_CHARGE
+            lost = self._lost[trial] + max(cost - tokens / self._rate, least * cost)
+            self._lost[trial] = min(lost, MOST_LOST * plain)
+            self._next = self._pace.now + BETWEEN
+
+    def _learn_yield(
+        self,
+        requests: Sequence[Request],
+        guesses: int,
+        deepest: Sequence[int],
+        lengths: Sequence[int],
+        expected: Sequence[float] | None,
+    ) -> float:
+        """Take in what was accepted, as in `learn`; returns the tokens that such a cycle can be expected to yield."""
+        for depth, length in zip(deepest, lengths, strict=True):
+            for position in range(min(length + 1, depth)):
+                self._reached[position] = (1 - MEMORY) * self._reached[position] + 1
+                self._accepted[position] = (1 - MEMORY) * self._accepted[position] + (position < length)
         if expected is not None:
             for hope, length in zip(expected, lengths, strict=True):
-                self._expected = (1 - COMMON_MEMORY) * self._expected + hope
-                self._came_true = (1 - COMMON_MEMORY) * self._came_true + length
-        for request, depth, length in zip(requests, deepest, lengths, strict=True):
-            before = self._taus.get(request, self._tau)
-            weight = TRIAL_MEMORY if trial else MEMORY
-            after = 1 + length if before is None else before + weight * (1 + length - before)
-            self._taus[request] = after
-            self._tau = after if self._tau is None else self._tau + COMMON_MEMORY * (1 + length - self._tau)
-            for position in range(min(length + 1, depth)):
-                self._reached[position] = (1 - COMMON_MEMORY) * self._reached[position] + 1
-                self._accepted[position] = (1 - COMMON_MEMORY) * self._accepted[position] + (position < length)
-        if trial:
-            self._idle = 0
-            self._wait = self._wait // 2 if self._worth(requests) else 2 * self._wait
-            self._wait = min(max(self._wait, FIRST_WAIT), LONGEST_WAIT)
+                kept = 1 - MEMORY * min(hope, 1.0)
+                self._expected = kept * self._expected + hope
+                self._came_true = kept * self._came_true + length
+        if self._knows and self._trial == NEW and not self._paused:  # not as many guesses as usual
+            hopes = lengths if expected is None else expected
+            return len(requests) + sum(hopes) * self._came_true / self._expected
+        weight = self._doubt / (self._doubt + YIELD_NOISE)
+        self._doubt *= 1 - weight
+        self._guesses += weight * (guesses - self._guesses)
+        self._depth += weight * (max(deepest) - self._depth)
+        promised = self._promised[guesses]
+        for request, length in zip(requests, lengths, strict=True):
+            relative = (1 + length) / promised
+            before = self._yields.get(request, self._yield)
+            self._yields[request] = relative if before is None else before + weight * (relative - before)
+            self._yield = relative if self._yield is None else self._yield + MEMORY * (relative - self._yield)
+        if not self._knows:
+            self._promised = self._tokens()
+        return promised * sum(self._yields[request] for request in requests)
 
-    def _pays(self, requests: Sequence[Request]) -> bool:
-        if self._tau is None or self._idle >= self._wait:
-            return True
-        return self._idle % RECHECK == 0 and self._worth(requests)
-
-    def _worth(self, requests: Sequence[Request]) -> bool:
-        """Whether these requests get more tokens a second with drafting than without."""
-        rows = len(requests)
-        tokens = sum(self._taus.get(request, self._tau or 1.0) for request in requests)
-        plain = self._pace.plain * self._plain_cycle(rows)
-        return tokens * plain > MARGIN * rows * self._pace.at(round(self._guesses), self._measured(rows))
-
-    def _curve(self, rows: int) -> list[float]:
-        """Seconds of a cycle that drafts, by guesses a row, as far as is known by now."""
-        return self._pace.cycle(self._measured(rows))
-
-    def _measured(self, rows: int) -> list[float]:
-        """The same as it was measured beforehand."""
-        if rows not in self._curves:
-            self._curves[rows] = self._costs().cycle(rows, self.most_guesses, self._drafting.tree_budget != 0)
-        return self._curves[rows]
-
-    def _plain_cycle(self, rows: int) -> float:
-        """Seconds of one that does not, as measured beforehand."""
-        if rows not in self._plain:
-            self._plain[rows] = self._costs().plain_cycle(rows)
-        return self._plain[rows]
-
-    def _best_length(self, curve: Sequence[float]) -> int:
-        """Guesses of a chain that maximise the expected tokens over time, from what was accepted at each position.
+    def _tokens(self, least: float = 0.0) -> list[float]:
+        """Tokens that chains can be expected to yield, by their guesses, from what was accepted at each position.
 
         Positions that were seldom reached borrow from the others.
+
+        Args:
+            least: Share of guesses that are accepted at least.
         """
-        best, best_rate, survival, expected = 1, 0.0, 1.0, 1.0
         mean = (sum(self._accepted) + PRIOR * FIRST_GUESS) / (sum(self._reached) + PRIOR)
-        for length in range(1, min(self._block_size, len(curve))):
-            survival *= (self._accepted[length - 1] + PRIOR * mean) / (self._reached[length - 1] + PRIOR)
-            expected += survival
-            if expected / curve[length] > best_rate:
-                best, best_rate = length, expected / curve[length]
-        return best
+        found, total, survival = [1.0], 1.0, 1.0
+        for accepted, reached in zip(self._accepted, self._reached, strict=True):
+            survival *= max((accepted + PRIOR * mean) / (reached + PRIOR), least)
+            total += survival
+            found.append(total)
+        return found + [total] * (self.most_guesses + 1 - len(found))
+
+    @property
+    def _tree(self) -> bool:
+        return self._drafting.tree_budget != 0
+
+    def _prior(self, rows: int) -> tuple[float, list[float], float]:
+        """Times of cycles before any has run, as `Pace` asks for them."""
+        costs = self._costs()
+        plain = costs.plain_cycle(rows) if costs else 1.0
+        if costs is None or not costs.knows(self._tree):
+            return plain, [plain * (1 + DRAFT_PASS + GUESS * rows * n) for n in range(self.most_guesses + 1)], 1.0
+        return plain, costs.cycle(rows, self.most_guesses, self._tree), costs.variance(self._clock())
+
+    def learned(self) -> Costs | None:
+        """What cycles cost, as far as it has been learned, to be stored; None where nothing has."""
+        found = self._pace.learned()
+        if not found:
+            return None
+        rows, plain = tuple(found), tuple(plain for plain, _ in found.values())
+        known, none = tuple(tuple(points) for _, points in found.values()), ((),) * len(found)
+        return Costs(rows, plain, none if self._tree else known, known if self._tree else none, self._clock())
+
+
+def _best(tokens: Sequence[float], seconds: Sequence[float]) -> int:
+    """Guesses, at least one, that yield the most tokens over time."""
+    best, best_rate = 1, 0.0
+    for guesses in range(1, min(len(tokens), len(seconds))):
+        rate = tokens[guesses] / seconds[guesses]
+        if rate > best_rate:
+            best, best_rate = guesses, rate
+    return best
+
+
+def _at(curve: Sequence[float], guesses: float) -> float:
+    """An entry of a curve, interpolated; beyond its end the last one."""
+    below = min(int(guesses), len(curve) - 1)
+    above = min(below + 1, len(curve) - 1)
+    return curve[below] + (guesses - int(guesses)) * (curve[above] - curve[below])

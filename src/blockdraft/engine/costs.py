@@ -1,200 +1,236 @@
-"""What cycles cost on this machine: measured once for a pair, kept on disk, and interpolated."""
+"""What cycles cost on this machine: measured when asked for or learned while decoding, kept on disk, interpolated."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from importlib.metadata import version
-from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from blockdraft.engine.probe import Probe
+from blockdraft.drafters import Drafter
+from blockdraft.errors import UsageError
 from blockdraft.machine import cache_folder
+from blockdraft.targets import Target
 
-if TYPE_CHECKING:
-    from blockdraft.engine.engine import Engine
-
-LAYOUT = 3  # of the file; a new one measures anew
+LAYOUT = 4  # of the file; files of other layouts are not read
 ROWS = (1, 2, 4, 8, 16, 32, 64)
-NODES = (1, 2, 4, 6, 7, 8, 12, 13, 16, 24, 32, 48, 64, 128, 256, 512)  # a CPU takes six rows at a time
-CHAIN_GUESSES = (1, 3, 7, 15)
-TREE_GUESSES = (1, 4, 8, 16, 32, 64, 128)
+CHAIN_GUESSES = (1, 2, 3, 4, 5, 7, 11, 15)
+TREE_GUESSES = (1, 2, 4, 8, 16, 32, 64, 128)
 MOST_GUESSES = 512  # of all rows together; larger trees are extrapolated
 CONTEXT = 128  # committed tokens of each row while measuring
 REPEATS = 7
-LIMIT_SECONDS = 25.0  # once measuring has taken so long, larger sizes are left to extrapolation
+LIMIT_SECONDS = 25.0  # once measuring has taken so long, larger batches are left to extrapolation
+# Variances of the logarithms of stored times: when new, what they grow to, and the seconds in which half is done.
+FRESH, AGED, HALF_LIFE = 0.5, 1.0, 30 * 86400.0
+
+Points = tuple[tuple[int, float], ...]  # guesses of a row, rising, and the seconds of a cycle with them
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds that cycles take. Between measured sizes they are interpolated, beyond them extrapolated.
+    """Seconds that cycles take. Between known sizes they are interpolated, beyond them extrapolated.
 
     Attributes:
-        nodes, forward: Target forward of one row with so many nodes.
-        rows, plain: Whole cycle of so many rows that does not draft.
-        chain, tree: For each of these numbers of rows, what a cycle takes longer when it drafts, the target's work on
-            the guesses left out; and the time of this work over what `forward` says of it, which knows one row only.
+        rows: Numbers of rows, rising.
+        plain: For each, a cycle that does not draft.
+        chain, tree: For each, cycles that draft; an empty tuple where none are known.
+        date: When they were measured or learned, in seconds since 1970.
     """
 
-    nodes: tuple[int, ...]
-    forward: tuple[float, ...]
     rows: tuple[int, ...]
     plain: tuple[float, ...]
-    chain: tuple[tuple[float, float], ...]
-    tree: tuple[tuple[float, float], ...]
+    chain: tuple[Points, ...]
+    tree: tuple[Points, ...]
+    date: float = 0.0
 
     def plain_cycle(self, rows: int) -> float:
         """Time of a cycle of `rows` rows that does not draft."""
-        return _at(rows, self.rows, self.plain)
+        found: float = _at(rows, self.rows, self.plain).item()
+        return found
+
+    def knows(self, tree: bool) -> bool:
+        """Whether there are times of cycles that draft chains, or trees."""
+        return any(self.tree if tree else self.chain)
+
+    def variance(self, now: float) -> float:
+        """That of the logarithms of these times, which grows with their age."""
+        return AGED - (AGED - FRESH) * math.pow(0.5, max(now - self.date, 0.0) / HALF_LIFE)
+
+    def updated(self, newer: Costs) -> Costs:
+        """These costs, with those that are newer in the place of what they know of the same numbers of rows."""
+        known: dict[int, tuple[float, Points, Points]] = {}
+        for costs in (self, newer):
+            for rows, plain, chain, tree in zip(costs.rows, costs.plain, costs.chain, costs.tree, strict=True):
+                _, older_chain, older_tree = known.get(rows, (0.0, (), ()))
+                known[rows] = plain, chain or older_chain, tree or older_tree
+        return _costs(known, newer.date)
 
     def cycle(self, rows: int, most: int, tree: bool) -> list[float]:
         """Time of a cycle that drafts, by guesses a row: entry n is for n guesses, from 0 to `most`."""
-        curves = [
-            [plain + extra + scale * _more(self.nodes, self.forward, size, count) for count in range(most + 1)]
-            for size, plain, (extra, scale) in zip(
-                self.rows, self.plain, self.tree if tree else self.chain, strict=True
-            )
-        ]
-        return [_at(rows, self.rows, seconds) for seconds in zip(*curves, strict=True)]
+        counts, sizes, curves = np.arange(most + 1), [], []
+        for size, points in zip(self.rows, self.tree if tree else self.chain, strict=True):
+            if points:
+                guesses, seconds = zip(*points, strict=True)
+                sizes.append(size)
+                curves.append(_at(counts, guesses, seconds))
+        found: list[float] = _at(rows, sizes, curves).tolist()
+        return found
 
 
-def _more(nodes: Sequence[int], forward: Sequence[float], rows: int, guesses: int) -> float:
-    """Time of so many guesses a row, were the nodes of all rows those of one: they share the weights."""
-    return max(_at(rows * (guesses + 1), nodes, forward) - _at(rows, nodes, forward), 0.0)
+def _costs(known: dict[int, tuple[float, Points, Points]], date: float) -> Costs:
+    """From the plain cycle, the chains and the trees of each number of rows."""
+    rows = sorted(known)
+    plain, chain, tree = (tuple(known[each][part] for each in rows) for part in range(3))
+    return Costs(tuple(rows), plain, chain, tree, date)  # type: ignore[arg-type]
 
 
-def _at(x: float, xs: Sequence[int], ys: Sequence[float]) -> float:
-    if x <= xs[-1] or len(xs) == 1:
-        return float(np.interp(x, xs, ys))
-    return ys[-1] + max((ys[-1] - ys[-2]) / (xs[-1] - xs[-2]), 0.0) * (x - xs[-1])
+def _at(x: Any, xs: Sequence[int], ys: Sequence[Any]) -> NDArray[np.float64]:
+    """Interpolated over `xs`; before the first the first holds, beyond the last its slope goes on, but never falls."""
+    if len(xs) == 1:
+        return np.asarray(ys[0] + 0 * np.asarray(x))
+    after = np.clip(np.searchsorted(xs, x), 1, len(xs) - 1)
+    left, right = np.asarray(xs)[after - 1], np.asarray(xs)[after]
+    below, above = np.asarray(ys)[after - 1], np.asarray(ys)[after]
+    share = np.maximum((x - left) / (right - left), 0.0)
+    step = np.where(share > 1, np.maximum(above - below, 0.0), above - below)
+    found: NDArray[np.float64] = below + np.minimum(share, 1.0) * (above - below) + np.maximum(share - 1, 0.0) * step
+    return found
 
 
-def measure(engine: Engine, report: Callable[[str], None] = lambda line: None) -> Costs:
-    """Measure an engine's pair on this machine, up to its largest batch.
+class Cycles(Protocol):
+    """Runs cycles for measuring.
+
+    Args:
+        rows, context: Rows of a fresh batch, and committed tokens of each.
+        guesses: Of a row; 0 for cycles that do not draft.
+        tree: Whether they are a tree, or a chain.
+        count: Cycles to run.
+
+    Returns:
+        For each cycle the guesses that a row really had, and its seconds.
+    """
+
+    def __call__(self, rows: int, context: int, guesses: int, tree: bool, count: int) -> list[tuple[int, float]]: ...
+
+
+def measure(
+    cycles: Cycles,
+    block_size: int,
+    max_batch_size: int,
+    max_context: int,
+    report: Callable[[str], None] = lambda line: None,
+) -> Costs:
+    """Measure a pair on this machine, up to its largest batch.
 
     It takes a few seconds for a small target and not much more than `LIMIT_SECONDS` for a large one.
 
     Args:
+        block_size: Of the drafter; 1 for one that guesses nothing.
+        max_context: Tokens that a row may have. What does not fit is left to extrapolation.
         report: Called with lines of progress.
+
+    Raises:
+        UsageError: Not even a cycle of one guess fits the context.
     """
     began = time.perf_counter()
-    target = engine.target
-    context = min(CONTEXT, target.max_context // 4)
-    nodes: list[int] = []
-    forward: list[float] = []
-    runner, rows_of_one = Probe(target, engine.drafter).rows(1, context, max(NODES))
+    context = max(min(CONTEXT, max_context // 4), 1)
 
-    def score(count: int) -> None:
-        tokens = torch.zeros(1, count, dtype=torch.long, device=target.device)
-        star = torch.tensor([[-1] + [0] * (count - 1)])  # all hang on the anchor, so that the mask is that of a tree
-        target.forward(tokens, star, runner.cache.of([rows_of_one[0].start]), engine.drafter.taps)
+    def fits(guesses: int) -> bool:
+        """Each cycle may commit a whole path; the last one still needs room for its nodes."""
+        return context + REPEATS * min(guesses + 1, block_size) + guesses + 1 < max_context
 
-    for count in NODES:
-        if nodes and (time.perf_counter() - began > LIMIT_SECONDS / 2 or context + count > target.max_context):
+    if not fits(min(1, block_size - 1)):
+        raise UsageError(
+            f"The target's context of {max_context} tokens is too short to measure in: {REPEATS + 1} cycles of one "
+            f"guess need {context + 2 * REPEATS + 3}. Use a fixed block size and tree budget."
+        )
+    known: dict[int, tuple[float, Points, Points]] = {}
+    for rows in [size for size in ROWS if size < max_batch_size] + [max_batch_size]:
+        if known and time.perf_counter() - began > LIMIT_SECONDS:
             break
-        nodes.append(count)
-        forward.append(_seconds(engine, partial(score, count)))
-        report(f"target forward of {count} tokens: {1000 * forward[-1]:.2f} ms")
-    longest = engine.drafter.block_size - 1
-    chain_guesses = sorted({min(count, longest) for count in (*CHAIN_GUESSES, longest)})
-    rows: list[int] = []
-    plain: list[float] = []
-    chain: list[tuple[float, float]] = []
-    tree: list[tuple[float, float]] = []
-    for size in [size for size in ROWS if size < engine.max_batch_size] + [engine.max_batch_size]:
-        if rows and time.perf_counter() - began > LIMIT_SECONDS:
-            break
-        trees = [count for count in TREE_GUESSES if size * count <= MOST_GUESSES] or TREE_GUESSES[:1]
-        rows.append(size)
-        plain.append(_cycle(engine, size, context, 0)[1])
-        for found, counts in ((chain, chain_guesses), (tree, trees)):
-            points = [_cycle(engine, size, context, count, found is tree) for count in counts]
-            work = [_more(nodes, forward, size, guesses) for guesses, _ in points]
-            found.append(_line(work, [seconds - plain[-1] for _, seconds in points]))
-        added = (f"a {kind} {1000 * found[-1][0]:.2f} ms" for kind, found in (("chain", chain), ("tree", tree)))
-        report(f"{size} rows: plain cycle {1000 * plain[-1]:.2f} ms; drafting adds to " + ", to ".join(added))
-    return Costs(tuple(nodes), tuple(forward), tuple(rows), tuple(plain), tuple(chain), tuple(tree))
+
+        def points(sizes: Sequence[int], tree: bool, rows: int = rows) -> Points:
+            found: dict[int, list[float]] = {}
+            for size in sizes:
+                if fits(size) and (rows * size <= MOST_GUESSES or size == sizes[0]):
+                    guesses, seconds = _median(cycles(rows, context, size, tree, REPEATS + 1))
+                    found.setdefault(guesses, []).append(seconds)
+            return tuple((guesses, statistics.median(found[guesses])) for guesses in sorted(found))
+
+        _, plain = _median(cycles(rows, context, 0, False, REPEATS + 1))
+        longest = block_size - 1
+        chain = points(sorted({min(size, longest) for size in CHAIN_GUESSES}), False) if longest else ()
+        tree = points(TREE_GUESSES, True) if longest else ()
+        known[rows] = plain, chain, tree
+        added = (
+            f"{kind} of {p[-1][0]} {1000 * p[-1][1]:.2f} ms" for kind, p in (("chain", chain), ("tree", tree)) if p
+        )
+        report(", ".join([f"{rows} rows: plain cycle {1000 * plain:.2f} ms", *added]))
+    return _costs(known, time.time())
 
 
-def _line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
-    """Offset and slope, both at least 0, of the line through most of the points (Theil and Sen): machines have other
-    work too, and a few measurements are far off."""
-    pairs = combinations(zip(xs, ys, strict=True), 2)
-    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairs if a[0] != b[0]]
-    slope = max(statistics.median(slopes), 0.0) if slopes else 1.0
-    offset = statistics.median(y - slope * x for x, y in zip(xs, ys, strict=True))
-    return max(offset, 0.0), slope
+def _median(cycles: list[tuple[int, float]]) -> tuple[int, float]:
+    """Guesses and seconds of cycles, of which the first does not count."""
+    guesses, seconds = zip(*cycles[1:], strict=True)
+    return int(statistics.median(guesses)), statistics.median(seconds)
 
 
-def _cycle(engine: Engine, rows: int, context: int, guesses: int, tree: bool = False) -> tuple[int, float]:
-    """How many guesses a row there were, of those asked for, and the median time of a cycle with them."""
-    found = Probe(engine.target, engine.drafter)(rows, context, guesses, tree, REPEATS + 1)
-    return int(statistics.median(made for made, _ in found)), statistics.median(seconds for _, seconds in found[1:])
+def path(target: Target, drafter: Drafter) -> Path:
+    """The file of a pair's costs, in the folder that `BLOCKDRAFT_CACHE` names, or else in `~/.cache/blockdraft`.
 
-
-def _seconds(engine: Engine, work: Callable[[], object]) -> float:
-    """Median time of a piece of work, after one run that does not count."""
-    times = []
-    for _ in range(REPEATS + 1):
-        began = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times[1:])
-
-
-def load_or_measure(engine: Engine, report: Callable[[str], None] = lambda line: None, anew: bool = False) -> Costs:
-    """The costs of an engine's pair from the cache on disk, or measured now and put there.
-
-    A measurement is kept for each target, backend, drafter, dtype, device, number of threads, largest batch and version
-    of torch and transformers, in the folder that `BLOCKDRAFT_CACHE` names, or else in `~/.cache/blockdraft`.
-
-    Args:
-        anew: Measure even if there is a measurement.
+    There is one for each target, backend, drafter, dtype, device, number of threads, machine, and version of torch,
+    transformers and blockdraft.
     """
-    path = cache_folder() / "costs" / f"{_fingerprint(engine)}.json"
-    if path.is_file() and not anew:
-        try:
-            return Costs(**{name: _tuples(values) for name, values in json.loads(path.read_text()).items()})
-        except (ValueError, TypeError, AttributeError):
-            report(f"{path} cannot be read; measuring again")
-    costs = measure(engine, report)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    partial.write_text(json.dumps(asdict(costs)), encoding="utf-8")
-    partial.replace(path)
-    return costs
+    gpu = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else ""
+    facts = [
+        *(target.path, target.running, target.hidden_size, target.num_layers, target.vocab_size, target.dtype),
+        *(target.device.type, gpu),
+        *(type(drafter).__name__, drafter.path, drafter.block_size, drafter.taps),
+        *(torch.get_num_threads(), platform.node(), platform.processor()),
+        *(LAYOUT, version("torch"), version("transformers"), version("blockdraft")),
+    ]
+    return cache_folder() / "costs" / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.json"
+
+
+def load(file: Path) -> Costs | None:
+    """The costs in a file; None where there is none, or none that can be read. Costs are only where learning begins,
+    so nothing is lost with them."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if found.pop("layout") != LAYOUT:
+            return None
+        costs = Costs(**{name: _tuples(value) for name, value in found.items()})
+        points = [point for row in (*costs.chain, *costs.tree) for point in row]
+        usable = all(0 < seconds < math.inf for seconds in (*costs.plain, *(seconds for _, seconds in points)))
+        same = len(costs.rows) == len(costs.plain) == len(costs.chain) == len(costs.tree) > 0
+        return costs if usable and same else None
+    except (OSError, ValueError, TypeError, AttributeError, KeyError):
+        return None
+
+
+def store(file: Path, costs: Costs) -> None:
+    """Write costs in the place of what was there, at once or not at all.
+
+    Raises:
+        OSError: The folder cannot be written to.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(f".{os.getpid()}.partial")
+    partial.write_text(json.dumps({"layout": LAYOUT, **asdict(costs)}), encoding="utf-8")
+    partial.replace(file)
 
 
 def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
-
-
-def _fingerprint(engine: Engine) -> str:
-    target, drafter = engine.target, engine.drafter
-    gpu = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else ""
-    facts = [
-        *(
-            target.path,
-            target.running,
-            target.hidden_size,
-            target.num_layers,
-            target.vocab_size,
-            target.dtype,
-            target.device.type,
-            gpu,
-        ),
-        *(type(drafter).__name__, drafter.path, drafter.block_size, drafter.taps),
-        *(engine.max_batch_size, torch.get_num_threads(), platform.node(), platform.processor()),
-        *(LAYOUT, version("torch"), version("transformers"), version("blockdraft")),
-    ]
-    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]

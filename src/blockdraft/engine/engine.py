@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
 from typing import TypeAlias
@@ -14,16 +14,18 @@ from weakref import WeakSet
 
 from blockdraft.drafters import Drafter
 from blockdraft.engine.controller import Controller
-from blockdraft.engine.costs import load_or_measure
+from blockdraft.engine.costs import Costs, load, path, store
 from blockdraft.engine.memory import Memory
 from blockdraft.engine.request import Chunk, Completion, Request
 from blockdraft.engine.runner import Runner
 from blockdraft.engine.scheduler import Scheduler
 from blockdraft.engine.text import AnswerText, check_request, encode
-from blockdraft.errors import ClosedError, UsageError
+from blockdraft.errors import ClosedError, UsageError, describe
 from blockdraft.sampling import RandomNumbers
 from blockdraft.targets import Target
 from blockdraft.types import Drafting, Prompt, SamplingParams
+
+log = logging.getLogger(__name__)
 
 PREFILL_TOKENS = {"cpu": 256}  # by kind of device
 MOST_PREFILL_TOKENS = 2048
@@ -90,7 +92,7 @@ class Engine:
                 f"tree_budget is {drafting.tree_budget}, and the backend {target.backend} scores chains only; use 0."
             )
         self.target, self.drafter, self.drafting = target, drafter, drafting
-        self.controller = Controller(drafter, drafting, partial(load_or_measure, self))
+        self.controller = Controller(drafter, drafting, lambda: load(path(target, drafter)))
         self.max_batch_size, self.prefix_tokens, self.prefill_tokens = max_batch_size, prefix_tokens, prefill_tokens
         nodes = 1 + self.controller.most_guesses
         self.memory = Memory(target, drafter, max_batch_size, nodes, prefill_tokens, self.controller.automatic)
@@ -225,8 +227,11 @@ class Engine:
             request.cancel()
 
     def close(self) -> None:
-        """Cancel what still runs, and give back the memory. Closing again does nothing."""
+        """Cancel what still runs, give back the memory, and keep what "auto" has learned of costs for the next engine
+        of this pair. Closing again does nothing."""
         with self._lock:
+            if self._closed:
+                return
             self._closed = True
             scheduler, worker = self._scheduler, self._worker
             if scheduler is not None:
@@ -235,6 +240,18 @@ class Engine:
         if worker is not None and worker is not threading.current_thread():
             worker.join()
         self._scheduler = None
+        learned = self.controller.learned() if self.controller.automatic else None
+        if learned is not None:
+            self._keep(learned)
+
+    def _keep(self, learned: Costs) -> None:
+        """Write what cycles cost, for the next engine of this pair to begin with."""
+        file = path(self.target, self.drafter)
+        known = load(file)
+        try:
+            store(file, learned if known is None else known.updated(learned))
+        except OSError as error:
+            log.warning("What cycles cost was learned, and cannot be kept in %s: %s", file, describe(error))
 
     def __enter__(self) -> Engine:
         return self

@@ -1,0 +1,271 @@
+"""Decoding without models: machines whose cycles have known times, texts whose guesses have known chances.
+
+What a controller achieves is counted in expected tokens and true times, and so are the fixed sizes that it is compared
+with; what it learns from is drawn at random and noisy. So figures of a few hundred cycles mean something.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from heapq import heappop, heappush
+from itertools import accumulate
+from operator import mul
+
+from blockdraft.engine.controller import Controller
+from blockdraft.engine.costs import Costs
+from blockdraft.engine.request import Request
+from blockdraft.engine.text import AnswerText
+from blockdraft.proposal import best_count
+from blockdraft.sampling import RandomNumbers
+from blockdraft.types import Drafting, SamplingParams
+
+BLOCK_SIZE = 16
+MOST = 128  # guesses of a tree that are compared
+TREE = Drafting("auto", MOST)
+NOW = 1e9  # seconds since 1970
+
+
+@dataclass(frozen=True)
+class Machine:
+    """True times of cycles in milliseconds.
+
+    Attributes:
+        draft: Of a draft pass.
+        flat: Nodes that take no longer than one.
+        node: Of each node beyond these.
+        row: Of each row beyond the first.
+        noise: Standard deviation of the logarithm of a cycle's time.
+        strays: Share of cycles that meet a delay of up to 30 times their time.
+    """
+
+    draft: float
+    flat: int
+    node: float
+    row: float = 0.02
+    noise: float = 0.05
+    strays: float = 0.01
+
+    def seconds(self, rows: int, guesses: int | None) -> float:
+        nodes = rows * (1 + (guesses or 0))
+        drafted = 0.0 if guesses is None else self.draft * (1 + 0.03 * rows)
+        return 1e-3 * (1 + drafted + self.row * (rows - 1) + self.node * max(nodes - self.flat, 0) + 0.01 * nodes)
+
+    def measured(self, seconds: float, rng: random.Random) -> float:
+        delay = rng.uniform(5, 30) if rng.random() < self.strays else 1.0
+        return seconds * delay * math.exp(rng.gauss(0, self.noise))
+
+
+PAIR = Machine(draft=0.12, flat=5, node=0.15)  # a small pair, compiled for a CPU
+GPU = Machine(draft=0.15, flat=32, node=0.02)
+CPU = Machine(draft=0.1, flat=1, node=0.6)  # computes one node after the other: drafting hardly pays
+MACHINES = {"pair": PAIR, "gpu": GPU, "cpu": CPU}
+ROWS, CHAINS, TREES = (1, 2, 4, 8, 16), (*range(1, 9), 11, 15), (*range(1, 9), 12, 16, 24, 32, 64, 128)
+
+
+def stored(machine: Machine, scale: Callable[[], float] = lambda: 1.0) -> Costs:
+    """What measuring this machine would store, each time of a cycle that drafts multiplied by a number of its own."""
+
+    def points(sizes: Sequence[int], rows: int) -> tuple[tuple[int, float], ...]:
+        return tuple((n, scale() * machine.seconds(rows, n)) for n in sizes)
+
+    return Costs(
+        rows=ROWS,
+        plain=tuple(machine.seconds(rows, None) for rows in ROWS),
+        chain=tuple(points(CHAINS, rows) for rows in ROWS),
+        tree=tuple(points(TREES, rows) for rows in ROWS),
+        date=NOW,
+    )
+
+
+def shuffled(machine: Machine, seed: int) -> Costs:
+    rng = random.Random(seed)
+    costs = stored(machine, lambda: rng.choice((0.5, 1.0, 2.0)))
+    return Costs(costs.rows, tuple(rng.choice((0.5, 1.0, 2.0)) * p for p in costs.plain), costs.chain, costs.tree, NOW)
+
+
+def start(kind: str, machine: Machine, seed: int) -> Costs | None:
+    """Stored costs of a kind."""
+    if kind == "absent":
+        return None
+    if kind == "shuffled":
+        return shuffled(machine, seed)
+    if kind == "another":
+        return stored({PAIR: CPU, GPU: PAIR, CPU: GPU}.get(machine, GPU))
+    factor = {"right": 1.0, "halved": 0.5, "doubled": 2.0}[kind]
+    return stored(machine, lambda: factor)
+
+
+KINDS = ("right", "halved", "doubled", "shuffled", "another", "absent")
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """What a drafter can guess in one cycle of one row, best first.
+
+    Attributes:
+        path_probs: The chance of each guess that it is accepted, together with those before it on its path.
+        depths: How deep each lies.
+    """
+
+    path_probs: tuple[float, ...]
+    depths: tuple[int, ...]
+
+    def survival(self, count: int) -> list[float]:
+        """Of the first guesses: the chance that the walk gets to a depth of 1, 2, ..."""
+        found = [0.0] * max(self.depths[:count], default=0)
+        for chance, depth in zip(self.path_probs[:count], self.depths[:count], strict=True):
+            found[depth - 1] += chance
+        return found
+
+
+@cache
+def chain(chances: tuple[float, ...]) -> Guesses:
+    return Guesses(tuple(accumulate(chances, mul)), tuple(range(1, len(chances) + 1)))
+
+
+@cache
+def tree(chances: tuple[float, ...]) -> Guesses:
+    """At each depth the best guess has the chance of a chain's, and the others share half of the rest, and so on."""
+    found: list[tuple[float, int]] = []
+    heap = [(-chances[0], 1, 0, chances[0], 1.0)]
+    while len(found) < MOST:
+        negative, depth, rank, chance, before = heappop(heap)
+        found.append((-negative, depth))
+        other = (1 - chance) / 2
+        heappush(heap, (-before * other / 2**rank, depth, rank + 1, chance, before))
+        if depth < len(chances):
+            following = chances[depth]
+            heappush(heap, (negative * following, depth + 1, 0, following, -negative))
+    return Guesses(tuple(p for p, _ in found), tuple(d for _, d in found))
+
+
+Text = Callable[[int], tuple[float, ...]]  # by cycle, the chance of a guess at each depth if all before it were right
+
+
+def constant(chance: float, fade: float = 1.0) -> Text:
+    chances = tuple(chance * fade**i for i in range(BLOCK_SIZE - 1))
+    return lambda cycle: chances
+
+
+def changing(first: float, then: float, period: int) -> Text:
+    texts = constant(first), constant(then)
+    return lambda cycle: texts[cycle // period % 2](cycle)
+
+
+TEXTS = {"even": constant(0.8), "fading": constant(0.85, 0.93), "middling": constant(0.5), "hard": constant(0.03)}
+
+
+class Lookup:
+    """A drafter that knows no probabilities."""
+
+    block_size, taps, knows_probabilities = BLOCK_SIZE, (), False
+
+
+class Knowing(Lookup):
+    """One that does."""
+
+    knows_probabilities = True
+
+
+DRAFTERS = {"lookup": (Lookup(), Drafting("auto")), "chain": (Knowing(), Drafting("auto")), "tree": (Knowing(), TREE)}
+
+
+def request(tokens: int = 10**9) -> Request:
+    return Request([1], SamplingParams(tokens), frozenset(), RandomNumbers(0), AnswerText(None))
+
+
+@dataclass
+class Account:
+    """Tokens and time of a stretch of cycles, as planned and with each fixed number of guesses."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+    fixed: dict[int | None, list[float]] = field(default_factory=dict)
+
+    @property
+    def against_best(self) -> float:
+        return self.tokens / self.seconds / max(tokens / seconds for tokens, seconds in self.fixed.values())
+
+    @property
+    def against_plain(self) -> float:
+        tokens, seconds = self.fixed[None]
+        return self.tokens / self.seconds / (tokens / seconds)
+
+
+class Decoding:
+    """A controller at work on a machine and a text.
+
+    Args:
+        kind: One of `DRAFTERS`.
+        rows: By cycle.
+        slower: By cycle and guesses, what the machine's times are multiplied by.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        machine: Machine,
+        text: Text,
+        costs: Costs | None,
+        seed: int = 0,
+        rows: Callable[[int], int] = lambda cycle: 1,
+        slower: Callable[[int, int | None], float] = lambda cycle, guesses: 1.0,
+    ) -> None:
+        self.drafter, self.drafting = DRAFTERS[kind]
+        self.machine, self.text, self.rows, self.slower = machine, text, rows, slower
+        self.controller = Controller(self.drafter, self.drafting, lambda: costs, now=lambda: NOW)  # type: ignore[arg-type]
+        self.rng = random.Random(seed)
+        self.requests = [request() for _ in range(64)]
+        self.chosen: list[int | None] = []
+
+    def run(self, cycles: int) -> Account:
+        account = Account()
+        for _ in range(cycles):
+            self._cycle(account)
+        return account
+
+    def seconds(self, rows: int, guesses: int | None) -> float:
+        return self.machine.seconds(rows, guesses) * self.slower(len(self.chosen), guesses)
+
+    def _cycle(self, account: Account) -> None:
+        rows = self.rows(len(self.chosen))
+        requests = self.requests[:rows]
+        plan = self.controller.plan(requests)
+        texts = [self._offered() for _ in requests]
+        guesses = None if plan.block_size == 1 else plan.block_size - 1
+        if guesses is not None and plan.cycle_seconds is not None:
+            known = [self._guesses(chances[:guesses]).path_probs for chances in texts]
+            guesses = best_count([list(each) for each in known], plan.cycle_seconds, plan.trust)
+        limit = plan.block_size - 1
+        survivals = [self._guesses(chances[:limit]).survival(guesses or 0) if guesses else [] for chances in texts]
+        levels = [self.rng.random() for _ in requests]
+        lengths = [sum(p > level for p in survival) for survival, level in zip(survivals, levels, strict=True)]
+        deepest = [len(survival) for survival in survivals]
+        seconds = self.seconds(rows, guesses)
+        expected = None
+        if self.drafter.knows_probabilities and guesses is not None:
+            expected = [sum(survival) for survival in survivals]
+        measured = self.machine.measured(seconds, self.rng)
+        self.controller.learn(requests, plan, guesses or 0, deepest, lengths, expected, measured)
+        account.tokens += rows + sum(map(sum, survivals))
+        account.seconds += seconds
+        for size in (None, *(TREES if self.drafting.tree_budget else CHAINS)):
+            whole = account.fixed.setdefault(size, [0.0, 0.0])
+            whole[0] += rows + sum(sum(self._guesses(chances).path_probs[: size or 0]) for chances in texts)
+            whole[1] += self.seconds(rows, size)
+        self.chosen.append(guesses)
+
+    def _offered(self) -> tuple[float, ...]:
+        """Chances of a cycle. Some cycles are easier than others, and a drafter may know which."""
+        chances = self.text(len(self.chosen))
+        if self.drafter.knows_probabilities:
+            power = self.rng.choice((0.5, 1.0, 2.0))
+            return tuple(chance**power for chance in chances)
+        return chances
+
+    def _guesses(self, chances: tuple[float, ...]) -> Guesses:
+        return tree(chances) if self.drafting.tree_budget else chain(chances)
