@@ -116,7 +116,7 @@ def test_other_work_of_the_machine_is_followed(kind: str) -> None:
         return 1.0 + (0.4 * (guesses or 0) if cycle >= 500 else 0.0)
 
     decoding = Decoding(kind, PAIR, constant(0.8), stored(PAIR), slower=slower)
-    decoding.run(560)
+    decoding.run(700)
     assert decoding.run(400).against_best >= 0.95
 
 
@@ -163,7 +163,7 @@ def test_one_decision_serves_the_whole_batch() -> None:
 
     drafts([easy, hard])
     assert drafts([easy, hard]) > 80
-    assert drafts([hard]) < 40
+    assert drafts([hard]) < 50
     assert drafts([easy]) > 80
 
 

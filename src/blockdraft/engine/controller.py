@@ -152,9 +152,10 @@ class Controller:
         drafting, pausing = relative * tokens[usual] / seconds, rows / plain
         self._paused = drafting < MARGIN * pausing
         self._rate = max(drafting, pausing)
+        usually = plain if self._paused else seconds
+        affordable = max(sum(each < TOO_LONG * usually for each in curve), 2)
         if self._lost[NEW] <= 0 and now >= self._next:
             least_plain, least = times.least(now)
-            affordable = sum(each < TOO_LONG * max(plain, seconds) for each in curve)
             if not self._paused and rows / least_plain > MARGIN * drafting:
                 self._trial = NEW
                 return None
@@ -166,13 +167,16 @@ class Controller:
                 return least[: min(best + 1, affordable)]
             self._next = now + PATIENCE
         if self._paused and self._lost[AGAIN] <= 0:
-            if self._knows:  # a chain, by what was accepted at each depth, may pay where the usual number does not
+            if (
+                self._knows
+            ):  # a chain, by what was accepted at each depth, may pay where as many guesses as usual do not
                 chains = self._tokens()
                 best = _best(chains, curve)
                 drafting = max(drafting, rows * chains[best] / curve[best])
             if drafting > CLOSE * pausing:
                 self._trial = AGAIN
-        return None if self._paused and self._trial is None else curve[: usual + 1]
+                return curve[: min(usual + 1, affordable)]
+        return None if self._paused else curve[: usual + 1]
 
     def learn(
         self,
