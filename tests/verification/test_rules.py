@@ -3,9 +3,9 @@ from itertools import product
 import pytest
 import torch
 from torch import Tensor
+from twins import block_chance, block_ratios
 
-from blockdraft.verification.reference import block_chance, block_ratios
-from blockdraft.verification.rules import accept_block, accept_sibling, block_chances, residual_mass
+from blockdraft.verification.rules import accept_block, block_chances, residual_mass
 
 V, GUESSES = 3, 3
 
@@ -100,8 +100,6 @@ def test_extreme_numbers_accept_neither_the_impossible_nor_refuse_the_certain(te
         p = torch.tensor([[[guess_p, 1 - guess_p], [0.0, 0.0]]], dtype=torch.float64)
         last, c = accept_block(p, q, numbers(0, guess_p), numbers(0, 0.5), tests)
         assert (int(last), float(c)) == (accepted, 1.0)
-        child, _ = accept_sibling(p[:, 0], q[:, 0], numbers(guess_p), numbers(0.5), tests[:, :1])
-        assert int(child) == 1 - accepted
 
 
 def test_equal_laws_accept_everything() -> None:
@@ -110,16 +108,6 @@ def test_equal_laws_accept_everything() -> None:
     tests = numbers(*[1 - 2**-53] * 3)
     last, c = accept_block(laws, laws, numbers(0, 0.1, 0.7), numbers(0, 0.1, 0.7), tests)
     assert (int(last), float(c)) == (2, 1.0)
-    child, _ = accept_sibling(law, law, law, law, tests)
-    assert int(child) == 0
-
-
-def test_a_residual_that_rounding_empties_is_not_entered() -> None:
-    """p falls short of q by rounding: the guess may be rejected, and then p' stays p for the next sibling."""
-    little_less = 0.5 - 2**-54  # added to 0.5 this is 1
-    p, q = numbers(little_less, 0.5), numbers(0.5, 0.5)
-    child, c = accept_sibling(p, q, p, q, numbers(1 - 2**-53, 0.3))
-    assert (int(child), float(c)) == (1, 0.0)
 
 
 def test_mass_counts_what_q_cannot_offer() -> None:

@@ -10,12 +10,12 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
+from twins import draw_token, verify_chosen
 
 from blockdraft.proposal import Proposal, SparseLaw, chain, depths
 from blockdraft.sampling import Laws, draw, probabilities
 from blockdraft.types import SamplingParams
 from blockdraft.verification import Verdict, drawn, rules, verify
-from blockdraft.verification.reference import draw_token, verify_chosen
 
 V, ROWS, LENGTH = 3, 2000, 3
 # Two small languages: the logits of the next token given the last two, for the target and for a drafter. Of many seeds
@@ -123,8 +123,6 @@ DRAFTERS = {
     "chosen tree": drafting(TREE, is_drawn=False, ragged=True),
     "drawn chain": drafting(CHAIN, is_drawn=True, keep=2),
     "drawn chain, ragged and mixed": drafting(CHAIN, is_drawn=True, ragged=True, mixed=True),
-    "drawn tree": drafting(TREE, is_drawn=True, keep=2),
-    "drawn tree, ragged and mixed": drafting(TREE, is_drawn=True, ragged=True, mixed=True),
 }
 SETTINGS = {
     "temperature 1": WARM,
@@ -187,20 +185,6 @@ def broken(name: str, rule: Callable[..., tuple[Tensor, Tensor]]) -> Judge:
     return judge
 
 
-def forgetful_siblings(p: Tensor, q: Tensor, guess_p: Tensor, guess_q: Tensor, tests: Tensor) -> tuple[Tensor, Tensor]:
-    """Tests every sibling against p itself."""
-    accepts = (tests * guess_q < guess_p) & (guess_q > 0)
-    count = accepts.size(1)
-    accepted = torch.where(accepts, torch.arange(count), count).amin(1) if count else torch.zeros(len(p)).long()
-    return accepted, (guess_q > 0).any(1).double()
-
-
-def last_sibling_keeps_p(*args: Tensor) -> tuple[Tensor, Tensor]:
-    """Draws from the residual before the last rejection."""
-    accepted, c = rules.accept_sibling(*args)
-    return accepted, torch.where(c > 1, 1.0, c)
-
-
 def block_with_ratios(p: Tensor, q: Tensor, guess_p: Tensor, guess_q: Tensor, tests: Tensor) -> tuple[Tensor, Tensor]:
     """Takes the last guess whose test is below the ratio r instead of the chance h."""
     _, c = rules.block_chances(p, q, guess_p, guess_q)
@@ -226,15 +210,9 @@ def block_up_to_first_rejection(
         (drafting(CHAIN, is_drawn=False), bonus_of_the_anchor),
         (drafting(TREE, is_drawn=False), skewed_numbers),
         (drafting(CHAIN, is_drawn=True), no_residual),
-        (drafting(TREE, is_drawn=True), no_residual),
         (drafting(CHAIN, is_drawn=True), q_of_the_wrong_node),
-        (drafting(TREE, is_drawn=True), q_of_the_wrong_node),
         (drafting(CHAIN, is_drawn=True), reused_numbers),
-        (drafting(TREE, is_drawn=True), reused_numbers),
         (drafting(CHAIN, is_drawn=False, claims=True), verify),
-        (drafting(TREE, is_drawn=False, claims=True), verify),
-        (drafting(TREE, is_drawn=True), broken("accept_sibling", forgetful_siblings)),
-        (drafting(TREE, is_drawn=True), broken("accept_sibling", last_sibling_keeps_p)),
         (drafting(CHAIN, is_drawn=True), broken("accept_block", block_with_ratios)),
         (drafting(CHAIN, is_drawn=True), broken("accept_block", block_up_to_first_rejection)),
     ],
@@ -302,8 +280,9 @@ def test_greedy_rows_are_judged_alike_with_and_without_sampled_ones_beside_them(
     assert max(map(len, alone.path)) > 2
 
 
-@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("is_drawn", [False, True], ids=["chosen", "drawn"])
+@pytest.mark.parametrize(
+    ("shape", "is_drawn"), [(CHAIN, False), (TREE, False), (CHAIN, True)], ids=["chain", "tree", "drawn chain"]
+)
 def test_a_row_without_a_law_leaves_the_others_alone(shape: list[int], is_drawn: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     earlier, draws = torch.zeros(3).long(), torch.rand(3, 8, generator=generator, dtype=torch.float64)
@@ -338,6 +317,14 @@ def test_a_node_without_a_law_counts_where_the_walk_comes_by_only(temperature: f
 
     assert judged(2) == Verdict([[0, 1]], [0])
     assert judged(1) == judged(0) == Verdict([[]], [-1])
+
+
+def test_drawn_guesses_form_chains() -> None:
+    start, draws = torch.zeros(1).long(), torch.full((1, 8), 0.5, dtype=torch.float64)
+    proposal = drafting(TREE, is_drawn=True)(start, start, draws)
+    probs = torch.full((1, len(TREE), V), 1 / V)
+    with pytest.raises(AssertionError, match="drawn guesses form a chain"):
+        verify(proposal, laws_of(probs, proposal), draws, draws)
 
 
 def test_a_guess_that_its_law_cannot_offer_is_refused() -> None:

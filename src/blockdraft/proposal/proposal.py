@@ -32,9 +32,9 @@ class Proposal:
         parents: `[B, N]` int64 on the CPU, whatever the device of the tokens: what shape a tree has is known to the
             host, and no one should have to wait for a GPU to ask. `parents[b, i] < i` for i > 0, and -1 for node 0. A
             row with fewer guesses than the others is filled up with nodes whose parent is -1 too; nothing accepts them.
-        q: For each row the laws that its guesses were drawn from at random, each child of a node drawn anew from that
-            node's law, in the order of the nodes; None for a row whose guesses were chosen (argmax, top-k,
-            n-gram, ...). None instead of a tuple where every row's guesses were chosen.
+        q: For each row the laws that its guesses, a chain, were drawn from at random, each from the law of the node
+            before; None for a row whose guesses were chosen (argmax, top-k, n-gram, ...). None instead of a tuple where
+            every row's guesses were chosen.
         expected: For each row the number of guesses that the drafter's probabilities let expect to be accepted; None
             where that was not computed.
     """

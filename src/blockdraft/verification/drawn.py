@@ -1,7 +1,7 @@
-"""Verification of rows whose guesses were drawn: p and q where the rules need them, and the draw that follows.
+"""Verification of rows whose guesses were drawn: p and q where the rule needs them, and the draw that follows.
 
-The rules run on the CPU, on the few tokens that q can offer; whole distributions stay on the target's device. Letters
-here: R rows, N nodes of a path, C children of a node, K tokens of a sparse law.
+The rule runs on the CPU, on the few tokens that q can offer; whole distributions stay on the target's device. Letters
+here: R rows, N nodes of a chain, C guesses after a node, K tokens of a sparse law.
 """
 
 from __future__ import annotations
@@ -15,20 +15,23 @@ from torch.nn.utils.rnn import pad_sequence
 
 from blockdraft.proposal import Proposal
 from blockdraft.sampling import Laws, draw, exact
-from blockdraft.verification.rules import accept_block, accept_sibling
-
-Children = Sequence[dict[int, list[int]]]
-Judged = tuple[list[list[int]], list[int]]
+from blockdraft.verification.rules import accept_block
 
 
 def judge_chains(
-    rows: list[int], proposal: Proposal, children: Children, laws: Laws, uniforms_BN: Tensor, tests_BN: Tensor
-) -> Judged:
-    """Paths and bonus tokens of rows whose guesses are chains."""
+    rows: list[int],
+    proposal: Proposal,
+    children: Sequence[dict[int, list[int]]],
+    laws: Laws,
+    uniforms_BN: Tensor,
+    tests_BN: Tensor,
+) -> tuple[list[list[int]], list[int]]:
+    """Paths and bonus tokens of these rows."""
     chains = []
     for row in rows:
         chain = [0]
         while following := children[row].get(chain[-1]):
+            assert len(following) == 1, "drawn guesses form a chain"
             chain += following
         chains.append(chain)
     nodes_RN, is_node_RN = _padded(chains)
@@ -48,39 +51,6 @@ def judge_chains(
     end = torch.arange(len(rows)), last_R
     bonus = _draw_residual(rows, nodes_RN[end], ids_RNK[end], q_RNK[end], c_R, laws, uniforms_BN)
     return [chain[: last + 1] for chain, last in zip(chains, last_R.tolist(), strict=True)], bonus
-
-
-def judge_trees(
-    rows: list[int], proposal: Proposal, children: Children, laws: Laws, uniforms_BN: Tensor, tests_BN: Tensor
-) -> Judged:
-    """Paths and bonus tokens of rows whose guesses are trees; all rows go down a level at a time."""
-    ids_RNK, q_RNK = _sparse_laws(rows, proposal)
-    paths, bonus = [[0] for _ in rows], [-1 for _ in rows]
-    walking = list(range(len(rows)))
-    while walking:
-        here = [rows[r] for r in walking]
-        nodes = torch.tensor([paths[r][-1] for r in walking])
-        siblings = [children[rows[r]].get(paths[r][-1], []) for r in walking]
-        siblings_RC, is_node_RC = _padded(siblings)
-        ids_RK, q_RK = ids_RNK[walking, nodes], q_RNK[walking, nodes]
-        p_RK = _p_of(here, nodes[:, None], ids_RK[:, None], q_RK[:, None], laws).squeeze(1)
-        guesses_RC = _at(proposal.tokens, here, siblings_RC)
-        guess_p_RC, guess_q_RC = _of_guesses(ids_RK, p_RK, q_RK, guesses_RC, is_node_RC)
-        accepted_R, c_R = accept_sibling(p_RK, q_RK, guess_p_RC, guess_q_RC, _at(tests_BN, here, siblings_RC))
-        going, ended = [], []
-        for i, (r, accepted) in enumerate(zip(walking, accepted_R.tolist(), strict=True)):
-            if accepted < siblings_RC.size(1):
-                paths[r].append(siblings[i][accepted])
-                going.append(r)
-            else:
-                ended.append(i)
-        if ended:
-            ends = [here[i] for i in ended]
-            drawn = _draw_residual(ends, nodes[ended], ids_RK[ended], q_RK[ended], c_R[ended], laws, uniforms_BN)
-            for i, token in zip(ended, drawn, strict=True):
-                bonus[walking[i]] = token
-        walking = going
-    return paths, bonus
 
 
 def _padded(nodes: list[list[int]]) -> tuple[Tensor, Tensor]:

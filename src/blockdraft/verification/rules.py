@@ -1,9 +1,9 @@
 """How far drawn guesses are accepted, and what their rejection leaves of the target's law.
 
-A guess drawn from q is offered too often where q is above p. Both rules reject just enough of these and then draw from
-a residual `max(p - c q, 0)`, normalised, with a factor c of their own: c = 0 leaves p itself, c = 1 is the residual of
-plain rejection sampling (arXiv 2211.17192). Only the tokens that q can offer matter to the rules: p and q hold the K
-probabilities of these, and the rest of p is what is missing to 1. All tensors are float64.
+A guess drawn from q is offered too often where q is above p. The rule rejects just enough of these and then draws from
+a residual `max(p - c q, 0)`, normalised; with the factor c = 1 it is that of plain rejection sampling (arXiv
+2211.17192). Only the tokens that q can offer matter to the rule: p and q hold the K probabilities of these, and the
+rest of p is what is missing to 1. All tensors are float64.
 
 Rounding cannot hurt. A guess of p = 0 is never accepted, since its number in [0, 1) is never below 0. The chance that a
 residual is reached is its mass, so one that rounding has made up or emptied is about as rare as rounding is small; an
@@ -66,35 +66,3 @@ def accept_block(
     accepted[:, 0] = True
     last = torch.where(accepted, torch.arange(accepted.size(1)), 0).amax(dim=1)
     return last, c.gather(1, last.unsqueeze(1)).squeeze(1)
-
-
-def accept_sibling(
-    p_RK: Tensor, q_RK: Tensor, guess_p_RC: Tensor, guess_q_RC: Tensor, tests_RC: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Recursive rejection sampling of siblings drawn with replacement (SpecInfer, arXiv 2305.09781).
-
-    Each sibling is tested against what the earlier ones have left of p: `p' = max(p - q, 0)` normalised, and so on.
-    After n rejections this is `max(p - c q, 0)` over its mass m_n, with c = 1 + m_1 + ... + m_{n-1}.
-
-    Args:
-        p_RK, q_RK: Laws after R nodes.
-        guess_p_RC, guess_q_RC: p and q of the node's C children; both 0 where there are fewer.
-
-    Returns:
-        accepted: `[R]` int64, the index of the accepted child; C if there is none.
-        c: `[R]`, the factor of the residual that the next token is drawn from where no child is accepted.
-    """
-    count = guess_p_RC.size(1)
-    accepted = torch.full((len(p_RK),), count)
-    c, mass = torch.zeros_like(p_RK[:, 0]), torch.ones_like(p_RK[:, 0])
-    for child in range(count):
-        p, q, test = guess_p_RC[:, child], guess_q_RC[:, child], tests_RC[:, child]
-        accepts = test * q * mass < p - c * q
-        tried = (accepted == count) & (q > 0)
-        accepted = torch.where(tried & accepts, child, accepted)
-        left = residual_mass(p_RK, q_RK, c + mass)
-        # Nothing is left where p' equals q, and there rejection is rounding; p' stays as it is.
-        rejected = tried & ~accepts & (left > 0)
-        c = torch.where(rejected, c + mass, c)
-        mass = torch.where(rejected, left, mass)
-    return accepted, c

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from blockdraft.proposal import Proposal
 from blockdraft.sampling import Laws
-from blockdraft.verification.drawn import judge_chains, judge_trees
+from blockdraft.verification.drawn import judge_chains
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,8 @@ def verify(proposal: Proposal, laws: Laws, uniforms_BN: Tensor | None, tests_BN:
       drawn token. Every token that comes out is the target's own draw; a guess x is accepted with probability p(x).
       At temperature 0 this accepts the longest path of argmax tokens (DFlash, arXiv 2602.06036; DDTree, arXiv
       2604.12989, for trees).
-    - Drawn, a chain: block verification (`rules.accept_block`), which accepts at least as many in expectation as
-      testing token by token.
-    - Drawn, a tree in which nodes have siblings: the children of a node are tested one after the other
-      (`rules.accept_sibling`).
+    - Drawn, always a chain: block verification (`rules.accept_block`), which accepts at least as many in expectation
+      as testing token by token.
 
     A row whose walk meets a node without a law gets an empty path and the bonus -1; the others do not notice, nor does
     a row that has such nodes where no walk comes by. Drawn guesses are judged together, so there each node counts.
@@ -56,8 +54,6 @@ def verify(proposal: Proposal, laws: Laws, uniforms_BN: Tensor | None, tests_BN:
     children = [children_of(parents) for parents in proposal.parent_lists]
     q = proposal.q or (None,) * len(tokens)
     drawn = [row for row in range(len(tokens)) if q[row] is not None and row not in laws.invalid_rows]
-    trees = [row for row in drawn if any(len(nodes) > 1 for nodes in children[row].values())]
-    chains = sorted(set(drawn) - set(trees))
     paths: list[list[int]] = [[0] if q[row] is None else [] for row in range(len(tokens))]
     bonus = [-1] * len(tokens)
 
@@ -73,12 +69,11 @@ def verify(proposal: Proposal, laws: Laws, uniforms_BN: Tensor | None, tests_BN:
             bonus[row] = token
         walking = [row for row, node in zip(walking, nodes, strict=True) if paths[row][-1] != node]
 
-    for rows, judge in ((chains, judge_chains), (trees, judge_trees)):
-        if rows:
-            assert uniforms_BN is not None and tests_BN is not None, "drawn guesses need numbers"
-            judged = judge(rows, proposal, children, laws, uniforms_BN, tests_BN)
-            for row, path, token in zip(rows, *judged, strict=True):
-                paths[row], bonus[row] = path, token
+    if drawn:
+        assert uniforms_BN is not None and tests_BN is not None, "drawn guesses need numbers"
+        judged = judge_chains(drawn, proposal, children, laws, uniforms_BN, tests_BN)
+        for row, path, token in zip(drawn, *judged, strict=True):
+            paths[row], bonus[row] = path, token
     return Verdict(paths, bonus)
 
 

@@ -1,4 +1,4 @@
-"""Slow readable twins of the rules, used by tests as oracles: one row, plain Python numbers, the papers' own formulas.
+"""Slow readable twins of the rules, as oracles: one row, plain Python numbers, the papers' own formulas.
 
 Laws are lists over the whole vocabulary: `p[node]` and `q[node]`. A rule returns the accepted nodes, anchor first, and
 the bonus token.
@@ -71,28 +71,3 @@ def verify_block(
     if last < len(tokens) - 1:
         law = residual([ratios[last] * share for share in p[last]], q[last]) or p[last]
     return list(range(last + 1)), draw_token(law, uniforms[last])
-
-
-def verify_siblings(
-    tokens: Sequence[int],
-    parents: Sequence[int],
-    p: Sequence[Law],
-    q: Sequence[Law],
-    uniforms: Sequence[float],
-    tests: Sequence[float],
-) -> Accepted:
-    """Recursive rejection sampling: each sibling is tested against what those before it have left of p.
-
-    On a chain this is plain rejection sampling, token by token (arXiv 2211.17192).
-    """
-    path = [0]
-    while True:
-        node = path[-1]
-        law: Law = p[node]
-        for child in (i for i in range(len(tokens)) if parents[i] == node):
-            if tests[child] * q[node][tokens[child]] < law[tokens[child]]:
-                path.append(child)
-                break
-            law = residual(law, q[node]) or law
-        else:
-            return path, draw_token(law, uniforms[node])
