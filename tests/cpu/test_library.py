@@ -74,9 +74,9 @@ def set_layer(name: str, **values: object) -> Callable[..., None]:
 
 
 POINTER, SIZES, COUNTS, THREADS = "a pointer is null", "a size of the model", "fewer than 0 rows", "fewer threads"
-LENGTHS, PARENTS, TAPS, LOGITS = "committed tokens", "the parent of a node", "a tap lies beyond", "logits are wanted"
+LENGTHS, PARENTS, TAPS, LOGITS = "a row begins before", "the parent of a node", "a tap lies beyond", "logits are wanted"
 BOTH = {
-    **{f"no {name}": (set_call(**{name: None}), POINTER) for name in ("lengths", "store")},
+    **{f"no {name}": (set_call(**{name: None}), POINTER) for name in ("lengths", "starts", "store")},
     **{f"layers without {name}": (set_layer(name), POINTER) for name in ("before_attention", "before_mlp", "cos")},
     **{f"no weight of {name}": (set_layer(name, weight=None), POINTER) for name in library.PROJECTIONS},
     **{f"inputs of {name}": (set_layer(name, inputs=7), SIZES) for name in library.PROJECTIONS},
@@ -91,7 +91,10 @@ BOTH = {
     "nodes without end": (set_call(nodes=1 << 31), COUNTS),
     **{f"threads {count}": (set_call(threads=count), THREADS) for count in (0, -1, 1 << 32)},
     "a negative length": (write("lengths", -3), LENGTHS),
-    "one slot too few": (set_call(slots=7), LENGTHS),
+    "one slot too few": (set_call(slots=15), LENGTHS),
+    "a row before the store": (write("starts", -1), LENGTHS),
+    "a row that ends behind the store": (write("starts", 9, at=1), LENGTHS),
+    "a row without end": (write("starts", 2**63 - 1), LENGTHS),
     "a length without end": (write("lengths", 2**63 - 1), LENGTHS),
     "no workspace": (set_call(workspace=None), POINTER),
 }
@@ -135,13 +138,14 @@ def try_all(target_dir: Path, drafter_dir: Path) -> None:
     drafter: Any = load_drafter(drafter_dir, target=target)
     decoder, run = target.compiled, drafter._run
     assert isinstance(decoder, CompiledDecoder) and isinstance(run, CompiledDraftPass)
-    store = torch.zeros(3, 2, 4, 8, 8)
-    state = KVCache(2, 8)
-    state.commit([range(5)] * 2)
+    store = torch.zeros(3, 4, 16, 8)
+    state, cache = KVCache(2, 8), KVCache(2, 8)
+    for rows in (state, cache):
+        rows.commit([range(5)] * 2)
 
     def forward() -> object:
         tokens, parents = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[-1, 0, 0]] * 2)
-        return decoder.forward(tokens.clone(), parents, [5, 5], store, (0, 3))
+        return decoder.forward(tokens.clone(), parents, cache, store, (0, 3))
 
     for name, cases, user, work in (
         ("forward", FORWARD, decoder, forward),
