@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.engine import Engine
 from blockdraft.engine.runner import Runner
 from blockdraft.errors import NumbersError, RequestError
-from blockdraft.proposal import Plan, Proposal
+from blockdraft.proposal import Plan, Proposal, SparseLaw, chain
 from blockdraft.targets import Target, TargetOutput, load_target
 from blockdraft.types import Drafting, SamplingParams
 
@@ -151,6 +152,73 @@ def test_a_forward_that_fails_once_changes_nothing(
     assert "without drafts: RuntimeError: a hiccup" in caplog.text
 
 
+def spoil_slots(cache: Any) -> None:
+    """Leave numbers that are none behind the committed tokens of these rows."""
+    for store in cache._stores():
+        for row, length in zip(cache.rows, cache.lengths, strict=True):
+            store[..., row + length : row + length + 8, :] = torch.nan
+
+
+def test_a_forward_that_fails_half_way_leaves_nothing_behind(
+    target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(target, drafter)
+    expected = answers(engine)
+
+    def spoil(call: int, tokens: Tensor, cache: Any) -> None:
+        if call == 5:
+            spoil_slots(cache)
+            raise RuntimeError("half way")
+
+    break_forward(target, monkeypatch, spoil)
+    assert answers(engine) == expected
+    assert all(torch.isfinite(store).all() for store in engine.scheduler._runner.cache._stores())
+
+
+def test_numbers_that_are_none_in_company_only_are_computed_again_for_each_alone(
+    target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(target, drafter)
+    expected = answers(engine)
+    forward, broken = target.forward, 0
+
+    def shy(tokens: Tensor, *args: Any, **kwargs: Any) -> TargetOutput:
+        nonlocal broken
+        output = forward(tokens, *args, **kwargs)
+        if len(tokens) == 1:
+            return output
+        broken += 1
+        return TargetOutput(torch.full_like(output.logits, torch.nan), output.features)
+
+    monkeypatch.setattr(target, "forward", shy)
+    assert answers(engine) == expected
+    assert broken > 10  # prompts and cycles
+
+
+def test_drawn_guesses_without_numbers_are_left_away(target: Target, drafter: Drafter) -> None:
+    """They are judged together, so no law is left of their row; it goes on as if nothing had been guessed."""
+    warm = SamplingParams(30, 1.0, seed=3, ignore_eos=True)
+    none = load_drafter("none", target=target)
+    expected = [completion.token_ids for completion in Engine(target, none).generate(PROMPTS, warm)]
+    never = next(token for token in range(50, 200) if all(token not in answer for answer in expected))
+    poison(target, never)
+    guesser: Any = Guesser(never, none)
+    propose, law = guesser.propose, SparseLaw(torch.full((4, 1), never), torch.ones(4, 1))
+    asked = 0
+
+    def drawing(state: Any, anchor: Tensor, plan: Plan) -> Proposal:
+        nonlocal asked
+        asked += 1
+        tokens = propose(state, anchor, plan).tokens
+        count = tokens.size(1)
+        return replace(chain(tokens), q=(SparseLaw(law.ids[:count], law.probs[:count]),) * len(anchor))
+
+    guesser.propose = drawing
+    engine = Engine(target, guesser, drafting=Drafting(4))
+    assert [completion.token_ids for completion in engine.generate(PROMPTS, warm)] == expected
+    assert asked > 3
+
+
 @pytest.mark.parametrize("method", ["propose", "observe"])
 def test_a_drafter_that_fails_costs_its_drafts_or_its_requests(
     target: Target, drafter: Drafter, method: str, monkeypatch: pytest.MonkeyPatch
@@ -230,6 +298,34 @@ def test_an_interrupt_half_way_ends_the_rows_and_not_the_engine(
         assert completion.finish_reason == "error" and "KeyboardInterrupt" in str(completion.error)
         assert completion.token_ids == answer[: len(completion.token_ids)]
     assert answers(engine) == expected
+
+
+def test_an_interrupted_forward_leaves_nothing_behind(
+    target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(target, drafter)
+    scheduler = engine.scheduler
+    scheduler.add([engine.request(prompt, GREEDY) for prompt in PROMPTS])
+    for _ in range(3):
+        scheduler.step()
+
+    def spoil(call: int, tokens: Tensor, cache: Any) -> None:
+        spoil_slots(cache)
+        raise KeyboardInterrupt
+
+    break_forward(target, monkeypatch, spoil)
+    with pytest.raises(KeyboardInterrupt):
+        scheduler.step()
+    assert all(torch.isfinite(store).all() for store in scheduler._runner.cache._stores())
+    assert scheduler._slots.take(engine.cache_tokens) == 0  # all of them are free
+
+
+def test_what_a_broken_request_held_is_not_remembered(target: Target, drafter: Drafter) -> None:
+    engine = Engine(target, drafter, prefix_tokens=500)
+    assert engine.submit(list(range(40)), GREEDY, lambda chunk: 1 / 0).result().failure is not None
+    assert engine.scheduler._kept == {}
+    assert engine.submit(list(range(40)), GREEDY).result().failure is None
+    assert len(engine.scheduler._kept) == 1
 
 
 def test_a_bug_of_ours_in_a_step_ends_the_requests_and_no_one_waits_for_ever(

@@ -1,5 +1,7 @@
 """How a request ends, and what its completion and its last chunk say of it."""
 
+from collections.abc import Callable
+
 import pytest
 
 from blockdraft.engine import Chunk, Completion, Request, Stats
@@ -9,9 +11,13 @@ from blockdraft.sampling import RandomNumbers
 from blockdraft.types import SamplingParams
 
 
+def made(listener: Callable[[Chunk], object] | None = None) -> Request:
+    return Request([1], SamplingParams(), frozenset(), RandomNumbers(0), AnswerText(None), listener=listener)
+
+
 @pytest.mark.parametrize("failure", [NumbersError("no numbers"), RequestError("the tokenizer failed")])
 def test_a_failure_is_raised_as_what_it_is(failure: BlockdraftError) -> None:
-    request = Request([1], SamplingParams(), frozenset(), RandomNumbers(0), AnswerText(None))
+    request = made()
     assert request.error is None
     request.fail(failure)
     completion = request.completion()
@@ -21,6 +27,26 @@ def test_a_failure_is_raised_as_what_it_is(failure: BlockdraftError) -> None:
         with pytest.raises(type(failure), match=str(failure)) as raised:
             ended.checked()
         assert isinstance(raised.value, FloatingPointError) == isinstance(failure, NumbersError)
+
+
+def test_those_who_wait_are_told_of_the_end_when_it_is_published() -> None:
+    request = made()
+    request.extend([5, 6], [False, True])
+    request.finish("length")
+    with pytest.raises(TimeoutError):
+        request.result(0)
+    request.publish()
+    assert (request.result(0).token_ids, request.result(0).finish_reason) == ([5, 6], "length")
+
+
+def test_a_tokenizer_that_has_failed_is_not_asked_for_the_last_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks: list[Chunk] = []
+    request = made(chunks.append)
+    request.extend([5], [False])
+    monkeypatch.setattr(request.text, "take", lambda: 1 / 0)
+    request.fail(failure := RequestError("The tokenizer failed."))
+    request.publish()
+    assert [(chunk.text, chunk.token_ids, chunk.failure) for chunk in chunks] == [("", (5,), failure)]
 
 
 def test_what_ended_well_is_itself() -> None:

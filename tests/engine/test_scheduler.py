@@ -248,6 +248,16 @@ def test_the_memory_of_prefixes_is_bounded(target: Target, drafter: Drafter) -> 
     assert kept[-1][: len(PROMPTS[-1])] == PROMPTS[-1]  # the latest one stays
 
 
+def test_the_beginning_that_was_used_last_is_kept(target: Target, drafter: Drafter) -> None:
+    """Two are remembered; a third request begins as the older one does, and what it leaves drives one of them out."""
+    engine = Engine(target, drafter, prefix_tokens=110)
+    older, newer = LONG[:40], LONG[:40:-1][:40]
+    for prompt in (older, newer, [*older[:32], *newer[:8]]):
+        engine.generate([prompt], greedy(8))
+    kept = list(engine.scheduler._remembered.texts.values())
+    assert [text[:40] for text in kept] == [older, [*older[:32], *newer[:8]]]
+
+
 def test_what_is_remembered_makes_room_for_who_runs(target: Target, drafter: Drafter) -> None:
     """One after the other, in a store that holds one request and what is left of another at most."""
     probe = Engine(target, drafter)
