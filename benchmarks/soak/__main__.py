@@ -21,9 +21,8 @@ from typing import Any
 
 import psutil
 
-from benchmarks.soak.door import open_door, outcome, planned_bytes
 from benchmarks.soak.faults import Faults, FaultyDrafter, FaultyTarget
-from benchmarks.soak.load import Load, known_answers
+from benchmarks.soak.load import Load, known_answers, outcome
 from benchmarks.soak.report import MOST_GROWTH, SHORTEST_MINUTES, Sample, growth, picture, table
 from blockdraft import Drafting, Engine, SamplingParams, load_drafter, load_target
 
@@ -49,8 +48,7 @@ def soak(
     target = load_target(compile="on")  # waits for the compiler
     plain = Engine(target, load_drafter("none", target=target), 1)
     known = known_answers(plain, texts, turns, tokens)
-    if hasattr(plain, "close"):
-        plain.close()
+    plain.close()
     gc.collect()
     before, process = set(threading.enumerate()), psutil.Process()
     faults = Faults(share)
@@ -63,8 +61,7 @@ def soak(
         Drafting(tree_budget=tree_budget),
         prefix_tokens=20_000,
     )
-    door = open_door(engine)
-    load = Load(door, known, at_a_time, threads, patience)
+    load = Load(engine, known, at_a_time, threads, patience)
     began, samples = time.monotonic(), list[Sample]()
     load.start(60 * minutes)
     while load.running:
@@ -75,10 +72,10 @@ def soak(
         time.sleep(min(1.0, minutes))
     faults.share = 0.0
     calm = SamplingParams(tokens, ignore_eos=True)
-    last = [outcome(door.submit(each.prompt, calm), patience) for each in known]
+    last = [outcome(engine.submit(each.prompt, calm), patience) for each in known]
     late = [each for each, found in zip(known, last, strict=True) if found is None or found.token_ids != each.answer]
-    planned, peak = planned_bytes(engine, door), max(sample.resident for sample in samples) - base
-    door.close()
+    planned, peak = engine.memory_bytes(), max(sample.resident for sample in samples) - base
+    engine.close()
     left = [thread.name for thread in threading.enumerate() if thread not in before]
     tally, grown = load.tally, growth(samples)
     summary = {

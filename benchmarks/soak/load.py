@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from benchmarks.soak.door import outcome
-from blockdraft import Engine, SamplingParams, Target
+from blockdraft import Completion, Engine, SamplingParams, Target
+from blockdraft.errors import BlockdraftError
 
 TURN = "Now do the same with other numbers, and say how you got there."
 
@@ -74,16 +74,16 @@ class Load:
     """Threads that submit.
 
     Args:
-        door: From `open_door`.
+        engine: What is under load.
         at_a_time: Requests under way, of all threads together.
         patience: Seconds after which a request counts as hung.
     """
 
     def __init__(
-        self, door: Any, known: Sequence[Known], at_a_time: int, threads: int, patience: float, seed: int = 0
+        self, engine: Engine, known: Sequence[Known], at_a_time: int, threads: int, patience: float, seed: int = 0
     ) -> None:
         self.tally = Tally()
-        self._door, self._known, self._patience = door, known, patience
+        self._engine, self._known, self._patience = engine, known, patience
         self._until = 0.0
         self._threads = [
             threading.Thread(target=self._submit, args=(seed + i, max(1, at_a_time // threads)), name=f"load {i}")
@@ -118,7 +118,7 @@ class Load:
         known = random.choice(self._known)
         temperature = 1.0 if random.random() < 0.2 else 0.0
         params = SamplingParams(random.randint(1, len(known.answer)), temperature, ignore_eos=True)
-        handle = self._door.submit(known.prompt, params)
+        handle = self._engine.submit(known.prompt, params)
         with self.tally.lock:
             self.tally.open += 1
         return handle, known, params, random.random() < 0.1
@@ -146,3 +146,12 @@ class Load:
                     f"{completion.finish_reason} {ids} of {params.max_new_tokens} instead of {known.answer}, "
                     f"prompt {known.prompt}"
                 )
+
+
+def outcome(handle: Any, seconds: float) -> Completion | None:
+    """The completion; None where the request ended in an error. Raises TimeoutError where it does not end."""
+    try:
+        completion: Completion = handle.result(seconds)
+    except BlockdraftError:
+        return None
+    return None if completion.finish_reason == "error" else completion

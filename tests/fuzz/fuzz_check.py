@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from fuzz_cases import Ask, Case
-from fuzz_drive import answers, close
+from fuzz_drive import answers
 from fuzz_models import Models
 
 from blockdraft import Completion, Engine, SamplingParams, Target
@@ -72,7 +72,7 @@ def run(case: Case, models: Models) -> Outcome:
                 if fixed and case.way in ("compiled", "int8"):  # where neighbours change no bit of a drafter's law
                     again = Engine(target, drafter, 1, drafting)
                     alone = again.generate([prompts[number]], ask.params)[0]
-                    close(again)
+                    again.close()
                     if _differs(found[number], alone, ask):
                         raise Different(f"{here}:\n{_shown(found[number])}\nbut drawn alone:\n{_shown(alone)}")
             elif _differs(found[number], twins[number], ask):
@@ -88,8 +88,8 @@ def run(case: Case, models: Models) -> Outcome:
             outcome.cycles += len(found[number].stats.committed)
             outcome.committed += sum(found[number].stats.committed)
     finally:
-        close(engine)
-        close(plain)
+        engine.close()
+        plain.close()
     return outcome
 
 

@@ -4,6 +4,7 @@ The same cases each time, in `make test`; `make fuzz` goes on with others, by ha
 """
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from fuzz_cases import CASES_PER_MODEL, case_of
@@ -11,6 +12,7 @@ from fuzz_check import Different, Outcome, run
 from fuzz_models import DRAFTERS, WAYS, Models, target_fields
 
 from blockdraft import Completion, Engine
+from blockdraft.engine import Request
 
 MODELS = 24
 
@@ -54,15 +56,19 @@ def test_an_engine_that_answers_wrongly_is_found(models: Models, monkeypatch: py
     for ask in case.asks:
         ask.cancel = ask.stream = False
     run(case, models)
-    completion = Engine.generate
+    submit = Engine.submit
 
-    def wrong(self: Engine, *args: object) -> list[Completion]:
-        found = completion(self, *args)  # type: ignore[arg-type]
-        if type(self.drafter).__name__ != "NoDrafter":
-            found[0].token_ids[-1] = (found[0].token_ids[-1] + 1) % self.target.vocab_size
-        return found
+    def wrong(self: Engine, *args: Any) -> Request:
+        request = submit(self, *args)
+        result = request.result
 
-    monkeypatch.setattr(Engine, "generate", wrong)
-    monkeypatch.delattr(Engine, "submit", raising=False)
+        def changed(timeout: float | None = None) -> Completion:
+            found = result(timeout)
+            return replace(found, token_ids=[*found.token_ids[:-1], (found.token_ids[-1] + 1) % self.target.vocab_size])
+
+        request.result = changed  # type: ignore[method-assign]
+        return request
+
+    monkeypatch.setattr(Engine, "submit", wrong)
     with pytest.raises(Different, match="but alone and plainly"):
         run(case, models)

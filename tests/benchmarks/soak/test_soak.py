@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from benchmarks.soak.__main__ import soak
-from benchmarks.soak.door import open_door, outcome
 from benchmarks.soak.faults import Faults, FaultyDrafter, FaultyTarget, InjectedFault, poisoned
-from benchmarks.soak.load import Known, Load, known_answers
+from benchmarks.soak.load import Known, Load, known_answers, outcome
 from benchmarks.soak.report import Sample, growth, picture, table
 from blockdraft import Completion, Engine, SamplingParams, load_drafter, load_target
 from blockdraft.engine.stats import Stats
@@ -85,7 +84,7 @@ def test_nan_is_put_into_one_node_alone() -> None:
     assert (found.best == -1).tolist() == found.logits.isnan().any(-1).tolist()
 
 
-def test_an_engine_runs_behind_its_door(tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
+def test_an_engine_takes_the_wrappers(tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
     """Known answers come out, wrappers pass everything on, and faults come through."""
     target = load_target(tiny_target_dir)
     known = known_answers(Engine(target, load_drafter("none", target=target), 1), CHATS, turns=2, tokens=6)
@@ -95,20 +94,19 @@ def test_an_engine_runs_behind_its_door(tiny_target_dir: Path, tiny_drafter_dir:
     faults = Faults(0.0)
     drafter = FaultyDrafter(load_drafter(tiny_drafter_dir, target=target), faults)
     engine = Engine(FaultyTarget(target, faults), drafter, prefix_tokens=500)  # type: ignore[arg-type]
-    door = open_door(engine)
     try:
-        handles = [door.submit(each.prompt, SamplingParams(6, ignore_eos=True)) for each in known]
+        handles = [engine.submit(each.prompt, SamplingParams(6, ignore_eos=True)) for each in known]
         for handle, each in zip(handles, known, strict=True):
             found = outcome(handle, 60)
             assert found is not None and found.token_ids == each.answer
         faults.share = 1.0
-        assert outcome(door.submit(known[0].prompt, SamplingParams(6)), 60) is None
+        assert outcome(engine.submit(known[0].prompt, SamplingParams(6)), 60) is None
         assert faults.counts["target raises"] >= 1
         with pytest.raises(InjectedFault):
             FaultyTarget(target, faults).forward()
     finally:
         faults.share = 0.0
-        door.close()
+        engine.close()
 
 
 def test_growth_is_that_of_a_line_after_the_warm_up(tmp_path: Path) -> None:
