@@ -14,6 +14,7 @@ from blockdraft.cli.options import (
     CompileForward,
     Device,
     Dtype,
+    Exact,
     Quantize,
     TargetBackend,
     TargetFolder,
@@ -39,6 +40,7 @@ def calibrate(
     threads: Threads = "auto",
     compile: CompileForward = DEFAULT_COMPILE,
     quantize: Quantize = None,
+    exact: Exact = False,
     anew: Annotated[bool, typer.Option("--anew", help="Measure again, even if there is a measurement.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:
@@ -55,7 +57,14 @@ def calibrate(
     from blockdraft.engine import Engine, load_or_measure
 
     loaded = loading.load(
-        target, dtype, device, backend, threads=extent("threads", threads), compile=compile, quantize=quantize
+        target,
+        dtype,
+        device,
+        backend,
+        threads=extent("threads", threads),
+        compile=compile,
+        quantize=quantize,
+        exact=exact,
     )
     engine = Engine(loaded, load_drafter(drafter, target=loaded), max_batch_size=batch_size)
     costs = load_or_measure(engine, lambda line: print(line, file=sys.stderr, flush=True), anew)
