@@ -266,11 +266,12 @@ def load(path: str | Path, options: LoadOptions) -> NativeTarget:
     Raises:
         UsageError: It is to be compiled and cannot be.
     """
+    captured = options.device.type == "cuda" and options.compile == "on"
+    if captured and options.exact:
+        raise UsageError("exact and compile 'on' do not go together on a GPU; use compile auto or off.")
     read = read_checkpoint(path, options)
     target = NativeTarget(read.decoder, read.config, read.tokenizer, read.folder, read.generation_config)
-    if options.device.type == "cuda" and options.compile == "on":
-        if options.exact:
-            raise UsageError("exact and compile 'on' do not go together on a GPU; use compile auto or off.")
+    if captured:
         target.capture(CudaRecorder(options.device))
         return target
     target.compile_reason = read.reason if read.build is None else _compile(target, read.build, options.compile)
