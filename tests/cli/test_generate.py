@@ -119,6 +119,12 @@ def test_the_backend_changes_nothing_but_itself(generate: Run, expected: dict[st
     assert (answer["backend"], answer["token_ids"]) == (backend, expected["token_ids"])
 
 
+@pytest.mark.parametrize("backend", ["hf", "native"])
+def test_an_exact_target_says_so(generate: Run, expected: dict[str, Any], backend: str) -> None:
+    answer = json.loads(generate("hello", "--json", "--exact", "--backend", backend, "--compile", "off").out)
+    assert (answer["running"], answer["token_ids"]) == (f"{backend}, exact", expected["token_ids"])
+
+
 def test_why_the_native_decoder_does_not_run_the_target_is_told(
     generate: Run, tiny_target_dir: Path, tmp_path: Path
 ) -> None:

@@ -16,6 +16,7 @@ from blockdraft.cli.options import (
     Device,
     DraftWindow,
     Dtype,
+    Exact,
     Quantize,
     TargetBackend,
     TargetFolder,
@@ -75,6 +76,7 @@ def bench(
     threads: Threads = "auto",
     compile: CompileForward = DEFAULT_COMPILE,
     quantize: Quantize = None,
+    exact: Exact = False,
     out: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Write results.json, acceptance.png and speedup.png into this folder."),
@@ -117,7 +119,14 @@ def bench(
         if pictures:
             report.require_pictures()
     loaded = loading.load(
-        target, dtype, device, backend, threads=extent("threads", threads), compile=compile, quantize=quantize
+        target,
+        dtype,
+        device,
+        backend,
+        threads=extent("threads", threads),
+        compile=compile,
+        quantize=quantize,
+        exact=exact,
     )
     engines = speed.load_methods(chosen, loaded, batch_size)
     try:

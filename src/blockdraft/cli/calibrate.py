@@ -14,6 +14,7 @@ from blockdraft.cli.options import (
     CompileForward,
     Device,
     Dtype,
+    Exact,
     Quantize,
     TargetBackend,
     TargetFolder,
@@ -39,6 +40,7 @@ def calibrate(
     threads: Threads = "auto",
     compile: CompileForward = DEFAULT_COMPILE,
     quantize: Quantize = None,
+    exact: Exact = False,
     anew: Annotated[bool, typer.Option("--anew", help="Measure again, even if there is a measurement.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:
@@ -56,7 +58,14 @@ def calibrate(
     from blockdraft.engine.probe import Probe
 
     loaded = loading.load(
-        target, dtype, device, backend, threads=extent("threads", threads), compile=compile, quantize=quantize
+        target,
+        dtype,
+        device,
+        backend,
+        threads=extent("threads", threads),
+        compile=compile,
+        quantize=quantize,
+        exact=exact,
     )
     guesser = load_drafter(drafter, target=loaded)
     file = costs.path(loaded, guesser)

@@ -19,6 +19,7 @@ from blockdraft.cli.options import (
     Device,
     DraftWindow,
     Dtype,
+    Exact,
     Quantize,
     TargetBackend,
     TargetFolder,
@@ -89,6 +90,7 @@ def generate(
     threads: Threads = "auto",
     compile: CompileForward = DEFAULT_COMPILE,
     quantize: Quantize = None,
+    exact: Exact = False,
     compare: Annotated[
         bool, typer.Option("--compare", help="Decode without the drafter too, and compare speed and tokens.")
     ] = False,
@@ -124,7 +126,14 @@ def generate(
     from blockdraft.engine import Engine
 
     loaded = loading.load(
-        target, dtype, device, backend, threads=extent("threads", threads), compile=compile, quantize=quantize
+        target,
+        dtype,
+        device,
+        backend,
+        threads=extent("threads", threads),
+        compile=compile,
+        quantize=quantize,
+        exact=exact,
     )
     rows = {} if batch_size is None else {"max_batch_size": batch_size}
     guesser = load_drafter(drafter, target=loaded)

@@ -68,4 +68,12 @@ Quantize = Annotated[
         help="Round the target's weights; the rounded model is then the target. fp8 is for NVIDIA GPUs.",
     ),
 ]
+Exact = Annotated[
+    bool,
+    typer.Option(
+        "--exact",
+        help="Let greedy answers be those of plain decoding, near ties included, whatever is drafted and in any batch. "
+        "A target that is compiled for a CPU is so already; others become slower.",
+    ),
+]
 Device = Annotated[str | None, typer.Option(help="By default the first GPU if there is one, else cpu.")]

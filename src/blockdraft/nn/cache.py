@@ -167,6 +167,12 @@ class KVCache:
             nodes = copied.select(-4, place)[..., length : length + count, :]
             memory[..., row + length : row + length + count, :] = nodes
 
+    def layer(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+        """All slots of a layer, `[heads, slots, D]` of keys and of values like these, `[B, heads, N, D]`."""
+        if layer not in self._layers:
+            self._layers[layer] = tuple(_zeros((t.size(1), self._slots, t.size(3)), t) for t in (keys, values))
+        return self._layers[layer]
+
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Put the keys and values of N nodes, `[B, heads, N, D]`, behind each row's committed tokens.
 
@@ -174,9 +180,7 @@ class KVCache:
             `[B, heads, T, D]` each, with T = max(lengths) + N. Slots past a row's own nodes hold other numbers, so a
             mask must hide them; `self.slots` gives the slots of the nodes.
         """
-        if layer not in self._layers:
-            self._layers[layer] = tuple(_zeros((t.size(1), self._slots, t.size(3)), t) for t in (keys, values))
-        count, (of_keys, of_values) = keys.size(2), self._layers[layer]
+        count, (of_keys, of_values) = keys.size(2), self.layer(layer, keys, values)
         self.check_room(count)
         for place, (row, length) in enumerate(zip(self.rows, self.lengths, strict=True)):
             first = row + length

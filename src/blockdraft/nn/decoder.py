@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from blockdraft.nn.attention import attend_grouped
 from blockdraft.nn.cache import write_nodes
 from blockdraft.nn.decoder_config import DecoderConfig
+from blockdraft.nn.exact import ExactAttention
 from blockdraft.nn.packed import PackedLinear
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -95,7 +96,7 @@ class DecoderLayer(nn.Module):
         x: Tensor,
         angles: Sequence[tuple[Tensor, Tensor]],
         slots: Tensor,
-        masks: Sequence[Tensor | None],
+        masks: Sequence[Tensor | ExactAttention | None],
         store: Tensor,
     ) -> Tensor:
         """Rows `[B * N, H]` to rows; the other arguments are those of `Decoder.forward`."""
@@ -106,7 +107,13 @@ class DecoderLayer(nn.Module):
         return x + (self.after_mlp(added) if self.post_norms else added)
 
     def attention(
-        self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, mask: Tensor | None, store: Tensor
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        mask: Tensor | ExactAttention | None,
+        store: Tensor,
     ) -> Tensor:
         config = self.config
         heads, kv_heads = config.num_heads, config.num_kv_heads
@@ -117,9 +124,14 @@ class DecoderLayer(nn.Module):
             qk.mul_(self.qk_norm.scale(qk) * self.qk_norm.weight)
         swapped = qk.roll(config.head_dim // 2, dims=-1)
         qk.mul_(cos).addcmul_(swapped, sin)
-        write_nodes(store, qkv.narrow(2, heads, 2 * kv_heads), slots)
-        queries, (keys, values) = qkv.narrow(2, 0, heads), store.chunk(2, dim=1)
-        attended = attend_grouped(queries, keys, values, mask, config.query_scale, config.attention_softcap)
+        queries, new = qkv.narrow(2, 0, heads), qkv.narrow(2, heads, 2 * kv_heads)
+        keys, values = store.chunk(2, dim=1)
+        if isinstance(mask, ExactAttention):
+            mask.write(store[0], new)
+            attended = mask.attend(queries, keys[0], values[0], config.query_scale, config.attention_softcap)
+        else:
+            write_nodes(store, new, slots)
+            attended = attend_grouped(queries, keys, values, mask, config.query_scale, config.attention_softcap)
         out: Tensor = self.output(attended.view(x.size(0), -1))
         return out
 
@@ -168,7 +180,7 @@ class Decoder(nn.Module):
         tokens: Tensor,
         positions: Tensor,
         slots: Tensor,
-        masks: Sequence[Tensor | None],
+        masks: Sequence[Tensor | ExactAttention | None],
         stores: Sequence[Tensor],
         taps: Sequence[int] = (),
         logits_at: Tensor | None = None,
@@ -182,10 +194,11 @@ class Decoder(nn.Module):
             tokens: `[B, N]` int64.
             positions: `[B, N]` int64, or `[1, N]` where the rows share them.
             slots: Where the nodes are written, `[B, N]` int64, or `[N]` where the rows share them.
-            masks: One for each of `config.windows`, `[B or 1, 1, groups * N, T]` as `attend_grouped` takes it.
+            masks: One for each of `config.windows`, `[B or 1, 1, groups * N, T]` as `attend_grouped` takes it. Or the
+                attention of a piece, which knows its slots; then B is 1 and stores hold the slots of all rows.
             stores: One a layer, `[B, 2 * num_kv_heads, T, D]`, keys before values.
             taps: Layers whose outputs are wanted; the number of layers stands for the input of the head.
-            logits_at: `[B]` int64, the one node of each row whose logits are wanted.
+            logits_at: `[B]` int64, the one node of each row whose logits are wanted; `[0]` if none are.
 
         Returns:
             Logits `[B, N, V]`, or `[B, 1, V]` with `logits_at`; and features `[B, N, m * H]`, None without taps.

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from blockdraft.errors import UsageError
 from blockdraft.targets.base import Cache, LoadOptions, Rows, Target, TargetOutput, TargetText, embedding_and_head
 from blockdraft.targets.checkpoint import load_text
+from blockdraft.targets.exact import check_exact
 from blockdraft.targets.families import NotCovered
 from blockdraft.targets.native_files import save_quantized
 from blockdraft.types import DEFAULT_BACKEND, DEFAULT_COMPILE, Backend, Compile, Quantize
@@ -40,6 +41,7 @@ def load_target(
     compile: Compile = DEFAULT_COMPILE,
     quantize: Quantize | None = None,
     threads: int | Literal["auto"] | None = None,
+    exact: bool = False,
 ) -> Target:
     """Load a target.
 
@@ -58,10 +60,14 @@ def load_target(
             torchao and bfloat16 arithmetic.
         threads: Of torch and the compiled forward, from now on, on a CPU. None leaves torch's number. "auto" measures
             once which number is fastest for a compiled target, unless `OMP_NUM_THREADS` is set.
+        exact: Let no bit of a token's logits depend on what is computed beside it, so that greedy answers are those of
+            plain decoding whatever is drafted, in any batch, near ties included. A target that is compiled for a CPU is
+            so already. Others compute pieces of one size, with attention in float64, which costs time. It is checked on
+            the model, with the threads that there are now.
 
     Raises:
-        ValueError: Unknown folder, unreadable weights, unknown dtype or device, a model that is no decoder-only LM, or
-            none that the native decoder knows where that was asked for.
+        UsageError: Unknown folder, unreadable weights, unknown dtype or device, a model that is no decoder-only LM, or
+            none that the native decoder knows where that was asked for; or exact was asked for and does not hold.
     """
     known = backends()
     if backend != "auto" and backend not in known:
@@ -88,7 +94,9 @@ def load_target(
         torch.set_num_threads(threads)
     if quantize not in (None, *get_args(Quantize)):
         raise UsageError(f"quantize is {quantize!r}; use one of {sorted(get_args(Quantize))}, or None.")
-    options = LoadOptions(DTYPES[name], placed, compile, quantize, threads == "auto")
+    if exact and placed.type == "mps":
+        raise UsageError("exact needs float64, and the device mps has none; use the device cpu, or do without exact.")
+    options = LoadOptions(DTYPES[name], placed, compile, quantize, threads == "auto", exact)
     ranked = sorted((module.RANK, name) for name, module in known.items() if module.RANK is not None)
     reason: NotCovered | None = None
     for name in [backend] if backend != "auto" else [name for _, name in ranked]:
@@ -101,6 +109,8 @@ def load_target(
             reason = reason or refused
             continue
         target.backend_reason = None if reason is None else str(reason)
+        if exact:
+            check_exact(target)
         return target
     raise UsageError(f"No backend runs {path}: {reason}.") from reason
 

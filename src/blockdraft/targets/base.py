@@ -109,6 +109,7 @@ class LoadOptions:
 
     Attributes:
         best_threads: Measure which number of threads is fastest, and use it.
+        exact: A node's logits and features must not depend on what else is computed; the caller checks it.
     """
 
     dtype: torch.dtype
@@ -116,6 +117,7 @@ class LoadOptions:
     compile: Compile = DEFAULT_COMPILE
     quantize: Quantize | None = None
     best_threads: bool = False
+    exact: bool = False
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ class Target(Protocol):
     Attributes:
         path: Where it was loaded from.
         backend: How it is run, "native" or "hf".
-        running: How it is run, in words for people: the backend, and whether compiled or with int8 weights.
+        running: How it is run, in words for people: the backend, and whether compiled, exact, or with int8 weights.
         backend_reason: Why it is not run natively, where that was not asked for; else None.
         lock: Held by whoever computes with it, so that several engines and threads can share it.
         best_block_size: Largest block whose scoring costs little more than that of one token, where that is known.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -18,6 +19,7 @@ from blockdraft.nn.attention import additive_mask, visible_slots
 from blockdraft.nn.cache import KVCache, slot_bucket
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.draft_pass import DraftPass
+from blockdraft.nn.exact import EXACT_NODES, ExactAttention, attention_bytes
 from blockdraft.proposal import depths, tree_mask
 from blockdraft.targets.base import Cache, LoadOptions, TargetOutput
 from blockdraft.targets.checkpoint import (
@@ -29,7 +31,9 @@ from blockdraft.targets.checkpoint import (
     loading,
     max_context,
 )
+from blockdraft.targets.exact import forward_in_pieces
 from blockdraft.targets.families import NotCovered
+from blockdraft.targets.hf_exact import ExactCache, use_exact_attention
 
 RANK = 1  # it runs every model, and others run some faster
 ATTENTION_KINDS = {"full_attention", "sliding_attention"}
@@ -57,9 +61,12 @@ class HFTarget:
     Args:
         model: A decoder-only model; it is put into evaluation mode.
         tokenizer: Its tokenizer, if there is one.
+        exact: Compute in pieces of one size, with attention in float64, so that a node's numbers do not depend on what
+            else is computed. The model is changed: it cannot be used without this target any more.
 
     Raises:
-        ValueError: The model is no decoder-only attention model (an encoder-decoder, or one with recurrent layers).
+        UsageError: The model is no decoder-only attention model (an encoder-decoder, or one with recurrent layers), or
+            it cannot be exact.
     """
 
     backend = "hf"
@@ -67,7 +74,11 @@ class HFTarget:
     has_trees = can_truncate = True
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, path: Path | None = None
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        path: Path | None = None,
+        exact: bool = False,
     ) -> None:
         config = model.config.get_text_config()
         self.model = model.eval()
@@ -84,6 +95,7 @@ class HFTarget:
         self.architecture = architecture(model.config)
         self.lock = RLock()
         self._config = config
+        self.exact = exact
         kinds = getattr(config, "layer_types", None)
         if config.is_encoder_decoder or (kinds and not set(kinds) <= ATTENTION_KINDS) or model._is_stateful:
             raise UsageError(
@@ -92,10 +104,14 @@ class HFTarget:
             )
         self._kinds = set(kinds) if kinds else {"sliding_attention" if _window(config) else "full_attention"}
         self._layers = _decoder_layers(model, self.num_layers)
+        if exact:
+            use_exact_attention(model)
+            by_layer = kinds or [*self._kinds] * self.num_layers
+            self._windows = [_window(config) if kind == "sliding_attention" else None for kind in by_layer]
 
     @property
     def running(self) -> str:
-        return self.backend
+        return f"{self.backend}, exact" if self.exact else self.backend
 
     @property
     def shape(self) -> dict[str, Any]:
@@ -104,17 +120,28 @@ class HFTarget:
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         return KVCache(batch, capacity)
 
-    def cache_bytes(self, batch: int, capacity: int) -> int:
+    @property
+    def _heads(self) -> tuple[int, int]:
+        """Key/value heads, and the size of each."""
         heads = getattr(self._config, "num_key_value_heads", None) or self._config.num_attention_heads
         head_dim = getattr(self._config, "head_dim", None) or self.hidden_size // self._config.num_attention_heads
+        return heads, head_dim
+
+    def cache_bytes(self, batch: int, capacity: int) -> int:
+        heads, head_dim = self._heads
         return int(2 * self.num_layers * batch * heads * capacity * head_dim * self.dtype.itemsize)
 
     def row_slots(self, tokens: int) -> int:
         return slot_bucket(tokens)  # rows of few different sizes lie at equal distances, which spares a copy
 
     def forward_bytes(self, batch: int, nodes: int, slots: int) -> int:
-        heads, rows = self._config.num_attention_heads, batch * nodes
+        heads, rows = self._config.num_attention_heads, EXACT_NODES if self.exact else batch * nodes
         inner = getattr(self._config, "intermediate_size", None) or 4 * self.hidden_size
+        if self.exact:
+            kv_heads, head_dim = self._heads
+            masks = len(self._kinds) * nodes * slots
+            attention = attention_bytes(heads, kv_heads, head_dim, slots)
+            return int(rows * (6 * self.hidden_size + 3 * inner) * self.dtype.itemsize + masks + attention)
         masks_and_scores = rows * slots * (len(self._kinds) + 2 * heads)
         copied = self.cache_bytes(batch, slots) // self.num_layers
         return int((rows * (6 * self.hidden_size + 3 * inner) + masks_and_scores) * self.dtype.itemsize + copied)
@@ -132,6 +159,10 @@ class HFTarget:
         logits_at: Tensor | None = None,
     ) -> TargetOutput:
         assert isinstance(cache, KVCache)
+        if self.exact:
+            run, windows = partial(self._run_piece, cache, taps), set(self._windows)
+            with self.lock:
+                return forward_in_pieces(run, tokens, parents, cache, windows, self.max_context - 1, logits_at)
         starts = torch.tensor(cache.lengths, device=self.device)[:, None]
         # Nodes that a shorter row of the batch will never commit may lie past the last position.
         positions = (starts + depths(parents).to(self.device)).clamp(max=self.max_context - 1)
@@ -156,15 +187,34 @@ class HFTarget:
         features = torch.cat([tapped[tap] for tap in taps], dim=-1) if taps else None
         return TargetOutput(output.logits, features)
 
+    def _run_piece(
+        self,
+        cache: KVCache,
+        taps: Sequence[int],
+        tokens: Tensor,
+        positions: Tensor,
+        attention: Mapping[int | None, ExactAttention],
+        has_logits: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        layers = [attention[window] for window in self._windows]
+        with self._listening(taps) as tapped, self._only(None if has_logits else tokens.new_empty(0)):
+            output = self.model(
+                input_ids=tokens, position_ids=positions, past_key_values=ExactCache(cache, layers), use_cache=True
+            )
+        return output.logits, torch.cat([tapped[tap] for tap in taps], dim=-1) if taps else None
+
     @contextmanager
     def _only(self, logits_at: Tensor | None) -> Iterator[None]:
-        """Let the head see one node of each row only. `logits_to_keep` would compute these nodes for every row."""
+        """Let the head see one node of each row only, or none where this is empty. `logits_to_keep` would compute these
+        nodes for every row."""
         if logits_at is None:
             yield
             return
 
         def pick(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             hidden = args[0]
+            if len(logits_at) == 0:
+                return (hidden[:, :0], *args[1:])
             return (hidden[torch.arange(len(hidden), device=hidden.device), logits_at].unsqueeze(1), *args[1:])
 
         hook = self.model.get_output_embeddings().register_forward_pre_hook(pick)
@@ -240,4 +290,4 @@ def load(path: str | Path, options: LoadOptions) -> HFTarget:
         )
     with loading(path, device):
         model = model.to(device).requires_grad_(False)
-    return HFTarget(model, tokenizer, folder if folder.exists() else None)
+    return HFTarget(model, tokenizer, folder if folder.exists() else None, options.exact)

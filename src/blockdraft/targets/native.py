@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -24,9 +25,11 @@ from blockdraft.nn.attention import grouped_mask, visible_slots
 from blockdraft.nn.cache import KVCache, bucket, slot_bucket
 from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.dflash import DFlashNetwork
+from blockdraft.nn.exact import EXACT_NODES, ExactAttention, attention_bytes
 from blockdraft.proposal import chain_parents, depths, is_chain, tree_mask
 from blockdraft.targets.base import Cache, DraftRunner, LoadOptions, TargetOutput
 from blockdraft.targets.checkpoint import architecture, drafter_shape, end_tokens, max_context
+from blockdraft.targets.exact import forward_in_pieces
 from blockdraft.targets.native_files import read_checkpoint
 from blockdraft.types import CPU_BLOCK_SIZE, Compile
 
@@ -48,6 +51,8 @@ class NativeTarget:
         compiled: The decoder's forward compiled for this machine, or None.
         captured: The decoder's forwards of few nodes captured as CUDA graphs, or None.
         compile_reason: Why it is neither, where it might have been; torch's operations are then used one by one.
+        exact: Whether torch's operations are used in pieces of one size, so that a node's numbers do not depend on what
+            else is computed.
     """
 
     backend = "native"
@@ -77,6 +82,7 @@ class NativeTarget:
         self.captured: CapturedDecoder | None = None
         self.lock = RLock()
         self.compile_reason: str | None = None
+        self.exact = False
         self._config = config
         self._group = decoder.config.num_heads // decoder.config.num_kv_heads
 
@@ -89,6 +95,8 @@ class NativeTarget:
                 parts.append("weights kept in bfloat16")
         if self.captured is not None:
             parts.append("captured")
+        if self.exact:
+            parts.append("exact")
         kind = "int8" if self.is_int8 else self.decoder.rounded
         return ", ".join([*parts, *([f"{kind} weights"] if kind else [])])
 
@@ -119,8 +127,11 @@ class NativeTarget:
     def forward_bytes(self, batch: int, nodes: int, slots: int) -> int:
         if self.compiled is not None:
             return self.compiled.workspace_bytes(batch, nodes, slots)
-        config, rows = self.decoder.config, batch * nodes
+        config, rows = self.decoder.config, EXACT_NODES if self.exact else batch * nodes
         widths = 4 * config.hidden_size + 3 * config.intermediate_size + 3 * config.num_heads * config.head_dim
+        if self.exact:
+            attention = attention_bytes(config.num_heads, config.num_kv_heads, config.head_dim, slots)
+            return rows * widths * self.dtype.itemsize + len(config.windows) * nodes * slots + attention
         masks = len(config.windows) * rows * self._group * slots
         scores = rows * config.num_heads * slots
         # Rows that lie anywhere are copied side by side, of all layers.
@@ -156,6 +167,10 @@ class NativeTarget:
         with self.lock:
             if self.compiled is not None:
                 return TargetOutput(*self.compiled.forward(tokens, parents, cache, memory, taps, logits_at))
+            if self.exact:
+                run = partial(self._run_piece, memory, taps)
+                windows = self.decoder.config.windows
+                return forward_in_pieces(run, tokens, parents, cache, windows, self.max_context - 1, logits_at)
             if self.captured is not None and logits_at is None and bucket(count) <= MOST_NODES:
                 end = slot_bucket(max(cache.lengths) + bucket(count))
                 if end <= cache.capacity:
@@ -170,6 +185,21 @@ class NativeTarget:
             if not is_memory:
                 cache.put(memory, store, count)
             return output
+
+    def _run_piece(
+        self,
+        memory: Tensor,
+        taps: Sequence[int],
+        tokens: Tensor,
+        positions: Tensor,
+        attention: Mapping[int | None, ExactAttention],
+        has_logits: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        masks = [attention[window] for window in self.decoder.config.windows]
+        none = None if has_logits else tokens.new_empty(0)
+        stores = memory.unsqueeze(1).unbind(0)
+        found: tuple[Tensor, Tensor | None] = self.decoder(tokens, positions, positions, masks, stores, taps, none)
+        return found
 
     def _layout(self, parents: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor, list[Tensor | None]]:
         """Positions, slots and masks of the nodes as `Decoder.forward` takes them."""
@@ -236,14 +266,18 @@ def load(path: str | Path, options: LoadOptions) -> NativeTarget:
     Raises:
         UsageError: It is to be compiled and cannot be.
     """
+    captured = options.device.type == "cuda" and options.compile == "on"
+    if captured and options.exact:
+        raise UsageError("exact and compile 'on' do not go together on a GPU; use compile auto or off.")
     read = read_checkpoint(path, options)
     target = NativeTarget(read.decoder, read.config, read.tokenizer, read.folder, read.generation_config)
-    if options.device.type == "cuda" and options.compile == "on":
+    if captured:
         target.capture(CudaRecorder(options.device))
         return target
     target.compile_reason = read.reason if read.build is None else _compile(target, read.build, options.compile)
     if options.compile == "on" and target.compiled is None:
         raise UsageError(f"{path} has no compiled forward: {target.compile_reason}. Use compile auto or off.")
+    target.exact = options.exact and target.compiled is None  # compiled, it is so in any case
     if options.best_threads and target.compiled is not None:
         use_best_threads_for(target)
     return target

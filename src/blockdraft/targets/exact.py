@@ -1,0 +1,171 @@
+"""Forwards that give a node the same bits whatever else is computed, and the check that they do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import lru_cache
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from blockdraft.errors import UsageError
+from blockdraft.machine import send
+from blockdraft.nn.attention import visible_slots
+from blockdraft.nn.cache import KVCache
+from blockdraft.nn.exact import EXACT_NODES, ExactAttention, PieceRow
+from blockdraft.proposal import chain_parents, depths, tree_mask
+from blockdraft.targets.base import Target, TargetOutput
+
+Windows: TypeAlias = "Mapping[int | None, ExactAttention]"
+# Tokens and positions of a piece, `[1, EXACT_NODES]`, its attention by window, and whether logits are wanted, to logits
+# `[1, EXACT_NODES, V]` (if not wanted, whatever) and features `[1, EXACT_NODES, m * H]`.
+RunPiece: TypeAlias = "Callable[[Tensor, Tensor, Windows, bool], tuple[Tensor, Tensor | None]]"
+
+CONTEXTS = (5, 18, 40)  # tokens before the nodes that are checked
+CHECKED_TREE = 40  # nodes
+REMEDY = "Use other threads, another dtype or another backend, or do without exact"
+
+
+def forward_in_pieces(
+    run: RunPiece,
+    tokens: Tensor,
+    parents: Tensor,
+    cache: KVCache,
+    windows: Collection[int | None],
+    last_position: int,
+    logits_at: Tensor | None,
+) -> TargetOutput:
+    """A forward as in `Target`, over the nodes of all rows one after the other, in pieces of `EXACT_NODES`, the last
+    one filled up. So every product has one shape, whether a token is guessed, decoded plainly or read in a prompt.
+
+    A parent comes before its children, so it is in an earlier piece, whose keys and values are in the slots already, or
+    in the same one.
+
+    Args:
+        windows: Of the layers; None is full attention.
+    """
+    (batch, count), device = tokens.shape, tokens.device
+    cache.check_room(count)
+    lengths = cache.lengths
+    places = depths(parents) + torch.tensor(lengths)[:, None]
+    # Nodes that a shorter row of the batch will never commit may lie past the last position.
+    positions = send(places.clamp(max=last_position), device)
+    slots = (torch.tensor(cache.rows)[:, None] + cache.slots(count, torch.device("cpu"))).flatten()
+
+    @lru_cache(maxsize=1)  # the pieces of a row follow each other
+    def visible(row: int) -> dict[int | None, Tensor]:
+        within = send(tree_mask(parents[row : row + 1]), device)
+        own = [lengths[row]], within, positions[row : row + 1]
+        return {window: visible_slots(*own, window)[0] for window in windows}
+
+    wanted = range(batch * count)
+    picked = wanted if logits_at is None else [row * count + at for row, at in enumerate(logits_at.tolist())]
+    logits, features = list[Tensor](), list[Tensor]()
+    for first in range(0, batch * count, EXACT_NODES):
+        end = min(first + EXACT_NODES, batch * count)
+        rows: dict[int | None, list[PieceRow]] = {window: [] for window in windows}
+        for row in range(first // count, (end - 1) // count + 1):
+            begin, stop = max(first - row * count, 0), min(end - row * count, count)  # among the row's nodes
+            nodes = slice(row * count + begin - first, row * count + stop - first)
+            slot, length = cache.rows[row], lengths[row] + stop
+            for window, seen in visible(row).items():
+                rows[window].append(PieceRow(nodes, slice(slot, slot + length), seen[begin:stop, :length]))
+        own_slots = send(slots[first:end], device)
+        attention = {window: ExactAttention(own_slots, each) for window, each in rows.items()}
+        here = [node - first for node in picked if first <= node < end]
+        out, tapped = run(_filled(tokens, first, end), _filled(positions, first, end), attention, bool(here))
+        if here:
+            logits.append(out[0, : end - first] if logits_at is None else out[0, here])
+        if tapped is not None:
+            features.append(tapped[0, : end - first])
+    return TargetOutput(
+        torch.cat(logits).view(batch, -1, logits[0].size(-1)),
+        torch.cat(features).view(batch, count, -1) if features else None,
+    )
+
+
+def _filled(values: Tensor, first: int, end: int) -> Tensor:
+    """These nodes of `[B, N]` as a piece, the last one repeated."""
+    nodes = values.flatten()[first:end]
+    return torch.cat([nodes, nodes[-1:].expand(EXACT_NODES - len(nodes))])[None]
+
+
+def check_exact(target: Target) -> None:
+    """Check on the model itself that the bits of a token's logits and features do not depend on its place among the
+    nodes, on the other nodes and rows, or on how many keys there are and where they lie.
+
+    Raises:
+        UsageError: They do; it says on which of these. Or the target cannot score what has to be compared.
+    """
+    if not target.has_trees:
+        raise UsageError(f"exact is checked with trees, and the backend {target.backend} scores chains only.")
+    found = [cause for number in range(len(CONTEXTS)) for cause in _causes(target, number)]
+    # float32 keeps so much of a sum in float64 that one context in thousands shows its order by chance.
+    needed = 1 if target.dtype.itemsize < torch.float32.itemsize else 2
+    causes = [cause for cause in sorted(set(found)) if found.count(cause) >= needed]
+    if causes:
+        raise UsageError(
+            f"exact is refused for {target.path or 'this target'} ({target.running}, {target.dtype}, "
+            f"{torch.get_num_threads()} threads): the numbers of a token depend on {' and on '.join(causes)}. {REMEDY}."
+        )
+
+
+PLACE = "its place among the nodes"
+NEIGHBOURS = "the nodes beside it"
+LENGTH = "how many keys there are and where they lie"
+
+
+@torch.no_grad()
+def _causes(target: Target, number: int) -> set[str]:
+    """On what the numbers of a token depend, behind one context."""
+    random = torch.Generator().manual_seed(number)
+    taps = range(target.num_layers + 1)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randint(target.vocab_size, shape, generator=random).to(target.device)
+
+    def score(rows: Sequence[int], tokens: Tensor, parents: Tensor) -> Tensor:
+        """`[B, N, V + m * H]`."""
+        output = target.forward(tokens, parents, cache.of(rows), taps)
+        assert output.features is not None
+        return torch.cat([output.logits, output.features], dim=-1)
+
+    lengths = [min(length, max(target.max_context - 2, 1)) for length in (CONTEXTS * 2)[number:][: len(CONTEXTS)]]
+    capacity = max(lengths) + CHECKED_TREE
+    cache = target.new_cache(len(lengths) + 1, capacity)
+    rows = [place * capacity for place in range(len(lengths))]
+    spare = len(lengths) * capacity
+    for row, length in zip(rows, lengths, strict=True):
+        target.forward(draw(1, length), chain_parents(1, length), cache.of([row]))
+        cache.of([row]).commit([range(length)])
+    own, tokens = rows[0], draw(len(rows), 1)
+    token, next_token = tokens[:1], draw(1, 1)
+    node, roots = chain_parents(1, 1), torch.full((1, EXACT_NODES), -1)
+    beside = draw(1, EXACT_NODES)
+    beside[:, 0] = token
+    tree = draw(1, CHECKED_TREE)
+    tree[:, 0], tree[:, -1] = token, next_token
+    parents = torch.tensor([[-1, *(int(torch.randint(i, (), generator=random)) for i in range(1, CHECKED_TREE))]])
+    parents[:, -1] = 0
+
+    copies = score([own], token.expand(1, EXACT_NODES), roots)[0]
+    among = score([own], beside, roots)[0, 0]
+    together = score(rows[::-1], tokens.flip(0), node.expand(len(rows), 1))[-1, 0]
+    in_tree = score([own], tree, parents)[0]
+    if target.can_truncate:
+        cache.copy(own, spare, lengths[0])
+        moved = score([spare], token, node)[0, 0]
+    alone = score([own], token, node)[0, 0]
+    cache.of([own]).commit([[0]])
+    after = score([own], next_token, node)[0, 0]
+    pairs = [
+        (PLACE, copies, copies[0].expand_as(copies)),
+        (NEIGHBOURS, among, copies[0]),
+        (NEIGHBOURS, together, alone),
+        (LENGTH, copies[0], alone),
+        (LENGTH, in_tree[0], alone),
+        (LENGTH, in_tree[-1], after),
+        *([(LENGTH, moved, alone)] if target.can_truncate else []),
+    ]
+    return {cause for cause, mine, expected in pairs if not torch.equal(mine, expected)}

@@ -1,0 +1,96 @@
+"""Exact attention for models of transformers: through its attention interface, in place of the model's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.cache_utils import Cache as TransformersCache
+
+from blockdraft.errors import UsageError
+from blockdraft.nn.cache import KVCache
+from blockdraft.nn.exact import ExactAttention
+
+NAME = "blockdraft_exact"
+HARMLESS = {"position_ids", "cache_position"}  # tensors that attention is told and need not use
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a layer hands to its attention function instead of keys and values: all slots of the layer, and who sees
+    which of them."""
+
+    keys: Tensor
+    values: Tensor
+    attention: ExactAttention
+
+
+class ExactCache(TransformersCache):
+    """A `KVCache` as a cache of transformers, for one piece.
+
+    Args:
+        attention: Of each layer.
+    """
+
+    def __init__(self, rows: KVCache, attention: Sequence[ExactAttention]) -> None:
+        super().__init__(layers=[])
+        self._rows, self._attention = rows, attention
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        attention, memory = self._attention[layer_idx], self._rows.layer(layer_idx, key_states, value_states)
+        for store, new in zip(memory, (key_states, value_states), strict=True):
+            attention.write(store, new.transpose(1, 2))
+        stored = Stored(memory[0], memory[1], attention)
+        return stored, stored
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return max(self._rows.lengths)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Stored,
+    value: Stored,
+    attention_mask: None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """An attention function of transformers. Queries `[1, heads, EXACT_NODES, D]` to `[1, EXACT_NODES, heads, D]`."""
+    unknown = [name for name, value in others.items() if isinstance(value, Tensor) and name not in HARMLESS]
+    if unknown:
+        raise UsageError(f"{type(module).__name__} attends with {unknown[0]}, which exact does not know; do without.")
+    scale = query.size(-1) ** -0.5 if scaling is None else scaling
+    return key.attention.attend(query.transpose(1, 2), key.keys, key.values, scale, softcap), None
+
+
+AttentionInterface.register(NAME, attend)
+
+
+def use_exact_attention(model: PreTrainedModel) -> None:
+    """Let a model attend by `attend`.
+
+    Raises:
+        UsageError: It does not go by the attention interface, or the angles of its positions change with the longest
+            position that is computed together.
+    """
+    config = model.config.get_text_config()
+    parameters = dict(getattr(config, "rope_parameters", None) or {})
+    for each in (parameters, *parameters.values()):  # some nest them by the kind of layer
+        if not isinstance(each, dict) or each.get("rope_type") != "longrope":
+            continue
+        if each["original_max_position_embeddings"] >= config.max_position_embeddings:
+            continue  # the longest position is none of the long ones
+        raise UsageError("exact is refused: the model's position embeddings (longrope) change with the length.")
+    # Where transformers cannot, it only logs a warning.
+    if model._can_set_attn_implementation():
+        model.set_attn_implementation(NAME)
+    if config._attn_implementation != NAME:
+        raise UsageError(
+            f"exact is refused: {type(model).__name__} has attention of its own; use the backend native if it knows "
+            f"the model, or do without exact."
+        )
