@@ -1,5 +1,6 @@
 """Exact targets: no bit of a node depends on what else is computed, so greedy answers are those of plain decoding."""
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,12 +37,11 @@ DRAFTINGS = [
     (3, Drafting("auto", "auto")),
 ]
 COSTS = Costs(  # drafting costs little, so that "auto" drafts
-    nodes=(1, 100),
-    forward=(1.0, 1.2),
     rows=(1, 100),
     plain=(1.0, 1.1),
-    chain=((0.1, 1.0), (0.1, 1.0)),
-    tree=((0.2, 1.0), (0.2, 1.0)),
+    chain=(((1, 1.1), (100, 1.3)),) * 2,
+    tree=(((1, 1.2), (100, 1.4)),) * 2,
+    date=time.time(),
 )
 PROMPTS = [[(7 * i * i + 5 * row) % 55 + 4 for i in range(1 + (5 * row) % 19)] for row in range(9)]
 GREEDY = SamplingParams(16, ignore_eos=True)
