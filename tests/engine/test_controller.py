@@ -218,6 +218,10 @@ def test_how_a_drawn_chain_is_judged_does_not_depend_on_what_its_rows_have_left(
     for drafting in (Drafting(drawn=True), Drafting("auto", drawn=True)):
         found = Controller(Knowing(), drafting, lambda: stored(PAIR))  # type: ignore[arg-type]
         assert found.plan([request(2)]).block_size == found.plan([request()]).block_size == BLOCK_SIZE
+        for _ in range(300):  # nor on how deep others went
+            found.plan([request()])
+            found.learn([request()], Plan(9, []), 4, [4], [4])
+        assert found.plan([request()]).block_size == BLOCK_SIZE
 
 
 def test_an_overconfident_drafter_is_trusted_less_and_a_modest_one_more() -> None:
