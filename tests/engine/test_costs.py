@@ -167,6 +167,12 @@ def test_what_cannot_be_read_is_as_nothing(file: Path, content: str) -> None:
     assert costs.load(file) is None
 
 
+def test_another_layout_is_not_read(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    costs.store(file, COSTS)
+    monkeypatch.setattr(costs, "LAYOUT", costs.LAYOUT + 1)
+    assert costs.load(file) is None
+
+
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), "1"])
 def test_times_that_are_none_are_not_read(file: Path, seconds: float) -> None:
     costs.store(file, Costs((1,), (seconds,), (((1, 1.0),),), ((),)))

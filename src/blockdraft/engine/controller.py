@@ -20,19 +20,14 @@ from blockdraft.types import Drafting
 
 MOST_GUESSES = 256  # of a tree whose budget is chosen each cycle
 MEMORY = 0.01  # weight of the newest cycle in running means of what all requests share
-YIELD_NOISE, YIELD_DRIFT = (
-    0.5,
-    2e-4,
-)  # variance of a cycle's tokens over those expected, and of what its mean changes by
+YIELD_NOISE = 0.5  # variance of a cycle's tokens over those expected
+YIELD_DRIFT = 2e-4  # what the variance of their mean grows by in a cycle
 FIRST_GUESS = 0.6  # share of guesses taken to be accepted before any has been tried
-EASY = 0.8  # the same where a pause may end because the text has become easy
 MARGIN = 1.01  # gain below which drafting is not worth its risk
 SPARE_DEPTH = 1.5  # slots of a draft pass over the depth that paid lately
 PRIOR = 10.0  # guesses that the mean of all positions counts for at each position
-DRAFT_PASS, GUESS = (
-    0.2,
-    0.05,
-)  # of a plain cycle's time, where nothing is known of the machine; the latter for each node
+DRAFT_PASS = 0.2  # of a plain cycle's time, where nothing is known of the machine
+GUESS = 0.05  # the same of each guess
 
 EXPLORE = 0.004  # share of the time that may be lost in trials of a kind
 CREDIT = 10.0  # plain cycles that may be lost in trials to begin with
@@ -57,8 +52,8 @@ class Controller:
       chains is set in the same way from the share of guesses that were accepted so far. How far its probabilities can
       be trusted is learned, and so is how long a block is of use: a shorter one makes a cheaper draft pass.
     - Now and then there is a trial: a cycle that would be the best one if sizes of which little is known took the
-      least that they may, or if the text had become easy. What trials lose is counted, and the next one waits until
-      the loss is a small share of the time.
+      least that they may, or drafting where it nearly pays. What trials lose is counted, and the next one waits
+      until the loss is a small share of the time.
 
     Args:
         costs: What was stored of the machine, if anything; called when it is first needed.
@@ -160,16 +155,12 @@ class Controller:
                 self._trial = NEW
                 return None
             best = len(curve) - 1 if self._knows else _best(tokens, least[:affordable])
-            if self._paused and not self._knows and relative * tokens[best] / least[best] <= pausing:
-                best = _best(self._tokens(EASY), curve[:affordable])
             if self._paused or self._knows or best != usual:
                 self._trial = NEW
                 return least[: min(best + 1, affordable)]
             self._next = now + PATIENCE
         if self._paused and self._lost[AGAIN] <= 0:
-            if (
-                self._knows
-            ):  # a chain, by what was accepted at each depth, may pay where as many guesses as usual do not
+            if self._knows:  # a chain may pay where as many guesses as usual do not
                 chains = self._tokens()
                 best = _best(chains, curve)
                 drafting = max(drafting, rows * chains[best] / curve[best])
@@ -256,18 +247,15 @@ class Controller:
             self._promised = self._tokens()
         return promised * sum(self._yields[request] for request in requests)
 
-    def _tokens(self, least: float = 0.0) -> list[float]:
+    def _tokens(self) -> list[float]:
         """Tokens that chains can be expected to yield, by their guesses, from what was accepted at each position.
 
         Positions that were seldom reached borrow from the others.
-
-        Args:
-            least: Share of guesses that are accepted at least.
         """
         mean = (sum(self._accepted) + PRIOR * FIRST_GUESS) / (sum(self._reached) + PRIOR)
         found, total, survival = [1.0], 1.0, 1.0
         for accepted, reached in zip(self._accepted, self._reached, strict=True):
-            survival *= max((accepted + PRIOR * mean) / (reached + PRIOR), least)
+            survival *= (accepted + PRIOR * mean) / (reached + PRIOR)
             total += survival
             found.append(total)
         return found + [total] * (self.most_guesses + 1 - len(found))
