@@ -348,10 +348,11 @@ def test_rows_of_drawn_guesses_end_where_a_law_is_missing(target: Target, drafte
     assert len(fine.result().token_ids) in range(1, 31)
 
 
-def test_the_slots_of_a_broken_request_hold_no_nan(target: Target, drafter: Drafter) -> None:
+@pytest.mark.parametrize("beside", [0, 2])
+def test_the_slots_of_a_broken_request_hold_no_nan(target: Target, drafter: Drafter, beside: int) -> None:
     engine = Engine(target, drafter)
     poison(target, 99)
-    assert engine.generate([[3, 99, 4]], GREEDY)[0].finish_reason == "error"
+    assert engine.generate([[3, 99, 4], *PROMPTS[:beside]], GREEDY)[0].finish_reason == "error"
     runner: Runner = engine.scheduler._runner
     states: Sequence[Any] = (runner.cache, runner.state)
     assert all(torch.isfinite(store).all() for state in states for store in state._stores())
