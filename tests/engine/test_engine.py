@@ -161,6 +161,7 @@ def test_stream_joins_to_the_completion(target: Target, random_drafter: DFlashDr
     assert [token for chunk in chunks for token in chunk.token_ids] == completion.token_ids
     assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
     assert chunks[-1].finish_reason == "length"
+    assert len(chunks) == 1 + len(completion.stats.committed)  # the prompt's, and one a cycle
 
 
 def test_statistics_add_up(target: Target, random_drafter: DFlashDrafter) -> None:
