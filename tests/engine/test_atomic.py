@@ -108,7 +108,14 @@ def test_a_guess_that_breaks_the_numbers_hurts_no_one(target: Target) -> None:
     never = next(token for token in range(50, 200) if all(token not in answer for answer in expected))
     poison(target, never)
     drafter: Any = Guesser(never, none)
-    assert answers(Engine(target, drafter)) == expected
+    assert answers(Engine(target, drafter, drafting=Drafting(4))) == expected
+    engine = Engine(target, drafter, drafting=Drafting(4))
+    scheduler = engine.scheduler
+    scheduler.add([engine.request(prompt, GREEDY) for prompt in PROMPTS])
+    for _ in range(3):
+        scheduler.step()
+        assert len(scheduler.running) == 3
+        assert all(torch.isfinite(store).all() for store in scheduler._runner.cache._stores())
 
 
 @pytest.mark.parametrize("at", [1, 2, 5])

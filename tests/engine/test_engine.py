@@ -162,6 +162,7 @@ def test_stream_joins_to_the_completion(target: Target, random_drafter: DFlashDr
     assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
     assert chunks[-1].finish_reason == "length"
     assert len(chunks) == 1 + len(completion.stats.committed)  # the prompt's, and one a cycle
+    assert all(chunk.drafted == (*[True] * (len(chunk.token_ids) - 1), False) for chunk in chunks[:-1])
 
 
 def test_statistics_add_up(target: Target, random_drafter: DFlashDrafter) -> None:
