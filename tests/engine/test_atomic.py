@@ -159,6 +159,20 @@ def test_a_forward_that_fails_once_changes_nothing(
     assert "without drafts: RuntimeError: a hiccup" in caplog.text
 
 
+def test_a_prompt_that_could_not_be_read_is_not_tried_for_ever(
+    target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its request has ended, though the third attempt would succeed."""
+
+    def spoil(call: int, tokens: Tensor, cache: Any) -> None:
+        if call <= 2:
+            raise RuntimeError("not yet")
+
+    break_forward(target, monkeypatch, spoil)
+    [completion] = Engine(target, drafter).generate(PROMPTS[:1], SamplingParams(1))
+    assert (completion.finish_reason, completion.token_ids) == ("error", [])
+
+
 def spoil_slots(cache: Any) -> None:
     """Leave numbers that are none behind the committed tokens of these rows."""
     for store in cache._stores():
