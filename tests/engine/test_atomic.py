@@ -192,8 +192,12 @@ def test_a_forward_that_fails_half_way_leaves_nothing_behind(
             raise RuntimeError("half way")
 
     break_forward(target, monkeypatch, spoil)
-    assert answers(engine) == expected
-    assert all(torch.isfinite(store).all() for store in engine.scheduler._runner.cache._stores())
+    scheduler, requests = engine.scheduler, [engine.request(prompt, GREEDY) for prompt in PROMPTS]
+    scheduler.add(requests)
+    while not scheduler.idle:
+        scheduler.step()
+        assert all(torch.isfinite(store).all() for store in scheduler._runner.cache._stores())
+    assert [request.token_ids for request in requests] == expected
 
 
 def test_numbers_that_are_none_in_company_only_are_computed_again_for_each_alone(

@@ -17,9 +17,9 @@ PROMPTS = [[5, 9, 17, 4], [8, 30], [40, 3, 22, 19, 7, 6, 5]]
 GREEDY = SamplingParams(60, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(tiny_target_dir)
+@pytest.fixture(scope="module", params=["auto", "off"])
+def target(tiny_target_dir: Path, request: pytest.FixtureRequest) -> Target:
+    return load_target(tiny_target_dir, backend="native", compile=request.param)
 
 
 @pytest.fixture(scope="module")
