@@ -108,7 +108,14 @@ def test_a_guess_that_breaks_the_numbers_hurts_no_one(target: Target) -> None:
     never = next(token for token in range(50, 200) if all(token not in answer for answer in expected))
     poison(target, never)
     drafter: Any = Guesser(never, none)
-    assert answers(Engine(target, drafter)) == expected
+    assert answers(Engine(target, drafter, drafting=Drafting(4))) == expected
+    engine = Engine(target, drafter, drafting=Drafting(4))
+    scheduler = engine.scheduler
+    scheduler.add([engine.request(prompt, GREEDY) for prompt in PROMPTS])
+    for _ in range(3):
+        scheduler.step()
+        assert len(scheduler.running) == 3
+        assert all(torch.isfinite(store).all() for store in scheduler._runner.cache._stores())
 
 
 @pytest.mark.parametrize("at", [1, 2, 5])
@@ -152,6 +159,20 @@ def test_a_forward_that_fails_once_changes_nothing(
     assert "without drafts: RuntimeError: a hiccup" in caplog.text
 
 
+def test_a_prompt_that_could_not_be_read_is_not_tried_for_ever(
+    target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its request has ended, though the third attempt would succeed."""
+
+    def spoil(call: int, tokens: Tensor, cache: Any) -> None:
+        if call <= 2:
+            raise RuntimeError("not yet")
+
+    break_forward(target, monkeypatch, spoil)
+    [completion] = Engine(target, drafter).generate(PROMPTS[:1], SamplingParams(1))
+    assert (completion.finish_reason, completion.token_ids) == ("error", [])
+
+
 def spoil_slots(cache: Any) -> None:
     """Leave numbers that are none behind the committed tokens of these rows."""
     for store in cache._stores():
@@ -171,8 +192,12 @@ def test_a_forward_that_fails_half_way_leaves_nothing_behind(
             raise RuntimeError("half way")
 
     break_forward(target, monkeypatch, spoil)
-    assert answers(engine) == expected
-    assert all(torch.isfinite(store).all() for store in engine.scheduler._runner.cache._stores())
+    scheduler, requests = engine.scheduler, [engine.request(prompt, GREEDY) for prompt in PROMPTS]
+    scheduler.add(requests)
+    while not scheduler.idle:
+        scheduler.step()
+        assert all(torch.isfinite(store).all() for store in scheduler._runner.cache._stores())
+    assert [request.token_ids for request in requests] == expected
 
 
 def test_numbers_that_are_none_in_company_only_are_computed_again_for_each_alone(
@@ -348,10 +373,11 @@ def test_rows_of_drawn_guesses_end_where_a_law_is_missing(target: Target, drafte
     assert len(fine.result().token_ids) in range(1, 31)
 
 
-def test_the_slots_of_a_broken_request_hold_no_nan(target: Target, drafter: Drafter) -> None:
+@pytest.mark.parametrize("beside", [0, 2])
+def test_the_slots_of_a_broken_request_hold_no_nan(target: Target, drafter: Drafter, beside: int) -> None:
     engine = Engine(target, drafter)
     poison(target, 99)
-    assert engine.generate([[3, 99, 4]], GREEDY)[0].finish_reason == "error"
+    assert engine.generate([[3, 99, 4], *PROMPTS[:beside]], GREEDY)[0].finish_reason == "error"
     runner: Runner = engine.scheduler._runner
     states: Sequence[Any] = (runner.cache, runner.state)
     assert all(torch.isfinite(store).all() for state in states for store in state._stores())

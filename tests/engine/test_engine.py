@@ -144,6 +144,13 @@ def test_length_is_exact_and_a_stop_token_ends(target: Target, random_drafter: D
     assert stopped.token_ids == cut.token_ids[: cut.token_ids.index(stop) + 1]
 
 
+def test_the_targets_own_stop_tokens_may_be_ignored(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = plain(target, PROMPTS[0], max_new_tokens=20, ignore_eos=True)
+    monkeypatch.setattr(target, "eos_token_ids", frozenset(answer[3:4]))
+    assert plain(target, PROMPTS[0], max_new_tokens=20) == answer[: answer.index(answer[3]) + 1]
+    assert plain(target, PROMPTS[0], max_new_tokens=20, ignore_eos=True) == answer
+
+
 def test_stop_inside_an_accepted_run_drops_what_follows(target: Target) -> None:
     answer = plain(target, PROMPTS[0], max_new_tokens=30, ignore_eos=True)
     first_new = next(i for i in range(3, 30) if answer[i] not in answer[:i])
@@ -161,6 +168,8 @@ def test_stream_joins_to_the_completion(target: Target, random_drafter: DFlashDr
     assert [token for chunk in chunks for token in chunk.token_ids] == completion.token_ids
     assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
     assert chunks[-1].finish_reason == "length"
+    assert len(chunks) == 1 + len(completion.stats.committed)  # the prompt's, and one a cycle
+    assert all(chunk.drafted == (*[True] * (len(chunk.token_ids) - 1), False) for chunk in chunks[:-1])
 
 
 def test_statistics_add_up(target: Target, random_drafter: DFlashDrafter) -> None:

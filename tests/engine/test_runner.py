@@ -17,9 +17,9 @@ PROMPTS = [[5, 9, 17, 4], [8, 30], [40, 3, 22, 19, 7, 6, 5]]
 GREEDY = SamplingParams(60, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(tiny_target_dir)
+@pytest.fixture(scope="module", params=["auto", "off"])
+def target(tiny_target_dir: Path, request: pytest.FixtureRequest) -> Target:
+    return load_target(tiny_target_dir, backend="native", compile=request.param)
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +56,19 @@ def test_prompts_are_filled_up_with_tokens_of_their_own(
     read(runner, rows)
     assert [row[: len(prompt)] for row, prompt in zip(seen, PROMPTS, strict=True)] == PROMPTS
     assert all(len(row) == 7 and set(row) <= set(prompt) for row, prompt in zip(seen, PROMPTS, strict=True))
+
+
+def test_rows_that_have_read_their_prompts_get_their_own_token_beside_one_that_has_not(
+    target: Target, drafter: Drafter
+) -> None:
+    expected = [completion.token_ids[0] for completion in Engine(target, drafter).generate(PROMPTS, GREEDY)]
+    assert len(set(expected)) == 3
+    runner, rows = made(target, drafter)
+    assert runner.read(rows, [2, 2, 7]) == []
+    assert [row.read for row in rows] == [2, 2, 7] and rows[0].reading
+    assert [row.request.token_ids for row in rows] == [[], expected[1:2], expected[2:]]
+    assert runner.read(rows[:1], [2]) == []
+    assert rows[0].request.token_ids == expected[:1]
 
 
 def test_few_features_of_plain_cycles_are_kept(

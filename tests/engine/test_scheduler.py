@@ -158,6 +158,26 @@ def test_short_prompts_are_read_together(target: Target, drafter: Drafter) -> No
     assert hand.seen[0] == [12] * 6
 
 
+def test_prompts_that_are_read_together_keep_to_the_limit(target: Target, drafter: Drafter) -> None:
+    """What fills up the shorter ones counts."""
+    hand = ByHand(Engine(target, drafter, prefill_tokens=20))
+    for prompt in PROMPTS:
+        hand.submit(prompt, greedy(20))
+    hand.scheduler.step()
+    assert all(sum(nodes) <= 20 for nodes in hand.seen) and max(map(len, hand.seen)) > 1
+
+
+def test_a_short_row_is_not_read_beside_a_prompt_that_it_has_no_slots_for(
+    target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(target, "row_slots", lambda tokens: tokens)  # of some targets they are rounded up
+    hand = ByHand(Engine(target, drafter))
+    for prompt in (PROMPTS[0], LONG[:100]):
+        hand.submit(prompt, greedy(2))
+    hand.scheduler.step()
+    assert hand.seen == [[5], [100]]
+
+
 @pytest.mark.parametrize("backend", ["native", "off", pytest.param("hf", marks=pytest.mark.slow)])
 def test_prompts_that_begin_at_different_lengths_are_read_together(tiny_target_dir: Path, backend: str) -> None:
     """A second turn that is known for the most part, and a long new prompt: their rows are of unequal length."""
@@ -269,6 +289,17 @@ def test_what_is_remembered_makes_room_for_who_runs(target: Target, drafter: Dra
         assert completion.token_ids == alone(target, drafter, prompt, greedy(20))
     slots = engine.scheduler._slots
     assert sum(count for _, count in slots._free) + sum(engine.scheduler._kept.values()) == slots.total
+
+
+def test_what_is_remembered_stays_where_its_slots_would_not_suffice(target: Target, drafter: Drafter) -> None:
+    size = Engine(target, drafter).request(LONG, greedy(20)).slots
+    engine = Engine(target, drafter, prefix_tokens=400, cache_tokens=size + 60)
+    engine.generate([LONG[:40]], greedy(8))
+    hand = ByHand(engine)
+    requests = [hand.submit([9, *LONG[1:]], greedy(20)) for _ in range(2)]
+    hand.scheduler.step()
+    assert (hand.scheduler.running, hand.scheduler.waiting) == (requests[:1], requests[1:])
+    assert [text[:40] for text in hand.scheduler._remembered.texts.values()] == [LONG[:40]]
 
 
 @pytest.mark.parametrize("drafting", [Drafting(), Drafting(tree_budget=6), Drafting("auto")])

@@ -227,7 +227,7 @@ class Scheduler:
         counts: list[int] = []
         for row in self._rows:
             self._follow(row)
-            if not row.reading or row in self._sources:
+            if not row.reading or row.request.finished or row in self._sources:
                 continue
             count = min(len(row.request.prompt) - row.read, self._prefill_tokens)
             longest = max(count, *counts) if counts else count
