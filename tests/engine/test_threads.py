@@ -106,6 +106,14 @@ def test_a_closed_engine_cancels_what_runs_and_takes_no_more(target: Target, dra
         engine.generate(PROMPTS[:1], GREEDY)
 
 
+def test_a_listener_may_close_its_engine(target: Target, drafter: Drafter) -> None:
+    engine = Engine(target, drafter)
+    requests = [engine.submit(prompt, SamplingParams(200, ignore_eos=True)) for prompt in PROMPTS[:2]]
+    requests.append(engine.submit(PROMPTS[2], SamplingParams(200, ignore_eos=True), lambda chunk: engine.close()))
+    for request in requests:
+        assert request.result(60).finish_reason in ("cancelled", "length")
+
+
 def test_what_auto_has_learned_is_kept_for_the_next_engine(
     target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

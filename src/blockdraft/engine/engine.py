@@ -293,15 +293,16 @@ class Engine:
             if self._worker is None and requests:
                 # At the end of the process it is stopped by `_close_all`, which a thread that is no daemon would not
                 # wait for.
-                self._worker = threading.Thread(target=self._work, name="blockdraft", daemon=True)
+                self._worker = threading.Thread(
+                    target=self._work, args=(self.scheduler,), name="blockdraft", daemon=True
+                )
                 _working.add(self)
                 self._worker.start()
 
-    def _work(self) -> None:
+    def _work(self, scheduler: Scheduler) -> None:
         """Decode until there is no request left."""
         while True:
             with self._lock:
-                scheduler = self.scheduler
                 if scheduler.idle:
                     self._worker = None
                     return
