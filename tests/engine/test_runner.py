@@ -17,9 +17,9 @@ PROMPTS = [[5, 9, 17, 4], [8, 30], [40, 3, 22, 19, 7, 6, 5]]
 GREEDY = SamplingParams(60, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=["auto", "off"])
-def target(tiny_target_dir: Path, request: pytest.FixtureRequest) -> Target:
-    return load_target(tiny_target_dir, backend="native", compile=request.param)
+@pytest.fixture(scope="module")
+def target(tiny_target_dir: Path) -> Target:
+    return load_target(tiny_target_dir)
 
 
 @pytest.fixture(scope="module")
@@ -27,10 +27,10 @@ def drafter(tiny_drafter_dir: Path, target: Target) -> Drafter:
     return load_drafter(tiny_drafter_dir, target=target)
 
 
-def made(target: Target, drafter: Drafter) -> tuple[Runner, list[Row]]:
+def made(target: Target, drafter: Drafter, params: SamplingParams = GREEDY) -> tuple[Runner, list[Row]]:
     """A runner with rows of the prompts, none of which is read, and a row's slots besides."""
     engine, runner = Engine(target, drafter), Runner(target, drafter, 200 * (len(PROMPTS) + 1))
-    requests: list[Request] = [engine.request(prompt, GREEDY) for prompt in PROMPTS]
+    requests: list[Request] = [engine.request(prompt, params) for prompt in PROMPTS]
     rows = [Row(request, 200 * place, 200) for place, request in enumerate(requests)]
     for row in rows:
         runner.open(row.start, row.capacity)
@@ -58,12 +58,13 @@ def test_prompts_are_filled_up_with_tokens_of_their_own(
     assert all(len(row) == 7 and set(row) <= set(prompt) for row, prompt in zip(seen, PROMPTS, strict=True))
 
 
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(60, 1.0, seed=3)], ids=["greedy", "sampled"])
 def test_rows_that_have_read_their_prompts_get_their_own_token_beside_one_that_has_not(
-    target: Target, drafter: Drafter
+    target: Target, drafter: Drafter, params: SamplingParams
 ) -> None:
-    expected = [completion.token_ids[0] for completion in Engine(target, drafter).generate(PROMPTS, GREEDY)]
+    expected = [completion.token_ids[0] for completion in Engine(target, drafter).generate(PROMPTS, params)]
     assert len(set(expected)) == 3
-    runner, rows = made(target, drafter)
+    runner, rows = made(target, drafter, params)
     assert runner.read(rows, [2, 2, 7]) == []
     assert [row.read for row in rows] == [2, 2, 7] and rows[0].reading
     assert [row.request.token_ids for row in rows] == [[], expected[1:2], expected[2:]]
