@@ -35,8 +35,7 @@ class ByHand:
     """An engine whose steps a test makes, in its own thread."""
 
     def __init__(self, engine: Engine) -> None:
-        if engine._worker is not None:
-            engine._worker.join()  # which has nothing to do any more
+        engine._worker.join()  # which has nothing to do any more
         self.engine, self.scheduler = engine, engine.scheduler
         self.seen: list[list[int]] = []  # nodes a row of the target's forwards, by forward: for each row of the batch
         forward = engine.target.forward

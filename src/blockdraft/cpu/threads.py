@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
 import statistics
 import time
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import cast
 
 import psutil
 import torch
@@ -46,6 +50,34 @@ def use_best_threads(work: Callable[[], object], facts: tuple[object, ...]) -> N
         partial.write_text(json.dumps({"threads": best, "seconds": seconds}), encoding="utf-8")
         partial.replace(path)
     torch.set_num_threads(best)
+
+
+OMP_PAUSE_SOFT = 1  # of OpenMP 5.0: keep settings
+
+
+def let_team_go() -> None:
+    """End the OpenMP threads of the calling thread's team; it gets new ones when it computes again.
+
+    GNU's OpenMP counts the threads of all teams. Where they are more than processors, even if most are idle, its
+    barriers no longer spin but sleep, and a forward of small layers takes seven times as long. So a thread that has
+    loaded a model leaves the cores to the thread that decodes.
+    """
+    pause = _pause()
+    if pause is not None:
+        pause(OMP_PAUSE_SOFT)
+
+
+@cache
+def _pause() -> Callable[[int], int] | None:
+    """OpenMP's own function, where it is GNU's and has been loaded."""
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text().splitlines() if maps.is_file() else []
+    for path in {line.split()[-1] for line in lines if "libgomp" in line}:
+        try:
+            return cast("Callable[[int], int]", ctypes.CDLL(path).omp_pause_resource_all)
+        except (OSError, AttributeError):  # of before 2019
+            continue
+    return None
 
 
 def measure(work: Callable[[], object], counts: list[int]) -> dict[int, float]:

@@ -10,6 +10,7 @@ from typing import cast
 
 from torch import nn
 
+from blockdraft.cpu.threads import let_team_go
 from blockdraft.drafters.base import (
     DIFFUSION_STEPS,
     NOISE_SCHEDULE,
@@ -49,6 +50,13 @@ def load_drafter(path: str | Path | None = None, *, target: Target) -> Drafter:
     Raises:
         ValueError: Unknown folder or architecture, unreadable weights, or a drafter of another target.
     """
+    try:
+        return _load(path, target)
+    finally:
+        let_team_go()
+
+
+def _load(path: str | Path | None, target: Target) -> Drafter:
     folder = BUNDLED if path is None else Path(path)
     known = entries()
     by_name = {name for name, entry in known.items() if not entry.architectures}

@@ -20,6 +20,7 @@ from blockdraft.engine.request import Chunk, Completion, Request
 from blockdraft.engine.runner import Runner
 from blockdraft.engine.scheduler import Scheduler
 from blockdraft.engine.text import AnswerText, check_request, encode
+from blockdraft.engine.worker import worker_of
 from blockdraft.errors import ClosedError, UsageError, describe
 from blockdraft.sampling import RandomNumbers
 from blockdraft.targets import Target
@@ -99,7 +100,7 @@ class Engine:
         self._given_slots, self._limit = cache_tokens, memory_limit
         self._lock = threading.Lock()
         self._scheduler: Scheduler | None = None
-        self._worker: threading.Thread | None = None
+        self._worker = worker_of(target)
         self._closed = False
 
     @property
@@ -233,13 +234,16 @@ class Engine:
             if self._closed:
                 return
             self._closed = True
-            scheduler, worker = self._scheduler, self._worker
-            if scheduler is not None:
-                for request in [*scheduler.running, *scheduler.waiting]:
-                    request.cancel()
-        if worker is not None and worker is not threading.current_thread():
-            worker.join()
-        self._scheduler = None
+            scheduler = self._scheduler
+        if scheduler is not None:
+            requests = [*scheduler.running, *scheduler.waiting]
+            for request in requests:
+                request.cancel()
+            if self._worker.thread is not threading.current_thread():
+                for request in requests:
+                    request.wait()
+                self._worker.join()
+                self._scheduler = None
         learned = self.controller.learned() if self.controller.automatic else None
         if learned is not None:
             self._keep(learned)
@@ -289,28 +293,9 @@ class Engine:
         with self._lock:
             if self._closed:
                 raise ClosedError("The engine is closed; make another one.")
-            self.scheduler.add(requests)
-            if self._worker is None and requests:
-                # At the end of the process it is stopped by `_close_all`, which a thread that is no daemon would not
-                # wait for.
-                self._worker = threading.Thread(
-                    target=self._work, args=(self.scheduler,), name="blockdraft", daemon=True
-                )
+            if requests:
                 _working.add(self)
-                self._worker.start()
-
-    def _work(self, scheduler: Scheduler) -> None:
-        """Decode until there is no request left."""
-        while True:
-            with self._lock:
-                if scheduler.idle:
-                    self._worker = None
-                    return
-            try:
-                with self.target.lock:
-                    scheduler.step()
-            except BaseException:  # of ours; the requests have ended with it and tell of it
-                pass
+                self._worker.begin(self.scheduler, requests)
 
 
 def _chunks(request: Request, chunks: SimpleQueue[Chunk]) -> Iterator[Chunk]:

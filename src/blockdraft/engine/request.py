@@ -63,9 +63,13 @@ class Request:
         Raises:
             TimeoutError: It has not ended after so many seconds; it goes on.
         """
-        if not self._ended.wait(timeout):
+        if not self.wait(timeout):
             raise TimeoutError(f"The request has not ended after {timeout} s; wait on, or cancel it.")
         return self.completion()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for its end for so many seconds at most; whether it has come."""
+        return self._ended.wait(timeout)
 
     def finish(self, reason: FinishReason) -> None:
         """End it."""

@@ -15,6 +15,7 @@ from typing import Literal, get_args
 import torch
 from transformers import PreTrainedModel
 
+from blockdraft.cpu.threads import let_team_go
 from blockdraft.errors import UsageError
 from blockdraft.targets.base import Cache, LoadOptions, Rows, Target, TargetOutput, TargetText, embedding_and_head
 from blockdraft.targets.checkpoint import load_text
@@ -111,6 +112,7 @@ def load_target(
         target.backend_reason = None if reason is None else str(reason)
         if exact:
             check_exact(target)
+        let_team_go()
         return target
     raise UsageError(f"No backend runs {path}: {reason}.") from reason
 

@@ -1,0 +1,80 @@
+"""The thread that decodes: one for all engines of a target."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+from blockdraft.cpu.threads import let_team_go
+from blockdraft.engine.request import Request
+from blockdraft.engine.scheduler import Scheduler
+from blockdraft.targets import Target
+
+NAME = "blockdraft"
+
+log = logging.getLogger(__name__)
+
+
+class Worker:
+    """Steps the schedulers of a target's engines, in turns, in a thread that ends with the last of their requests.
+
+    One thread, since each thread that computes has a team of OpenMP threads of its own, and teams get in each other's
+    way.
+
+    Args:
+        target: Whose lock is held during a step.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self._target_lock = target.lock
+        self._lock = threading.Lock()
+        self._schedulers: list[Scheduler] = []  # with requests
+        self.thread: threading.Thread | None = None
+
+    def begin(self, scheduler: Scheduler, requests: Sequence[Request]) -> None:
+        """Queue requests with a scheduler, and see to it that they are decoded."""
+        with self._lock:
+            scheduler.add(requests)
+            if scheduler not in self._schedulers:
+                self._schedulers.append(scheduler)
+            if self.thread is None:
+                let_team_go()  # that of the caller, who will wait
+                # A thread that is no daemon would keep a process that ends waiting for all answers.
+                self.thread = threading.Thread(target=self._work, name=NAME, daemon=True)
+                self.thread.start()
+
+    def join(self) -> None:
+        """Wait for the end of the thread, unless it is this one or has others to serve than those without requests."""
+        with self._lock:
+            thread, busy = self.thread, any(not scheduler.idle for scheduler in self._schedulers)
+        if thread is not None and thread is not threading.current_thread() and not busy:
+            thread.join()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                self._schedulers = [scheduler for scheduler in self._schedulers if not scheduler.idle]
+                schedulers = list(self._schedulers)
+                if not schedulers:
+                    self.thread = None
+                    return
+            for scheduler in schedulers:
+                try:
+                    with self._target_lock:
+                        scheduler.step()
+                except BaseException:  # a bug of ours, with which the requests have ended
+                    log.exception("A step failed.")
+
+
+_workers: WeakKeyDictionary[Target, Worker] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def worker_of(target: Target) -> Worker:
+    """The one worker of a target."""
+    with _lock:
+        if target not in _workers:
+            _workers[target] = Worker(target)
+        return _workers[target]
