@@ -68,8 +68,8 @@ def test_close_to_the_best_fixed_size_from_any_costs(kind: str, machine: str, te
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_close_to_the_best_fixed_size_from_any_costs_for_more_seeds(kind: str, machine: str, costs: str) -> None:
-    """Nearly always. The rest is a machine that drafting hardly helps, batches that change before much is known of their
-    sizes, and trees that begin without costs: these come to within a few percent in the first 500 cycles."""
+    """Nearly always. The rest is a machine that drafting hardly helps, batches that change before much is known of
+    their sizes, and trees that begin without costs: they come to within a few percent in the first 500 cycles."""
     found = [
         stretches(
             Decoding(kind, MACHINES[machine], TEXTS[text], start(costs, MACHINES[machine], seed), seed, rows=rows)
