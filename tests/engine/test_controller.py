@@ -68,8 +68,8 @@ def test_close_to_the_best_fixed_size_from_any_costs(kind: str, machine: str, te
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_close_to_the_best_fixed_size_from_any_costs_for_more_seeds(kind: str, machine: str, costs: str) -> None:
-    """Where plain decoding and the best size are nearly level, telling them apart takes more text than there is: on a
-    machine where drafting gains a few percent, some runs begin by decoding plainly."""
+    """Nearly always. The rest is a machine that drafting hardly helps, batches that change before much is known of
+    their sizes, and trees that begin without costs: they come to within a few percent in the first 500 cycles."""
     found = [
         stretches(
             Decoding(kind, MACHINES[machine], TEXTS[text], start(costs, MACHINES[machine], seed), seed, rows=rows)
@@ -79,9 +79,9 @@ def test_close_to_the_best_fixed_size_from_any_costs_for_more_seeds(kind: str, m
         for seed in range(2)
     ]
     early, late = zip(*found, strict=True)
-    assert sum(early) / len(early) >= 0.98 and sum(late) / len(late) >= 0.99
-    assert min(early) >= (0.95 if machine != "cpu" else 0.9) - 0.01
-    assert min(late) >= (0.97 if machine != "cpu" else 0.95)
+    assert sum(early) / len(early) >= 0.97 and min(early) >= 0.9
+    assert sum(late) / len(late) >= 0.985 and min(late) >= 0.95
+    assert sum(each < 0.95 for each in early) <= 0.15 * len(early)
     assert sum(each < 0.98 for each in late) <= 0.15 * len(late)
 
 

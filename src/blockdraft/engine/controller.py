@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from blockdraft.drafters import Drafter
 from blockdraft.engine.costs import Costs
-from blockdraft.engine.pace import Pace
+from blockdraft.engine.pace import Pace, Times
 from blockdraft.engine.request import Request
 from blockdraft.proposal import Plan
 from blockdraft.types import Drafting
@@ -79,13 +79,13 @@ class Controller:
         self._yield: float | None = None
         self._yields: WeakKeyDictionary[Request, float] = WeakKeyDictionary()
         self._doubt = YIELD_NOISE  # variance of these means
-        self._guesses = 0.0  # running mean of the guesses a row
+        # By number of rows, of a drafter that knows probabilities: mean guesses and tokens of a row, and cycles.
+        self._usual: dict[Times, tuple[float, float, int]] = {}
         self._depth = float(self._block_size)  # running mean of the guesses on the longest path
         self._came_true = self._expected = PRIOR  # accepted guesses, and what the drafter expected of them
         self._accepted = [0.0] * self._block_size  # by position: guesses accepted, and guesses that could have been
         self._reached = [0.0] * self._block_size
-        # Tokens of a cycle by its guesses; where the drafter knows probabilities, it says itself what it expects.
-        self._promised = [1.0] * (self.most_guesses + 1) if self._knows else self._tokens()
+        self._promised = self._tokens()  # tokens of a cycle by its guesses, where the drafter does not know better
         self._rate = 0.0  # tokens a second that the best plan promises
         self._paused = False
         self._trial: str | None = None  # what the planned cycle tries
@@ -139,12 +139,15 @@ class Controller:
         plain, curve = times.expected()
         tokens = self._promised
         usual = len(curve) - 1 if self._knows else _best(tokens, curve)
-        if self._yield is None:
+        if self._yield is None or (self._knows and times not in self._usual):
+            self._paused = False
             return curve[: usual + 1]
         relative = sum(self._yields.get(request, self._yield) for request in requests)
-        # The drafter that knows probabilities sets the number anew in each cycle; its mean stands for it.
-        seconds = _at(curve, self._guesses) if self._knows else curve[usual]
-        drafting, pausing = relative * tokens[usual] / seconds, rows / plain
+        seconds, promised = curve[usual], tokens[usual]
+        if self._knows:  # the drafter sets the number anew in each cycle; its mean stands for it
+            guesses, promised, _ = self._usual[times]
+            seconds = _at(curve, guesses)
+        drafting, pausing = relative * promised / seconds, rows / plain
         self._paused = drafting < MARGIN * pausing
         self._rate = max(drafting, pausing)
         usually = plain if self._paused else seconds
@@ -195,7 +198,8 @@ class Controller:
         rows, drafts, trial = len(requests), plan.block_size > 1, self._trial
         if seconds is not None:
             self._pace.learn(rows, guesses if drafts else None, seconds)
-        plain, curve = self._pace.of(rows).expected()
+        times = self._pace.of(rows)
+        plain, curve = times.expected()
         cost = _at(curve, guesses) if drafts else plain
         if self._yield is None:
             self._lost[NEW] = -CREDIT * plain
@@ -205,7 +209,7 @@ class Controller:
         self._doubt += YIELD_DRIFT
         tokens = float(rows)
         if drafts:
-            tokens = self._learn_yield(requests, guesses, deepest, lengths, expected)
+            tokens = self._learn_yield(times, requests, guesses, deepest, lengths, expected)
         if trial:
             least = LEAST_CHARGE if guesses or not drafts else WASTED_CHARGE
             lost = self._lost[trial] + max(cost - tokens / self._rate, least * cost)
@@ -214,6 +218,7 @@ class Controller:
 
     def _learn_yield(
         self,
+        times: Times,
         requests: Sequence[Request],
         guesses: int,
         deepest: Sequence[int],
@@ -235,9 +240,14 @@ class Controller:
             return len(requests) + sum(hopes) * self._came_true / self._expected
         weight = self._doubt / (self._doubt + YIELD_NOISE)
         self._doubt *= 1 - weight
-        self._guesses += weight * (guesses - self._guesses)
         self._depth += weight * (max(deepest) - self._depth)
         promised = self._promised[guesses]
+        if self._knows:
+            mean, promised, cycles = self._usual.get(times, (0.0, 0.0, 0))
+            share = max(weight, 1 / (cycles + 1))
+            mean += share * (guesses - mean)
+            promised += share * (1 + sum(lengths) / len(lengths) - promised)
+            self._usual[times] = mean, promised, cycles + 1
         for request, length in zip(requests, lengths, strict=True):
             relative = (1 + length) / promised
             before = self._yields.get(request, self._yield)

@@ -149,7 +149,7 @@ class Times:
         expected = self._levels[entry]
         if guesses is not None and self._sizes[entry - 1] != guesses:  # one in between stands for the nearest
             _, curve = self.expected()
-            if guesses < len(curve):
+            if max(guesses, self._sizes[entry - 1]) < len(curve):
                 expected += math.log(curve[guesses] / curve[self._sizes[entry - 1]])
         return reading - expected
 
