@@ -89,16 +89,17 @@ class Scheduler:
         """
         try:
             ended = self._end_cancelled()
-            self._admit()
+            if self._waiting:
+                self._admit()
             decoding = [row for row in self._rows if not row.reading]
-            began = time.perf_counter()
-            # With no one to wait for it, more is read, so that those who came together begin together.
-            for _ in range(1 if decoding else IDLE_READS):
-                if not self._read():
-                    break
-            for row in decoding:  # they stood still meanwhile
-                row.request.stats.total_seconds += time.perf_counter() - began
-            decoding = [row for row in decoding if not row.request.finished]
+            if len(decoding) < len(self._rows):
+                began = time.perf_counter()
+                # With no one to wait for it, more is read, so that those who came together begin together.
+                for _ in range(1 if decoding else IDLE_READS):
+                    if not self._read():
+                        break
+                for row in decoding:  # they stood still meanwhile
+                    row.request.stats.total_seconds += time.perf_counter() - began
             if decoding:
                 self._cycle(decoding)
         except BaseException as error:  # an interrupt may have come anywhere, and a row must not go on half done
@@ -174,23 +175,25 @@ class Scheduler:
             row.read = length
 
     def _end_cancelled(self) -> list[Request]:
-        with self._lock:
-            cancelled = [request for request in self._waiting if request.cancelled]
-            self._waiting = deque(request for request in self._waiting if not request.cancelled)
+        cancelled: list[Request] = []
+        if self._waiting:
+            with self._lock:
+                cancelled = [request for request in self._waiting if request.cancelled]
+                self._waiting = deque(request for request in self._waiting if not request.cancelled)
         for request in cancelled:
             request.finish("cancelled")
             request.publish()
-        for row in self._rows:
-            if row.request.cancelled and not row.request.finished:
-                row.request.finish("cancelled")
-        return cancelled + self._free()
+        rows = [row for row in self._rows if row.request.cancelled]
+        for row in rows:
+            row.request.finish("cancelled")
+        return cancelled + self._free() if rows else cancelled
 
     def _end_finished(self) -> list[Request]:
         """Publish what is new, and free the rows of requests that have ended."""
         for row in self._rows:
-            if not row.request.finished:
+            if row.request.listener is not None and not row.request.finished:
                 row.request.publish()
-        return self._free()
+        return self._free() if any(row.request.finished for row in self._rows) else []
 
     def _free(self) -> list[Request]:
         gone = [row for row in self._rows if row.request.finished]
