@@ -133,14 +133,15 @@ def test_a_size_in_between_stands_for_the_nearest() -> None:
     assert sizes(256)[18:21] == [25, 31, 38]
 
 
-def test_any_size_can_be_learned() -> None:
-    """Drafters may make more guesses than they were given times for."""
-    for guesses in range(257):
+def test_any_size_can_be_learned_wherever_the_times_end() -> None:
+    """The nearest size may lie beyond the end, and a drafter may make more guesses than it was given times for."""
+    for known in range(17):
         found = pace(variance=1.0, most=256)
-        for _ in range(8):
-            found.learn(1, guesses, CURVE[guesses])
-        found.learn(1, None, 1.0)
-        assert len(found.of(1).expected()[1]) >= 3
+        times = found.of(1)
+        times._variances[1 + known] = 0.1
+        assert len(times.expected()[1]) == 2 * known + 3
+        for guesses in range(257):
+            assert times.error(guesses, math.log(CURVE[guesses])) == pytest.approx(0.0, abs=0.12)
 
 
 def test_what_was_learned_of_one_number_of_rows_helps_with_another() -> None:
