@@ -13,12 +13,14 @@ from blockdraft.engine.scheduler import Scheduler
 from blockdraft.targets import Target
 
 NAME = "blockdraft"
+IDLE_SECONDS = 1.0  # that the thread waits for requests: a new one has cold memory
 
 log = logging.getLogger(__name__)
 
 
 class Worker:
-    """Steps the schedulers of a target's engines, in turns, in a thread that ends with the last of their requests.
+    """Steps the schedulers of a target's engines, in turns, in a thread that ends when there have been no requests for
+    a while.
 
     One thread, since each thread that computes has a team of OpenMP threads of its own, and teams get in each other's
     way.
@@ -29,7 +31,8 @@ class Worker:
 
     def __init__(self, target: Target) -> None:
         self._target_lock = target.lock
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
+        self._leaves = False  # at once when there are no requests
         self._schedulers: list[Scheduler] = []  # with requests
         self.thread: threading.Thread | None = None
 
@@ -44,22 +47,35 @@ class Worker:
                 # A thread that is no daemon would keep a process that ends waiting for all answers.
                 self.thread = threading.Thread(target=self._work, name=NAME, daemon=True)
                 self.thread.start()
+            else:
+                self._lock.notify()
 
     def join(self) -> None:
-        """Wait for the end of the thread, unless it is this one or has others to serve than those without requests."""
+        """Wait for the end of the thread, unless it is this one or has requests."""
         with self._lock:
             thread, busy = self.thread, any(not scheduler.idle for scheduler in self._schedulers)
-        if thread is not None and thread is not threading.current_thread() and not busy:
-            thread.join()
+            if thread is None or thread is threading.current_thread() or busy:
+                return
+            self._leaves = True
+            self._lock.notify()
+        thread.join()
+
+    def _busy(self) -> bool:
+        """Whether there are requests; forgets schedulers that have none."""
+        self._schedulers = [scheduler for scheduler in self._schedulers if not scheduler.idle]
+        return bool(self._schedulers)
 
     def _work(self) -> None:
         while True:
             with self._lock:
-                self._schedulers = [scheduler for scheduler in self._schedulers if not scheduler.idle]
+                if not self._busy():
+                    let_team_go()
+                    if not self._leaves:
+                        self._lock.wait(IDLE_SECONDS)
+                    if not self._busy():
+                        self.thread, self._leaves = None, False
+                        return
                 schedulers = list(self._schedulers)
-                if not schedulers:
-                    self.thread = None
-                    return
             for scheduler in schedulers:
                 try:
                     with self._target_lock:
