@@ -17,19 +17,36 @@ from blockdraft.targets import Target
 
 
 class ToyState:
-    """The features of each row's committed tokens, `[T, m * H]`."""
+    """The features of each row's committed tokens, `[T, m * H]`, by the row's first slot."""
 
-    def __init__(self, rows: list[Tensor]) -> None:
-        self.rows = rows
+    def __init__(self, starts: Sequence[int], known: dict[int, Tensor], empty: Tensor) -> None:
+        self._starts, self._known, self._empty = list(starts), known, empty
 
-    def select(self, rows: Sequence[int]) -> None:
-        self.rows = [self.rows[row] for row in rows]
+    @property
+    def rows(self) -> list[Tensor]:
+        return [self._known[start] for start in self._starts]
 
-    def join(self, other: ToyState, capacity: int) -> None:
-        self.rows += other.rows
+    @rows.setter
+    def rows(self, rows: Sequence[Tensor]) -> None:
+        self._known.update(zip(self._starts, rows, strict=True))
 
-    def prefix(self, row: int, length: int) -> ToyState:
-        return ToyState([self.rows[row][:length]])
+    def of(self, rows: Sequence[int]) -> ToyState:
+        return ToyState(rows, self._known, self._empty)
+
+    def open(self, row: int, capacity: int) -> None:
+        self._known[row] = self._empty
+
+    def close(self, row: int) -> None:
+        del self._known[row]
+
+    def shrink(self, row: int, capacity: int) -> None:
+        self._known[row] = self._known[row][:capacity]
+
+    def copy(self, source: int, row: int, length: int) -> None:
+        self._known[row] = self._known[source][:length]
+
+    def wipe(self, row: int, whole: bool = False) -> None:
+        pass
 
 
 class ToyDrafter:
@@ -41,7 +58,9 @@ class ToyDrafter:
         self._target = target
 
     def new_state(self, batch: int, capacity: int) -> ToyState:
-        return ToyState([torch.zeros(0, len(self.taps) * self._target.hidden_size, dtype=self._target.dtype)] * batch)
+        empty = torch.zeros(0, len(self.taps) * self._target.hidden_size, dtype=self._target.dtype)
+        starts = range(0, batch * capacity, max(capacity, 1)) if capacity else range(batch)
+        return ToyState(starts, dict.fromkeys(starts, empty), empty)
 
     def state_bytes(self, batch: int, capacity: int) -> int:
         return batch * capacity * len(self.taps) * self._target.hidden_size * self._target.dtype.itemsize
