@@ -10,6 +10,7 @@ import typer
 
 from blockdraft.cli.bench import bench
 from blockdraft.cli.calibrate import calibrate
+from blockdraft.cli.chat import chat
 from blockdraft.cli.data import data
 from blockdraft.cli.export import export
 from blockdraft.cli.features import features
@@ -24,6 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(generate)
+app.command()(chat)
 app.command()(bench)
 app.command()(calibrate)
 app.command()(data)
