@@ -127,7 +127,7 @@ class Talk:
             _, summary = show_chunks(self._console, _until_end(chunks), answer)
         completion = self._conversation.keep(turn)
         summary.append(
-            f"; read {completion.prompt_tokens - turn.remembered} tokens, remembered {turn.remembered}, "
+            f"\nread {completion.prompt_tokens - turn.remembered} tokens, remembered {turn.remembered}, "
             f"context {completion.prompt_tokens + len(completion.token_ids)} of {self._conversation.limit}"
         )
         summary.stylize("dim")
