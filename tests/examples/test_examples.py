@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+pytestmark = pytest.mark.usefixtures("own_cache")
 TESTED = ["chat", "compare_methods", "many_prompts", "own_drafter", "quickstart"]
 
 
@@ -18,11 +19,6 @@ def load(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-@pytest.fixture(autouse=True)
-def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path / "cache"))
 
 
 def test_all_are_short_listed_and_tested() -> None:
