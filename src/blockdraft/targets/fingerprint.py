@@ -1,0 +1,58 @@
+"""What tells targets apart: fingerprints of their weights, by names, shapes and a sample of the numbers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from blockdraft.targets.base import Target
+
+SAMPLE = 32  # numbers of each weight that are looked at
+
+
+def target_fingerprint(target: Target) -> str:
+    """Of the configuration and a sample of each weight, 16 hexadecimal digits; the same in float32 and bfloat16.
+
+    Features and data are this model's and no other's: rounding its weights or merging an adapter changes it.
+    """
+    return _digest(_hash(json.dumps(target.architecture, sort_keys=True).encode()), target.named_weights())
+
+
+def weights_fingerprint(weights: Iterable[tuple[str, Tensor]]) -> str:
+    """As `target_fingerprint`, of the weights alone, since a configuration is spelled differently by each release of
+    transformers. This is what drafters carry."""
+    return _digest("", weights)
+
+
+def warn_of_other_target(drafter: str | Path, trained_for: str | None, target: Target) -> None:
+    """Log a warning if a drafter was trained for another target than this one, as far as both are known.
+
+    Args:
+        trained_for: `Target.source_fingerprint` of the target that it was trained for.
+    """
+    if trained_for is not None and target.source_fingerprint not in (None, trained_for):
+        logging.getLogger(__name__).warning(
+            "%s was trained for another target (fingerprint %s) than %s (%s), though one of the same shape. Answers "
+            "stay the target's own, but tau may be low; use a drafter that was trained for it.",
+            *(drafter, trained_for, target.path or "this one", target.source_fingerprint),
+        )
+
+
+def _digest(prefix: str, weights: Iterable[tuple[str, Tensor]]) -> str:
+    digest = hashlib.sha256(prefix.encode())
+    for name, weight in sorted(weights, key=lambda each: each[0]):
+        at = torch.linspace(0, weight.numel() - 1, min(SAMPLE, weight.numel()), dtype=torch.float64).long()
+        places = torch.unravel_index(at.to(weight.device), weight.shape)  # a flattened copy may take long
+        values = weight.detach()[places].to("cpu", torch.bfloat16).tolist()
+        digest.update(json.dumps([name, list(weight.shape), values]).encode())
+    return digest.hexdigest()[:16]
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
