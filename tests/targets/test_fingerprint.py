@@ -7,9 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from blockdraft.drafters import load_drafter
+from blockdraft.drafters import BUNDLED, load_drafter
+from blockdraft.formats import read_config, read_drafter, trained_for
 from blockdraft.targets import as_target, load_target, save_quantized, target_fingerprint
 from blockdraft.targets.fingerprint import weights_fingerprint
+from blockdraft.training.export import convert, export, format_for
 
 
 @pytest.fixture(scope="module")
@@ -58,3 +60,43 @@ def test_names_shapes_and_numbers_count() -> None:
     assert known == weights_fingerprint([("b", torch.ones(())), ("a", weight.T.contiguous().T)])
     others = [("b", weight)], [("a", weight.view(3, 2))], [("a", weight + 0.1 * (weight == 5))]
     assert len({known, *(weights_fingerprint([*other, ("b", torch.ones(()))]) for other in others)}) == 4
+
+
+def test_a_drafter_of_another_target_is_told_of(
+    tiny_target_dir: Path, noisy_dir: Path, tiny_drafter_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    target, other = (load_target(folder, device="cpu") for folder in (tiny_target_dir, noisy_dir))
+    load_drafter(tiny_drafter_dir, target=other)  # it does not say what it was trained for
+    for layout in ("zlab", "speculators"):
+        format_ = format_for(layout, target, str(tiny_target_dir))
+        found = read_drafter(tiny_drafter_dir, None, target.num_layers)
+        assert found.trained_for is None
+        export(tmp_path / layout, format_, found.config, found.tensors, target)
+        convert(tmp_path / layout, tmp_path / "back", format_for("zlab", target, str(tiny_target_dir)), target)
+        for folder in (tmp_path / layout, tmp_path / "back"):
+            assert read_drafter(folder, None, target.num_layers).trained_for == target.source_fingerprint
+            load_drafter(folder, target=target)
+    assert caplog.messages == []
+    load_drafter(tmp_path / "zlab", target=other)
+    [message] = caplog.messages
+    assert "was trained for another target" in message and "tau may be low" in message
+    assert all(str(each) in message for each in (target.source_fingerprint, other.source_fingerprint, noisy_dir))
+
+
+def test_a_converted_drafter_stays_one_for_its_own_target(
+    tiny_target_dir: Path, noisy_dir: Path, tiny_drafter_dir: Path, tmp_path: Path
+) -> None:
+    target, other = (load_target(folder, device="cpu") for folder in (tiny_target_dir, noisy_dir))
+    layout = format_for("zlab", target, None)
+    found = read_drafter(tiny_drafter_dir, None, target.num_layers)
+    export(tmp_path / "trained", layout, found.config, found.tensors, target)
+    for source, expected in ((tmp_path / "trained", target.source_fingerprint), (tiny_drafter_dir, None)):
+        convert(source, tmp_path / "converted", layout, other)
+        assert read_drafter(tmp_path / "converted", None, target.num_layers).trained_for == expected
+
+
+def test_the_bundled_drafter_is_the_bundled_targets(caplog: pytest.LogCaptureFixture) -> None:
+    target = load_target(device="cpu")
+    assert trained_for(read_config(BUNDLED)) == target.source_fingerprint
+    load_drafter(target=target)
+    assert caplog.messages == []

@@ -87,11 +87,10 @@ def data(
 
     from blockdraft.cli import display
     from blockdraft.data.answerers import Answerer, EngineAnswerer, ServerAnswerer
-    from blockdraft.data.features import target_fingerprint
     from blockdraft.data.prepare import Preparation
     from blockdraft.drafters import load_drafter
     from blockdraft.engine import Engine
-    from blockdraft.targets import load_target_text
+    from blockdraft.targets import load_target_text, target_fingerprint
 
     loading.quiet()
     rows = RowSettings(split, subset, limit, text_field, prompt_field, response_field)

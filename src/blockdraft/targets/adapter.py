@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +55,15 @@ def merged(model: PreTrainedModel, path: str | Path, adapter: str | Path) -> Pre
     if not folder.exists() and not re.fullmatch(r"[\w.-]+/[\w.-]+", str(adapter)):
         raise UsageError(f"There is no folder {adapter}, and it is no hub name of the form owner/name.")
     try:
-        wrapped: Any = PeftModel.from_pretrained(model, str(adapter))
-        whole: PreTrainedModel = wrapped.merge_and_unload()
+        with warnings.catch_warnings():
+            # Peft asks transformers for what a newer name has been given to; no one here can mend that.
+            warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+            wrapped: Any = PeftModel.from_pretrained(model, str(adapter))
+            whole: PreTrainedModel = wrapped.merge_and_unload()
     except Exception as error:  # peft raises many kinds
+        said = " ".join(map(str.strip, str(error).splitlines()[:2]))  # torch's errors name every single weight
         raise UsageError(
-            f"The adapter {adapter} cannot be merged into {path} ({error}); give one that was made for this model, of "
+            f"The adapter {adapter} cannot be merged into {path} ({said}); give one that was made for this model, of "
             "a kind that can be merged, such as a LoRA."
         ) from error
     return whole

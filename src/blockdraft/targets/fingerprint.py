@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -30,18 +29,20 @@ def weights_fingerprint(weights: Iterable[tuple[str, Tensor]]) -> str:
     return _digest("", weights)
 
 
-def warn_of_other_target(drafter: str | Path, trained_for: str | None, target: Target) -> None:
-    """Log a warning if a drafter was trained for another target than this one, as far as both are known.
+def told_of_other_target(drafter: str | Path, trained_for: str | None, target: Target) -> str | None:
+    """What to say of a drafter that was trained for another target of the same shape; None where it was not, or where
+    one of the two fingerprints is not known.
 
     Args:
         trained_for: `Target.source_fingerprint` of the target that it was trained for.
     """
-    if trained_for is not None and target.source_fingerprint not in (None, trained_for):
-        logging.getLogger(__name__).warning(
-            "%s was trained for another target (fingerprint %s) than %s (%s), though one of the same shape. Answers "
-            "stay the target's own, but tau may be low; use a drafter that was trained for it.",
-            *(drafter, trained_for, target.path or "this one", target.source_fingerprint),
-        )
+    if trained_for is None or target.source_fingerprint in (None, trained_for):
+        return None
+    return (
+        f"{drafter} was trained for another target (fingerprint {trained_for}) than {target.path or 'this one'} "
+        f"({target.source_fingerprint}). Answers stay the target's own, but tau may be low; use a drafter that was "
+        "trained for this target, or train this one on (blockdraft train --init)."
+    )
 
 
 def _digest(prefix: str, weights: Iterable[tuple[str, Tensor]]) -> str:
