@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from blockdraft.cli import loading
-from blockdraft.cli.options import Device, Dtype, TargetBackend, TargetFolder, option
+from blockdraft.cli.options import Adapter, Device, Dtype, Revision, TargetBackend, TargetFolder, option
 from blockdraft.data.settings import DataSettings, RowSettings
 from blockdraft.errors import UsageError
 from blockdraft.types import DEFAULT_BACKEND, SamplingParams
@@ -32,6 +32,8 @@ def data(
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the data; it may hold part of them already.")],
     target: TargetFolder = None,
+    adapter: Adapter = None,
+    revision: Revision = None,
     regenerate: Annotated[
         bool, typer.Option("--regenerate", help="Have the target write the responses, whatever the rows hold.")
     ] = False,
@@ -82,6 +84,8 @@ def data(
         raise UsageError("A server takes both --server URL and --model NAME.")
     if (server or drafter) and not regenerate:
         raise UsageError("--server and --drafter are about regenerated responses; add --regenerate.")
+    if adapter and (server or not regenerate):
+        raise UsageError("--adapter is for our own engine; add --regenerate, without --server, or leave it out.")
     if server and drafter:
         raise UsageError("--drafter is for our own engine; leave it out with --server.")
 
@@ -96,8 +100,12 @@ def data(
     rows = RowSettings(split, subset, limit, text_field, prompt_field, response_field)
     sampling = SamplingParams(max_new_tokens, temperature, top_k, top_p, seed=seed)
     settings = DataSettings(length, template_args, split_turns, sampling=sampling, batch_size=batch_size)
-    loaded = loading.load(target, dtype, device, backend) if regenerate and server is None else None
-    text = load_target_text(target) if loaded is None else loaded
+    loaded = (
+        loading.load(target, dtype, device, backend, adapter=adapter, revision=revision)
+        if regenerate and server is None
+        else None
+    )
+    text = load_target_text(target, revision) if loaded is None else loaded
     if loaded is not None:
         settings = replace(settings, writer="target", author=target_fingerprint(loaded))
     elif server is not None:

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from blockdraft.cli.compare import RUNS, Comparison
-from blockdraft.engine import Completion, Costs, Engine
+from blockdraft.engine import Completion, Costs, Engine, Stats
 from blockdraft.engine.text import AnswerText
 from blockdraft.targets import Target
 from blockdraft.types import SamplingParams
@@ -35,8 +35,8 @@ def plain() -> Console:
     return Console(file=sys.stdout, force_terminal=False, highlight=False, width=100)
 
 
-def stream_answer(console: Console, engine: Engine, prompt: str, params: SamplingParams) -> None:
-    """Print the answer as it comes, tokens that were guessed in colour, and a line of statistics.
+def stream_answer(console: Console, engine: Engine, prompt: str, params: SamplingParams) -> Stats:
+    """Print the answer as it comes, tokens that were guessed in colour, and a line of its statistics, which it returns.
 
     Text that more than one token decides, such as a character of several, has the colour of the last one.
     """
@@ -61,6 +61,7 @@ def stream_answer(console: Console, engine: Engine, prompt: str, params: Samplin
             f"backend: {engine.target.running}",
         )
     )
+    return stats
 
 
 def _write(console: Console, text: str, colour: str | None = None) -> None:

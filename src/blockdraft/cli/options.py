@@ -28,9 +28,28 @@ def extent(name: str, text: str | None) -> Any:
         raise UsageError(f"{name} is {text!r}; it must be a whole number or auto.") from None
 
 
+def need_drafter(target: str | None, drafter: str | None, otherwise: str) -> None:
+    """Raise a UsageError where a target of one's own has no drafter; `otherwise` is what else can be done."""
+    if target is not None and drafter is None:
+        raise UsageError(
+            f"No drafter is known for {target}; add --drafter DIR, {otherwise}, or make one: "
+            f"blockdraft fit --target {target} --out DIR."
+        )
+
+
 TargetFolder = Annotated[
     str | None,
     typer.Option(metavar="DIR", help="Target: a Hugging Face model folder or hub name; by default the bundled one."),
+]
+Adapter = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DIR",
+        help="Adapter of PEFT for the target, such as a LoRA, as a folder or hub name; it is merged into the weights.",
+    ),
+]
+Revision = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Branch, tag or commit of the target, where that is a hub name.")
 ]
 BlockSize = Annotated[str | None, option(Drafting, "block_size", metavar="N|auto")]
 DraftWindow = Annotated[int | None, option(Drafting, "draft_window", metavar="N")]
