@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from blockdraft.cli.bench import bench
+from blockdraft.cli.cache import cache
 from blockdraft.cli.calibrate import calibrate
 from blockdraft.cli.data import data
 from blockdraft.cli.export import export
@@ -30,6 +31,7 @@ app.command()(data)
 app.command()(features)
 app.command(cls=RecipeCommand)(train)
 app.command()(export)
+app.add_typer(cache, name="cache")
 
 
 def _print_version(wanted: bool) -> None:
