@@ -17,6 +17,14 @@ CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
 
 
+# What lies there: folders, and what their files are. All of it can be made again.
+CACHED = {
+    "libraries": "forwards compiled for this processor",
+    "costs": "what cycles cost, for each target and drafter",
+    "threads": "which number of threads is fastest",
+}
+
+
 def cache_folder() -> Path:
     """The folder that `BLOCKDRAFT_CACHE` names, or else `~/.cache/blockdraft`."""
     return Path(os.environ.get("BLOCKDRAFT_CACHE") or Path.home() / ".cache" / "blockdraft")

@@ -23,7 +23,7 @@ DEFAULT_BACKEND: Backend = "auto"
 # Of a target's forward: compiled where that is possible, always, or never.
 Compile: TypeAlias = Literal["auto", "on", "off"]
 DEFAULT_COMPILE: Compile = "auto"
-# Largest default block where a CPU runs a compiled target, which computes so many nodes for little more than one.
+# Largest block that a CPU computes for little more than one token where the target is compiled.
 CPU_BLOCK_SIZE = 4
 # Of a target's weights.
 Quantize: TypeAlias = Literal["int8", "fp8"]

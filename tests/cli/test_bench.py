@@ -86,8 +86,15 @@ def test_json(bench: Run) -> None:
     found = json.loads(result.out)
     assert result.code == 0
     assert list(found["methods"]) == ["none"]
-    assert (found["methods"]["none"]["prompts"], found["methods"]["none"]["identical"]) == (2, None)
+    assert (found["methods"]["none"]["prompts"], found["methods"]["none"]["identical"]) == (2, 1.0)
     assert type(found["arguments"]["seed"]) is int
+
+
+def test_sampled_answers_are_compared_where_a_seed_decides_them(bench: Run) -> None:
+    methods = "dflash,ddtree:4,dflash-drawn"
+    found = json.loads(bench("--json", "--limit", 1, "--repeats", 1, "--temperature", 1, "--methods", methods).out)
+    shares = {name: one["identical"] for name, one in found["methods"].items()}
+    assert shares == {"none": 1.0, "dflash": 1.0, "ddtree:4": 1.0, "dflash-drawn": None}
 
 
 def test_drafters_by_folder_and_trees(bench: Run, tiny_drafter_dir: Path) -> None:

@@ -18,12 +18,11 @@ from blockdraft.data.features import (
     plan_features,
     read_features,
     tapped_features,
-    target_fingerprint,
 )
 from blockdraft.data.settings import FeatureSettings
 from blockdraft.proposal import chain
 from blockdraft.settings import from_text
-from blockdraft.targets import Target, load_target
+from blockdraft.targets import Target, load_target, target_fingerprint
 
 TAPS = (2, 0)
 FLOAT = FeatureSettings(dtype="float32", batch_tokens=30)

@@ -271,3 +271,11 @@ def test_a_target_without_tokenizer_takes_token_ids_only() -> None:
     assert len(completion.token_ids) == 5 and completion.text == ""
     with pytest.raises(ValueError, match="no tokenizer"):
         engine.generate(["hello"])
+
+
+def test_without_a_drafter_it_decodes_plainly(target: Target) -> None:
+    params = SamplingParams(max_new_tokens=9)
+    plain = [Engine(target).generate(["hello"], params), Engine(target, None).generate(["hello"], params)]
+    plain.append(Engine(target, load_drafter("none", target=target)).generate(["hello"], params))
+    assert len({tuple(completion.token_ids) for [completion] in plain}) == 1
+    assert {completion.tau for [completion] in plain} == {1.0}

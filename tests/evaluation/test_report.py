@@ -58,10 +58,18 @@ def test_tables(found: Results, capsys: pytest.CaptureFixture[str]) -> None:
     assert ["x", "2.0", "2.0-2.0", "2.00", "2.00", "1.00", "67", "33", "0", "100", "0"] in lines
 
 
-def test_tables_say_what_is_unknown_and_never_round_up_to_all() -> None:
-    trials = [trial("none", "a", None, 6.0, PLAIN_TRIAL)]
-    sampled = report.results(trials, ARGUMENTS | {"temperature": 1.0}, torch.device("cpu"))
-    assert sampled.methods["none"].identical is None
+def test_guesses_drawn_at_random_promise_no_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    trials = [trial(name, "a", None, 6.0, PLAIN_TRIAL) for name in ("none", "chosen", "drawn")]
+    for temperature, expected in ((1.0, None), (0.0, 1.0)):
+        arguments = ARGUMENTS | {"temperature": temperature}
+        found = report.results(trials, arguments, torch.device("cpu"), drawn={"drawn"})
+        assert [found.methods[name].identical for name in ("none", "chosen", "drawn")] == [1, 1, expected]
+        report.show(plain_console(), found)
+        told = " ".join(capsys.readouterr().out.split())
+        assert ("same is ? where guesses are drawn at random" in told) == (expected is None)
+
+
+def test_tables_never_round_up_to_all() -> None:
     assert [report._percent(share) for share in (None, 0.9999, 1.0, 0.3333, 0.0)] == ["?", "99.9", "100", "33.3", "0"]
 
 

@@ -271,6 +271,31 @@ def test_a_head_that_is_tied_in_name_only_is_left_to_transformers(folders: dict[
         load_target(folder, backend="native")
 
 
+@pytest.mark.parametrize("kept", ["lm_head.weight", "model.embed_tokens.weight"])
+@pytest.mark.parametrize("backend", ["native", "hf"])
+def test_a_tied_checkpoint_may_hold_the_table_under_either_name(
+    folders: dict[str, Path], tmp_path: Path, kept: str, backend: str
+) -> None:
+    folder = copied(folders["qwen2"], tmp_path / "one")
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {kept if name in (kept, "model.embed_tokens.weight") else name: each for name, each in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    whole, one = (load_target(each, device="cpu", backend=backend) for each in (folders["qwen2"], folder))
+    mine, expected = dict(one.named_weights()), dict(whole.named_weights())
+    assert mine.keys() == expected.keys() and all(torch.equal(mine[name], expected[name]) for name in expected)
+    assert one.source_fingerprint == whole.source_fingerprint
+
+
+def test_an_untied_checkpoint_needs_both(folders: dict[str, Path], tmp_path: Path) -> None:
+    for number, lacking in enumerate(("lm_head.weight", "model.embed_tokens.weight")):
+        folder = copied(folders["llama"], tmp_path / str(number))
+        tensors = load_file(folder / "model.safetensors")
+        del tensors[lacking]
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ValueError, match=rf"lacks .*{lacking}"):
+            load_target(folder, backend="native")
+
+
 def test_weights_that_lack_or_do_not_fit_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     folder = copied(folders["llama"], tmp_path / "broken")
     tensors = load_file(folder / "model.safetensors")

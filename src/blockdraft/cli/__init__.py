@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from blockdraft.cli.bench import bench
+from blockdraft.cli.cache import cache
 from blockdraft.cli.calibrate import calibrate
 from blockdraft.cli.chat import chat
 from blockdraft.cli.data import data
@@ -35,6 +36,7 @@ app.command(rich_help_panel=TRAIN)(export)
 app.command(rich_help_panel=MEASURE)(bench)
 app.command(rich_help_panel=MEASURE)(calibrate)
 app.command(rich_help_panel=OTHER)(env)
+app.add_typer(cache, name="cache", rich_help_panel=OTHER)
 
 
 def _print_version(wanted: bool) -> None:

@@ -9,28 +9,16 @@ from typing import Annotated
 
 import typer
 
-from blockdraft.cli import loading
-from blockdraft.cli.options import (
-    BlockSize,
-    CompileForward,
-    Device,
-    DraftWindow,
-    Dtype,
-    Exact,
-    Quantize,
-    TargetBackend,
-    TargetFolder,
-    Threads,
-    extent,
-    option,
-)
-from blockdraft.errors import UsageError
+from blockdraft.cli.loading import TargetOptions, takes_target
+from blockdraft.cli.options import BlockSize, DraftWindow, extent, need_drafter, option
 from blockdraft.evaluation.methods import CHAINS, DRAWN, PLAIN, TREES, Settings, parse_methods
 from blockdraft.evaluation.prompts import read_prompt_sets
-from blockdraft.types import DEFAULT_BACKEND, DEFAULT_COMPILE, SamplingParams
+from blockdraft.types import SamplingParams
 
 
+@takes_target
 def bench(
+    run: TargetOptions,
     prompts: Annotated[
         list[Path],
         typer.Option(
@@ -48,7 +36,6 @@ def bench(
             "(of at most 64 guesses); any other drafter by folder or name, with or without a block size.",
         ),
     ] = f"{PLAIN},{CHAINS},{TREES}",
-    target: TargetFolder = None,
     drafter: Annotated[
         str | None,
         typer.Option(
@@ -70,13 +57,6 @@ def bench(
     block_size: BlockSize = None,
     tree_budget: Annotated[str, option(Settings, "tree_budget", metavar="N|auto")] = str(Settings.tree_budget),
     draft_window: DraftWindow = None,
-    dtype: Dtype = None,
-    device: Device = None,
-    backend: TargetBackend = DEFAULT_BACKEND,
-    threads: Threads = "auto",
-    compile: CompileForward = DEFAULT_COMPILE,
-    quantize: Quantize = None,
-    exact: Exact = False,
     out: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Write results.json, acceptance.png and speedup.png into this folder."),
@@ -99,8 +79,8 @@ def bench(
     """
     settings = Settings(limit, batch_size, repeats, extent("tree_budget", tree_budget))
     chosen = parse_methods(methods, drafter, extent("block_size", block_size), settings.tree_budget, draft_window)
-    if target is not None and any(method.drafter is None for method in chosen):
-        raise UsageError(f"No drafter is known for {target}; add --drafter DIR, or name other methods.")
+    if any(method.drafter is None for method in chosen):
+        need_drafter(run.target, drafter, "name other methods")
     params = SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -118,16 +98,7 @@ def bench(
         report.check_folder(out, overwrite)
         if pictures:
             report.require_pictures()
-    loaded = loading.load(
-        target,
-        dtype,
-        device,
-        backend,
-        threads=extent("threads", threads),
-        compile=compile,
-        quantize=quantize,
-        exact=exact,
-    )
+    loaded = run.load()
     engines = speed.load_methods(chosen, loaded, batch_size)
     try:
         with display.progress("answers") as progress:
@@ -140,7 +111,9 @@ def bench(
     arguments = {
         "methods": [method.name for method in chosen],
         "prompts": [str(path) for path in prompts],
-        "target": target,
+        "target": run.target,
+        "adapter": run.adapter,
+        "revision": run.revision,
         "drafter": drafter,
         "limit": limit,
         "max_new_tokens": max_new_tokens,
@@ -158,7 +131,8 @@ def bench(
         "backend": loaded.backend,
         "running": loaded.running,
     }
-    found = report.results(trials, arguments, loaded.device, profiles)
+    drawn = {method.name for method in chosen if method.drafting.drawn}
+    found = report.results(trials, arguments, loaded.device, profiles, drawn)
     try:
         if out is not None:
             report.write(out, found, pictures)

@@ -9,38 +9,19 @@ from typing import Annotated
 
 import typer
 
-from blockdraft.cli import loading
-from blockdraft.cli.options import (
-    CompileForward,
-    Device,
-    Dtype,
-    Exact,
-    Quantize,
-    TargetBackend,
-    TargetFolder,
-    Threads,
-    extent,
-    option,
-)
-from blockdraft.errors import UsageError
+from blockdraft.cli.loading import TargetOptions, takes_target
+from blockdraft.cli.options import need_drafter, option
 from blockdraft.evaluation.methods import Settings
-from blockdraft.types import DEFAULT_BACKEND, DEFAULT_COMPILE
 
 
+@takes_target
 def calibrate(
-    target: TargetFolder = None,
+    run: TargetOptions,
     drafter: Annotated[
         str | None,
         typer.Option(metavar="DIR|NAME", help="Drafter, as for generate; by default the bundled one."),
     ] = None,
     batch_size: Annotated[int, option(Settings, "batch_size")] = 16,
-    dtype: Dtype = None,
-    device: Device = None,
-    backend: TargetBackend = DEFAULT_BACKEND,
-    threads: Threads = "auto",
-    compile: CompileForward = DEFAULT_COMPILE,
-    quantize: Quantize = None,
-    exact: Exact = False,
     anew: Annotated[bool, typer.Option("--anew", help="Measure again, even if there is a measurement.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:
@@ -49,24 +30,14 @@ def calibrate(
     Block sizes and tree budgets of "auto" begin with these figures, and learn from the cycles that run. They are kept
     in ~/.cache/blockdraft, or in the folder that BLOCKDRAFT_CACHE names. Measure while nothing else runs.
     """
-    if target is not None and drafter is None:
-        raise UsageError(f"No drafter is known for {target}; add --drafter DIR, or --drafter prompt_lookup.")
+    need_drafter(run.target, drafter, "--drafter prompt_lookup")
 
     from blockdraft.cli import display
     from blockdraft.drafters import load_drafter
     from blockdraft.engine import costs
     from blockdraft.engine.probe import Probe
 
-    loaded = loading.load(
-        target,
-        dtype,
-        device,
-        backend,
-        threads=extent("threads", threads),
-        compile=compile,
-        quantize=quantize,
-        exact=exact,
-    )
+    loaded = run.load()
     guesser = load_drafter(drafter, target=loaded)
     file = costs.path(loaded, guesser)
     known = None if anew else costs.load(file)

@@ -7,23 +7,10 @@ from typing import Annotated
 
 import typer
 
-from blockdraft.cli import loading
-from blockdraft.cli.options import (
-    CompileForward,
-    Device,
-    DraftWindow,
-    Dtype,
-    Exact,
-    Quantize,
-    TargetBackend,
-    TargetFolder,
-    Threads,
-    extent,
-    option,
-)
-from blockdraft.errors import UsageError
+from blockdraft.cli.loading import TargetOptions, takes_target
+from blockdraft.cli.options import AutoBlockSize, DraftWindow, TreeBudget, drafting_of, need_drafter, option
 from blockdraft.settings import Count, settings
-from blockdraft.types import DEFAULT_BACKEND, DEFAULT_COMPILE, Drafting, SamplingParams
+from blockdraft.types import SamplingParams
 
 
 @settings
@@ -39,8 +26,9 @@ class ChatSettings:
     max_new_tokens: Count = 1024
 
 
+@takes_target
 def chat(
-    target: TargetFolder = None,
+    run: TargetOptions,
     drafter: Annotated[
         str | None,
         typer.Option(metavar="DIR|NAME", help="Drafter, as in `blockdraft generate`; none decodes plainly."),
@@ -61,23 +49,9 @@ def chat(
         typer.Option(help="A text that ends an answer, which is cut before it. Repeat the option for several."),
     ] = None,
     seed: Annotated[int | None, option(SamplingParams, "seed")] = SamplingParams.seed,
-    block_size: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N|auto",
-            help='Tokens of a block, anchor included. "auto", the default unless there is a tree budget, lets each '
-            "cycle use as many as pay, or none.",
-        ),
-    ] = None,
-    tree_budget: Annotated[str, option(Drafting, "tree_budget", metavar="N|auto")] = str(Drafting.tree_budget),
+    block_size: AutoBlockSize = None,
+    tree_budget: TreeBudget = None,
     draft_window: DraftWindow = None,
-    dtype: Dtype = None,
-    device: Device = None,
-    backend: TargetBackend = DEFAULT_BACKEND,
-    threads: Threads = "auto",
-    compile: CompileForward = DEFAULT_COMPILE,
-    quantize: Quantize = None,
-    exact: Exact = False,
 ) -> None:
     """Talk with a model.
 
@@ -85,8 +59,7 @@ def chat(
     /help lists commands and keys. Where standard input or output is no terminal, each line of the input is a message,
     and the answers alone are printed.
     """
-    if target is not None and drafter is None:
-        raise UsageError(f"No drafter is known for {target}; add --drafter DIR, or --drafter none to decode plainly.")
+    need_drafter(run.target, drafter, "or --drafter none to decode plainly")
     how = ChatSettings(system=system, max_new_tokens=max_new_tokens)
     params = SamplingParams(
         max_new_tokens=how.max_new_tokens,
@@ -100,25 +73,14 @@ def chat(
         stop=stop or (),
         seed=seed,
     )
-    if block_size is None and tree_budget == "0":
-        block_size = "auto"
-    drafting = Drafting(extent("block_size", block_size), extent("tree_budget", tree_budget), draft_window=draft_window)
+    drafting = drafting_of(block_size, tree_budget, draft_window)
 
     from blockdraft.cli.display import terminal
     from blockdraft.cli.talk import Talk
     from blockdraft.drafters import load_drafter
     from blockdraft.engine import Conversation, chat_engine
 
-    loaded = loading.load(
-        target,
-        dtype,
-        device,
-        backend,
-        threads=extent("threads", threads),
-        compile=compile,
-        quantize=quantize,
-        exact=exact,
-    )
+    loaded = run.load()
     with chat_engine(loaded, load_drafter(drafter, target=loaded), drafting) as engine:
         is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         Talk(Conversation(engine, how.system), params, terminal() if is_terminal else None).run()

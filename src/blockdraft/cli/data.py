@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from blockdraft.cli import loading
-from blockdraft.cli.options import Device, Dtype, TargetBackend, TargetFolder, option
+from blockdraft.cli.options import Adapter, Device, Dtype, Revision, TargetBackend, TargetFolder, option
 from blockdraft.data.settings import DataSettings, RowSettings
 from blockdraft.errors import UsageError
 from blockdraft.settings import explain
@@ -36,6 +36,8 @@ def data(
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the data; it may hold part of them already.")],
     target: TargetFolder = None,
+    adapter: Adapter = None,
+    revision: Revision = None,
     regenerate: Annotated[
         bool, typer.Option("--regenerate", help="Have the target write the responses, whatever the rows hold.")
     ] = False,
@@ -91,20 +93,21 @@ def data(
     regenerate = regenerate or continued is not None
     if (server or drafter) and not regenerate:
         raise UsageError("--server and --drafter are about regenerated responses; add --regenerate or --continue N.")
+    if adapter and (server or not regenerate):
+        raise UsageError("--adapter is for our own engine; add --regenerate, without --server, or leave it out.")
     if server and drafter:
         raise UsageError("--drafter is for our own engine; leave it out with --server.")
 
     from blockdraft.cli import display
     from blockdraft.data.answerers import Answerer, EngineAnswerer, ServerAnswerer
     from blockdraft.data.documents import LOOPS
-    from blockdraft.data.features import target_fingerprint
     from blockdraft.data.folder import check_writable
     from blockdraft.data.prepare import Preparation
     from blockdraft.data.reading import Reading
     from blockdraft.data.regenerate import told_loops
     from blockdraft.drafters import load_drafter
     from blockdraft.engine import Engine
-    from blockdraft.targets import load_target_text
+    from blockdraft.targets import load_target_text, target_fingerprint
 
     loading.quiet()
     rows = RowSettings(split, subset, limit, text_field, prompt_field, response_field)
@@ -113,13 +116,15 @@ def data(
     settings = DataSettings(
         length, template_args, split_turns, writer, continued, model, sampling=sampling, batch_size=batch_size
     )
-    text = load_target_text(target)
+    text = load_target_text(target, revision)
     template = None if chat_template is None else _read(chat_template)
     _set_template(text, template)
     # What is wrong with all rows, or with the folder, is said before the weights are loaded.
     check_writable(out)
     Reading(text, sources, rows, settings).check_first()
-    loaded = loading.load(target, dtype, device, backend) if writer == "target" else None
+    loaded = None
+    if writer == "target":
+        loaded = loading.load(target, dtype, device, backend, adapter=adapter, revision=revision)
     if loaded is not None:
         _set_template(loaded, template)
         settings = replace(settings, author=target_fingerprint(loaded))

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from blockdraft.cli.compare import RUNS, Comparison
-from blockdraft.engine import Chunk, Completion, Costs, Engine
+from blockdraft.engine import Chunk, Completion, Costs, Engine, Stats
 from blockdraft.engine.text import AnswerText
 from blockdraft.targets import Target
 from blockdraft.types import SamplingParams
@@ -36,13 +36,14 @@ def plain() -> Console:
     return Console(file=sys.stdout, force_terminal=False, highlight=False, width=100)
 
 
-def stream_answer(console: Console, engine: Engine, prompt: str, params: SamplingParams) -> None:
-    """Print the answer as it comes, tokens that were guessed in colour, and a line of statistics."""
+def stream_answer(console: Console, engine: Engine, prompt: str, params: SamplingParams) -> Stats:
+    """Print the answer as it comes, tokens that were guessed in colour, and a line of statistics, which it returns."""
     chunks = engine.stream(prompt, params)  # refuses bad requests before anything is printed
     end, summary = show_chunks(console, chunks, AnswerText(engine.target.tokenizer, params.stop))
-    end.checked()
+    stats = end.checked().stats
     summary.append(f", finish reason: {end.finish_reason}, backend: {engine.target.running}")
     console.print("\n", summary, sep="")
+    return stats
 
 
 def show_chunks(console: Console, chunks: Iterable[Chunk], text: AnswerText) -> tuple[Chunk, Text]:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from blockdraft.cli import loading
-from blockdraft.cli.options import Device, TargetBackend, TargetFolder, option
+from blockdraft.cli.options import Adapter, Device, Revision, TargetBackend, TargetFolder, option
 from blockdraft.data.settings import FeatureDtype, FeatureSettings
 from blockdraft.settings import from_text
 from blockdraft.types import DEFAULT_BACKEND
@@ -19,6 +19,8 @@ def features(
     data: Annotated[Path, typer.Option(metavar="DIR", help="Folder made by `blockdraft data`.")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the features; it may hold part of them already.")],
     target: TargetFolder = None,
+    adapter: Adapter = None,
+    revision: Revision = None,
     taps: Annotated[str, option(FeatureSettings, "taps", metavar="N|LAYER,...")] = str(FeatureSettings.taps),
     dtype: Annotated[FeatureDtype, option(FeatureSettings, "dtype")] = FeatureSettings.dtype,
     batch_tokens: Annotated[int, option(FeatureSettings, "batch_tokens")] = FeatureSettings.batch_tokens,
@@ -39,7 +41,7 @@ def features(
 
     settings = FeatureSettings(from_text(FeatureSettings, "taps", taps), dtype, batch_tokens)
     documents = read_data(data)
-    loaded = loading.load(target, target_dtype, device, backend)
+    loaded = loading.load(target, target_dtype, device, backend, adapter=adapter, revision=revision)
     layers = chosen_taps(settings.taps, loaded.num_layers)
     cache = plan_features(out, loaded, documents, layers, settings)
     print(

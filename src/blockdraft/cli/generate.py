@@ -13,33 +13,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from blockdraft.cli import loading
-from blockdraft.cli.options import (
-    CompileForward,
-    Device,
-    DraftWindow,
-    Dtype,
-    Exact,
-    Quantize,
-    TargetBackend,
-    TargetFolder,
-    Threads,
-    extent,
-    option,
-)
+from blockdraft.cli.loading import TargetOptions, takes_target
+from blockdraft.cli.options import AutoBlockSize, DraftWindow, TreeBudget, drafting_of, need_drafter, option
 from blockdraft.errors import UsageError
 from blockdraft.evaluation.methods import Settings
-from blockdraft.types import CPU_BLOCK_SIZE, DEFAULT_BACKEND, DEFAULT_COMPILE, Drafting, SamplingParams
+from blockdraft.types import SamplingParams
 
 if TYPE_CHECKING:
     from blockdraft.engine import Chunk, Engine
 
 
+@takes_target
 def generate(
+    run: TargetOptions,
     prompt: Annotated[
         str | None, typer.Argument(help="What to answer; without it, or with -, it is read from standard input.")
     ] = None,
-    target: TargetFolder = None,
     drafter: Annotated[
         str | None,
         typer.Option(
@@ -64,16 +53,8 @@ def generate(
         typer.Option(help="A text that ends the answer, which is cut before it. Repeat the option for several."),
     ] = None,
     seed: Annotated[int | None, option(SamplingParams, "seed")] = SamplingParams.seed,
-    block_size: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N|auto",
-            help="Tokens of a block, anchor included; the default is the drafter's trained size, and at most "
-            f"{CPU_BLOCK_SIZE} where the target is compiled for a CPU, which computes so many for little more than "
-            'one. "auto" lets each cycle use as many of them as pay, or none.',
-        ),
-    ] = None,
-    tree_budget: Annotated[str, option(Drafting, "tree_budget", metavar="N|auto")] = str(Drafting.tree_budget),
+    block_size: AutoBlockSize = None,
+    tree_budget: TreeBudget = None,
     draft_window: DraftWindow = None,
     prompts: Annotated[
         Path | None,
@@ -84,13 +65,6 @@ def generate(
         ),
     ] = None,
     batch_size: Annotated[int | None, option(Settings, "batch_size")] = None,
-    dtype: Dtype = None,
-    device: Device = None,
-    backend: TargetBackend = DEFAULT_BACKEND,
-    threads: Threads = "auto",
-    compile: CompileForward = DEFAULT_COMPILE,
-    quantize: Quantize = None,
-    exact: Exact = False,
     compare: Annotated[
         bool, typer.Option("--compare", help="Decode without the drafter too, and compare speed and tokens.")
     ] = False,
@@ -100,8 +74,7 @@ def generate(
 
     A terminal shows the answer as it comes, tokens that the drafter had guessed in green. A pipe gets the plain answer.
     """
-    if target is not None and drafter is None:
-        raise UsageError(f"No drafter is known for {target}; add --drafter DIR, or --drafter none to decode plainly.")
+    need_drafter(run.target, drafter, "or --drafter none to decode plainly")
     params = SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -114,31 +87,20 @@ def generate(
         stop=stop or (),
         seed=secrets.randbits(32) if seed is None else seed,  # so that all runs of a comparison share one
     )
-    drafting = Drafting(extent("block_size", block_size), extent("tree_budget", tree_budget), draft_window=draft_window)
+    drafting = drafting_of(block_size, tree_budget, draft_window)
     if prompts is not None and (prompt is not None or compare):
         other = "--compare" if compare else "a prompt"
         raise UsageError(f"--prompts {prompts} and {other} do not go together; leave one of them away.")
     texts = _read_prompts(prompts) if prompts else [_read_prompt(prompt)]
 
     from blockdraft.cli import display
-    from blockdraft.cli.compare import compare_with_plain
+    from blockdraft.cli.compare import compare_with_plain, told_slower
     from blockdraft.drafters import load_drafter
     from blockdraft.engine import Engine
 
-    loaded = loading.load(
-        target,
-        dtype,
-        device,
-        backend,
-        threads=extent("threads", threads),
-        compile=compile,
-        quantize=quantize,
-        exact=exact,
-    )
+    loaded = run.load()
     rows = {} if batch_size is None else {"max_batch_size": batch_size}
     guesser = load_drafter(drafter, target=loaded)
-    if block_size is None and drafting.tree_budget == 0 and loaded.best_block_size is not None:
-        drafting = replace(drafting, block_size=min(loaded.best_block_size, guesser.block_size))
     engine = Engine(loaded, guesser, drafting=drafting, **rows)
 
     if prompts:
@@ -146,12 +108,13 @@ def generate(
         return
     [text] = texts
     if sys.stdout.isatty() and not as_json:
-        console = display.terminal()
-        display.stream_answer(console, engine, text, params)
+        console, measured = display.terminal(), None
+        stats = display.stream_answer(console, engine, text, params)
         if compare:
             with display.notice(console, "measuring ..."):
-                comparison = compare_with_plain(engine, text, params)
-            display.show_comparison(console, comparison)
+                measured = compare_with_plain(engine, text, params)
+            display.show_comparison(console, measured)
+        _tell(told_slower(engine, stats, measured))
         return
     measured = compare_with_plain(engine, text, params) if compare else None
     completion = measured.drafted if measured else engine.generate([text], params)[0].checked()
@@ -162,6 +125,12 @@ def generate(
         if measured:
             display.show_comparison(display.plain(), measured)
     sys.stdout.flush()  # here, where a closed pipe still ends the command quietly
+    _tell(told_slower(engine, completion.stats, measured))
+
+
+def _tell(text: str | None) -> None:
+    if text is not None:
+        print(text, file=sys.stderr, flush=True)
 
 
 def _answer_all(engine: Engine, prompts: list[str], params: SamplingParams) -> None:

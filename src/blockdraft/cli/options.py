@@ -28,10 +28,47 @@ def extent(name: str, text: str | None) -> Any:
         raise UsageError(f"{name} is {text!r}; it must be a whole number or auto.") from None
 
 
+def need_drafter(target: str | None, drafter: str | None, otherwise: str) -> None:
+    """Raise a UsageError where a target of one's own has no drafter; `otherwise` is what else can be done."""
+    if target is not None and drafter is None:
+        raise UsageError(
+            f"No drafter is known for {target}; add --drafter DIR, {otherwise}, or make one: "
+            f"blockdraft fit --target {target} --out DIR."
+        )
+
+
+def drafting_of(block_size: str | None, tree_budget: str | None, draft_window: int | None) -> Drafting:
+    """How far to draft, by options that are None unless named: "auto" if neither size is."""
+    if block_size is None and tree_budget is None:
+        block_size = "auto"
+    budget = Drafting.tree_budget if tree_budget is None else extent("tree_budget", tree_budget)
+    return Drafting(extent("block_size", block_size), budget, draft_window=draft_window)
+
+
 TargetFolder = Annotated[
     str | None,
     typer.Option(metavar="DIR", help="Target: a Hugging Face model folder or hub name; by default the bundled one."),
 ]
+Adapter = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DIR",
+        help="Adapter of PEFT for the target, such as a LoRA, as a folder or hub name; it is merged into the weights.",
+    ),
+]
+Revision = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Branch, tag or commit of the target, where that is a hub name.")
+]
+AutoBlockSize = Annotated[
+    str | None,
+    typer.Option(
+        "--block-size",
+        metavar="N|auto",
+        help='Tokens of a block, anchor included. "auto", the default unless there is a tree budget, lets each cycle '
+        "use as many as pay, or none.",
+    ),
+]
+TreeBudget = Annotated[str | None, option(Drafting, "tree_budget", metavar="N|auto")]
 BlockSize = Annotated[str | None, option(Drafting, "block_size", metavar="N|auto")]
 DraftWindow = Annotated[int | None, option(Drafting, "draft_window", metavar="N")]
 Dtype = Annotated[

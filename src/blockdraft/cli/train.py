@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperCommand
 
 from blockdraft.cli import loading
-from blockdraft.cli.options import Device, Dtype, TargetBackend, TargetFolder
+from blockdraft.cli.options import Adapter, Device, Dtype, Revision, TargetBackend, TargetFolder
 from blockdraft.errors import UsageError
 from blockdraft.types import DEFAULT_BACKEND, Backend
 
@@ -33,6 +33,8 @@ def train(
         typer.Argument(metavar="[RECIPE.toml]", help="Values of recipe fields; others keep their defaults."),
     ] = None,
     target: TargetFolder = None,
+    adapter: Adapter = None,
+    revision: Revision = None,
     data: Annotated[Path | None, typer.Option(metavar="DIR", help="Token data, made by `blockdraft data`.")] = None,
     out: Annotated[
         Path | None,
@@ -81,7 +83,8 @@ def train(
         if value is None:
             raise UsageError(f"{name} is missing; name a folder.")
     assert data is not None and out is not None
-    _train(variant, settings, target, data, out, prompts_file, to_format, target_dtype, device, backend)
+    given = {"adapter": adapter, "revision": revision}
+    _train(variant, settings, target, data, out, prompts_file, to_format, target_dtype, device, backend, given)
 
 
 def _train(
@@ -95,6 +98,7 @@ def _train(
     dtype: str | None,
     device: str | None,
     backend: Backend,
+    given: dict[str, str | None],
 ) -> None:
     from blockdraft.cli import display
     from blockdraft.data.documents import read_data
@@ -113,7 +117,7 @@ def _train(
     documents = read_data(data)
     prompts = read_prompt_sets([prompts_file])[0].prompts if prompts_file is not None else None
     accelerator = make_accelerator(settings, run_folder(out), device)
-    loaded = loading.load(target, dtype, accelerator.device, backend)
+    loaded = loading.load(target, dtype, accelerator.device, backend, **given)
 
     def note(text: str) -> None:
         print(text, file=sys.stderr, flush=True)

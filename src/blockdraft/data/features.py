@@ -6,7 +6,6 @@ consecutive documents one behind the other, `[T, m * H]`; it appears whole or no
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from bisect import bisect_right
@@ -22,17 +21,16 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from blockdraft.data.documents import TokenData
-from blockdraft.data.folder import check_free, fingerprint, make_folder, read_manifest, write_file
+from blockdraft.data.folder import check_free, make_folder, read_manifest, write_file
 from blockdraft.data.settings import FeatureSettings
 from blockdraft.errors import NumbersError, UsageError
 from blockdraft.nn.draft_config import default_taps
 from blockdraft.proposal import chain
-from blockdraft.targets import Target
+from blockdraft.targets import Target, target_fingerprint
 
 FORMAT = 1
 MANIFEST = "features.json"
 SHARD_BYTES = 2**28
-SAMPLE = 32  # values of each weight that a target's fingerprint looks at
 
 
 def tapped_features(target: Target, taps: Sequence[int], tokens: Sequence[Tensor]) -> list[Tensor]:
@@ -88,16 +86,6 @@ def check_taps(target: Target, taps: Sequence[int]) -> None:
             f"taps are {list(taps)} and the target has {target.num_layers} layers; name one or more of "
             f"0 to {target.num_layers - 1}, or {target.num_layers} for what goes into the head."
         )
-
-
-def target_fingerprint(target: Target) -> str:
-    """Of the configuration and a sample of each weight; the same in whichever dtype the weights were loaded."""
-    digest = hashlib.sha256(fingerprint(target.architecture).encode())
-    for name, weight in sorted(target.named_weights()):
-        at = torch.linspace(0, weight.numel() - 1, min(SAMPLE, weight.numel()), dtype=torch.float64).long()
-        values = weight.detach().flatten()[at.to(weight.device)].to("cpu", torch.bfloat16).tolist()
-        digest.update(json.dumps([name, list(weight.shape), values]).encode())
-    return digest.hexdigest()[:16]
 
 
 class Features(Sequence[Tensor]):

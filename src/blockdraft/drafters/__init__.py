@@ -4,6 +4,7 @@ hold it, and what trains it."""
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
@@ -21,8 +22,9 @@ from blockdraft.drafters.base import (
     check_refinement,
 )
 from blockdraft.errors import UsageError
+from blockdraft.formats import trained_for
 from blockdraft.plugins import plugins
-from blockdraft.targets import Target
+from blockdraft.targets import Target, told_of_other_target
 
 BUNDLED = Path(__file__).parents[1] / "pair" / "drafter"
 
@@ -45,7 +47,8 @@ def load_drafter(path: str | Path | None = None, *, target: Target) -> Drafter:
     Args:
         path: The folder of a drafter or of a smaller language model with the target's tokens, or the name of a drafter
             that needs no folder ("none" decodes plainly). None is the bundled drafter, which fits the bundled target.
-        target: The target that it will draft for; dtype and device are taken from it.
+        target: The target that it will draft for; dtype and device are taken from it. Where the drafter says that it
+            was trained for another one of the same shape, a warning is logged.
 
     Raises:
         ValueError: Unknown folder or architecture, unreadable weights, or a drafter of another target.
@@ -67,15 +70,20 @@ def _load(path: str | Path | None, target: Target) -> Drafter:
             f"{folder} is no drafter: a folder with config.json or one of the names {sorted(by_name)} is needed."
         )
     try:
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or []
+        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        found = raw.get("architectures") or []
     except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
         raise UsageError(f"{folder / 'config.json'} is no JSON object ({error}); fetch or copy it again.") from error
     for architecture in found:
         for entry in known.values():
             if architecture in entry.architectures:
-                return entry.load(folder, target)
-    told = ", ".join(f"{name} ({_few(entry.architectures)})" for name, entry in known.items() if entry.architectures)
-    raise UsageError(f"{folder} holds the architecture {found}; the drafters known here are {told}.")
+                drafter = entry.load(folder, target)
+                told = told_of_other_target(folder, trained_for(raw), target)
+                if told:
+                    logging.getLogger(__name__).warning(told)
+                return drafter
+    others = ", ".join(f"{name} ({_few(entry.architectures)})" for name, entry in known.items() if entry.architectures)
+    raise UsageError(f"{folder} holds the architecture {found}; the drafters known here are {others}.")
 
 
 def drafter_of(network: nn.Module, target: Target) -> NetworkDrafter:

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TypeAlias
 from weakref import WeakSet
 
-from blockdraft.drafters import Drafter
+from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.engine.controller import Controller
 from blockdraft.engine.costs import Costs, load, path, store
 from blockdraft.engine.memory import Memory
@@ -43,7 +43,7 @@ class Engine:
 
     Args:
         target: From `load_target`.
-        drafter: From `load_drafter`.
+        drafter: From `load_drafter`; None decodes plainly.
         max_batch_size: Most requests that are decoded together.
         drafting: How far to draft.
         memory_limit: Most bytes that the engine may take, see `memory_bytes`; None is what is free now.
@@ -65,7 +65,7 @@ class Engine:
     def __init__(
         self,
         target: Target,
-        drafter: Drafter,
+        drafter: Drafter | None = None,
         max_batch_size: int = 8,
         drafting: Drafting | None = None,
         memory_limit: int | None = None,
@@ -84,6 +84,7 @@ class Engine:
             if value < least:
                 raise UsageError(f"{name} is {value}; it must be at least {least}.")
         drafting = drafting or Drafting()
+        drafter = drafter or load_drafter("none", target=target)
         if isinstance(drafting.block_size, int) and drafting.block_size > drafter.block_size:
             raise UsageError(
                 f"block_size is {drafting.block_size}; this drafter's blocks hold at most {drafter.block_size}."

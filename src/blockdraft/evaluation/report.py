@@ -6,7 +6,7 @@ import io
 import json
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.metadata import version
@@ -33,8 +33,12 @@ NOTES = (
     "tokens/s: tokens after each answer's first, over wall time without prefill; median of {repeats} repeats (slowest "
     "to fastest). speed-up: over none in the same repeat, median. tau: tokens per cycle. R: time of a cycle over that "
     "of none, likewise. S_i: share of cycles in which the first i guesses were accepted. same: answers identical to "
-    "those of none. loops: answers in which a run of 8 tokens occurs 4 times or more. Prompts whose plain answer loops "
-    "count in same and loops only."
+    "those of none, of the same seed when sampling. loops: answers in which a run of 8 tokens occurs 4 times or more. "
+    "Prompts whose plain answer loops count in same and loops only."
+)
+DRAWN_NOTES = (
+    "same is ? where guesses are drawn at random and decoding is not greedy: such answers have the target's law, and "
+    "which tokens a seed gives depends on the drafter."
 )
 PROFILE_NOTES = (
     "One more round, means. draft pass, head, context: the drafter's layers, its output projection, and the keys and "
@@ -78,13 +82,19 @@ def results(
     arguments: Mapping[str, Any],
     device: torch.device,
     profiles: dict[str, Profile] | None = None,
+    drawn: Collection[str] = (),
 ) -> Results:
-    """Everything about one benchmark; `arguments` say with `temperature` whether it was greedy."""
-    greedy = arguments["temperature"] == 0
+    """Everything about one benchmark.
+
+    Args:
+        arguments: What was asked for; they say with `temperature` whether it was greedy.
+        drawn: Methods whose guesses are drawn at random, where decoding is not greedy.
+    """
+    incomparable = () if arguments["temperature"] == 0 else drawn
     sets = list(dict.fromkeys(t.prompt_set for t in trials))
     return Results(
-        methods=figures(trials, greedy),
-        sets={name: SetFigures(figures([t for t in trials if t.prompt_set == name], greedy)) for name in sets},
+        methods=figures(trials, incomparable),
+        sets={name: SetFigures(figures([t for t in trials if t.prompt_set == name], incomparable)) for name in sets},
         arguments=dict(arguments),
         versions={
             "blockdraft": version("blockdraft"),
@@ -130,6 +140,8 @@ def show(console: Console, found: Results) -> None:
         console.print(_table(name, methods, box.SIMPLE if console.is_terminal else None))
         console.print()
     console.print(NOTES.format(repeats=found.arguments["repeats"]))
+    if any(one.identical is None for one in found.methods.values()):
+        console.print(DRAWN_NOTES)
     if found.profiles:
         console.print()
         console.print(_profile_table(found.profiles, box.SIMPLE if console.is_terminal else None))

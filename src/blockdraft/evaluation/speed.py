@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import truediv
 from pathlib import Path
@@ -81,8 +81,8 @@ class Figures:
         cycle_cost: R, time of a cycle over that of plain decoding in the same repeat; the median of the repeats. With
             one prompt a batch, speedup = tau / R.
         batch_seconds: Mean wall time of a batch, prefill included: how long a user waits. The median of the repeats.
-        identical: Share of the prompts of which every answer equals the plain one; None when sampling. For plain
-            decoding itself it says whether that is repeatable.
+        identical: Share of the prompts of which every answer equals the plain one, of the same seed when sampling;
+            None for guesses drawn at random then. For plain decoding itself it says whether that is repeatable.
         looping: Share of the prompts of which some answer loops, as `lossless.loops` has it.
     """
 
@@ -226,8 +226,12 @@ class Run:
         return self.params if self.params.seed is None else replace(self.params, seed=self.params.seed + i)
 
 
-def figures(trials: Sequence[Trial], greedy: bool) -> dict[str, Figures]:
-    """The figures of each method, `none` among them, over these trials: those of all sets, or of one."""
+def figures(trials: Sequence[Trial], incomparable: Collection[str] = ()) -> dict[str, Figures]:
+    """The figures of each method, `none` among them, over these trials: those of all sets, or of one.
+
+    Args:
+        incomparable: Methods whose tokens need not be those of plain decoding: they have its law only.
+    """
     by_method: dict[str, list[Trial]] = defaultdict(list)
     for trial in trials:
         by_method[trial.method].append(trial)
@@ -254,7 +258,7 @@ def figures(trials: Sequence[Trial], greedy: bool) -> dict[str, Figures]:
             cycle_seconds=_median(cycles),
             cycle_cost=_median(list(map(truediv, cycles, plain_cycles))),
             batch_seconds=_median([sum(t.seconds for t in each) / len(each) for each in repeats]),
-            identical=identical_share(answers, reference) if greedy else None,
+            identical=None if method in incomparable else identical_share(answers, reference),
             looping=looping_share(answers),
         )
     return found

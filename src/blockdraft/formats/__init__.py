@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.base import Borrowed, Checkpoint, Layout, check_fits
 from blockdraft.formats.find import find_layout, layout_of, layouts
-from blockdraft.formats.folder import read_config
+from blockdraft.formats.folder import read_config, trained_for
 
 
 def read_drafter(path: str | Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
     """Read a folder of any layout. For arguments and errors see `Layout.read`."""
-    layout = layout_of(read_config(path))
+    raw = read_config(path)
+    layout = layout_of(raw)
     if layout is None:
         raise UsageError(f"{Path(path, 'config.json')} is no drafter's; there are {', '.join(layouts())}.")
-    return layout.read(Path(path), vocabulary, num_target_layers)
+    return replace(layout.read(Path(path), vocabulary, num_target_layers), trained_for=trained_for(raw))
 
 
-__all__ = ["Borrowed", "Checkpoint", "Layout", "check_fits", "find_layout", "layout_of", "layouts", "read_drafter"]
+__all__ = ["Borrowed", "Checkpoint", "Layout", "check_fits", "find_layout", "layout_of", "layouts", "read_config"]
+__all__ += ["read_drafter", "trained_for"]

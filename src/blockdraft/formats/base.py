@@ -35,11 +35,14 @@ class Checkpoint:
         config: Of its network, with `hidden_size`, `num_target_layers`, `vocab_size` and `taps` at least.
         tensors: Of its network.
         borrowed: None in a layout that holds nothing of the target.
+        trained_for: `Target.source_fingerprint` of its target, which config.json has under a key that other engines
+            ignore; None where it is not known.
     """
 
     config: Any
     tensors: Mapping[str, Tensor]
     borrowed: Borrowed | None = None
+    trained_for: str | None = None
 
 
 class Layout(Protocol):

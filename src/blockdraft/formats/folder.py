@@ -17,6 +17,8 @@ from blockdraft.errors import UsageError
 from blockdraft.formats.find import layout_of
 from blockdraft.nn.draft_config import need
 
+TRAINED_FOR = "target_fingerprint"  # key of config.json
+
 
 @contextmanager
 def blaming(file: Path) -> Iterator[None]:
@@ -34,6 +36,12 @@ def read_config(path: str | Path) -> Any:
     file = Path(path, "config.json")
     with blaming(file):
         return json.loads(file.read_text(encoding="utf-8"))
+
+
+def trained_for(raw: Any) -> str | None:
+    """`Checkpoint.trained_for`, from a parsed config.json of any layout."""
+    found = raw.get(TRAINED_FOR) if isinstance(raw, Mapping) else None
+    return found if isinstance(found, str) else None
 
 
 def read_tensors(path: str | Path) -> dict[str, Tensor]:
@@ -64,12 +72,15 @@ def check_tensors(expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str,
         raise UsageError(f"{len(wrong)} tensors do not fit the configuration: {told}. Use files that belong together.")
 
 
-def write_folder(path: str | Path, raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+def write_folder(
+    path: str | Path, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], trained_for: str | None = None
+) -> None:
     """Write config.json and model.safetensors. The folder appears whole or not at all.
 
     Args:
         path: A new or empty folder, or a draft model's, which is replaced as a whole.
         raw: What config.json holds.
+        trained_for: As in `Checkpoint`; it goes there too.
         tensors: On any device, contiguous or not.
 
     Raises:
@@ -86,6 +97,7 @@ def write_folder(path: str | Path, raw: Mapping[str, Any], tensors: Mapping[str,
         new.mkdir()
         contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(contiguous, new / "model.safetensors", metadata={"format": "pt"})
+        raw = raw if trained_for is None else {**raw, TRAINED_FOR: trained_for}
         (new / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
         (new / "model.safetensors").chmod((new / "config.json").stat().st_mode)  # safetensors lets only the owner read
         if path.exists():

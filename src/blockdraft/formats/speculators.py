@@ -181,6 +181,7 @@ def write_checkpoint(
     borrowed: Borrowed,
     target_name: str | None,
     target_architectures: Sequence[str],
+    trained_for: str | None = None,
 ) -> None:
     """Write a folder that `speculators` and vLLM load. It appears whole or not at all, and replaces the whole of a
     draft model's folder.
@@ -192,6 +193,7 @@ def write_checkpoint(
         borrowed: Embedding and head of the target; they are cast to that dtype.
         target_name: Folder or hub name under which readers find the target.
         target_architectures: As in the target's config.json.
+        trained_for: As in `Checkpoint`.
 
     Raises:
         ValueError: The tensors do not fit the configuration, or the format has no words for it.
@@ -212,7 +214,7 @@ def write_checkpoint(
             written[name] = written[name][kept.to(written[name].device)]
     check_tensors(_shapes(config, size, maps=borrowed.kept is not None), written)
     raw = {**config_dict(config, target_name, target_architectures, size), "dtype": dtype}
-    write_folder(path, raw, written)
+    write_folder(path, raw, written, trained_for)
 
 
 def _layer_config(raw: Any) -> dict[str, Any]:
@@ -268,9 +270,8 @@ class Speculators:
         self, path: str | Path, checkpoint: Checkpoint, target_name: str | None, target_architectures: Sequence[str]
     ) -> None:
         assert checkpoint.borrowed is not None
-        write_checkpoint(
-            path, checkpoint.config, checkpoint.tensors, checkpoint.borrowed, target_name, target_architectures
-        )
+        own = checkpoint.config, checkpoint.tensors, checkpoint.borrowed
+        write_checkpoint(path, *own, target_name, target_architectures, checkpoint.trained_for)
 
 
 LAYOUT = Speculators()

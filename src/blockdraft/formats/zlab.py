@@ -37,12 +37,14 @@ def read_checkpoint(
     return config, tensors
 
 
-def write_checkpoint(path: str | Path, config: DraftConfig, tensors: Mapping[str, Tensor]) -> None:
+def write_checkpoint(
+    path: str | Path, config: DraftConfig, tensors: Mapping[str, Tensor], trained_for: str | None = None
+) -> None:
     """Write a folder that z-lab's `from_pretrained` loads. It appears whole or not at all, and replaces the whole of a
     draft model's folder. Raises ValueError where that folder holds something else, or where the tensors do not fit the
     configuration or are not of one dtype."""
     check_tensors(tensor_shapes(config), tensors)
-    write_folder(path, {**config_dict(config), "dtype": one_dtype(tensors)}, tensors)
+    write_folder(path, {**config_dict(config), "dtype": one_dtype(tensors)}, tensors, trained_for)
 
 
 def one_dtype(tensors: Mapping[str, Tensor]) -> str:
@@ -71,7 +73,7 @@ class ZLab:
         if checkpoint.borrowed is not None and checkpoint.borrowed.kept is not None:
             kept = f"{len(checkpoint.borrowed.kept)} of {checkpoint.config.vocab_size} tokens"
             raise UsageError(f"It guesses among {kept}, which z-lab's layout cannot say; export to speculators.")
-        write_checkpoint(path, checkpoint.config, checkpoint.tensors)
+        write_checkpoint(path, checkpoint.config, checkpoint.tensors, checkpoint.trained_for)
 
 
 LAYOUT = ZLab()

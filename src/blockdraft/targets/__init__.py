@@ -21,6 +21,7 @@ from blockdraft.targets.base import Cache, LoadOptions, Rows, Target, TargetOutp
 from blockdraft.targets.checkpoint import load_text
 from blockdraft.targets.exact import check_exact
 from blockdraft.targets.families import NotCovered
+from blockdraft.targets.fingerprint import target_fingerprint, told_of_other_target
 from blockdraft.targets.native_files import save_quantized
 from blockdraft.types import DEFAULT_BACKEND, DEFAULT_COMPILE, Backend, Compile, Quantize
 
@@ -43,6 +44,8 @@ def load_target(
     quantize: Quantize | None = None,
     threads: int | Literal["auto"] | None = None,
     exact: bool = False,
+    revision: str | None = None,
+    adapter: str | Path | None = None,
 ) -> Target:
     """Load a target.
 
@@ -65,6 +68,9 @@ def load_target(
             plain decoding whatever is drafted, in any batch, near ties included. A target that is compiled for a CPU is
             so already. Others compute pieces of one size, with attention in float64, which costs time. It is checked on
             the model, with the threads that there are now.
+        revision: Branch, tag or commit of a hub name; None is the newest of its main branch.
+        adapter: Folder or hub name of an adapter of PEFT, such as a LoRA, which is merged into the weights in the dtype
+            of the arithmetic. It takes the package peft (`blockdraft[adapter]`).
 
     Raises:
         UsageError: Unknown folder, unreadable weights, unknown dtype or device, a model that is no decoder-only LM, or
@@ -97,7 +103,7 @@ def load_target(
         raise UsageError(f"quantize is {quantize!r}; use one of {sorted(get_args(Quantize))}, or None.")
     if exact and placed.type == "mps":
         raise UsageError("exact needs float64, and the device mps has none; use the device cpu, or do without exact.")
-    options = LoadOptions(DTYPES[name], placed, compile, quantize, threads == "auto", exact)
+    options = LoadOptions(DTYPES[name], placed, compile, quantize, threads == "auto", exact, revision, adapter)
     ranked = sorted((module.RANK, name) for name, module in known.items() if module.RANK is not None)
     reason: NotCovered | None = None
     for name in [backend] if backend != "auto" else [name for _, name in ranked]:
@@ -137,9 +143,9 @@ def transformers_model(target: Target) -> PreTrainedModel | None:
     return model if isinstance(model, PreTrainedModel) else None
 
 
-def load_target_text(path: str | Path | None = None) -> TargetText:
-    """Load what is known of a target without its weights. For `path`, and for errors, see `load_target`."""
-    return load_text(BUNDLED if path is None else path)
+def load_target_text(path: str | Path | None = None, revision: str | None = None) -> TargetText:
+    """Load what is known of a target without its weights. For arguments and errors see `load_target`."""
+    return load_text(BUNDLED if path is None else path, revision)
 
 
 __all__ = [
@@ -155,5 +161,7 @@ __all__ = [
     "load_target",
     "load_target_text",
     "save_quantized",
+    "target_fingerprint",
+    "told_of_other_target",
     "transformers_model",
 ]

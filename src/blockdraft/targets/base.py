@@ -109,6 +109,7 @@ class LoadOptions:
 
     Attributes:
         best_threads: Measure which number of threads is fastest, and use it.
+        revision, adapter: As in `load_target`.
         exact: A node's logits and features must not depend on what else is computed; the caller checks it.
     """
 
@@ -118,6 +119,8 @@ class LoadOptions:
     quantize: Quantize | None = None
     best_threads: bool = False
     exact: bool = False
+    revision: str | None = None
+    adapter: str | Path | None = None
 
 
 @dataclass(frozen=True)
@@ -170,6 +173,11 @@ class Target(Protocol):
 
     @property
     def running(self) -> str: ...
+
+    @property
+    def source_fingerprint(self) -> str | None:
+        """Fingerprint of the weights as the checkpoint has them, before they were rounded or an adapter was merged:
+        what its drafters carry. None where it is not known."""
 
     @property
     def lock(self) -> AbstractContextManager[Any]: ...

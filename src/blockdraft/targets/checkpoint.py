@@ -4,29 +4,83 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from blockdraft.errors import UsageError
+from blockdraft.nn.cache import KVCache
 from blockdraft.targets.base import TargetText
+from blockdraft.targets.fingerprint import weights_fingerprint
 
 # What a configuration says about how and by what it was saved, not about the model.
 INCIDENTAL = {"dtype", "torch_dtype", "transformers_version", "_name_or_path"}
 
 
-def checked_folder(path: str | Path) -> Path:
-    """The path. Raises ValueError where it is neither a model folder nor the form of a hub name."""
+class CheckpointTarget:
+    """What targets have in common that are made of a Hugging Face checkpoint; see `Target`.
+
+    Args:
+        source_fingerprint: None where the weights are still the checkpoint's own; "" where it is not known.
+    """
+
+    has_trees = can_truncate = True
+    dtype: torch.dtype
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        tokenizer: PreTrainedTokenizerBase | None,
+        path: Path | None,
+        generation_config: Any,
+        source_fingerprint: str | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.path = path
+        self.backend_reason: str | None = None
+        self.max_context = max_context(config)
+        self.eos_token_ids = end_tokens(generation_config, config, tokenizer)
+        self.architecture = architecture(config)
+        self.lock = RLock()
+        self._config = config.get_text_config()
+        self._source = source_fingerprint
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        return drafter_shape(self._config)
+
+    @property
+    def source_fingerprint(self) -> str | None:
+        if self._source is None:
+            # Numbers that float16 has no place for come out otherwise than in the other dtypes.
+            unknown = self.dtype == torch.float16 or self.architecture.get("quantization_config")
+            self._source = "" if unknown else weights_fingerprint(self.named_weights())
+        return self._source or None
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        return KVCache(batch, capacity)
+
+    def named_weights(self) -> Iterable[tuple[str, Tensor]]:
+        raise NotImplementedError
+
+
+def checked_folder(path: str | Path, revision: str | None = None) -> Path:
+    """The path. Raises ValueError where it is neither a model folder nor the form of a hub name, or a folder with a
+    revision."""
     folder = Path(path)
     if folder.exists() and not (folder / "config.json").is_file():
         raise UsageError(f"{folder} has no config.json; a target is a Hugging Face model folder or a hub name.")
     if not folder.exists() and not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
         raise UsageError(f"There is no folder {path}, and it is no hub name of the form owner/name.")
+    if folder.exists() and revision is not None:
+        raise UsageError(f"revision is {revision!r}, and {folder} is a folder, which has none; leave it out.")
     return folder
 
 
@@ -43,28 +97,28 @@ def loading(path: str | Path, device: torch.device | str = "cpu") -> Iterator[No
         raise UsageError(f"{path} cannot be loaded as a causal language model: {error}") from error
 
 
-def load_text(path: str | Path) -> TargetText:
+def load_text(path: str | Path, revision: str | None = None) -> TargetText:
     """Load tokenizer and configuration alone.
 
     Raises:
         ValueError: No such folder or hub name, or files that cannot be read.
     """
-    folder = checked_folder(path)
+    folder = checked_folder(path, revision)
     with loading(path):
-        config, tokenizer = AutoConfig.from_pretrained(path), load_tokenizer(path)
-    ends = end_tokens(load_generation_config(path), config, tokenizer)
+        config, tokenizer = AutoConfig.from_pretrained(path, revision=revision), load_tokenizer(path, revision)
+    ends = end_tokens(load_generation_config(path, revision), config, tokenizer)
     return TargetText(folder if folder.exists() else None, tokenizer, max_context(config), ends)
 
 
-def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase | None:
+def load_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedTokenizerBase | None:
     folder = Path(path)
     has_tokenizer = not folder.exists() or any(folder.glob("tokenizer*")) or any(folder.glob("vocab*"))
-    return AutoTokenizer.from_pretrained(path) if has_tokenizer else None
+    return AutoTokenizer.from_pretrained(path, revision=revision) if has_tokenizer else None
 
 
-def load_generation_config(path: str | Path) -> GenerationConfig | None:
+def load_generation_config(path: str | Path, revision: str | None = None) -> GenerationConfig | None:
     try:
-        return GenerationConfig.from_pretrained(path)
+        return GenerationConfig.from_pretrained(path, revision=revision or "main")
     except OSError:  # a folder need not have one
         return None
 

@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from threading import RLock
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache as TransformersCache
 
 from blockdraft.errors import UsageError
@@ -21,16 +20,9 @@ from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.draft_pass import DraftPass
 from blockdraft.nn.exact import EXACT_NODES, ExactAttention, attention_bytes
 from blockdraft.proposal import depths, tree_mask
+from blockdraft.targets.adapter import load_model
 from blockdraft.targets.base import Cache, LoadOptions, TargetOutput
-from blockdraft.targets.checkpoint import (
-    architecture,
-    checked_folder,
-    drafter_shape,
-    end_tokens,
-    load_tokenizer,
-    loading,
-    max_context,
-)
+from blockdraft.targets.checkpoint import CheckpointTarget, checked_folder, load_tokenizer, loading
 from blockdraft.targets.exact import forward_in_pieces
 from blockdraft.targets.families import NotCovered
 from blockdraft.targets.hf_exact import ExactCache, use_exact_attention
@@ -55,7 +47,7 @@ class HFCache(TransformersCache):
         return max(self._rows.lengths)
 
 
-class HFTarget:
+class HFTarget(CheckpointTarget):
     """A causal LM of transformers behind the `Target` protocol. Tapped layers are read by forward hooks.
 
     Args:
@@ -63,6 +55,7 @@ class HFTarget:
         tokenizer: Its tokenizer, if there is one.
         exact: Compute in pieces of one size, with attention in float64, so that a node's numbers do not depend on what
             else is computed. The model is changed: it cannot be used without this target any more.
+        source_fingerprint: As in `CheckpointTarget`.
 
     Raises:
         UsageError: The model is no decoder-only attention model (an encoder-decoder, or one with recurrent layers), or
@@ -71,7 +64,6 @@ class HFTarget:
 
     backend = "hf"
     best_block_size = None
-    has_trees = can_truncate = True
 
     def __init__(
         self,
@@ -79,22 +71,16 @@ class HFTarget:
         tokenizer: PreTrainedTokenizerBase | None = None,
         path: Path | None = None,
         exact: bool = False,
+        source_fingerprint: str | None = None,
     ) -> None:
-        config = model.config.get_text_config()
+        super().__init__(model.config, tokenizer, path, model.generation_config, source_fingerprint)
+        config: Any = self._config
         self.model = model.eval()
-        self.tokenizer = tokenizer
-        self.path = path
-        self.backend_reason: str | None = None
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
         self.hidden_size: int = config.hidden_size
         self.num_layers: int = config.num_hidden_layers
         self.vocab_size: int = model.get_output_embeddings().weight.size(0)
-        self.max_context = max_context(model.config)
-        self.eos_token_ids = end_tokens(model.generation_config, model.config, tokenizer)
-        self.architecture = architecture(model.config)
-        self.lock = RLock()
-        self._config = config
         self.exact = exact
         kinds = getattr(config, "layer_types", None)
         if config.is_encoder_decoder or (kinds and not set(kinds) <= ATTENTION_KINDS) or model._is_stateful:
@@ -112,13 +98,6 @@ class HFTarget:
     @property
     def running(self) -> str:
         return f"{self.backend}, exact" if self.exact else self.backend
-
-    @property
-    def shape(self) -> dict[str, Any]:
-        return drafter_shape(self._config)
-
-    def new_cache(self, batch: int, capacity: int) -> KVCache:
-        return KVCache(batch, capacity)
 
     @property
     def _heads(self) -> tuple[int, int]:
@@ -272,22 +251,15 @@ def load(path: str | Path, options: LoadOptions) -> HFTarget:
 
     Raises:
         NotCovered: Weights are to be rounded.
-        ValueError: No such folder or hub name, files that cannot be read, or weights that do not fill the model.
+        ValueError: No such folder or hub name, or as in `load_model`.
     """
-    dtype, device = options.dtype, options.device
     if options.quantize is not None:
         raise NotCovered("it does not round weights")
-    folder = checked_folder(path)
+    folder = checked_folder(path, options.revision)
+    model, source = load_model(path, options)
     with loading(path):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True)
-        tokenizer = load_tokenizer(path)
-    model, report = loaded
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise UsageError(
-            f"{path} lacks {len(missing)} tensors of {type(model).__name__}, such as {missing[0]}; is it a causal "
-            f"language model, and are all its files there?"
-        )
-    with loading(path, device):
-        model = model.to(device).requires_grad_(False)
-    return HFTarget(model, tokenizer, folder if folder.exists() else None, options.exact)
+        tokenizer = load_tokenizer(path, options.revision)
+    with loading(path, options.device):
+        placed: Any = model.to(options.device)  # type: ignore[arg-type]
+        placed.requires_grad_(False)
+    return HFTarget(placed, tokenizer, folder if folder.exists() else None, options.exact, source)

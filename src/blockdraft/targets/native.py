@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from threading import RLock
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.exact import EXACT_NODES, ExactAttention, attention_bytes
 from blockdraft.proposal import chain_parents, depths, is_chain, tree_mask
 from blockdraft.targets.base import Cache, DraftRunner, LoadOptions, TargetOutput
-from blockdraft.targets.checkpoint import architecture, drafter_shape, end_tokens, max_context
+from blockdraft.targets.checkpoint import CheckpointTarget
 from blockdraft.targets.exact import forward_in_pieces
 from blockdraft.targets.native_files import read_checkpoint
 from blockdraft.types import CPU_BLOCK_SIZE, Compile
@@ -38,13 +37,14 @@ PROBED_CONTEXT = 256  # slots
 PROBED_NODES = (1, 16)
 
 
-class NativeTarget:
+class NativeTarget(CheckpointTarget):
     """Our decoder behind the `Target` protocol.
 
     Args:
         decoder: On the device and in the dtype of the target.
         config: The checkpoint's configuration.
         generation_config: What else may name end tokens.
+        source_fingerprint: As in `CheckpointTarget`.
 
     Attributes:
         lock: As in `Target`.
@@ -56,8 +56,6 @@ class NativeTarget:
     """
 
     backend = "native"
-    backend_reason: str | None = None
-    has_trees = can_truncate = True
 
     def __init__(
         self,
@@ -66,24 +64,19 @@ class NativeTarget:
         tokenizer: PreTrainedTokenizerBase | None = None,
         path: Path | None = None,
         generation_config: Any = None,
+        source_fingerprint: str | None = None,
     ) -> None:
+        super().__init__(config, tokenizer, path, generation_config, source_fingerprint)
         self.decoder = decoder.eval()
-        self.tokenizer = tokenizer
-        self.path = path
         self.dtype: torch.dtype = decoder.dtype
         self.device: torch.device = decoder.device
         self.hidden_size = decoder.config.hidden_size
         self.num_layers = len(decoder.config.layers)
         self.vocab_size = decoder.config.vocab_size
-        self.max_context = max_context(config)
-        self.eos_token_ids = end_tokens(generation_config, config, tokenizer)
-        self.architecture = architecture(config)
         self.compiled: CompiledDecoder | None = None
         self.captured: CapturedDecoder | None = None
-        self.lock = RLock()
         self.compile_reason: str | None = None
         self.exact = False
-        self._config = config
         self._group = decoder.config.num_heads // decoder.config.num_kv_heads
 
     @property
@@ -106,15 +99,8 @@ class NativeTarget:
         return self.decoder.head.scale is not None
 
     @property
-    def shape(self) -> dict[str, Any]:
-        return drafter_shape(self._config)
-
-    @property
     def best_block_size(self) -> int | None:
         return None if self.compiled is None else CPU_BLOCK_SIZE
-
-    def new_cache(self, batch: int, capacity: int) -> KVCache:
-        return KVCache(batch, capacity)
 
     def cache_bytes(self, batch: int, capacity: int) -> int:
         config = self.decoder.config
@@ -270,7 +256,8 @@ def load(path: str | Path, options: LoadOptions) -> NativeTarget:
     if captured and options.exact:
         raise UsageError("exact and compile 'on' do not go together on a GPU; use compile auto or off.")
     read = read_checkpoint(path, options)
-    target = NativeTarget(read.decoder, read.config, read.tokenizer, read.folder, read.generation_config)
+    known = read.tokenizer, read.folder, read.generation_config, read.source_fingerprint
+    target = NativeTarget(read.decoder, read.config, *known)
     if captured:
         target.capture(CudaRecorder(options.device))
         return target

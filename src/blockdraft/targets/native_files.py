@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,12 +25,16 @@ from blockdraft.errors import UsageError
 from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.nn.packed import PackedLinear, int8_rows
+from blockdraft.targets.adapter import load_model
 from blockdraft.targets.base import LoadOptions, Target
 from blockdraft.targets.checkpoint import checked_folder, load_generation_config, load_tokenizer, loading
 from blockdraft.targets.families import NotCovered, decoder_config
+from blockdraft.targets.fingerprint import weights_fingerprint
 
 QUANT_METHOD = "blockdraft-int8"  # in a checkpoint's configuration
+SOURCE = "source_fingerprint"  # beside it: of the checkpoint that was rounded
 SCALE = "_scale"  # of an int8 tensor, behind its name
+TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 UNMEASURED = "on a GPU, CUDA graphs are captured where compile is on only: nobody has measured them yet"
 
 
@@ -39,6 +45,7 @@ class Checkpoint:
     Attributes:
         build: Its compiled forward, which may still be in the making; None where there will be none.
         reason: Why there will be none.
+        source_fingerprint: As in `CheckpointTarget`.
     """
 
     decoder: Decoder
@@ -48,6 +55,20 @@ class Checkpoint:
     folder: Path | None
     build: Build | None
     reason: str | None
+    source_fingerprint: str | None
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a checkpoint, on disk or in memory.
+
+    Attributes:
+        read: Gives it, on the CPU.
+    """
+
+    shape: tuple[int, ...]
+    is_bfloat16: bool
+    read: Callable[[], Tensor]
 
 
 def read_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
@@ -62,11 +83,14 @@ def read_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
         UsageError: No such folder or hub name, or files that cannot be read.
     """
     dtype, device, compile, quantize = options.dtype, options.device, options.compile, options.quantize
-    folder, rounded = checked_folder(path), None
+    folder, rounded, source = checked_folder(path, options.revision), None, None
     with loading(path):
-        config = AutoConfig.from_pretrained(path)
-    if (getattr(config, "quantization_config", None) or {}).get("quant_method") == QUANT_METHOD:
-        quantize = "int8"
+        config = AutoConfig.from_pretrained(path, revision=options.revision)
+    quantization = getattr(config, "quantization_config", None) or {}
+    if quantization.get("quant_method") == QUANT_METHOD:
+        if options.adapter is not None:
+            raise UsageError(f"{path} has int8 weights, which no adapter can be merged with; use the model it came of.")
+        quantize, source = "int8", quantization.get(SOURCE) or ""
         del config.quantization_config
     elif quantize == "fp8" or (quantize and device.type == "cuda"):
         refused = why_not_rounded(quantize, device, dtype)
@@ -76,19 +100,24 @@ def read_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
     wanted = decoder_config(config)
     on_gpu = device.type == "cuda"
     reason = "it was not asked for" if compile == "off" else UNMEASURED if on_gpu else why_not(wanted, dtype, device)
-    with loading(path):
-        files = weight_files(path)
     with ExitStack() as opened:
-        with loading(path):
-            shards = [opened.enter_context(safe_open(file, "pt")) for file in files]
-            tensors = {name: shard for shard in shards for name in shard.keys()}  # noqa: SIM118 (no dictionary)
+        if options.adapter is not None:
+            model, source = load_model(path, options)
+            tensors = {name: stored(tensor) for name, tensor in model.state_dict().items()}
+        else:
+            with loading(path):
+                tensors = open_tensors(weight_files(path, options.revision), opened)
+        if wanted.tied_head and TABLE not in tensors and HEAD in tensors:
+            tensors[TABLE] = tensors[HEAD]
         check_tensors(wanted, tensors)
         kind = torch.int8 if quantize else torch.bfloat16 if is_bfloat16(wanted, tensors) else dtype
         library = None if reason is not None else build(kind, dtype, wanted.head_dim)
         with loading(path):
-            tokenizer = load_tokenizer(path)
+            tokenizer = load_tokenizer(path, options.revision)
         with loading(path, device), torch.no_grad():
             decoder = Decoder(wanted, lambda name: read_tensor(tensors, name).to(device, dtype))
+            if source is None and (quantize or rounded):
+                source = weights_fingerprint(decoder.named_weights()) if dtype != torch.float16 else ""
             if quantize:
                 for layer in decoder.modules():
                     if isinstance(layer, PackedLinear):
@@ -98,7 +127,8 @@ def read_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
     known = folder if folder.exists() else None
     if quantize and dtype != torch.float32:
         raise UsageError(f"int8 weights are for float32 arithmetic; dtype is {str(dtype).removeprefix('torch.')}.")
-    return Checkpoint(decoder, config, tokenizer, load_generation_config(path), known, library, reason)
+    generation_config = load_generation_config(path, options.revision)
+    return Checkpoint(decoder, config, tokenizer, generation_config, known, library, reason, source)
 
 
 class Quantized(Target, Protocol):
@@ -127,7 +157,8 @@ def save_quantized(target: Quantized, folder: Path) -> None:
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    config = target.architecture | {"quantization_config": {"quant_method": QUANT_METHOD}}
+    quantization = {"quant_method": QUANT_METHOD, SOURCE: target.source_fingerprint}
+    config = target.architecture | {"quantization_config": quantization}
     (partial / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     (partial / "generation_config.json").write_text(json.dumps({"eos_token_id": sorted(target.eos_token_ids)}))
     save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
@@ -136,40 +167,53 @@ def save_quantized(target: Quantized, folder: Path) -> None:
     partial.rename(folder)
 
 
-def weight_files(path: str | Path) -> list[str]:
-    optional = {"_raise_exceptions_for_missing_entries": False}
+def weight_files(path: str | Path, revision: str | None = None) -> list[str]:
+    optional: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False, "revision": revision}
     whole = cached_file(path, "model.safetensors", **optional)
     if whole is not None:
         return [whole]
     index = cached_file(path, "model.safetensors.index.json", **optional)
-    return [] if index is None else list(get_checkpoint_shard_files(path, index)[0])
+    return [] if index is None else list(get_checkpoint_shard_files(path, index, revision=revision)[0])
 
 
-def check_tensors(wanted: DecoderConfig, files: dict[str, Any]) -> None:
+def open_tensors(files: Sequence[str], opened: ExitStack) -> dict[str, Stored]:
+    """The tensors of safetensors files, which stay open as long as `opened`."""
+    found = {}
+    for file in files:
+        shard = opened.enter_context(safe_open(file, "pt"))
+        for name in shard.keys():  # noqa: SIM118 (no dictionary)
+            header = shard.get_slice(name)
+            found[name] = Stored(
+                tuple(header.get_shape()), header.get_dtype() == "BF16", partial(shard.get_tensor, name)
+            )
+    return found
+
+
+def stored(tensor: Tensor) -> Stored:
+    return Stored(tuple(tensor.shape), tensor.dtype == torch.bfloat16, lambda: tensor)
+
+
+def check_tensors(wanted: DecoderConfig, files: Mapping[str, Stored]) -> None:
     """Raise `NotCovered` unless these files hold the tensors of this decoder."""
     if not files:
         raise NotCovered("it has no weights in safetensors")
     for name, shape in wanted.tensor_shapes().items():
         if name not in files:
             raise NotCovered(f"its checkpoint lacks {name}")
-        found = tuple(files[name].get_slice(name).get_shape())
+        found = files[name].shape
         if found != shape:
             raise NotCovered(f"{name} has the shape {list(found)} instead of {list(shape)}")
-    if wanted.tied_head and "lm_head.weight" in files:
-        table, head = (files[name].get_tensor(name) for name in ("model.embed_tokens.weight", "lm_head.weight"))
-        if not torch.equal(table, head):
-            raise NotCovered("its configuration ties the head to the embeddings, and its checkpoint does not")
+    both = wanted.tied_head and HEAD in files and files[HEAD] is not files[TABLE]
+    if both and not torch.equal(files[TABLE].read(), files[HEAD].read()):
+        raise NotCovered("its configuration ties the head to the embeddings, and its checkpoint does not")
 
 
-def is_bfloat16(wanted: DecoderConfig, files: dict[str, Any]) -> bool:
+def is_bfloat16(wanted: DecoderConfig, files: Mapping[str, Stored]) -> bool:
     """Whether all matrices are in bfloat16: then they stay in it, whatever the arithmetic, for the same numbers."""
     matrices = [name for name, shape in wanted.tensor_shapes().items() if len(shape) == 2]
-    return all(files[name].get_slice(name).get_dtype() == "BF16" for name in matrices)
+    return all(files[name].is_bfloat16 for name in matrices)
 
 
-def read_tensor(files: dict[str, Any], name: str) -> Tensor:
-    tensor: Tensor = files[name].get_tensor(name)
-    if tensor.dtype != torch.int8:
-        return tensor
-    scale: Tensor = files[name + SCALE].get_tensor(name + SCALE)
-    return tensor * scale.unsqueeze(-1)
+def read_tensor(files: Mapping[str, Stored], name: str) -> Tensor:
+    tensor = files[name].read()
+    return tensor if tensor.dtype != torch.int8 else tensor * files[name + SCALE].read().unsqueeze(-1)

@@ -64,19 +64,25 @@ def export(out: str | Path, written: Format, config: Any, tensors: Mapping[str, 
         out: A new or empty folder, or a draft model's, which is replaced.
         config: Of the draft network.
         tensors: Of the draft network.
-        target: What it drafts for; some formats hold copies of its embedding and head.
+        target: What it was trained for; some formats hold copies of its embedding and head.
 
     Raises:
         ValueError: The drafter does not fit the target, the format cannot express it, or `out` is taken.
     """
+    _write(out, written, Checkpoint(config, tensors, trained_for=target.source_fingerprint), target)
+
+
+def _write(out: str | Path, written: Format, drafter: Checkpoint, target: Target) -> None:
+    """Write a drafter with the whole of the target's vocabulary."""
     fits = {"hidden_size": target.hidden_size, "num_layers": target.num_layers, "vocab_size": target.vocab_size}
-    check_fits(config, **fits)
+    check_fits(drafter.config, **fits)
     borrowed = Borrowed(*embedding_and_head(target), kept=None) if written.layout.borrows else None
-    written.write(out, Checkpoint(config, tensors, borrowed))
+    written.write(out, replace(drafter, borrowed=borrowed))
 
 
 def convert(drafter: str | Path, out: str | Path, written: Format, target: Target) -> None:
-    """Write the drafter of one folder, in any format, to another. As `export`.
+    """Write the drafter of one folder, in any format, to another. As `export`; it stays one for the target that it was
+    trained for.
 
     Raises:
         ValueError: As `export`; also where `drafter` cannot be read, is `out` itself, or has a reduced vocabulary,
@@ -87,7 +93,7 @@ def convert(drafter: str | Path, out: str | Path, written: Format, target: Targe
     vocabulary = target.tokenizer.get_vocab() if target.tokenizer else None
     found = read_drafter(drafter, vocabulary, target.num_layers)
     if found.borrowed is None or found.borrowed.kept is None:
-        export(out, written, found.config, found.tensors, target)
+        _write(out, written, found, target)
         return
     with torch.no_grad():
         embedding = embedding_and_head(target)[0]

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from blockdraft.data.documents import TokenData
-from blockdraft.data.features import tapped_features, target_fingerprint
+from blockdraft.data.features import tapped_features
 from blockdraft.errors import UsageError
+from blockdraft.formats import read_config, trained_for
 from blockdraft.proposal import chain
-from blockdraft.targets import Target
+from blockdraft.targets import Target, target_fingerprint, told_of_other_target
 from blockdraft.training.recipe import Recipe
 
 # Recipe fields that may change when a run goes on: they say how and how often, not what is learned.
@@ -34,6 +35,12 @@ def check_data(data: TokenData, target: Target, recipe: Recipe, processes: int) 
             f"batch is {recipe.batch}; it must be a multiple of {processes} processes times accumulation "
             f"{recipe.accumulation}."
         )
+
+
+def told_of_init(recipe: Recipe, target: Target) -> str | None:
+    """What to say where training begins with a drafter of another target."""
+    init = getattr(recipe, "init", None)  # only some variants can begin with a drafter
+    return None if init is None else told_of_other_target(init, trained_for(read_config(init)), target)
 
 
 def check_folder(out: Path, folder: Path, network: nn.Module, recipe: Recipe) -> None:

@@ -129,6 +129,8 @@ class Trainer:
         self.written.check(self.config)
         vocabulary = target.tokenizer.get_vocab() if target.tokenizer is not None else None
         network = self.variant.network(self.config, vocabulary).to(target.device)
+        if told := start.told_of_init(recipe, target):
+            telling.note(told)
         start.check_folder(out, self.folder, network, recipe)
         identity = start.identity(variant_name, target, data, recipe, self.variant.free_fields)
         state = checkpoints.newest(self.folder / "checkpoints")

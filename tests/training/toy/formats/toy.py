@@ -11,9 +11,10 @@ from blockdraft.nn.toy import ToyConfig, ToyNetwork  # type: ignore[import-not-f
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.base import Checkpoint
-from blockdraft.formats.folder import check_tensors, read_config, read_tensors, write_folder
+from blockdraft.formats.folder import TRAINED_FOR, check_tensors, read_config, read_tensors, write_folder
 
 NAME = "ToyModel"
+OTHERS = ("architectures", TRAINED_FOR)  # keys of config.json besides the configuration
 
 
 class ToyLayout:
@@ -23,7 +24,7 @@ class ToyLayout:
         return raw.get("architectures") == [NAME]
 
     def read(self, path: Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
-        raw = {name: value for name, value in read_config(path).items() if name != "architectures"}
+        raw = {name: value for name, value in read_config(path).items() if name not in OTHERS}
         config = ToyConfig(**{**raw, "taps": tuple(raw["taps"])})
         tensors = read_tensors(path)
         check_tensors({name: tuple(one.shape) for name, one in ToyNetwork(config).state_dict().items()}, tensors)
@@ -37,7 +38,8 @@ class ToyLayout:
         self, path: str | Path, checkpoint: Checkpoint, target_name: str | None, target_architectures: Sequence[str]
     ) -> None:
         self.check(checkpoint.config, target_name, target_architectures)
-        write_folder(path, {"architectures": [NAME], **asdict(checkpoint.config)}, checkpoint.tensors)
+        raw = {"architectures": [NAME], **asdict(checkpoint.config)}
+        write_folder(path, raw, checkpoint.tensors, checkpoint.trained_for)
 
 
 LAYOUT = ToyLayout()

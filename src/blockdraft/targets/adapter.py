@@ -1,0 +1,69 @@
+"""Models of transformers as their checkpoints have them, and with an adapter of PEFT merged into the weights."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from blockdraft.errors import UsageError
+from blockdraft.targets.base import LoadOptions
+from blockdraft.targets.checkpoint import loading
+from blockdraft.targets.fingerprint import weights_fingerprint
+
+
+def load_model(path: str | Path, options: LoadOptions) -> tuple[PreTrainedModel, str | None]:
+    """Load a causal LM of transformers, on the CPU, and merge the adapter, if any, into it.
+
+    Returns:
+        The model, and its `source_fingerprint` as `CheckpointTarget` takes it.
+
+    Raises:
+        UsageError: Files that cannot be read, weights that do not fill the model, or an adapter that is absent, of
+            another model, or of a kind that cannot be merged.
+    """
+    with loading(path):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=options.dtype, revision=options.revision, output_loading_info=True
+        )
+    model, report = loaded
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise UsageError(
+            f"{path} lacks {len(missing)} tensors of {type(model).__name__}, such as {missing[0]}; is it a causal "
+            f"language model, and are all its files there?"
+        )
+    if options.adapter is None:
+        return model, None
+    source = "" if options.dtype == torch.float16 else weights_fingerprint(model.named_parameters())
+    return merged(model, path, options.adapter), source
+
+
+def merged(model: PreTrainedModel, path: str | Path, adapter: str | Path) -> PreTrainedModel:
+    """A model with an adapter in its weights; the model that was given is changed. Errors as in `load_model`."""
+    try:
+        from peft import PeftModel
+    except ModuleNotFoundError as error:
+        raise UsageError(f"An adapter takes {error.name}; run pip install 'blockdraft[adapter]'.") from error
+    folder = Path(adapter)
+    if folder.exists() and not (folder / "adapter_config.json").is_file():
+        raise UsageError(f"{folder} has no adapter_config.json; give the folder or hub name of an adapter of PEFT.")
+    if not folder.exists() and not re.fullmatch(r"[\w.-]+/[\w.-]+", str(adapter)):
+        raise UsageError(f"There is no folder {adapter}, and it is no hub name of the form owner/name.")
+    try:
+        with warnings.catch_warnings():
+            # Peft asks transformers for what a newer name has been given to; no one here can mend that.
+            warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+            wrapped: Any = PeftModel.from_pretrained(model, str(adapter))
+            whole: PreTrainedModel = wrapped.merge_and_unload()
+    except Exception as error:  # peft raises many kinds
+        said = " ".join(map(str.strip, str(error).splitlines()[:2]))  # torch's errors name every single weight
+        raise UsageError(
+            f"The adapter {adapter} cannot be merged into {path} ({said}); give one that was made for this model, of "
+            "a kind that can be merged, such as a LoRA."
+        ) from error
+    return whole

@@ -1,0 +1,59 @@
+"""What tells targets apart: fingerprints of their weights, by names, shapes and a sample of the numbers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from blockdraft.targets.base import Target
+
+SAMPLE = 32  # numbers of each weight that are looked at
+
+
+def target_fingerprint(target: Target) -> str:
+    """Of the configuration and a sample of each weight, 16 hexadecimal digits; the same in float32 and bfloat16.
+
+    Features and data are this model's and no other's: rounding its weights or merging an adapter changes it.
+    """
+    return _digest(_hash(json.dumps(target.architecture, sort_keys=True).encode()), target.named_weights())
+
+
+def weights_fingerprint(weights: Iterable[tuple[str, Tensor]]) -> str:
+    """As `target_fingerprint`, of the weights alone, since a configuration is spelled differently by each release of
+    transformers. This is what drafters carry."""
+    return _digest("", weights)
+
+
+def told_of_other_target(drafter: str | Path, trained_for: str | None, target: Target) -> str | None:
+    """What to say of a drafter that was trained for another target of the same shape; None where it was not, or where
+    one of the two fingerprints is not known.
+
+    Args:
+        trained_for: `Target.source_fingerprint` of the target that it was trained for.
+    """
+    if trained_for is None or target.source_fingerprint in (None, trained_for):
+        return None
+    return (
+        f"{drafter} was trained for another target (fingerprint {trained_for}) than {target.path or 'this one'} "
+        f"({target.source_fingerprint}). Answers stay the target's own, but tau may be low; use a drafter that was "
+        "trained for this target, or train this one on (blockdraft train --init)."
+    )
+
+
+def _digest(prefix: str, weights: Iterable[tuple[str, Tensor]]) -> str:
+    digest = hashlib.sha256(prefix.encode())
+    for name, weight in sorted(weights, key=lambda each: each[0]):
+        at = torch.linspace(0, weight.numel() - 1, min(SAMPLE, weight.numel()), dtype=torch.float64).long()
+        places = torch.unravel_index(at.to(weight.device), weight.shape)  # a flattened copy may take long
+        values = weight.detach()[places].to("cpu", torch.bfloat16).tolist()
+        digest.update(json.dumps([name, list(weight.shape), values]).encode())
+    return digest.hexdigest()[:16]
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]

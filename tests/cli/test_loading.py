@@ -1,0 +1,104 @@
+"""The options that say which target is loaded and how, on every command that decodes."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blockdraft import cli
+from blockdraft.cli.loading import TargetOptions, takes_target
+
+COMMANDS = {
+    "generate": ("hello",),
+    "bench": ("--prompts", "PROMPTS"),
+    "calibrate": (),
+    "data": ("PROMPTS", "--out", "OUT", "--regenerate"),
+    "features": ("--data", "DATA", "--out", "OUT"),
+    "train": ("dflash", "--data", "DATA", "--out", "OUT"),
+}
+DECODING = ("generate", "bench", "calibrate")
+
+
+class Loaded(Exception):
+    """Raised in the place of loading, with what was asked for."""
+
+
+def asked(monkeypatch: pytest.MonkeyPatch, *args: object) -> dict[str, Any]:
+    """What `load_target` is called with by a command."""
+
+    def load(path: str, dtype: Any, device: Any, backend: str, **how: Any) -> None:
+        raise Loaded({"path": path, "dtype": dtype, "device": str(device), "backend": backend, **how})
+
+    monkeypatch.setattr("blockdraft.targets.load_target", load)
+    monkeypatch.setattr(sys, "argv", ["blockdraft", *map(str, args)])
+    with pytest.raises(Loaded) as found:
+        cli.main()
+    given: dict[str, Any] = found.value.args[0]
+    return given
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.usefixtures("fresh_accelerator")
+def test_adapter_and_revision_reach_the_loader(
+    command: str, tmp_path: Path, tiny_data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "hello"}\n')
+    places = {"PROMPTS": tmp_path / "prompts.jsonl", "DATA": tiny_data_dir, "OUT": tmp_path / "out"}
+    args = [places.get(arg, arg) for arg in COMMANDS[command]]
+    own = () if command in ("data", "features", "train") else ("--drafter", "none")
+    target = ("--target", "some/model", "--adapter", "some/lora", "--revision", "v2", "--device", "cpu")
+    given = asked(monkeypatch, command, *args, *target, *own)
+    assert {name: given[name] for name in ("path", "adapter", "revision", "device")} == {
+        "path": "some/model",
+        "adapter": "some/lora",
+        "revision": "v2",
+        "device": "cpu",
+    }
+
+
+@pytest.mark.parametrize("command", DECODING)
+def test_how_a_target_is_run_reaches_the_loader(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "hello"}\n')
+    args = [tmp_path / "prompts.jsonl" if arg == "PROMPTS" else arg for arg in COMMANDS[command]]
+    usual = {"path": None, "dtype": None, "device": "None", "backend": "auto", "threads": "auto", "compile": "auto"}
+    usual |= {"quantize": None, "exact": False, "adapter": None, "revision": None}
+    assert asked(monkeypatch, command, *args) == usual
+    flags = {"dtype": "bfloat16", "backend": "hf", "threads": "3", "compile": "off", "quantize": "int8"}
+    named = [part for name, value in flags.items() for part in (f"--{name}", value)]
+    assert asked(monkeypatch, command, *args, *named, "--exact") == usual | flags | {"threads": 3, "exact": True}
+
+
+def test_commands_keep_their_own_parameters() -> None:
+    seen = []
+
+    @takes_target
+    def command(run: TargetOptions, prompt: str, loud: bool = False) -> None:
+        seen.append((run, prompt, loud))
+
+    usual = {name: getattr(TargetOptions, name) for name in TargetOptions.__dataclass_fields__}
+    command(prompt="x", **usual | {"device": "cpu"})
+    assert seen == [(TargetOptions(device="cpu"), "x", False)]
+
+
+@pytest.mark.parametrize("command", DECODING)
+def test_a_target_without_a_drafter_is_told_how_to_get_one(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = [str(tmp_path) if arg == "PROMPTS" else arg for arg in COMMANDS[command]]
+    monkeypatch.setattr(sys, "argv", ["blockdraft", command, *args, "--target", "some/model"])
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main()
+    assert exit_info.value.code == 2
+    told = capsys.readouterr().err
+    assert "No drafter is known for some/model; add --drafter DIR" in told
+    assert "blockdraft fit --target some/model --out DIR" in told
+
+
+def test_an_adapter_has_no_part_in_what_a_server_writes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["blockdraft", "data", "x.jsonl", "--out", "x", "--adapter", "some/lora"])
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main()
+    assert exit_info.value.code == 2 and "--adapter is for our own engine" in capsys.readouterr().err

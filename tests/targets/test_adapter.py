@@ -1,0 +1,96 @@
+"""Adapters of PEFT, merged into the weights, on both backends."""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from blockdraft.proposal import chain
+from blockdraft.targets import load_target, save_quantized, target_fingerprint
+
+peft: Any = pytest.importorskip("peft")
+
+
+def wrap(make: Callable[..., Any], folder: Path, *how: Any) -> Any:
+    """A model in PEFT's hands, without its warning about a name of transformers."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return make(AutoModelForCausalLM.from_pretrained(folder), *how)
+
+
+@pytest.fixture(scope="module")
+def make_adapter(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Callable[..., Path]:
+    """Writes an adapter of `tiny_target_dir` with random weights, from a configuration of PEFT."""
+
+    def make(config: Any) -> Path:
+        folder = tmp_path_factory.mktemp("adapter")
+        model = wrap(peft.get_peft_model, tiny_target_dir, config)
+        with torch.random.fork_rng():
+            torch.manual_seed(6)
+            for name, weight in model.named_parameters():
+                if weight.requires_grad and "lora" in name:
+                    torch.nn.init.normal_(weight, std=0.3)
+        model.save_pretrained(folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def lora(make_adapter: Callable[..., Path]) -> Path:
+    modules = ["q_proj", "v_proj", "down_proj"]
+    return make_adapter(peft.LoraConfig(r=2, lora_alpha=6, target_modules=modules, task_type="CAUSAL_LM"))
+
+
+@pytest.mark.parametrize("backend", ["native", "hf"])
+def test_a_lora_is_merged(tiny_target_dir: Path, lora: Path, backend: str) -> None:
+    adapted = load_target(tiny_target_dir, device="cpu", backend=backend, adapter=lora)
+    plain = load_target(tiny_target_dir, device="cpu", backend=backend)
+    tokens = torch.arange(20, 60)[None]
+    wrapped = wrap(peft.PeftModel.from_pretrained, tiny_target_dir, str(lora)).eval()
+    with torch.no_grad():
+        expected = wrapped(tokens).logits
+    scored = [
+        target.forward(tokens, chain(tokens).parents, target.new_cache(1, 40)).logits for target in (adapted, plain)
+    ]
+    torch.testing.assert_close(scored[0], expected, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(scored[1], expected, atol=1e-2)
+    assert dict(adapted.named_weights()).keys() == dict(plain.named_weights()).keys()
+    assert adapted.backend == backend and adapted.tokenizer is not None
+
+
+def test_an_adapted_model_has_the_fingerprint_of_its_source(tiny_target_dir: Path, lora: Path, tmp_path: Path) -> None:
+    plain = load_target(tiny_target_dir, device="cpu")
+    adapted = [load_target(tiny_target_dir, device="cpu", backend=way, adapter=lora) for way in ("native", "hf")]
+    rounded = load_target(tiny_target_dir, device="cpu", adapter=lora, quantize="int8")
+    save_quantized(rounded, tmp_path / "int8")
+    adapted += [rounded, load_target(tmp_path / "int8", device="cpu")]
+    assert {target.source_fingerprint for target in adapted} == {plain.source_fingerprint}
+    assert target_fingerprint(adapted[0]) == target_fingerprint(adapted[1]) != target_fingerprint(plain)
+    with pytest.raises(ValueError, match="int8 weights, which no adapter can be merged with"):
+        load_target(tmp_path / "int8", device="cpu", adapter=lora)
+
+
+def test_what_is_no_adapter_of_the_model_is_refused(
+    tiny_target_dir: Path, lora: Path, make_adapter: Callable[..., Path], tmp_path: Path
+) -> None:
+    prompts = make_adapter(peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
+    for adapter, told in (
+        (tiny_target_dir, "has no adapter_config.json"),
+        (tmp_path / "nowhere", "There is no folder .*nowhere"),
+        (prompts, "cannot be merged into"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            load_target(tiny_target_dir, device="cpu", adapter=adapter)
+    with pytest.raises(ValueError, match="cannot be merged into .*size mismatch"):
+        load_target(device="cpu", adapter=lora)  # the bundled target is wider
+
+
+def test_a_folder_has_no_revision(tiny_target_dir: Path) -> None:
+    for backend in ("native", "hf"):
+        with pytest.raises(ValueError, match="revision is 'v2', and .* is a folder, which has none; leave it out"):
+            load_target(tiny_target_dir, device="cpu", backend=backend, revision="v2")
