@@ -25,6 +25,7 @@ from blockdraft.data.documents import TokenData
 from blockdraft.data.folder import check_free, fingerprint, make_folder, read_manifest, write_file
 from blockdraft.data.settings import FeatureSettings
 from blockdraft.errors import NumbersError, UsageError
+from blockdraft.folders import held
 from blockdraft.proposal import chain
 from blockdraft.targets import Target
 
@@ -205,13 +206,17 @@ class FeatureCache:
             progress: Called with the tokens done and the tokens to do in this run.
 
         Raises:
-            ValueError: There is too little space on the disk, or it cannot be written to.
+            ValueError: There is too little space on the disk, it cannot be written to, or another process does so.
         """
         if self.need > self.free:
             raise UsageError(
                 f"The features need {size(self.need)} and {self.folder.absolute().parent} has {size(self.free)} free; "
                 f"choose fewer taps or fewer documents or another disk for --out, or train without a feature cache."
             )
+        with held(self.folder, "computing features"):
+            self._write(progress)
+
+    def _write(self, progress: Callable[[int, int], None]) -> None:
         make_folder(self.folder)
         write_file(self.folder / MANIFEST, (json.dumps(self.manifest) + "\n").encode())
         shards = list(zip(self.manifest["first"], self.manifest["lengths"], strict=True))
