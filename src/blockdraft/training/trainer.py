@@ -224,6 +224,8 @@ class Trainer:
             speed = tokens / (time.monotonic() - began)
             told = f"step {step} of {self.schedule.end}, loss {figures['loss']:.3f}, {speed:,.0f} tokens/s{last}"
             self.telling.progress(told, step - self.begin, self.schedule.end - self.begin)
+            if step == 1:
+                self._explain(figures["loss"])
         self._forget_finish()
         if self.records is not None and not draw(self.records, self.folder / "curves.png"):
             self.telling.note("There is no picture of the curves, since matplotlib is not installed.")
@@ -385,3 +387,11 @@ class Trainer:
     def _forget_finish(self) -> None:
         if self.accelerator.is_main_process:
             (self.folder / FINISH).unlink(missing_ok=True)
+
+    def _explain(self, loss: float) -> None:
+        even = math.log(self.target.vocab_size)
+        if loss > 1.2 * even:
+            self.telling.note(
+                f"The loss begins at {loss:.1f}, above the {even:.1f} of even guessing, which is normal: the target's "
+                "head makes definite guesses of whatever a new drafter says. It falls within the first tens of steps."
+            )
