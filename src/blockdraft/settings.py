@@ -126,11 +126,15 @@ def from_text(kind: type, name: str, text: str) -> Any:
     Raises:
         ValueError: The text is none of the field's type.
     """
-    adapter: TypeAdapter[Any] = TypeAdapter(get_type_hints(kind, include_extras=True)[name])
+    hint = get_type_hints(kind, include_extras=True)[name]
+    adapter: TypeAdapter[Any] = TypeAdapter(hint)
     parts = [part.strip() for part in text.strip("[]{} ").split(",") if part.strip()]
     table = {key.strip(): value.strip() for key, _, value in (part.partition("=") for part in parts)}
     wrong: list[Any] = []
-    for value in (None if text.lower() == "none" else text, parts, table):
+    readings: list[Any] = [None if text.lower() == "none" else text, parts, table]
+    if text.strip().isdecimal() and any(get_args(one)[:1] == (int,) for one in get_args(hint)):
+        del readings[1:]  # where a number may stand, a list of one has a comma or brackets
+    for value in readings:
         try:
             return adapter.validate_python(value)
         except ValidationError as error:

@@ -120,7 +120,12 @@ def test_bad_input_of_features(run: Run, tmp_path: Path) -> None:
     code, out, err = run("features", "--data", "data", "--out", "features")
     assert (code, out) == (2, "") and "error: data/data.json does not exist" in err
     run("data", "rows.jsonl", "--out", "data")
-    for taps, message in (("9,", "the target has 3 layers"), ("x", "taps is 'x'"), ("5", "at least 4")):
+    for taps, message in (
+        ("9,", "the target has 3 layers"),
+        ("x", "taps is 'x'"),
+        ("5", "taps is 5, the number of layers to tap"),
+        ("0", "taps is '0'; it must be at least 1"),
+    ):
         code, out, err = run("features", "--data", "data", "--out", "features", "--taps", taps)
         assert (code, out) == (2, "") and message in err
     assert not (tmp_path / "features").exists()

@@ -20,6 +20,7 @@ from blockdraft.data.features import (
     tapped_features,
 )
 from blockdraft.data.settings import FeatureSettings
+from blockdraft.folders import held
 from blockdraft.proposal import chain
 from blockdraft.settings import from_text
 from blockdraft.targets import Target, load_target, target_fingerprint
@@ -165,8 +166,39 @@ def test_broken_caches_are_refused(tmp_path: Path, target: Target, data: TokenDa
         plan_features(tmp_path / "data", target, data, TAPS, FLOAT)
 
 
+def test_one_process_at_a_time_computes_features(tmp_path: Path, target: Target, data: TokenData) -> None:
+    cache = plan_features(tmp_path / "f", target, data, TAPS, FLOAT)
+    with held(tmp_path / "f", "computing features"), pytest.raises(ValueError, match="in use by process"):
+        cache.write()
+    assert not (tmp_path / "f").exists()
+
+
+def test_how_many_taps_and_which_a_small_target_has() -> None:
+    found = {layers: chosen_taps(None, layers) for layers in (1, 2, 3, 4, 6, 7, 8, 36)}
+    assert found == {
+        1: (0,),
+        2: (0, 1),
+        3: (0, 1, 2),
+        4: (0, 1, 2, 3),
+        6: (0, 1, 2, 3, 4),
+        7: (0, 1, 2, 4, 5),
+        8: (1, 2, 3, 4, 5),
+        36: (1, 9, 17, 25, 33),
+    }
+    assert [chosen_taps(count, 6) for count in (1, 2, 4, 5, 6)] == [
+        (3,),
+        (1, 3),
+        (0, 1, 3, 4),
+        (0, 1, 2, 3, 4),
+        (0, 1, 2, 3, 4, 5),
+    ]
+    for count in (0, 7):
+        with pytest.raises(ValueError, match=f"taps is {count}, the number of layers to tap, and the target has 6"):
+            chosen_taps(count, 6)
+
+
 def test_taps(target: Target, data: TokenData) -> None:
-    for text, layers in (("2", (1, 5)), ("1,3,5", (1, 3, 5)), ("3,", (3,))):
+    for text, layers in (("2", (1, 5)), ("1,3,5", (1, 3, 5)), ("3,", (3,)), ("[3]", (3,)), ("0,", (0,))):
         assert chosen_taps(from_text(FeatureSettings, "taps", text), 8) == layers
     for text in ("", "x", "1,x", ","):
         with pytest.raises(ValueError, match="it must be a whole number"):

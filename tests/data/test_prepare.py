@@ -9,6 +9,7 @@ import pytest
 from blockdraft.data.documents import TokenData, read_data
 from blockdraft.data.prepare import Preparation
 from blockdraft.data.settings import DataSettings, RowSettings
+from blockdraft.folders import held
 from blockdraft.targets import TargetText, load_target_text
 
 LONG = "the end " * 20
@@ -97,6 +98,17 @@ def test_interrupted_it_goes_on(tmp_path: Path, target: TargetText) -> None:
     assert again.missing == 3
     again.run()
     assert texts(target, read_data(tmp_path / "a")) == [f"row {i}" for i in range(5)]
+
+
+def test_one_process_at_a_time_makes_data(tmp_path: Path, target: TargetText) -> None:
+    folder = tmp_path / "a"
+    first, _ = prepared(folder, target, [{"text": "one"}])
+    late, _ = prepared(folder, target, [{"text": "one"}])
+    with held(folder, "making data"), pytest.raises(ValueError, match="in use by process .*, making data since"):
+        first.run()
+    first.run()
+    with pytest.raises(ValueError, match="was changed by another process meanwhile; run this again"):
+        late.run()
 
 
 def test_no_usable_token_is_refused(tmp_path: Path, target: TargetText) -> None:

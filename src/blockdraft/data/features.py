@@ -24,7 +24,7 @@ from blockdraft.data.documents import TokenData
 from blockdraft.data.folder import check_free, make_folder, read_manifest, write_file
 from blockdraft.data.settings import FeatureSettings
 from blockdraft.errors import NumbersError, UsageError
-from blockdraft.nn.draft_config import default_taps
+from blockdraft.folders import held
 from blockdraft.proposal import chain
 from blockdraft.targets import Target, target_fingerprint
 
@@ -67,15 +67,29 @@ def tapped_features(target: Target, taps: Sequence[int], tokens: Sequence[Tensor
     return [row[: len(document)] for row, document in zip(features, tokens, strict=True)]
 
 
-def chosen_taps(taps: int | tuple[int, ...], num_layers: int) -> tuple[int, ...]:
-    """The layers that are tapped: those named, or so many, spread over the target. Raises ValueError where the target
-    has too few layers for that."""
-    if not isinstance(taps, int):
-        return taps
-    try:
-        return default_taps(num_layers, taps)
-    except ValueError as error:
-        raise UsageError(f"{error} Otherwise name the taps, as in --taps 0,1.") from error
+def chosen_taps(taps: int | tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
+    """The layers that are tapped.
+
+    Args:
+        taps: Those; or how many, spread from layer 1 to the third from the end as z-lab's drafters have them, and in a
+            target of few layers over more of it; None is 5, or as many as a smaller target has.
+
+    Raises:
+        ValueError: The target has fewer layers than that.
+    """
+    count = min(5, num_layers) if taps is None else taps
+    if not isinstance(count, int):
+        return count
+    if not 1 <= count <= num_layers:
+        raise UsageError(
+            f"taps is {count}, the number of layers to tap, and the target has {num_layers}; give at most that, or "
+            "name the layers, as in --taps 0,1 or, for layer 0 alone, --taps 0,"
+        )
+    if count == 1:
+        return (num_layers // 2,)
+    ranges = ((1, num_layers - 3), (0, num_layers - 2), (0, num_layers - 1))
+    first, last = next((first, last) for first, last in ranges if last - first + 1 >= count)
+    return tuple(round(first + i * (last - first) / (count - 1)) for i in range(count))
 
 
 def check_taps(target: Target, taps: Sequence[int]) -> None:
@@ -180,13 +194,17 @@ class FeatureCache:
             progress: Called with the tokens done and the tokens to do in this run.
 
         Raises:
-            ValueError: There is too little space on the disk, or it cannot be written to.
+            ValueError: There is too little space on the disk, it cannot be written to, or another process does so.
         """
         if self.need > self.free:
             raise UsageError(
                 f"The features need {size(self.need)} and {self.folder.absolute().parent} has {size(self.free)} free; "
                 f"choose fewer taps or fewer documents or another disk for --out, or train without a feature cache."
             )
+        with held(self.folder, "computing features"):
+            self._write(progress)
+
+    def _write(self, progress: Callable[[int, int], None]) -> None:
         make_folder(self.folder)
         write_file(self.folder / MANIFEST, (json.dumps(self.manifest) + "\n").encode())
         shards = list(zip(self.manifest["first"], self.manifest["lengths"], strict=True))

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from blockdraft.data.answerers import Answerer
-from blockdraft.data.documents import DataWriter
-from blockdraft.data.folder import check_writable
+from blockdraft.data.documents import FORMAT, MANIFEST, DataWriter
+from blockdraft.data.folder import check_writable, read_manifest
 from blockdraft.data.reading import Reading
 from blockdraft.data.regenerate import regenerate
 from blockdraft.data.rows import Row
 from blockdraft.data.settings import DataSettings, RowSettings
 from blockdraft.errors import UsageError
+from blockdraft.folders import held
 from blockdraft.targets import Target, TargetText
 
 
@@ -79,8 +80,20 @@ class Preparation:
 
         Raises:
             ValueError: A chat that the template refuses, a server that does not answer, a full disk, no supervised
-                token in the end.
+                token in the end, another process that makes the same data.
         """
+        with held(self.writer.folder, "making data"):
+            if read_manifest(self.writer.folder / MANIFEST, FORMAT) != self.writer.manifest:
+                raise UsageError(f"{self.writer.folder} was changed by another process meanwhile; run this again.")
+            return self._run(answerer, progress, note, facts)
+
+    def _run(
+        self,
+        answerer: Answerer | None,
+        progress: Callable[[str, int, int], None],
+        note: Callable[[str], None],
+        facts: dict[str, Any],
+    ) -> dict[str, Any]:
         if not self.missing and self.writer.manifest and self.writer.manifest["finished"]:
             return self.writer.manifest
         self.writer.begin(rows=self.total, digest=self.digest, **facts)

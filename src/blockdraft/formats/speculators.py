@@ -111,7 +111,8 @@ def config_dict(
     """What config.json holds. Raises ValueError where the format has no words for the configuration."""
     architecture = architecture_of(config)
     kind = architecture.speculator
-    need(kind is not None, "the architecture", architecture.names[0], f"one of {sorted(model_types())} here")
+    others = f"one of {sorted(model_types())} in the speculators format; keep z-lab's layout (--format zlab)"
+    need(kind is not None, "the architecture", architecture.names[0], others)
     assert kind is not None
     for name, value in UNSAID.items():
         found = getattr(config, name)
@@ -121,7 +122,8 @@ def config_dict(
     sayable = not any(layer.causal for layer in full) and len(sliding) <= 1
     need(sayable, "layers", config.layers, "bidirectional where they are full, and alike in causality where they slide")
     last = config.num_target_layers - 1
-    remedy = f"below the last target layer, {last}, which this format never lists; keep z-lab's layout"
+    remedy = f"below the last target layer, {last}, which this format cannot list; train with other --taps for it, or "
+    remedy += "keep z-lab's layout"
     need(max(config.taps) < last, "a tap", max(config.taps), remedy)
     flat, fields = zlab_config_dict(config), asdict(config)
     return {

@@ -49,6 +49,22 @@ def test_initial_weights_follow_from_the_seed(tiny_target_dir: Path) -> None:
     assert not torch.equal(one["fc.weight"], other["fc.weight"])
 
 
+@pytest.mark.parametrize("factor", [1, 20])
+@pytest.mark.parametrize("name", variant_names())
+def test_a_head_of_large_rows_makes_no_firm_guesses_of_a_new_network(
+    name: str, factor: float, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, recipe = load_target(tiny_target_dir), find_variant(name).recipe_class(taps=(0, 1))
+    variant, head = find_variant(name)(recipe), target.head
+    monkeypatch.setattr(target, "head", lambda hidden: factor * head(hidden))
+    network = variant.network(variant.config(target))
+    before = network.norm.weight.clone()
+    variant.fit_head(network, target)
+    logits = target.head(network.norm(torch.randn(64, target.hidden_size)).detach())
+    assert 0.5 < float(logits.std()) < 2.1
+    assert torch.equal(before, network.norm.weight) == (factor == 1)
+
+
 def test_layers_that_a_checkpoint_lacks_change_nothing_to_begin_with(
     tiny_target_dir: Path, tiny_drafter_dir: Path
 ) -> None:
