@@ -8,16 +8,18 @@ import pytest
 
 from blockdraft import cli
 from blockdraft.cli.loading import TargetOptions, takes_target
+from blockdraft.targets import load_target_text
 
 COMMANDS = {
     "generate": ("hello",),
+    "chat": (),
     "bench": ("--prompts", "PROMPTS"),
     "calibrate": (),
     "data": ("PROMPTS", "--out", "OUT", "--regenerate"),
     "features": ("--data", "DATA", "--out", "OUT"),
     "train": ("dflash", "--data", "DATA", "--out", "OUT"),
 }
-DECODING = ("generate", "bench", "calibrate")
+DECODING = ("generate", "chat", "bench", "calibrate")
 
 
 class Loaded(Exception):
@@ -30,6 +32,8 @@ def asked(monkeypatch: pytest.MonkeyPatch, *args: object) -> dict[str, Any]:
     def load(path: str, dtype: Any, device: Any, backend: str, **how: Any) -> None:
         raise Loaded({"path": path, "dtype": dtype, "device": str(device), "backend": backend, **how})
 
+    text = load_target_text()
+    monkeypatch.setattr("blockdraft.targets.load_target_text", lambda *_: text)
     monkeypatch.setattr("blockdraft.targets.load_target", load)
     monkeypatch.setattr(sys, "argv", ["blockdraft", *map(str, args)])
     with pytest.raises(Loaded) as found:

@@ -4,13 +4,14 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 
 import pytest
 
 from blockdraft.data.rows import read_rows
 from blockdraft.data.settings import RowSettings
 from blockdraft.drafters import load_drafter
-from blockdraft.engine import ContextFull, Conversation, Engine, chat_engine
+from blockdraft.engine import Chunk, ContextFull, Conversation, Engine, chat_engine
 from blockdraft.engine.runner import Runner
 from blockdraft.errors import UsageError
 from blockdraft.targets import Target, load_target
@@ -171,7 +172,14 @@ def test_a_system_message_that_the_template_refuses_changes_nothing(engine: Engi
 
 def test_a_cancelled_answer_counts_as_far_as_it_came(engine: Engine) -> None:
     talk = Conversation(engine)
-    turn = talk.ask("hello", SamplingParams(max_new_tokens=200, ignore_eos=True), lambda _: turn.request.cancel())
+    asked = Event()
+
+    def cancel(chunk: Chunk) -> None:
+        asked.wait(60)
+        turn.request.cancel()
+
+    turn = talk.ask("hello", SamplingParams(max_new_tokens=200, ignore_eos=True), cancel)
+    asked.set()
     completion = talk.keep(turn)
     assert completion.finish_reason == "cancelled" and 0 < len(completion.token_ids) < 200
     assert talk.messages[-1]["content"] == completion.text
