@@ -11,7 +11,7 @@ PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --maxprocesses 8
 
 demo: .venv/.installed
 	.venv/bin/blockdraft generate --compare --tree-budget 16 --backend hf "$(QUESTION)"
-	.venv/bin/blockdraft generate --tree-budget auto "$(QUESTION)"
+	.venv/bin/blockdraft generate --compare "$(QUESTION)"
 
 test: .venv/.installed
 	$(PYTEST) -m "not peers"
