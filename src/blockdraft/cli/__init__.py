@@ -13,7 +13,9 @@ from blockdraft.cli.calibrate import calibrate
 from blockdraft.cli.data import data
 from blockdraft.cli.export import export
 from blockdraft.cli.features import features
+from blockdraft.cli.fit import fit
 from blockdraft.cli.generate import generate
+from blockdraft.cli.prompts import prompts
 from blockdraft.cli.train import RecipeCommand, train
 from blockdraft.errors import BlockdraftError
 
@@ -26,6 +28,8 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(bench)
 app.command()(calibrate)
+app.command()(fit)
+app.command()(prompts)
 app.command()(data)
 app.command()(features)
 app.command(cls=RecipeCommand)(train)
