@@ -45,7 +45,7 @@ def run(
 def test_from_rows_to_features(run: Run, tiny_target_dir: Path, tmp_path: Path) -> None:
     code, out, err = run("data", "rows.jsonl", "--out", "data")
     data = read_data(tmp_path / "data")
-    assert code == 0 and "6 rows, 6 to do" in err and "of 6 rows, about" in err
+    assert code == 0 and "6 rows, 6 to do" in err and "started: 0 of 6 rows\n" in err and ": 6 of 6 rows\n" in err
     supervised = sum(int(one.supervised.sum()) for one in data)
     share = f"({supervised / sum(data.lengths):.0%})"
     assert out == f"data: 6 documents of 6 rows, {sum(data.lengths)} tokens, {supervised} of them supervised {share}\n"

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from blockdraft.cli import app
-from blockdraft.cli.display import progress
+from blockdraft.cli import app, display
 from blockdraft.cli.train import split_flags
 from blockdraft.formats.speculators import recognises
 from blockdraft.settings import read_settings
@@ -24,14 +23,35 @@ def test_recipe_fields_are_told_from_options() -> None:
         split_flags(["dflash", "--layers"], {"--out"})
 
 
-def test_progress_of_one_stage_after_another(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress("done") as tell:
-        for stage in ("features", "steps"):
+def test_progress_without_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line where each stage begins and ends, and once a minute between them."""
+    now = 100.0
+    monkeypatch.setattr(display.time, "monotonic", lambda: now)
+    with display.progress("done") as tell:
+        for stage in ("features", "loss 2.5"):
             for done in range(1, 21):
+                now += 25
                 tell(stage, done, 20)
-    lines = capsys.readouterr().err.splitlines()
-    assert sum(line.startswith("features: ") for line in lines) == 10
-    assert sum(line.startswith("steps: ") for line in lines) == 10
+        tell("silent", 0, 20)
+    assert capsys.readouterr().err.splitlines() == [
+        "features: 1 of 20 done, about 8 min left",
+        "features: 4 of 20 done, about 7 min left",
+        "features: 7 of 20 done, about 5 min left",
+        "features: 10 of 20 done, about 4 min left",
+        "features: 13 of 20 done, about 3 min left",
+        "features: 16 of 20 done, about 100 s left",
+        "features: 19 of 20 done, about 25 s left",
+        "features: 20 of 20 done",
+        "loss 2.5: 1 of 20 done, about 8 min left",
+        "loss 2.5: 4 of 20 done, about 7 min left",
+        "loss 2.5: 7 of 20 done, about 5 min left",
+        "loss 2.5: 10 of 20 done, about 4 min left",
+        "loss 2.5: 13 of 20 done, about 3 min left",
+        "loss 2.5: 16 of 20 done, about 100 s left",
+        "loss 2.5: 19 of 20 done, about 25 s left",
+        "loss 2.5: 20 of 20 done",
+        "silent: 0 of 20 done",
+    ]
 
 
 def test_show_recipe_is_a_recipe(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import datasets
 import pytest
 
-from blockdraft.data.rows import parse_row, read_rows
+from blockdraft.data.rows import parse_raw, parse_row, pieces_of, read_rows
 from blockdraft.data.settings import RowSettings
 
 PLAIN = RowSettings()
@@ -98,16 +98,70 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"broken\.jsonl, row \d or one after it cannot be read"):
         read("broken.jsonl")
     (tmp_path / "empty.jsonl").touch()
-    with pytest.raises(ValueError, match=r"empty\.jsonl"):
-        read("empty.jsonl")
-    (tmp_path / "notes.txt").write_text("text")
-    with pytest.raises(ValueError, match="of no known kind"):
-        read("notes.txt")
-    with pytest.raises(ValueError, match="There is no"):
-        read("absent.jsonl")
+    (tmp_path / "empty.txt").touch()
+    for name in ("empty.jsonl", "empty.txt"):
+        with pytest.raises(ValueError, match=f"{name} is empty"):
+            read(name)
+    for name in ("latin.jsonl", "latin.json", "latin.txt"):
+        (tmp_path / name).write_bytes('{"text": "ü"}'.encode("latin-1"))
+        with pytest.raises(ValueError, match=f"{name} is no UTF-8 text"):
+            read(name)
+    (tmp_path / "notes.doc").write_text("text")
+    with pytest.raises(ValueError, match=r"of no known kind; give .* or \.txt files"):
+        read("notes.doc")
+    for name in ("absent.jsonl", "absent.txt"):
+        with pytest.raises(ValueError, match="There is no"):
+            read(name)
     datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(tmp_path / "saved")
     datasets.DatasetDict(train=datasets.Dataset.from_list([{"text": "a"}])).save_to_disk(tmp_path / "splits")
     with pytest.raises(ValueError, match="cannot be read as a dataset"):
         read("splits", RowSettings(split="holdout"))
     with pytest.raises(ValueError, match="limit is 0"):
         RowSettings(limit=0)
+
+
+def test_text_files(tmp_path: Path) -> None:
+    """Each is one text, in a folder as well, unless that holds other data."""
+    (tmp_path / "b").mkdir()
+    for name, text in (("b/two.txt", "two\n\nlines"), ("b/one.txt", "ünö")):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    assert [row for _, row in read_rows([str(tmp_path / "b/two.txt")], PLAIN)] == ["two\n\nlines"]
+    assert list(read_rows([str(tmp_path / "b")], PLAIN)) == [
+        (f"{tmp_path / 'b'}, row 1", "ünö"),
+        (f"{tmp_path / 'b'}, row 2", "two\n\nlines"),
+    ]
+    (tmp_path / "b/train.jsonl").write_text('{"text": "three"}\n')
+    assert "three" in [row for _, row in read_rows([str(tmp_path / "b")], PLAIN)]
+
+
+def test_texts_that_are_continued_come_in_pieces(tmp_path: Path) -> None:
+    raws = [{"text": "one two three four"}, {"prompt": "one two three four", "response": "x"}, {"text": " "}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(raw) + "\n" for raw in raws))
+    found = list(read_rows([str(tmp_path / "a.jsonl")], PLAIN, piece=8))
+    prompt = [{"role": "user", "content": "one two three four"}]
+    assert [row for _, row in found] == ["one two ", "three ", "four", prompt, " "]
+    assert [place.partition("a.jsonl, ")[2] for place, _ in found[:3]] == ["row 1", "row 1, piece 2", "row 1, piece 3"]
+    assert len(list(read_rows([str(tmp_path / "a.jsonl")], RowSettings(limit=2), piece=8))) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        ("", [""]),
+        ("short", ["short"]),
+        ("a b\n\nc d\ne f g", ["a b\n\n", "c d\ne f ", "g"]),
+        ("a b\n\nc d\ne f g\n", ["a b\n\n", "c d\ne f ", "g\n"]),
+        ("abcdefghij" * 2, ["abcdefgh", "ijabcdef", "ghij"]),
+        ("abcdefgh \n", ["abcdefgh"]),
+    ],
+)
+def test_pieces(text: str, pieces: list[str]) -> None:
+    assert list(pieces_of(text, 8)) == pieces
+
+
+@pytest.mark.parametrize("raw", [{"messages": CHAT}, {"conversations": CHAT}, {"turns": ["q", "r"]}])
+def test_chats_are_not_continued(raw: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="this is a chat, whose roles only a chat template can spell"):
+        parse_raw(raw, PLAIN)
+    assert parse_raw({"turns": ["q"]}, PLAIN) == parse_raw({"prompt": "q"}, PLAIN) == CHAT[:1]
+    assert parse_raw({"q": "q", "messages": CHAT}, RowSettings(prompt_field="q")) == CHAT[:1]

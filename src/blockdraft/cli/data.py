@@ -6,7 +6,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -14,7 +14,11 @@ from blockdraft.cli import loading
 from blockdraft.cli.options import Device, Dtype, TargetBackend, TargetFolder, option
 from blockdraft.data.settings import DataSettings, RowSettings
 from blockdraft.errors import UsageError
+from blockdraft.settings import explain
 from blockdraft.types import DEFAULT_BACKEND, SamplingParams
+
+if TYPE_CHECKING:
+    from blockdraft.targets import Target, TargetText
 
 SAMPLING = DataSettings.sampling
 
@@ -24,9 +28,9 @@ def data(
         list[str],
         typer.Argument(
             metavar="SOURCE",
-            help="JSON-lines, JSON or Parquet files, folders of them, or datasets of the hub by name. Rows are chats "
-            '({"messages": [{"role", "content"}, ...]} or {"conversations": [{"from", "value"}, ...]}), '
-            '{"prompt", "response"}, {"turns": ["prompt", ...]} or {"text"}.',
+            help="JSON-lines, JSON, Parquet or text files, folders of them, or datasets of the hub by name. Rows are "
+            'chats ({"messages": [{"role", "content"}, ...]} or {"conversations": [{"from", "value"}, ...]}), '
+            '{"prompt", "response"}, {"turns": ["prompt", ...]} or {"text"}; a text file is one text.',
             show_default=False,
         ),
     ],
@@ -35,6 +39,9 @@ def data(
     regenerate: Annotated[
         bool, typer.Option("--regenerate", help="Have the target write the responses, whatever the rows hold.")
     ] = False,
+    continued: Annotated[
+        int | None, typer.Option("--continue", metavar="N", help=explain(DataSettings, "continued"), show_default=False)
+    ] = DataSettings.continued,
     server: Annotated[
         str | None,
         typer.Option(
@@ -75,20 +82,26 @@ def data(
 ) -> None:
     """Turn conversations or text into the tokens and loss masks that a drafter is trained on.
 
-    A drafter learns best from what the target says itself: --regenerate. An interrupted run goes on where it stopped
+    A drafter learns best from what the target says itself: --regenerate for chats and prompts, --continue for plain
+    text. A target without a chat template continues whatever it is given. An interrupted run goes on where it stopped
     when the command is given again.
     """
     if (server is None) != (model is None):
         raise UsageError("A server takes both --server URL and --model NAME.")
+    regenerate = regenerate or continued is not None
     if (server or drafter) and not regenerate:
-        raise UsageError("--server and --drafter are about regenerated responses; add --regenerate.")
+        raise UsageError("--server and --drafter are about regenerated responses; add --regenerate or --continue N.")
     if server and drafter:
         raise UsageError("--drafter is for our own engine; leave it out with --server.")
 
     from blockdraft.cli import display
     from blockdraft.data.answerers import Answerer, EngineAnswerer, ServerAnswerer
+    from blockdraft.data.documents import LOOPS
     from blockdraft.data.features import target_fingerprint
+    from blockdraft.data.folder import check_writable
     from blockdraft.data.prepare import Preparation
+    from blockdraft.data.reading import Reading
+    from blockdraft.data.regenerate import told_loops
     from blockdraft.drafters import load_drafter
     from blockdraft.engine import Engine
     from blockdraft.targets import load_target_text
@@ -96,37 +109,41 @@ def data(
     loading.quiet()
     rows = RowSettings(split, subset, limit, text_field, prompt_field, response_field)
     sampling = SamplingParams(max_new_tokens, temperature, top_k, top_p, seed=seed)
-    settings = DataSettings(length, template_args, split_turns, sampling=sampling, batch_size=batch_size)
-    loaded = loading.load(target, dtype, device, backend) if regenerate and server is None else None
-    text = load_target_text(target) if loaded is None else loaded
+    writer: Literal["text", "target", "server"] = "text" if not regenerate else "target" if server is None else "server"
+    settings = DataSettings(
+        length, template_args, split_turns, writer, continued, model, sampling=sampling, batch_size=batch_size
+    )
+    text = load_target_text(target)
+    template = None if chat_template is None else _read(chat_template)
+    _set_template(text, template)
+    # What is wrong with all rows, or with the folder, is said before the weights are loaded.
+    check_writable(out)
+    Reading(text, sources, rows, settings).check_first()
+    loaded = loading.load(target, dtype, device, backend) if writer == "target" else None
     if loaded is not None:
-        settings = replace(settings, writer="target", author=target_fingerprint(loaded))
-    elif server is not None:
-        settings = replace(settings, writer="server", author=model)
-    if chat_template is not None and text.tokenizer is not None:
-        try:
-            text.tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"{chat_template} cannot be read ({error}).") from error
-    print("reading and checking the rows ...", file=sys.stderr, flush=True)
-    preparation = Preparation(out, text, sources, rows, settings)
-    print(f"{preparation.total} rows, {preparation.missing} to do", file=sys.stderr, flush=True)
+        _set_template(loaded, template)
+        settings = replace(settings, author=target_fingerprint(loaded))
+    note("reading and checking the rows ...")
+    preparation = Preparation(out, loaded or text, sources, rows, settings)
+    reading = preparation.reading
+    note(f"{preparation.total} rows, {preparation.missing} to do")
+    if limit is not None and preparation.total < limit:
+        note(f"There are fewer than the {limit} rows that --limit allows; add sources to have more.")
+    if reading.continued is not None:
+        note(reading.told_continued)
 
     answerer: Answerer | None = None
     if server is not None and model is not None:
-        answerer = ServerAnswerer(server, model, batch_size, preparation.encoder.template_args)
+        answerer = ServerAnswerer(server, model, batch_size, reading.encoder.template_args)
     elif loaded is not None:
         answerer = EngineAnswerer(Engine(loaded, load_drafter(drafter or "none", target=loaded), batch_size))
     arguments = {"sources": sources, "limit": limit, "split": split, "subset": subset}
     try:
         with display.progress("rows") as progress:
-            manifest = preparation.run(answerer, progress, target=str(target or "bundled"), arguments=arguments)
+            manifest = preparation.run(answerer, progress, note, target=str(target or "bundled"), arguments=arguments)
     except KeyboardInterrupt:
         kept = len(preparation.writer.done)
-        print(
-            f"Interrupted; {kept} of {preparation.total} rows are kept in {out}. The same command goes on with them.",
-            file=sys.stderr,
-        )
+        note(f"Interrupted; {kept} of {preparation.total} rows are kept in {out}. The same command goes on with them.")
         raise typer.Exit(130) from None
     if as_json:
         print(json.dumps(manifest))
@@ -137,6 +154,25 @@ def data(
         f"{counts['supervised']} of them supervised ({counts['supervised'] / counts['tokens']:.0%})"
     )
     if counts["cut"]:
-        print(f"cut to {preparation.length} tokens: {counts['cut']} documents")
+        print(f"cut to {reading.length} tokens: {counts['cut']} documents")
     for reason, count in counts["left_out"].items():
         print(f"left out, {reason}: {count} rows")
+    loops = counts["left_out"].get(LOOPS, 0)
+    if advice := told_loops(loops, counts["rows"], temperature):
+        print(advice)
+
+
+def note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _read(template: Path) -> str:
+    try:
+        return template.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{template} cannot be read ({error}).") from error
+
+
+def _set_template(target: Target | TargetText, template: str | None) -> None:
+    if template is not None and target.tokenizer is not None:
+        target.tokenizer.chat_template = template

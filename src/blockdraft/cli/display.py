@@ -24,6 +24,7 @@ from blockdraft.types import SamplingParams
 
 DRAFTED = "green"
 SHOWN_EVALUATIONS = 12  # of a training run
+LINE_SECONDS = 60.0  # between lines of progress where there is no terminal
 
 
 def terminal() -> Console:
@@ -80,11 +81,12 @@ def notice(console: Console, text: str) -> Iterator[None]:
 
 @contextmanager
 def progress(noun: str) -> Iterator[Callable[[str, int, int], None]]:
-    """Show on standard error how far a long command is: a bar on a terminal, else a line for each tenth of the way.
+    """Show on standard error how far a long command is: a bar on a terminal, else a line at the beginning and end of
+    each stage, and once a minute between them.
 
     Yields:
-        To be called with the present stage, what is done and what there is to do. The bar is drawn in these calls only,
-        since an animated one would take time from what is measured.
+        To be called with the present stage and what is to be told of it (such as a loss), what is done and what there
+        is to do. The bar is drawn in these calls only, since an animated one would take time from what is measured.
     """
     console = Console(stderr=True, highlight=False)
     if console.is_terminal:
@@ -97,18 +99,24 @@ def progress(noun: str) -> Iterator[Callable[[str, int, int], None]]:
 
             yield draw
         return
-    began, tenths = time.monotonic(), 0
+    began = told = called = time.monotonic()
+    last: int | None = None
 
     def write_line(stage: str, done: int, total: int) -> None:
-        nonlocal began, tenths
-        if 10 * done // total < tenths:  # another stage
-            began, tenths = time.monotonic(), 0
-        if done and 10 * done // total > tenths:
-            tenths = 10 * done // total
-            left = (time.monotonic() - began) / done * (total - done)
-            print(f"{stage}: {done} of {total} {noun}, about {left:.0f} s left", file=sys.stderr, flush=True)
+        nonlocal began, told, called, last
+        new, last = last is None or done < last, done
+        began = called if new else began
+        called = now = time.monotonic()
+        if new or done == total or now - told >= LINE_SECONDS:
+            told = now
+            left = f", about {_duration((now - began) / done * (total - done))} left" if 0 < done < total else ""
+            print(f"{stage}: {done} of {total} {noun}{left}", file=sys.stderr, flush=True)
 
     yield write_line
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 def show_comparison(console: Console, comparison: Comparison) -> None:

@@ -46,7 +46,11 @@ class Answerer(Protocol):
     at_once: int
 
     def ask(self, key: int, messages: Sequence[Message], prompt: list[int], params: SamplingParams) -> None:
-        """Have a prompt answered."""
+        """Have a prompt answered.
+
+        Args:
+            messages: The chat that it came from; empty where it is a text that is continued without a chat template.
+        """
 
     def answers(self) -> list[tuple[int, Answer]]:
         """Wait until at least one question is answered; the keys and answers of those that are."""
@@ -85,6 +89,7 @@ class EngineAnswerer:
 
 class ServerAnswerer:
     """A server with OpenAI's chat completions, such as vLLM or SGLang. A key for it may stand in the environment.
+    Texts without a chat go to its completions, as token ids.
 
     Args:
         url: Such as http://localhost:8000/v1.
@@ -114,16 +119,15 @@ class ServerAnswerer:
     def ask(self, key: int, messages: Sequence[Message], prompt: list[int], params: SamplingParams) -> None:
         body = {
             "model": self._model,
-            "messages": list(messages),
             "max_tokens": params.max_new_tokens,
             "temperature": params.temperature,
             "top_p": params.top_p,
             "seed": params.seed,
             "return_token_ids": True,  # vLLM's; other servers pass over it
             **({"top_k": params.top_k} if params.top_k else {}),
-            **self._extra,
+            **({"messages": list(messages), **self._extra} if messages else {"prompt": prompt}),
         }
-        self._running[self._pool.submit(self._request, body)] = key
+        self._running[self._pool.submit(self._request, "chat/completions" if messages else "completions", body)] = key
 
     def answers(self) -> list[tuple[int, Answer]]:
         done, _ = wait(self._running, return_when=FIRST_COMPLETED)
@@ -134,14 +138,14 @@ class ServerAnswerer:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._client.close()
 
-    def _request(self, body: dict[str, Any]) -> Answer:
+    def _request(self, path: str, body: dict[str, Any]) -> Answer:
         """Ask, and ask again where the server is busy or away."""
         told = "closed"
         for attempt in range(RETRIES + 1):
             if self._closing.wait(FIRST_WAIT * 2 ** (attempt - 1) if attempt else 0):
                 break
             try:
-                response = self._client.post(f"{self._url}/chat/completions", json=body)
+                response = self._client.post(f"{self._url}/{path}", json=body)
             except self._broken as error:
                 told = f"{type(error).__name__}: {error}"
                 continue
@@ -157,11 +161,12 @@ def _parsed(response: Any, url: str) -> Answer:
     try:
         body = response.json()
         [choice] = body["choices"]
-        message, reason = choice["message"], choice["finish_reason"]
+        message = choice["message"] if "message" in choice else {"content": choice["text"]}
+        reason = choice["finish_reason"]
         reasoning = message.get("reasoning_content") or message.get("reasoning")
         if reason not in ("stop", "length"):
             raise UsageError(f"an answer has the finish reason {reason!r}")
-        ids, prompt_ids = choice.get("token_ids"), body.get("prompt_token_ids")
+        ids, prompt_ids = choice.get("token_ids"), choice.get("prompt_token_ids") or body.get("prompt_token_ids")
         return Answer(message["content"] or "", ids, reason == "stop", prompt_ids, reasoning)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise UsageError(

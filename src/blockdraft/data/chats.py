@@ -11,6 +11,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from blockdraft.data.rows import Message
+from blockdraft.engine.text import encode_text
 from blockdraft.errors import UsageError
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -53,7 +54,7 @@ class ChatEncoder:
 
     def text(self, text: str) -> list[int]:
         """Token ids of a plain text."""
-        return list(cast("list[int]", self._tokenizer(text)["input_ids"]))
+        return encode_text(text, self._tokenizer)
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a chat up to where the assistant's next answer begins."""
@@ -65,12 +66,12 @@ class ChatEncoder:
         Raises:
             ValueError: The template refuses the chat or marks no assistant tokens, or the answers cannot be told.
         """
-        self._check()
+        self.check()
         return self._chat(messages)
 
     def last_answer(self, messages: Sequence[Message]) -> tuple[list[int], list[int]]:
         """Token ids of a chat up to its last message, an answer, and of this answer. Errors as in `chat`."""
-        self._check()
+        self.check()
         ids, written = self._chat(messages, last_only=True)
         end = len(written) - written[::-1].index(True) if True in written else 0
         begin = end
@@ -97,8 +98,9 @@ class ChatEncoder:
                 f"The target's tokenizer has no chat template; add --chat-template FILE. ({error})"
             ) from error
 
-    def _check(self) -> None:
-        """Refuse a template that marks nothing before thousands of rows are encoded for nothing."""
+    def check(self) -> None:
+        """Refuse a template that is absent or marks nothing, before thousands of rows are encoded for nothing. Errors
+        as in `chat`."""
         if self._checked:
             return
         if not self._tokenizer.is_fast:

@@ -7,6 +7,9 @@ which rows these are and which were left out; so it records both the data and ho
     offsets              [D + 1]  where each document begins, and the end
     rows, cut            [D]      the source row of each document; whether it was cut to the longest length allowed
     left_out             [K, 2]   rows that gave no document, and why: an index into `REASONS`
+
+Each state that the folder has been in, one a shard and one whenever it was finished, has a fingerprint. The manifest
+keeps them with their counts, so that who has read an earlier one can tell how much has come since.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ from blockdraft.errors import UsageError
 
 FORMAT = 1
 MANIFEST = "data.json"
-REASONS = ("no supervised token", "answer loops", "prompt too long")
+LOOPS = "answer loops"
+REASONS = ("no supervised token", LOOPS, "prompt too long")
 SHARD_TOKENS = 2**24
 SHARD_SECONDS = 120.0  # of work that a killed process loses at most
 
@@ -52,11 +56,12 @@ class Document:
 
 
 class TokenData(Sequence[Document]):
-    """The documents of a data folder, in the order of their source. From `read_data`.
+    """The documents of a data folder, in the order of their source, as they were when it was opened. From `read_data`.
 
     Attributes:
         folder: Where they lie.
-        fingerprint: Of the documents and the tokenizer; the same whatever the shards are.
+        fingerprint: Of the documents and the tokenizer; the same whatever the shards are, if the data are finished.
+        finished: Whether they are; else these are the documents of the shards there were.
         tokenizer: Fingerprint of the tokenizer that made the tokens; see `tokenizer_fingerprint`.
         lengths: Tokens of each document.
         manifest: What `data.json` holds.
@@ -66,6 +71,7 @@ class TokenData(Sequence[Document]):
         self.folder = folder
         self.manifest = manifest
         self.fingerprint: str = manifest["fingerprint"] or ""
+        self.finished: bool = manifest["finished"]
         self.tokenizer: str = manifest["tokenizer"]
         self._shards = shards
         # Rows come to an end in another order than they began in where the target answers many at a time.
@@ -92,7 +98,7 @@ class TokenData(Sequence[Document]):
         return Document(tokens, supervised, bool(shard["cut"][i]))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return read_data, (self.folder,)  # another process maps the files anew
+        return _open, (self.folder, self.manifest)  # another process maps the same files anew
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """Raises ValueError where the tokens are those of another tokenizer; None, of a target without one, passes."""
@@ -103,8 +109,12 @@ class TokenData(Sequence[Document]):
             )
 
 
-def read_data(folder: str | Path) -> TokenData:
+def read_data(folder: str | Path, unfinished: bool = False) -> TokenData:
     """Open a data folder. Documents are read from disk when they are asked for.
+
+    Args:
+        unfinished: Take data that are still being made as well: the documents of the shards that there are now, which
+            stay as they are when others come.
 
     Raises:
         ValueError: The folder is absent, unfinished or broken, or holds no supervised token.
@@ -113,15 +123,50 @@ def read_data(folder: str | Path) -> TokenData:
     manifest = read_manifest(folder / MANIFEST, FORMAT)
     if manifest is None:
         raise UsageError(f"{folder / MANIFEST} does not exist; give a folder made by `blockdraft data`.")
-    if not manifest["finished"]:
+    if not manifest["finished"] and not unfinished:
         raise UsageError(f"{folder} is unfinished; run the `blockdraft data` command that began it again.")
-    shards = read_shards(folder)
-    found = {name: len(shard["rows"]) for name, shard in shards.items()}
-    if found != manifest["shards"]:
-        raise UsageError(f"{folder} holds the shards {found} and should hold {manifest['shards']}; copy it again.")
+    if not manifest["finished"] and not manifest["counts"].get("supervised"):
+        raise UsageError(
+            f"{folder} is unfinished and holds nothing to learn from yet; wait until `blockdraft data` has written the "
+            f"first documents, about {SHARD_SECONDS:.0f} s after it has begun to make some."
+        )
     if not manifest["counts"]["supervised"]:
         raise UsageError(f"{folder} holds no supervised token, so there is nothing to learn; make it from other rows.")
+    return _open(folder, manifest)
+
+
+def _open(folder: Path, manifest: dict[str, Any]) -> TokenData:
+    """The documents that a manifest names."""
+    shards = read_shards(folder)
+    if not manifest["finished"]:  # others may have come since
+        shards = {name: shard for name, shard in shards.items() if name in manifest["shards"]}
+    found = _rows_of(shards)
+    if found != manifest["shards"]:
+        raise UsageError(f"{folder} holds the shards {found} and should hold {manifest['shards']}; copy it again.")
     return TokenData(folder, manifest, list(shards.values()))
+
+
+def grown_since(data: TokenData, fingerprint: str) -> tuple[int, int] | None:
+    """How many documents and tokens have come since the data had this fingerprint, finished or not; None if they never
+    had it. They hold what they held then, but what was read unfinished may have others in between."""
+    states = _states(data.manifest)
+    then = next((state for state in states if state["fingerprint"] == fingerprint), None)
+    if then is None:
+        return None
+    return states[-1]["documents"] - then["documents"], states[-1]["tokens"] - then["tokens"]
+
+
+def _states(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a folder has held one after the other, the present last."""
+    states: list[dict[str, Any]] = list(manifest.get("states") or [])
+    if manifest.get("fingerprint") and (not states or states[-1]["fingerprint"] != manifest["fingerprint"]):
+        counts = {name: manifest["counts"][name] for name in ("documents", "tokens")}
+        states.append({"fingerprint": manifest["fingerprint"], **counts})
+    return states
+
+
+def _rows_of(shards: dict[str, dict[str, Tensor]]) -> dict[str, int]:
+    return {name: len(shard["rows"]) for name, shard in shards.items()}
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -173,10 +218,10 @@ class DataWriter:
                     f"delete this one."
                 )
         self._identity = identity
-        shards = read_shards(folder)
-        self._next = 1 + max((int(name[7:12]) for name in shards), default=-1)
+        self._shards = read_shards(folder)
+        self._next = 1 + max((int(name[7:12]) for name in self._shards), default=-1)
         self.done = {
-            row for shard in shards.values() for row in shard["rows"].tolist() + shard["left_out"][:, 0].tolist()
+            row for shard in self._shards.values() for row in shard["rows"].tolist() + shard["left_out"][:, 0].tolist()
         }
         self.supervised = 0
         self._clear()
@@ -184,7 +229,7 @@ class DataWriter:
     def begin(self, **facts: Any) -> None:
         """Mark the folder as unfinished, and note facts in its manifest."""
         make_folder(self.folder)
-        self._write_manifest(finished=False, shards={}, counts={}, fingerprint=None, **facts)
+        self._record(self._chained(), finished=False, **facts)
 
     def add(self, row: int, documents: Sequence[Document], reason: str | None = None) -> None:
         """Take a source row's documents, or the reason, one of `REASONS`, for which it has none."""
@@ -200,8 +245,13 @@ class DataWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write what was added as a shard."""
-        if self._documents or self._left_out:
+        """Write what was added as a shard, and record it."""
+        if self._write_shard():
+            self._record(self._chained(), finished=False)
+
+    def _write_shard(self) -> bool:
+        some = bool(self._documents or self._left_out)
+        if some:
             rows, documents = [row for row, _ in self._documents], [document for _, document in self._documents]
             nothing = torch.zeros(0, dtype=torch.int32)
             shard = {
@@ -212,9 +262,12 @@ class DataWriter:
                 "cut": torch.tensor([document.cut for document in documents], dtype=torch.bool),
                 "left_out": torch.tensor(self._left_out, dtype=torch.int64).reshape(-1, 2),
             }
-            write_file(self.folder / f"tokens-{self._next:05}.safetensors", save(shard))
+            path = self.folder / f"tokens-{self._next:05}.safetensors"
+            write_file(path, save(shard))
+            self._shards[path.name] = load_file(path)  # mapped, so that memory does not fill
             self._next += 1
         self._clear()
+        return some
 
     def finish(self) -> dict[str, Any]:
         """Count, and mark the folder as finished; returns its manifest.
@@ -222,37 +275,55 @@ class DataWriter:
         Raises:
             ValueError: There is no supervised token in it.
         """
-        self.flush()
-        shards = read_shards(self.folder)
-        assert self.manifest is not None
-        data = TokenData(self.folder, self.manifest, list(shards.values()))
-        digest = hashlib.sha256(self._identity["tokenizer"].encode())
-        for document in data:
-            digest.update(len(document.tokens).to_bytes(8, "little"))
-            digest.update(document.tokens.int().numpy().tobytes() + document.supervised.numpy().tobytes())
-        reasons = Counter(int(i) for shard in shards.values() for i in shard["left_out"][:, 1])
-        counts: dict[str, Any] = {
-            "rows": len(self.done),
-            "documents": len(data),
-            "tokens": sum(data.lengths),
-            "supervised": sum(int(shard["supervised"].sum()) for shard in shards.values()),
-            "cut": sum(int(shard["cut"].sum()) for shard in shards.values()),
-            "left_out": {REASONS[i]: count for i, count in sorted(reasons.items())},
-        }
+        self._write_shard()
+        counts = self._counts()
         if not counts["supervised"]:
             raise UsageError(
                 f"None of the {counts['rows']} rows has a token to learn from (left out: {counts['left_out']}); "
                 f"check the rows and the chat template, then delete {self.folder}."
             )
-        found = {name: len(shard["rows"]) for name, shard in shards.items()}
-        self._write_manifest(finished=True, shards=found, counts=counts, fingerprint=digest.hexdigest()[:16])
-        return self.manifest
+        assert self.manifest is not None
+        digest = hashlib.sha256(self._identity["tokenizer"].encode())
+        for document in TokenData(self.folder, self.manifest, list(self._shards.values())):
+            digest.update(len(document.tokens).to_bytes(8, "little"))
+            digest.update(document.tokens.int().numpy().tobytes() + document.supervised.numpy().tobytes())
+        return self._record(digest.hexdigest()[:16], finished=True)
+
+    def _counts(self) -> dict[str, Any]:
+        shards = list(self._shards.values())
+        reasons = Counter(int(i) for shard in shards for i in shard["left_out"][:, 1])
+        return {
+            "rows": len(self.done),
+            "documents": sum(len(shard["rows"]) for shard in shards),
+            "tokens": sum(len(shard["tokens"]) for shard in shards),
+            "supervised": sum(int(shard["supervised"].sum()) for shard in shards),
+            "cut": sum(int(shard["cut"].sum()) for shard in shards),
+            "left_out": {REASONS[i]: count for i, count in sorted(reasons.items())},
+        }
+
+    def _chained(self) -> str | None:
+        """The fingerprint of an unfinished state: of the state before it and the shards that are new since, as reading
+        all of them each time would take too long."""
+        known = self.manifest or {}
+        found: str | None = known.get("fingerprint")
+        for name, shard in self._shards.items():
+            if name not in known.get("shards", {}):
+                digest = hashlib.sha256((found or self._identity["tokenizer"]).encode())
+                for part in ("tokens", "supervised", "offsets"):
+                    digest.update(shard[part].numpy().tobytes())
+                found = digest.hexdigest()[:16]
+        return found
 
     def _clear(self) -> None:
         self._documents: list[tuple[int, Document]] = []
         self._left_out: list[tuple[int, int]] = []
         self._held, self._since = 0, time.monotonic()
 
-    def _write_manifest(self, **facts: Any) -> None:
-        self.manifest = {"format": FORMAT} | self._identity | (self.manifest or {}) | facts
+    def _record(self, fingerprint: str | None, finished: bool, **facts: Any) -> dict[str, Any]:
+        """Write the manifest of the present state; returns it."""
+        known = self.manifest or {}
+        state = {"finished": finished, "fingerprint": fingerprint, "counts": self._counts()}
+        self.manifest = {"format": FORMAT} | self._identity | known | facts | state | {"shards": _rows_of(self._shards)}
+        self.manifest["states"] = _states({**self.manifest, "states": _states(known)})
         write_file(self.folder / MANIFEST, (json.dumps(self.manifest, indent=2) + "\n").encode())
+        return self.manifest

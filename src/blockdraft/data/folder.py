@@ -52,6 +52,14 @@ def check_free(folder: Path) -> None:
         raise UsageError(f"{folder} holds other files; choose another folder for --out.")
 
 
+def check_writable(folder: Path) -> None:
+    """Raises ValueError where a folder cannot be written to or made; makes nothing."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        why = "may not be written to" if there.is_dir() else "is no folder"
+        raise UsageError(f"{folder} cannot be written to, since {there} {why}; choose another --out.")
+
+
 def make_folder(folder: Path) -> None:
     """Make a folder, or clear it of what killed calls of `write_file` left behind. Raises ValueError if it cannot."""
     try:

@@ -9,15 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import tensor
-
 from blockdraft.data.answerers import Answerer
-from blockdraft.data.chats import ChatEncoder, answer_places
-from blockdraft.data.documents import DataWriter, Document, tokenizer_fingerprint
-from blockdraft.data.folder import fingerprint
+from blockdraft.data.documents import DataWriter
+from blockdraft.data.folder import check_writable
+from blockdraft.data.reading import Reading
 from blockdraft.data.regenerate import regenerate
-from blockdraft.data.rows import Message, Row, read_rows
-from blockdraft.data.settings import LONGEST, DataSettings, RowSettings
+from blockdraft.data.rows import Row
+from blockdraft.data.settings import DataSettings, RowSettings
 from blockdraft.errors import UsageError
 from blockdraft.targets import Target, TargetText
 
@@ -28,16 +26,15 @@ class Preparation:
     Args:
         folder: Where the data go. A folder that holds part of them is gone on with; a finished one is added to where
             further rows have been put behind those that it was made of.
-        target: Tokenizer and limits; weights are not looked at.
-        sources, rows: See `read_rows`.
-        settings: How documents are made.
+        target, sources, rows, settings: See `Reading`.
 
     Attributes:
+        reading: The rows, and how they are read.
         total, missing: Rows there are, and those that are still to be worked on.
 
     Raises:
-        ValueError: A row of no accepted form, a target without a tokenizer, a length beyond its context, a folder of
-            data made with other arguments or from other rows.
+        ValueError: As of `Reading`; a row of no accepted form, a first row that cannot be encoded, a folder that cannot
+            be written to or holds data made with other arguments or from other rows.
     """
 
     def __init__(
@@ -48,25 +45,11 @@ class Preparation:
         rows: RowSettings,
         settings: DataSettings,
     ) -> None:
-        if target.tokenizer is None:
-            raise UsageError("The target has no tokenizer; training data take one.")
-        if settings.length is not None and settings.length > target.max_context:
-            raise UsageError(f"length is {settings.length} and the target's context {target.max_context} tokens.")
-        self.length = settings.length or min(target.max_context, LONGEST)
+        self.reading = Reading(target, sources, rows, settings)
         self.settings = settings
-        self.encoder = ChatEncoder(target.tokenizer, target.eos_token_ids, settings.template_args)
-        self._sources, self._rows = sources, rows
-        template = target.tokenizer.chat_template
-        identity = {
-            "tokenizer": tokenizer_fingerprint(target.tokenizer),
-            "chat_template": None if template is None else fingerprint(template),
-            "template_args": self.encoder.template_args,
-            "length": self.length,
-            "split_turns": settings.split_turns,
-            "written_by": settings.written_by,
-            "fields": [rows.text_field, rows.prompt_field, rows.response_field],
-        }
-        self.writer = DataWriter(folder, identity)
+        check_writable(folder)
+        self.writer = DataWriter(folder, self.reading.identity)
+        self.reading.check_first()
         manifest = self.writer.manifest or {"rows": 0, "digest": None}
         self.total, self.digest, before = self._check_rows(manifest["rows"])
         if manifest["digest"] not in (None, before):
@@ -80,6 +63,7 @@ class Preparation:
         self,
         answerer: Answerer | None = None,
         progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+        note: Callable[[str], None] = lambda text: None,
         **facts: Any,
     ) -> dict[str, Any]:
         """Make the data that are missing; what is made stays, also when interrupted.
@@ -87,6 +71,7 @@ class Preparation:
         Args:
             answerer: Who writes the answers, unless they are those of the rows.
             progress: Called with the pace, and the rows done and to do in this run.
+            note: Called with sentences that should stay on the screen.
             facts: Put into the manifest.
 
         Returns:
@@ -107,14 +92,17 @@ class Preparation:
             pace = self.writer.supervised / max(time.monotonic() - began, 1e-9)
             progress(f"{pace:.0f} tokens/s", done, self.missing)
 
+        if self.missing:
+            progress("started", 0, self.missing)
         try:
             if answerer is not None:
-                chats = ((number, row) for number, _, row in self._todo() if not isinstance(row, str))
-                regenerate(chats, answerer, self.encoder, self.writer, self.settings.sampling, self.length, tell)
+                tasks = ((number, self.reading.task(row)) for number, _, row in self._todo())
+                length = self.reading.length
+                regenerate(tasks, answerer, self.writer, self.settings.sampling, length, tell, note)
             else:
                 for number, place, row in self._todo():
                     try:
-                        documents = list(self._documents(row))
+                        documents = list(self.reading.documents(row))
                     except ValueError as error:
                         raise UsageError(f"{place}: {error}") from error
                     self.writer.add(number, documents, None if documents else "no supervised token")
@@ -126,37 +114,14 @@ class Preparation:
     def _check_rows(self, known: int) -> tuple[int, str, str]:
         """Count and digest all rows; the last value is the digest of the first `known` ones."""
         digest, before, count = hashlib.sha256(), "", 0
-        for place, row in read_rows(self._sources, self._rows):
-            if self.settings.writer != "text" and isinstance(row, str):
-                raise UsageError(f"{place}: this is a plain text, which nobody can answer; leave out --regenerate.")
-            if self.settings.writer == "text" and not isinstance(row, str) and any(m["content"] is None for m in row):
-                raise UsageError(f"{place}: this is a prompt without a response; add --regenerate to have it answered.")
+        for place, row in self.reading.rows():
+            self.reading.check(place, row)
             digest.update(json.dumps(row, sort_keys=True).encode())
             count += 1
             before = digest.hexdigest()[:16] if count == known else before
         return count, digest.hexdigest()[:16], before
 
     def _todo(self) -> Iterator[tuple[int, str, Row]]:
-        for number, (place, row) in enumerate(read_rows(self._sources, self._rows)):
+        for number, (place, row) in enumerate(self.reading.rows()):
             if number not in self.writer.done:
                 yield number, place, row
-
-    def _documents(self, row: Row) -> Iterator[Document]:
-        """The documents of a row that have a token to learn from."""
-        if isinstance(row, str):
-            ids = self.encoder.text(row)
-            for begin in range(0, len(ids), self.length):
-                part = tensor(ids[begin : begin + self.length])
-                yield Document(part, part >= 0)
-            return
-        for ids, written in self._encoded(row):
-            if any(written[: self.length]):
-                yield Document(tensor(ids)[: self.length], tensor(written)[: self.length], len(ids) > self.length)
-
-    def _encoded(self, chat: list[Message]) -> Iterator[tuple[list[int], list[bool]]]:
-        if not self.settings.split_turns:
-            yield self.encoder.chat(chat)
-            return
-        for i in answer_places(chat):
-            prompt, answer = self.encoder.last_answer(chat[: i + 1])
-            yield prompt + answer, [False] * len(prompt) + [True] * len(answer)

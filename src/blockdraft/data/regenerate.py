@@ -7,16 +7,51 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from torch import tensor
 
 from blockdraft.data.answerers import Answer, Answerer
 from blockdraft.data.chats import ChatEncoder, answer_places
-from blockdraft.data.documents import DataWriter, Document
+from blockdraft.data.documents import LOOPS, DataWriter, Document
 from blockdraft.data.rows import Message
 from blockdraft.engine import loops
 from blockdraft.errors import UsageError
 from blockdraft.types import SamplingParams
+
+LOOPS_AFTER = 50  # answers
+MANY_LOOPS = 0.2  # of the answers
+SAMPLING = 0.7  # a temperature at which few answers loop
+
+
+class Task(Protocol):
+    """A row whose answers are to be written.
+
+    Attributes:
+        messages: The chat so far; empty where a text is continued.
+        documents: Those that are whole.
+        reason: Why it ended before its first answer, if it did.
+    """
+
+    messages: list[Message]
+    documents: list[Document]
+    reason: str | None
+
+    def next_prompt(self) -> list[int] | None:
+        """Token ids of what is to be answered next; None where nothing is."""
+
+    def take(self, answer: Answer) -> None:
+        """Take the answer to the last prompt. Raises ValueError where a server and we disagree."""
+
+
+def told_loops(looped: int, total: int, temperature: float) -> str | None:
+    """What is to be said of answers that run in circles, and how to mend it; None if they are few."""
+    if looped <= MANY_LOOPS * total:
+        return None
+    found = f"{looped} of {total} answers run in circles and are left out ({looped / total:.0%})"
+    if temperature < SAMPLING:
+        return f"{found}; --temperature {SAMPLING} (sampling), with another --out, makes them fewer."
+    return f"{found}; a smaller --max-new-tokens, with another --out, loses fewer."
 
 
 def prompts_of(messages: Sequence[Message]) -> list[list[Message]]:
@@ -33,7 +68,7 @@ def prompts_of(messages: Sequence[Message]) -> list[list[Message]]:
 
 
 class Conversation:
-    """A row on its way through its turns.
+    """A chat on its way through its turns; a `Task`.
 
     Attributes:
         documents: Those that are whole. Turns share one as long as the template's next prompt begins with the very
@@ -83,7 +118,7 @@ class Conversation:
             if not answer.ended:
                 ids = self._encoder.without_end(ids)
         if loops(ids) or not ids:
-            self.reason = "answer loops" if ids else "no supervised token"
+            self.reason = LOOPS if ids else "no supervised token"
             self._parts.clear()
             return
         if prompt[: len(self._ids)] != self._ids:
@@ -102,47 +137,60 @@ class Conversation:
 
 
 def regenerate(
-    rows: Iterable[tuple[int, list[Message]]],
+    tasks: Iterable[tuple[int, Task]],
     answerer: Answerer,
-    encoder: ChatEncoder,
     writer: DataWriter,
     params: SamplingParams,
     length: int,
     progress: Callable[[], None],
+    note: Callable[[str], None],
 ) -> None:
-    """Have the answers of chats written anew, and write what comes of it.
+    """Have answers written, and write what comes of it.
 
     Args:
-        rows: Source rows by number.
+        tasks: By the numbers of their source rows.
         params: Of every answer. Each gets a seed of its own, which follows from this one, the row and the turn.
         length: Tokens of a document at most; an answer is cut there.
         progress: Called after each row.
+        note: Called with a sentence, once, where many answers run in circles.
     """
-    running: dict[int, Conversation] = {}
-    waiting = iter(rows)
+    running: dict[int, Task] = {}
+    waiting = iter(tasks)
+    answered = looped = 0
+    told = False
 
     def go_on(key: int, answer: Answer | None = None) -> None:
-        chat = running[key]
+        task = running[key]
         try:
             if answer is not None:
-                chat.take(answer)
-            prompt = chat.next_prompt()
+                task.take(answer)
+            prompt = task.next_prompt()
         except ValueError as error:
             raise UsageError(f"Row {key + 1}: {error}") from error
+        if answer is not None:
+            count(task)
         if prompt is None:
-            writer.add(key, chat.documents, None if chat.documents else chat.reason)
+            writer.add(key, task.documents, None if task.documents else task.reason)
             del running[key]
             progress()
             return
-        seed = (((params.seed or 0) * 1_000_003 + key) * 1_009 + len(chat.messages)) % 2**31
+        seed = (((params.seed or 0) * 1_000_003 + key) * 1_009 + len(task.messages)) % 2**31
         most = min(params.max_new_tokens, length - len(prompt))
-        answerer.ask(key, chat.messages, prompt, replace(params, max_new_tokens=most, seed=seed))
+        answerer.ask(key, task.messages, prompt, replace(params, max_new_tokens=most, seed=seed))
+
+    def count(task: Task) -> None:
+        nonlocal answered, looped, told
+        answered, looped = answered + 1, looped + (task.reason == LOOPS)
+        text = told_loops(looped, answered, params.temperature) if answered >= LOOPS_AFTER and not told else None
+        if text is not None:
+            told = True
+            note(text)
 
     try:
         while True:
-            while len(running) < answerer.at_once and (row := next(waiting, None)) is not None:
-                running[row[0]] = Conversation(prompts_of(row[1]), encoder, length)
-                go_on(row[0])
+            while len(running) < answerer.at_once and (one := next(waiting, None)) is not None:
+                running[one[0]] = one[1]
+                go_on(one[0])
             if not running:
                 return
             for key, answer in answerer.answers():

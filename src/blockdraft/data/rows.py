@@ -23,21 +23,31 @@ ACCEPTED = (
 )
 
 
-def read_rows(sources: Sequence[str], settings: RowSettings) -> Iterator[tuple[str, Row]]:
+def read_rows(sources: Sequence[str], settings: RowSettings, piece: int | None = None) -> Iterator[tuple[str, Row]]:
     """Rows of all sources one after the other, each with the place it comes from.
 
     Args:
-        sources: JSON, JSON-lines and Parquet files, folders of such files or of a saved dataset, names on the hub.
+        sources: JSON, JSON-lines and Parquet files, text files (each a row), folders of such files or of a saved
+            dataset, names on the hub.
+        piece: Texts are to be continued without a chat template: rows are those of `parse_raw`, and a text makes a row
+            of each piece of about so many characters.
 
     Raises:
         ValueError: A source that cannot be read, or a row of no accepted form.
     """
-    rows = itertools.chain.from_iterable(_numbered(source, settings) for source in sources)
-    for place, raw in itertools.islice(rows, settings.limit):
+
+    def parsed(place: str, raw: dict[str, Any]) -> Iterator[tuple[str, Row]]:
         try:
-            yield place, parse_row(raw, settings)
+            row = parse_row(raw, settings) if piece is None else parse_raw(raw, settings)
         except ValueError as error:
             raise UsageError(f"{place}: {error}") from error
+        pieces = [row] if piece is None or not isinstance(row, str) else pieces_of(row, piece)
+        for number, part in enumerate(pieces, 1):
+            yield place if number == 1 else f"{place}, piece {number}", part
+
+    raws = itertools.chain.from_iterable(_numbered(source, settings) for source in sources)
+    rows = itertools.chain.from_iterable(parsed(place, raw) for place, raw in raws)
+    return itertools.islice(rows, settings.limit)
 
 
 def parse_row(raw: dict[str, Any], settings: RowSettings) -> Row:
@@ -66,6 +76,39 @@ def parse_row(raw: dict[str, Any], settings: RowSettings) -> Row:
     if response not in held and (settings.response_field is not None or "completion" in held):
         raise UsageError(f"it has the fields {sorted(held)} and no {response!r}; name it by --response-field.")
     return _pair(_text(held, prompt), _text(held, response) if response in held else None)
+
+
+def parse_raw(raw: dict[str, Any], settings: RowSettings) -> Row:
+    """A row whose text is to be continued as it is: a text, or a prompt, which is the one message of a user.
+
+    Raises:
+        ValueError: It has none of the accepted forms, or is a chat.
+    """
+    row = parse_row(raw, settings)
+    if isinstance(row, str):
+        return row
+    named = settings.prompt_field is not None or settings.response_field is not None
+    if len(row) > 2 or (not named and any(raw.get(name) is not None for name in ("messages", "conversations"))):
+        raise UsageError(
+            "this is a chat, whose roles only a chat template can spell, and there is none here (the target has none, "
+            'or --continue asks to do without). Give {"text"} or {"prompt"} rows or .txt files to have them continued; '
+            "to have chats answered leave out --continue, and add --chat-template FILE if the target has none."
+        )
+    return row[:1]
+
+
+def pieces_of(text: str, size: int) -> Iterator[str]:
+    """Cut a text into pieces of so many characters at most, each as long as can be and at least half of it, at the end
+    of a paragraph, a line or a word, in this order."""
+    begin = 0
+    while len(text) - begin > size:
+        least, most = begin + size // 2, begin + size
+        places = (text.rfind(mark, least, most) + len(mark) for mark in ("\n\n", "\n", " "))
+        end = next((place for place in places if place > least), most)
+        yield text[begin:end]
+        begin = end
+    if begin == 0 or text[begin:].strip():
+        yield text[begin:]
 
 
 def _pair(prompt: str, response: str | None = None) -> list[Message]:
@@ -110,7 +153,11 @@ def _numbered(source: str, settings: RowSettings) -> Iterator[tuple[str, dict[st
     for number in itertools.count(1):
         try:
             row = next(rows, None)
+        except UsageError:
+            raise
         except Exception as error:  # of pyarrow, of json, of the hub, ...
+            if "utf-8" in str(error).lower():
+                raise UsageError(f"{source} is no UTF-8 text, row {number} or one after it ({error}).") from error
             raise UsageError(f"{source}, row {number} or one after it cannot be read: {error}") from error
         if row is None:
             if number == 1:
@@ -128,10 +175,14 @@ def _open(source: str, settings: RowSettings) -> Iterable[dict[str, Any]]:
     kind = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get((path.suffixes or [""])[-1])
     if path.suffix in (".gz", ".zst", ".bz2", ".xz"):
         kind = "json"
-    if not path.exists() and (kind or path.is_absolute() or source.startswith(".")):
+    if not path.exists() and (kind or path.suffix == ".txt" or path.is_absolute() or source.startswith(".")):
         raise UsageError(f"There is no {source}.")
+    if path.is_file() and path.stat().st_size == 0:
+        raise UsageError(f"{source} is empty.")
+    if texts := _text_files(path):
+        return map(_text_row, texts)
     if path.is_file() and kind is None:
-        raise UsageError(f"{source} is of no known kind; give .jsonl, .json or .parquet files, or a dataset.")
+        raise UsageError(f"{source} is of no known kind; give .jsonl, .json, .parquet or .txt files, or a dataset.")
     # Not its own bars, and no warnings about the hub: errors say what is wrong.
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
@@ -150,3 +201,20 @@ def _open(source: str, settings: RowSettings) -> Iterable[dict[str, Any]]:
         raise UsageError(f"{source} cannot be read as a dataset: {error}") from error
     rows: Iterable[dict[str, Any]] = found
     return rows
+
+
+def _text_files(path: Path) -> list[Path]:
+    """A text file, or those of a folder that holds nothing else."""
+    files = sorted(path.rglob("*") if path.is_dir() else [path])
+    files = [file for file in files if file.is_file()]
+    return files if all(file.suffix == ".txt" for file in files) else []
+
+
+def _text_row(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is no UTF-8 text ({error.reason} at byte {error.start}); convert it.") from error
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read ({error.strerror}).") from error
+    return {"text": text}

@@ -12,6 +12,7 @@ from blockdraft.types import SamplingParams
 
 FeatureDtype: TypeAlias = Literal["bfloat16", "float16", "float32"]
 
+CONTINUED = 64  # tokens of each text, where a target without a chat template goes on with texts
 LONGEST = 3072  # the paper's sequences (arXiv 2602.06036), where the target's context is not shorter
 
 
@@ -51,6 +52,9 @@ class DataSettings:
         split_turns: Make a document of each answer with what comes before it, instead of one of each chat. For chat
             templates that render earlier turns in another way, which they are otherwise refused for.
         writer: Who writes the answers: "text" keeps those of the rows; "target" is our own engine, "server" a server.
+        continued: Have the target continue the first N tokens of each text, without a chat template, instead of
+            answering chats. None does so only for a target that has no template: 64 tokens of a text, a quarter of
+            length at most, and prompts as a whole.
         author: What answers then: the target's fingerprint, or the model's name on the server.
         sampling: How; its seed makes one for each answer.
         batch_size: Answers that are written at a time.
@@ -60,9 +64,14 @@ class DataSettings:
     template_args: str = "{}"
     split_turns: bool = False
     writer: Literal["text", "target", "server"] = "text"
+    continued: Count | None = None
     author: str | None = None
     sampling: SamplingParams = SamplingParams(max_new_tokens=1024, seed=0)
     batch_size: Count = 32
+
+    def __post_init__(self) -> None:
+        if self.continued is not None and self.writer == "text":
+            raise UsageError(f"continued is {self.continued} and nobody is to write; choose a writer.")
 
     @property
     def written_by(self) -> dict[str, Any]:

@@ -12,11 +12,16 @@ from transformers import PreTrainedTokenizerBase
 
 from blockdraft.engine.detokenize import TextStream
 from blockdraft.errors import RequestError, UsageError
-from blockdraft.targets import Target
+from blockdraft.targets import Target, TargetText
 from blockdraft.types import Message, Prompt, SamplingParams
 
 
-def encode(prompt: Prompt, target: Target) -> list[int]:
+def encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Token ids of a text as it is, without a chat template, with the special tokens that the tokenizer puts around."""
+    return list(cast("list[int]", tokenizer(text)["input_ids"]))
+
+
+def encode(prompt: Prompt, target: Target | TargetText) -> list[int]:
     """Token ids of a text, a chat or token ids (also as an integer array of one dimension).
 
     A text becomes the user's message of a chat where the target has a chat template, and plain text otherwise. Whether
@@ -41,7 +46,7 @@ def encode(prompt: Prompt, target: Target) -> list[int]:
     if tokenizer is None:
         raise UsageError("The target has no tokenizer, so prompts must be lists of token ids.")
     if isinstance(prompt, str) and tokenizer.chat_template is None:
-        return list(tokenizer(prompt)["input_ids"])
+        return encode_text(prompt, tokenizer)
     chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else cast("Sequence[Message]", prompt)
     for message in chat:
         if not isinstance(message, Mapping):
