@@ -9,12 +9,13 @@ from typing import Any
 
 from blockdraft.data.features import size
 from blockdraft.errors import UsageError
-from blockdraft.fit.facts import Machine, Measured, Speeds, TargetFacts
+from blockdraft.fit.facts import Machine, Measured, TargetFacts
 from blockdraft.fit.recipe import LONG_BLOCK, SHORT_BLOCK, Fields, anchors, expected_speedup, reference
 from blockdraft.fit.settings import FitSettings
 
 SAFETY = 0.8  # share of the hours that is planned; machines have other things to do at times
 EPOCHS, MOST_EPOCHS = 3, 15  # passes over the answers that are aimed at, and after which there is little to learn
+ANSWERING = 0.4  # most of the time that answers may take
 STEPS = 800  # that are aimed at; where there is time for more, they become larger
 MOST_TOKENS = 65_536  # of a step
 LONG_TRAINING = 50_000_000  # tokens after which a drafter has a use for long blocks
@@ -106,15 +107,13 @@ def make_plan(
     }
     budget = SAFETY * 3600 * settings.hours - elapsed - sum(seconds.values())
 
-    # Rows so long that no document is cut, and so many of them in a step that there are some hundred steps.
-    length = min(target.context, LONGEST_ROW, max(256, 64 * math.ceil((measured.longest_prompt + tokens) / 64)))
-    rows = _rows(length, 0.7 * budget / (settings.steps or STEPS), speed)
-    step, learned = speed.step(rows * length), rows * length * PACKED
     document = measured.prompt_tokens + measured.answer_tokens
     prompt_seconds = 0.0 if available is not None else 1.5 * measured.prompt_tokens / measured.answer_rate
     answer_seconds, read_seconds = measured.answer_tokens / measured.answer_rate, document / measured.read_rate
-    each = prompt_seconds + answer_seconds + read_seconds  # besides training
-    answers = settings.answers or max(int(budget / (each + EPOCHS * step * document / learned)), 0)
+    written = prompt_seconds + answer_seconds
+    learn_seconds = EPOCHS * document / PACKED * speed.seconds[-1] / speed.tokens[-1]
+    answers = int(min(budget / (written + read_seconds + learn_seconds), ANSWERING * budget / written))
+    answers = settings.answers or max(answers, 0)
     held_out = EVAL_PROMPTS
     if available is not None:
         held_out = min(EVAL_PROMPTS, max(available // 10, 1))
@@ -123,27 +122,38 @@ def make_plan(
         answers = min(answers, available - held_out)
     kept = max(answers * (1 - lost), 1.0) * document  # tokens
 
-    block_size = SHORT_BLOCK
-    if budget / step * learned >= LONG_TRAINING and target.best_block_size is None:
-        block_size = LONG_BLOCK
-    else:
-        reasons.append(f"blocks of {SHORT_BLOCK}: after so little training longer ones bring nothing")
-    recipe = reference(variant, target, block_size)
-    reasons.append(f"{recipe['layers']} draft layers for the target's {target.layers}: a quarter of them, at most 5")
-    feature_bytes = int(2 * kept * len(recipe["taps"]) * target.hidden_size)
+    drafter = reference(variant, target)
+    feature_bytes = int(2 * kept * len(drafter["taps"]) * target.hidden_size)
     features = "memory" if feature_bytes <= MEMORY * machine.memory else None
     if features is None and feature_bytes <= DISK * machine.disk:
         features, seconds["features"] = "disk", start_seconds + kept / measured.read_rate
     if features is None:
-        step += rows * length / measured.read_rate
         reasons.append(f"features take {size(feature_bytes)}, so they are not kept but computed in every step")
-    used = answers * (prompt_seconds + answer_seconds) + seconds["features"]
-    used += kept / measured.read_rate if features == "memory" else 0.0
+    used = answers * written + seconds["features"] + (kept / measured.read_rate if features == "memory" else 0.0)
+
+    # Rows so long that no document is cut, and so many of them in a step that there are some hundred steps.
+    length = min(target.context, LONGEST_ROW, max(256, 64 * math.ceil((measured.longest_prompt + tokens) / 64)))
+
+    def step_seconds(rows: int) -> float:
+        return speed.step(rows * length) + (0.0 if features else rows * length / measured.read_rate)
+
+    rows, wanted = 1, settings.steps or STEPS
+    most_rows = min(MOST_TOKENS / length, MOST_EPOCHS * kept / PACKED / length / wanted)
+    while 2 * rows <= most_rows and step_seconds(2 * rows) * wanted <= budget - used:
+        rows *= 2
+    step, learned = step_seconds(rows), rows * length * PACKED
     steps = settings.steps or max(int((budget - used) / step), 0)
     most = max(math.ceil(MOST_EPOCHS * kept / learned), 1)
     if settings.steps is None and steps > most:
         steps = most
         reasons.append(f"training ends after {MOST_EPOCHS} passes over the answers, before the time is up")
+    block_size = SHORT_BLOCK
+    if steps * learned >= LONG_TRAINING and target.best_block_size is None:
+        block_size = LONG_BLOCK
+    else:
+        reasons.append(f"blocks of {SHORT_BLOCK}: after so little training longer ones bring nothing")
+    recipe = reference(variant, target, block_size)
+    reasons.append(f"{recipe['layers']} draft layers for the target's {target.layers}: a quarter of them, at most 5")
     reasons.append(
         f"{answers} answers and {steps} steps of {rows} x {length} tokens: "
         f"{steps * learned / kept:.1f} passes over the answers"
@@ -206,14 +216,6 @@ def _temperature(settings: FitSettings, measured: Measured, reasons: list[str]) 
     share = f"{100 * measured.looping:.0f} %"
     reasons.append(f"answers at temperature {LOOP_TEMPERATURE:g}, since {share} of the greedy ones run in circles")
     return LOOP_TEMPERATURE
-
-
-def _rows(length: int, seconds: float, speed: Speeds) -> int:
-    """As many as a step of so many seconds has time for."""
-    rows = 1
-    while 2 * rows * length <= MOST_TOKENS and speed.step(2 * rows * length) <= seconds:
-        rows *= 2
-    return rows
 
 
 def _check(
