@@ -14,7 +14,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "blockdraft"
 # From the ground up. A module may import its own package and lower groups; members of one group are strangers.
 LAYERS = [
     {"errors", "machine", "plugins", "timing"},
-    {"settings"},
+    {"settings", "folders"},
     {"types"},
     {"sampling"},
     {"proposal", "nn"},

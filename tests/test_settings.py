@@ -132,4 +132,4 @@ def test_what_is_written_is_read_again(explained: bool, tmp_path: Path) -> None:
 
 def test_own_fields_have_their_explanation() -> None:
     assert explain(OwnRecipe, "rank") == "Width of something, in channels."
-    assert explain(OwnRecipe, "layers") == "Draft layers."
+    assert explain(OwnRecipe, "block_size") == "Tokens of a block, anchor included."

@@ -9,6 +9,9 @@ BlockdraftError
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class BlockdraftError(Exception):
     """The base of all."""
@@ -16,6 +19,27 @@ class BlockdraftError(Exception):
 
 class UsageError(BlockdraftError, ValueError):
     """An argument, a file or a setting that cannot be used; the message names the value, the limit and the remedy."""
+
+
+class Complaints:
+    """Bad input, collected so that all of it is told at once."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note a `UsageError` that is raised inside, and go on behind it."""
+        try:
+            yield
+        except UsageError as error:
+            self.told.append(str(error))
+
+    def check(self) -> None:
+        """Raise what was noted as one `UsageError`, if there is any."""
+        if self.told:
+            several = "".join(f"\n- {one}" for one in self.told)
+            raise UsageError(self.told[0] if len(self.told) == 1 else f"{len(self.told)} things do not fit:{several}")
 
 
 class NumbersError(BlockdraftError, FloatingPointError):

@@ -13,17 +13,21 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import tracking
+from accelerate.utils import LoggerType
 from safetensors.torch import load_file
 
 from blockdraft import load_drafter, load_target
 from blockdraft.data.documents import DataWriter, Document, read_data, tokenizer_fingerprint
+from blockdraft.data.features import target_fingerprint
+from blockdraft.folders import held
 from blockdraft.settings import read_settings
 from blockdraft.targets import Target
 from blockdraft.training import checkpoints, start
 from blockdraft.training.devices import make_accelerator
-from blockdraft.training.trainer import Telling, run_folder, train
+from blockdraft.training.records import Records
+from blockdraft.training.trainer import FINISH, Telling, run_folder, train
 from blockdraft.training.variants import find_variant, variant_names
-from blockdraft.training.variants.dflash import mask_token
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerator")
 
@@ -50,13 +54,15 @@ Run = Callable[..., list[dict[str, Any]]]
 @pytest.fixture
 def run(tiny_target_dir: Path, tiny_data_dir: Path) -> Run:
     def call(out: Path, variant: str = "dflash", data: Path = tiny_data_dir, **changes: str) -> list[dict[str, Any]]:
-        notes = changes.pop("notes", None)
+        notes, more = changes.pop("notes", None), int(changes.pop("more", 0))
+        other_answers = bool(changes.pop("other_answers", False))
         named = {name.replace("_", "-"): value for name, value in changes.items()}
         recipe = read_settings(find_variant(variant).recipe_class, flags=BASE | named)
         telling = Telling(note=notes.append if notes is not None else lambda text: None)  # type: ignore[attr-defined]
         accelerator = make_accelerator(recipe, run_folder(out), "cpu")
         target = load_target(tiny_target_dir, device="cpu")
-        return train(variant, target, read_data(data), out, recipe, accelerator, telling=telling)
+        documents = read_data(data)
+        return train(variant, target, documents, out, recipe, accelerator, None, telling, None, more, other_answers)
 
     return call
 
@@ -118,6 +124,98 @@ def test_a_run_that_stopped_goes_on_to_the_same_weights(
 def test_a_finished_run_has_nothing_left_to_do(run: Run, tmp_path: Path) -> None:
     first = run(tmp_path / "drafter")
     assert run(tmp_path / "drafter") == first
+
+
+def test_a_larger_number_of_steps_goes_on_behind_the_end_to_the_same_weights(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for out in (tmp_path / "whole", tmp_path / "stopped"):
+        run(out, steps="4", eval_prompts="0")
+    before = weights(tmp_path / "whole")
+    lines = run(tmp_path / "whole", steps="9", eval_prompts="0")
+    assert [line["step"] for line in lines] == list(range(1, 10)) and lines[4]["rate"] > lines[3]["rate"]
+    assert not torch.equal(before["fc.weight"], weights(tmp_path / "whole")["fc.weight"])
+    original = checkpoints.save
+
+    def stop(folder: Path, step: int, *rest: Any) -> None:
+        original(folder, step, *rest)
+        if step == 6:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoints, "save", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / "stopped", more="5", eval_prompts="0", steps="4")
+    notes: list[str] = []
+    run(tmp_path / "stopped", more="5", eval_prompts="0", steps="4", notes=notes)  # type: ignore[arg-type]
+    assert any("Going on from step 6" in note for note in notes)
+    assert same(tmp_path / "whole", tmp_path / "stopped")
+    run(tmp_path / "stopped", eval_prompts="0", steps="4", notes=notes)  # type: ignore[arg-type]
+    assert any("has done its 9 steps; a larger --steps" in note for note in notes)
+    assert same(tmp_path / "whole", tmp_path / "stopped")
+
+
+def test_told_to_finish_it_ends_within_a_few_steps(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, notes, add = tmp_path / "drafter", list[str](), Records.add
+
+    def tell(records: Records, line: Any) -> None:
+        add(records, line)
+        if line["step"] == 13:
+            (run_folder(out) / FINISH).touch()
+
+    changes: dict[str, Any] = {"steps": "500", "save_every": "0", "eval_prompts": "0", "eval_every": "0", "keep": "1"}
+    with monkeypatch.context() as patched:
+        patched.setattr(Records, "add", tell)
+        lines = run(out, **changes, notes=notes)
+    assert [line["step"] for line in lines] == list(range(1, 15)) and lines[-1]["rate"] == 0
+    assert "held_out_loss" in lines[-1] and not (run_folder(out) / FINISH).exists()
+    assert any("Told to finish: the rates fall until step 14" in note for note in notes)
+    ended = weights(out)
+    (run_folder(out) / FINISH).touch()  # too late, and forgotten
+    assert run(out, **changes) == lines and not (run_folder(out) / FINISH).exists()
+    assert torch.equal(ended["fc.weight"], weights(out)["fc.weight"])
+    assert len(run(out, **changes, more="2")) == 16
+
+
+def test_two_runs_do_not_share_a_folder(run: Run, tmp_path: Path) -> None:
+    with held(tmp_path / "drafter", "training"), pytest.raises(ValueError, match="in use by process .* training since"):
+        run(tmp_path / "drafter")
+
+
+def test_answers_of_another_model_are_refused_unless_named(
+    run: Run, tmp_path: Path, tiny_target_dir: Path, tiny_data_dir: Path
+) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(tiny_data_dir, data)
+    manifest = json.loads((data / "data.json").read_text())
+    for author, fits in ((target_fingerprint(load_target(tiny_target_dir)), True), ("0123456789abcdef", False)):
+        written = {"writer": "target", "author": author}
+        (data / "data.json").write_text(json.dumps(manifest | {"written_by": written}))
+        if not fits:
+            with pytest.raises(ValueError, match=r"another model \(fingerprint 0123456789abcdef\).*--other-answers"):
+                run(tmp_path / "other", data=data, steps="1", eval_prompts="0")
+        run(tmp_path / author, data=data, steps="1", eval_prompts="0", other_answers="" if fits else "yes")
+
+
+def test_trackers_are_told_figures_and_recipe(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights & Biases, by a module of that name which notes what it is told."""
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb" / "__init__.py").write_text(
+        "told, config = [], {}\n"
+        "def init(**kwargs):\n    import wandb\n    wandb.init_args = kwargs\n    return wandb\n"
+        "def log(values, step=None):\n    told.append((step, values))\n"
+        "def finish(): told.append('finished')\n"
+    )
+    monkeypatch.setattr(tracking, "_available_trackers", [LoggerType.WANDB])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    run(tmp_path / "drafter", steps="2", trackers="wandb", eval_prompts="0")
+    import wandb  # type: ignore[import-not-found]
+
+    assert wandb.init_args["project"] == "blockdraft" and wandb.init_args["name"] == "drafter"
+    assert wandb.config["length"] == 40 and wandb.config["objective"] == "{'decay': 1.0}"
+    assert [one[0] for one in wandb.told[:2]] == [1, 2] and wandb.told[-1] == "finished"
+    assert wandb.told[0][1]["loss"] > 0 and "held_out_loss" in wandb.told[1][1]
+    monkeypatch.delitem(sys.modules, "wandb")
 
 
 @pytest.mark.slow
@@ -205,10 +303,17 @@ def test_what_does_not_fit_is_refused_at_the_start(
         assert not (out / "config.json").exists()
 
     refused("taps is .* below num_target_layers, 3", taps="0,7")
-    refused("num_target_layers is 3.*name the taps", taps="5")
+    refused("taps is 5, the number of layers to tap, and the target has 3;.* name the layers", taps="5")
     refused("length is 4000 and the target's context is 256", length="4000")
     refused("held_out is 40 and the data hold 40", held_out="40")
-    refused("mask_token_id is 100000|no mask token", mask_token_id="100000")
+    refused("mask_token_id is 100000 and the target's vocabulary has 265 tokens, 0 to 264", mask_token_id="100000")
+    refused(
+        "4 things do not fit:\n- length is 4000.*\n- held_out is 40.*\n- taps is 9.*\n- mask_token_id is 2, which",
+        length="4000",
+        held_out="40",
+        taps="9",
+        mask_token_id="2",
+    )
     refused("ends answers", mask_token_id="2")
     refused("no folder made by|does not exist", features=str(tmp_path / "nowhere"))
     refused("'nll' is unknown", objective="nll=1")
@@ -223,31 +328,25 @@ def test_what_does_not_fit_is_refused_at_the_start(
     monkeypatch.undo()
     out.mkdir()
     (out / "thesis.tex").touch()
+    refused("the folder to write is .*drafter'; it must be new, empty or a draft model's")
     shutil.rmtree(run_folder(out))
     refused("is no run of this command; choose another --out")
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="cannot be written"):
+        run(tmp_path / "file" / "drafter")
 
 
 @pytest.mark.slow
 def test_a_run_is_not_gone_on_with_under_another_recipe(run: Run, tmp_path: Path) -> None:
     run(tmp_path / "drafter", steps="2")
-    with pytest.raises(ValueError, match="holds a run with learning_rate = 0.003, and 0.1 is asked for now"):
-        run(tmp_path / "drafter", steps="2", learning_rate="0.1")
+    with pytest.raises(ValueError, match=r"with learning_rate = 0.003 \(now 0.1\), seed = 0 \(now 1\); give"):
+        run(tmp_path / "drafter", steps="2", learning_rate="0.1", seed="1")
     run(tmp_path / "drafter", steps="2", eval_every="1")  # says how often, not what
 
 
 def test_loss_that_is_no_number_ends_the_run(run: Run, tmp_path: Path) -> None:
     with pytest.raises(FloatingPointError, match="lower the learning rate"):
         run(tmp_path / "drafter", learning_rate="1e30", clip="0", steps="6")
-
-
-def test_mask_token(tiny_target_dir: Path) -> None:
-    target = load_target(tiny_target_dir)
-    assert target.tokenizer is not None
-    assert mask_token(target, None) == target.tokenizer.mask_token_id == 3
-    assert mask_token(target, 7) == 7
-    target.tokenizer.mask_token = None
-    target.vocab_size += 1  # a row of the embedding that no token has
-    assert mask_token(target, None) == target.vocab_size - 1
 
 
 def test_targets_that_cap_their_logits_teach_no_laws(tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ def features(
     data: Annotated[Path, typer.Option(metavar="DIR", help="Folder made by `blockdraft data`.")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the features; it may hold part of them already.")],
     target: TargetFolder = None,
-    taps: Annotated[str, option(FeatureSettings, "taps", metavar="N|LAYER,...")] = str(FeatureSettings.taps),
+    taps: Annotated[str | None, option(FeatureSettings, "taps", metavar="N|LAYER,...")] = None,
     dtype: Annotated[FeatureDtype, option(FeatureSettings, "dtype")] = FeatureSettings.dtype,
     batch_tokens: Annotated[int, option(FeatureSettings, "batch_tokens")] = FeatureSettings.batch_tokens,
     target_dtype: Annotated[
@@ -37,7 +37,8 @@ def features(
     from blockdraft.data.documents import read_data
     from blockdraft.data.features import chosen_taps, plan_features, size
 
-    settings = FeatureSettings(from_text(FeatureSettings, "taps", taps), dtype, batch_tokens)
+    wanted = FeatureSettings.taps if taps is None else from_text(FeatureSettings, "taps", taps)
+    settings = FeatureSettings(wanted, dtype, batch_tokens)
     documents = read_data(data)
     loaded = loading.load(target, target_dtype, device, backend)
     layers = chosen_taps(settings.taps, loaded.num_layers)

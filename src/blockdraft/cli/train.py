@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +13,7 @@ from typer.core import TyperCommand
 
 from blockdraft.cli import loading
 from blockdraft.cli.options import Device, Dtype, TargetBackend, TargetFolder
-from blockdraft.errors import UsageError
+from blockdraft.errors import Complaints, UsageError
 from blockdraft.types import DEFAULT_BACKEND, Backend
 
 
@@ -57,6 +58,17 @@ def train(
             "--format", metavar="NAME", help="How to write the drafter, as in `blockdraft export`; by default its own."
         ),
     ] = None,
+    extend: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="STEPS",
+            help="Steps to add behind the end of a run that has ended; so does a larger --steps or --epochs.",
+        ),
+    ] = 0,
+    other_answers: Annotated[
+        bool, typer.Option("--other-answers", help="Learn from answers that another model than the target wrote.")
+    ] = False,
     target_dtype: Dtype = None,
     device: Device = None,
     backend: TargetBackend = DEFAULT_BACKEND,
@@ -69,6 +81,7 @@ def train(
 
     Every recipe field is an option too: --layers 3, --learning-rate 1e-3, --objective decay=0.5,forward_kl=0.5.
     `blockdraft train dflash --show-recipe` lists them. On many devices: `accelerate launch -m blockdraft train ...`.
+    To end early with a whole drafter: `touch DIR.run/finish`, or send the signal USR1.
     """
     from blockdraft.settings import as_toml, read_settings
     from blockdraft.training.variants import find_variant
@@ -77,11 +90,12 @@ def train(
     if show_recipe:
         print(as_toml(settings, explained=True), end="")
         return
-    for name, value in (("--data", data), ("--out", out)):
-        if value is None:
-            raise UsageError(f"{name} is missing; name a folder.")
+    missing = [name for name, value in (("--data", data), ("--out", out)) if value is None]
+    if missing:
+        raise UsageError(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing; name a folder.")
     assert data is not None and out is not None
-    _train(variant, settings, target, data, out, prompts_file, to_format, target_dtype, device, backend)
+    more = {"more": extend, "other_answers": other_answers}
+    _train(variant, settings, target, data, out, prompts_file, to_format, target_dtype, device, backend, more)
 
 
 def _train(
@@ -95,6 +109,7 @@ def _train(
     dtype: str | None,
     device: str | None,
     backend: Backend,
+    more: Mapping[str, Any],
 ) -> None:
     from blockdraft.cli import display
     from blockdraft.data.documents import read_data
@@ -104,25 +119,38 @@ def _train(
     try:
         from blockdraft.training.devices import make_accelerator
         from blockdraft.training.export import format_for
-        from blockdraft.training.trainer import Telling, run_folder, train
+        from blockdraft.training.trainer import FINISH, Telling, run_folder, train
     except ModuleNotFoundError as error:
         raise UsageError(f"Training takes {error.name}; run pip install 'blockdraft[train]'.") from error
 
-    if to_format is not None:
-        find_layout(to_format)
-    documents = read_data(data)
-    prompts = read_prompt_sets([prompts_file])[0].prompts if prompts_file is not None else None
-    accelerator = make_accelerator(settings, run_folder(out), device)
+    complaints, prompts = Complaints(), None
+    with complaints.noting():
+        if to_format is not None:
+            find_layout(to_format)
+    with complaints.noting():
+        documents = read_data(data)
+    with complaints.noting():
+        if prompts_file is not None:
+            prompts = read_prompt_sets([prompts_file])[0].prompts
+    with complaints.noting():
+        accelerator = make_accelerator(settings, run_folder(out), device)
+    complaints.check()
     loaded = loading.load(target, dtype, accelerator.device, backend)
 
     def note(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
+    def finish(*_: object) -> None:
+        if run_folder(out).is_dir():
+            (run_folder(out) / FINISH).touch()
+
+    if hasattr(signal, "SIGUSR1"):  # not on Windows
+        signal.signal(signal.SIGUSR1, finish)
     try:
         with display.progress("done") as progress:
             telling = Telling(progress, note)
             written = None if to_format is None else format_for(to_format, loaded, target)
-            lines = train(variant, loaded, documents, out, settings, accelerator, prompts, telling, written)
+            lines = train(variant, loaded, documents, out, settings, accelerator, prompts, telling, written, **more)
     except KeyboardInterrupt:
         if accelerator.is_main_process:
             note("Interrupted; the same command goes on from the newest checkpoint.")

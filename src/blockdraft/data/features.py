@@ -25,7 +25,6 @@ from blockdraft.data.documents import TokenData
 from blockdraft.data.folder import check_free, fingerprint, make_folder, read_manifest, write_file
 from blockdraft.data.settings import FeatureSettings
 from blockdraft.errors import NumbersError, UsageError
-from blockdraft.nn.draft_config import default_taps
 from blockdraft.proposal import chain
 from blockdraft.targets import Target
 
@@ -69,15 +68,29 @@ def tapped_features(target: Target, taps: Sequence[int], tokens: Sequence[Tensor
     return [row[: len(document)] for row, document in zip(features, tokens, strict=True)]
 
 
-def chosen_taps(taps: int | tuple[int, ...], num_layers: int) -> tuple[int, ...]:
-    """The layers that are tapped: those named, or so many, spread over the target. Raises ValueError where the target
-    has too few layers for that."""
-    if not isinstance(taps, int):
-        return taps
-    try:
-        return default_taps(num_layers, taps)
-    except ValueError as error:
-        raise UsageError(f"{error} Otherwise name the taps, as in --taps 0,1.") from error
+def chosen_taps(taps: int | tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
+    """The layers that are tapped.
+
+    Args:
+        taps: Those; or how many, spread from layer 1 to the third from the end as z-lab's drafters have them, and in a
+            target of few layers over more of it; None is 5, or as many as a smaller target has.
+
+    Raises:
+        ValueError: The target has fewer layers than that.
+    """
+    count = min(5, num_layers) if taps is None else taps
+    if not isinstance(count, int):
+        return count
+    if not 1 <= count <= num_layers:
+        raise UsageError(
+            f"taps is {count}, the number of layers to tap, and the target has {num_layers}; give at most that, or "
+            "name the layers, as in --taps 0,1 or, for layer 0 alone, --taps 0,"
+        )
+    if count == 1:
+        return (num_layers // 2,)
+    ranges = ((1, num_layers - 3), (0, num_layers - 2), (0, num_layers - 1))
+    first, last = next((first, last) for first, last in ranges if last - first + 1 >= count)
+    return tuple(round(first + i * (last - first) / (count - 1)) for i in range(count))
 
 
 def check_taps(target: Target, taps: Sequence[int]) -> None:

@@ -89,11 +89,12 @@ class FeatureSettings:
     """How features are computed and kept.
 
     Attributes:
-        taps: How many layers to tap, from layer 1 to the third from the end, or which, from 0 on, separated by commas.
+        taps: How many layers to tap (`5`), spread from layer 1 to the third from the end, or which, from 0 on
+            (`1,9,17`; one alone is `9,`). None is 5, or fewer in a target that has fewer layers.
         dtype: Of the kept numbers.
         batch_tokens: Tokens of one target forward at most, padding included; a longer document goes alone.
     """
 
-    taps: Count | Layers = 5
+    taps: Count | Layers | None = None
     dtype: FeatureDtype = "bfloat16"
     batch_tokens: Count = 8192

@@ -8,7 +8,7 @@ from pathlib import Path
 from blockdraft.errors import UsageError
 from blockdraft.formats.base import Borrowed, Checkpoint, Layout, check_fits
 from blockdraft.formats.find import find_layout, layout_of, layouts
-from blockdraft.formats.folder import read_config
+from blockdraft.formats.folder import check_writable, clear_remains, read_config
 
 
 def read_drafter(path: str | Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
@@ -19,4 +19,5 @@ def read_drafter(path: str | Path, vocabulary: Mapping[str, int] | None, num_tar
     return layout.read(Path(path), vocabulary, num_target_layers)
 
 
-__all__ = ["Borrowed", "Checkpoint", "Layout", "check_fits", "find_layout", "layout_of", "layouts", "read_drafter"]
+__all__ = ["Borrowed", "Checkpoint", "Layout", "check_fits", "check_writable", "clear_remains", "find_layout"]
+__all__ += ["layout_of", "layouts", "read_drafter"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import json
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -76,11 +78,7 @@ def write_folder(path: str | Path, raw: Mapping[str, Any], tensors: Mapping[str,
         ValueError: The folder holds something else.
     """
     path = Path(path).resolve()
-    free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
-    need(
-        free or _holds_drafter(path), "the folder to write", str(path), "new, empty or a draft model's; choose another"
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
+    check_writable(path)
     with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
         new, old = Path(scratch, "new"), Path(scratch, "old")
         new.mkdir()
@@ -95,6 +93,30 @@ def write_folder(path: str | Path, raw: Mapping[str, Any], tensors: Mapping[str,
         finally:
             if old.exists() and not path.exists():
                 old.rename(path)
+
+
+def check_writable(path: str | Path) -> None:
+    """Raise what `write_folder` would raise for this folder: a ValueError where it holds something else, an OSError
+    where nothing can be made beside it."""
+    path = Path(path).resolve()
+    free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
+    need(
+        free or _holds_drafter(path), "the folder to write", str(path), "new, empty or a draft model's; choose another"
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}."):
+        pass
+
+
+def clear_remains(path: str | Path) -> None:
+    """Clear away what a killed `write_folder` left beside this folder, which nobody may be writing now."""
+    path = Path(path).resolve()
+    for scratch in path.parent.glob(f".{glob.escape(path.name)}.*"):
+        if not scratch.is_dir() or {one.name for one in scratch.iterdir()} - {"new", "old"}:
+            continue
+        if (scratch / "old").exists() and not path.exists():
+            (scratch / "old").rename(path)
+        shutil.rmtree(scratch)
 
 
 def _holds_drafter(path: Path) -> bool:

@@ -11,9 +11,21 @@ from torch import Tensor
 from blockdraft.errors import UsageError
 from blockdraft.formats.architectures import architecture_of, by_name, tensor_shapes
 from blockdraft.formats.base import Checkpoint
-from blockdraft.formats.folder import blaming, check_tensors, read_config, read_tensors, write_folder
+from blockdraft.formats.folder import blaming, check_tensors, read_tensors, write_folder
+from blockdraft.formats.folder import read_config as read_raw
 from blockdraft.formats.zlab_config import config_dict, parse_config
 from blockdraft.nn.draft_config import DraftConfig, need
+
+
+def read_config(path: str | Path, vocabulary: Mapping[str, int] | None = None) -> DraftConfig:
+    """The configuration in a folder's config.json. For `vocabulary` see `parse_config`.
+
+    Raises:
+        ValueError: The folder holds no draft model.
+    """
+    raw = read_raw(path)
+    with blaming(Path(path, "config.json")):
+        return parse_config(raw, vocabulary)
 
 
 def read_checkpoint(
@@ -25,9 +37,7 @@ def read_checkpoint(
     Raises:
         ValueError: The folder is absent, incomplete or broken, or holds no draft model.
     """
-    raw = read_config(path)
-    with blaming(Path(path, "config.json")):
-        config = parse_config(raw, vocabulary)
+    config = read_config(path, vocabulary)
     found = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in read_tensors(path).items()}
     found.pop("embed_tokens.weight", None)  # not the drafter's own, and neither are the angles
     tensors = {name: tensor for name, tensor in found.items() if not name.endswith("rotary_emb.inv_freq")}

@@ -99,13 +99,18 @@ class Documents:
 
 
 def split(usable: Sequence[int], held_out: int, seed: int) -> tuple[list[int], list[int]]:
-    """Documents to train on, and those that are held out. Raises ValueError where none would be left."""
+    """Documents to train on, and those that are held out. Raises ValueError where none would be left.
+
+    Documents that are added behind these move no document from the former to the latter, so that a drafter that learns
+    on from more data is not measured on what it has learned.
+    """
     if held_out >= len(usable):
         raise UsageError(
             f"held_out is {held_out} and the data hold {len(usable)} usable documents; hold out fewer, or add data."
         )
-    order = torch.randperm(len(usable), generator=generator(seed, HELD_OUT)).tolist()
-    return sorted(usable[i] for i in order[held_out:]), [usable[i] for i in order[:held_out]]
+    lots = np.random.default_rng((seed, HELD_OUT)).random(max(usable) + 1)
+    order = sorted(usable, key=lambda i: lots[i])
+    return sorted(order[held_out:]), order[:held_out]
 
 
 def pack(order: Sequence[int], lengths: Sequence[int], length: int) -> list[tuple[int, ...]]:
@@ -172,10 +177,13 @@ class Batches:
     Args:
         documents: All documents.
         chosen: Indices of those to use.
+        recipe: With length, batch and anchors settled.
         taught_slots: K.
     """
 
     def __init__(self, documents: Documents, chosen: Sequence[int], recipe: Recipe, taught_slots: int) -> None:
+        assert recipe.length is not None and recipe.batch is not None and recipe.anchors is not None
+        self._length, self._batch, self._anchors = recipe.length, recipe.batch, recipe.anchors
         self._documents, self._chosen, self._recipe, self._taught = documents, list(chosen), recipe, taught_slots
         self._epoch: tuple[int, list[tuple[int, ...]]] = (-1, [])
 
@@ -183,11 +191,11 @@ class Batches:
         if self._epoch[0] != epoch:
             random = generator(self._recipe.seed, ORDER, epoch)
             order = [self._chosen[i] for i in torch.randperm(len(self._chosen), generator=random).tolist()]
-            self._epoch = (epoch, pack(order, self._documents.lengths, self._recipe.length))
+            self._epoch = (epoch, pack(order, self._documents.lengths, self._length))
         return self._epoch[1]
 
     def steps_of(self, epoch: int) -> int:
-        return -(-len(self._rows(epoch)) // self._recipe.batch)
+        return -(-len(self._rows(epoch)) // self._batch)
 
     def steps(self) -> int:
         """Steps of the whole run."""
@@ -204,22 +212,22 @@ class Batches:
             for step in range(max(start - begun, 0), count):
                 random = generator(self._recipe.seed, ANCHORS, epoch, step)
                 rows = every[len(every) * step // count : len(every) * (step + 1) // count]
-                yield epoch, self.batch(rows + [()] * (self._recipe.batch - len(rows)), random)
+                yield epoch, self.batch(rows + [()] * (self._batch - len(rows)), random)
             begun += count
             epoch += 1
 
     def fixed(self, size: int) -> list[Batch]:
         """One epoch that is the same whenever it is asked for, in batches of `size` rows: for measuring."""
         random = generator(self._recipe.seed, ANCHORS)
-        rows = pack(self._chosen, self._documents.lengths, self._recipe.length)
+        rows = pack(self._chosen, self._documents.lengths, self._length)
         rows += [()] * (-len(rows) % size)
         return [self.batch(rows[i : i + size], random) for i in range(0, len(rows), size)]
 
     def batch(self, rows: Sequence[tuple[int, ...]], random: torch.Generator) -> Batch:
-        size = len(rows), self._recipe.length
+        size = len(rows), self._length
         tokens, positions = torch.zeros(size, dtype=torch.long), torch.zeros(size, dtype=torch.long)
         documents, supervised = torch.full(size, -1), torch.zeros(size, dtype=torch.bool)
-        anchors = torch.full((size[0], self._recipe.anchors), -1)
+        anchors = torch.full((size[0], self._anchors), -1)
         stride = self._recipe.block_size if self._recipe.anchor_placement == "fixed" else None
         for row, indices in enumerate(rows):
             held, begin = [self._documents[index] for index in indices], 0

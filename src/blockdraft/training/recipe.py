@@ -16,15 +16,17 @@ from blockdraft.settings import Amount, Count, Natural, Share, Texts, settings
 class Recipe:
     """What every variant of training knows; a variant may add fields and change defaults by subclassing.
 
-    Rate, warm-up, clipping, epochs, anchors and length are those of arXiv 2602.06036.
+    Rate, warm-up, clipping, epochs, anchors and length are those of arXiv 2602.06036. Fields that are None by default
+    are settled by target and data before training begins (`settle.py`).
 
     Attributes:
         block_size: Tokens of a block, anchor included.
-        length: Tokens of a row. Documents are packed into rows, longer ones are cut.
-        batch: Rows of a step, over all processes and accumulated batches.
-        anchors: Blocks of a row, drawn anew in each epoch.
+        length: Tokens of a row. Documents are packed into rows, longer ones are cut. None is 3072, or the target's
+            context if that is shorter.
+        batch: Rows of a step, over all processes and accumulated batches; None is 8, or what the data fill.
+        anchors: Blocks of a row, drawn anew in each epoch; None is a sixth of `length`.
         anchor_placement: "random", or "fixed" for blocks that follow each other, as a baseline.
-        held_out: Documents that are kept back to measure on.
+        held_out: Documents that are kept back to measure on; None is 64, or a tenth of them all if that is less.
         features: Where the target's hidden states come from: None runs the target in the loop, "memory" computes them
             once at the start and keeps them in memory in bfloat16, anything else is a folder of stored features.
         objective: Names of objectives and their weights.
@@ -57,11 +59,11 @@ class Recipe:
     """
 
     block_size: Annotated[int, Field(ge=2)] = 16
-    length: Annotated[int, Field(ge=2)] = 3072
-    batch: Count = 8
-    anchors: Count = 512
+    length: Annotated[int, Field(ge=2)] | None = None
+    batch: Count | None = None
+    anchors: Count | None = None
     anchor_placement: Literal["random", "fixed"] = "random"
-    held_out: Natural = 64
+    held_out: Natural | None = None
     features: str | None = None
     objective: Mapping[str, Amount] = field(default_factory=lambda: {"decay": 1.0})
     gamma: Amount | None = None
@@ -92,5 +94,5 @@ class Recipe:
     def __post_init__(self) -> None:
         if not any(self.objective.values()):
             raise UsageError(f"objective is {dict(self.objective)}; give names and weights of 0 or more, not all 0.")
-        if self.batch % self.accumulation:
+        if self.batch is not None and self.batch % self.accumulation:
             raise UsageError(f"batch is {self.batch}; it must be a multiple of accumulation, {self.accumulation}.")

@@ -10,43 +10,59 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from blockdraft.data import documents
 from blockdraft.data.documents import TokenData
 from blockdraft.data.features import tapped_features, target_fingerprint
 from blockdraft.errors import UsageError
+from blockdraft.formats import check_writable
 from blockdraft.proposal import chain
 from blockdraft.targets import Target
+from blockdraft.training.batches import Documents
 from blockdraft.training.recipe import Recipe
 
 # Recipe fields that may change when a run goes on: they say how and how often, not what is learned.
 FREE = {"eval_every", "eval_prompts", "eval_tokens", "save_every", "keep", "trackers", "save_dtype", "features"}
-FREE |= {"accumulation", "chunk", "compile", "dtype"}
+FREE |= {"accumulation", "chunk", "compile", "dtype", "steps", "epochs"}  # of the last two the schedule takes care
 
 
-def check_data(data: TokenData, target: Target, recipe: Recipe, processes: int) -> None:
-    """Raises ValueError where data, target, recipe and the number of processes do not fit together."""
-    data.check_tokenizer(target.tokenizer)
-    if recipe.length > target.max_context:
+def told_of_data(documents: Documents, trained: int, held_out: int) -> list[str]:
+    """Sentences on what is trained on."""
+    found = [
+        f"{trained} documents to train on, {held_out} held out; {documents.supervised:,} of {documents.tokens:,} "
+        "tokens supervised"
+    ]
+    if documents.cut:
+        found.append(f"{documents.cut} documents are longer than a row and were cut; see --length")
+    if documents.useless:
+        found.append(f"{documents.useless} documents have no two supervised tokens side by side and are left out")
+    return found
+
+
+def check_answers(data: TokenData, target: Target) -> None:
+    """Raises ValueError where another model wrote the answers."""
+    written = data.manifest.get("written_by", {})
+    if written.get("writer") == "target" and written["author"] != target_fingerprint(target):
         raise UsageError(
-            f"length is {recipe.length} and the target's context is {target.max_context} tokens; choose at most that."
-        )
-    if recipe.batch % (processes * recipe.accumulation):
-        raise UsageError(
-            f"batch is {recipe.batch}; it must be a multiple of {processes} processes times accumulation "
-            f"{recipe.accumulation}."
+            f"The answers in {data.folder} were written by another model (fingerprint {written['author']}) than this "
+            f"target ({target_fingerprint(target)}), and a drafter should learn from its own target's; make data with "
+            "this target (blockdraft data --regenerate), or add --other-answers to learn from these."
         )
 
 
 def check_folder(out: Path, folder: Path, network: nn.Module, recipe: Recipe) -> None:
-    """Raises ValueError where the drafter's folder belongs to something else, or the disk is too small."""
+    """Raises ValueError where the drafter's folder belongs to something else or cannot be written, or the disk is too
+    small."""
     if out.exists() and not folder.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} exists and is no run of this command; choose another --out, or delete it.")
+    try:
+        check_writable(out)
+        folder.mkdir(parents=True, exist_ok=True)
+        check_writable(folder / "measured")
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be written ({error.strerror}); choose another --out.") from error
     weights = sum(parameter.numel() for parameter in network.parameters())
     # Float32 weights with two moments, in one more file than are kept; and the drafter, written beside its old self.
     needed = 12 * weights * (recipe.keep + 1) + 12 * weights
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"{folder} cannot be made ({error.strerror}); choose another --out.") from error
     have = shutil.disk_usage(folder)
     used = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     if needed > have.free + used:
@@ -65,13 +81,23 @@ def identity(
     return {"variant": variant, "target": target_fingerprint(target), "data": data.fingerprint, **fixed}
 
 
-def check_same(folder: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
-    for name in ours:
-        if theirs.get(name) != ours[name]:
-            raise UsageError(
-                f"{folder} holds a run with {name} = {theirs.get(name)!r}, and {ours[name]!r} is asked for now; give "
-                "the former to go on with it, choose another --out, or delete the folder."
-            )
+def check_same(folder: Path, theirs: dict[str, Any], ours: dict[str, Any], data: TokenData, out: Path) -> None:
+    """Raises ValueError where a run of these values cannot go on with these."""
+    grown_since = getattr(documents, "grown_since", lambda data, fingerprint: None)
+    grown = grown_since(data, theirs["data"]) if theirs["data"] != ours["data"] else None
+    if grown is not None:
+        raise UsageError(
+            f"{data.folder} has grown by {grown[0]:,} documents ({grown[1]:,} tokens) since {folder} began, and a run "
+            f"does not change its data. To learn from them too, begin with this run's drafter in another folder: "
+            f"--init {out} --out {out.with_name(out.name + '-2')}, with the same --held-out and --seed, so "
+            "that nothing it has learned is measured on."
+        )
+    changed = [f"{name} = {theirs.get(name)!r} (now {ours[name]!r})" for name in ours if theirs.get(name) != ours[name]]
+    if changed:
+        raise UsageError(
+            f"{folder} holds a run with {', '.join(changed)}; give the former to go on with it, choose another --out, "
+            "or delete the folder."
+        )
 
 
 @torch.no_grad()

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,19 +22,22 @@ from torch.distributed.checkpoint.state_dict import (
 
 from blockdraft.data.documents import TokenData
 from blockdraft.drafters import entry_of_variant
-from blockdraft.errors import NumbersError
+from blockdraft.errors import Complaints, NumbersError
+from blockdraft.folders import held
+from blockdraft.formats import clear_remains
 from blockdraft.settings import as_toml
 from blockdraft.targets import Target
 from blockdraft.training import checkpoints, start
-from blockdraft.training.batches import Batch, Batches, Documents, split
+from blockdraft.training.batches import Batch, Batches
 from blockdraft.training.export import Format, export
 from blockdraft.training.loss import DraftLoss, Sums, term_weights
 from blockdraft.training.measure import encoded, held_out_prompts, measured_tau
-from blockdraft.training.optimizers import make_optimizers, rate, set_rate
+from blockdraft.training.optimizers import make_optimizers, set_rate
 from blockdraft.training.recipe import Recipe
 from blockdraft.training.records import Records, draw
+from blockdraft.training.schedule import Schedule
+from blockdraft.training.settle import FEW_STEPS, settle
 from blockdraft.training.sources import features_of, open_source
-from blockdraft.training.variants import find_variant
 from blockdraft.types import Prompt
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -54,6 +56,9 @@ class Telling:
     note: Callable[[str], None] = lambda text: None
 
 
+FINISH = "finish"  # a file in the run's folder
+
+
 def run_folder(out: Path) -> Path:
     """Where recipe, log, curves and checkpoints of the run lie that writes a drafter to `out`."""
     return out.with_name(f"{out.name}.run")
@@ -69,8 +74,13 @@ def train(
     prompts: Sequence[Prompt] | None = None,
     telling: Telling | None = None,
     written: Format | None = None,
+    more: int = 0,
+    other_answers: bool = False,
 ) -> list[dict[str, Any]]:
-    """Train a drafter, or go on with a run that was interrupted.
+    """Train a drafter, or go on with a run: one that was interrupted, or one that has ended and of which more steps are
+    asked for now, by the recipe or by `more`.
+
+    A file `finish` in the run's folder (see `run_folder`) makes it end within a few steps.
 
     Args:
         variant_name: File name of the variant.
@@ -80,28 +90,22 @@ def train(
         accelerator: From `make_accelerator`.
         prompts: To measure tau on; None takes the beginnings of held-out documents.
         written: Format of the drafter in `out`; None is the first of those that its kind has.
+        more: Steps to add behind the end of a run.
+        other_answers: Learn from answers that another model wrote.
 
     Returns:
         The figures of all steps, as in log.jsonl; empty in all processes but the main one.
 
     Raises:
-        ValueError: Data, target, recipe, disk or an earlier run in the same folder do not fit together. All is checked
-            before the first step.
+        ValueError: Data, target, recipe, disk or an earlier run in the same folder do not fit together, or another
+            process is training there. All is checked before the first step, and told at once as far as it can be.
         FloatingPointError: The loss is no number.
     """
-    quiet = Telling()
-    trainer = Trainer(
-        variant_name,
-        target,
-        data,
-        out,
-        recipe,
-        accelerator,
-        prompts,
-        (telling or quiet) if accelerator.is_main_process else quiet,
-        written,
-    )
-    return trainer.run()
+    main = accelerator.is_main_process
+    told = telling if telling is not None and main else Telling()
+    with held(out, "training") if main else contextlib.nullcontext():
+        arguments = variant_name, target, data, out, recipe, accelerator, prompts, told, written
+        return Trainer(*arguments, more, other_answers).run()
 
 
 class Trainer:
@@ -118,35 +122,56 @@ class Trainer:
         prompts: Sequence[Prompt] | None,
         telling: Telling,
         written: Format | None,
+        more: int,
+        other_answers: bool,
     ) -> None:
-        self.target, self.recipe, self.accelerator, self.telling = target, recipe, accelerator, telling
+        self.target, self.accelerator, self.telling = target, accelerator, telling
         self.plain = Format(entry_of_variant(variant_name).layouts[0])
         self.written = written or self.plain
         self.out, self.folder = out, run_folder(out)
-        self.variant = find_variant(variant_name)(recipe)
-        start.check_data(data, target, recipe, accelerator.num_processes)
-        self.config = self.variant.config(target)
-        self.written.check(self.config)
+        state = checkpoints.newest(self.folder / "checkpoints")
+        known = state["identity"] if state is not None else None
+        complaints = Complaints()
+        with complaints.noting():
+            data.check_tokenizer(target.tokenizer)
+        if not other_answers:
+            with complaints.noting():
+                start.check_answers(data, target)
+        settled = settle(variant_name, recipe, target, data, accelerator.num_processes, complaints, known)
+        if settled is not None:
+            with complaints.noting():
+                self.config = settled.variant.config(target)
+                self.written.check(self.config)
+        if prompts is not None:
+            with complaints.noting():
+                self.prompts = encoded(prompts, target, recipe.eval_tokens)
+        complaints.check()
+        assert settled is not None
+        self.variant, documents, trained, held_out = settled.variant, *settled[1:4]
+        self.recipe = recipe = self.variant.recipe
         vocabulary = target.tokenizer.get_vocab() if target.tokenizer is not None else None
         network = self.variant.network(self.config, vocabulary).to(target.device)
+        if accelerator.is_main_process:
+            clear_remains(out)
+            clear_remains(self.folder / "measured")
         start.check_folder(out, self.folder, network, recipe)
         identity = start.identity(variant_name, target, data, recipe, self.variant.free_fields)
-        state = checkpoints.newest(self.folder / "checkpoints")
         if state is not None:
-            start.check_same(self.folder, state["identity"], identity)
-        documents = Documents(data, recipe.length)
-        trained, held_out = split(documents.usable, recipe.held_out, recipe.seed)
-        self._tell_data(documents, len(trained), len(held_out))
+            start.check_same(self.folder, state["identity"], identity, data, out)
+        self.identity = identity
+        for note in [*start.told_of_data(documents, len(trained), len(held_out)), *settled.notes]:
+            telling.note(note)
         slots = self.variant.taught_slots
         self.batches = Batches(documents, trained, recipe, slots)
-        self.steps = self.batches.steps()
+        self.begin = 0 if state is None else int(state["step"])
+        self.schedule = Schedule(self.batches.steps(), recipe, None if state is None else state.get("schedule"))
+        self._plan(more)
+        assert recipe.batch is not None
         # Rows that one process has on its device at a time.
         self.rows = recipe.batch // (accelerator.num_processes * recipe.accumulation)
         self.fixed = Batches(documents, held_out, recipe, slots).fixed(self.rows)
         if prompts is None:
             self.prompts = held_out_prompts(documents, held_out, recipe.eval_prompts)
-        else:
-            self.prompts = encoded(prompts, target, recipe.eval_tokens)
         taps = self.config.taps
         if self.variant.needs_teacher:
             taps = (*taps, target.num_layers)
@@ -163,28 +188,30 @@ class Trainer:
         telling.note(f"{size:,} parameters, taps {self.config.taps}, {'one process' if alone else share}")
         self.module, *wrapped = accelerator.prepare(module, *optimizers)
         self.optimizers = [cast(torch.optim.Optimizer, getattr(one, "optimizer", one)) for one in wrapped]
-        self.begin = 0
         if state is not None:
             self._restore(state)
-        self.identity = identity
         self.records = Records(self.folder, self.begin) if accelerator.is_main_process else None
 
     def run(self) -> list[dict[str, Any]]:
         recipe, accelerator = self.recipe, self.accelerator
         if accelerator.is_main_process:
             (self.folder / "recipe.toml").write_text(as_toml(recipe), encoding="utf-8")
-            accelerator.init_trackers("blockdraft")
-        if self.begin == self.steps:  # it may be asked for in another format now
+            self._begin_trackers()
+        if self.begin == self.schedule.end:  # it may be asked for in another format now
             self._export(self.out, self.written)
-        began, tokens, last = time.monotonic(), 0, ""
-        stream = itertools.islice(self.batches.run(self.begin), max(self.steps - self.begin, 0))
-        for step, (epoch, batch) in enumerate(stream, self.begin + 1):
+        began, tokens, last, step = time.monotonic(), 0, "", self.begin
+        stream = self.batches.run(step)
+        while step < self.schedule.end:
+            if not self.schedule.finishing and self._is_told_to_finish():
+                self.schedule.finish(step)
+                self.telling.note(f"Told to finish: the rates fall until step {self.schedule.end}, which is the last.")
+            (epoch, batch), step = next(stream), step + 1
             moment = time.monotonic()
             figures = {"step": step, "epoch": epoch, **self._step(batch, step - 1)}
             count = int((batch.tensors.documents_BS >= 0).sum())
             figures["tokens_per_second"] = count / (time.monotonic() - moment)
             tokens += count
-            end = step == self.steps
+            end = step == self.schedule.end
             if end or (recipe.eval_every and step % recipe.eval_every == 0):
                 figures |= self._evaluate(step)
                 last = f", tau {figures['tau']:.2f}" if "tau" in figures else ""
@@ -192,8 +219,11 @@ class Trainer:
             if end or (recipe.save_every and step % recipe.save_every == 0):
                 self._save(step)
             speed = tokens / (time.monotonic() - began)
-            told = f"step {step} of {self.steps}, loss {figures['loss']:.3f}, {speed:,.0f} tokens/s{last}"
-            self.telling.progress(told, step - self.begin, self.steps - self.begin)
+            told = f"step {step} of {self.schedule.end}, loss {figures['loss']:.3f}, {speed:,.0f} tokens/s{last}"
+            self.telling.progress(told, step - self.begin, self.schedule.end - self.begin)
+            if step == 1:
+                self._explain(figures["loss"])
+        self._forget_finish()
         if self.records is not None and not draw(self.records, self.folder / "curves.png"):
             self.telling.note("There is no picture of the curves, since matplotlib is not installed.")
         accelerator.end_training()
@@ -202,7 +232,7 @@ class Trainer:
     def _step(self, batch: Batch, done: int) -> dict[str, Any]:
         """One optimiser step; `batch` is that of all processes together."""
         recipe, accelerator, processes = self.recipe, self.accelerator, self.accelerator.num_processes
-        share = rate(done, self.steps, recipe)
+        share = self.schedule.rate(done)
         set_rate(self.optimizers, share)
         weights = self._weights([batch])
         self.module.train()
@@ -279,7 +309,7 @@ class Trainer:
             measured = self.folder / "measured"
             self._export(measured, self.plain)
             if self.accelerator.is_main_process:
-                self.telling.progress(f"step {step}: measuring tau", step - self.begin, self.steps - self.begin)
+                self.telling.progress(f"step {step}: measuring tau", step - self.begin, self.schedule.end - self.begin)
                 figures["tau"] = measured_tau(measured, self.target, self.prompts, self.recipe.eval_tokens)
             self.accelerator.wait_for_everyone()
         return figures
@@ -306,7 +336,8 @@ class Trainer:
         self._export(self.out, self.written)
         network, optimizers = get_state_dict(self.module, self.optimizers, options=WHOLE)
         if self.accelerator.is_main_process:
-            state = {"step": step, "identity": self.identity, "network": network, "optimizers": optimizers}
+            state = {"step": step, "identity": self.identity, "schedule": self.schedule.saved()}
+            state |= {"network": network, "optimizers": optimizers}
             checkpoints.save(self.folder / "checkpoints", step, state, self.recipe.keep)
         self.accelerator.wait_for_everyone()
 
@@ -318,16 +349,46 @@ class Trainer:
             optim_state_dict=state["optimizers"],
             options=StateDictOptions(full_state_dict=True),
         )
-        self.begin = state["step"]
-        self.telling.note(f"Going on from step {self.begin}; delete {self.folder} to begin afresh.")
 
-    def _tell_data(self, documents: Documents, trained: int, held_out: int) -> None:
-        note = self.telling.note
-        note(
-            f"{trained} documents to train on, {held_out} held out; {documents.supervised:,} of {documents.tokens:,} "
-            "tokens supervised"
-        )
-        if documents.cut:
-            note(f"{documents.cut} documents are longer than {self.recipe.length} tokens and were cut; see --length")
-        if documents.useless:
-            note(f"{documents.useless} documents have no two supervised tokens side by side and are left out")
+    def _plan(self, more: int) -> None:
+        """How many steps there are, and a word on it."""
+        recipe, note, steps = self.recipe, self.telling.note, self.batches.steps()
+        if self.begin in (0, self.schedule.end):
+            self._forget_finish()
+        self.schedule.go_on(self.begin, steps, more)
+        if self.begin == self.schedule.end:
+            note(f"The run has done its {self.begin} steps; a larger --steps or --epochs, or --extend N, goes on.")
+        elif self.begin:
+            note(f"Going on from step {self.begin}; delete {self.folder} to begin afresh.")
+        elif recipe.steps is None and steps < FEW_STEPS:
+            note(f"{recipe.epochs} epochs of these documents are {steps} steps, which is little; see --epochs, --steps")
+
+    def _begin_trackers(self) -> None:
+        own = {"wandb": {"name": self.out.name, "dir": str(self.folder)}}
+        self.accelerator.init_trackers("blockdraft", init_kwargs=own)
+        told = {
+            name: value if isinstance(value, int | float | str) else str(value)
+            for name, value in asdict(self.recipe).items()
+        }
+        for tracker in self.accelerator.trackers:
+            if tracker.name != "tensorboard":  # which would make a run of its own of it
+                tracker.store_init_configuration(told)
+
+    def _is_told_to_finish(self) -> bool:
+        told = self.accelerator.is_main_process and (self.folder / FINISH).exists()
+        if self.accelerator.num_processes > 1:  # all of them stop at the same step
+            flag = torch.tensor(float(told), device=self.accelerator.device)
+            told = bool(cast(Tensor, self.accelerator.reduce(flag, "sum")) > 0)
+        return told
+
+    def _forget_finish(self) -> None:
+        if self.accelerator.is_main_process:
+            (self.folder / FINISH).unlink(missing_ok=True)
+
+    def _explain(self, loss: float) -> None:
+        even = math.log(self.target.vocab_size)
+        if loss > 1.2 * even:
+            self.telling.note(
+                f"The loss begins at {loss:.1f}, above the {even:.1f} of even guessing, which is normal: the target's "
+                "head makes firm guesses of any hidden states, and those of a new drafter mean nothing yet."
+            )

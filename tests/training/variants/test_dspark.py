@@ -119,7 +119,7 @@ def test_warm_start_from_v1(target: Target, tiny_drafter_dir: Path) -> None:
         DSparkRecipe(block_size=5, markov_rank=3, layers=2, taps=(0, 1), init=str(tiny_drafter_dir))
     )
     v1 = load_drafter(tiny_drafter_dir, target=target)
-    config = DSparkConfig(**{**vars(v1.config), "block_size": 5}, **variant.own_config())  # type: ignore[attr-defined]
+    config = DSparkConfig(**{**vars(v1.config), "block_size": 5}, **variant.own_config(target))  # type: ignore[attr-defined]
     network = variant.network(config)
     assert torch.equal(network.fc.weight, v1.network.fc.weight)  # type: ignore[attr-defined]
     assert not network.markov_head.markov_w2.weight.any() and network.markov_head.markov_w1.weight.any()
@@ -128,7 +128,7 @@ def test_warm_start_from_v1(target: Target, tiny_drafter_dir: Path) -> None:
 
 def test_without_a_confidence_head(target: Target) -> None:
     variant = DSparkVariant(DSparkRecipe(confidence=0))
-    assert variant.own_config()["enable_confidence_head"] is False
+    assert variant.own_config(target)["enable_confidence_head"] is False
     assert "confidence" not in variant.factors()
 
 

@@ -36,11 +36,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from blockdraft.data.documents import TokenData
+from blockdraft.errors import Complaints
 from blockdraft.targets import Target
 from blockdraft.training.batches import Rows
 from blockdraft.training.objectives import Slots, default_gamma, find_objective
@@ -56,6 +58,13 @@ class NetworkConfig(Protocol):
 
     @property
     def taps(self) -> tuple[int, ...]: ...
+
+
+class Choice(NamedTuple):
+    """What a field is settled to, and a few words why; None where that is the usual."""
+
+    value: Any
+    why: str | None = None
 
 
 R = TypeVar("R", bound=Recipe)
@@ -87,6 +96,11 @@ class Variant(ABC, Generic[R, N, C]):
         self.gamma = gamma or None
 
     # Configuration and weights
+
+    def settle(self, target: Target, data: TokenData | None, complaints: Complaints) -> dict[str, Choice]:
+        """Values of fields of the variant's own recipe that are left to target and data, by name. What cannot be
+        settled is noted among the complaints. `config` must do without, so that a network can be made without data."""
+        return {}
 
     @abstractmethod
     def config(self, target: Target) -> C:

@@ -7,7 +7,7 @@ Variants that extend it state their network, their own recipe fields and their o
         network_class = MyNetwork  # its `config_class` is what `config` makes
         own_modules = ("candidate_selector", "conv")
 
-        def own_config(self): return {"selector_rank": self.recipe.selector_rank}
+        def own_config(self, target): return {"selector_rank": self.recipe.selector_rank}
 
 `first_slot` settles the labels. With `first_slot = 1` (DFlash) slot 0, the anchor's own, is not taught and K =
 block_size - 1; with `first_slot = 0` (DSpark, "shifted labels") it is, and K = block_size.
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, cast
@@ -26,18 +26,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from blockdraft.data.documents import TokenData
 from blockdraft.data.features import chosen_taps
-from blockdraft.errors import UsageError
-from blockdraft.formats.zlab import read_checkpoint
+from blockdraft.errors import Complaints, UsageError
+from blockdraft.formats.zlab import read_checkpoint, read_config
 from blockdraft.nn.dflash import DFlashNetwork, DraftLayer
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention, need
 from blockdraft.settings import Count, Layers, Natural, settings
 from blockdraft.targets import Target
 from blockdraft.training.batches import Rows
 from blockdraft.training.blocks import draft_hidden
+from blockdraft.training.mask_token import mask_token
 from blockdraft.training.recipe import Recipe
-from blockdraft.training.variants.base import Variant
+from blockdraft.training.variants.base import Choice, Variant
 
+DEFAULT_LAYERS = 5
 INIT_STD = 0.02  # of new matrices, except `fc`, which keeps the size of what it reads
 
 
@@ -46,23 +49,24 @@ class DFlashRecipe(Recipe):
     """Layers and taps are those of arXiv 2602.06036.
 
     Attributes:
-        layers: Draft layers.
-        taps: Target layers that the drafter reads: how many, spread over the target, or a list of 0-based layers.
+        layers: Draft layers; None is 5, or as many as the drafter has that `init` names.
+        taps: Target layers that the drafter reads: how many, spread over the target (`5`), or a list of 0-based layers
+            (`1,9,17`; one alone is `9,`). None is 5, or fewer in a target that has fewer layers, or those of `init`.
         causal: Whether a slot sees only the slots up to its own; otherwise it sees its whole block.
         window: Sliding window of every draft layer in tokens; 0 is full attention.
-        intermediate_size: Inner size of the draft layers' MLP; None is the target's.
+        intermediate_size: Inner size of the draft layers' MLP; None is the target's, or three times its hidden size.
         heads: Query heads of the draft layers; None is the target's.
         kv_heads: Key/value heads of the draft layers; None is the target's.
         head_dim: Size of a head; None is the target's.
-        mask_token_id: Token that stands for an unknown one; None is the tokenizer's mask token or, without one, the
-            first row of the embedding that the tokenizer does not use.
+        mask_token_id: Token that stands for an unknown one; None is that of `init`, the tokenizer's mask token, a
+            row of the embedding that no token has, a reserved token, or one that the data do not hold, in this order.
         init: Folder of a drafter whose weights training begins with, of as many layers or fewer; None begins at random.
         checkpoint_activations: Recompute the draft layers' activations in the backward pass, to save memory.
         attention: "flex" (FlexAttention), "dense" (a mask of booleans), or "auto": flex on a GPU.
     """
 
-    layers: Count = 5
-    taps: Count | Layers = 5
+    layers: Count | None = None
+    taps: Count | Layers | None = None
     causal: bool = False
     window: Natural = 0
     intermediate_size: Count | None = None
@@ -95,36 +99,64 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
     first_slot: int = 1
     own_modules: tuple[str, ...] = ()
 
+    def settle(self, target: Target, data: TokenData | None, complaints: Complaints) -> dict[str, Choice]:
+        recipe, found = self.recipe, dict[str, Choice]()
+        vocabulary = target.tokenizer.get_vocab() if target.tokenizer is not None else None
+        init, of_init = None, "that of the drafter to begin with"
+        if recipe.init is not None:
+            with complaints.noting():
+                init = read_config(Path(recipe.init), vocabulary)
+        if recipe.layers is None:
+            found["layers"] = Choice(init.num_hidden_layers, of_init) if init else Choice(DEFAULT_LAYERS)
+        if init is not None and recipe.taps is None:
+            found["taps"] = Choice(init.taps, of_init)
+        else:
+            with complaints.noting():
+                taps = chosen_taps(recipe.taps, target.num_layers)
+                few = recipe.taps is None and len(taps) < 5
+                found["taps"] = Choice(taps, f"the target has {target.num_layers} layers" if few else None)
+        if init is not None and recipe.mask_token_id is None:
+            found["mask_token_id"] = Choice(init.mask_token_id, of_init)
+        else:
+            with complaints.noting():
+                mask = mask_token(target, recipe.mask_token_id, data)
+                found["mask_token_id"] = Choice(*mask)
+        return found
+
     def config(self, target: Target) -> DraftConfig:
-        recipe, shape = self.recipe, target.shape
-        taps = chosen_taps(recipe.taps, target.num_layers)
+        settled = self.settle(target, None, complaints := Complaints())
+        complaints.check()
+        recipe = replace(self.recipe, **{name: choice.value for name, choice in settled.items()})
+        assert recipe.layers is not None and recipe.mask_token_id is not None
+        shape = {"intermediate_size": 3 * target.hidden_size, **target.shape}
         sizes: dict[str, Any] = {
-            "intermediate_size": recipe.intermediate_size or shape.get("intermediate_size"),
+            "intermediate_size": recipe.intermediate_size or shape["intermediate_size"],
             "num_attention_heads": recipe.heads or shape.get("num_attention_heads"),
             "num_key_value_heads": recipe.kv_heads or shape.get("num_key_value_heads"),
             "head_dim": recipe.head_dim or shape.get("head_dim"),
         }
         flags = dict(zip(sizes, ("intermediate_size", "heads", "kv_heads", "head_dim"), strict=True))
-        for name, value in sizes.items():
-            need(value is not None, name, value, f"given, since this target has none; add it as {flags[name]}")
+        lacking = [f"--{flags[name].replace('_', '-')}" for name, value in sizes.items() if value is None]
+        if lacking:
+            raise UsageError(f"The target does not say what heads it has; give the drafter's by {', '.join(lacking)}.")
         shared = {name: shape[name] for name in ("rope_theta", "rope_scaling", "rms_norm_eps") if name in shape}
         made = self.network_class.config_class(
             **sizes,
             **{"rope_theta": 10_000.0, **shared},
-            **self.own_config(),
+            **self.own_config(target),
             hidden_size=target.hidden_size,
             num_hidden_layers=recipe.layers,
             vocab_size=target.vocab_size,
             block_size=recipe.block_size,
-            mask_token_id=mask_token(target, recipe.mask_token_id),
-            taps=taps,
+            mask_token_id=recipe.mask_token_id,
+            taps=chosen_taps(recipe.taps, target.num_layers),
             num_target_layers=target.num_layers,
             layers=(LayerAttention(recipe.causal, recipe.window or None),) * recipe.layers,
             max_position_embeddings=target.max_context,
         )
         return made
 
-    def own_config(self) -> Mapping[str, Any]:
+    def own_config(self, target: Target) -> Mapping[str, Any]:
         """Fields of the configuration that DFlash v1 lacks."""
         return {}
 
@@ -191,30 +223,6 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
 
     def logits(self, network: N, target: Target, hidden_CKH: Tensor) -> Tensor:
         return network.adjust_logits(super().logits(network, target, hidden_CKH))
-
-
-def mask_token(target: Target, wanted: int | None) -> int:
-    """The token that stands for an unknown one.
-
-    Args:
-        wanted: None is the tokenizer's mask token or, without one, the first row of the embedding that it does not use.
-
-    Raises:
-        ValueError: There is none, or the one named ends answers or lies outside the vocabulary.
-    """
-    found, tokenizer = wanted, target.tokenizer
-    if found is None and tokenizer is not None:
-        found = tokenizer.mask_token_id
-        if found is None:
-            found = max(tokenizer.get_vocab().values()) + 1
-    if found is None or found >= target.vocab_size:
-        raise UsageError(
-            f"The target has no mask token and no unused row among the {target.vocab_size} of its embedding; name a "
-            "token that never occurs in text with --mask-token-id."
-        )
-    if found in target.eos_token_ids:
-        raise UsageError(f"mask_token_id is {found}, which ends answers; name one that never occurs in text.")
-    return found
 
 
 class DFlashVariant(DFlashFamily[DFlashRecipe, DFlashNetwork]):

@@ -8,6 +8,7 @@ that help, as decoding does.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -18,9 +19,12 @@ from torch import Tensor
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.dflash2 import DFlash2Network
 from blockdraft.settings import Amount, Count, settings
+from blockdraft.targets import Target
 from blockdraft.training.objectives import Slots
 from blockdraft.training.recipe import Recipe
 from blockdraft.training.variants.dflash import DFlashFamily, DFlashRecipe
+
+CONV_GROUP = 16
 
 
 @settings
@@ -29,14 +33,15 @@ class DFlash2Recipe(DFlashRecipe):
 
     Attributes:
         conv_kernel_size: Slots that a convolution reads, its own and those before.
-        conv_group_size: Channels that share a correction of the kernel; a divisor of the hidden size.
+        conv_group_size: Channels that share a correction of the kernel; a divisor of the hidden size. None is 16, or
+            the largest such power of two below.
         selector_rank: Width of the selector's codebooks.
         selector_top_k: Candidates of a slot.
         selector_weight: Share of the selector's cross-entropy in the loss.
     """
 
     conv_kernel_size: Count = 2
-    conv_group_size: Count = 16
+    conv_group_size: Count | None = None
     selector_rank: Count = 256
     selector_top_k: Count = 16
     selector_weight: Amount = 1.0
@@ -48,9 +53,10 @@ class DFlash2Variant(DFlashFamily[DFlash2Recipe, DFlash2Network]):
     own_modules = ("attention_conv", "mlp_conv", "candidate_selector")
     counted = ("candidate_recall", "base_accuracy", "selector_accuracy")
 
-    def own_config(self) -> Mapping[str, Any]:
-        names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-        return {name: getattr(self.recipe, name) for name in names}
+    def own_config(self, target: Target) -> Mapping[str, Any]:
+        names = ("conv_kernel_size", "selector_rank", "selector_top_k")
+        group = self.recipe.conv_group_size or math.gcd(CONV_GROUP, target.hidden_size)
+        return {"conv_group_size": group} | {name: getattr(self.recipe, name) for name in names}
 
     def factors(self) -> Mapping[str, float]:
         return {**super().factors(), "selector": self.recipe.selector_weight}

@@ -21,6 +21,7 @@ from torch import Tensor
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.dspark import DSparkNetwork
 from blockdraft.settings import Amount, Count, settings
+from blockdraft.targets import Target
 from blockdraft.training.objectives import Slots
 from blockdraft.training.objectives.base import acceptance
 from blockdraft.training.recipe import Recipe
@@ -51,7 +52,7 @@ class DSparkVariant(DFlashFamily[DSparkRecipe, DSparkNetwork]):
     own_modules = ("markov_head", "confidence_head")
     needs_teacher = True
 
-    def own_config(self) -> Mapping[str, Any]:
+    def own_config(self, target: Target) -> Mapping[str, Any]:
         return {"markov_rank": self.recipe.markov_rank, "enable_confidence_head": self.recipe.confidence > 0}
 
     def is_matrix(self, name: str, parameter: Tensor) -> bool:

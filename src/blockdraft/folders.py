@@ -1,0 +1,50 @@
+"""Folders that one process at a time may write."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from blockdraft.errors import UsageError
+
+
+@contextmanager
+def held(folder: Path, doing: str) -> Iterator[None]:
+    """Hold a folder that may not exist yet, so that no other process writes it. The operating system lets go of it when
+    this process ends, however it ends.
+
+    Args:
+        doing: What this process does there, for the message that another one gets.
+
+    Raises:
+        ValueError: Another process holds it, or nothing can be written beside it.
+    """
+    folder = folder.absolute()
+    path, owner = (folder.with_name(f".{folder.name}.{kind}") for kind in ("lock", "owner"))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(path, timeout=0)
+        lock.acquire()
+        owner.write_text(
+            f"process {os.getpid()} on {socket.gethostname()}, {doing} since {time.strftime('%Y-%m-%d %H:%M:%S')}",
+            encoding="utf-8",
+        )
+    except Timeout:
+        told = owner.read_text(encoding="utf-8") if owner.exists() else "another process"
+        raise UsageError(
+            f"{folder} is in use by {told}; wait for it, end it, or choose another folder for --out."
+        ) from None
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be written ({error.strerror}); choose another folder for --out.") from error
+    try:
+        yield
+    finally:
+        owner.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)  # before it is released, so that nobody's lock is unlinked
+        lock.release()

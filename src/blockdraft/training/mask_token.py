@@ -1,0 +1,92 @@
+"""Which token stands for an unknown one in a block."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from blockdraft.data.documents import TokenData
+from blockdraft.errors import UsageError
+from blockdraft.targets import Target
+
+RESERVED = re.compile(r"[<\[].*(reserved|unused|extra_id|placeholder).*[>\]]", re.IGNORECASE)
+SMALLEST = 1e-4  # root mean square of an embedding; less is lost in the norms of the draft layers
+COST = "answers stay the same; right behind this token in a text guesses may be worse"
+
+
+class MaskToken(NamedTuple):
+    """Attributes:
+    id: The token.
+    why: A sentence on the choice; None where there is nothing to say.
+    """
+
+    id: int
+    why: str | None = None
+
+
+def mask_token(target: Target, wanted: int | None = None, data: TokenData | None = None) -> MaskToken:
+    """The token named; else the tokenizer's mask token, a row of the embedding that no token has, a reserved token, or
+    one that never occurs in the data, in this order.
+
+    Args:
+        wanted: The token named.
+        data: What is trained on; None looks at no text.
+
+    Raises:
+        ValueError: The one named ends answers or lies outside the vocabulary.
+    """
+    size, tokenizer = target.vocab_size, target.tokenizer
+    if wanted is not None:
+        if wanted >= size:
+            raise UsageError(
+                f"mask_token_id is {wanted} and the target's vocabulary has {size} tokens, 0 to {size - 1}; name one "
+                "of these that never occurs in text, or leave it out to have one chosen."
+            )
+        if wanted in target.eos_token_ids:
+            raise UsageError(
+                f"mask_token_id is {wanted}, which ends answers; name one that never occurs in text, or leave it out."
+            )
+        found = int(_counts(data, size)[wanted])
+        return MaskToken(wanted, f"it occurs {found} times in the data; {COST}" if found else None)
+    vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
+    names = {token: name for name, token in vocabulary.items()}
+    special = () if tokenizer is None else (tokenizer.bos_token_id, tokenizer.eos_token_id)
+    taken = {*target.eos_token_ids, *(token for token in special if token is not None)}
+    free = [token for token in range(size) if token not in taken]
+    if not free:
+        raise UsageError(f"Every token of the target's vocabulary of {size} begins or ends texts; name a mask token.")
+    own = None if tokenizer is None else tokenizer.mask_token_id
+    if own is not None and own < size:
+        return MaskToken(own)
+    behind = max(names, default=-1) + 1
+    rows = [*range(behind, size), *reversed(range(behind))]
+    for token in rows if names else ():
+        if token not in names and _sound(target, token):
+            return MaskToken(token, "a row of the embedding that no token has")
+    times = _counts(data, size).tolist()
+    reserved = [token for token, name in sorted(names.items()) if RESERVED.fullmatch(name)]
+    others = [] if tokenizer is None else [tokenizer.pad_token_id, tokenizer.unk_token_id]
+    for token in [*reserved, *others]:
+        if token in free and not times[token] and _sound(target, token):
+            return MaskToken(token, f"{names.get(token)!r}, which the data do not hold")
+    rarest = sorted(free, key=lambda token: (times[token], -token))
+    token = next((token for token in rarest if _sound(target, token)), rarest[0])
+    occurs = f"the rarest in the data, {times[token]} times" if times[token] else "which the data do not hold"
+    return MaskToken(token, f"{names.get(token)!r}, {occurs}, since no row of the embedding is unused; {COST}")
+
+
+def _counts(data: TokenData | None, size: int) -> Tensor:
+    """How often each token occurs."""
+    counts = torch.zeros(size, dtype=torch.int64)
+    for document in data or ():
+        counts += torch.bincount(document.tokens, minlength=size)[:size]
+    return counts
+
+
+def _sound(target: Target, token: int) -> bool:
+    """Whether its embedding is not nil: with nil all slots of the first draft layer would be the same."""
+    embedding = target.embed(torch.tensor([token], device=target.device)).float()
+    return float(embedding.square().mean().sqrt()) > SMALLEST
