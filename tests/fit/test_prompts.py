@@ -9,6 +9,7 @@ import pytest
 from blockdraft.data.settings import RowSettings
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
+from blockdraft.fit import prompts
 from blockdraft.fit.prompts import HELD_OUT, PROMPTS, beginnings, read_prompts, store, write_prompts
 from blockdraft.fit.settings import PromptSettings
 from blockdraft.targets import Target, load_target
@@ -114,8 +115,9 @@ def test_a_base_model_begins_texts(base: Target) -> None:
     assert len({row["prompt"] for row in found.rows}) == 6
 
 
-def test_a_target_that_writes_no_prompts_is_refused(target: Target) -> None:
-    """This one hardly ever ends a message."""
+def test_a_target_that_writes_no_prompts_is_refused(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not ended after so many tokens is no prompt."""
+    monkeypatch.setattr(prompts, "OWN_TOKENS", 1)
     with (
         Engine(target, load_drafter("none", target=target), max_batch_size=8) as engine,
         pytest.raises(ValueError, match=r"usable prompts where 8 were wanted; name data"),

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from blockdraft.data.features import size
-from blockdraft.errors import UsageError
+from blockdraft.errors import Complaints
 from blockdraft.fit.facts import Machine, Measured, TargetFacts
 from blockdraft.fit.recipe import LONG_BLOCK, SHORT_BLOCK, Fields, anchors, expected_speedup, reference
 from blockdraft.fit.settings import FitSettings
@@ -229,20 +229,19 @@ def _check(
     disk: int,
     memory: int,
 ) -> None:
-    complaints = []
+    complaints = Complaints()
     if available is not None and available < FEWEST_ANSWERS and settings.answers is None:
-        complaints.append(f"The data hold {available} different prompts; add some, there should be hundreds.")
+        complaints.told.append(f"The data hold {available} different prompts; add some, there should be hundreds.")
     elif (answers < FEWEST_ANSWERS and settings.answers is None) or (steps < FEWEST_STEPS and settings.steps is None):
-        complaints.append(
+        complaints.told.append(
             f"{settings.hours:g} hours leave time for {answers} answers and {steps} training steps, which teach "
             f"nothing; --hours {math.ceil(100 * least) / 100:g} is about the least."
         )
     if disk > machine.disk:
-        complaints.append(f"It takes {size(disk)} of disk and {size(machine.disk)} are free; free some.")
+        complaints.told.append(f"It takes {size(disk)} of disk and {size(machine.disk)} are free; free some.")
     if machine.device == "cpu" and memory > machine.memory + target.weight_bytes:  # the target is loaded by now
-        complaints.append(f"It takes {size(memory)} of memory and {size(machine.memory)} are free; free some.")
-    if complaints:
-        raise UsageError("\n".join(complaints))
+        complaints.told.append(f"It takes {size(memory)} of memory and {size(machine.memory)} are free; free some.")
+    complaints.check()
 
 
 def show(plan: Plan, target: TargetFacts, machine: Machine, sources: Sequence[str], hours: float) -> list[str]:

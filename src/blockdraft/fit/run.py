@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from blockdraft.data.folder import make_folder, read_manifest, write_file
+from blockdraft.data.folder import check_free, check_writable, make_folder, read_manifest, write_file
 from blockdraft.data.regenerate import prompts_of
 from blockdraft.data.settings import DataSettings, RowSettings
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
-from blockdraft.errors import UsageError
+from blockdraft.errors import Complaints, UsageError
 from blockdraft.fit import survey
 from blockdraft.fit.card import engines, usage, write_card
 from blockdraft.fit.plan import EVAL_TOKENS, Plan, answer_length, make_plan, show
@@ -25,6 +25,7 @@ from blockdraft.fit.prompts import read_prompts, write_prompts
 from blockdraft.fit.recipe import VARIANTS, reference
 from blockdraft.fit.settings import FitSettings, PromptSettings
 from blockdraft.fit.steps import Where, done_steps, make_steps, run_steps
+from blockdraft.folders import held
 from blockdraft.targets import Target, load_target
 from blockdraft.training.trainer import run_folder
 from blockdraft.training.variants import find_variant
@@ -76,6 +77,11 @@ def run_fit(fit: Fit, dry_run: bool, note: Callable[[str], None]) -> list[str]:
         ValueError: Something that is known before the first step does not fit; all of it together.
         BlockdraftError: A step failed.
     """
+    with held(fit.where.folder, "blockdraft fit"):
+        return _run(fit, dry_run, note)
+
+
+def _run(fit: Fit, dry_run: bool, note: Callable[[str], None]) -> list[str]:
     folder = fit.where.folder
     known = read_manifest(folder / PLAN, FORMAT)
     if known is None:
@@ -115,22 +121,19 @@ def _outcome(methods: dict[str, Any]) -> str:
 
 def _plan(fit: Fit, note: Callable[[str], None]) -> tuple[Plan, list[str]]:
     """Survey and plan. What can be refused is refused here."""
-    settings, began, complaints = fit.settings, time.monotonic(), _folder_complaints(fit.where)
+    settings, began, complaints = fit.settings, time.monotonic(), Complaints()
     variants: list[str] = [settings.variant] if settings.variant else list(VARIANTS)
-    prompts: list[Any] = []
-    available: int | None = None
-    try:
-        note("loading the target ...")
+    with complaints.noting():
+        _check_folders(fit.where)
+    note("loading the target ...")
+    with complaints.noting():
         # With torch's own number of threads, as the commands that compute for long.
         target = load_target(fit.where.target, fit.where.dtype, fit.where.device, fit.where.backend or DEFAULT_BACKEND)
         start = survey.start_seconds()
-        complaints += _target_complaints(target, variants)
+        _check_target(target, variants, complaints)
         note("reading the prompts ..." if fit.sources else "the target writes some prompts ...")
         prompts, available = _sample(fit, target)
-    except ValueError as error:
-        complaints.append(str(error))
-    if complaints:
-        raise UsageError("\n".join(complaints))
+    complaints.check()
     note("measuring how fast the target answers, is read and trained for here ...")
     facts, machine = survey.target_facts(target), survey.machine(target, fit.where.out)
     tokens = answer_length(settings, target.max_context)
@@ -157,34 +160,21 @@ def _sample(fit: Fit, target: Target) -> tuple[list[Any], int | None]:
     return [row["prompt"] if "prompt" in row else prompts_of(row["messages"])[0] for row in rows], found.available
 
 
-def _target_complaints(target: Target, variants: list[str]) -> list[str]:
+def _check_target(target: Target, variants: list[str], complaints: Complaints) -> None:
     if target.tokenizer is None:
         raise UsageError("The target has no tokenizer, and fitting takes one; put tokenizer.json into its folder.")
-    found = []
     if target.max_context < LEAST_CONTEXT:
-        found.append(f"The target's context is {target.max_context} tokens; it takes {LEAST_CONTEXT} at least.")
+        complaints.told.append(f"The target's context is {target.max_context} tokens; {LEAST_CONTEXT} are the least.")
     for name in variants:
         variant = find_variant(name)
-        try:
+        with complaints.noting():
             variant(variant.recipe_class(**reference(name, survey.target_facts(target)))).config(target)
-        except ValueError as error:
-            found.append(str(error))
-    return list(dict.fromkeys(found))
 
 
-def _folder_complaints(where: Where) -> list[str]:
-    out = where.out.absolute()
-    for folder in (out, where.folder, run_folder(out)):
-        if folder.exists() and (not folder.is_dir() or any(path.suffix != ".tmp" for path in folder.iterdir())):
-            return [f"{folder} exists and no fit made it; choose another --out, or delete it."]
-    parent = next(one for one in out.parents if one.exists())
-    probe = parent / f".{out.name}.tmp"
-    try:
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        return [f"{parent} cannot be written to ({error.strerror}); choose another --out."]
-    return []
+def _check_folders(where: Where) -> None:
+    for folder in (where.out, where.folder, run_folder(where.out)):
+        check_free(folder)
+    check_writable(where.out)
 
 
 def _check_same(folder: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:

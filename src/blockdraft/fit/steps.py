@@ -101,8 +101,8 @@ def make_steps(plan: Plan, where: Where, sources: Sequence[str], rows: Sequence[
 def _flag(value: object) -> str:
     if isinstance(value, dict):
         return ",".join(f"{name}={one}" for name, one in value.items())
-    if isinstance(value, list | tuple):
-        return ",".join(map(str, value))
+    if isinstance(value, list | tuple):  # a list of one ends in a comma, or it would be a number
+        return ",".join(map(str, value)) + ("," if len(value) == 1 else "")
     return str(value)
 
 
