@@ -182,7 +182,7 @@ class Laws:
         else:
             self._best, self.tokens = best_BN.tolist(), tokens_BN.tolist()
         self.invalid_rows = [row for row, best in enumerate(self._best) if -1 in best]
-        is_plain = not any(self._adjusted) and all(p.temperature == 0 for p in params)
+        is_plain = not any(self._adjusted) and not any(p.temperature for p in params)
         self.argmax = self._best if is_plain else None
 
     def exists(self, row: int, node: int) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 # In the order of a cycle. What a drafter does not mark itself counts as its choice of guesses.
@@ -21,18 +21,30 @@ NETWORKS = {PASS, HEAD, FORWARD, CONTEXT}  # the rest is the host's
 
 
 class Cycle:
-    """The timer of one cycle.
+    """The timer of one cycle, around which it is a context manager.
 
     Attributes:
         seconds: By part, of those that were marked.
     """
 
-    def __init__(self, wait: Callable[[], object] | None) -> None:
+    def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self._wait = wait
-        self._last = time.perf_counter()
+        self._listener = _listener
+        self._wait = None if _listener is None else _listener.wait
+        self._began = self._last = time.perf_counter()
+
+    def __enter__(self) -> Cycle:
+        _thread.cycle = self
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        _thread.cycle = None
+        if self._listener is not None and kind is None:
+            for part, seconds in self.seconds.items():
+                self._listener.seconds[part] += seconds
 
     def mark(self, part: str) -> None:
+        """As the function `mark`, for who has the timer at hand."""
         if self._wait is not None:
             self._wait()
         now = time.perf_counter()
@@ -42,10 +54,10 @@ class Cycle:
     @property
     def total(self) -> float:
         """Seconds from its beginning to the last mark."""
-        return sum(self.seconds.values())
+        return self._last - self._began
 
-    def of(self, *parts: str) -> float:
-        return sum(self.seconds.get(part, 0.0) for part in parts)
+    def of(self, parts: Iterable[str]) -> float:
+        return sum([self.seconds.get(part, 0.0) for part in parts])
 
 
 class _Listener:
@@ -54,30 +66,19 @@ class _Listener:
         self.seconds = dict.fromkeys(PARTS, 0.0)
 
 
-_thread = threading.local()  # whose `cycle` is the one that this thread is in
+class _Thread(threading.local):
+    cycle: Cycle | None = None  # that this thread is in
+
+
+_thread = _Thread()
 _listener: _Listener | None = None
 
 
 def mark(part: str) -> None:
     """Say that what this thread did since the last mark was this part of its cycle."""
-    cycle: Cycle | None = getattr(_thread, "cycle", None)
+    cycle = _thread.cycle
     if cycle is not None:
         cycle.mark(part)
-
-
-@contextmanager
-def timed_cycle() -> Iterator[Cycle]:
-    """Around one cycle of this thread."""
-    listener = _listener
-    cycle = Cycle(None if listener is None else listener.wait)
-    _thread.cycle = cycle
-    try:
-        yield cycle
-    finally:
-        _thread.cycle = None
-    if listener is not None:
-        for part, seconds in cycle.seconds.items():
-            listener.seconds[part] += seconds
 
 
 @contextmanager

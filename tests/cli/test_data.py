@@ -1,6 +1,8 @@
 """`blockdraft data` and `blockdraft features` on tiny random models."""
 
 import json
+import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +11,8 @@ from typing import NamedTuple
 import pytest
 
 from blockdraft import cli
-from blockdraft.data import features, prepare
+from blockdraft.cli import loading
+from blockdraft.data import features, prepare, regenerate
 from blockdraft.data.documents import read_data
 from blockdraft.data.features import read_features
 from blockdraft.targets import load_target
@@ -22,6 +25,7 @@ class Result(NamedTuple):
 
 
 Run = Callable[..., Result]
+DOCS = Path(__file__).parents[2] / "docs/data.md"
 
 
 @pytest.fixture
@@ -130,3 +134,59 @@ def test_another_chat_template(run: Run, tmp_path: Path) -> None:
     assert run("data", "rows.jsonl", "--out", "data", "--chat-template", "marked.jinja").code == 0
     one = read_data(tmp_path / "data")[0]
     assert len(one.tokens) == len("say 0: yes") and int(one.supervised.sum()) == len("yes")
+
+
+@pytest.fixture
+def base(tmp_path: Path, tiny_target_dir: Path) -> Path:
+    """The tiny target without its chat template, and things to continue."""
+    folder = tmp_path / "base"
+    shutil.copytree(tiny_target_dir, folder)
+    (folder / "chat_template.jinja").unlink()
+    (tmp_path / "book.txt").write_text("It was a dark and stormy night. " * 30)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "once upon"}\n')
+    return folder
+
+
+def test_base_models_as_the_docs_say(run: Run, base: Path, tmp_path: Path) -> None:
+    [section] = re.findall(r"^## Base models\n(.*?)^## ", DOCS.read_text(encoding="utf-8"), re.M | re.S)
+    lines = [line.split() for line in section.splitlines() if line.startswith("blockdraft data")]
+    assert len(lines) == 2
+    for words in lines:
+        words[words.index("--target") + 1] = str(base)
+        found = run("data", *words[2:], "--max-new-tokens", 8)
+        assert found.code == 0, found.err
+    first = run("data", *lines[0][2:], "--max-new-tokens", 8)
+    assert "continues the first 64 tokens of each text, prompts as a whole, without a chat template." in first.err
+    data = read_data(tmp_path / "build/data")
+    assert len(data) == 4 and all(int(one.supervised.sum()) <= 8 and max(data.lengths) <= 72 for one in data)
+    assert json.loads((tmp_path / "build/sampled/data.json").read_text())["continued"] == {"tokens": 32, "prompts": 32}
+
+
+def test_what_is_wrong_is_said_before_the_weights_are_loaded(
+    run: Run, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*args: object) -> None:
+        raise AssertionError("the target is loaded")
+
+    monkeypatch.setattr(loading, "load", never)
+    (tmp_path / "file").touch()
+    (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "q"}]}\n')
+    for args, message in (
+        (["chats.jsonl", "--target", base], "chats.jsonl, row 1: this is a chat, whose roles only a chat template can"),
+        (["chats.jsonl", "--continue", 5], "chats.jsonl, row 1: this is a chat, whose roles only a chat template can"),
+        (["book.txt"], "book.txt, row 1: this is a plain text, which nobody can answer"),
+        (["rows.jsonl", "--out", "file/data"], "file/data cannot be written to, since "),
+        (["book.txt", "--continue", 256], "256 tokens of each text are to be continued and a document has 256 at most"),
+    ):
+        code, out, err = run("data", "--out", "data", *args, "--regenerate")
+        assert (code, out) == (2, "") and message in err, err
+        assert "Traceback" not in err and not (tmp_path / "data").exists()
+
+
+def test_many_loops_in_the_summary_and_few_rows(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    looping = iter([True, False, False] * 2)
+    monkeypatch.setattr(regenerate, "loops", lambda ids: next(looping))
+    found = run("data", "rows.jsonl", "--out", "data", "--regenerate", "--max-new-tokens", 8, "--limit", 50)
+    assert "There are fewer than the 50 rows that --limit allows; add sources to have more." in found.err
+    assert "\nleft out, answer loops: 2 rows\n2 of 6 answers run in circles and are left out (33%); " in found.out
+    assert "--temperature 0.7 (sampling), with another --out, makes them fewer.\n" in found.out

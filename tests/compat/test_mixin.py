@@ -253,3 +253,15 @@ def test_a_drafter_keeps_its_reduced_head(model, config, monkeypatch):
 def test_an_end_token_that_the_model_cannot_yield_ends_nothing(mixin, greedy, end):
     output = mixin.generate(torch.tensor(PROMPTS[:1]), max_new_tokens=9, eos_token_id=end)
     assert output[0, 6:].tolist() == greedy(PROMPTS[0], 9)
+
+
+@pytest.mark.parametrize("use_dflash", [True, False])
+def test_a_call_takes_no_more_memory_than_its_prompts_need(mixin, monkeypatch, use_dflash):
+    asked = []
+    for store in (mixin.target, mixin.drafter):
+        name = "new_cache" if store is mixin.target else "new_state"
+        inner = getattr(store, name)
+        monkeypatch.setattr(store, name, lambda rows, slots, inner=inner: [asked.append(slots), inner(rows, slots)][1])
+    mixin.generate(**padded(PROMPTS, "left"), max_new_tokens=30, use_dflash=use_dflash)
+    most = 3 * mixin.target.row_slots(6 + 30 + 1 + mixin.drafter.block_size)
+    assert asked and all(3 * 37 <= slots <= most for slots in asked)

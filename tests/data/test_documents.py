@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from blockdraft.data import documents
-from blockdraft.data.documents import DataWriter, Document, read_data, tokenizer_fingerprint
+from blockdraft.data.documents import DataWriter, Document, grown_since, read_data, tokenizer_fingerprint
 from blockdraft.targets import load_target_text
 
 IDENTITY = {"tokenizer": "abc", "length": 9, "written_by": {"writer": "text"}}
@@ -90,6 +90,90 @@ def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
     writer.add(0, DOCUMENTS[0])
     writer.finish()
     assert ids(tmp_path) == [[1, 2, 3], [4, 5], [6, 7, 8, 9], [10, 11]]
+
+
+def test_how_much_has_come_since(tmp_path: Path) -> None:
+    """Since any state, finished or not, over interruptions; None for a state of something else."""
+    seen: dict[str, tuple[int, int]] = {}  # documents and tokens by fingerprint
+
+    def look() -> None:
+        data = read_data(tmp_path, unfinished=True)
+        seen[data.fingerprint] = len(data), sum(data.lengths)
+
+    write(tmp_path, [[1], [2]])
+    look()
+    writer = DataWriter(tmp_path, IDENTITY)
+    writer.begin()
+    look()
+    writer.add(3, DOCUMENTS[3])
+    writer.flush()
+    look()
+    writer.finish()
+    look()
+    finished = read_data(tmp_path).fingerprint
+    writer = DataWriter(tmp_path, IDENTITY)
+    writer.begin()
+    assert read_data(tmp_path, unfinished=True).fingerprint == finished
+    writer.add(0, DOCUMENTS[0])
+    assert writer.finish()["fingerprint"] not in seen
+    look()
+    data = read_data(tmp_path)
+    assert sorted(seen.values()) == [(2, 6), (3, 8), (3, 8), (4, 11)]
+    for fingerprint, (count, tokens) in seen.items():
+        assert grown_since(data, fingerprint) == (4 - count, 11 - tokens)
+    assert grown_since(data, data.fingerprint) == (0, 0)
+    assert grown_since(data, "0123") is None
+
+
+def test_folders_without_a_history_have_one_from_now_on(tmp_path: Path) -> None:
+    write(tmp_path, [[0, 1, 2]]).finish()
+    manifest = json.loads((tmp_path / "data.json").read_text())
+    del manifest["states"]
+    (tmp_path / "data.json").write_text(json.dumps(manifest))
+    before = read_data(tmp_path)
+    assert grown_since(before, before.fingerprint) == (0, 0)
+    writer = DataWriter(tmp_path, IDENTITY)
+    writer.begin()
+    writer.add(3, DOCUMENTS[3])
+    writer.finish()
+    assert grown_since(read_data(tmp_path), before.fingerprint) == (1, 2)
+
+
+def test_data_that_are_being_made(tmp_path: Path) -> None:
+    """What is there stays as it is in whoever opened it, other processes included, whatever comes."""
+    writer = DataWriter(tmp_path, IDENTITY)
+    writer.begin()
+    with pytest.raises(ValueError, match="is unfinished and holds nothing to learn from yet; wait until"):
+        read_data(tmp_path, unfinished=True)
+    writer.add(3, DOCUMENTS[3])
+    writer.flush()
+    writer.add(1, DOCUMENTS[1])  # not on disk yet
+    view = read_data(tmp_path, unfinished=True)
+    assert [one.tokens.tolist() for one in view] == [[10, 11]] and not view.finished and view.fingerprint
+    writer.flush()
+    later = read_data(tmp_path, unfinished=True)
+    assert later.lengths == [2, 4, 2] and later.fingerprint != view.fingerprint
+    assert grown_since(later, view.fingerprint) == (2, 6)
+    again = pickle.loads(pickle.dumps(view))
+    assert (again.lengths, again.fingerprint) == (view.lengths, view.fingerprint) == ([2], view.fingerprint)
+    with pytest.raises(ValueError, match="is unfinished"):
+        read_data(tmp_path)
+    writer.finish()
+    assert read_data(tmp_path, unfinished=True).finished and read_data(tmp_path, unfinished=True).lengths == [2, 4, 2]
+
+
+def test_a_shard_that_no_manifest_knows_yet(tmp_path: Path) -> None:
+    """Readers pass it over, and a writer that goes on counts it."""
+    write(tmp_path, [[0]])
+    before = (tmp_path / "data.json").read_bytes()
+    write(tmp_path, [[1]])
+    (tmp_path / "data.json").write_bytes(before)
+    assert read_data(tmp_path, unfinished=True).lengths == [3]
+    writer = DataWriter(tmp_path, IDENTITY)
+    assert writer.done == {0, 1}
+    writer.begin()
+    data = read_data(tmp_path, unfinished=True)
+    assert data.lengths == [3, 2, 4] and data.manifest["counts"]["rows"] == 2
 
 
 def test_shards_are_written_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

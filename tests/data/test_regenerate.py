@@ -3,18 +3,19 @@
 import json
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from blockdraft.data import answerers
+from blockdraft.data import answerers, regenerate
 from blockdraft.data.answerers import Answer, Answerer, EngineAnswerer, ServerAnswerer
 from blockdraft.data.chats import ChatEncoder
 from blockdraft.data.documents import TokenData, read_data
 from blockdraft.data.prepare import Preparation
-from blockdraft.data.regenerate import Conversation, prompts_of
+from blockdraft.data.regenerate import Conversation, prompts_of, told_loops
 from blockdraft.data.settings import DataSettings, RowSettings
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
@@ -310,6 +311,47 @@ def test_loops_and_long_prompts_are_left_out_and_counted(
     counts = prepared(tmp_path / "a", target, rows, SERVER).run(ServerAnswerer(served.url, "m", 3, {}))["counts"]
     assert counts["left_out"] == {"no supervised token": 1, "answer loops": 1, "prompt too long": 1}
     assert (counts["rows"], counts["documents"], len(served.requests)) == (8, 5, 7)
+
+
+def test_many_loops_are_told_once_and_early(
+    tmp_path: Path, target: Target, serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(regenerate, "LOOPS_AFTER", 4)
+
+    def run(folder: str, looping: int, settings: DataSettings = SERVER) -> list[str]:
+        served = serve(lambda number, body: completion("la " * 40 if number < looping else "yes", "length"))
+        told: list[str] = []
+        done = list[int]()
+
+        def note(text: str) -> None:
+            told.append(f"after {len(done)}: {text}")
+
+        one = prepared(tmp_path / folder, target, ONE_TURN, settings)
+        one.run(ServerAnswerer(served.url, "m", 1, {}), lambda stage, count, total: done.append(count), note)
+        return told
+
+    assert run("a", 1) == [
+        "after 4: 1 of 4 answers run in circles and are left out (25%); --temperature 0.7 (sampling), with another "
+        "--out, makes them fewer."
+    ]
+    [told] = run("b", 1, replace(SERVER, sampling=SamplingParams(24, 0.9, seed=5)))
+    assert told.endswith("a smaller --max-new-tokens, with another --out, loses fewer.")
+    assert run("c", 0) == []
+    assert told_loops(2, 10, 0.0) is None
+
+
+def test_a_server_continues_texts(tmp_path: Path, target: Target, serve: Callable[..., Served]) -> None:
+    assert target.tokenizer is not None
+    prompt = target.tokenizer("say 0")["input_ids"]
+    choice = {"text": "x", "finish_reason": "length", "token_ids": [7, 8], "prompt_token_ids": prompt}
+    served = serve(lambda number, body: (200, {"choices": [choice]}))
+    settings = replace(SERVER, continued=20)
+    one = prepared(tmp_path / "a", target, ONE_TURN[:1], settings)
+    one.run(ServerAnswerer(served.url, "m", 2, {"think": False}))
+    assert contents(read_data(tmp_path / "a")) == [(prompt, [7, 8])]
+    [request] = served.requests
+    assert (request["path"], request["prompt"]) == ("/v1/completions", prompt)
+    assert "messages" not in request and "chat_template_kwargs" not in request
 
 
 def test_a_servers_own_token_ids_are_kept(tmp_path: Path, target: Target, serve: Callable[..., Served]) -> None:

@@ -27,7 +27,7 @@ RECIPE = Recipe(length=24, batch=4, anchors=5, block_size=4, epochs=2, held_out=
 
 def batches(recipe: Recipe = RECIPE, slots: int = 3) -> Batches:
     documents = Documents(DATA, recipe.length)
-    return Batches(documents, split(documents.usable, recipe.held_out, recipe.seed)[0], recipe, slots)
+    return Batches(documents, split(documents, recipe.held_out, recipe.seed)[0], recipe, slots)
 
 
 def test_documents_are_cut_and_counted() -> None:
@@ -38,11 +38,20 @@ def test_documents_are_cut_and_counted() -> None:
 
 
 def test_split_is_a_partition_that_depends_on_the_seed_alone() -> None:
-    trained, held_out = split(range(20), 5, 1)
-    assert sorted(trained + held_out) == list(range(20)) and len(held_out) == 5
-    assert split(range(20), 5, 1) == (trained, held_out) != split(range(20), 5, 2)
-    with pytest.raises(ValueError, match="held_out is 20 and the data hold 20"):
-        split(range(20), 20, 1)
+    documents = Documents(DATA, 24)
+    trained, held_out = split(documents, 5, 1)
+    assert sorted(trained + held_out) == documents.usable and len(held_out) == 5
+    assert split(documents, 5, 1) == (trained, held_out) != split(documents, 5, 2)
+    with pytest.raises(ValueError, match="held_out is 37 and the data hold 37"):
+        split(documents, 37, 1)
+
+
+def test_what_was_trained_on_is_never_held_out_when_data_grow() -> None:
+    few, many = [DATA[:20], [*DATA[20:], *DATA[:20]]]
+    for seed in range(5):
+        known = [few[i].tokens for i in split(Documents(few, 24), 5, seed)[0]]
+        later = [many[i].tokens for i in split(Documents(many, 24), 5, seed)[1]]
+        assert later and not any(torch.equal(one, other) for one in known for other in later)
 
 
 def test_packing_keeps_every_document_once_and_wastes_little() -> None:
@@ -121,7 +130,7 @@ def test_an_epoch_takes_every_document_once_and_the_next_one_draws_anew() -> Non
     for epoch, part in ((0, steps[: counts[0]]), (1, steps[counts[0] :])):
         assert {e for e, _ in part} == {epoch}
         taken = sorted(i for _, batch in part for row in batch.contents for i in row)
-        assert taken == split(Documents(DATA, 24).usable, 6, 0)[0]
+        assert taken == split(Documents(DATA, 24), 6, 0)[0]
         rows = [sum(map(bool, batch.contents)) for _, batch in part]
         assert max(rows) - min(rows) <= 1
     first, again = steps[0][1], steps[counts[0]][1]

@@ -2,6 +2,8 @@
 
 import json
 import os
+import random
+import re
 import shutil
 import signal
 import subprocess
@@ -61,7 +63,7 @@ def run(tiny_target_dir: Path, tiny_data_dir: Path) -> Run:
         telling = Telling(note=notes.append if notes is not None else lambda text: None)  # type: ignore[attr-defined]
         accelerator = make_accelerator(recipe, run_folder(out), "cpu")
         target = load_target(tiny_target_dir, device="cpu")
-        documents = read_data(data)
+        documents = read_data(data, unfinished=True)
         return train(variant, target, documents, out, recipe, accelerator, None, telling, None, more, other_answers)
 
     return call
@@ -195,6 +197,40 @@ def test_answers_of_another_model_are_refused_unless_named(
             with pytest.raises(ValueError, match=r"another model \(fingerprint 0123456789abcdef\).*--other-answers"):
                 run(tmp_path / "other", data=data, steps="1", eval_prompts="0")
         run(tmp_path / author, data=data, steps="1", eval_prompts="0", other_answers="" if fits else "yes")
+
+
+def test_data_that_grow_leave_a_run_as_it_was(
+    run: Run, tmp_path: Path, tiny_data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same for data that were still being made when it began."""
+    documents = list(read_data(tiny_data_dir))
+    writer = DataWriter(tmp_path / "data", {"tokenizer": read_data(tiny_data_dir).tokenizer})
+    writer.begin()
+    for row in range(0, 40, 2):
+        writer.add(row, [documents[row]])
+    writer.flush()
+    small, notes, out = {"steps": "3", "eval_prompts": "0", "save_every": "1"}, list[str](), tmp_path / "stopped"
+    run(tmp_path / "whole", data=tmp_path / "data", **small)
+    original = checkpoints.save
+
+    def stop(folder: Path, step: int, *rest: Any) -> None:
+        original(folder, step, *rest)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoints, "save", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(out, data=tmp_path / "data", **small)
+    for row in range(1, 40, 2):
+        writer.add(row, [documents[row]])
+    writer.finish()
+    run(out, data=tmp_path / "data", **small, notes=notes)
+    [told] = [note for note in notes if "grown" in note]
+    assert re.search(rf"has grown by 20 documents \(\d+ tokens\) since .* --init {out} --out FOLDER", told)
+    assert any(note.startswith("14 documents to train on, 6 held out") for note in notes)
+    assert same(tmp_path / "whole", out)
+    with pytest.raises(ValueError, match="holds a run with data = .*choose another --out"):
+        run(out, **small)  # other data
 
 
 def test_trackers_are_told_figures_and_recipe(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,6 +426,46 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_weights(
     assert same(whole, killed)
     steps = [json.loads(line)["step"] for line in (run_folder(killed) / "log.jsonl").read_text().splitlines()]
     assert steps == list(range(1, 41))
+
+
+@pytest.mark.slow
+def test_killed_at_random_times_it_goes_on_to_the_same_weights_and_leaves_nothing(
+    tmp_path: Path, tiny_target_dir: Path, tiny_data_dir: Path
+) -> None:
+    whole, killed, draw = tmp_path / "whole", tmp_path / "killed" / "drafter", random.Random(0)
+    changes = {"steps": "60", "save_every": "1", "eval_every": "1", "eval_prompts": "1", "length": "80"}
+    began = time.monotonic()
+    subprocess.run(command(tiny_target_dir, tiny_data_dir, whole, **changes), check=True, env=ENVIRONMENT)
+    took, kills = time.monotonic() - began, 0
+    for _ in range(60):
+        process = subprocess.Popen(command(tiny_target_dir, tiny_data_dir, killed, **changes), env=ENVIRONMENT)
+        try:
+            process.wait(took * draw.uniform(0.4, 0.9))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            kills += 1
+            continue
+        assert process.returncode == 0
+        break
+    assert kills >= 3 and same(whole, killed)
+    assert sorted(path.name for path in killed.parent.iterdir()) == ["drafter", "drafter.run"]
+    assert not list(run_folder(killed).glob(".*")) and not list(run_folder(killed).rglob("*.partial"))
+
+
+@pytest.mark.slow
+def test_a_signal_finishes_the_run(tmp_path: Path, tiny_target_dir: Path, tiny_data_dir: Path) -> None:
+    out = tmp_path / "drafter"
+    changes = {"steps": "100000", "eval_every": "0", "save_every": "0"}
+    process = subprocess.Popen(command(tiny_target_dir, tiny_data_dir, out, **changes), env=ENVIRONMENT)
+    log, deadline = run_folder(out) / "log.jsonl", time.monotonic() + 240
+    while not (log.exists() and log.read_text().count("\n") > 5):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(240) == 0 and load_drafter(out, target=load_target(tiny_target_dir)).block_size == 5
+    last = json.loads(log.read_text().splitlines()[-1])
+    assert last["rate"] == 0 and "tau" in last
 
 
 @pytest.mark.slow

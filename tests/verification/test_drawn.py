@@ -55,3 +55,32 @@ def test_agrees_with_the_readable_twin(seed: int) -> None:
         numbers = values(uniforms), values(tests)
         expected = verify_block(values(tokens), values(p), values(torch.stack(dense)), *numbers)
         assert (verdict.path[row], verdict.bonus[row]) == expected
+
+
+def test_a_node_without_a_law_changes_no_law_before_it() -> None:
+    """Guess 0 is followed by no numbers. The tokens up to it have the target's law, and with it the path ends."""
+    count, generator = 20_000, torch.Generator().manual_seed(0)
+    q = torch.tensor([[0.6, 0.3, 0.1], [0.3, 0.4, 0.3], [0.2, 0.5, 0.3]])
+    p = torch.tensor([[0.2, 0.5, 0.3], [0.5, 0.2, 0.3], [0.1, 0.1, 0.8], [1.0, 0.0, 0.0]])
+    guesses = torch.stack([torch.multinomial(law, count, True, generator=generator) for law in q], dim=1)
+    tokens = torch.cat([torch.zeros(count, 1, dtype=torch.int64), guesses], dim=1)
+    parents = torch.arange(-1, 3).repeat(count, 1)
+    logits = p.log().repeat(count, 1, 1)
+    logits[:, 1:][guesses == 0] = torch.nan
+    uniforms, tests = torch.rand(2, count, 4, dtype=torch.float64, generator=generator)
+    ids = torch.arange(3).repeat(4, 1)
+    law = SparseLaw(ids, torch.cat([q, torch.zeros(1, 3)]))
+    proposal, nothing = Proposal(tokens, parents, (law,) * count), [[]] * count  # type: ignore[var-annotated]
+    laws = Laws(logits, [SamplingParams(temperature=1.0)] * count, tokens, parents, nothing, nothing)
+    verdict = verify(proposal, laws, uniforms, tests)
+    outputs = [
+        [*own[1 : len(path)], bonus]
+        for own, path, bonus in zip(tokens.tolist(), verdict.path, verdict.bonus, strict=True)
+    ]
+    assert all(0 not in output[:-1] for output in outputs)
+    first = torch.tensor([output[0] for output in outputs]).bincount(minlength=3) / count
+    assert torch.allclose(first, p[0], atol=0.015), first
+    after = torch.multinomial(p[1], count, True, generator=generator).tolist()  # by the next cycle, where there is none
+    seconds = [[*output, then][1] for output, then in zip(outputs, after, strict=True) if output[0] != 0]
+    second = torch.tensor(seconds).bincount(minlength=3) / len(seconds)
+    assert torch.allclose(second, p[1], atol=0.015), second

@@ -69,6 +69,10 @@ def train(
     other_answers: Annotated[
         bool, typer.Option("--other-answers", help="Learn from answers that another model than the target wrote.")
     ] = False,
+    unfinished_data: Annotated[
+        bool,
+        typer.Option("--unfinished-data", help="Begin with what there is of data that are still being made."),
+    ] = False,
     target_dtype: Dtype = None,
     device: Device = None,
     backend: TargetBackend = DEFAULT_BACKEND,
@@ -95,7 +99,8 @@ def train(
         raise UsageError(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing; name a folder.")
     assert data is not None and out is not None
     more = {"more": extend, "other_answers": other_answers}
-    _train(variant, settings, target, data, out, prompts_file, to_format, target_dtype, device, backend, more)
+    where = target, data, unfinished_data, out, prompts_file, to_format
+    _train(variant, settings, *where, target_dtype, device, backend, more)
 
 
 def _train(
@@ -103,6 +108,7 @@ def _train(
     settings: Any,
     target: str | None,
     data: Path,
+    unfinished: bool,
     out: Path,
     prompts_file: Path | None,
     to_format: str | None,
@@ -123,22 +129,24 @@ def _train(
     except ModuleNotFoundError as error:
         raise UsageError(f"Training takes {error.name}; run pip install 'blockdraft[train]'.") from error
 
+    def note(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
     complaints, prompts = Complaints(), None
     with complaints.noting():
         if to_format is not None:
             find_layout(to_format)
     with complaints.noting():
-        documents = read_data(data)
+        documents = read_data(data, unfinished)
     with complaints.noting():
         if prompts_file is not None:
             prompts = read_prompt_sets([prompts_file])[0].prompts
     with complaints.noting():
         accelerator = make_accelerator(settings, run_folder(out), device)
     complaints.check()
+    if not documents.finished and accelerator.is_main_process:
+        note(f"{data} is still being made; this takes the {len(documents)} documents that there are now.")
     loaded = loading.load(target, dtype, accelerator.device, backend)
-
-    def note(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
 
     def finish(*_: object) -> None:
         if run_folder(out).is_dir():

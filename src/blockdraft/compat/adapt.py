@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from blockdraft.drafters import NetworkDrafter, drafter_of
+from blockdraft.drafters import Drafter, NetworkDrafter, drafter_of
+from blockdraft.engine import Engine
 from blockdraft.errors import UsageError
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.targets import Target
+from blockdraft.types import Drafting
+
+MOST_ROWS = 8  # that are decoded together
 
 
 def drafter_for(source: DFlashNetwork | NetworkDrafter, target: Target) -> NetworkDrafter:
     """A drafter for this target. A network is moved to the target's device and dtype; a drafter stays as it is."""
     return source.adapted(target) if isinstance(source, NetworkDrafter) else drafter_of(source, target)
+
+
+def engine_for(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    block_size: int | None = None,
+) -> Engine:
+    """An engine for these prompts alone: it takes no more memory than they need."""
+    rows = min(len(prompts), MOST_ROWS)
+    longest = max(map(len, prompts)) + max_new_tokens + 1 + drafter.block_size
+    return Engine(target, drafter, rows, Drafting(block_size), cache_tokens=rows * target.row_slots(longest))
 
 
 def stops_of(token_ids: Iterable[int], target: Target) -> tuple[int, ...]:

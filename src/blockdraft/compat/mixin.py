@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from blockdraft.compat.adapt import check_token_ids, stops_of
+from blockdraft.compat.adapt import check_token_ids, engine_for, stops_of
 from blockdraft.drafters import (
     DIFFUSION_STEPS,
     NOISE_SCHEDULE,
@@ -20,10 +20,10 @@ from blockdraft.drafters import (
     check_refinement,
     load_drafter,
 )
-from blockdraft.engine import Engine, Stats
+from blockdraft.engine import Stats
 from blockdraft.errors import UsageError
 from blockdraft.targets import Target, as_target, transformers_model
-from blockdraft.types import Drafting, SamplingParams
+from blockdraft.types import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -160,10 +160,8 @@ class DFlashGenerationMixin:
             )
             for row in range(len(prompts))
         ]
-        if use_dflash:
-            engine = Engine(self.target, self.drafter, drafting=Drafting(self.dflash_config.block_size))
-        else:
-            engine = Engine(self.target, self._plain)
+        drafter, block_size = (self.drafter, self.dflash_config.block_size) if use_dflash else (self._plain, None)
+        engine = engine_for(self.target, drafter, prompts, max_new_tokens, block_size)
         completions = [completion.checked() for completion in engine.generate(prompts, params)]
         self.last_stats = [completion.stats for completion in completions]
         longest = max(len(completion.token_ids) for completion in completions)

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from blockdraft.compat.adapt import check_token_ids, drafter_for, stops_of
+from blockdraft.compat.adapt import check_token_ids, drafter_for, engine_for, stops_of
 from blockdraft.drafters import NetworkDrafter
-from blockdraft.engine import Engine
 from blockdraft.errors import UsageError
 from blockdraft.formats import check_fits
 from blockdraft.formats.zlab import read_checkpoint
@@ -72,7 +71,10 @@ def spec_generate(
         stop_token_ids=stops_of(stop_token_ids or (), bound),
         ignore_eos=True,
     )
-    [completion] = Engine(bound, drafter_for(network_or_drafter, bound)).generate([ids[0].tolist()], params)
+    prompts = [ids[0].tolist()]
+    [completion] = engine_for(bound, drafter_for(network_or_drafter, bound), prompts, max_new_tokens).generate(
+        prompts, params
+    )
     return torch.cat([ids.long(), torch.tensor([completion.checked().token_ids], device=ids.device)], dim=1)
 
 

@@ -146,6 +146,12 @@ def _open(folder: Path, manifest: dict[str, Any]) -> TokenData:
     return TokenData(folder, manifest, list(shards.values()))
 
 
+def read_state(folder: Path, manifest: dict[str, Any]) -> TokenData:
+    """Open a folder as it was when its manifest was this one, although it may have grown since. Raises ValueError where
+    shards of then are gone."""
+    return _open(folder, {**manifest, "finished": False})
+
+
 def grown_since(data: TokenData, fingerprint: str) -> tuple[int, int] | None:
     """How many documents and tokens have come since the data had this fingerprint, finished or not; None if they never
     had it. They hold what they held then, but what was read unfinished may have others in between."""

@@ -108,12 +108,14 @@ class Controller:
 
     def plan(self, requests: Sequence[Request]) -> Plan:
         """The plan of the next cycle of these requests."""
+        params = [request.params for request in requests]
         block_size = self._block_size
+        if block_size == 1:
+            return Plan(1, params)
         if not self._drafting.drawn:  # how a drawn chain is judged must not depend on the other rows
             # Guesses past the length limit would be cut; the anchor is there already.
             # A tree is no deeper than it has guesses, and a shorter block makes a cheaper draft pass.
             block_size = min(block_size, 1 + self.most_guesses, 1 + max(request.remaining for request in requests))
-        params = [request.params for request in requests]
         window = self._drafting.draft_window
         budget = 0 if self._drafting.tree_budget == 0 else self.most_guesses
         if not self.automatic:

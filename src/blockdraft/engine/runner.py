@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +26,6 @@ from blockdraft.timing import (
     OBSERVE,
     VERIFICATION,
     Cycle,
-    mark,
-    timed_cycle,
 )
 from blockdraft.verification import Verdict, verify
 
@@ -53,8 +52,7 @@ class Row:
         return self.read < len(self.request.prompt)
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What a cycle yielded.
 
     Attributes:
@@ -101,6 +99,8 @@ class Runner:
 
     def close(self, row: int, wipe: bool = False) -> None:
         """Forget a row; its numbers too, where they may not be finite."""
+        if [each.start for each in self._unobserved_rows] == [row]:  # no one will ask the drafter for more of it
+            self._unobserved, self._unobserved_rows = [], []
         self.catch_up()
         for store in (self.cache, self.state):
             if wipe:
@@ -174,22 +174,22 @@ class Runner:
 
     def step(self, rows: Sequence[Row], plan: Plan) -> Outcome:
         """One cycle: propose, score, verify, commit, observe. No row may be reading, and no request may have ended."""
-        with timed_cycle() as timer:
+        with Cycle() as timer:
             requests, starts = [row.request for row in rows], [row.start for row in rows]
             cache, state = self.cache.of(starts), self.state.of(starts)
             if self._drawn and plan.block_size > 1:
                 plan = replace(plan, draws=self._fresh(requests)[:, : plan.block_size - 1])
             anchor = self._tensor([request.token_ids[-1] for request in requests])
-            mark(BOOKKEEPING)
+            timer.mark(BOOKKEEPING)
             late = self._catch_up_in(timer, rows, plan)
             proposal = chain(anchor[:, None]) if plan.block_size == 1 else self.drafter.propose(state, anchor, plan)
-            mark(GUESSES)
+            timer.mark(GUESSES)
             output = self.target.forward(proposal.tokens, proposal.parents, cache, self.drafter.taps)
-            mark(FORWARD)
+            timer.mark(FORWARD)
             laws, verdict = self._verdict(rows, proposal, output)
-            mark(VERIFICATION)
+            timer.mark(VERIFICATION)
             cache.commit(verdict.path)
-            mark(COMMIT)
+            timer.mark(COMMIT)
             deepest = [max(row) for row in proposal.depth_lists]
             lawless = [place for place, path in enumerate(verdict.path) if not path]
             for place, request in enumerate(requests):
@@ -199,7 +199,7 @@ class Runner:
                 taken = request.extend([*accepted, verdict.bonus[place]], [True] * len(accepted) + [False])
                 request.stats.committed.append(taken)
                 request.stats.drafted.append(deepest[place])
-            mark(BOOKKEEPING)
+            timer.mark(BOOKKEEPING)
             if plan.block_size == 1 and not lawless:
                 self._unobserved.append((proposal.tokens, output.features))
                 self._unobserved_rows = list(rows)
@@ -208,15 +208,17 @@ class Runner:
                 self._observe(rows, proposal.tokens, output.features, verdict.path)
             for place in laws.invalid_rows:  # what no walk has met lies in the row's slots, and must not stay
                 self.wipe(starts[place])
-            mark(OBSERVE)
-        drafting, verifying = timer.of(*DRAFTING), timer.of(FORWARD)
+            timer.mark(OBSERVE)
+        drafting, verifying = timer.of(DRAFTING), timer.seconds[FORWARD]
+        total = timer.total
         for request in requests:
-            request.stats.draft_seconds += drafting
-            request.stats.verify_seconds += verifying
-            request.stats.total_seconds += timer.total
+            stats = request.stats
+            stats.draft_seconds += drafting
+            stats.verify_seconds += verifying
+            stats.total_seconds += total
         lengths = [max(len(nodes) - 1, 0) for nodes in verdict.path]
         guesses = proposal.tokens.size(1) - 1
-        return Outcome(guesses, deepest, lengths, proposal.expected, timer.total - late, lawless)
+        return Outcome(guesses, deepest, lengths, proposal.expected, total - late, lawless)
 
     def catch_up(self) -> None:
         """Tell the drafter of the cycles that did not draft. Due before rows come or go."""
@@ -235,19 +237,20 @@ class Runner:
             return 0.0
         before = timer.total
         self.catch_up()
-        mark(OBSERVE)
+        timer.mark(OBSERVE)
         return timer.total - before
 
     def _verdict(self, rows: Sequence[Row], proposal: Proposal, output: TargetOutput) -> tuple[Laws, Verdict]:
         requests = [row.request for row in rows]
+        params = [request.params for request in requests]
         uniforms = tests = None
-        if any(request.params.temperature > 0 for request in requests):
+        if any(each.temperature > 0 for each in params):
             # Node i's draw decides the output token that follows it.
             each = zip(requests, proposal.depth_lists, strict=True)
             uniforms = torch.stack([r.random.at([len(r.token_ids) + d for d in depths]) for r, depths in each])
         if proposal.q is not None:
             tests = self._fresh(requests)[:, self.drafter.block_size :][:, : proposal.tokens.size(1)]
-        params, prompts, outputs = zip(*((r.params, r.prompt, r.token_ids) for r in requests), strict=True)
+        prompts, outputs = [request.prompt for request in requests], [request.token_ids for request in requests]
         laws = Laws(output.logits, params, proposal.tokens, proposal.parents, prompts, outputs, output.best)
         return laws, verify(proposal, laws, uniforms, tests)
 

@@ -68,8 +68,7 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        with self._lock:
-            return not self._rows and not self._waiting
+        return not self._rows and not self._waiting
 
     @property
     def running(self) -> list[Request]:
@@ -190,10 +189,14 @@ class Scheduler:
 
     def _end_finished(self) -> list[Request]:
         """Publish what is new, and free the rows of requests that have ended."""
+        ended = False
         for row in self._rows:
-            if row.request.listener is not None and not row.request.finished:
+            if row.request.finished:
+                ended = True
+            elif row.request.listener is not None:
                 row.request.publish()
-        return self._free() if any(row.request.finished for row in self._rows) else []
+                ended = ended or row.request.finished
+        return self._free() if ended else []
 
     def _free(self) -> list[Request]:
         gone = [row for row in self._rows if row.request.finished]

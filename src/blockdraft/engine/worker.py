@@ -13,7 +13,9 @@ from blockdraft.engine.scheduler import Scheduler
 from blockdraft.targets import Target
 
 NAME = "blockdraft"
-IDLE_SECONDS = 1.0  # that the thread waits for requests: a new one has cold memory
+# That the thread waits for requests: with its OpenMP team, which takes the cores from others, and without. New ones
+# have cold memory.
+TEAM_SECONDS, IDLE_SECONDS = 0.02, 1.0
 
 log = logging.getLogger(__name__)
 
@@ -65,17 +67,23 @@ class Worker:
         self._schedulers = [scheduler for scheduler in self._schedulers if not scheduler.idle]
         return bool(self._schedulers)
 
-    def _work(self) -> None:
-        while True:
-            with self._lock:
+    def _due(self) -> list[Scheduler]:
+        """Those with requests, as soon as there are any; none if the thread is to end."""
+        busy = self._schedulers
+        if len(busy) == 1 and not busy[0].idle:  # the usual case, without the lock
+            return busy
+        with self._lock:
+            if not self._busy():
+                self._lock.wait_for(lambda: self._leaves or self._busy(), TEAM_SECONDS)
+            if not self._busy():
+                let_team_go()
+                self._lock.wait_for(lambda: self._leaves or self._busy(), IDLE_SECONDS)
                 if not self._busy():
-                    let_team_go()
-                    if not self._leaves:
-                        self._lock.wait(IDLE_SECONDS)
-                    if not self._busy():
-                        self.thread, self._leaves = None, False
-                        return
-                schedulers = list(self._schedulers)
+                    self.thread, self._leaves = None, False
+            return list(self._schedulers)
+
+    def _work(self) -> None:
+        while schedulers := self._due():
             for scheduler in schedulers:
                 try:
                     with self._target_lock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from math import prod
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 from blockdraft.machine import send
 
 LEAST_SLOTS = 256  # of a row whose size is rounded up
+# Bytes. Large pages spare small models most of the time of a first use; a page for each head of large ones is too much.
+HUGE_PAGE, MOST_ROUNDING = 2 << 20, 256 << 20
 
 
 class KVCache:
@@ -212,6 +215,9 @@ def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
     kinds = ("MAP_PRIVATE", "MAP_ANONYMOUS", "MAP_NORESERVE")  # nothing is set aside for what is never used
     flags = sum(getattr(mmap, kind, 0) for kind in kinds)
     memory = mmap.mmap(-1, size, flags) if flags else mmap.mmap(-1, size)
+    if hasattr(mmap, "MADV_HUGEPAGE") and prod(shape[:-2]) * HUGE_PAGE <= MOST_ROUNDING:
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=like.dtype).resize_(shape)  # a view would belong to the mode it was made in
 
 

@@ -8,6 +8,7 @@ Letters: B rows, S tokens of a row, A anchors of a row, K taught slots of a bloc
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,7 +23,7 @@ from blockdraft.errors import UsageError
 from blockdraft.training.recipe import Recipe
 
 OPEN_ROWS = 32  # rows that are filled at a time
-HELD_OUT, ORDER, ANCHORS = range(3)  # what random numbers are for
+ORDER, ANCHORS = range(1, 3)  # what random numbers are for
 
 
 def generator(*key: int) -> torch.Generator:
@@ -98,19 +99,24 @@ class Documents:
         return Document(document.tokens[: self._length], document.supervised[: self._length], cut)
 
 
-def split(usable: Sequence[int], held_out: int, seed: int) -> tuple[list[int], list[int]]:
-    """Documents to train on, and those that are held out. Raises ValueError where none would be left.
+def split(documents: Documents, held_out: int, seed: int) -> tuple[list[int], list[int]]:
+    """Usable documents to train on, and those that are held out. Raises ValueError where none would be left.
 
-    Documents that are added behind these move no document from the former to the latter, so that a drafter that learns
-    on from more data is not measured on what it has learned.
+    What they hold decides, so that no document goes over from the former to the latter when others are added: a drafter
+    that learns on from more data is not measured on what it has learned.
     """
+    usable = documents.usable
     if held_out >= len(usable):
         raise UsageError(
             f"held_out is {held_out} and the data hold {len(usable)} usable documents; hold out fewer, or add data."
         )
-    lots = np.random.default_rng((seed, HELD_OUT)).random(max(usable) + 1)
-    order = sorted(usable, key=lambda i: lots[i])
+    order = sorted(usable, key=lambda i: _lot(documents[i], seed))
     return sorted(order[held_out:]), order[:held_out]
+
+
+def _lot(document: Document, seed: int) -> bytes:
+    content = document.tokens.int().numpy().tobytes()
+    return hashlib.blake2b(content, digest_size=16, key=seed.to_bytes(16, "little")).digest()
 
 
 def pack(order: Sequence[int], lengths: Sequence[int], length: int) -> list[tuple[int, ...]]:

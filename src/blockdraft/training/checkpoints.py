@@ -33,7 +33,7 @@ def save(folder: Path, step: int, state: dict[str, Any], keep: int) -> None:
             f"{path} cannot be written ({error}). The newest checkpoint is {kept[0] if kept else 'none'}; free space "
             "and run the command again to go on from it."
         ) from error
-    for old in _checkpoints(folder)[:-keep]:
+    for old in [*_checkpoints(folder)[:-keep], *folder.glob("*.partial")]:  # the latter of killed processes
         old.unlink()
 
 

@@ -81,7 +81,7 @@ def settle(
     held = take("held_out", Choice(min(HELD_OUT, tenth), few))
     trained, held_out = list[int](), list[int]()
     with complaints.noting():
-        trained, held_out = split(documents.usable, held, recipe.seed)
+        trained, held_out = split(documents, held, recipe.seed)
     tokens = sum(documents.lengths[i] for i in trained)
     least = processes * recipe.accumulation
     rows = max(1, -(-tokens // length))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blockdraft.data import documents
-from blockdraft.data.documents import TokenData
+from blockdraft.data.documents import TokenData, grown_since, read_state
 from blockdraft.data.features import tapped_features, target_fingerprint
 from blockdraft.errors import UsageError
 from blockdraft.formats import check_writable
@@ -36,6 +36,22 @@ def told_of_data(documents: Documents, trained: int, held_out: int) -> list[str]
     if documents.useless:
         found.append(f"{documents.useless} documents have no two supervised tokens side by side and are left out")
     return found
+
+
+def data_of_run(data: TokenData, began_with: dict[str, Any], out: Path, note: Callable[[str], None]) -> TokenData:
+    """The data as they were when a run began, if they have grown since; others are left to `check_same`.
+
+    Args:
+        began_with: Their manifest then.
+    """
+    grown = grown_since(data, began_with["fingerprint"])
+    if data.fingerprint == began_with["fingerprint"] or grown is None:
+        return data
+    note(
+        f"{data.folder} has grown by {grown[0]:,} documents ({grown[1]:,} tokens) since the run began, which goes on "
+        f"with those it began with. To learn from all, begin another run with its drafter: --init {out} --out FOLDER"
+    )
+    return read_state(data.folder, began_with)
 
 
 def check_answers(data: TokenData, target: Target) -> None:
@@ -81,17 +97,8 @@ def identity(
     return {"variant": variant, "target": target_fingerprint(target), "data": data.fingerprint, **fixed}
 
 
-def check_same(folder: Path, theirs: dict[str, Any], ours: dict[str, Any], data: TokenData, out: Path) -> None:
+def check_same(folder: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
     """Raises ValueError where a run of these values cannot go on with these."""
-    grown_since = getattr(documents, "grown_since", lambda data, fingerprint: None)
-    grown = grown_since(data, theirs["data"]) if theirs["data"] != ours["data"] else None
-    if grown is not None:
-        raise UsageError(
-            f"{data.folder} has grown by {grown[0]:,} documents ({grown[1]:,} tokens) since {folder} began, and a run "
-            f"does not change its data. To learn from them too, begin with this run's drafter in another folder: "
-            f"--init {out} --out {out.with_name(out.name + '-2')}, with the same --held-out and --seed, so "
-            "that nothing it has learned is measured on."
-        )
     changed = [f"{name} = {theirs.get(name)!r} (now {ours[name]!r})" for name in ours if theirs.get(name) != ours[name]]
     if changed:
         raise UsageError(

@@ -130,7 +130,9 @@ class Trainer:
         self.written = written or self.plain
         self.out, self.folder = out, run_folder(out)
         state = checkpoints.newest(self.folder / "checkpoints")
-        known = state["identity"] if state is not None else None
+        known = None
+        if state is not None:
+            known, data = state["identity"], start.data_of_run(data, state["data"], out, telling.note)
         complaints = Complaints()
         with complaints.noting():
             data.check_tokenizer(target.tokenizer)
@@ -151,20 +153,21 @@ class Trainer:
         self.recipe = recipe = self.variant.recipe
         vocabulary = target.tokenizer.get_vocab() if target.tokenizer is not None else None
         network = self.variant.network(self.config, vocabulary).to(target.device)
+        self.variant.fit_head(network, target)
         if accelerator.is_main_process:
             clear_remains(out)
             clear_remains(self.folder / "measured")
         start.check_folder(out, self.folder, network, recipe)
         identity = start.identity(variant_name, target, data, recipe, self.variant.free_fields)
         if state is not None:
-            start.check_same(self.folder, state["identity"], identity, data, out)
-        self.identity = identity
+            start.check_same(self.folder, state["identity"], identity)
+        self.identity, self.manifest = identity, data.manifest
         for note in [*start.told_of_data(documents, len(trained), len(held_out)), *settled.notes]:
             telling.note(note)
         slots = self.variant.taught_slots
         self.batches = Batches(documents, trained, recipe, slots)
         self.begin = 0 if state is None else int(state["step"])
-        self.schedule = Schedule(self.batches.steps(), recipe, None if state is None else state.get("schedule"))
+        self.schedule = Schedule(self.batches.steps(), recipe, None if state is None else state["schedule"])
         self._plan(more)
         assert recipe.batch is not None
         # Rows that one process has on its device at a time.
@@ -337,7 +340,7 @@ class Trainer:
         network, optimizers = get_state_dict(self.module, self.optimizers, options=WHOLE)
         if self.accelerator.is_main_process:
             state = {"step": step, "identity": self.identity, "schedule": self.schedule.saved()}
-            state |= {"network": network, "optimizers": optimizers}
+            state |= {"data": self.manifest, "network": network, "optimizers": optimizers}
             checkpoints.save(self.folder / "checkpoints", step, state, self.recipe.keep)
         self.accelerator.wait_for_everyone()
 

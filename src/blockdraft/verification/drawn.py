@@ -26,19 +26,25 @@ def judge_chains(
     uniforms_BN: Tensor,
     tests_BN: Tensor,
 ) -> tuple[list[list[int]], list[int]]:
-    """Paths and bonus tokens of these rows."""
+    """Paths and bonus tokens of these rows, after whose anchors there are laws.
+
+    A chain ends with its first node after which there is no law, as if no more had been guessed. Where that node is
+    accepted its token is the bonus, and what comes after it is for the next cycle to find out.
+    """
     chains = []
     for row in rows:
         chain = [0]
-        while following := children[row].get(chain[-1]):
+        while laws.exists(row, chain[-1]) and (following := children[row].get(chain[-1])):
             assert len(following) == 1, "drawn guesses form a chain"
             chain += following
         chains.append(chain)
     nodes_RN, is_node_RN = _padded(chains)
+    # At an end without a law any other will do, since nothing was drawn from what follows and no bonus is needed.
+    known_RN, _ = _padded([[n if laws.exists(row, n) else 0 for n in c] for row, c in zip(rows, chains, strict=True)])
     ids_RNK, q_RNK = _sparse_laws(rows, proposal)
     each_R1 = torch.arange(len(rows))[:, None]
     ids_RNK, q_RNK = ids_RNK[each_R1, nodes_RN], q_RNK[each_R1, nodes_RN]
-    p_RNK = _p_of(rows, nodes_RN, ids_RNK, q_RNK, laws)
+    p_RNK = _p_of(rows, known_RN, ids_RNK, q_RNK, laws)
     has_child_RN1 = pad(is_node_RN, (0, 1))[:, 1:, None]
     p_RNK, q_RNK = p_RNK * has_child_RN1, q_RNK * has_child_RN1
     guesses_RN = _at(proposal.tokens, rows, nodes_RN)
@@ -49,8 +55,12 @@ def judge_chains(
     guess_p_RN, guess_q_RN = (pad(values.squeeze(-1), (1, 0)) for values in p_and_q)
     last_R, c_R = accept_block(p_RNK, q_RNK, guess_p_RN, guess_q_RN, _at(tests_BN, rows, nodes_RN))
     end = torch.arange(len(rows)), last_R
-    bonus = _draw_residual(rows, nodes_RN[end], ids_RNK[end], q_RNK[end], c_R, laws, uniforms_BN)
-    return [chain[: last + 1] for chain, last in zip(chains, last_R.tolist(), strict=True)], bonus
+    bonus = _draw_residual(rows, known_RN[end], ids_RNK[end], q_RNK[end], c_R, laws, uniforms_BN)
+    paths = [chain[: last + 1] for chain, last in zip(chains, last_R.tolist(), strict=True)]
+    for at, (row, path) in enumerate(zip(rows, paths, strict=True)):
+        if not laws.exists(row, path[-1]):
+            bonus[at] = laws.tokens[row][path.pop()]
+    return paths, bonus
 
 
 def _padded(nodes: list[list[int]]) -> tuple[Tensor, Tensor]:

@@ -38,7 +38,7 @@ def verify(proposal: Proposal, laws: Laws, uniforms_BN: Tensor | None, tests_BN:
       as testing token by token.
 
     A row whose walk meets a node without a law gets an empty path and the bonus -1; the others do not notice, nor does
-    a row that has such nodes where no walk comes by. Drawn guesses are judged together, so there each node counts.
+    a row that has such nodes where no walk comes by. A chain of drawn guesses is cut before what follows such a node.
 
     Args:
         proposal: Trees of B rows and N nodes.
@@ -53,7 +53,7 @@ def verify(proposal: Proposal, laws: Laws, uniforms_BN: Tensor | None, tests_BN:
     tokens = laws.tokens
     children = [children_of(parents) for parents in proposal.parent_lists]
     q = proposal.q or (None,) * len(tokens)
-    drawn = [row for row in range(len(tokens)) if q[row] is not None and row not in laws.invalid_rows]
+    drawn = [row for row in range(len(tokens)) if q[row] is not None and laws.exists(row, 0)]
     paths: list[list[int]] = [[0] if q[row] is None else [] for row in range(len(tokens))]
     bonus = [-1] * len(tokens)
 

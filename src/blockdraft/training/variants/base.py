@@ -127,6 +127,9 @@ class Variant(ABC, Generic[R, N, C]):
             torch.manual_seed(self.recipe.seed)
             return self.new_network(config, vocabulary)
 
+    def fit_head(self, network: N, target: Target) -> None:
+        """Called once on a new network, which may be scaled here to what the target's head expects."""
+
     def prepare(self, network: N) -> None:
         """Called once before training, such as for recomputing activations. The network's parameters must stay."""
 

@@ -41,6 +41,7 @@ from blockdraft.training.recipe import Recipe
 from blockdraft.training.variants.base import Choice, Variant
 
 DEFAULT_LAYERS = 5
+LARGE_SPREAD = 2.0  # of the logits of random hidden states of size 1; the usual heads have about 1
 INIT_STD = 0.02  # of new matrices, except `fc`, which keeps the size of what it reads
 
 
@@ -168,6 +169,17 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
         if self.recipe.init is not None:
             self.warm_start(network, Path(self.recipe.init), vocabulary)
         return cast(N, network)
+
+    def fit_head(self, network: N, target: Target) -> None:
+        """A head of large rows makes firm guesses of any hidden states, and of those of a new network wrong ones: its
+        loss is many times that of even guessing, and the norm in front of the head is slow to unlearn it."""
+        if self.recipe.init is not None:
+            return
+        random = torch.randn(16, target.hidden_size, generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            spread = float(target.head(random.to(target.device, target.dtype)).float().std())
+            if spread > LARGE_SPREAD:
+                network.norm.weight.div_(spread)
 
     def warm_start(self, network: DFlashNetwork, path: Path, vocabulary: Mapping[str, int] | None) -> None:
         """Load a checkpoint of this kind, or one of DFlash v1 into what of the network is DFlash v1. The block size may

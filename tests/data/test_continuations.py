@@ -1,0 +1,219 @@
+"""Texts that a target without a chat template continues: what is read, what is learned, what is refused."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from blockdraft.data.answerers import Answer, EngineAnswerer
+from blockdraft.data.continuations import Continuation, beginning
+from blockdraft.data.documents import read_data
+from blockdraft.data.prepare import Preparation
+from blockdraft.data.reading import Reading
+from blockdraft.data.settings import DataSettings, RowSettings
+from blockdraft.drafters import load_drafter
+from blockdraft.engine import Engine
+from blockdraft.engine.text import encode
+from blockdraft.targets import Target, load_target, load_target_text
+from blockdraft.types import SamplingParams
+
+SAMPLED = SamplingParams(12, temperature=1.0, seed=5)
+STORY = "the cat sat on the mat and then it went into the thicket to hunt for mice and voles, all night. " * 2
+
+
+@pytest.fixture(scope="module")
+def base_dir(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny target as a base model: no chat template, and a token that begins each text."""
+    folder = tmp_path_factory.mktemp("base") / "target"
+    shutil.copytree(tiny_target_dir, folder)
+    (folder / "chat_template.jinja").unlink()
+    content = json.loads((folder / "tokenizer.json").read_text())
+    begin = {"SpecialToken": {"id": "<|im_start|>", "type_id": 0}}
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [begin, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [begin, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<|im_start|>": {"id": "<|im_start|>", "ids": [1], "tokens": ["<|im_start|>"]}},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(base_dir: Path) -> Target:
+    target = load_target(base_dir, device="cpu")
+    assert target.tokenizer is not None and target.tokenizer.chat_template is None
+    assert encode("the", target)[0] == 1
+    return target
+
+
+def settings(**named: Any) -> DataSettings:
+    return DataSettings(writer="target", sampling=SAMPLED, batch_size=3, **named)
+
+
+def source(folder: Path, rows: list[dict[str, Any]]) -> str:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def engine(target: Target) -> EngineAnswerer:
+    return EngineAnswerer(Engine(target, load_drafter("none", target=target), max_batch_size=3))
+
+
+def read(folder: Path) -> list[tuple[list[int], list[int]]]:
+    found = [(one.tokens[~one.supervised].tolist(), one.tokens[one.supervised].tolist()) for one in read_data(folder)]
+    assert all(one.tokens.tolist() == p + a for one, (p, a) in zip(read_data(folder), found, strict=True))
+    return found
+
+
+def test_the_target_goes_on_as_decoding_would(tmp_path: Path, base: Target) -> None:
+    """Prompt and answer are those of an engine that is given the same raw text."""
+    rows = [{"text": STORY}, {"prompt": "q: why is the sky so very blue? a:"}, {"turns": ["said the "]}]
+    manifest = Preparation(tmp_path / "a", base, [source(tmp_path, rows)], RowSettings(), settings(continued=10)).run(
+        engine(base)
+    )
+    # Ten tokens with the first, which begins each text; the story is in pieces of 4 * (10 + 12) characters.
+    begun = ["the cat sat", "all night", "and voles", "q: why is", "said the "]
+    assert len(read(tmp_path / "a")) == manifest["counts"]["documents"] == len(begun)
+    for row, (text, (prompt, answer)) in enumerate(zip(begun, read(tmp_path / "a"), strict=True)):
+        assert prompt == encode(text, base) and len(prompt) <= 10
+        seed = ((5 * 1_000_003 + row) * 1_009) % 2**31
+        [plain] = Engine(base, load_drafter("none", target=base)).generate(
+            [text], SamplingParams(12, temperature=1.0, seed=seed)
+        )
+        assert answer == plain.token_ids
+
+
+def test_a_prompt_is_continued_as_a_whole_by_default(tmp_path: Path, base: Target) -> None:
+    rows = [{"prompt": STORY[:150]}, {"text": STORY[:150]}, {"text": "  "}, {"prompt": STORY + STORY}]
+    preparation = Preparation(tmp_path / "a", base, [source(tmp_path, rows)], RowSettings(), settings(length=200))
+    assert preparation.reading.continued == 50  # a quarter of the length
+    assert "first 50 tokens of each text, prompts as a whole" in preparation.reading.told_continued
+    counts = preparation.run(engine(base))["counts"]
+    (whole, _), (cut, _) = read(tmp_path / "a")
+    assert whole == encode(STORY[:150], base)
+    assert 40 < len(cut) <= 50 and cut[:30] == whole[:30]
+    assert counts["left_out"] == {"no supervised token": 1, "prompt too long": 1}
+    assert Reading(base, [source(tmp_path, rows)], RowSettings(), settings()).continued == 64
+
+
+def test_a_target_with_a_template_continues_where_it_is_asked_to(
+    tmp_path: Path, tiny_target_dir: Path, base: Target
+) -> None:
+    target = load_target(tiny_target_dir, device="cpu")
+    where = [source(tmp_path, [{"text": STORY[:40]}])]
+    Preparation(tmp_path / "a", target, where, RowSettings(), settings(continued=10)).run(engine(target))
+    assert read(tmp_path / "a")[0][0] == encode("the cat sat", base)[1:]
+    with pytest.raises(ValueError, match=r"row 1: this is a plain text, which nobody can answer; .* --continue N"):
+        Preparation(tmp_path / "b", target, where, RowSettings(), settings())
+    with pytest.raises(ValueError, match="made with continued .*'tokens': 10.* not .*'tokens': 11"):
+        Preparation(tmp_path / "a", target, where, RowSettings(), settings(continued=11))
+
+
+def test_what_cannot_be_continued_is_refused_at_the_first_row(
+    tmp_path: Path, base: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    rows = Reading.rows
+    monkeypatch.setattr(Reading, "rows", lambda self: (seen.append(row) or row for row in rows(self)))
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    where = [source(tmp_path, [{"messages": chat}] * 3)]
+    with pytest.raises(ValueError, match=r"row 1: this is a chat, whose roles only a chat template can spell"):
+        Preparation(tmp_path / "a", base, where, RowSettings(), settings())
+    with pytest.raises(ValueError, match=r"The target's tokenizer has no chat template; add --chat-template"):
+        Preparation(tmp_path / "a", base, where, RowSettings(), DataSettings())
+    assert len(seen) <= 1 and not (tmp_path / "a").exists()
+
+
+def test_other_tokens_than_decoding_reads_are_refused(
+    tmp_path: Path, base_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = load_target_text(base_dir)
+    where = [source(tmp_path, [{"text": "the end"}])]
+    Reading(target, where, RowSettings(), settings()).check_first()
+    monkeypatch.setattr("blockdraft.data.chats.encode_text", lambda text, tokenizer: [9, 9, 9])
+    with pytest.raises(ValueError, match=r"read as the tokens \[9, 9, 9\]... here and as \[1, .* when it is decoded"):
+        Reading(target, where, RowSettings(), settings()).check_first()
+
+
+def test_lengths_must_fit(tmp_path: Path, base: Target) -> None:
+    where = [source(tmp_path, [{"text": "the end"}])]
+    with pytest.raises(ValueError, match="20 tokens of each text are to be continued and a document has 20 at most"):
+        Preparation(tmp_path / "a", base, where, RowSettings(), settings(continued=20, length=20))
+    with pytest.raises(ValueError, match="continued is 0"):
+        settings(continued=0)
+    with pytest.raises(ValueError, match="nobody is to write"):
+        DataSettings(continued=3)
+
+
+@pytest.fixture(scope="module")
+def ids(base_dir: Path) -> Callable[[str], list[int]]:
+    tokenizer = AutoTokenizer.from_pretrained(base_dir)
+    return lambda text: list(tokenizer(text)["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("text", "most", "found"),
+    [
+        ("the end", 9, "the end"),
+        ("the end\n\n", 8, "the end\n\n"),  # as it is where it is short enough
+        ("the end\n\n", 7, "the end"),
+        ("the then there", 6, "the then"),
+        ("the then there", 5, "the then"),
+        ("the then there", 4, "the"),
+        ("x" * 30, 5, "xxxx"),
+        ("x yyyyyyyyyyyyyy", 10, "x yyyyyyy"),
+        ("日本語の文章です", 8, "日本"),  # three bytes a character
+    ],
+)
+def test_beginnings(ids: Callable[[str], list[int]], text: str, most: int, found: str) -> None:
+    assert beginning(text, most, ids) == found
+    assert len(ids(found)) <= most
+
+
+def test_a_beginning_of_no_tokens_is_refused(ids: Callable[[str], list[int]]) -> None:
+    with pytest.raises(ValueError, match="no beginning of 1 tokens or less"):
+        beginning("the end", 1, ids)
+
+
+def test_a_long_text_is_not_read_as_a_whole(ids: Callable[[str], list[int]]) -> None:
+    longest = 0
+
+    def spied(text: str) -> list[int]:
+        nonlocal longest
+        longest = max(longest, len(text))
+        return ids(text)
+
+    beginning("the end " * 100_000, 10, spied)
+    assert longest < 1000
+
+
+def test_only_the_continuation_is_learned_and_loops_are_not(ids: Callable[[str], list[int]]) -> None:
+    text = Continuation("the end", None, ids, 100)
+    prompt = text.next_prompt()
+    assert prompt == ids("the end") and text.begun == "the end"
+    text.take(Answer("", [7, 8, 9], ended=False))
+    assert text.next_prompt() is None and text.messages == []
+    [document] = text.documents
+    assert document.tokens.tolist() == [*prompt, 7, 8, 9]
+    assert document.supervised.tolist() == [False] * len(prompt) + [True] * 3
+    looping = Continuation("the end", None, ids, 100)
+    looping.next_prompt()
+    looping.take(Answer("", [7] * 30, ended=False))
+    assert (looping.documents, looping.reason) == ([], "answer loops")
+
+
+def test_a_server_must_tell_tokens(ids: Callable[[str], list[int]]) -> None:
+    for answer, message in (
+        (Answer("x", None, True), "does not tell the ids of the tokens"),
+        (Answer("x", [7], True, [1, 2]), "reads a text as 2 tokens that was sent as"),
+    ):
+        text = Continuation("the end", None, ids, 100)
+        text.next_prompt()
+        with pytest.raises(ValueError, match=message):
+            text.take(answer)
