@@ -85,6 +85,15 @@ def test_steps_that_are_done_are_not_run_again(ran: list[str], make_plan: MakePl
     assert made[3].line in told
 
 
+def test_what_is_left_of_a_step_goes_by_what_it_has_done(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    step = Step("train", ("train",), 100.0, (log, 50))
+    assert step.left(30.0, 0) == 70 and step.left(300.0, 0) == 0  # nothing is known but the plan
+    log.write_text("{}\n" * 10)
+    assert step.left(30.0, 0) == 120  # 3 s each
+    assert step.left(30.0, 4) == 200  # of an earlier start were 4
+
+
 def test_a_failing_command_is_told(tmp_path: Path) -> None:
     with pytest.raises(BlockdraftError, match="generate ended with status 2"):
         run_steps([Step("generate", ("generate", "--block-size", "x", "hello"), 1.0)], tmp_path, lambda text: None)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -123,6 +125,8 @@ def _plan(fit: Fit, note: Callable[[str], None]) -> tuple[Plan, list[str]]:
     """Survey and plan. What can be refused is refused here."""
     settings, began, complaints = fit.settings, time.monotonic(), Complaints()
     variants: list[str] = [settings.variant] if settings.variant else list(VARIANTS)
+    scratch = fit.where.folder / "survey"
+    shutil.rmtree(scratch, ignore_errors=True)  # of a start that was killed
     with complaints.noting():
         _check_folders(fit.where)
     note("loading the target ...")
@@ -137,7 +141,12 @@ def _plan(fit: Fit, note: Callable[[str], None]) -> tuple[Plan, list[str]]:
     note("measuring how fast the target answers, is read and trained for here ...")
     facts, machine = survey.target_facts(target), survey.machine(target, fit.where.out)
     tokens = answer_length(settings, target.max_context)
-    measured = survey.measure(target, prompts, settings.hours, tokens, variants, note)
+    try:
+        measured = survey.measure(target, prompts, settings.hours, tokens, variants, scratch, note)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        with contextlib.suppress(OSError):  # absent
+            fit.where.folder.rmdir()
     del target
     gc.collect()
     if torch.cuda.is_available():

@@ -21,6 +21,7 @@ from blockdraft.data.folder import write_file
 from blockdraft.errors import BlockdraftError
 from blockdraft.fit.plan import Plan, duration
 from blockdraft.fit.prompts import HELD_OUT, PROMPTS
+from blockdraft.training.trainer import run_folder
 from blockdraft.types import Backend
 
 DONE = "done.json"
@@ -34,16 +35,32 @@ class Step:
     name: Of the command.
     arguments: Of `blockdraft`, the command's name the first.
     seconds: What it is expected to take.
+    counted: A file that gets a line for each part of it, and how many parts there are.
     """
 
     name: str
     arguments: tuple[str, ...]
     seconds: float
+    counted: tuple[Path, int] | None = None
 
     @property
     def line(self) -> str:
         """As one types it."""
         return shlex.join(["blockdraft", *self.arguments])
+
+    def parts(self) -> int:
+        """Parts that are done."""
+        if self.counted is None or not self.counted[0].exists():
+            return 0
+        with self.counted[0].open("rb") as file:
+            return sum(1 for _ in file)
+
+    def left(self, seconds: float, before: int) -> float:
+        """Seconds that it still takes, so many after its start, when so many parts were done before."""
+        done = self.parts() - before
+        if self.counted is None or done <= 0:
+            return max(self.seconds - seconds, 0.0)
+        return seconds / done * (self.counted[1] - before - done)
 
 
 @dataclass(frozen=True)
@@ -95,7 +112,11 @@ def make_steps(plan: Plan, where: Where, sources: Sequence[str], rows: Sequence[
         "bench": [*pair, "--prompts", held_out, *limits, "--methods", "none,dflash,dflash:auto"]
         + ["--out", str(folder / "bench"), "--overwrite"],
     }
-    return [Step(name, (name, *commands[name]), seconds) for name, seconds in plan.seconds.items()]
+    log = run_folder(where.out) / "log.jsonl", int(plan.recipe["steps"])
+    return [
+        Step(name, (name, *commands[name]), seconds, log if name == "train" else None)
+        for name, seconds in plan.seconds.items()
+    ]
 
 
 def _flag(value: object) -> str:
@@ -124,13 +145,15 @@ def run_steps(steps: Sequence[Step], folder: Path, note: Callable[[str], None]) 
         if step.name in done:
             continue
         later = sum(one.seconds for one in steps[number:])
-        told, began = f"step {number} of {len(steps)}: {step.name}", time.monotonic()
+        told, began, before = f"step {number} of {len(steps)}: {step.name}", time.monotonic(), step.parts()
         note(f"\n{told}, about {duration(step.seconds)}; in all about {duration(step.seconds + later)} left")
         note(step.line)
 
-        def tell(told: str = told, expected: float = step.seconds, later: float = later, began: float = began) -> None:
-            left = max(expected - (time.monotonic() - began), 0.0) + later
-            note(f"{told}; in all about {duration(left)} left")
+        def tell(
+            step: Step = step, told: str = told, later: float = later, began: float = began, before: int = before
+        ) -> None:
+            left = step.left(time.monotonic() - began, before)
+            note(f"{told}; in all about {duration(left + later)} left")
 
         code = _run(step.arguments, None if sys.stderr.isatty() else tell)
         if code != 0:

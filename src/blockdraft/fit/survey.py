@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -30,15 +29,16 @@ from blockdraft.fit.recipe import anchors, reference
 from blockdraft.machine import free_bytes, wait_for
 from blockdraft.targets import Target
 from blockdraft.training.devices import make_accelerator
-from blockdraft.training.trainer import Telling, train
+from blockdraft.training.trainer import Telling, run_folder, train
 from blockdraft.training.variants import find_variant
 from blockdraft.types import SamplingParams
 
 RUNS = 3  # of which the median counts
 ANSWER_TOKENS = 256  # of an answer at most while measuring
 SHARE = 0.05  # of the hours that measuring the answers may take
-STEPS = 5  # training steps that are timed, after one that is not
+STEPS = 3  # training steps that are timed in each run
 ROWS = (1, 4)  # of such a step
+BLOCKS = (2, 4, 8)
 CYCLES = 15
 CONTEXT = 64  # tokens before the cycles that are timed
 
@@ -90,6 +90,7 @@ def measure(
     hours: float,
     max_new_tokens: int,
     variants: Sequence[str],
+    folder: Path,
     note: Callable[[str], None],
 ) -> Measured:
     """How fast the target answers these prompts and drafters for it are trained and draft, on this machine.
@@ -98,23 +99,21 @@ def measure(
         prompts: As the engine takes them; the more of them, the better lengths are known.
         hours: Of the whole fit; measuring takes a small share of it.
         max_new_tokens: Of an answer later.
+        folder: For data and drafters that are made to be measured; who calls deletes it.
     """
-    with tempfile.TemporaryDirectory(prefix="blockdraft-fit-") as folder:
-        answers, rate = _answers(target, prompts, hours, max_new_tokens)
-        # What was cut here may go on later, nobody knows how far.
-        full = [max_new_tokens if cut else len(ids) for _, ids, cut in answers]
-        note(f"answers: {rate:.0f} tokens/s, {statistics.mean(full):.0f} tokens each")
-        data = _documents(Path(folder) / "data", target, answers)
-        reading = _read_rate(target, data)
-        speeds, plain = {}, 0.0
-        for name in variants:
-            speeds[name], plain = _speeds(name, target, data, Path(folder) / name)
-            one = speeds[name]
-            note(
-                f"{name}: a training step of {one.tokens[-1]} tokens {one.seconds[-1]:.2f} s, "
-                f"a cycle {' '.join(f'{r:.2f}' for r in one.cycles.values())} times a plain one "
-                f"in blocks of {', '.join(map(str, one.cycles))}"
-            )
+    answers, rate = _answers(target, prompts, hours, max_new_tokens)
+    # What was cut here may go on later, nobody knows how far.
+    full = [max_new_tokens if cut else len(ids) for _, ids, cut in answers]
+    note(f"answers: {rate:.0f} tokens/s, {statistics.mean(full):.0f} tokens each")
+    data = _documents(folder / "data", target, answers)
+    reading = _read_rate(target, data)
+    speeds, plain = _speeds(variants, target, data, folder)
+    for name, one in speeds.items():
+        note(
+            f"{name}: a training step of {one.tokens[-1]} tokens {one.seconds[-1]:.2f} s, "
+            f"a cycle {' '.join(f'{r:.2f}' for r in one.cycles.values())} times a plain one "
+            f"in blocks of {', '.join(map(str, one.cycles))}"
+        )
     return Measured(
         prompt_tokens=statistics.mean(len(prompt) for prompt, _, _ in answers),
         longest_prompt=max(len(prompt) for prompt, _, _ in answers),
@@ -181,42 +180,49 @@ def _read_rate(target: Target, data: TokenData) -> float:
     return statistics.median(rates[1:])
 
 
-def _speeds(variant: str, target: Target, data: TokenData, folder: Path) -> tuple[Speeds, float]:
-    """Speeds, of a drafter that has learned nothing yet, which takes as long; and seconds of a plain cycle."""
-    chosen = reference(variant, target_facts(target))
+def _speeds(variants: Sequence[str], target: Target, data: TokenData, folder: Path) -> tuple[dict[str, Speeds], float]:
+    """Speeds of each variant, of a drafter that has learned nothing yet, which takes as long; and seconds of a plain
+    cycle. All take turns, so that what else the machine does falls on all alike."""
     length = min(target.max_context, max(data.lengths) + 64)
-    recipe_class = find_variant(variant).recipe_class
-    sizes, seconds = [], []
-    for rows in ROWS:
-        out = folder / str(rows)
-        blocks = anchors(length, chosen["block_size"])
-        fields = {**chosen, "length": length, "batch": rows, "anchors": blocks, "held_out": 1, "chunk": rows * blocks}
-        recipe = recipe_class(
-            **fields, steps=STEPS + 1, features="memory", eval_every=0, eval_prompts=0, save_every=0, trackers=()
-        )
-        accelerator = make_accelerator(recipe, out, "cpu" if target.device.type == "cpu" else None)
-        clock = Clock()
-        train(variant, target, data, out, recipe, accelerator, telling=Telling(clock))
-        ended = clock.moments[-STEPS - 1 : -1]  # the first step warms up, the last one writes the drafter
-        sizes.append(rows * length)
-        seconds.append(statistics.median(after - before for before, after in pairwise(ended)))
-    drafter = load_drafter(folder / str(ROWS[-1]), target=target)
-    probe = Probe(target, drafter)
-    room = target.max_context > CONTEXT + CYCLES * drafter.block_size
-    context = CONTEXT if room else 4
-
-    def cycle(guesses: int) -> float:
-        return statistics.median(took for _, took in probe(1, context, guesses, False, CYCLES)[2:])
-
-    # In turns, so that what else the machine does falls on all alike.
-    sizes_of_blocks = [size for size in (2, 4, 8, 16) if size <= drafter.block_size]
-    ratios: dict[int, list[float]] = {size: [] for size in sizes_of_blocks}
-    plains = []
+    steps: dict[tuple[str, int], list[float]] = {(name, rows): [] for name in variants for rows in ROWS}
+    for turn in range(RUNS):
+        for (name, rows), seconds in steps.items():
+            seconds += _step_seconds(name, rows, length, target, data, folder / f"{name}-{rows}-{turn}")
+    drafters = {name: load_drafter(folder / f"{name}-{ROWS[-1]}-0", target=target) for name in variants}
+    probes = {name: Probe(target, drafter) for name, drafter in drafters.items()}
+    cycles: dict[tuple[str, int], list[float]] = {(name, size): [] for name in variants for size in BLOCKS}
+    plain: list[float] = []
     for _ in range(RUNS):
-        plain = cycle(0)
-        plains.append(plain)
-        for size in sizes_of_blocks:
-            ratios[size].append(cycle(size - 1) / plain)
-    weights = sum(p.numel() for p in drafter.network.parameters()) if hasattr(drafter, "network") else 0
-    cycles = {size: statistics.median(found) for size, found in ratios.items()}
-    return Speeds(tuple(sizes), tuple(seconds), cycles, weights), statistics.median(plains)
+        now = _cycle_seconds(probes[variants[0]], 0)
+        plain.append(now)
+        for (name, size), ratios in cycles.items():
+            ratios.append(_cycle_seconds(probes[name], size - 1) / now)
+    found = {}
+    for name, drafter in drafters.items():
+        times = tuple(statistics.median(steps[name, rows]) for rows in ROWS)
+        costs = {size: statistics.median(cycles[name, size]) for size in BLOCKS}
+        network: torch.nn.Module = drafter.network  # type: ignore[attr-defined]  # of all variants that are trained
+        parameters = sum(weight.numel() for weight in network.parameters())
+        found[name] = Speeds(tuple(rows * length for rows in ROWS), times, costs, parameters)
+    return found, statistics.median(plain)
+
+
+def _step_seconds(variant: str, rows: int, length: int, target: Target, data: TokenData, out: Path) -> list[float]:
+    """What some training steps take; `out` gets the drafter."""
+    chosen = reference(variant, target_facts(target))
+    blocks = anchors(length, chosen["block_size"])
+    fields = {**chosen, "length": length, "batch": rows, "anchors": blocks, "held_out": 1, "chunk": rows * blocks}
+    fields |= {"steps": STEPS + 2, "features": "memory", "trackers": ()}
+    fields |= {"eval_every": 0, "eval_prompts": 0, "save_every": 0}
+    recipe = find_variant(variant).recipe_class(**fields)
+    accelerator = make_accelerator(recipe, out, "cpu" if target.device.type == "cpu" else None)
+    clock = Clock()
+    train(variant, target, data, out, recipe, accelerator, telling=Telling(clock))
+    shutil.rmtree(run_folder(out))  # the checkpoint, which is large
+    ended = clock.moments[-STEPS - 2 : -1]  # the first step warms up, the last one writes the drafter
+    return [after - before for before, after in pairwise(ended)]
+
+
+def _cycle_seconds(probe: Probe, guesses: int) -> float:
+    context = min(CONTEXT, probe.target.max_context // 4)
+    return statistics.median(took for _, took in probe(1, context, guesses, False, CYCLES)[2:])
