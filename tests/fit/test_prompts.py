@@ -66,9 +66,19 @@ def test_chats_lose_their_answers_and_keep_their_turns(tmp_path: Path, target: T
     found = read_prompts(source(tmp_path, rows), RowSettings(), target, PromptSettings(10, 1, 8))
     assert found.available == 3
     assert "somebody" not in json.dumps(found.rows)
-    assert found.held_out[0] in ("three", "four")  # what a prompt set can hold: no system message before it
-    kept = [row["messages"] for row in found.rows if "messages" in row and row["messages"][0]["role"] == "system"]
+    assert found.held_out[0] in ("one", "three", "four")
+    every = read_prompts(source(tmp_path, rows), RowSettings(), target, PromptSettings(10, 0, 8)).rows
+    kept = [row["messages"] for row in every if "messages" in row and row["messages"][0]["role"] == "system"]
     assert [message["content"] for message in kept[0]] == ["be brief", "one", "", "two"]
+
+
+def test_held_out_prompts_leave_room_for_answers(tmp_path: Path, target: Target) -> None:
+    """Of a context of 256 tokens half; blank ones are none."""
+    rows = [{"prompt": f"{i} {'inn ' * 60}"} for i in range(9)] + [{"prompt": "short"}, {"prompt": " "}]
+    found = read_prompts(source(tmp_path, rows), RowSettings(), target, PromptSettings(20, 4, 8))
+    assert found.held_out == ("short",) and found.available == 10
+    with pytest.raises(ValueError, match="All prompts have more than 128 tokens"):
+        read_prompts(source(tmp_path, rows[:9]), RowSettings(), target, PromptSettings(20, 4, 8))
 
 
 def test_a_target_without_template_gets_beginnings(tmp_path: Path, base: Target) -> None:

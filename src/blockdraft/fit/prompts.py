@@ -18,6 +18,7 @@ from blockdraft.data.folder import make_folder, write_file
 from blockdraft.data.rows import Message, Row, read_rows
 from blockdraft.data.settings import RowSettings
 from blockdraft.engine import Engine, loops
+from blockdraft.engine.text import encode
 from blockdraft.errors import UsageError
 from blockdraft.fit.settings import PromptSettings
 from blockdraft.targets import Target, TargetText
@@ -27,6 +28,7 @@ PROMPTS, HELD_OUT = "prompts.jsonl", "held-out.jsonl"
 BEGINNING = 256  # characters of a plain text between two places where a prompt may begin, at least
 OWN_TOKENS = 96  # most tokens of a prompt that a chat model writes
 MARK = "blockdraft-mark"
+ROOM = 128  # tokens of an answer for which a held-out prompt leaves room
 TRIES = 3  # times as many drafts as prompts are wanted; models repeat themselves
 
 
@@ -55,7 +57,8 @@ def read_prompts(
     for place, row in read_rows(sources, rows):
         try:
             for prompt in _of_row(row, target, settings.prompt_tokens):
-                found.setdefault(json.dumps(prompt), prompt)
+                if _first(prompt).strip():
+                    found.setdefault(json.dumps(prompt), prompt)
         except ValueError as error:
             raise UsageError(f"{place}: {error}") from error
     if len(found) <= settings.held_out:
@@ -63,7 +66,7 @@ def read_prompts(
             f"{' and '.join(sources)} hold {len(found)} different prompts, and {settings.held_out} are held out to "
             "measure on; give more data."
         )
-    return _drawn(list(found.values()), settings, len(found))
+    return _drawn(list(found.values()), target, settings, len(found))
 
 
 def write_prompts(
@@ -97,7 +100,7 @@ def write_prompts(
         raise UsageError(
             f"The target wrote {len(found)} usable prompts where {wanted} were wanted; name data with prompts (--data)."
         )
-    return _drawn(list(found.values())[:wanted], settings, None)
+    return _drawn(list(found.values())[:wanted], engine.target, settings, None)
 
 
 def store(folder: Path, prompts: Prompts) -> None:
@@ -107,21 +110,31 @@ def store(folder: Path, prompts: Prompts) -> None:
         write_file(folder / name, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
 
 
-def _drawn(found: list[dict[str, Any]], settings: PromptSettings, available: int | None) -> Prompts:
-    """Prompts in random order. Held-out ones are such as have a text of their own: chats that begin with a user."""
+def _drawn(
+    found: list[dict[str, Any]], target: Target | TargetText, settings: PromptSettings, available: int | None
+) -> Prompts:
+    """Prompts in random order. Held-out ones leave room for an answer that is worth measuring."""
     random.Random(settings.seed).shuffle(found)
-    single = [i for i, row in enumerate(found) if _single(row) is not None][: settings.held_out]
-    kept = set(single)
-    rows = [row for i, row in enumerate(found) if i not in kept][: settings.count]
-    return Prompts(tuple(rows), tuple(str(_single(found[i])) for i in single), available)
+    most = target.max_context - min(ROOM, target.max_context // 2)
+    held_out: dict[int, str] = {}
+    for i, row in enumerate(found):
+        if len(held_out) == settings.held_out:
+            break
+        text = _first(row)
+        if len(encode(text, target)) <= most:
+            held_out[i] = text
+    if settings.held_out and not held_out:
+        raise UsageError(
+            f"All prompts have more than {most} tokens, which leaves no room for answers; give shorter ones."
+        )
+    rows = [row for i, row in enumerate(found) if i not in held_out][: settings.count]
+    return Prompts(tuple(rows), tuple(held_out.values()), available)
 
 
-def _single(row: dict[str, Any]) -> str | None:
-    """The text of the first prompt, where nothing comes before it."""
-    if "prompt" in row:
-        return str(row["prompt"])
-    first: Message = row["messages"][0]
-    return str(first["content"]) if first["role"] == "user" else None
+def _first(row: dict[str, Any]) -> str:
+    """What a user says first."""
+    messages: list[Message] = row.get("messages", [])
+    return str(next((one["content"] for one in messages if one["role"] == "user"), row.get("prompt")))
 
 
 def _of_row(row: Row, target: Target | TargetText, tokens: int) -> Iterator[dict[str, Any]]:

@@ -166,7 +166,8 @@ def run_steps(steps: Sequence[Step], folder: Path, note: Callable[[str], None]) 
 
 
 def _run(arguments: Sequence[str], tell: Callable[[], None] | None) -> int:
-    process = subprocess.Popen([sys.executable, "-m", "blockdraft", *arguments], preexec_fn=_die_with_parent)
+    prepare = _die_with_parent if sys.platform == "linux" else None
+    process = subprocess.Popen([sys.executable, "-m", "blockdraft", *arguments], preexec_fn=prepare)
     try:
         while True:
             try:
@@ -181,5 +182,4 @@ def _run(arguments: Sequence[str], tell: Callable[[], None] | None) -> int:
 
 def _die_with_parent() -> None:
     """Two starts of one fit must not write to its folders at a time, so none of its commands outlives it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(DIES_WITH_PARENT, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(DIES_WITH_PARENT, signal.SIGKILL)
