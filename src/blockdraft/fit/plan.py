@@ -93,8 +93,7 @@ def make_plan(
     speed = measured.speeds[variant]
     tokens, temperature = answer_length(settings, target.context), _temperature(settings, measured, reasons)
     lost = measured.looping / (3 if temperature else 1)
-    # Short answers have had no time yet to run in circles.
-    bench_tokens = min(BENCH_TOKENS // (2 if measured.looping > LOOPING else 1), tokens)
+    bench_tokens = min(BENCH_TOKENS, tokens)
     bench_each = BENCH_RUNS * measured.plain_seconds * bench_tokens
     bench_prompts = int(min(max(BENCH_SHARE * 3600 * settings.hours / bench_each, 4), BENCH_PROMPTS))
     seconds = {
