@@ -6,7 +6,6 @@ import contextlib
 import gc
 import json
 import shutil
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -123,7 +122,7 @@ def _outcome(methods: dict[str, Any]) -> str:
 
 def _plan(fit: Fit, note: Callable[[str], None]) -> tuple[Plan, list[str]]:
     """Survey and plan. What can be refused is refused here."""
-    settings, began, complaints = fit.settings, time.monotonic(), Complaints()
+    settings, complaints = fit.settings, Complaints()
     variants: list[str] = [settings.variant] if settings.variant else list(VARIANTS)
     scratch = fit.where.folder / "survey"
     shutil.rmtree(scratch, ignore_errors=True)  # of a start that was killed
@@ -133,7 +132,7 @@ def _plan(fit: Fit, note: Callable[[str], None]) -> tuple[Plan, list[str]]:
     with complaints.noting():
         # With torch's own number of threads, as the commands that compute for long.
         target = load_target(fit.where.target, fit.where.dtype, fit.where.device, fit.where.backend or DEFAULT_BACKEND)
-        start = survey.start_seconds()
+        start = survey.age()
         _check_target(target, variants, complaints)
         note("reading the prompts ..." if fit.sources else "the target writes some prompts ...")
         prompts, available = _sample(fit, target)
@@ -151,8 +150,7 @@ def _plan(fit: Fit, note: Callable[[str], None]) -> tuple[Plan, list[str]]:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # the steps are processes of their own
-    elapsed = start + time.monotonic() - began
-    plan = make_plan(settings, facts, machine, measured, available, start, elapsed)
+    plan = make_plan(settings, facts, machine, measured, available, start, survey.age())
     return plan, show(plan, facts, machine, fit.sources, settings.hours)
 
 

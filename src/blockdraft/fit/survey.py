@@ -79,8 +79,8 @@ def machine(target: Target, out: Path) -> Machine:
     )
 
 
-def start_seconds() -> float:
-    """What it has taken from the start of this process to here, a loaded target among it."""
+def age() -> float:
+    """Seconds since this process began."""
     return max(time.time() - psutil.Process().create_time(), 0.0)
 
 
