@@ -18,8 +18,8 @@ test: .venv/.installed
 
 # The quick round before each commit.
 check: .venv/.installed
-	.venv/bin/ruff check src tests recipes benchmarks
-	.venv/bin/ruff format --check src tests recipes benchmarks
+	.venv/bin/ruff check src tests recipes benchmarks examples
+	.venv/bin/ruff format --check src tests recipes benchmarks examples
 	.venv/bin/mypy
 	$(PYTEST) -m "not slow and not peers"
 

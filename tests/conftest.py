@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from blockdraft.data.documents import DataWriter, Document, tokenizer_fingerprint
 from blockdraft.formats.zlab import read_checkpoint, write_checkpoint
+from blockdraft.machine import cache_folder
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.dflash2 import DFlash2Network
 from blockdraft.nn.draft_config import DFlash2Config, DraftConfig, DSparkConfig, LayerAttention
@@ -176,3 +177,15 @@ def fresh_accelerator() -> Iterator[None]:
     yield
     AcceleratorState._reset_state(True)
     PartialState._reset_state()
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of the test's own, so that what it learns of costs stays there; compiled libraries are shared."""
+    libraries = cache_folder() / "libraries"
+    libraries.mkdir(parents=True, exist_ok=True)
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    (folder / "libraries").symlink_to(libraries)
+    monkeypatch.setenv("BLOCKDRAFT_CACHE", str(folder))
+    return folder

@@ -37,4 +37,4 @@ def test_whoever_loads_a_target_can_choose_the_backend() -> None:
     names = {name: {parameter.name for parameter in command.params} for name, command in commands.items()}
     assert sum("target" in found for found in names.values()) >= 7
     assert [name for name, found in names.items() if ("target" in found) != ("backend" in found)] == []
-    assert [name for name, found in names.items() if "exact" in found] == ["generate", "bench", "calibrate"]
+    assert [name for name, found in names.items() if "exact" in found] == ["generate", "chat", "bench", "calibrate"]

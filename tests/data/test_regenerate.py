@@ -330,8 +330,8 @@ def test_many_loops_are_told_once_and_early(
         one.run(ServerAnswerer(served.url, "m", 1, {}), lambda stage, count, total: done.append(count), note)
         return told
 
-    assert run("a", 1) == [
-        "after 4: 1 of 4 answers run in circles and are left out (25%); --temperature 0.7 (sampling), with another "
+    assert run("a", 3) == [
+        "after 4: 3 of 4 answers run in circles and are left out (75%); --temperature 0.7 (sampling), with another "
         "--out, makes them fewer."
     ]
     [told] = run("b", 1, replace(SERVER, sampling=SamplingParams(24, 0.9, seed=5)))

@@ -86,6 +86,7 @@ class Recorder:
     def __init__(self, drafter: Drafter) -> None:
         self.drafter, self.taps, self.block_size = drafter, drafter.taps, drafter.block_size
         self.knows_probabilities, self.path = drafter.knows_probabilities, drafter.path
+        self.knows_lengths = drafter.knows_lengths
         self.texts: list[list[int]] = []
         self.proposals: list[Proposal] = []
 

@@ -162,13 +162,13 @@ TEXTS = {"even": constant(0.8), "fading": constant(0.85, 0.93), "middling": cons
 class Lookup:
     """A drafter that knows no probabilities."""
 
-    block_size, taps, knows_probabilities = BLOCK_SIZE, (), False
+    block_size, taps, knows_probabilities, knows_lengths = BLOCK_SIZE, (), False, False
 
 
 class Knowing(Lookup):
     """One that does."""
 
-    knows_probabilities = True
+    knows_probabilities = knows_lengths = True
 
 
 DRAFTERS = {"lookup": (Lookup(), Drafting("auto")), "chain": (Knowing(), Drafting("auto")), "tree": (Knowing(), TREE)}

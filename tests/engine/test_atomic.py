@@ -87,7 +87,7 @@ def test_a_request_whose_numbers_break_ends_alone(target: Target, drafter: Draft
 class Guesser:
     """Guesses one token, at every slot, whatever the text."""
 
-    path, taps, block_size, knows_probabilities = None, (), 4, False
+    path, taps, block_size, knows_probabilities, knows_lengths = None, (), 4, False, False
 
     def __init__(self, token: int, inner: Drafter) -> None:
         self.token, self.inner = token, inner

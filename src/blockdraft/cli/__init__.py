@@ -10,7 +10,9 @@ import typer
 
 from blockdraft.cli.bench import bench
 from blockdraft.cli.calibrate import calibrate
+from blockdraft.cli.chat import chat
 from blockdraft.cli.data import data
+from blockdraft.cli.env import env
 from blockdraft.cli.export import export
 from blockdraft.cli.features import features
 from blockdraft.cli.fit import fit
@@ -20,20 +22,23 @@ from blockdraft.cli.train import RecipeCommand, train
 from blockdraft.errors import BlockdraftError
 
 app = typer.Typer(
-    help="Lossless fast decoding of language models with block-diffusion drafters.",
-    add_completion=False,
+    help="Lossless fast decoding of language models with block-diffusion drafters. To begin, try "
+    "`blockdraft chat`; `blockdraft COMMAND --help` explains a command.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-app.command()(generate)
-app.command()(bench)
-app.command()(calibrate)
-app.command()(fit)
-app.command()(prompts)
-app.command()(data)
-app.command()(features)
-app.command(cls=RecipeCommand)(train)
-app.command()(export)
+RUN, TRAIN, MEASURE, OTHER = "Run models", "Make a drafter of your own", "Measure", "This machine"
+app.command(rich_help_panel=RUN)(generate)
+app.command(rich_help_panel=RUN)(chat)
+app.command(rich_help_panel=TRAIN)(fit)
+app.command(rich_help_panel=TRAIN)(prompts)
+app.command(rich_help_panel=TRAIN)(data)
+app.command(rich_help_panel=TRAIN)(features)
+app.command(rich_help_panel=TRAIN, cls=RecipeCommand)(train)
+app.command(rich_help_panel=TRAIN)(export)
+app.command(rich_help_panel=MEASURE)(bench)
+app.command(rich_help_panel=MEASURE)(calibrate)
+app.command(rich_help_panel=OTHER)(env)
 
 
 def _print_version(wanted: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from blockdraft.cli.compare import RUNS, Comparison
-from blockdraft.engine import Completion, Costs, Engine
+from blockdraft.engine import Chunk, Completion, Costs, Engine
 from blockdraft.engine.text import AnswerText
 from blockdraft.targets import Target
 from blockdraft.types import SamplingParams
@@ -37,12 +37,23 @@ def plain() -> Console:
 
 
 def stream_answer(console: Console, engine: Engine, prompt: str, params: SamplingParams) -> None:
-    """Print the answer as it comes, tokens that were guessed in colour, and a line of statistics.
+    """Print the answer as it comes, tokens that were guessed in colour, and a line of statistics."""
+    chunks = engine.stream(prompt, params)  # refuses bad requests before anything is printed
+    end, summary = show_chunks(console, chunks, AnswerText(engine.target.tokenizer, params.stop))
+    end.checked()
+    summary.append(f", finish reason: {end.finish_reason}, backend: {engine.target.running}")
+    console.print("\n", summary, sep="")
+
+
+def show_chunks(console: Console, chunks: Iterable[Chunk], text: AnswerText) -> tuple[Chunk, Text]:
+    """Print an answer as it comes, tokens that were guessed in colour.
 
     Text that more than one token decides, such as a character of several, has the colour of the last one.
+
+    Returns:
+        The last chunk, and counts and speed in words.
     """
-    text, tokens, guessed = AnswerText(engine.target.tokenizer, params.stop), 0, 0
-    chunks = engine.stream(prompt, params)  # refuses bad requests before anything is printed
+    tokens, guessed = 0, 0
     try:
         for chunk in chunks:
             for token, drafted in zip(chunk.token_ids, chunk.drafted, strict=True):
@@ -53,15 +64,9 @@ def stream_answer(console: Console, engine: Engine, prompt: str, params: Samplin
         _write(console, text.take())
     finally:
         console.print()
-    stats = chunk.checked().stats
-    console.print(
-        Text.assemble(
-            f"\n{_number(tokens, 'token')}, ",
-            (f"{guessed} drafted", DRAFTED),
-            f", tau {stats.tau:.2f}, {stats.tokens_per_second:.1f} tokens/s, finish reason: {chunk.finish_reason}, "
-            f"backend: {engine.target.running}",
-        )
-    )
+    stats = chunk.stats
+    speed = f", tau {stats.tau:.2f}, {stats.tokens_per_second:.1f} tokens/s"
+    return chunk, Text.assemble(f"{_number(tokens, 'token')}, ", (f"{guessed} drafted", DRAFTED), speed)
 
 
 def _write(console: Console, text: str, colour: str | None = None) -> None:

@@ -45,12 +45,15 @@ class Drafter(Protocol):
         path: Where it was loaded from; None for one that needs no files.
         block_size: Most tokens of a path, anchor included.
         knows_probabilities: Whether it heeds `plan.cycle_seconds`.
+        knows_lengths: Whether it does so for chains in the best way, since it was trained to say how far they will be
+            accepted, or saves time by ending early. Else "auto" sets their length by what was accepted so far.
     """
 
     path: Path | None
     taps: tuple[int, ...]
     block_size: int
     knows_probabilities: bool
+    knows_lengths: bool
 
     def new_state(self, batch: int, capacity: int) -> Any:
         """An empty `State` of `batch` rows with up to `capacity` tokens each."""

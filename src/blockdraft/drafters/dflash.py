@@ -39,6 +39,7 @@ class DFlashDrafter:
     """
 
     knows_probabilities = True
+    knows_lengths = False
     network_class: type[DFlashNetwork] = DFlashNetwork
 
     def __init__(

@@ -116,7 +116,7 @@ class DraftLMDrafter:
     """
 
     taps: tuple[int, ...] = ()
-    knows_probabilities = True
+    knows_probabilities = knows_lengths = True
 
     def __init__(self, model: Target, target: Target, block_size: int = BLOCK_SIZE) -> None:
         _check_same_tokens(model, target)

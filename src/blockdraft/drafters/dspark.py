@@ -52,6 +52,7 @@ class DSparkDrafter(DFlashDrafter):
             raise UsageError(f"diffusion_steps is {diffusion_steps}; a DSpark drafter has one draft pass, so give 1.")
         super().__init__(network, target, diffusion_steps, noise_schedule, path, reduced_head)
         self.block_size = self.config.block_size + 1
+        self.knows_lengths = self.network.confidence_head is not None
 
     def _refined_pass(self, state: KVCache, anchor: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
         """Hidden states and logits of the D = block_size - 1 guesses; the anchor's slot makes the first."""

@@ -35,7 +35,7 @@ class NoDrafter:
     path: Path | None = None
     taps: tuple[int, ...] = ()
     block_size = 1
-    knows_probabilities = False
+    knows_probabilities = knows_lengths = False
 
     def new_state(self, batch: int, capacity: int) -> _NoState:
         return _NoState()

@@ -94,7 +94,7 @@ class PromptLookupDrafter:
     path: Path | None = None
     taps: tuple[int, ...] = ()
     block_size = BLOCK_SIZE
-    knows_probabilities = False
+    knows_probabilities = knows_lengths = False
 
     def new_state(self, batch: int, capacity: int) -> Texts:
         rows = [place * capacity for place in range(batch)]

@@ -1,5 +1,6 @@
 """The engine: one lossless decode loop for all drafters and targets."""
 
+from blockdraft.engine.conversation import ContextFull, Conversation, Turn, chat_engine
 from blockdraft.engine.costs import Costs
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import Chunk, Completion, Request
@@ -8,10 +9,14 @@ from blockdraft.engine.stats import Stats, loops, mean_tau, merge
 __all__ = [
     "Chunk",
     "Completion",
+    "ContextFull",
+    "Conversation",
     "Costs",
     "Engine",
     "Request",
     "Stats",
+    "Turn",
+    "chat_engine",
     "loops",
     "mean_tau",
     "merge",

@@ -24,7 +24,7 @@ YIELD_NOISE = 0.5  # variance of a cycle's tokens over those expected
 YIELD_DRIFT = 2e-4  # what the variance of their mean grows by in a cycle
 FIRST_GUESS = 0.6  # share of guesses taken to be accepted before any has been tried
 MARGIN = 1.01  # gain below which drafting is not worth its risk
-SPARE_DEPTH = 1.5  # slots of a draft pass over the depth that paid lately
+SPARE_DEPTH = 1.25  # slots of a draft pass over the depth that paid lately
 PRIOR = 10.0  # guesses that the mean of all positions counts for at each position
 DRAFT_PASS = 0.2  # of a plain cycle's time, where nothing is known of the machine
 GUESS = 0.05  # the same of each guess
@@ -71,7 +71,7 @@ class Controller:
         self._block_size = drafter.block_size
         if isinstance(drafting.block_size, int):
             self._block_size = drafting.block_size
-        self._knows = self.automatic and drafter.knows_probabilities
+        self._knows = self.automatic and (drafter.knows_probabilities if self._tree else drafter.knows_lengths)
         self._costs = cache(costs)
         self._clock = now
         self._pace = Pace(self._prior, self.most_guesses)

@@ -44,7 +44,8 @@ class Probe:
         """As `costs.Cycles`."""
         drafter = self.drafter
         # Asked as the controller asks: with times by which just so many guesses pay, or for a chain of this length.
-        seconds = [1.0] * (guesses + 1) if guesses and drafter.knows_probabilities else None
+        knows = drafter.knows_probabilities if tree else drafter.knows_lengths
+        seconds = [1.0] * (guesses + 1) if guesses and knows else None
         block_size = drafter.block_size if seconds and tree else min(drafter.block_size, guesses + 1)
         plan = Plan(block_size, [SamplingParams()] * rows, guesses if tree else 0, seconds)
         with self.target.lock:

@@ -50,7 +50,7 @@ class ToyState:
 
 
 class ToyDrafter:
-    knows_probabilities = False
+    knows_probabilities = knows_lengths = False
 
     def __init__(self, network: ToyNetwork, target: Target, path: Path | None = None) -> None:
         self.network = network.to(target.device, target.dtype).eval()

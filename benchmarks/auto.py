@@ -1,0 +1,175 @@
+"""How near "auto" comes to the best fixed block where it begins with wrong costs: `python -m benchmarks.auto --help`.
+
+The bundled pair, made wider (`benchmarks/widen.py`), decodes the same prompts plainly, in blocks of several sizes,
+and with "auto", whose stored costs are right, halved, doubled, shuffled, each number at random halved, kept or doubled,
+or those of another machine, on which drafts cost nothing or as much as ten tokens. All take turns, prompt by prompt;
+each "auto" goes on from prompt to prompt as one engine does. Speed is tokens over the time of the cycles. A ratio is
+that of a stretch of prompts, over that of the fixed size that was the best in all of them. With `--temperature 2` the
+text cannot be guessed, and the best is plain decoding.
+
+It fails where the pair does not run compiled. Written: auto.md and auto.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import tempfile
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.widen import DRAFTER, TARGET, widen
+from blockdraft import Drafting, Engine, SamplingParams, load_drafter, load_target
+from blockdraft.engine.costs import Costs, Points, measure
+from blockdraft.engine.probe import Probe
+
+SIZES = (1, 2, 3, 4, 5, 6, 8)
+STRETCHES = ((0, 100), (100, 500), (500, 1 << 30))  # cycles
+
+
+@dataclass
+class Run:
+    """What one way of decoding did, prompt by prompt."""
+
+    engine: Engine
+    tokens: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    cycles: list[int] = field(default_factory=list)
+
+    def answer(self, prompt: str, params: SamplingParams) -> None:
+        [completion] = self.engine.generate([prompt], params)
+        stats = completion.checked().stats
+        self.tokens.append(sum(stats.committed))
+        self.seconds.append(stats.total_seconds)
+        self.cycles.append(len(stats.committed))
+
+    def rate(self, prompts: list[int]) -> float:
+        return sum(self.tokens[n] for n in prompts) / sum(self.seconds[n] for n in prompts)
+
+    def during(self, first: int, end: int) -> list[int]:
+        """Prompts that begin after so many cycles."""
+        began, found = 0, []
+        for prompt, cycles in enumerate(self.cycles):
+            if first <= began < end:
+                found.append(prompt)
+            began += cycles
+        return found
+
+
+def wrong_costs(costs: Costs, tree: bool, seed: int = 0) -> dict[str, Costs]:
+    """Stored costs to begin with, by what is wrong with them."""
+    generator = random.Random(seed)
+
+    def changed(plain: float, draft: Any) -> Costs:
+        def points(each: Points) -> Points:
+            return tuple((guesses, seconds * draft(guesses)) for guesses, seconds in each)
+
+        kinds = {name: tuple(points(each) for each in getattr(costs, name)) for name in ("chain", "tree")}
+        return replace(costs, plain=tuple(seconds * plain for seconds in costs.plain), **kinds)
+
+    def shuffled(each: Points) -> Points:
+        seconds = [second for _, second in each]
+        generator.shuffle(seconds)
+        return tuple((guesses, second) for (guesses, _), second in zip(each, seconds, strict=True))
+
+    kind = "tree" if tree else "chain"
+    return {
+        "right": costs,
+        "plain halved": changed(0.5, lambda _: 1.0),
+        "plain doubled": changed(2.0, lambda _: 1.0),
+        "shuffled": replace(costs, **{kind: tuple(shuffled(each) for each in getattr(costs, kind))}),
+        "at random": changed(generator.choice((0.5, 1, 2)), lambda _: generator.choice((0.5, 1, 2))),
+        "drafts cost nothing": changed(1.0, lambda guesses: costs.plain[0] / dict(costs.chain[0])[1]),
+        "drafts cost ten tokens": changed(0.1, lambda _: 1.0),
+    }
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    lines = arguments.prompts.read_text(encoding="utf-8").splitlines()[: arguments.limit]
+    prompts = [row["prompt"] if "prompt" in (row := json.loads(line)) else row["turns"][0] for line in lines]
+    with tempfile.TemporaryDirectory() as folder:
+        wide = [widen(source, Path(folder) / source.name, arguments.width) for source in (TARGET, DRAFTER)]
+        target = load_target(wide[0], dtype=arguments.dtype, compile="on")
+        drafter, none = load_drafter(wide[1], target=target), load_drafter("none", target=target)
+    if "compiled" not in target.running:
+        raise RuntimeError(f"not measured, since the target runs {target.running}")
+    costs = measure(Probe(target, drafter), drafter.block_size, 1, target.max_context)
+    room: dict[str, Any] = {"max_batch_size": 1, "cache_tokens": 1024}
+    drafting = Drafting(tree_budget="auto") if arguments.tree else Drafting("auto")
+    runs = {str(size): Run(Engine(target, drafter, drafting=Drafting(size), **room)) for size in SIZES[1:]}
+    runs = {"1": Run(Engine(target, none, **room)), **runs}
+    for name, wrong in wrong_costs(costs, arguments.tree).items():
+        engine = Engine(target, drafter, drafting=drafting, **room)
+        engine.controller._costs = lambda wrong=wrong: wrong  # in the place of the file
+        runs[name] = Run(engine)
+    for number, prompt in enumerate(prompts):
+        params = SamplingParams(arguments.tokens, arguments.temperature, seed=number)
+        order = list(runs.values())
+        for one in order if number % 2 else order[::-1]:
+            one.answer(prompt, params)
+    return summary(runs, target.running, arguments)
+
+
+def summary(runs: dict[str, Run], running: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    every = list(range(len(next(iter(runs.values())).tokens)))
+    fixed = {size: runs[str(size)].rate(every) for size in SIZES}
+    best = max(fixed, key=lambda size: fixed[size])
+    found: dict[str, Any] = {}
+    for name, one in runs.items():
+        if name in map(str, SIZES):
+            continue
+        stretches = [one.during(*stretch) for stretch in STRETCHES]
+        found[name] = [one.rate(part) / runs[str(best)].rate(part) if part else None for part in stretches]
+    return {
+        "width": arguments.width,
+        "dtype": arguments.dtype,
+        "temperature": arguments.temperature,
+        "running": running,
+        "tree": arguments.tree,
+        "fixed": fixed,
+        "best": best,
+        "auto": found,
+        "cycles": {name: sum(one.cycles) for name, one in runs.items()},
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    def number(value: float | None) -> str:
+        return "" if value is None else f"{value:.3f}"
+
+    rates = ", ".join(f"{size}: {rate:.1f}" for size, rate in result["fixed"].items())
+    lines = [
+        f"The bundled pair {result['width']} times as wide ({result['running']}), temperature "
+        f"{result['temperature']:g}, {'trees' if result['tree'] else 'chains'}. Tokens/s by fixed block size (1 is "
+        f"plain): {rates}.",
+        "",
+        f"| stored costs | first 100 cycles / blocks of {result['best']} | cycles 100 to 500 | after 500 | cycles |",
+        "|---|---|---|---|---|",
+    ]
+    for name, ratios in result["auto"].items():
+        lines.append(f"| {name} | {' | '.join(map(number, ratios))} | {result['cycles'][name]} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("prompts", type=Path, help='JSON lines {"prompt": ...} or {"turns": [...]}')
+    parser.add_argument("--width", type=int, default=4)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--limit", type=int, default=24)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--tree", action="store_true", help="trees in the place of chains")
+    parser.add_argument("--out", type=Path, default=Path("build/auto"))
+    arguments = parser.parse_args()
+    result = run(arguments)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "auto.json").write_text(json.dumps(result, indent=1))
+    (arguments.out / "auto.md").write_text(table(result) + "\n")
+    print(table(result))
+
+
+if __name__ == "__main__":
+    main()

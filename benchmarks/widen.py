@@ -1,0 +1,77 @@
+"""The bundled pair made wider, so that speed can be measured at sizes for which there is no trained pair.
+
+Every neuron is repeated `factor` times and every weight that sums over repeated inputs is divided by `factor`, heads
+are repeated, and the final norm is divided, since the head sums too. So each activation stands `factor` times where it
+stood once: the wide pair says the same words, with the same tau, at the cost of its size. A factor that is a power of
+two rounds no weight.
+
+    python -m benchmarks.widen 4 build/wide4
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from blockdraft import targets
+
+TARGET = Path(targets.BUNDLED)
+DRAFTER = TARGET.parent / "drafter"
+WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+
+
+def widen(folder: Path, out: Path, factor: int) -> Path:
+    """Write a wider twin of a model folder, of a target or a DFlash drafter of the Qwen3 shape; returns `out`.
+
+    Raises:
+        ValueError: The factor is no power of two.
+    """
+    if factor < 1 or factor & (factor - 1):
+        raise ValueError(f"factor is {factor}; choose a power of two, which rounds no weight.")
+    out.mkdir(parents=True, exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    for name in WIDTHS:
+        config[name] *= factor
+    (out / "config.json").write_text(json.dumps(config, indent=2))
+    weights = load_file(folder / "model.safetensors")
+    wide = {name: _wide(name, weight, factor).contiguous() for name, weight in weights.items()}
+    save_file(wide, out / "model.safetensors", {"format": "pt"})
+    for file in folder.iterdir():
+        if file.name.startswith(("tokenizer", "chat_template", "generation_config")):
+            shutil.copy(file, out / file.name)
+    return out
+
+
+def _wide(name: str, weight: Tensor, factor: int) -> Tensor:
+    part = name.removesuffix(".weight").rsplit(".", 1)[-1]
+    if part in ("q_norm", "k_norm"):  # of one head
+        return weight
+    if part == "norm":  # the last one, before the head
+        return weight.repeat(factor) / factor
+    if weight.ndim == 1:
+        return weight.repeat(factor)
+    if part in ("embed_tokens", "lm_head"):
+        return weight.repeat(1, factor)
+    if part == "fc":  # reads several layers side by side, each of which is repeated
+        outputs, inputs = weight.shape
+        each = weight.view(outputs, inputs // outputs, outputs).repeat(factor, 1, factor)
+        return each.flatten(1) / factor
+    return weight.repeat(factor, factor) / factor
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("factor", type=int)
+    parser.add_argument("out", type=Path)
+    arguments = parser.parse_args()
+    for source in (TARGET, DRAFTER):
+        print(widen(source, arguments.out / source.name, arguments.factor))
+
+
+if __name__ == "__main__":
+    main()

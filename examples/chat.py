@@ -1,0 +1,28 @@
+"""Talk with the bundled model. Each turn reads only what is new of the conversation.
+
+    python examples/chat.py
+
+`blockdraft chat` does the same with colours, commands and a line to edit.
+"""
+
+import sys
+
+import blockdraft
+from blockdraft.engine import Conversation, chat_engine
+
+
+def main() -> None:
+    target = blockdraft.load_target()
+    drafter = blockdraft.load_drafter(target=target)
+    with chat_engine(target, drafter, blockdraft.Drafting(block_size="auto")) as engine:
+        conversation = Conversation(engine)
+        print("Write a message and press Enter; Ctrl-D ends.")
+        for line in sys.stdin:
+            turn = conversation.ask(line.strip(), blockdraft.SamplingParams(max_new_tokens=200))
+            answer = conversation.keep(turn)  # waits for it
+            print(answer.text)
+            print(f"[{answer.prompt_tokens - turn.remembered} tokens read, {turn.remembered} remembered]")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""Decode the same prompts plainly, with chains and with trees of guesses: the tokens are equal, the speeds are not.
+
+    python examples/compare_methods.py [TARGET DRAFTER]
+
+`blockdraft bench` does this with whole prompt sets, repeats and pictures.
+"""
+
+import sys
+
+from blockdraft import Drafting, Engine, SamplingParams, load_drafter, load_target
+from blockdraft.engine import merge
+
+PROMPTS = [
+    "A baker makes 4 trays of 6 rolls. She sells 9 rolls. How many rolls are left?",
+    "Ann reads 12 pages a day. How many pages does she read in 5 days?",
+]
+METHODS = {
+    "plain": ("none", Drafting()),
+    "chains": ("", Drafting()),
+    "trees of 16": ("", Drafting(tree_budget=16)),
+    "as far as pays": ("", Drafting(tree_budget="auto")),
+    "prompt lookup": ("prompt_lookup", Drafting()),
+}
+
+
+def main(path: str | None = None, drafter: str | None = None) -> None:
+    target = load_target(path)
+    params = SamplingParams(max_new_tokens=128)
+    tokens = []
+    for name, (other, drafting) in METHODS.items():
+        engine = Engine(target, load_drafter(other or drafter, target=target), drafting=drafting)
+        engine.generate(PROMPTS[:1], params)  # warm-up
+        answers = [engine.generate([prompt], params)[0] for prompt in PROMPTS]
+        tokens.append([answer.token_ids for answer in answers])
+        stats = merge(answer.stats for answer in answers)
+        print(f"{name:15} {stats.tokens_per_second:8.1f} tokens/s, tau {stats.tau:.2f}")
+    print("same tokens:", all(each == tokens[0] for each in tokens))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,33 @@
+"""Answer a question, and see how many tokens the drafter saved the target.
+
+python examples/quickstart.py
+"""
+
+import blockdraft
+
+QUESTION = "A baker makes 4 trays of 6 rolls. She sells 9 rolls. How many rolls are left?"
+
+
+def main() -> None:
+    target = blockdraft.load_target()  # the bundled one; or a folder or hub name
+    drafter = blockdraft.load_drafter(target=target)  # the one that was trained for it
+    engine = blockdraft.Engine(target, drafter)
+    params = blockdraft.SamplingParams(max_new_tokens=128)
+
+    [answer] = engine.generate([QUESTION], params)
+    print(answer.text)
+    print(f"{len(answer.token_ids)} tokens, {sum(answer.drafted)} of them guessed, tau {answer.tau:.2f}")
+
+    # The same without a drafter gives the same tokens.
+    plain = blockdraft.Engine(target, blockdraft.load_drafter("none", target=target))
+    [expected] = plain.generate([QUESTION], params)
+    assert answer.token_ids == expected.token_ids
+
+    # As it comes, a few tokens at a time, and sampled.
+    for chunk in engine.stream(QUESTION, blockdraft.SamplingParams(temperature=0.7, seed=1)):
+        print(chunk.text, end="", flush=True)
+    print()
+
+
+if __name__ == "__main__":
+    main()

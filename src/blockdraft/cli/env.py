@@ -1,0 +1,54 @@
+"""`blockdraft env`: what a report of a fault should say about the machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "datasets", "accelerate", "torchao")
+VARIABLES = ("BLOCKDRAFT_CACHE", "CC", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE", "OMP_NUM_THREADS")
+
+
+def env() -> None:
+    """Print versions, processor, GPUs and whether the compiled decoder works, for a report of a fault."""
+    for name, value in facts():
+        print(f"{name:18}{value}")
+
+
+def facts() -> Iterator[tuple[str, str]]:
+    """Names and values; the decoder is compiled where it has not been yet."""
+    import psutil
+    import torch
+
+    from blockdraft.cpu.build import build
+    from blockdraft.machine import cache_folder, free_bytes, processor
+
+    yield "blockdraft", version("blockdraft")
+    yield "python", f"{platform.python_version()}, {platform.platform()}"
+    for name in PACKAGES:
+        yield name, _version(name)
+    models = [line.partition(":")[2].strip() for line in processor().splitlines() if line.startswith("model name")]
+    yield "processor", models[0] if models else platform.processor() or platform.machine()
+    yield "cores", f"{psutil.cpu_count(logical=False)}, {torch.get_num_threads()} threads of torch"
+    total, free = psutil.virtual_memory().total, free_bytes(torch.device("cpu"))
+    yield "memory", f"{total / 2**30:.1f} GiB, {free / 2**30:.1f} GiB free for us"
+    for number in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(number)
+        yield f"GPU {number}", f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB, CUDA {torch.version.cuda}"
+    if not torch.cuda.is_available():
+        yield "GPU", "none that torch sees"
+    made = build(torch.float32, torch.float32)
+    yield "compiled decoder", "works" if made.library() is not None else f"none, since {made.reason}"
+    yield "cache", str(cache_folder())
+    for name in VARIABLES:
+        if name in os.environ:
+            yield name, os.environ[name]
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

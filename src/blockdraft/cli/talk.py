@@ -1,0 +1,222 @@
+"""The loop of `blockdraft chat`: messages and commands in, answers out."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
+
+from rich.console import Console
+from rich.text import Text
+
+from blockdraft.cli.display import show_chunks
+from blockdraft.engine import Chunk, Completion, ContextFull, Conversation, Turn
+from blockdraft.engine.text import AnswerText
+from blockdraft.errors import BlockdraftError, UsageError
+from blockdraft.types import SamplingParams
+
+COMMANDS = {
+    "/undo": "Take back the last message and its answer; the message comes back to be changed.",
+    "/drop": "Forget the oldest message and its answer, which makes room.",
+    "/reset": "Begin anew, with the same system message.",
+    "/system TEXT": "Use this system message from now on; without TEXT, none.",
+    "/save FILE": "Write the conversation to a new file, as a JSON line that `blockdraft data` reads.",
+    "/help": "List the commands.",
+    "/exit": "End the chat.",
+}
+KEYS = "Enter sends. Alt-Enter, or Enter after a \\, begins a new line. Ctrl-C stops an answer, Ctrl-D ends the chat."
+ROOM = "/drop forgets the oldest turn, /undo the last one, /reset all; /save FILE keeps a copy first."
+RAW = "The target has no chat template: it goes on from your text as it is, and your next text is added behind that."
+COMMAND = re.compile(r"/(\w+)(?:\s+(.*))?\s*", re.DOTALL)
+
+Read = Callable[[str, str], str]  # a line, given what to ask with and the text to begin with
+
+
+class Talk:
+    """A chat with a person, or with a pipe.
+
+    Args:
+        console: The person's terminal. Without one each line of standard input is a message, answers alone go to
+            standard output, what commands say goes to standard error, and what goes wrong ends the chat, for no one is
+            there to mend it.
+    """
+
+    def __init__(self, conversation: Conversation, params: SamplingParams, console: Console | None = None) -> None:
+        self._conversation, self._params, self._console = conversation, params, console
+        self._read = _read_line if console is None else _terminal_reader()
+        self._draft = ""  # of the next message
+
+    def run(self) -> None:
+        """Talk until the input ends.
+
+        Raises:
+            BlockdraftError: Something went wrong, and there is no terminal.
+        """
+        if self._console is not None:
+            self._tell(f"{self._conversation.engine.target.path}. /help lists commands and keys.")
+        if not self._conversation.has_template:
+            self._tell(RAW)
+        while True:
+            draft, self._draft = self._draft, ""
+            try:
+                text = _message(self._read, draft)
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                if self._console is None:
+                    raise
+                self._tell("Ctrl-D or /exit ends the chat.")
+                continue
+            command = COMMAND.fullmatch(text)
+            if command and command[1] == "exit":
+                return
+            try:
+                if command:
+                    self._obey(command[1], (command[2] or "").strip())
+                elif text.strip():
+                    self._answer(text)
+            except BlockdraftError as error:
+                if self._console is None:
+                    raise
+                self._tell(f"error: {error}", "red")
+                if isinstance(error, ContextFull):
+                    self._tell(ROOM)
+                self._draft = text
+
+    def _obey(self, name: str, argument: str) -> None:
+        talk = self._conversation
+        if name == "help":
+            for usage, meaning in COMMANDS.items():
+                self._tell(f"{usage:14}{meaning}")
+            self._tell(KEYS)
+        elif name in ("undo", "drop"):
+            text = talk.undo() if name == "undo" else talk.forget_oldest()
+            if text is None:
+                raise UsageError(f"There is nothing to {name}.")
+            self._tell(f"Forgotten: {text[:60]}{'...' if len(text) > 60 else ''}")
+            self._draft = text if name == "undo" else ""
+        elif name == "reset":
+            talk.reset()
+            self._tell("The conversation begins anew.")
+        elif name == "system":
+            talk.set_system(argument)
+            self._tell("The system message is set." if argument else "There is no system message now.")
+        elif name == "save":
+            if not argument:
+                raise UsageError("/save needs the name of a file.")
+            talk.save(argument)
+            self._tell(f"Saved to {argument}.")
+        else:
+            raise UsageError(f"There is no command /{name}; see /help. Begin with a space to send it as a message.")
+
+    def _answer(self, text: str) -> None:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # bytes of a terminal that are no text arrive as lone surrogates
+            raise UsageError("The message is not valid UTF-8 text.") from error
+        if self._console is None:
+            print(self._conversation.keep(self._conversation.ask(text, self._params)).text, flush=True)
+            return
+        chunks: SimpleQueue[Chunk] = SimpleQueue()
+        turn = self._conversation.ask(text, self._params, chunks.put)
+        answer = AnswerText(self._conversation.engine.target.tokenizer, self._params.stop)
+        with _ctrl_c(turn.request.cancel):
+            _, summary = show_chunks(self._console, _until_end(chunks), answer)
+        completion = self._conversation.keep(turn)
+        summary.append(
+            f"\nread {completion.prompt_tokens - turn.remembered} tokens, remembered {turn.remembered}, "
+            f"context {completion.prompt_tokens + len(completion.token_ids)} of {self._conversation.limit}"
+        )
+        summary.stylize("dim")
+        self._console.print(summary)
+        self._tell_end(turn, completion)
+        self._console.print()
+
+    def _tell_end(self, turn: Turn, completion: Completion) -> None:
+        if not completion.text:
+            self._tell("There was no answer, so the message is not kept.")
+            self._draft = turn.text
+        elif completion.finish_reason == "cancelled":
+            self._tell("Stopped; the chat goes on from what was said.")
+        elif completion.finish_reason == "length":
+            if completion.prompt_tokens + len(completion.token_ids) >= self._conversation.limit:
+                self._tell(f"The context is full, so the answer is cut. {ROOM}")
+            else:
+                self._tell(f"The answer is cut at {len(completion.token_ids)} tokens; --max-new-tokens allows more.")
+
+    def _tell(self, text: str, colour: str = "yellow") -> None:
+        if self._console is None:
+            print(text, file=sys.stderr, flush=True)
+        else:
+            self._console.print(Text(text, style=colour))
+
+
+def _message(read: Read, draft: str) -> str:
+    """The next message; a line that ends in a backslash goes on in the next."""
+    lines = [read("> ", draft)]
+    while lines[-1].endswith("\\"):
+        lines[-1] = lines[-1].removesuffix("\\")
+        try:
+            lines.append(read(". ", ""))
+        except EOFError:
+            break
+    return "\n".join(lines)
+
+
+def _read_line(prompt: str, draft: str) -> str:
+    try:
+        line = sys.stdin.readline()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"Standard input is no {error.encoding} text ({error.reason}).") from error
+    if not line:
+        raise EOFError
+    return line.removesuffix("\n")
+
+
+def _terminal_reader() -> Read:
+    """A line with history and editing. What is pasted stays one message, whatever lines it has."""
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import WordCompleter
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def send(event: KeyPressEvent) -> None:
+        event.current_buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")
+    def begin_line(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    names = WordCompleter([usage.split()[0] for usage in COMMANDS], sentence=True)
+    session: PromptSession[str] = PromptSession(
+        multiline=True, key_bindings=keys, completer=names, complete_while_typing=False, prompt_continuation=". "
+    )
+    return lambda prompt, draft: session.prompt(prompt, default=draft)
+
+
+def _until_end(chunks: SimpleQueue[Chunk]) -> Iterator[Chunk]:
+    while True:
+        chunk = chunks.get()
+        yield chunk
+        if chunk.finish_reason is not None:
+            return
+
+
+@contextmanager
+def _ctrl_c(stop: Callable[[], object]) -> Iterator[None]:
+    """Ctrl-C calls this; a second one interrupts as ever."""
+
+    def once(*_: object) -> None:
+        signal.signal(signal.SIGINT, before)
+        stop()
+
+    before = signal.signal(signal.SIGINT, once)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

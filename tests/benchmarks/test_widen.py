@@ -1,0 +1,33 @@
+"""The wide pair says what the bundled one says."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.widen import DRAFTER, TARGET, widen
+from blockdraft import Engine, SamplingParams, load_drafter, load_target
+
+QUESTION = "A baker makes 4 trays of 6 rolls. She sells 9 rolls. How many rolls are left?"
+
+
+def test_a_wide_pair_says_the_same_with_the_same_tau(tmp_path: Path) -> None:
+    found = []
+    for folder in (TARGET.parent, tmp_path):
+        if folder == tmp_path:
+            widen(TARGET, tmp_path / "target", 2)
+            widen(DRAFTER, tmp_path / "drafter", 2)
+        target = load_target(folder / "target", dtype=torch.float32)
+        engine = Engine(target, load_drafter(folder / "drafter", target=target))
+        [completion] = engine.generate([QUESTION], SamplingParams(40))
+        found.append((completion.token_ids, completion.stats.committed))
+    assert found[0] == found[1] and len(found[0][1]) < 30
+    narrow, wide = (json.loads((f / "config.json").read_text())["hidden_size"] for f in (TARGET, tmp_path / "target"))
+    assert wide == 2 * narrow
+
+
+def test_a_factor_that_rounds_weights_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="3; choose a power of two"):
+        widen(TARGET, tmp_path / "target", 3)
+    assert not list(tmp_path.iterdir())

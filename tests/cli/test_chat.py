@@ -1,0 +1,376 @@
+"""`blockdraft chat` in pipes and terminals, on tiny random models."""
+
+import io
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blockdraft import cli
+from blockdraft.cli import talk
+from blockdraft.drafters import load_drafter
+from blockdraft.engine import Conversation, Engine, Request
+from blockdraft.errors import RequestError
+from blockdraft.targets import Target, load_target
+from blockdraft.types import SamplingParams
+
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+GREEN = "\x1b[32m"
+
+Chat = Callable[..., tuple[int, str, str]]
+
+
+class Stream(io.TextIOWrapper):
+    """A standard stream that is or is not a terminal."""
+
+    def __init__(self, content: bytes = b"", terminal: bool = False) -> None:
+        super().__init__(io.BytesIO(content), encoding="utf-8", newline="")
+        self.terminal = terminal
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+    def text(self) -> str:
+        self.flush()
+        return self.buffer.getvalue().decode()  # type: ignore[attr-defined, no-any-return]
+
+
+@pytest.fixture
+def chat(monkeypatch: pytest.MonkeyPatch, tiny_target_dir: Path, tiny_drafter_dir: Path, own_cache: Path) -> Chat:
+    """Runs `blockdraft chat` on the tiny pair, 20 tokens an answer; later options win.
+
+    `typed` are lines at a terminal, and exceptions such as Ctrl-C; else `stdin` comes through a pipe. Returns exit
+    code, output and errors.
+    """
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
+    def blockdraft_chat(*args: object, stdin: str | bytes = "", typed: list[Any] | None = None) -> tuple[int, str, str]:
+        given = ("--target", tiny_target_dir, "--drafter", tiny_drafter_dir, "--device", "cpu")
+        arguments = ["blockdraft", "chat", *given, "--max-new-tokens", "20", "--compile", "off", *args]
+        out, err = Stream(terminal=typed is not None), Stream()
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "argv", [str(argument) for argument in arguments])
+            content = stdin if isinstance(stdin, bytes) else stdin.encode()
+            patch.setattr(sys, "stdin", Stream(content, typed is not None))
+            patch.setattr(sys, "stdout", out)
+            patch.setattr(sys, "stderr", err)
+            if typed is not None:
+                patch.setattr(talk, "_terminal_reader", lambda: typist(typed))
+            with pytest.raises(SystemExit) as exit_info:
+                cli.main()
+        return int(exit_info.value.code or 0), out.text(), err.text()
+
+    return blockdraft_chat
+
+
+def typist(lines: list[Any]) -> Callable[[str, str], str]:
+    """Types these; a function makes a line of the draft that it finds."""
+    left = iter(lines)
+
+    def read(prompt: str, draft: str) -> str:
+        line = next(left, EOFError())
+        if isinstance(line, BaseException):
+            raise line
+        return line(draft) if callable(line) else line  # type: ignore[no-any-return]
+
+    return read
+
+
+@pytest.fixture
+def answers(tiny_target_dir: Path) -> Callable[..., list[str]]:
+    """What plain decoding answers to messages in turn."""
+
+    def plain(*texts: str, system: str | None = None) -> list[str]:
+        target = load_target(tiny_target_dir, device="cpu", compile="off")
+        engine = Engine(target, load_drafter("none", target=target))
+        messages = [{"role": "system", "content": system}] if system else []
+        for text in texts:
+            messages.append({"role": "user", "content": text})
+            [completion] = engine.generate([messages], SamplingParams(max_new_tokens=20))
+            messages.append({"role": "assistant", "content": completion.text})
+        return [message["content"] for message in messages if message["role"] == "assistant"]
+
+    return plain
+
+
+def test_a_pipe_gets_the_answers_and_nothing_else(chat: Chat, answers: Callable[..., list[str]]) -> None:
+    first, second = answers("hello", "and then?")
+    assert chat(stdin="hello\n\nand then?\n") == (0, f"{first}\n{second}\n", "")
+    assert chat(stdin="hello\nand then?") == (0, f"{first}\n{second}\n", "")
+
+
+def test_messages_of_several_lines(chat: Chat, answers: Callable[..., list[str]]) -> None:
+    [answer] = answers("hello\nyou")
+    assert chat(stdin="hello\\\nyou\n") == (0, answer + "\n", "")
+    assert chat(stdin="hello\\\nyou\n/exit\nmore\n") == (0, answer + "\n", "")
+    [answer] = answers("hello")
+    assert chat(stdin="hello\\") == (0, answer + "\n", "")
+
+
+@pytest.mark.parametrize("extent", [("--block-size", 3), ("--tree-budget", 6), ("--drafter", "none")])
+def test_how_far_is_drafted_changes_nothing(chat: Chat, answers: Callable[..., list[str]], extent: Any) -> None:
+    assert chat(*extent, stdin="hello\n")[1] == answers("hello")[0] + "\n"
+
+
+def test_commands(chat: Chat, answers: Callable[..., list[str]], tmp_path: Path) -> None:
+    file = tmp_path / "chat.jsonl"
+    lines = ["hello", "oops", "/undo", "and then?", f"/save {file}", "/reset", "/system be brief", "hello", "/help"]
+    code, out, err = chat(stdin="\n".join(lines))
+    hello, oops = answers("hello", "oops")
+    then = answers("hello", "and then?")[1]
+    assert (code, out) == (0, "\n".join([hello, oops, then, answers("hello", system="be brief")[0]]) + "\n")
+    assert "Forgotten: oops" in err and f"Saved to {file}" in err and "/drop" in err
+    said = [message["content"] for message in json.loads(file.read_text())["messages"]]
+    assert said == ["hello", hello, "and then?", then]
+    assert chat("--system", "be brief", stdin="hello")[1] == answers("hello", system="be brief")[0] + "\n"
+
+
+def test_the_oldest_turn_is_dropped(chat: Chat, answers: Callable[..., list[str]]) -> None:
+    _, out, err = chat(stdin="hello\n/drop\nwhy\n")
+    assert out == answers("hello")[0] + "\n" + answers("why")[0] + "\n" and "Forgotten: hello" in err
+
+
+@pytest.mark.parametrize(
+    ("stdin", "message"),
+    [
+        ("/undo", "nothing to undo"),
+        ("/drop", "nothing to drop"),
+        ("/save", "needs the name of a file"),
+        ("/save x", "nothing to save"),
+        ("/warp 9", "no command /warp; see /help"),
+        ("x" * 300, "there is room for 256"),
+        (b"caf\xe9", "no utf-8 text"),
+    ],
+)
+def test_in_a_pipe_what_goes_wrong_ends_the_chat(chat: Chat, stdin: Any, message: str) -> None:
+    more = b"\nhello\n" if isinstance(stdin, bytes) else "\nhello\n"
+    code, out, err = chat(stdin=stdin + more)
+    assert (code, out) == (2, "") and err.startswith("error: ") and message in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--max-new-tokens", 0), "max_new_tokens is 0"),
+        (("--block-size", "many"), "block_size is 'many'"),
+        (("--temperature", -1), "temperature is -1"),
+        (("--drafter", "nonesuch"), "nonesuch is no drafter"),
+    ],
+)
+def test_bad_options(chat: Chat, args: Any, message: str) -> None:
+    code, out, err = chat(*args, stdin="hello\n")
+    assert (code, out) == (2, "") and message in err
+
+
+def test_a_path_is_no_command(chat: Chat, answers: Callable[..., list[str]]) -> None:
+    assert chat(stdin="/usr/bin\n /undo\n")[1] == "".join(text + "\n" for text in answers("/usr/bin", " /undo"))
+
+
+def test_a_terminal_shows_colours_speeds_and_what_was_read(
+    chat: Chat, answers: Callable[..., list[str]], tiny_target_dir: Path
+) -> None:
+    # The target as its own drafter guesses everything right.
+    code, out, err = chat("--drafter", tiny_target_dir, "--block-size", 4, typed=["hello", "and then?"])
+    first, second = answers("hello", "and then?")
+    shown = ESCAPES.sub("", out)
+    assert (code, err) == (0, "") and first in shown and second in shown
+    lines = re.findall(
+        r"^20 tokens, (\d+) drafted, tau (\d\.\d\d), \d+\.\d tokens/s\nread (\d+) tokens, remembered (\d+), "
+        r"context (\d+) of 256$",
+        shown,
+        re.M,
+    )
+    (drafted, _, read, remembered, context), (_, _, more, reused, longer) = lines
+    assert GREEN in out and int(drafted) > 10
+    assert int(remembered) == 0 and int(read) + 20 == int(context)
+    assert int(reused) >= int(read) and int(more) + int(reused) + 20 == int(longer)
+
+
+def test_in_a_terminal_what_goes_wrong_is_told_and_the_message_stays(
+    chat: Chat, answers: Callable[..., list[str]]
+) -> None:
+    drafts: list[str] = []
+
+    def again(draft: str) -> str:
+        drafts.append(draft)
+        return draft[:5]
+
+    code, out, _ = chat(typed=["hello" * 60, again, "/save", "/undo", again, KeyboardInterrupt(), "/exit"])
+    shown = ESCAPES.sub("", out)
+    assert code == 0 and drafts == ["hello" * 60, "hello"]
+    assert "there is room for 256" in shown and "/drop forgets" in shown and "error: /save needs" in shown
+    assert shown.count(answers("hello")[0]) == 2 and "Ctrl-D or /exit" in shown
+
+
+def test_a_full_context_is_told(chat: Chat) -> None:
+    _, out, _ = chat("--max-new-tokens", 500, "--repetition-penalty", 1.2, typed=["hello" * 30])
+    assert "The context is full, so the answer is cut. /drop forgets" in ESCAPES.sub("", out)
+    _, out, _ = chat(typed=["hello"])
+    assert "The answer is cut at 20 tokens; --max-new-tokens allows more." in ESCAPES.sub("", out)
+
+
+def test_an_answer_that_fails_leaves_the_chat_as_it_was(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    extend, failures = Request.extend, iter([True])
+
+    def failing(self: Request, *args: Any) -> int:
+        taken = extend(self, *args)
+        if next(failures, False):
+            self.fail(RequestError("the tokenizer failed"))
+        return taken
+
+    monkeypatch.setattr(Request, "extend", failing)
+    code, out, _ = chat(typed=["hello", lambda draft: draft + " again"])
+    shown = ESCAPES.sub("", out)
+    assert code == 0 and "error: the tokenizer failed" in shown
+    [read] = re.findall(r"read (\d+) tokens, remembered 0, ", shown)
+    [alone] = re.findall(r"read (\d+) tokens, remembered 0, ", ESCAPES.sub("", chat(typed=["hello again"])[1]))
+    assert read == alone
+
+
+def test_without_chat_template_text_goes_on(chat: Chat, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = cli.loading.load
+
+    def bare(*args: Any, **how: Any) -> Target:
+        target = load(*args, **how)
+        assert target.tokenizer is not None
+        target.tokenizer.chat_template = None
+        return target
+
+    monkeypatch.setattr(cli.loading, "load", bare)
+    code, out, err = chat(stdin="once upon\n a time\n")
+    target = load_target(tiny_target_dir, device="cpu", compile="off")
+    assert target.tokenizer is not None
+    target.tokenizer.chat_template = None
+    engine, params = Engine(target, load_drafter("none", target=target)), SamplingParams(max_new_tokens=20)
+    [first] = engine.generate(["once upon"], params)
+    [second] = engine.generate([f"once upon{first.text} a time"], params)
+    assert (code, out) == (0, f"{first.text}\n{second.text}\n") and "no chat template" in err
+    assert chat("--system", "x", stdin="hello\n")[0] == 2
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_the_chat(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask, kept = Conversation.ask, []
+
+    def interrupted(self: Conversation, text: str, params: SamplingParams, listener: Any) -> Any:
+        def listen(chunk: Any) -> None:
+            listener(chunk)
+            if chunk.finish_reason is None:  # wait until Ctrl-C has come, or it might come too late
+                os.kill(os.getpid(), signal.SIGINT)
+                while not turn.request.cancelled:
+                    time.sleep(0.001)
+
+        self._pending = turn = ask(self, text, params)  # type: ignore[attr-defined]
+        turn.request.listener = listen
+        return turn
+
+    def keep(self: Conversation, turn: Any) -> Any:
+        kept.append(keep_as_ever(self, turn))
+        return kept[-1]
+
+    keep_as_ever = Conversation.keep
+    monkeypatch.setattr(Conversation, "ask", interrupted)
+    monkeypatch.setattr(Conversation, "keep", keep)
+    before = signal.getsignal(signal.SIGINT)
+    code, out, _ = chat("--max-new-tokens", 200, typed=["hello", "and then?"])
+    assert code == 0 and [completion.finish_reason for completion in kept] == ["cancelled"] * 2
+    assert "Stopped; the chat goes on" in ESCAPES.sub("", out)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+class Terminal:
+    """A process on a terminal of its own."""
+
+    def __init__(self, *command: str, **environment: str) -> None:
+        self._end, other = pty.openpty()
+        self.process = subprocess.Popen(
+            command,
+            stdin=other,
+            stdout=other,
+            stderr=other,
+            start_new_session=True,
+            preexec_fn=lambda: os.close(os.open(os.ttyname(0), os.O_RDWR)),  # makes it the terminal that Ctrl-C is of
+            env={**os.environ, "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1", **environment},
+        )
+        os.close(other)
+        self.shown = ""
+
+    def type(self, text: str) -> None:
+        os.write(self._end, text.encode())
+
+    def wait_for(self, pattern: str, seconds: float = 120) -> str:
+        """Read until it is shown; returns what came up to it, which is then forgotten."""
+        deadline = time.monotonic() + seconds
+        while not (found := re.search(pattern, self.shown)):
+            ready, _, _ = select.select([self._end], [], [], max(deadline - time.monotonic(), 0))
+            assert ready, f"{pattern!r} is not in {self.shown!r}"
+            try:
+                self.shown += ESCAPES.sub("", os.read(self._end, 65536).decode(errors="replace"))
+            except OSError:  # it has ended
+                raise AssertionError(f"{pattern!r} is not in {self.shown!r}") from None
+        before, self.shown = self.shown[: found.end()], self.shown[found.end() :]
+        return before
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._end)
+
+
+@pytest.fixture
+def terminal(own_cache: Path) -> Iterator[Terminal]:
+    """A chat with the bundled pair."""
+    command = [sys.executable, "-m", "blockdraft", "chat", "--device", "cpu", "--backend", "hf"]
+    terminal = Terminal(*command, BLOCKDRAFT_CACHE=str(own_cache))
+    yield terminal
+    terminal.close()
+
+
+@pytest.mark.slow
+def test_a_chat_in_a_real_terminal(terminal: Terminal, tmp_path: Path) -> None:
+    terminal.wait_for("/help lists commands")
+    terminal.wait_for(">")
+    terminal.type("\x1b[200~What is\n37 + 58?\x1b[201~\r")  # pasted: two lines, one message
+    terminal.wait_for(r"read \d+ tokens, remembered 0, context \d+ of 1024")
+    terminal.wait_for(">")
+    terminal.type("Count from 1 to 10.\r")
+    terminal.wait_for(r"remembered [1-9]\d*, context")
+    terminal.wait_for(">")
+    terminal.type(f"/save {tmp_path / 'chat.jsonl'}\r")
+    terminal.wait_for("Saved to")
+    terminal.wait_for(">")
+    terminal.type("/un\t")
+    terminal.wait_for("/undo")
+    terminal.type("\r")
+    terminal.wait_for("Forgotten: Count from")
+    terminal.wait_for("Count from")  # the draft
+    terminal.type("\x03")
+    terminal.wait_for("Ctrl-D or /exit ends")
+    terminal.wait_for(">")
+    terminal.type("\x04")
+    assert terminal.process.wait(120) == 0
+    messages = json.loads((tmp_path / "chat.jsonl").read_text())["messages"]
+    assert messages[0]["content"] == "What is\n37 + 58?" and len(messages) == 4
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_a_real_terminal(terminal: Terminal) -> None:
+    terminal.wait_for(">")
+    terminal.type("Write a solution to the following problem: def f(x): " + "sum of x and y. " * 10 + "\r")
+    terminal.wait_for(r"\n\w+")
+    terminal.type("\x03")
+    terminal.wait_for("Stopped; the chat goes on")
+    terminal.wait_for(">")
+    terminal.type("\x04")
+    assert terminal.process.wait(120) == 0

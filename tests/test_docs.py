@@ -1,0 +1,210 @@
+"""What the docs tell people to type works, word for word.
+
+Every `blockdraft` command of the docs, be it in a block or in a sentence, is parsed by the command line. Those in
+blocks, and the Python blocks, are run as well, page by page, in a folder that holds what they name: hub names are
+folders there. What is not run stands in `NOT_RUN`, with the reason.
+"""
+
+import io
+import json
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import typer
+from transformers import AutoModelForCausalLM
+
+import blockdraft
+from blockdraft import cli
+from blockdraft.cli.options import extent
+from blockdraft.evaluation.methods import Settings, parse_methods
+from blockdraft.settings import read_settings
+from blockdraft.training.variants import find_variant
+
+ROOT = Path(__file__).parents[1]
+PAIR = Path(blockdraft.__file__).parent / "pair"
+PAGES = sorted(
+    str(path.relative_to(ROOT))
+    for pattern in ("*.md", "docs/*.md", "examples/*.md", "recipes/*/README.md", "benchmarks/**/README.md")
+    for path in ROOT.glob(pattern)
+    if path.name != "CHANGELOG.md"  # which tells of the past
+)
+
+# Commands and Python blocks (by their first line) that are parsed and not run, and why.
+PICTURE = "a picture of the decode loop; its names are those of the engine's inside"
+PROCESSES = "starts several processes of accelerate; tests/training/test_devices.py does that"
+NOT_RUN = {
+    "proposal = drafter.propose(state, anchor, plan)": PICTURE,
+    "blockdraft train dflash recipe.toml --target DIR --data DIR --out DIR --layers 3 --learning-rate 1e-3 "
+    "--taps 1,9,17": "names layers that the target that stands in, of 8 layers, does not have",
+    "accelerate launch --multi_gpu --num_processes 8 -m blockdraft train dflash recipe.toml --target DIR --data DIR "
+    "--out DIR": PROCESSES,
+    "accelerate launch --use_fsdp --num_processes 8 -m blockdraft train ...": PROCESSES,
+    "accelerate launch --multi_gpu --num_processes 2 -m blockdraft train ... --device cpu": PROCESSES,
+}
+# Appended where the command is run: a handful of prompts instead of a corpus, and a run of seconds instead of hours.
+SMALL = {
+    "bench": ["--limit", "1", "--repeats", "1", "--max-new-tokens", "16"],
+    "train": [
+        *("--steps", "2", "--length", "64", "--anchors", "4", "--batch", "2", "--held-out", "2"),
+        *("--eval-prompts", "1", "--eval-tokens", "8", "--layers", "1", "--taps", "2", "--intermediate-size", "32"),
+    ],
+}
+CHATS = [
+    "Tom has 3 boxes of 12 pens. He gives away 5 pens. How many are left?",
+    *(f"Ann has {n} apples and buys {n + 3} more. How many apples does she have now?" for n in range(4, 16)),
+]
+
+
+class Command(NamedTuple):
+    page: str
+    text: str  # as it stands there, without comment
+    in_block: bool
+
+    @property
+    def arguments(self) -> list[str]:
+        """Behind the word blockdraft; dots that stand for more are left out."""
+        words = shlex.split(self.text)
+        return [word for word in words[words.index("blockdraft") + 1 :] if word != "..." or '"..."' in self.text]
+
+
+class Block(NamedTuple):
+    language: str
+    text: str
+
+
+def blocks_of(page: str) -> list[Block]:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return [Block(*found) for found in re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)]
+
+
+def commands_of_block(page: str, block: Block) -> Iterator[Command]:
+    for line in block.text.replace("\\\n", " ").splitlines():
+        line = re.sub(r"\s+#.*", "", line).strip()
+        if block.language != "python" and re.match(r"(accelerate launch .* -m )?blockdraft ", line):
+            yield Command(page, line, in_block=True)
+
+
+def commands_of(page: str) -> list[Command]:
+    found = [command for block in blocks_of(page) for command in commands_of_block(page, block)]
+    text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    inline = re.findall(r"`((?:accelerate launch [^`]*?)?blockdraft [a-z-][^`]*)`", text)
+    return found + [Command(page, " ".join(command.split()), in_block=False) for command in inline]
+
+
+COMMANDS = [command for page in PAGES for command in commands_of(page)]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{command.page}: {command.text}")
+def test_every_command_is_one(command: Command) -> None:
+    """Command, options and values are known to the command line. A sentence may leave out what is needed."""
+    name, *arguments = command.arguments
+    group = typer.main.get_command(cli.app)
+    if name.startswith("-"):
+        assert name in [option for parameter in group.params for option in parameter.opts]
+        return
+    commands = group.commands  # type: ignore[attr-defined]
+    assert name in commands, f"there is no `blockdraft {name}`"
+    if "--help" in arguments:
+        return
+    arguments = [argument for argument in arguments if not re.fullmatch(r"\[[A-Z]+\]|[A-Z]+\.\.\.", argument)]
+    required = [parameter for parameter in commands[name].params if parameter.required]
+    for parameter in required:  # what a sentence leaves out, and placeholders
+        if not command.in_block or parameter.param_type_name == "argument":
+            parameter.required = False
+    try:
+        context = commands[name].make_context(name, arguments)
+    finally:
+        for parameter in required:
+            parameter.required = True
+    given = context.params
+    for option in ("block_size", "tree_budget", "threads"):
+        extent(option, given.get(option))
+    if isinstance(given.get("methods"), str):
+        parse_methods(given["methods"], None, None, Settings.tree_budget)
+    if context.obj:  # the fields of a recipe
+        read_settings(find_variant(given["variant"] or "dflash").recipe_class, None, context.obj)
+
+
+def test_what_is_not_run_is_in_the_docs() -> None:
+    lines = {line for page in PAGES for block in blocks_of(page) for line in block.text.splitlines()}
+    known = {command.text for command in COMMANDS} | lines
+    assert [text for text in NOT_RUN if text not in known] == []
+
+
+def test_commands_are_found() -> None:
+    """The reader of the docs itself."""
+    block = Block("", 'blockdraft generate \\\n  "..."   # comment\npip install blockdraft\n$ ls\n')
+    [command] = commands_of_block("x", block)
+    assert command.text.split() == ["blockdraft", "generate", '"..."'] and command.arguments == ["generate", "..."]
+    launched = Command("x", "accelerate launch --use_fsdp -m blockdraft train ... --device cpu", True)
+    assert launched.arguments == ["train", "--device", "cpu"]
+    assert len(COMMANDS) >= 20 and "README.md" in PAGES and "docs/training.md" in PAGES
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_accelerator: None, own_cache: Path) -> Path:
+    """A working folder with what the docs name: the bundled pair as models, and some chats."""
+    for name in ("Qwen/Qwen3-8B", "TARGET"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copytree(PAIR / "target", tmp_path / name)
+    for name in ("checkpoints/Qwen3-8B-DFlash-b16", "DRAFTER"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copytree(PAIR / "drafter", tmp_path / name)
+    lines = "".join(json.dumps({"turns": [text]}) + "\n" for text in CHATS)
+    for name in ("chats.jsonl", "gsm8k.jsonl", "humaneval.jsonl"):
+        (tmp_path / name).write_text(lines)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def filled_in(command: Command, number: int) -> list[str]:
+    """Arguments with DIR replaced by the folder that it stands for."""
+    stands_for = {"--target": "TARGET", "--data": "data", "--out": f"out{number}", "--drafter": "DRAFTER"}
+    arguments = command.arguments
+    for at, argument in enumerate(arguments):
+        if argument == "DIR":
+            arguments[at] = stands_for[arguments[at - 1]]
+    return arguments + SMALL.get(arguments[0], []) * ("--show-recipe" not in arguments)
+
+
+def runnable(page: str) -> list[tuple[Block, list[Command]]]:
+    found = []
+    for block in blocks_of(page):
+        commands = [command for command in commands_of_block(page, block) if command.text not in NOT_RUN]
+        is_python = block.language == "python" and block.text.splitlines()[0] not in NOT_RUN
+        if commands or is_python:
+            found.append((block, commands))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # of the libraries that examples use as they come
+@pytest.mark.parametrize("page", [page for page in PAGES if runnable(page)])
+def test_blocks_run(
+    page: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All of a page in order, Python blocks in one namespace, with the names that they take for granted."""
+    target = blockdraft.load_target()
+    assert target.tokenizer is not None
+    inputs = target.tokenizer(CHATS[0], return_tensors="pt")
+    names = {
+        "tokenizer": target.tokenizer,
+        "inputs": inputs,
+        "input_ids": inputs["input_ids"],
+        "base_model": AutoModelForCausalLM.from_pretrained(PAIR / "target", dtype="float32"),
+    }
+    for number, (block, commands) in enumerate(runnable(page)):
+        if block.language == "python":
+            exec(compile(block.text, page, "exec"), names)
+        for place, command in enumerate(commands):
+            with monkeypatch.context() as patch, pytest.raises(SystemExit) as exit_info:
+                patch.setattr(sys, "argv", ["blockdraft", *filled_in(command, 10 * number + place)])
+                patch.setattr(sys, "stdin", io.StringIO("How much is 3 * 12?\n"))
+                cli.main()
+            assert not exit_info.value.code, f"{command.text}: {capsys.readouterr().err}"
