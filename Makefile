@@ -7,7 +7,7 @@ QUESTION = A baker makes 4 trays of 6 rolls. She sells 9 rolls. How many rolls a
 # One thread a worker: the models of the tests are too small to share.
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --maxprocesses 8
 
-.PHONY: demo test check fuzz mutants soak against test-peers bench-peers bench-gpu clean
+.PHONY: demo test check fuzz mutants soak against try-stranger test-peers bench-peers bench-gpu clean
 
 demo: .venv/.installed
 	.venv/bin/blockdraft generate --compare --tree-budget 16 --backend hf "$(QUESTION)"
@@ -35,6 +35,10 @@ mutants: .venv/.installed
 # An engine under load for long, with cancellations and faults; ARGS="--help".
 soak: .venv/.installed
 	.venv/bin/python -m benchmarks.soak --minutes $(MINUTES) $(ARGS)
+
+# Makes drafters for three new targets by `blockdraft fit`, as a stranger would; ARGS="--help".
+try-stranger: .venv/.installed
+	.venv/bin/python -m benchmarks.stranger $(ARGS)
 
 # Decoding speed against another commit: make against COMMIT=HEAD~1; ARGS="--help".
 against: .venv/.installed

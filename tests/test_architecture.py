@@ -25,7 +25,7 @@ LAYERS = [
     {"engine"},
     {"data"},
     {"training", "evaluation"},
-    {"compat"},
+    {"compat", "fit"},
     {"cli"},
 ]
 HEIGHT = {name: height for height, group in enumerate(LAYERS) for name in group}

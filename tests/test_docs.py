@@ -38,7 +38,10 @@ PAGES = sorted(
 # Commands and Python blocks (by their first line) that are parsed and not run, and why.
 PICTURE = "a picture of the decode loop; its names are those of the engine's inside"
 PROCESSES = "starts several processes of accelerate; tests/training/test_devices.py does that"
+FIT = "takes hours; tests/fit/test_run.py runs the steps"
 NOT_RUN = {
+    "blockdraft fit --target MODEL --data prompts.jsonl --hours 2 --out drafter": FIT,
+    'blockdraft generate --target MODEL --drafter drafter "..."': FIT,
     "proposal = drafter.propose(state, anchor, plan)": PICTURE,
     "blockdraft train dflash recipe.toml --target DIR --data DIR --out DIR --layers 3 --learning-rate 1e-3 "
     "--taps 1,9,17": "names layers that the target that stands in, of 8 layers, does not have",

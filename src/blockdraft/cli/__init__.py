@@ -16,7 +16,9 @@ from blockdraft.cli.data import data
 from blockdraft.cli.env import env
 from blockdraft.cli.export import export
 from blockdraft.cli.features import features
+from blockdraft.cli.fit import fit
 from blockdraft.cli.generate import generate
+from blockdraft.cli.prompts import prompts
 from blockdraft.cli.train import RecipeCommand, train
 from blockdraft.errors import BlockdraftError
 
@@ -26,9 +28,11 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-RUN, TRAIN, MEASURE, OTHER = "Run models", "Make a drafter of your own, in this order", "Measure", "This machine"
+RUN, TRAIN, MEASURE, OTHER = "Run models", "Make a drafter of your own", "Measure", "This machine"
 app.command(rich_help_panel=RUN)(generate)
 app.command(rich_help_panel=RUN)(chat)
+app.command(rich_help_panel=TRAIN)(fit)
+app.command(rich_help_panel=TRAIN)(prompts)
 app.command(rich_help_panel=TRAIN)(data)
 app.command(rich_help_panel=TRAIN)(features)
 app.command(rich_help_panel=TRAIN, cls=RecipeCommand)(train)

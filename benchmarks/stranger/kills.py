@@ -1,0 +1,81 @@
+"""A fit that is killed again and again: `python -m benchmarks.stranger.kills --target DIR --kills 20`.
+
+One fit runs undisturbed. Others follow the same plan and are killed with all their processes at random moments, until
+there were so many kills; then they go on to their end. Every drafter must be the same, bit for bit. The status is 1
+where one is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+WEIGHTS = "model.safetensors"
+
+
+def run(command: Sequence[str], seconds: float | None = None) -> bool:
+    """Whether it came to its end; killed after so many seconds otherwise."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "blockdraft", "fit", *command],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
+    )
+    try:
+        _, told = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return False
+    assert process.returncode == 0, told
+    return True
+
+
+def killed(options: Sequence[str], folder: Path, kills: int, seed: int = 0) -> tuple[int, int]:
+    """Fits that were killed, and how many of these ended with other weights than the one that was not."""
+    whole = folder / "whole"
+    began = time.monotonic()
+    run([*options, "--out", str(whole)])
+    length = time.monotonic() - began
+    plan, weights = (whole.with_name("whole.fit") / "plan.json").read_bytes(), (whole / WEIGHTS).read_bytes()
+    rng, number, differing = random.Random(seed), 0, 0
+    while kills:
+        number += 1
+        out = folder / f"killed-{number}"
+        out.with_name(f"{out.name}.fit").mkdir()
+        (out.with_name(f"{out.name}.fit") / "plan.json").write_bytes(plan)
+        while not run([*options, "--out", str(out)], rng.uniform(0, length / 2) if kills else None):
+            kills -= 1
+            print(f"{out.name}: killed; {kills} kills left", flush=True)
+        differing += (out / WEIGHTS).read_bytes() != weights
+    return number, differing
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True, help="model to fit")
+    parser.add_argument("--data", help="prompts; by default the target writes them")
+    parser.add_argument("--answers", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    args = parser.parse_args()
+    options = ["--target", args.target, "--device", "cpu", "--answers", str(args.answers), "--steps", str(args.steps)]
+    options += ["--data", args.data] if args.data else []
+    with tempfile.TemporaryDirectory() as folder:
+        fits, differing = killed(options, Path(folder), args.kills, args.seed)
+    print(f"{args.kills} kills, {fits} fits, {differing} with other weights")
+    return int(differing > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,170 @@
+"""Three small targets that nobody has seen before, each of another family, trained for some minutes on a text.
+
+They stand for models of strangers: no chat template but in one, sliding windows in another, no mask token and no unused
+row of the embedding in any of them.
+"""
+
+import math
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from blockdraft.training.muon import Muon
+
+VOCABULARY = 2048
+CONTEXT = 512
+ROW, ROWS = 256, 8  # tokens of a row, and rows of a step
+PASSAGE = 600  # characters of a document at least
+TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+NAMES = ("llama", "gemma3", "qwen3")
+
+
+def passages(text: str) -> list[str]:
+    """The text in documents that begin and end with a paragraph."""
+    found, held = list[str](), ""
+    for paragraph in text.split("\n\n"):
+        held = f"{held}\n\n{paragraph}".strip()
+        if len(held) >= PASSAGE:
+            found.append(held)
+            held = ""
+    return [*found, held] if held else found
+
+
+def make_tokenizer(documents: list[str], chats: bool) -> PreTrainedTokenizerFast:
+    specials = ["<|user|>", "<|assistant|>", "<|end|>"] if chats else ["<s>", "</s>"]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=specials, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    if not chats:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=None if chats else "<s>",
+        eos_token=specials[-1],
+        model_max_length=CONTEXT,
+        clean_up_tokenization_spaces=False,
+    )
+    if chats:
+        fast.chat_template = TEMPLATE
+    return fast
+
+
+def make_model(name: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    common = {
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": CONTEXT,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": None,
+    }
+    if name == "llama":
+        config = LlamaConfig(hidden_size=192, intermediate_size=512, num_hidden_layers=2, **common)
+        return LlamaForCausalLM(config)
+    if name == "gemma3":
+        windows = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+        config = Gemma3TextConfig(
+            hidden_size=160,
+            intermediate_size=448,
+            num_hidden_layers=6,
+            head_dim=40,
+            query_pre_attn_scalar=40,
+            sliding_window=64,
+            layer_types=windows,
+            **common,
+        )
+        return Gemma3ForCausalLM(config)
+    config = Qwen3Config(
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=6,
+        head_dim=48,
+        tie_word_embeddings=True,
+        **common,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def encoded(document: str, tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """A document, or where there is a template a chat of it: the user begins, the assistant goes on."""
+    if tokenizer.chat_template is None:
+        return [*tokenizer(document)["input_ids"], tokenizer.eos_token_id]
+    words = document.split(" ")
+    cut = len(words) // 4
+    chat = [("user", " ".join(words[:cut])), ("assistant", " ".join(words[cut:]))]
+    messages = [{"role": role, "content": content} for role, content in chat]
+    return list(tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"])
+
+
+def rows(documents: list[list[int]], seed: int) -> Iterator[list[int]]:
+    """Rows that begin with a document; what a row has no room for is left away."""
+    rng, row = random.Random(seed), list[int]()
+    while True:
+        for document in rng.sample(documents, len(documents)):
+            row += document
+            if len(row) > ROW:
+                yield row[: ROW + 1]
+                row = []
+
+
+def make_target(name: str, text: str, folder: Path, minutes: float) -> None:
+    """Train a target for so many minutes; nothing is done where there is one."""
+    if (folder / "config.json").exists():
+        return
+    documents = passages(text)
+    tokenizer = make_tokenizer(documents, chats=name == "qwen3")
+    torch.manual_seed(0)
+    model = make_model(name, tokenizer).train()
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
+    others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n or "lm_head" in n]
+    optimizers = [Muon(matrices, 0.02), torch.optim.AdamW(others, 3e-3, (0.9, 0.95), weight_decay=0.0)]
+    rates = [0.02, 3e-3]
+    stream = rows([encoded(document, tokenizer) for document in documents], seed=0)
+    began, step, share = time.monotonic(), 0, 0.0
+    while share < 1:
+        for optimizer, rate in zip(optimizers, rates, strict=True):
+            for group in optimizer.param_groups:  # a short rise, and a fall by the clock
+                group["lr"] = rate * min((step + 1) / 20, 1.0, 2 * (1 - share) + 0.01)
+        ids = torch.tensor([next(stream) for _ in range(ROWS)])
+        logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(others, 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        step, share = step + 1, (time.monotonic() - began) / (60 * minutes)
+        if step % 50 == 0:
+            print(f"{name}: step {step}, loss {loss.item():.2f}, {100 * share:.0f} %", flush=True)
+        assert math.isfinite(loss.item())
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = folder.with_name(f".{folder.name}.partial")
+    tokenizer.save_pretrained(partial)
+    model.eval().save_pretrained(partial)
+    partial.replace(folder)

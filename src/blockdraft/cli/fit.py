@@ -1,0 +1,77 @@
+"""`blockdraft fit`: a drafter for any target, from nothing, by one command."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from blockdraft.cli.options import Device, Dtype, TargetBackend, TargetFolder, option
+from blockdraft.data.settings import RowSettings
+from blockdraft.errors import UsageError
+from blockdraft.fit.settings import FitSettings
+from blockdraft.types import DEFAULT_BACKEND
+
+
+def fit(
+    out: Annotated[
+        Path,
+        typer.Option(
+            metavar="DIR",
+            help="Folder of the drafter. What belongs to its making lies in DIR.fit and DIR.run beside it; the same "
+            "command goes on with a fit that was interrupted.",
+        ),
+    ],
+    target: TargetFolder = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="Prompts of the kind that the target will get: files or datasets as for `blockdraft data`, whose "
+            "answers do not matter. Repeat the option for several. Without any the target writes its prompts itself.",
+        ),
+    ] = None,
+    hours: Annotated[float, option(FitSettings, "hours")] = FitSettings.hours,
+    variant: Annotated[str | None, option(FitSettings, "variant")] = FitSettings.variant,
+    answers: Annotated[int | None, option(FitSettings, "answers")] = FitSettings.answers,
+    steps: Annotated[int | None, option(FitSettings, "steps")] = FitSettings.steps,
+    max_new_tokens: Annotated[int | None, option(FitSettings, "max_new_tokens")] = FitSettings.max_new_tokens,
+    temperature: Annotated[float | None, option(FitSettings, "temperature")] = FitSettings.temperature,
+    seed: Annotated[int, option(FitSettings, "seed")] = FitSettings.seed,
+    split: Annotated[str, option(RowSettings, "split")] = RowSettings.split,
+    subset: Annotated[str | None, option(RowSettings, "subset")] = RowSettings.subset,
+    dtype: Dtype = None,
+    device: Device = None,
+    backend: TargetBackend = DEFAULT_BACKEND,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Measure, print the plan with its reasons and estimates, and stop.")
+    ] = False,
+) -> None:
+    """Make a drafter for a target: choose a recipe, have the target answer prompts, train, measure.
+
+    The first start measures target and machine and writes a plan; every later one follows it. Each step is one of the
+    other commands and is printed, so it can be run alone.
+    """
+    from blockdraft.fit.settings import FitSettings
+    from blockdraft.fit.steps import Where
+
+    try:
+        from blockdraft.fit.run import Fit, run_fit
+    except ModuleNotFoundError as error:
+        raise UsageError(f"Fitting takes {error.name}; run pip install 'blockdraft[train]'.") from error
+
+    settings = FitSettings(hours, variant, answers, steps, max_new_tokens, temperature, seed)  # type: ignore[arg-type]
+    where = Where(out, target, dtype, device, None if backend == DEFAULT_BACKEND else backend)
+    asked = Fit(where, settings, tuple(data or ()), RowSettings(split, subset))
+
+    def note(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    try:
+        lines = run_fit(asked, dry_run, note)
+    except KeyboardInterrupt:
+        note(f"Interrupted; the same command goes on with what is in {where.folder}.")
+        raise typer.Exit(130) from None
+    print("\n".join(lines))

@@ -1,0 +1,65 @@
+"""`blockdraft prompts`: prompts for a target to answer, from data or written by itself."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from blockdraft.cli import loading
+from blockdraft.cli.options import Device, Dtype, TargetBackend, TargetFolder, option
+from blockdraft.data.settings import DataSettings, RowSettings
+from blockdraft.fit.settings import PromptSettings
+from blockdraft.types import DEFAULT_BACKEND
+
+
+def prompts(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for prompts.jsonl and held-out.jsonl.")],
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[SOURCE]...",
+            help="Data as for `blockdraft data`; without any the target writes prompts of the kind it was trained on.",
+            show_default=False,
+        ),
+    ] = None,
+    target: TargetFolder = None,
+    count: Annotated[int, option(PromptSettings, "count")] = PromptSettings.count,
+    held_out: Annotated[int, option(PromptSettings, "held_out")] = PromptSettings.held_out,
+    prompt_tokens: Annotated[int, option(PromptSettings, "prompt_tokens")] = PromptSettings.prompt_tokens,
+    seed: Annotated[int, option(PromptSettings, "seed")] = PromptSettings.seed,
+    pool: Annotated[int, option(PromptSettings, "pool")] = PromptSettings.pool,
+    split: Annotated[str, option(RowSettings, "split")] = RowSettings.split,
+    subset: Annotated[str | None, option(RowSettings, "subset")] = RowSettings.subset,
+    batch_size: Annotated[int, option(DataSettings, "batch_size")] = DataSettings.batch_size,
+    dtype: Dtype = None,
+    device: Device = None,
+    backend: TargetBackend = DEFAULT_BACKEND,
+) -> None:
+    """Choose prompts for a target to answer, each once and in random order, and keep some apart to measure on.
+
+    Plain texts give their beginnings, at the start and at paragraphs further on. `blockdraft data --regenerate` has
+    them answered.
+    """
+    from blockdraft.cli import display
+    from blockdraft.drafters import load_drafter
+    from blockdraft.engine import Engine
+    from blockdraft.fit.prompts import read_prompts, store, write_prompts
+    from blockdraft.targets import load_target_text
+
+    loading.quiet()
+    settings = PromptSettings(count, held_out, prompt_tokens, seed, pool)
+    if sources:
+        found = read_prompts(sources, RowSettings(split, subset, pool), load_target_text(target), settings)
+    else:
+        loaded = loading.load(target, dtype, device, backend)
+        with (
+            display.progress("prompts") as progress,
+            Engine(loaded, load_drafter("none", target=loaded), batch_size) as engine,
+        ):
+            found = write_prompts(engine, settings, progress)
+    store(out, found)
+    of = f" of {found.available}" if found.available is not None else ""
+    print(f"{out}: {len(found.rows)}{of} prompts, {len(found.held_out)} held out", file=sys.stderr)

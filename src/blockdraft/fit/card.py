@@ -1,0 +1,144 @@
+"""What a drafter's folder says about it: README.md, and a picture of how it came about."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from blockdraft.data.folder import write_file
+from blockdraft.fit.plan import Plan
+from blockdraft.fit.prompts import HELD_OUT
+from blockdraft.fit.steps import Step, Where
+from blockdraft.training.trainer import run_folder
+
+README, PICTURE = "README.md", "fit.png"
+METHODS = {
+    "none": "plain decoding",
+    "dflash": "drafts of whole blocks",
+    "dflash:auto": 'drafts as long as pay ("auto")',
+}
+
+
+def usage(where: Where) -> list[str]:
+    """The lines that use the drafter: to answer, to measure, to write it for other engines."""
+    out, target = str(where.out), where.options()
+    held_out = str(where.folder / HELD_OUT)
+    return [
+        shlex.join(["blockdraft", "generate", *target, "--drafter", out, "--block-size", "auto", "PROMPT"]),
+        shlex.join(["blockdraft", "bench", *target, "--drafter", out, "--prompts", held_out]),
+        shlex.join(
+            ["blockdraft", "export", out, *target[:2], "--format", "speculators", "--out", f"{out}-speculators"]
+        ),
+    ]
+
+
+def engines(where: Where, variant: str, block_size: int) -> dict[str, str]:
+    """How other engines are started with it; those that read this kind of drafter, as docs/export.md has it."""
+    target, out = where.target or "TARGET", str(where.out)
+    config = {"method": "dflash", "model": out, "num_speculative_tokens": block_size - 1}
+    lines = {"vLLM": shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(config)])}
+    if variant == "dflash":
+        sglang = ["python", "-m", "sglang.launch_server", "--model-path", target, "--speculative-algorithm", "DFLASH"]
+        sglang += ["--speculative-draft-model-path", out, "--speculative-num-draft-tokens", str(block_size)]
+        lines["SGLang"] = shlex.join(sglang)
+    return lines
+
+
+def write_card(
+    where: Where,
+    plan: Plan,
+    steps: Sequence[Step],
+    taken: Mapping[str, float],
+    sources: Sequence[str],
+    survey: Sequence[str],
+) -> dict[str, Any]:
+    """Write README.md, and fit.png where matplotlib is installed.
+
+    Returns:
+        The figures by method, as `blockdraft bench` wrote them.
+    """
+    bench = json.loads((where.folder / "bench" / "results.json").read_text(encoding="utf-8"))
+    data = json.loads((where.folder / "data" / "data.json").read_text(encoding="utf-8"))
+    log = (run_folder(where.out) / "log.jsonl").read_text(encoding="utf-8").splitlines()
+    taus = [(line["step"], line["tau"]) for line in map(json.loads, log) if line.get("tau") is not None]
+    methods: dict[str, Any] = bench["methods"]
+    recipe, name = plan.recipe, where.target or "the bundled target"
+    local = where.target is None or Path(where.target).exists()
+    machine = bench["hardware"]["gpu"] or bench["hardware"]["cpu"]
+    elsewhere = engines(where, plan.variant, recipe["block_size"])
+    text = [
+        "---",
+        *([] if local else [f"base_model: {where.target}"]),
+        "library_name: blockdraft",
+        "tags: [speculative-decoding, dflash]",
+        "---",
+        f"# A drafter for {name}",
+        "",
+        f"It guesses what {name} will say, which then answers with the same tokens in fewer steps. Made by `blockdraft "
+        f"fit`: {plan.variant} in z-lab's layout, {recipe['layers']} layers, blocks of {recipe['block_size']}, taps "
+        f"{', '.join(map(str, recipe['taps']))}.",
+        "",
+        f"## Measured on {plan.bench_prompts} prompts that it was not trained on",
+        "",
+        "| | tokens/s | speed-up | tau | same answers |",
+        "|---|---|---|---|---|",
+        *(_row(METHODS[method], figures) for method, figures in methods.items()),
+        "",
+        f"Greedy, answers of up to {plan.bench_tokens} tokens, one at a time; {bench['arguments']['running']}, "
+        f"{machine}. tau is the number of tokens that a cycle yields.",
+        *(["", f"![tau while it was trained, and speeds]({PICTURE})"] if _draw(where.out, taus, methods) else []),
+        "",
+        "## Use",
+        "",
+        "```",
+        *usage(where),
+        *(f"{line}  # {engine}" for engine, line in elsewhere.items()),
+        "```",
+        "",
+        "## How it came about",
+        "",
+        f"From {data['counts']['documents']:,} answers of the target ({data['counts']['supervised']:,} tokens) to "
+        f"prompts {'from ' + ', '.join(sources) if sources else 'that it wrote itself'}.",
+        "",
+        *(f"- {line}" for line in survey),
+        "",
+        "| step | seconds | expected |",
+        "|---|---|---|",
+        *(f"| {step.name} | {taken[step.name]:.0f} | {step.seconds:.0f} |" for step in steps),
+        "",
+        "```",
+        *(step.line for step in steps),
+        "```",
+    ]
+    write_file(where.out / README, ("\n".join(text) + "\n").encode())
+    return methods
+
+
+def _row(name: str, figures: Mapping[str, Any]) -> str:
+    """A line of the table; without figures where every answer runs in circles."""
+    numbers = [(figures["tokens_per_second"], "{:.0f}"), (figures["speedup"], "{:.2f}"), (figures["tau"], "{:.2f}")]
+    cells = ["-" if value is None else form.format(value) for value, form in numbers]
+    return f"| {name} | {' | '.join(cells)} | {100 * figures['identical']:.0f} % |"
+
+
+def _draw(folder: Path, taus: Sequence[tuple[int, float]], methods: Mapping[str, Any]) -> bool:
+    try:
+        figure = import_module("matplotlib.figure").Figure(figsize=(10, 4), dpi=120, layout="constrained")
+    except ImportError:
+        return False
+    left, right = figure.subplots(1, 2)
+    left.plot([step for step, _ in taus], [tau for _, tau in taus], marker="o")
+    left.set(title="tau on held-out prompts", xlabel="Training step")
+    left.grid(alpha=0.3)
+    right.barh([METHODS[name] for name in methods], [one["tokens_per_second"] or 0 for one in methods.values()])
+    right.invert_yaxis()
+    right.set(title="Speed", xlabel="tokens/s")
+    partial = folder / f".{PICTURE}.{os.getpid()}.tmp"
+    figure.savefig(partial, format="png")
+    partial.replace(folder / PICTURE)
+    return True

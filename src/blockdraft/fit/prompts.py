@@ -1,0 +1,200 @@
+"""Prompts for the target to answer: drawn from data, or written by the target itself.
+
+A model with a chat template writes a user's message if it is given the template up to the place where one would stand
+(Magpie, arXiv 2406.08464). One without begins a text. So prompts are of the kind that the model was trained on, without
+anybody knowing which kind that is.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from blockdraft.data.folder import make_folder, write_file
+from blockdraft.data.rows import Message, Row, read_rows
+from blockdraft.data.settings import RowSettings
+from blockdraft.engine import Engine, loops
+from blockdraft.engine.text import encode
+from blockdraft.errors import UsageError
+from blockdraft.fit.settings import PromptSettings
+from blockdraft.targets import Target, TargetText
+from blockdraft.types import SamplingParams
+
+PROMPTS, HELD_OUT = "prompts.jsonl", "held-out.jsonl"
+BEGINNING = 256  # characters of a plain text between two places where a prompt may begin, at least
+OWN_TOKENS = 96  # most tokens of a prompt that a chat model writes
+MARK = "blockdraft-mark"
+ROOM = 128  # tokens of an answer for which a held-out prompt leaves room
+TRIES = 3  # times as many drafts as prompts are wanted; models repeat themselves
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Attributes:
+    rows: As `blockdraft data` reads them, in random order.
+    held_out: Texts to measure on, none of which is in `rows`.
+    available: Different prompts that the sources hold, held-out ones included; None where the target writes them.
+    """
+
+    rows: tuple[dict[str, Any], ...]
+    held_out: tuple[str, ...]
+    available: int | None
+
+
+def read_prompts(
+    sources: Sequence[str], rows: RowSettings, target: Target | TargetText, settings: PromptSettings
+) -> Prompts:
+    """Prompts of data, each once.
+
+    Raises:
+        ValueError: A source cannot be read, holds a row of no accepted form, or too few prompts to hold any out.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for place, row in read_rows(sources, rows):
+        try:
+            for prompt in _of_row(row, target, settings.prompt_tokens):
+                if _first(prompt).strip():
+                    found.setdefault(json.dumps(prompt), prompt)
+        except ValueError as error:
+            raise UsageError(f"{place}: {error}") from error
+    if len(found) <= settings.held_out:
+        raise UsageError(
+            f"{' and '.join(sources)} hold {len(found)} different prompts, and {settings.held_out} are held out to "
+            "measure on; give more data."
+        )
+    return _drawn(list(found.values()), target, settings, len(found))
+
+
+def write_prompts(
+    engine: Engine,
+    settings: PromptSettings,
+    progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+) -> Prompts:
+    """Have the target write prompts.
+
+    Raises:
+        ValueError: It has no tokenizer, or wrote fewer than half of what was wanted in three times as many tries.
+    """
+    wanted = settings.count + settings.held_out
+    prefix, params = _beginning(engine.target)
+    found: dict[str, dict[str, Any]] = {}
+    for begin in range(0, TRIES * wanted, engine.max_batch_size):
+        drafts = [
+            SamplingParams(**params, temperature=1.0, seed=settings.seed * 1_000_003 + begin + i)
+            for i in range(engine.max_batch_size)
+        ]
+        starts = [_start(prefix, engine.target, one.seed or 0) for one in drafts]
+        for start, completion in zip(starts, engine.generate(starts, drafts), strict=True):
+            ended = completion.checked().finish_reason == "stop"
+            text = _text(engine.target, start[len(prefix) :] + completion.token_ids)
+            if text.strip() and not loops(completion.token_ids) and (ended or "stop_token_ids" not in params):
+                found.setdefault(text, {"prompt": text})
+        progress("prompts", min(len(found), wanted), wanted)
+        if len(found) >= wanted:
+            break
+    if 2 * len(found) < wanted:
+        raise UsageError(
+            f"The target wrote {len(found)} usable prompts where {wanted} were wanted; name data with prompts (--data)."
+        )
+    return _drawn(list(found.values())[:wanted], engine.target, settings, None)
+
+
+def store(folder: Path, prompts: Prompts) -> None:
+    """Write prompts.jsonl and held-out.jsonl, the former last."""
+    make_folder(folder)
+    for name, rows in ((HELD_OUT, [{"prompt": text} for text in prompts.held_out]), (PROMPTS, prompts.rows)):
+        write_file(folder / name, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+
+
+def _drawn(
+    found: list[dict[str, Any]], target: Target | TargetText, settings: PromptSettings, available: int | None
+) -> Prompts:
+    """Prompts in random order. Held-out ones leave room for an answer that is worth measuring."""
+    random.Random(settings.seed).shuffle(found)
+    most = target.max_context - min(ROOM, target.max_context // 2)
+    held_out: dict[int, str] = {}
+    for i, row in enumerate(found):
+        if len(held_out) == settings.held_out:
+            break
+        text = _first(row)
+        if len(encode(text, target)) <= most:
+            held_out[i] = text
+    if settings.held_out and not held_out:
+        raise UsageError(
+            f"All prompts have more than {most} tokens, which leaves no room for answers; give shorter ones."
+        )
+    rows = [row for i, row in enumerate(found) if i not in held_out][: settings.count]
+    return Prompts(tuple(rows), tuple(held_out.values()), available)
+
+
+def _first(row: dict[str, Any]) -> str:
+    """What a user says first."""
+    messages: list[Message] = row.get("messages", [])
+    return str(next((one["content"] for one in messages if one["role"] == "user"), row.get("prompt")))
+
+
+def _of_row(row: Row, target: Target | TargetText, tokens: int) -> Iterator[dict[str, Any]]:
+    chats = target.tokenizer is not None and target.tokenizer.chat_template is not None
+    if isinstance(row, str):
+        yield from ({"prompt": text} for text in beginnings(row, target, tokens))
+        return
+    asked = [message for message in row if message["role"] != "assistant"]
+    if chats and len(asked) == 1:
+        yield {"prompt": asked[0]["content"]}
+    elif chats:  # what others have answered does not matter
+        yield {"messages": [one if one["role"] != "assistant" else {**one, "content": ""} for one in row]}
+    if chats:
+        return
+    if len(asked) > 1:
+        raise UsageError("this is a chat of several messages, and the target has no chat template; give texts.")
+    text = asked[0]["content"]
+    yield from ({"prompt": one} for one in [*beginnings(text, target, tokens)][:1] or [text])
+
+
+def beginnings(text: str, target: Target | TargetText, tokens: int) -> Iterator[str]:
+    """Beginnings of so many tokens, at the start of a text and of paragraphs further on."""
+    assert target.tokenizer is not None
+    place = -BEGINNING
+    begin = 0
+    for paragraph in text.split("\n\n"):
+        if paragraph.strip() and begin - place >= BEGINNING:
+            place = begin
+            passage = text[begin : begin + 16 * tokens].strip()
+            offsets = target.tokenizer(passage, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+            if len(offsets) > tokens:  # one that fills it: others lie at the end of the text
+                yield passage[: offsets[tokens - 1][1]]
+        begin += len(paragraph) + 2
+
+
+def _beginning(target: Target) -> tuple[list[int], dict[str, Any]]:
+    """The tokens behind which the target writes a prompt, and how a prompt ends."""
+    tokenizer = target.tokenizer
+    if tokenizer is None:
+        raise UsageError("The target has no tokenizer; fitting takes one.")
+    if tokenizer.chat_template is None:
+        return list(tokenizer("")["input_ids"]), {"max_new_tokens": PromptSettings.prompt_tokens, "ignore_eos": True}
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": MARK}], tokenize=False, add_generation_prompt=True
+    )
+    before, _, after = str(chat).partition(MARK)
+    prefix, end = (list(tokenizer(part, add_special_tokens=False)["input_ids"]) for part in (before, after))
+    return prefix, {"max_new_tokens": OWN_TOKENS, "stop_token_ids": tuple(end[:1])}
+
+
+def _start(prefix: list[int], target: Target, seed: int) -> list[int]:
+    """Without anything to begin with, any token that text is made of will do."""
+    if prefix:
+        return prefix
+    assert target.tokenizer is not None
+    special = set(target.tokenizer.all_special_ids)
+    usable = [token for token in range(min(len(target.tokenizer), target.vocab_size)) if token not in special]
+    return [random.Random(seed).choice(usable)]
+
+
+def _text(target: Target, ids: list[int]) -> str:
+    assert target.tokenizer is not None
+    return str(target.tokenizer.decode(ids, skip_special_tokens=True)).strip()

@@ -1,0 +1,185 @@
+"""The commands of a fit, one after the other, and which of them are done.
+
+Each runs as a process of its own, which gives all memory back, and goes on where it was interrupted when it is run
+again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from blockdraft.data.folder import write_file
+from blockdraft.errors import BlockdraftError
+from blockdraft.fit.plan import Plan, duration
+from blockdraft.fit.prompts import HELD_OUT, PROMPTS
+from blockdraft.training.trainer import run_folder
+from blockdraft.types import Backend
+
+DONE = "done.json"
+TELL_SECONDS = 60.0
+DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl
+
+
+@dataclass(frozen=True)
+class Step:
+    """Attributes:
+    name: Of the command.
+    arguments: Of `blockdraft`, the command's name the first.
+    seconds: What it is expected to take.
+    counted: A file that gets a line for each part of it, and how many parts there are.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    seconds: float
+    counted: tuple[Path, int] | None = None
+
+    @property
+    def line(self) -> str:
+        """As one types it."""
+        return shlex.join(["blockdraft", *self.arguments])
+
+    def parts(self) -> int:
+        """Parts that are done."""
+        if self.counted is None or not self.counted[0].exists():
+            return 0
+        with self.counted[0].open("rb") as file:
+            return sum(1 for _ in file)
+
+    def left(self, seconds: float, before: int) -> float:
+        """Seconds that it still takes, so many after its start, when so many parts were done before."""
+        done = self.parts() - before
+        if self.counted is None or done <= 0:
+            return max(self.seconds - seconds, 0.0)
+        return seconds / done * (self.counted[1] - before - done)
+
+
+@dataclass(frozen=True)
+class Where:
+    """Attributes:
+    out: Folder of the drafter.
+    target: As the commands are told; none for the bundled one.
+    dtype, device, backend: Likewise.
+    """
+
+    out: Path
+    target: str | None
+    dtype: str | None = None
+    device: str | None = None
+    backend: Backend | None = None
+
+    @property
+    def folder(self) -> Path:
+        """What belongs to the fit and not to the drafter."""
+        return self.out.with_name(f"{self.out.name}.fit")
+
+    def options(self, dtype: str = "--dtype") -> list[str]:
+        named = (("--target", self.target), (dtype, self.dtype), ("--device", self.device), ("--backend", self.backend))
+        return [part for name, value in named if value is not None for part in (name, value)]
+
+
+def make_steps(plan: Plan, where: Where, sources: Sequence[str], rows: Sequence[str]) -> list[Step]:
+    """The commands of a plan.
+
+    Args:
+        sources: Of prompts; none where the target writes them.
+        rows: Options that say how the sources are read.
+    """
+    folder, seed = where.folder, str(plan.recipe["seed"])
+    data, held_out, features = str(folder / "data"), str(folder / HELD_OUT), str(folder / "features")
+    wanted = ["--count", str(plan.answers), "--held-out", str(plan.held_out), "--seed", seed]
+    answers = ["--max-new-tokens", str(plan.max_new_tokens), "--temperature", f"{plan.temperature:g}", "--seed", seed]
+    recipe = {**plan.recipe, "features": features if plan.features == "disk" else plan.features}
+    fields = [f"--{name.replace('_', '-')}={_flag(value)}" for name, value in recipe.items() if value is not None]
+    limits = ["--limit", str(plan.bench_prompts), "--max-new-tokens", str(plan.bench_tokens)]
+    target, trained = where.options(), where.options("--target-dtype")
+    pair = [*target, "--drafter", str(where.out)]
+    commands: dict[str, list[str]] = {
+        "prompts": [*sources, *rows, *target, *wanted, "--out", str(folder)],
+        "data": [str(folder / PROMPTS), *target, "--regenerate", *answers, "--out", data],
+        "features": ["--data", data, *trained, "--taps", _flag(recipe["taps"]), "--out", features],
+        "train": [plan.variant, *fields, *trained, "--data", data, "--prompts", held_out, "--out", str(where.out)],
+        "calibrate": [*pair, "--anew"],
+        "bench": [*pair, "--prompts", held_out, *limits, "--methods", "none,dflash,dflash:auto"]
+        + ["--out", str(folder / "bench"), "--overwrite"],
+    }
+    log = run_folder(where.out) / "log.jsonl", int(plan.recipe["steps"])
+    return [
+        Step(name, (name, *commands[name]), seconds, log if name == "train" else None)
+        for name, seconds in plan.seconds.items()
+    ]
+
+
+def _flag(value: object) -> str:
+    if isinstance(value, dict):
+        return ",".join(f"{name}={one}" for name, one in value.items())
+    if isinstance(value, list | tuple):  # a list of one ends in a comma, or it would be a number
+        return ",".join(map(str, value)) + ("," if len(value) == 1 else "")
+    return str(value)
+
+
+def done_steps(folder: Path) -> dict[str, float]:
+    """Names of the steps that are done, and the seconds that their last run took."""
+    path = folder / DONE
+    found: dict[str, float] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return found
+
+
+def run_steps(steps: Sequence[Step], folder: Path, note: Callable[[str], None]) -> None:
+    """Run the steps that are not done.
+
+    Raises:
+        BlockdraftError: One failed; it has said why.
+    """
+    done = done_steps(folder)
+    for number, step in enumerate(steps, 1):
+        if step.name in done:
+            continue
+        later = sum(one.seconds for one in steps[number:])
+        told, began, before = f"step {number} of {len(steps)}: {step.name}", time.monotonic(), step.parts()
+        note(f"\n{told}, about {duration(step.seconds)}; in all about {duration(step.seconds + later)} left")
+        note(step.line)
+
+        def tell(
+            step: Step = step, told: str = told, later: float = later, began: float = began, before: int = before
+        ) -> None:
+            left = step.left(time.monotonic() - began, before)
+            note(f"{told}; in all about {duration(left + later)} left")
+
+        code = _run(step.arguments, None if sys.stderr.isatty() else tell)
+        if code != 0:
+            how = f"signal {-code}" if code < 0 else f"status {code}"
+            raise BlockdraftError(
+                f"{step.name} ended with {how}; what it said is above. The same command goes on here."
+            )
+        done[step.name] = round(time.monotonic() - began, 1)
+        write_file(folder / DONE, json.dumps(done).encode())
+
+
+def _run(arguments: Sequence[str], tell: Callable[[], None] | None) -> int:
+    prepare = _die_with_parent if sys.platform == "linux" else None
+    process = subprocess.Popen([sys.executable, "-m", "blockdraft", *arguments], preexec_fn=prepare)
+    try:
+        while True:
+            try:
+                return process.wait(TELL_SECONDS)
+            except subprocess.TimeoutExpired:
+                if tell is not None:
+                    tell()
+    except KeyboardInterrupt:  # the process has been told as well, and puts away what it has
+        process.wait()
+        raise
+
+
+def _die_with_parent() -> None:
+    """Two starts of one fit must not write to its folders at a time, so none of its commands outlives it."""
+    ctypes.CDLL(None).prctl(DIES_WITH_PARENT, signal.SIGKILL)

@@ -1,0 +1,80 @@
+"""The commands `fit` and `prompts`: their options and how they end."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from blockdraft import cli
+from blockdraft.fit import run as fit_run
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., Result]:
+    def blockdraft(*words: object) -> Result:
+        monkeypatch.setattr(sys, "argv", ["blockdraft", *map(str, words)])
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(SystemExit) as exit_info:
+            cli.main()
+        return Result(int(exit_info.value.code or 0), *capsys.readouterr())
+
+    return blockdraft
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--hours", "0"], "hours is 0"),
+        (["--variant", "dspark"], "variant is 'dspark'"),
+        (["--answers", "0"], "answers is 0"),
+        (["--temperature", "-1"], "temperature is -1"),
+        (["--target", "./nowhere"], "nowhere"),
+    ],
+)
+def test_bad_options(options: list[str], told: str, run: Callable[..., Result], tmp_path: Path) -> None:
+    code, _, err = run("fit", "--out", "drafter", *options)
+    assert code == 2 and told in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_ctrl_c_says_how_to_go_on(run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fit_run, "run_fit", interrupted)
+    code, out, err = run("fit", "--out", "drafter")
+    assert code == 130 and not out
+    assert err == "Interrupted; the same command goes on with what is in drafter.fit.\n"
+
+
+def test_prompts_of_a_file(run: Callable[..., Result], tmp_path: Path, tiny_target_dir: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "say {i}"}}\n' for i in range(9)))
+    options = ["--target", tiny_target_dir, "--count", 4, "--held-out", 2, "--out", "prompts"]
+    code, _, err = run("prompts", "rows.jsonl", *options)
+    assert code == 0 and err.endswith("prompts: 4 of 9 prompts, 2 held out\n")
+    held_out, chosen = (
+        [json.loads(line)["prompt"] for line in (tmp_path / "prompts" / name).read_text().splitlines()]
+        for name in ("held-out.jsonl", "prompts.jsonl")
+    )
+    assert len({*held_out, *chosen}) == 6
+
+
+def test_prompts_that_the_target_writes(run: Callable[..., Result], tmp_path: Path, tiny_target_dir: Path) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    for path in tiny_target_dir.iterdir():
+        if path.name != "chat_template.jinja":
+            (base / path.name).write_bytes(path.read_bytes())
+    options = ["--target", base, "--device", "cpu", "--count", 4, "--held-out", 2, "--batch-size", 3]
+    code, _, err = run("prompts", *options, "--out", "prompts")
+    assert code == 0 and "prompts: 4 prompts, 2 held out\n" in err
+    assert len((tmp_path / "prompts" / "prompts.jsonl").read_text().splitlines()) == 4

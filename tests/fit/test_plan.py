@@ -1,0 +1,163 @@
+"""The planner: numbers in, a plan out."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from blockdraft.fit.facts import Machine, Measured, Speeds, TargetFacts
+from blockdraft.fit.plan import EVALUATIONS, FEWEST_STEPS, SAFETY, Plan, duration, make_plan, show
+from blockdraft.fit.settings import FitSettings
+from blockdraft.training.variants import find_variant
+
+TARGET = TargetFacts(8, 224, 4096, 1024, True, 11_000_000, "native, compiled", 4)
+MACHINE = Machine("cpu", 2, 2**34, 2**34, 2**36)
+SPEEDS = Speeds((320, 1280), (0.2, 0.6), {2: 1.2, 4: 1.4, 8: 1.6}, 1_400_000)
+MEASURED = Measured(60.0, 120, 100.0, 0.05, 3000.0, 0.001, 20_000.0, {"dflash": SPEEDS})
+BIG = TargetFacts(36, 4096, 151_936, 40_960, True, 16_000_000_000, "native")
+GPU = Machine("cuda", 16, 2**37, 6 * 2**30, 2**38)
+FAST = Speeds((1024, 4096), (0.1, 0.2), {2: 1.1, 4: 1.1, 8: 1.15}, 1_000_000_000)
+MEASURED_BIG = Measured(200.0, 900, 400.0, 0.0, 2500.0, 0.03, 50_000.0, {"dflash": FAST})
+
+
+def plan(hours: float = 1.0, available: int | None = 100_000, **changes: Any) -> Plan:
+    asked = FitSettings(hours=hours, **{name: changes.pop(name) for name in ("answers", "steps") if name in changes})
+    given = {"target": TARGET, "machine": MACHINE, "measured": MEASURED, **changes}
+    return make_plan(asked, given["target"], given["machine"], given["measured"], available, 8.0, 60.0)
+
+
+def test_recipes_are_recipes() -> None:
+    for one in (plan(), plan(target=BIG, machine=GPU, measured=MEASURED_BIG)):
+        recipe = find_variant(one.variant).recipe_class(**one.recipe)
+        assert recipe.eval_every * EVALUATIONS >= recipe.steps
+        assert recipe.length >= 256 and recipe.chunk >= 1
+
+
+@pytest.mark.parametrize("hours", [0.3, 1.0, 8.0])
+@pytest.mark.parametrize("available", [3000, 100_000, None])
+def test_a_plan_keeps_to_its_time(hours: float, available: int | None) -> None:
+    total = 60.0 + sum(plan(hours, available).seconds.values())
+    assert total <= 3600 * hours * SAFETY + 60
+    if available != 3000:  # and uses it
+        assert total >= 3600 * hours * SAFETY * 0.9
+
+
+def test_more_time_means_more_of_both() -> None:
+    short, long = plan(0.3), plan(1.0)
+    assert long.answers > short.answers
+    tokens = [one.recipe["steps"] * one.recipe["batch"] * one.recipe["length"] for one in (short, long)]
+    assert tokens[1] > 2 * tokens[0]
+
+
+def test_slow_answers_leave_room_for_training() -> None:
+    slow = plan(measured=replace(MEASURED, answer_rate=100.0))
+    assert slow.answers < plan().answers
+    assert slow.seconds["train"] > slow.seconds["data"]
+
+
+def test_few_prompts_end_training_early() -> None:
+    few = plan(8.0, available=500)
+    assert few.answers == 500 - few.held_out
+    assert sum(few.seconds.values()) < 3600 * 8 * SAFETY / 2
+    assert any("before the time is up" in reason for reason in few.reasons)
+    assert any("all 500 prompts" in reason for reason in few.reasons)
+
+
+def test_prompts_that_the_target_writes_take_time() -> None:
+    own = plan(available=None)
+    assert own.seconds["prompts"] > plan().seconds["prompts"]
+    assert own.answers < plan().answers
+
+
+def test_circles_are_met_with_chance() -> None:
+    looping = plan(measured=replace(MEASURED, looping=0.5))
+    assert looping.temperature > 0 and plan().temperature == 0
+    assert any("50 % of the greedy ones run in circles" in reason for reason in looping.reasons)
+    asked = FitSettings(temperature=0.0)
+    greedy = make_plan(asked, TARGET, MACHINE, replace(MEASURED, looping=0.5), 100_000, 8.0, 60.0)
+    assert greedy.temperature == 0
+
+
+def test_features_lie_where_there_is_room() -> None:
+    assert plan().features == "memory" and "features" not in plan().seconds
+    narrow = plan(machine=replace(MACHINE, memory=2**26, device="cuda"))
+    assert narrow.features == "disk" and narrow.seconds["features"] > 0 and narrow.disk > plan().disk
+    nowhere = plan(machine=replace(MACHINE, memory=2**26, device="cuda", disk=2**27))
+    assert nowhere.features is None and nowhere.disk < 2**27
+
+
+def test_a_large_vocabulary_is_looked_at_in_parts() -> None:
+    whole = plan()
+    assert whole.recipe["chunk"] == whole.recipe["batch"] * whole.recipe["anchors"]
+    parts = plan(target=BIG, machine=GPU, measured=MEASURED_BIG)
+    assert parts.recipe["chunk"] < parts.recipe["batch"] * parts.recipe["anchors"]
+
+
+def test_long_blocks_are_for_long_training() -> None:
+    assert plan().recipe["block_size"] == 8
+    week = plan(168.0, target=BIG, machine=GPU, measured=MEASURED_BIG)
+    assert week.recipe["block_size"] == 16
+
+
+def test_the_better_variant_is_chosen_and_named() -> None:
+    both = replace(MEASURED, speeds={"dflash": SPEEDS, "dflash2": SPEEDS})
+    assert plan(measured=both).variant == "dflash2"
+    dear = replace(SPEEDS, cycles={size: 2 * cost for size, cost in SPEEDS.cycles.items()})
+    both = replace(MEASURED, speeds={"dflash": SPEEDS, "dflash2": dear})
+    assert plan(measured=both).variant == "dflash"
+    assert plan(measured=both).reasons[0].startswith("dflash: ")
+
+
+def test_it_says_where_drafts_do_not_pay() -> None:
+    dear = replace(MEASURED, speeds={"dflash": replace(SPEEDS, cycles={2: 2.0, 4: 3.0, 8: 4.0})})
+    assert any("hardly come faster here" in reason for reason in plan(measured=dear).reasons)
+    assert not any("hardly come faster here" in reason for reason in plan().reasons)
+
+
+def test_numbers_that_are_asked_for_are_kept() -> None:
+    given = plan(0.001, answers=10, steps=3)
+    assert (given.answers, given.recipe["steps"]) == (10, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"hours": 0.05}, r"0.05 hours leave time for 0 answers and 0 training steps.*--hours 0\.\d+ is about"),
+        ({"available": 30}, "The data hold 30 different prompts"),
+        ({"machine": replace(MACHINE, disk=10)}, "of disk and 0.0 MiB are free"),
+        ({"machine": replace(MACHINE, memory=10, device_memory=10)}, "of memory and 0.0 MiB are free"),
+    ],
+)
+def test_what_does_not_suffice_is_refused(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        plan(**changes)
+
+
+def test_all_reasons_are_told_together() -> None:
+    with pytest.raises(ValueError, match=r"(?s)hours leave time.*of disk.*of memory"):
+        plan(0.05, machine=replace(MACHINE, memory=10, device_memory=10, disk=10))
+
+
+def test_the_least_hours_suffice() -> None:
+    with pytest.raises(ValueError) as refused:
+        plan(0.05)
+    least = float(str(refused.value).split("--hours ")[1].split()[0])
+    assert plan(1.2 * least).recipe["steps"] >= FEWEST_STEPS
+    with pytest.raises(ValueError):
+        plan(0.8 * least)
+
+
+def test_a_plan_survives_its_file() -> None:
+    made = plan()
+    read = Plan(**json.loads(json.dumps(made.as_json())))
+    assert show(read, TARGET, MACHINE, [], 1.0) == show(made, TARGET, MACHINE, [], 1.0)
+    assert read.recipe["taps"] == list(made.recipe["taps"])
+
+
+def test_a_plan_is_shown_with_its_reasons() -> None:
+    lines = show(plan(), TARGET, MACHINE, ["chats.jsonl"], 1.0)
+    assert "prompts: chats.jsonl" in lines
+    assert sum(line.startswith("why: ") for line in lines) == len(plan().reasons)
+    assert any("writes them itself" in line for line in show(plan(), TARGET, MACHINE, [], 1.0))
+    assert [duration(each) for each in (5, 240, 9000)] == ["5 s", "4 min", "2.5 h"]

@@ -1,0 +1,121 @@
+"""The commands of a fit: how they read, and which of them run."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from typer.main import get_command
+
+from blockdraft.cli import app
+from blockdraft.errors import BlockdraftError
+from blockdraft.fit import steps
+from blockdraft.fit.plan import Plan
+from blockdraft.fit.steps import Step, Where, done_steps, make_steps, run_steps
+
+MakePlan = Callable[..., Plan]
+WHERE = Where(Path("out"), "some/model", "bfloat16", "cpu", "hf")
+
+
+def test_every_command_is_one(make_plan: MakePlan) -> None:
+    """Each can be read by the command line, whatever is asked for."""
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    seconds = dict.fromkeys(("prompts", "data", "features", "train", "calibrate", "bench"), 1.0)
+    plan = make_plan(features="disk", seconds=seconds)
+    for where in (WHERE, Where(Path("out"), None)):
+        made = make_steps(plan, where, ["chats.jsonl", "some/dataset"], ["--split", "test"])
+        assert [step.name for step in made] == list(seconds)
+        for step in made:
+            command = commands[step.arguments[0]]
+            context = command.make_context(step.name, list(step.arguments[1:]))
+            assert context.params.get("target") == where.target
+            assert step.line.startswith(f"blockdraft {step.name} ")
+
+
+def test_what_the_plan_says_is_what_the_commands_get(make_plan: MakePlan) -> None:
+    made = {step.name: step for step in make_steps(make_plan(), WHERE, ["chats.jsonl"], [])}
+    assert "prompts chats.jsonl --target some/model" in made["prompts"].line
+    assert "--count 24 --held-out 4 --seed 5 --out out.fit" in made["prompts"].line
+    assert "--regenerate --max-new-tokens 16 --temperature 0.7 --seed 5 --out out.fit/data" in made["data"].line
+    assert "--taps=0,1,2 " in made["train"].line and "--objective=dpace=1.0" in made["train"].line
+    assert "--features=memory" in made["train"].line
+    assert "--target-dtype bfloat16 --device cpu --backend hf --data out.fit/data" in made["train"].line
+    stored = {step.name: step for step in make_steps(make_plan(features="disk"), WHERE, [], [])}
+    assert "--features=out.fit/features" in stored["train"].line
+    looped = {step.name: step for step in make_steps(make_plan(features=None), WHERE, [], [])}
+    assert "--features" not in looped["train"].line
+
+
+def test_one_tap_is_a_layer_and_no_number(make_plan: MakePlan) -> None:
+    plan = make_plan()
+    plan.recipe["taps"] = [0]
+    made = {step.name: step for step in make_steps(plan, WHERE, [], [])}
+    assert "--taps=0, " in made["train"].line
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the commands that were run, in place of which nothing happens; "data" fails the first time."""
+    found: list[str] = []
+
+    def run(arguments: tuple[str, ...], tell: object) -> int:
+        found.append(arguments[0])
+        return 2 if found == ["prompts", "data"] else 0
+
+    monkeypatch.setattr(steps, "_run", run)
+    return found
+
+
+def test_steps_that_are_done_are_not_run_again(ran: list[str], make_plan: MakePlan, tmp_path: Path) -> None:
+    made, told = make_steps(make_plan(), WHERE, [], []), list[str]()
+    with pytest.raises(BlockdraftError, match="data ended with status 2"):
+        run_steps(made, tmp_path, told.append)
+    assert list(done_steps(tmp_path)) == ["prompts"]
+    run_steps(made, tmp_path, told.append)
+    assert ran == ["prompts", "data", "data", "train", "calibrate", "bench"]
+    assert set(done_steps(tmp_path)) == {"prompts", "data", "train", "calibrate", "bench"}
+    run_steps(made, tmp_path, told.append)
+    assert len(ran) == 6
+    assert "\nstep 1 of 5: prompts, about 10 s; in all about 2 min left" in told
+    assert made[3].line in told
+
+
+def test_what_is_left_of_a_step_goes_by_what_it_has_done(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    step = Step("train", ("train",), 100.0, (log, 50))
+    assert step.left(30.0, 0) == 70 and step.left(300.0, 0) == 0  # nothing is known but the plan
+    log.write_text("{}\n" * 10)
+    assert step.left(30.0, 0) == 120  # 3 s each
+    assert step.left(30.0, 4) == 200  # of an earlier start were 4
+
+
+def test_a_failing_command_is_told(tmp_path: Path) -> None:
+    with pytest.raises(BlockdraftError, match="generate ended with status 2"):
+        run_steps([Step("generate", ("generate", "--block-size", "x", "hello"), 1.0)], tmp_path, lambda text: None)
+    assert done_steps(tmp_path) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="a child learns of its parent's end on Linux only")
+def test_no_command_outlives_the_fit(tmp_path: Path) -> None:
+    """Killed, the fit takes its command along."""
+    code = (
+        "from blockdraft.fit import steps\n"
+        "import sys\n"
+        f"sys.executable = {str(tmp_path / 'sleep.sh')!r}\n"
+        "steps._run(['x'], None)\n"
+    )
+    (tmp_path / "sleep.sh").write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 60\n")
+    (tmp_path / "sleep.sh").chmod(0o755)
+    process = subprocess.Popen([sys.executable, "-c", code], env={**os.environ})
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().strip():
+        time.sleep(0.05)
+    child = psutil.Process(int((tmp_path / "pid").read_text()))
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    child.wait(10)
