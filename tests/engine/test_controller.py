@@ -25,7 +25,7 @@ from simulation import (
     stored,
 )
 
-from blockdraft.engine.controller import Controller
+from blockdraft.engine.controller import REST, Controller
 from blockdraft.engine.costs import Costs
 from blockdraft.engine.request import Request
 from blockdraft.proposal import Plan
@@ -276,3 +276,17 @@ def test_what_was_learned_is_where_the_next_engine_begins(kind: str) -> None:
     assert learned.plain_cycle(1) == pytest.approx(CPU.seconds(1, None), rel=0.1)
     assert Decoding(kind, CPU, TEXTS["middling"], learned).run(200).against_best >= 0.9
     assert controller().learned() is None
+
+
+def test_while_drafting_is_far_from_paying_most_cycles_are_not_thought_about() -> None:
+    decoding = Decoding("lookup", CPU, TEXTS["hard"], stored(CPU))
+    decoding.run(300)
+    found, thought = decoding.controller, 0
+    for _ in range(200):
+        decoding.run(1)
+        thought += found._thinks
+    assert 200 // (REST + 1) <= thought < 80
+    while not found._rest:
+        decoding.run(1)
+    found.plan([request()])  # a new request is thought about at once
+    assert found._thinks

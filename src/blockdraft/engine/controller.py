@@ -36,6 +36,7 @@ TOO_LONG = 2.5  # times the usual cycle: a trial that is expected to take longer
 MOST_LOST = 5.0  # plain cycles that are made up for before there may be another trial
 CLOSE = 0.85  # drafting that yields so much of plain decoding is tried again as it was
 BETWEEN, PATIENCE = 2, 16  # cycles between two trials of new sizes; the same where none was worth while
+REST = 16  # cycles that follow where drafting is far from paying, and that are not thought about: thinking takes time
 AGAIN, NEW = "again", "new"  # kinds of trial
 
 
@@ -91,6 +92,9 @@ class Controller:
         self._trial: str | None = None  # what the planned cycle tries
         self._lost = {AGAIN: 0.0, NEW: 0.0}  # seconds in trials that are not yet made up for
         self._next = 0  # cycle before which there is no trial of new sizes
+        self._resting: list[Request] = []  # whose next cycles do not draft either, and teach nothing
+        self._rest = self._rested = 0  # how many they are, and how many they were
+        self._thinks = True  # of the planned cycle
 
     @property
     def automatic(self) -> bool:
@@ -109,6 +113,12 @@ class Controller:
     def plan(self, requests: Sequence[Request]) -> Plan:
         """The plan of the next cycle of these requests."""
         params = [request.params for request in requests]
+        self._thinks = not (self._rest and requests == self._resting)
+        if not self._thinks:
+            self._rest -= 1
+            self._rested += 1
+            return Plan(1, params)
+        self._resting, self._rest = [], 0
         block_size = self._block_size
         if block_size == 1:
             return Plan(1, params)
@@ -172,6 +182,8 @@ class Controller:
             if drafting > CLOSE * pausing:
                 self._trial = AGAIN
                 return curve[: min(usual + 1, affordable)]
+        if self._paused and drafting < CLOSE * pausing:
+            self._resting, self._rest = list(requests), REST
         return None if self._paused else curve[: usual + 1]
 
     def learn(
@@ -195,8 +207,10 @@ class Controller:
             expected: For each request the guesses that the drafter expected to be accepted, where it says so.
             seconds: Time that the cycle took, where it is known.
         """
-        if not self.automatic:
+        if not (self.automatic and self._thinks):
             return
+        cycles, self._rested = 1 + self._rested, 0
+        self._pace.now += cycles - 1
         rows, drafts, trial = len(requests), plan.block_size > 1, self._trial
         if seconds is not None:
             self._pace.learn(rows, guesses if drafts else None, seconds)
@@ -207,8 +221,8 @@ class Controller:
             self._lost[NEW] = -CREDIT * plain
         for kind, lost in self._lost.items():
             if lost > 0 and kind != trial:
-                self._lost[kind] -= EXPLORE * cost
-        self._doubt += YIELD_DRIFT
+                self._lost[kind] -= EXPLORE * cost * cycles
+        self._doubt += YIELD_DRIFT * cycles
         tokens = float(rows)
         if drafts:
             tokens = self._learn_yield(times, requests, guesses, deepest, lengths, expected)
