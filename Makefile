@@ -53,6 +53,10 @@ bench-peers: .venv/.installed
 	.venv/bin/python -m benchmarks.peers.environments
 	.venv/bin/python -m benchmarks.peers $(ARGS)
 
+# What drafting brings by the size of the model: make bench-sizes ARGS="--prompts FILE".
+bench-sizes: .venv/.installed
+	.venv/bin/python -m benchmarks.sizes $(ARGS)
+
 # Decoding against the limits of a GPU, at the shapes of real models with random weights.
 bench-gpu: .venv/.installed
 	.venv/bin/python -m benchmarks.gpu $(ARGS)

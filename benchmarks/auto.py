@@ -1,6 +1,6 @@
 """How near "auto" comes to the best fixed block where it begins with wrong costs: `python -m benchmarks.auto --help`.
 
-The bundled pair, made wider (`benchmarks/widen.py`), decodes the same prompts plainly, in blocks of several sizes,
+The bundled pair, made wider (`sizes/widen.py`), decodes the same prompts plainly, in blocks of several fixed sizes,
 and with "auto", whose stored costs are right, halved, doubled, shuffled, each number at random halved, kept or doubled,
 or those of another machine, on which drafts cost nothing or as much as ten tokens. All take turns, prompt by prompt;
 each "auto" goes on from prompt to prompt as one engine does. Speed is tokens over the time of the cycles. A ratio is
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.widen import DRAFTER, TARGET, widen
+from benchmarks.sizes.widen import DRAFTER, TARGET, widen
 from blockdraft import Drafting, Engine, SamplingParams, load_drafter, load_target
 from blockdraft.engine.costs import Costs, Points, measure
 from blockdraft.engine.probe import Probe

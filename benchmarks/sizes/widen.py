@@ -5,7 +5,7 @@ are repeated, and the final norm is divided, since the head sums too. So each ac
 stood once: the wide pair says the same words, with the same tau, at the cost of its size. A factor that is a power of
 two rounds no weight.
 
-    python -m benchmarks.widen 4 build/wide4
+    python -m benchmarks.sizes.widen 4 build/wide4
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.widen import DRAFTER, TARGET, widen
+from benchmarks.sizes.widen import DRAFTER, TARGET, widen
 from blockdraft import Engine, SamplingParams, load_drafter, load_target
 
 QUESTION = "A baker makes 4 trays of 6 rolls. She sells 9 rolls. How many rolls are left?"
