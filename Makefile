@@ -7,7 +7,7 @@ QUESTION = A baker makes 4 trays of 6 rolls. She sells 9 rolls. How many rolls a
 # One thread a worker: the models of the tests are too small to share.
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --maxprocesses 8
 
-.PHONY: demo test check fuzz mutants soak against try-stranger test-peers bench-peers bench-gpu clean
+.PHONY: demo test check fuzz mutants soak against try-stranger test-peers bench-peers bench-gpu bench-sizes clean
 
 demo: .venv/.installed
 	.venv/bin/blockdraft generate --compare --tree-budget 16 --backend hf "$(QUESTION)"

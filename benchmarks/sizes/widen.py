@@ -37,6 +37,7 @@ def widen(folder: Path, out: Path, factor: int) -> Path:
     config = json.loads((folder / "config.json").read_text())
     for name in WIDTHS:
         config[name] *= factor
+    config.pop("target_fingerprint", None)  # of a drafter: the wide target is another one
     (out / "config.json").write_text(json.dumps(config, indent=2))
     weights = load_file(folder / "model.safetensors")
     wide = {name: _wide(name, weight, factor).contiguous() for name, weight in weights.items()}
