@@ -20,6 +20,7 @@ from blockdraft.fit.steps import Step, Where, done_steps, make_steps, run_steps
 
 MakePlan = Callable[..., Plan]
 WHERE = Where(Path("out"), "some/model", "bfloat16", "cpu", "hf")
+ADAPTED = Where(Path("out"), "some/model", adapter="some/lora", revision="v2")
 
 
 def test_every_command_is_one(make_plan: MakePlan) -> None:
@@ -27,13 +28,14 @@ def test_every_command_is_one(make_plan: MakePlan) -> None:
     commands = get_command(app).commands  # type: ignore[attr-defined]
     seconds = dict.fromkeys(("prompts", "data", "features", "train", "calibrate", "bench"), 1.0)
     plan = make_plan(features="disk", seconds=seconds)
-    for where in (WHERE, Where(Path("out"), None)):
+    for where in (WHERE, ADAPTED, Where(Path("out"), None)):
         made = make_steps(plan, where, ["chats.jsonl", "some/dataset"], ["--split", "test"])
         assert [step.name for step in made] == list(seconds)
         for step in made:
             command = commands[step.arguments[0]]
             context = command.make_context(step.name, list(step.arguments[1:]))
             assert context.params.get("target") == where.target
+            assert (context.params["adapter"], context.params["revision"]) == (where.adapter, where.revision)
             assert step.line.startswith(f"blockdraft {step.name} ")
 
 

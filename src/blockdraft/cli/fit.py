@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from blockdraft.cli.options import Device, Dtype, TargetBackend, TargetFolder, option
+from blockdraft.cli.options import Adapter, Device, Dtype, Revision, TargetBackend, TargetFolder, option
 from blockdraft.data.settings import RowSettings
 from blockdraft.errors import UsageError
 from blockdraft.fit.settings import FitSettings
@@ -25,6 +25,8 @@ def fit(
         ),
     ],
     target: TargetFolder = None,
+    adapter: Adapter = None,
+    revision: Revision = None,
     data: Annotated[
         list[str] | None,
         typer.Option(
@@ -63,7 +65,7 @@ def fit(
         raise UsageError(f"Fitting takes {error.name}; run pip install 'blockdraft[train]'.") from error
 
     settings = FitSettings(hours, variant, answers, steps, max_new_tokens, temperature, seed)  # type: ignore[arg-type]
-    where = Where(out, target, dtype, device, None if backend == DEFAULT_BACKEND else backend)
+    where = Where(out, target, dtype, device, None if backend == DEFAULT_BACKEND else backend, adapter, revision)
     asked = Fit(where, settings, tuple(data or ()), RowSettings(split, subset))
 
     def note(text: str) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from blockdraft.cli import loading
-from blockdraft.cli.options import Device, Dtype, TargetBackend, TargetFolder, option
+from blockdraft.cli.options import Adapter, Device, Dtype, Revision, TargetBackend, TargetFolder, option
 from blockdraft.data.settings import DataSettings, RowSettings
 from blockdraft.fit.settings import PromptSettings
 from blockdraft.types import DEFAULT_BACKEND
@@ -26,6 +26,8 @@ def prompts(
         ),
     ] = None,
     target: TargetFolder = None,
+    adapter: Adapter = None,
+    revision: Revision = None,
     count: Annotated[int, option(PromptSettings, "count")] = PromptSettings.count,
     held_out: Annotated[int, option(PromptSettings, "held_out")] = PromptSettings.held_out,
     prompt_tokens: Annotated[int, option(PromptSettings, "prompt_tokens")] = PromptSettings.prompt_tokens,
@@ -52,9 +54,9 @@ def prompts(
     loading.quiet()
     settings = PromptSettings(count, held_out, prompt_tokens, seed, pool)
     if sources:
-        found = read_prompts(sources, RowSettings(split, subset, pool), load_target_text(target), settings)
+        found = read_prompts(sources, RowSettings(split, subset, pool), load_target_text(target, revision), settings)
     else:
-        loaded = loading.load(target, dtype, device, backend)
+        loaded = loading.load(target, dtype, device, backend, adapter=adapter, revision=revision)
         with (
             display.progress("prompts") as progress,
             Engine(loaded, load_drafter("none", target=loaded), batch_size) as engine,

@@ -131,7 +131,10 @@ def _plan(fit: Fit, note: Callable[[str], None]) -> tuple[Plan, list[str]]:
     note("loading the target ...")
     with complaints.noting():
         # With torch's own number of threads, as the commands that compute for long.
-        target = load_target(fit.where.target, fit.where.dtype, fit.where.device, fit.where.backend or DEFAULT_BACKEND)
+        where, backend = fit.where, fit.where.backend or DEFAULT_BACKEND
+        target = load_target(
+            where.target, where.dtype, where.device, backend, adapter=where.adapter, revision=where.revision
+        )
         start = survey.age()
         _check_target(target, variants, complaints)
         note("reading the prompts ..." if fit.sources else "the target writes some prompts ...")

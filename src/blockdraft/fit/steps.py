@@ -68,7 +68,7 @@ class Where:
     """Attributes:
     out: Folder of the drafter.
     target: As the commands are told; none for the bundled one.
-    dtype, device, backend: Likewise.
+    dtype, device, backend, adapter, revision: Likewise.
     """
 
     out: Path
@@ -76,6 +76,8 @@ class Where:
     dtype: str | None = None
     device: str | None = None
     backend: Backend | None = None
+    adapter: str | None = None
+    revision: str | None = None
 
     @property
     def folder(self) -> Path:
@@ -83,8 +85,9 @@ class Where:
         return self.out.with_name(f"{self.out.name}.fit")
 
     def options(self, dtype: str = "--dtype") -> list[str]:
-        named = (("--target", self.target), (dtype, self.dtype), ("--device", self.device), ("--backend", self.backend))
-        return [part for name, value in named if value is not None for part in (name, value)]
+        named = {"--target": self.target, "--adapter": self.adapter, "--revision": self.revision}
+        named |= {dtype: self.dtype, "--device": self.device, "--backend": self.backend}
+        return [part for name, value in named.items() if value is not None for part in (name, value)]
 
 
 def make_steps(plan: Plan, where: Where, sources: Sequence[str], rows: Sequence[str]) -> list[Step]:
