@@ -182,12 +182,17 @@ def explain(kind: type, name: str) -> str:
     raise AssertionError(f"{kind.__name__} does not explain {name}")
 
 
+def explain_option(kind: type, name: str) -> str:
+    """The same for people who write no Python: None is what holds where nothing is given."""
+    return re.sub(r"\bNone\b", "the default", explain(kind, name))
+
+
 def as_toml(values: Any, explained: bool = False) -> str:
     """Settings as a TOML file, every field of them; those that are None as comments."""
     lines = []
     for name, value in asdict(values).items():
         if explained:
-            lines += ["", f"# {explain(type(values), name)}"]
+            lines += ["", f"# {explain_option(type(values), name)}"]
         lines.append(f"# {name} is not set" if value is None else f"{name} = {_toml(value)}")
     return "\n".join(lines).strip() + "\n"
 

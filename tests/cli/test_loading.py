@@ -99,6 +99,23 @@ def test_a_target_without_a_drafter_is_told_how_to_get_one(
     assert "blockdraft fit --target some/model --out DIR" in told
 
 
+def test_a_folder_that_is_not_there_is_told_before_a_drafter_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["blockdraft", "generate", "hi", "--target", str(tmp_path / "absent")])
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main()
+    assert exit_info.value.code == 2
+    assert f"There is no {tmp_path / 'absent'}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["fit", "train", "chat"])
+def test_help_is_wrapped_by_the_terminal_and_not_by_the_source(command: str) -> None:
+    [told] = [one.help for one in cli.app.registered_commands if one.callback and one.callback.__name__ == command]
+    assert told is not None and "\n\n" in told
+    assert "\n" not in told.replace("\n\n", "")
+
+
 def test_an_adapter_has_no_part_in_what_a_server_writes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

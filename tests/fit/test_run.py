@@ -95,7 +95,7 @@ def test_a_dry_run_measures_and_leaves_nothing(tmp_path: Path, tiny_target_dir: 
     notes: list[str] = []
     lines = run_fit(fit, True, notes.append)
     assert any(line.startswith("answers: ") for line in notes) and any(line.startswith("dflash2: ") for line in notes)
-    assert any(line.startswith("train: about ") for line in lines)
+    assert any(line.startswith("step train: about ") for line in lines)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl"]
 
 

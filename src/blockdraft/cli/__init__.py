@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -29,17 +31,26 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 RUN, TRAIN, MEASURE, OTHER = "Run models", "Make a drafter of your own", "Measure", "This machine"
-app.command(rich_help_panel=RUN)(generate)
-app.command(rich_help_panel=RUN)(chat)
-app.command(rich_help_panel=TRAIN)(fit)
-app.command(rich_help_panel=TRAIN)(prompts)
-app.command(rich_help_panel=TRAIN)(data)
-app.command(rich_help_panel=TRAIN)(features)
-app.command(rich_help_panel=TRAIN, cls=RecipeCommand)(train)
-app.command(rich_help_panel=TRAIN)(export)
-app.command(rich_help_panel=MEASURE)(bench)
-app.command(rich_help_panel=MEASURE)(calibrate)
-app.command(rich_help_panel=OTHER)(env)
+
+
+def _add(command: Callable[..., None], panel: str, **settings: Any) -> None:
+    """Its docstring is the help, which would keep the line breaks of the source from the second paragraph on."""
+    paragraphs = (inspect.getdoc(command) or "").split("\n\n")
+    told = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+    app.command(rich_help_panel=panel, help=told, **settings)(command)
+
+
+_add(generate, RUN)
+_add(chat, RUN)
+_add(fit, TRAIN)
+_add(prompts, TRAIN)
+_add(data, TRAIN)
+_add(features, TRAIN)
+_add(train, TRAIN, cls=RecipeCommand)
+_add(export, TRAIN)
+_add(bench, MEASURE)
+_add(calibrate, MEASURE)
+_add(env, OTHER)
 app.add_typer(cache, name="cache", rich_help_panel=OTHER)
 
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import re
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from blockdraft.errors import UsageError
-from blockdraft.settings import explain
+from blockdraft.settings import explain_option
 from blockdraft.types import Backend, Compile, Drafting
 
 
 def option(owner: type, name: str, **settings: Any) -> Any:
     """The option of a field of this dataclass, explained as in its docstring."""
-    text = re.sub(r"\bNone\b", "the default", explain(owner, name))
-    return typer.Option(help=text, **settings)
+    return typer.Option(help=explain_option(owner, name), **settings)
 
 
 def extent(name: str, text: str | None) -> Any:
@@ -31,6 +30,8 @@ def extent(name: str, text: str | None) -> Any:
 def need_drafter(target: str | None, drafter: str | None, otherwise: str) -> None:
     """Raise a UsageError where a target of one's own has no drafter; `otherwise` is what else can be done."""
     if target is not None and drafter is None:
+        if target.startswith(("/", "./", "../", "~")) and not Path(target).expanduser().exists():
+            raise UsageError(f"There is no {target}; --target takes the folder or hub name of a model.")
         raise UsageError(
             f"No drafter is known for {target}; add --drafter DIR, {otherwise}, or make one: "
             f"blockdraft fit --target {target} --out DIR."

@@ -78,8 +78,10 @@ class Reading:
     @property
     def told_continued(self) -> str:
         """What is continued, in a sentence."""
-        prompts = "" if self._prompt_tokens else ", prompts as a whole"
-        return f"The target continues the first {self.continued} tokens of each text{prompts}, without a chat template."
+        prompts = "" if self._prompt_tokens else "; a {prompt} row is continued as a whole"
+        return (
+            f"Without a chat template: the target goes on behind the first {self.continued} tokens of a text{prompts}."
+        )
 
     def rows(self) -> Iterator[tuple[str, Row]]:
         """All rows with their places. Raises ValueError for one of no accepted form."""

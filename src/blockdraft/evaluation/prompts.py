@@ -67,7 +67,9 @@ def _prompt(line: str) -> str:
     try:
         entry = json.loads(line)
     except json.JSONDecodeError as error:
-        raise UsageError(f"this is no JSON ({error}).") from error
+        raise UsageError(
+            f'this is no JSON ({error}); each line must be {{"prompt": "text"}} or {{"turns": ["text", ...]}}.'
+        ) from error
     if not isinstance(entry, dict) or ("turns" in entry) == ("prompt" in entry):
         raise UsageError('an object with either "turns" or "prompt" is needed.')
     if "turns" in entry and not (isinstance(entry["turns"], list) and entry["turns"]):

@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from blockdraft.data.folder import write_file
-from blockdraft.fit.plan import Plan
+from blockdraft.errors import UsageError
+from blockdraft.fit.plan import Plan, counted
 from blockdraft.fit.prompts import HELD_OUT
 from blockdraft.fit.steps import Step, Where
+from blockdraft.formats import find_layout, read_drafter
 from blockdraft.training.trainer import run_folder
 
 README, PICTURE = "README.md", "fit.png"
+EXPORTED = "speculators"
 METHODS = {
     "none": "plain decoding",
     "dflash": "drafts of whole blocks",
@@ -28,13 +31,24 @@ def usage(where: Where) -> list[str]:
     """The lines that use the drafter: to answer, to measure, to write it for other engines."""
     out, target = str(where.out), where.options()
     held_out = str(where.folder / HELD_OUT)
-    return [
+    lines = [
         shlex.join(["blockdraft", "generate", *target, "--drafter", out, "--block-size", "auto", "PROMPT"]),
         shlex.join(["blockdraft", "bench", *target, "--drafter", out, "--prompts", held_out]),
-        shlex.join(
-            ["blockdraft", "export", out, *target[:2], "--format", "speculators", "--out", f"{out}-speculators"]
-        ),
     ]
+    if _can_be_exported(where.out):
+        export = ["blockdraft", "export", out, *target[:2], "--format", EXPORTED, "--out", f"{out}-{EXPORTED}"]
+        lines.append(shlex.join(export))
+    return lines
+
+
+def _can_be_exported(drafter: Path) -> bool:
+    """Whether that format has words for it; it has none for a tap on the last layer, nor for scaled embeddings."""
+    layers = json.loads((drafter / "config.json").read_text(encoding="utf-8"))["num_target_layers"]
+    try:
+        find_layout(EXPORTED).check(read_drafter(drafter, None, layers).config, None, ())
+    except UsageError:
+        return False
+    return True
 
 
 def engines(where: Where, variant: str, block_size: int) -> dict[str, str]:
@@ -80,8 +94,8 @@ def write_card(
         f"# A drafter for {name}",
         "",
         f"It guesses what {name} will say, which then answers with the same tokens in fewer steps. Made by `blockdraft "
-        f"fit`: {plan.variant} in z-lab's layout, {recipe['layers']} layers, blocks of {recipe['block_size']}, taps "
-        f"{', '.join(map(str, recipe['taps']))}.",
+        f"fit`: {plan.variant} in z-lab's layout, {counted(recipe['layers'], 'layer')}, blocks of "
+        f"{recipe['block_size']}, taps {', '.join(map(str, recipe['taps']))}.",
         "",
         f"## Measured on {plan.bench_prompts} prompts that it was not trained on",
         "",
@@ -90,7 +104,7 @@ def write_card(
         *(_row(METHODS[method], figures) for method, figures in methods.items()),
         "",
         f"Greedy, answers of up to {plan.bench_tokens} tokens, one at a time; {bench['arguments']['running']}, "
-        f"{machine}. tau is the number of tokens that a cycle yields.",
+        f"{machine}. tau is the number of tokens that a cycle yields.{_left_out(methods['none'])}",
         *(["", f"![tau while it was trained, and speeds]({PICTURE})"] if _draw(where.out, taus, methods) else []),
         "",
         "## Use",
@@ -117,6 +131,13 @@ def write_card(
     ]
     write_file(where.out / README, ("\n".join(text) + "\n").encode())
     return methods
+
+
+def _left_out(figures: Mapping[str, Any]) -> str:
+    loops = figures["prompts"] - figures["timed_prompts"]
+    if not loops:
+        return ""
+    return f" Of the {figures['prompts']} answers {loops} ran in circles and count in the last column only."
 
 
 def _row(name: str, figures: Mapping[str, Any]) -> str:

@@ -31,6 +31,11 @@ BENCH_RUNS = 12  # three methods, three times and once to warm up
 EVALUATIONS, EVAL_PROMPTS, EVAL_TOKENS = 6, 16, 64
 SAVE_SECONDS = 30.0
 KEPT = 2  # checkpoints
+KEPT_STATES = {
+    None: "computed anew in every step",
+    "memory": "computed once, kept in memory",
+    "disk": "computed once, kept on disk",
+}
 
 
 @dataclass(frozen=True)
@@ -152,7 +157,9 @@ def make_plan(
     else:
         reasons.append(f"blocks of {SHORT_BLOCK}: after so little training longer ones bring nothing")
     recipe = reference(variant, target, block_size)
-    reasons.append(f"{recipe['layers']} draft layers for the target's {target.layers}: a quarter of them, at most 5")
+    reasons.append(
+        f"{counted(recipe['layers'], 'draft layer')} for the target's {target.layers}: a quarter of them, at most 5"
+    )
     reasons.append(
         f"{answers} answers and {steps} steps of {rows} x {length} tokens: "
         f"{steps * learned / kept:.1f} passes over the answers"
@@ -253,13 +260,18 @@ def show(plan: Plan, target: TargetFacts, machine: Machine, sources: Sequence[st
         f"machine: {machine.device}, {machine.cpus} cores, {size(machine.memory)} of memory and {size(machine.disk)} "
         "of disk free",
         f"prompts: {', '.join(sources) or own}",
-        f"drafter: {plan.variant}, layers {recipe['layers']}, taps {','.join(map(str, recipe['taps']))}, "
+        f"drafter: {plan.variant}, {counted(recipe['layers'], 'layer')}, taps {','.join(map(str, recipe['taps']))}, "
         f"blocks of {recipe['block_size']}",
-        f"features: {plan.features or 'in the loop'}; about {size(plan.memory)} of memory, {size(plan.disk)} of disk",
+        f"hidden states: {KEPT_STATES[plan.features]}",
+        f"needs: about {size(plan.memory)} of memory, {size(plan.disk)} of disk",
         *(f"why: {reason}" for reason in plan.reasons),
-        *(f"{name}: about {duration(seconds)}" for name, seconds in plan.seconds.items()),
+        *(f"step {name}: about {duration(seconds)}" for name, seconds in plan.seconds.items()),
         f"in all: about {duration(sum(plan.seconds.values()))} from here, of {hours:g} h",
     ]
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def duration(seconds: float) -> str:

@@ -1,0 +1,22 @@
+"""What a drafter's folder says about it."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from blockdraft.fit.card import usage
+from blockdraft.fit.steps import Where
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_an_export_that_would_be_refused_is_not_advised(tmp_path: Path, tiny_drafter_dir: Path, last: bool) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(tiny_drafter_dir, out)
+    config = json.loads((out / "config.json").read_text())
+    taps = config["dflash_config"]["target_layer_ids"]
+    taps[-1] = config["num_target_layers"] - 1 if last else config["num_target_layers"] - 2
+    (out / "config.json").write_text(json.dumps(config))
+    advised = any(line.startswith("blockdraft export") for line in usage(Where(out, "some/model")))
+    assert advised is not last
