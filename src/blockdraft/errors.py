@@ -25,7 +25,7 @@ class Complaints:
     """Bad input, collected so that all of it is told at once."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.messages: list[str] = []
 
     @contextmanager
     def noting(self) -> Iterator[None]:
@@ -33,13 +33,15 @@ class Complaints:
         try:
             yield
         except UsageError as error:
-            self.told.append(str(error))
+            self.messages.append(str(error))
 
     def check(self) -> None:
         """Raise what was noted as one `UsageError`, if there is any."""
-        if self.told:
-            several = "".join(f"\n- {one}" for one in self.told)
-            raise UsageError(self.told[0] if len(self.told) == 1 else f"{len(self.told)} things do not fit:{several}")
+        if self.messages:
+            several = "".join(f"\n- {one}" for one in self.messages)
+            raise UsageError(
+                self.messages[0] if len(self.messages) == 1 else f"{len(self.messages)} things do not fit:{several}"
+            )
 
 
 class NumbersError(BlockdraftError, FloatingPointError):

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from blockdraft import cli
 from blockdraft.cli import display
-from blockdraft.cli.compare import Comparison, compare_with_plain, told_slower
+from blockdraft.cli.compare import Comparison, compare_with_plain, slower_note
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Chunk, Completion, Engine, Request, Stats, costs
 from blockdraft.errors import BlockdraftError, NumbersError, RequestError
@@ -195,18 +195,18 @@ def test_it_is_told_when_drafting_is_slower(
         drafted, other = (Completion("", [], "stop", [], stats) for stats in (answer, plain))
         return Comparison(drafted, other, None)
 
-    told = told_slower(fixed, answer, measured(1.0))
+    told = slower_note(fixed, answer, measured(1.0))
     assert told is not None and "speed-up 0.50" in told and "--drafter none, or --block-size auto" in told
-    told = told_slower(auto, answer, measured(1.0))
+    told = slower_note(auto, answer, measured(1.0))
     assert told is not None and told.endswith("use --drafter none.")
-    assert told_slower(fixed, answer, measured(2.05)) is None
-    assert told_slower(fixed, Stats(), None) is None
-    assert told_slower(fixed, answer, None) is None  # nothing is known
+    assert slower_note(fixed, answer, measured(2.05)) is None
+    assert slower_note(fixed, Stats(), None) is None
+    assert slower_note(fixed, answer, None) is None  # nothing is known
     for plain, slower in ((0.01, True), (0.03, False)):  # seconds of a cycle
         costs.store(costs.path(target, drafter), costs.Costs((1,), (plain,), ((),), ((),), 0.0))
-        assert (told_slower(fixed, answer, None) is not None) == slower
-        assert told_slower(auto, answer, None) is None
-    assert told_slower(Engine(target), answer, measured(1.0)) is None
+        assert (slower_note(fixed, answer, None) is not None) == slower
+        assert slower_note(auto, answer, None) is None
+    assert slower_note(Engine(target), answer, measured(1.0)) is None
 
 
 def test_compare_json(generate: Run, expected: dict[str, Any]) -> None:

@@ -93,7 +93,7 @@ def test_a_prompt_is_continued_as_a_whole_by_default(tmp_path: Path, base: Targe
     rows = [{"prompt": STORY[:150]}, {"text": STORY[:150]}, {"text": "  "}, {"prompt": STORY + STORY}]
     preparation = Preparation(tmp_path / "a", base, [source(tmp_path, rows)], RowSettings(), settings(length=200))
     assert preparation.reading.continued == 50  # a quarter of the length
-    assert "first 50 tokens of each text, prompts as a whole" in preparation.reading.told_continued
+    assert "first 50 tokens of a text; a {prompt} row is continued as a whole" in preparation.reading.continued_note
     counts = preparation.run(engine(base))["counts"]
     (whole, _), (cut, _) = read(tmp_path / "a")
     assert whole == encode(STORY[:150], base)

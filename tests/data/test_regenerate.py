@@ -15,7 +15,7 @@ from blockdraft.data.answerers import Answer, Answerer, EngineAnswerer, ServerAn
 from blockdraft.data.chats import ChatEncoder
 from blockdraft.data.documents import TokenData, read_data
 from blockdraft.data.prepare import Preparation
-from blockdraft.data.regenerate import Conversation, prompts_of, told_loops
+from blockdraft.data.regenerate import Conversation, loops_note, prompts_of
 from blockdraft.data.settings import DataSettings, RowSettings
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
@@ -337,7 +337,7 @@ def test_many_loops_are_told_once_and_early(
     [told] = run("b", 1, replace(SERVER, sampling=SamplingParams(24, 0.9, seed=5)))
     assert told.endswith("a smaller --max-new-tokens, with another --out, loses fewer.")
     assert run("c", 0) == []
-    assert told_loops(2, 10, 0.0) is None
+    assert loops_note(2, 10, 0.0) is None
 
 
 def test_a_server_continues_texts(tmp_path: Path, target: Target, serve: Callable[..., Served]) -> None:

@@ -50,7 +50,7 @@ def compare_with_plain(engine: Engine, prompt: str, params: SamplingParams) -> C
     return Comparison(drafted, plain, next((i for i, tokens in columns if len(set(tokens)) > 1), None))
 
 
-def told_slower(engine: Engine, stats: Stats, measured: Comparison | None) -> str | None:
+def slower_note(engine: Engine, stats: Stats, measured: Comparison | None) -> str | None:
     """What to say of drafting that is slower than plain decoding, as measured or, for a fixed size, as the stored times
     of cycles tell; None where it is not, or where nothing is known."""
     if engine.drafter.block_size == 1 or not stats.committed:

@@ -104,7 +104,7 @@ def data(
     from blockdraft.data.folder import check_writable
     from blockdraft.data.prepare import Preparation
     from blockdraft.data.reading import Reading
-    from blockdraft.data.regenerate import told_loops
+    from blockdraft.data.regenerate import loops_note
     from blockdraft.drafters import load_drafter
     from blockdraft.engine import Engine
     from blockdraft.targets import load_target_text, target_fingerprint
@@ -135,7 +135,7 @@ def data(
     if limit is not None and preparation.total < limit:
         note(f"There are fewer than the {limit} rows that --limit allows; add sources to have more.")
     if reading.continued is not None:
-        note(reading.told_continued)
+        note(reading.continued_note)
 
     answerer: Answerer | None = None
     if server is not None and model is not None:
@@ -163,7 +163,7 @@ def data(
     for reason, count in counts["left_out"].items():
         print(f"left out, {reason}: {count} rows")
     loops = counts["left_out"].get(LOOPS, 0)
-    if advice := told_loops(loops, counts["rows"], temperature):
+    if advice := loops_note(loops, counts["rows"], temperature):
         print(advice)
 
 

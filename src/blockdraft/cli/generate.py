@@ -94,7 +94,7 @@ def generate(
     texts = _read_prompts(prompts) if prompts else [_read_prompt(prompt)]
 
     from blockdraft.cli import display
-    from blockdraft.cli.compare import compare_with_plain, told_slower
+    from blockdraft.cli.compare import compare_with_plain, slower_note
     from blockdraft.drafters import load_drafter
     from blockdraft.engine import Engine
 
@@ -114,7 +114,7 @@ def generate(
             with display.notice(console, "measuring ..."):
                 measured = compare_with_plain(engine, text, params)
             display.show_comparison(console, measured)
-        _tell(told_slower(engine, stats, measured))
+        _tell(slower_note(engine, stats, measured))
         return
     measured = compare_with_plain(engine, text, params) if compare else None
     completion = measured.drafted if measured else engine.generate([text], params)[0].checked()
@@ -125,7 +125,7 @@ def generate(
         if measured:
             display.show_comparison(display.plain(), measured)
     sys.stdout.flush()  # here, where a closed pipe still ends the command quietly
-    _tell(told_slower(engine, completion.stats, measured))
+    _tell(slower_note(engine, completion.stats, measured))
 
 
 def _tell(text: str | None) -> None:

@@ -76,7 +76,7 @@ class Reading:
         }
 
     @property
-    def told_continued(self) -> str:
+    def continued_note(self) -> str:
         """What is continued, in a sentence."""
         prompts = "" if self._prompt_tokens else "; a {prompt} row is continued as a whole"
         return (

@@ -44,7 +44,7 @@ class Task(Protocol):
         """Take the answer to the last prompt. Raises ValueError where a server and we disagree."""
 
 
-def told_loops(looped: int, total: int, temperature: float) -> str | None:
+def loops_note(looped: int, total: int, temperature: float) -> str | None:
     """What is to be said of answers that run in circles, and how to mend it; None if they are few."""
     if looped <= MANY_LOOPS * total:
         return None
@@ -181,7 +181,7 @@ def regenerate(
     def count(task: Task) -> None:
         nonlocal answered, looped, told
         answered, looped = answered + 1, looped + (task.reason == LOOPS)
-        text = told_loops(looped, answered, params.temperature) if answered >= LOOPS_AFTER and not told else None
+        text = loops_note(looped, answered, params.temperature) if answered >= LOOPS_AFTER and not told else None
         if text is not None:
             told = True
             note(text)

@@ -24,7 +24,7 @@ from blockdraft.drafters.base import (
 from blockdraft.errors import UsageError
 from blockdraft.formats import trained_for
 from blockdraft.plugins import plugins
-from blockdraft.targets import Target, told_of_other_target
+from blockdraft.targets import Target, other_target_warning
 
 BUNDLED = Path(__file__).parents[1] / "pair" / "drafter"
 
@@ -55,6 +55,12 @@ def load_drafter(path: str | Path | None = None, *, target: Target) -> Drafter:
     """
     try:
         return _load(path, target)
+    except UsageError as error:
+        if path is not None:
+            raise
+        raise UsageError(
+            f"The bundled drafter does not fit this target; name a drafter that was made for it, or none. ({error})"
+        ) from error
     finally:
         let_team_go()
 
@@ -78,7 +84,7 @@ def _load(path: str | Path | None, target: Target) -> Drafter:
         for entry in known.values():
             if architecture in entry.architectures:
                 drafter = entry.load(folder, target)
-                told = told_of_other_target(folder, trained_for(raw), target)
+                told = other_target_warning(folder, trained_for(raw), target)
                 if told:
                     logging.getLogger(__name__).warning(told)
                 return drafter

@@ -94,12 +94,12 @@ def _after(values_BDKK: Tensor, ranks_BD: Tensor) -> Tensor:
 def lattice_log_probs(scores_BDKK: Tensor, ids_BDK: Tensor, logits_BDV: Tensor, plan: Plan) -> Tensor:
     """Log probabilities `[B, D, K, K]` at each row's temperature, among all tokens of the vocabulary."""
     others_BDV = logits_BDV.float().scatter(2, ids_BDK, -torch.inf)
-    heat_B11 = torch.tensor([params.temperature or 1.0 for params in plan.params], device=others_BDV.device)[
+    temperature_B11 = torch.tensor([params.temperature or 1.0 for params in plan.params], device=others_BDV.device)[
         :, None, None
     ]
     # All that is no candidate counts as one token of its joint probability.
     most_BD1 = others_BDV.amax(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
-    rest_BD1 = most_BD1 + heat_B11 * ((others_BDV - most_BD1) / heat_B11).logsumexp(dim=-1, keepdim=True)
+    rest_BD1 = most_BD1 + temperature_B11 * ((others_BDV - most_BD1) / temperature_B11).logsumexp(dim=-1, keepdim=True)
     rest_BDK1 = rest_BD1.unsqueeze(2).expand(-1, -1, ids_BDK.size(2), 1)
     return log_probabilities(torch.cat([scores_BDKK, rest_BDK1], dim=-1), plan.params)[..., :-1]
 

@@ -27,13 +27,14 @@ METHODS = {
 }
 
 
-def usage(where: Where) -> list[str]:
-    """The lines that use the drafter: to answer, to measure, to write it for other engines."""
+def usage(where: Where, temperature: float = 0.0) -> list[str]:
+    """The lines that use the drafter: to answer as it was trained to, to measure, to write it for other engines."""
     out, target = str(where.out), where.options()
+    sampled = ["--temperature", f"{temperature:g}"] if temperature else []
     held_out = str(where.folder / HELD_OUT)
     lines = [
-        shlex.join(["blockdraft", "generate", *target, "--drafter", out, "--block-size", "auto", "PROMPT"]),
-        shlex.join(["blockdraft", "bench", *target, "--drafter", out, "--prompts", held_out]),
+        shlex.join(["blockdraft", "generate", *target, "--drafter", out, *sampled, "PROMPT"]),
+        shlex.join(["blockdraft", "bench", *target, "--drafter", out, "--prompts", held_out, *sampled]),
     ]
     if _can_be_exported(where.out):
         export = ["blockdraft", "export", out, *target[:2], "--format", EXPORTED, "--out", f"{out}-{EXPORTED}"]
@@ -103,14 +104,15 @@ def write_card(
         "|---|---|---|---|---|",
         *(_row(METHODS[method], figures) for method, figures in methods.items()),
         "",
-        f"Greedy, answers of up to {plan.bench_tokens} tokens, one at a time; {bench['arguments']['running']}, "
+        f"{'Sampled' if plan.temperature else 'Greedy'}, answers of up to {plan.bench_tokens} tokens, one at a time; "
+        f"{bench['arguments']['running']}, "
         f"{machine}. tau is the number of tokens that a cycle yields.{_left_out(methods['none'])}",
         *(["", f"![tau while it was trained, and speeds]({PICTURE})"] if _draw(where.out, taus, methods) else []),
         "",
         "## Use",
         "",
         "```",
-        *usage(where),
+        *usage(where, plan.temperature),
         *(f"{line}  # {engine}" for engine, line in elsewhere.items()),
         "```",
         "",

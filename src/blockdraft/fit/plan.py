@@ -182,6 +182,7 @@ def make_plan(
         "eval_every": max(math.ceil(steps / EVALUATIONS), 1),
         "eval_prompts": EVAL_PROMPTS,
         "eval_tokens": min(EVAL_TOKENS, tokens),
+        "eval_temperature": temperature,
         "save_every": max(int(SAVE_SECONDS / step), 1),
         "keep": KEPT,
     }
@@ -237,16 +238,16 @@ def _check(
 ) -> None:
     complaints = Complaints()
     if available is not None and available < FEWEST_ANSWERS and settings.answers is None:
-        complaints.told.append(f"The data hold {available} different prompts; add some, there should be hundreds.")
+        complaints.messages.append(f"The data hold {available} different prompts; add some, there should be hundreds.")
     elif (answers < FEWEST_ANSWERS and settings.answers is None) or (steps < FEWEST_STEPS and settings.steps is None):
-        complaints.told.append(
+        complaints.messages.append(
             f"{settings.hours:g} hours leave time for {answers} answers and {steps} training steps, which teach "
             f"nothing; --hours {math.ceil(100 * least) / 100:g} is about the least."
         )
     if disk > machine.disk:
-        complaints.told.append(f"It takes {size(disk)} of disk and {size(machine.disk)} are free; free some.")
+        complaints.messages.append(f"It takes {size(disk)} of disk and {size(machine.disk)} are free; free some.")
     if machine.device == "cpu" and memory > machine.memory + target.weight_bytes:  # the target is loaded by now
-        complaints.told.append(f"It takes {size(memory)} of memory and {size(machine.memory)} are free; free some.")
+        complaints.messages.append(f"It takes {size(memory)} of memory and {size(machine.memory)} are free; free some.")
     complaints.check()
 
 

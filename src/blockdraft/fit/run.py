@@ -97,9 +97,12 @@ def _run(fit: Fit, dry_run: bool, note: Callable[[str], None]) -> list[str]:
         make_folder(folder)
         made = {"format": FORMAT, "asked": fit.asked(), "plan": plan.as_json(), "survey": lines}
         write_file(folder / PLAN, (json.dumps(made, indent=2) + "\n").encode())
-    for line in lines:
-        note(line)
     steps = make_steps(plan, fit.where, fit.sources, fit.row_options())
+    if all(step.name in done_steps(folder) for step in steps):
+        note("All steps are done.")
+    else:
+        for line in lines:
+            note(line)
     run_steps(steps, folder, note)
     methods = write_card(fit.where, plan, steps, done_steps(folder), fit.sources, lines)
     elsewhere = engines(fit.where, plan.variant, plan.recipe["block_size"])
@@ -107,7 +110,7 @@ def _run(fit: Fit, dry_run: bool, note: Callable[[str], None]) -> list[str]:
         _outcome(methods),
         f"{fit.where.out} is the drafter; its README.md has the figures.",
         "",
-        *usage(fit.where),
+        *usage(fit.where, plan.temperature),
         *(f"{name}: {line}" for name, line in elsewhere.items()),
     ]
 
@@ -174,7 +177,9 @@ def _check_target(target: Target, variants: list[str], complaints: Complaints) -
     if target.tokenizer is None:
         raise UsageError("The target has no tokenizer, and fitting takes one; put tokenizer.json into its folder.")
     if target.max_context < LEAST_CONTEXT:
-        complaints.told.append(f"The target's context is {target.max_context} tokens; {LEAST_CONTEXT} are the least.")
+        complaints.messages.append(
+            f"The target's context is {target.max_context} tokens; {LEAST_CONTEXT} are the least."
+        )
     for name in variants:
         variant = find_variant(name)
         with complaints.noting():

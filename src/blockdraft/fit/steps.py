@@ -104,6 +104,7 @@ def make_steps(plan: Plan, where: Where, sources: Sequence[str], rows: Sequence[
     recipe = {**plan.recipe, "features": features if plan.features == "disk" else plan.features}
     fields = [f"--{name.replace('_', '-')}={_flag(value)}" for name, value in recipe.items() if value is not None]
     limits = ["--limit", str(plan.bench_prompts), "--max-new-tokens", str(plan.bench_tokens)]
+    limits += ["--temperature", f"{plan.temperature:g}", "--seed", seed]
     target, trained = where.options(), where.options("--target-dtype")
     pair = [*target, "--drafter", str(where.out)]
     commands: dict[str, list[str]] = {

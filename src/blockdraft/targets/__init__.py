@@ -21,7 +21,7 @@ from blockdraft.targets.base import Cache, LoadOptions, Rows, Target, TargetOutp
 from blockdraft.targets.checkpoint import load_text
 from blockdraft.targets.exact import check_exact
 from blockdraft.targets.families import NotCovered
-from blockdraft.targets.fingerprint import target_fingerprint, told_of_other_target
+from blockdraft.targets.fingerprint import other_target_warning, target_fingerprint
 from blockdraft.targets.native_files import save_quantized
 from blockdraft.types import DEFAULT_BACKEND, DEFAULT_COMPILE, Backend, Compile, Quantize
 
@@ -162,6 +162,6 @@ __all__ = [
     "load_target_text",
     "save_quantized",
     "target_fingerprint",
-    "told_of_other_target",
+    "other_target_warning",
     "transformers_model",
 ]

@@ -29,7 +29,7 @@ def weights_fingerprint(weights: Iterable[tuple[str, Tensor]]) -> str:
     return _digest("", weights)
 
 
-def told_of_other_target(drafter: str | Path, trained_for: str | None, target: Target) -> str | None:
+def other_target_warning(drafter: str | Path, trained_for: str | None, target: Target) -> str | None:
     """What to say of a drafter that was trained for another target of the same shape; None where it was not, or where
     one of the two fingerprints is not known.
 

@@ -38,9 +38,15 @@ def encoded(prompts: Sequence[Prompt], target: Target, tokens: int) -> list[list
     return found
 
 
-def measured_tau(drafter: Path, target: Target, prompts: Sequence[Sequence[int]], tokens: int) -> float:
-    """Tokens committed per target forward, greedily, over all prompts, in answers of up to `tokens` tokens."""
+def measured_tau(
+    drafter: Path, target: Target, prompts: Sequence[Sequence[int]], tokens: int, temperature: float = 0.0
+) -> float:
+    """Tokens committed per target forward over all prompts, in answers of up to `tokens` tokens. Prompt i is answered
+    with the seed i."""
     engine = Engine(target, load_drafter(drafter, target=target), max_batch_size=BATCH_SIZE)
-    room = [SamplingParams(max_new_tokens=min(tokens, target.max_context - len(prompt))) for prompt in prompts]
+    room = [
+        SamplingParams(min(tokens, target.max_context - len(prompt)), temperature, seed=number)
+        for number, prompt in enumerate(prompts)
+    ]
     completions = engine.generate([list(prompt) for prompt in prompts], room)
     return mean_tau([completion.stats for completion in completions])

@@ -53,6 +53,7 @@ class Recipe:
         eval_every: Steps between evaluations; 0 evaluates at the end alone.
         eval_prompts: Held-out prompts that the engine answers at an evaluation.
         eval_tokens: Most tokens of such an answer.
+        eval_temperature: Of such an answer; 0 is greedy.
         save_every: Steps between checkpoints; 0 saves at the end alone.
         keep: Checkpoints that are kept, the newest ones.
         trackers: Trackers of Accelerate that are told the figures besides log.jsonl.
@@ -87,6 +88,7 @@ class Recipe:
     eval_every: Natural = 500
     eval_prompts: Natural = 16
     eval_tokens: Count = 128
+    eval_temperature: Amount = 0.0
     save_every: Natural = 500
     keep: Count = 2
     trackers: Texts = ("tensorboard",)

@@ -70,7 +70,7 @@ def settle(
     short = f"the target's context is {context} tokens" if context < LENGTH else None
     length = take("length", Choice(min(LENGTH, context), short))
     if length > context:
-        complaints.told.append(
+        complaints.messages.append(
             f"length is {length} and the target's context is {context} tokens; give at most that, or leave it out."
         )
     take("anchors", Choice(max(1, length // TOKENS_PER_ANCHOR)))
@@ -89,17 +89,17 @@ def settle(
     small = f"the documents fill {rows} rows of {length} tokens" if rows < BATCH else None
     uneven = f"a multiple of {processes} processes times accumulation {recipe.accumulation}" if BATCH % least else None
     if take("batch", Choice(batch, small or uneven)) % least:
-        complaints.told.append(
+        complaints.messages.append(
             f"batch is {values['batch']}; it must be a multiple of {processes} processes times accumulation "
             f"{recipe.accumulation}."
         )
     with complaints.noting():
         kind = find_variant(variant_name)
-        before = len(complaints.told)
+        before = len(complaints.messages)
         for name, choice in kind(recipe).settle(target, data, complaints).items():
             given = getattr(recipe, name) is not None  # then it is what becomes of the recipe's value
             values[name] = tell(name, choice) if given else take(name, choice)
-        if len(complaints.told) == before:
+        if len(complaints.messages) == before:
             return Settled(kind(replace(recipe, **values)), documents, trained, held_out, notes)
     return None
 

@@ -16,16 +16,26 @@ from blockdraft.data.features import tapped_features
 from blockdraft.errors import UsageError
 from blockdraft.formats import check_writable, read_config, trained_for
 from blockdraft.proposal import chain
-from blockdraft.targets import Target, target_fingerprint, told_of_other_target
+from blockdraft.targets import Target, other_target_warning, target_fingerprint
 from blockdraft.training.batches import Documents
 from blockdraft.training.recipe import Recipe
 
 # Recipe fields that may change when a run goes on: they say how and how often, not what is learned.
-FREE = {"eval_every", "eval_prompts", "eval_tokens", "save_every", "keep", "trackers", "save_dtype", "features"}
+FREE = {
+    "eval_every",
+    "eval_prompts",
+    "eval_tokens",
+    "eval_temperature",
+    "save_every",
+    "keep",
+    "trackers",
+    "save_dtype",
+    "features",
+}
 FREE |= {"accumulation", "chunk", "compile", "dtype", "steps", "epochs"}  # of the last two the schedule takes care
 
 
-def told_of_data(documents: Documents, trained: int, held_out: int) -> list[str]:
+def data_notes(documents: Documents, trained: int, held_out: int) -> list[str]:
     """Sentences on what is trained on."""
     found = [
         f"{trained} documents to train on, {held_out} held out; {documents.supervised:,} of {documents.tokens:,} "
@@ -65,10 +75,10 @@ def check_answers(data: TokenData, target: Target) -> None:
         )
 
 
-def told_of_init(recipe: Recipe, target: Target) -> str | None:
+def init_note(recipe: Recipe, target: Target) -> str | None:
     """What to say where training begins with a drafter of another target."""
     init = getattr(recipe, "init", None)  # only some variants can begin with a drafter
-    return None if init is None else told_of_other_target(init, trained_for(read_config(init)), target)
+    return None if init is None else other_target_warning(init, trained_for(read_config(init)), target)
 
 
 def check_folder(out: Path, folder: Path, network: nn.Module, recipe: Recipe) -> None:

@@ -154,7 +154,7 @@ class Trainer:
         vocabulary = target.tokenizer.get_vocab() if target.tokenizer is not None else None
         network = self.variant.network(self.config, vocabulary).to(target.device)
         self.variant.fit_head(network, target)
-        if told := start.told_of_init(recipe, target):
+        if told := start.init_note(recipe, target):
             telling.note(told)
         if accelerator.is_main_process:
             clear_remains(out)
@@ -164,7 +164,7 @@ class Trainer:
         if state is not None:
             start.check_same(self.folder, state["identity"], identity)
         self.identity, self.manifest = identity, data.manifest
-        for note in [*start.told_of_data(documents, len(trained), len(held_out)), *settled.notes]:
+        for note in [*start.data_notes(documents, len(trained), len(held_out)), *settled.notes]:
             telling.note(note)
         slots = self.variant.taught_slots
         self.batches = Batches(documents, trained, recipe, slots)
@@ -315,7 +315,8 @@ class Trainer:
             self._export(measured, self.plain)
             if self.accelerator.is_main_process:
                 self.telling.progress(f"step {step}: measuring tau", step - self.begin, self.schedule.end - self.begin)
-                figures["tau"] = measured_tau(measured, self.target, self.prompts, self.recipe.eval_tokens)
+                answers = self.recipe.eval_tokens, self.recipe.eval_temperature
+                figures["tau"] = measured_tau(measured, self.target, self.prompts, *answers)
             self.accelerator.wait_for_everyone()
         return figures
 
