@@ -89,15 +89,23 @@ def test_who_cancels_all_sees_a_request_that_is_just_let_in(
     scheduler.step()  # is let in while all are cancelled
     assert seen == [[first]] and first.cancelled
     scheduler.step()
-    second, read = hand.submit(PROMPTS[1], greedy(9)), Scheduler.waiting.fget
+    second = hand.submit(PROMPTS[1], greedy(9))
 
-    def waiting(self: Scheduler) -> list[Request]:
-        found = read(self)  # type: ignore[misc]
-        monkeypatch.undo()
-        scheduler.step()
-        return found
+    def then_let_in(name: str) -> property:
+        """The property of the scheduler; behind the first look at one of them the request is let in."""
+        read = getattr(Scheduler, name).fget
 
-    monkeypatch.setattr(Scheduler, "waiting", property(waiting))
+        def look(self: Scheduler) -> list[Request]:
+            found = read(self)
+            monkeypatch.undo()
+            scheduler._admit()
+            return found
+
+        return property(look)
+
+    monkeypatch.setattr(runner, "open", opened)
+    for name in ("waiting", "running"):
+        monkeypatch.setattr(Scheduler, name, then_let_in(name))
     assert second in scheduler.cancel() and second.cancelled
     hand.run()
     assert first.finish_reason == second.finish_reason == "cancelled"
