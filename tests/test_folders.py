@@ -47,6 +47,16 @@ def test_another_process_is_told_who_holds_it_until_it_is_killed(tmp_path: Path)
     assert not list((tmp_path / "build").iterdir())
 
 
+def test_a_lock_is_gone_before_another_process_may_take_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left, release = list[list[Path]](), folders.FileLock.release
+    monkeypatch.setattr(
+        folders.FileLock, "release", lambda lock: [left.append(list(tmp_path.iterdir())), release(lock)]
+    )
+    with held(tmp_path / "out", "training"):
+        assert list(tmp_path.iterdir())
+    assert left[0] == []
+
+
 def test_what_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with (

@@ -15,6 +15,7 @@ from simulation import (
     NOW,
     PAIR,
     TEXTS,
+    TREE,
     Decoding,
     Knowing,
     Lookup,
@@ -205,6 +206,16 @@ def test_without_costs_learning_begins_with_short_guesses(kind: str) -> None:
     plan = controller(kind).plan([request()])
     most = plan.block_size - 1 if plan.cycle_seconds is None else len(plan.cycle_seconds) - 1
     assert 1 <= most <= 2
+
+
+def test_who_knows_probabilities_of_trees_alone_does_not_choose_the_length_of_chains() -> None:
+    class Trees(Knowing):
+        knows_lengths = False
+
+    plans = [
+        Controller(Trees(), drafting, lambda: stored(PAIR)).plan([request()]) for drafting in (Drafting("auto"), TREE)
+    ]  # type: ignore[arg-type]
+    assert [plan.cycle_seconds is None for plan in plans] == [True, False]
 
 
 def test_guesses_past_the_length_limit_are_not_asked_for() -> None:

@@ -39,6 +39,22 @@ def test_those_who_wait_are_told_of_the_end_when_it_is_published() -> None:
     assert (request.result(0).token_ids, request.result(0).finish_reason) == ([5, 6], "length")
 
 
+@pytest.mark.parametrize("error", [ValueError("no"), SystemExit(3), KeyboardInterrupt()])
+def test_whatever_a_listener_raises_ends_the_request(error: BaseException) -> None:
+    def listener(chunk: Chunk) -> None:
+        raise error
+
+    for ended in (False, True):
+        request = made(listener)
+        request.extend([5], [False])
+        if ended:
+            request.finish("length")
+        request.publish()
+        request.publish()  # as the scheduler does with one that has ended
+        with pytest.raises(RequestError, match="listener failed"):
+            request.result(0).checked()
+
+
 def test_a_tokenizer_that_has_failed_is_not_asked_for_the_last_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     chunks: list[Chunk] = []
     request = made(chunks.append)

@@ -6,6 +6,7 @@ import pytest
 
 from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.engine import Engine, Request
+from blockdraft.engine.scheduler import Scheduler
 from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, Prompt, SamplingParams
 
@@ -75,6 +76,39 @@ def test_requests_join_and_leave_between_cycles(target: Target, drafter: Drafter
     assert 3 in together and max(together) == 3
     for request, prompt, param in zip(requests, PROMPTS, params, strict=False):
         assert request.token_ids == alone(target, drafter, prompt, param)
+
+
+def test_who_cancels_all_sees_a_request_that_is_just_let_in(
+    target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hand = ByHand(Engine(target, drafter))
+    scheduler, runner, seen = hand.scheduler, hand.scheduler._runner, list[list[Request]]()
+    opened = runner.open
+    monkeypatch.setattr(runner, "open", lambda *args: [seen.append(scheduler.cancel()), opened(*args)])
+    first = hand.submit(PROMPTS[0], greedy(9))
+    scheduler.step()  # is let in while all are cancelled
+    assert seen == [[first]] and first.cancelled
+    scheduler.step()
+    second = hand.submit(PROMPTS[1], greedy(9))
+
+    def then_let_in(name: str) -> property:
+        """The property of the scheduler; behind the first look at one of them the request is let in."""
+        read = getattr(Scheduler, name).fget
+
+        def look(self: Scheduler) -> list[Request]:
+            found = read(self)
+            monkeypatch.undo()
+            scheduler._admit()
+            return found
+
+        return property(look)
+
+    monkeypatch.setattr(runner, "open", opened)
+    for name in ("waiting", "running"):
+        monkeypatch.setattr(Scheduler, name, then_let_in(name))
+    assert second in scheduler.cancel() and second.cancelled
+    hand.run()
+    assert first.finish_reason == second.finish_reason == "cancelled"
 
 
 def test_the_first_to_come_is_the_first_to_run(target: Target, drafter: Drafter) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from blockdraft.drafters import Drafter, load_drafter
-from blockdraft.engine import Chunk, Engine, costs
+from blockdraft.engine import Chunk, Engine, Request, costs
 from blockdraft.errors import ClosedError, UsageError
 from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, SamplingParams
@@ -198,13 +198,52 @@ def test_a_cancelled_coroutine_cancels_its_requests(target: Target, drafter: Dra
     asyncio.run(main())
 
 
+def test_a_coroutine_that_is_called_off_before_its_request_begins_leaves_none_behind(
+    target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(target, drafter)
+    inside, go_on, request = threading.Event(), threading.Event(), engine.request
+
+    def slow(*args: object) -> Request:
+        inside.set()
+        go_on.wait(10)
+        return request(*args)  # type: ignore[arg-type]
+
+    async def main() -> None:
+        task = asyncio.ensure_future(anext(aiter(engine.astream(PROMPTS[0], GREEDY))))
+        await asyncio.to_thread(inside.wait, 10)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        go_on.set()
+
+    monkeypatch.setattr(engine, "request", slow)
+    asyncio.run(main())  # which waits for its threads
+    assert engine._scheduler is None
+
+
+def test_a_thread_that_did_not_come_along_into_a_forked_process_is_made_anew(
+    target: Target, drafter: Drafter, expected: list[list[int]]
+) -> None:
+    engine = Engine(target, drafter)
+    engine._worker.join()
+    engine._worker.thread = gone = threading.Thread()
+    gone.start()
+    gone.join()
+    assert engine.submit(PROMPTS[0], GREEDY).result(20).token_ids == expected[0]
+
+
 @pytest.mark.slow
-def test_a_process_may_end_while_it_decodes(tiny_target_dir: Path) -> None:
+@pytest.mark.parametrize("more", ["", "time.sleep(0.01); del engine; gc.collect()"])
+def test_a_process_may_end_while_it_decodes(tiny_target_dir: Path, more: str) -> None:
     code = f"""
+import gc, time
 from blockdraft import Engine, SamplingParams, load_drafter, load_target
 target = load_target({str(tiny_target_dir)!r})
 engine = Engine(target, load_drafter("none", target=target))
-engine.submit([5, 6, 7], SamplingParams(240, ignore_eos=True))
+for _ in range(8):
+    engine.submit([5, 6, 7], SamplingParams(240, ignore_eos=True))
+{more}
 """
     began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

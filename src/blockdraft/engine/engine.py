@@ -20,7 +20,7 @@ from blockdraft.engine.request import Chunk, Completion, Request
 from blockdraft.engine.runner import Runner
 from blockdraft.engine.scheduler import Scheduler
 from blockdraft.engine.text import AnswerText, check_request, encode
-from blockdraft.engine.worker import worker_of
+from blockdraft.engine.worker import end_all, worker_of
 from blockdraft.errors import ClosedError, UsageError, describe
 from blockdraft.sampling import RandomNumbers
 from blockdraft.targets import Target
@@ -193,7 +193,10 @@ class Engine:
             assert listener is not None
             loop.call_soon_threadsafe(listener, chunk)
 
-        return await asyncio.to_thread(self.submit, prompt, params, in_loop if listener else None)
+        request = await asyncio.to_thread(self.request, prompt, params or SamplingParams())
+        request.listener = in_loop if listener else None
+        self._begin([request])  # here, so that a coroutine that is called off leaves nothing running
+        return request
 
     async def agenerate(self, prompts: Sequence[Prompt], params: Params = None) -> list[Completion]:
         """`generate` for a coroutine; if that is cancelled, so are the requests."""
@@ -237,9 +240,7 @@ class Engine:
             self._closed = True
             scheduler = self._scheduler
         if scheduler is not None:
-            requests = [*scheduler.running, *scheduler.waiting]
-            for request in requests:
-                request.cancel()
+            requests = scheduler.cancel()
             if self._worker.thread is not threading.current_thread():
                 for request in requests:
                     request.wait()
@@ -315,6 +316,6 @@ _working: WeakSet[Engine] = WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """The process ends: a thread that is inside of a forward would not survive it."""
     for engine in list(_working):
         engine.close()
+    end_all()  # of engines too that nobody holds any more

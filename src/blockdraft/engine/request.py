@@ -109,7 +109,7 @@ class Request:
         if self.listener is not None and (self.finished or len(self.token_ids) > self._sent):
             try:
                 self.listener(self._chunk())
-            except Exception as error:
+            except BaseException as error:  # sys.exit() and the like too: who waits for the end must hear of it
                 self.listener = None
                 self.fail(RequestError(f"The listener failed: {describe(error)}"), error)
         if self.finished:

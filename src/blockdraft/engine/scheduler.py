@@ -79,6 +79,14 @@ class Scheduler:
         with self._lock:
             return list(self._waiting)
 
+    def cancel(self) -> list[Request]:
+        """Cancel all requests, and return them. May be called from any thread."""
+        # In this order: one that is let in counts as running before it no longer waits.
+        requests = [*self.waiting, *self.running]
+        for request in requests:
+            request.cancel()
+        return requests
+
     def step(self) -> list[Request]:
         """Let requests in, read some of their prompts, run one cycle of the others, and free the rows of those that
         ended.
@@ -135,8 +143,6 @@ class Scheduler:
             start = self._take(size)
             if start is None:
                 return
-            with self._lock:
-                self._waiting.popleft()
             row = Row(request, start, size)
             self._runner.open(start, size)
             if known is not None:
@@ -144,6 +150,8 @@ class Scheduler:
                 if source is not None or known[0] in self._kept:
                     self._sources[row] = source, *known
             self._rows.append(row)
+            with self._lock:
+                self._waiting.popleft()
             self._index.add(start, request.prompt)
             self._follow(row)
 

@@ -44,7 +44,7 @@ class Worker:
             scheduler.add(requests)
             if scheduler not in self._schedulers:
                 self._schedulers.append(scheduler)
-            if self.thread is None:
+            if self.thread is None or not self.thread.is_alive():  # the latter in a process that was forked
                 let_team_go()  # that of the caller, who will wait
                 # A thread that is no daemon would keep a process that ends waiting for all answers.
                 self.thread = threading.Thread(target=self._work, name=NAME, daemon=True)
@@ -61,6 +61,16 @@ class Worker:
             self._leaves = True
             self._lock.notify()
         thread.join()
+
+    def end(self) -> None:
+        """Cancel the requests of all engines, and wait for the end of the thread."""
+        with self._lock:
+            thread, self._leaves = self.thread, self.thread is not None
+            for scheduler in self._schedulers:
+                scheduler.cancel()
+            self._lock.notify()
+        if thread is not None:
+            thread.join()
 
     def _busy(self) -> bool:
         """Whether there are requests; forgets schedulers that have none."""
@@ -102,3 +112,9 @@ def worker_of(target: Target) -> Worker:
         if target not in _workers:
             _workers[target] = Worker(target)
         return _workers[target]
+
+
+def end_all() -> None:
+    """The process ends: a thread that is inside of a forward would not survive it."""
+    for worker in list(_workers.values()):
+        worker.end()
