@@ -6,7 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -36,9 +36,11 @@ def held(folder: Path, doing: str) -> Iterator[None]:
             encoding="utf-8",
         )
     except Timeout:
-        told = owner.read_text(encoding="utf-8") if owner.exists() else "another process"
+        holder = "another process"
+        with suppress(OSError):  # it may be ending
+            holder = owner.read_text(encoding="utf-8") or holder
         raise UsageError(
-            f"{folder} is in use by {told}; wait for it, end it, or choose another folder for --out."
+            f"{folder} is in use by {holder}; wait for it, end it, or choose another folder for --out."
         ) from None
     except OSError as error:
         raise UsageError(f"{folder} cannot be written ({error.strerror}); choose another folder for --out.") from error

@@ -1,6 +1,7 @@
 """`blockdraft cache` on folders made up for it, and the kinds against those who write them."""
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -82,3 +83,11 @@ def test_what_is_kept_is_of_a_known_kind(
     kinds = {path.name for path in tmp_path.iterdir()}
     assert kinds <= set(CACHED)
     assert kinds == set(CACHED) or library is None  # without a compiler there are no libraries to count threads for
+
+
+def test_what_another_process_may_still_be_writing_is_left_alone(cache: Path, run: Run) -> None:
+    for name in ("costs/new.partial", "costs/old.partial"):
+        (cache / name).write_text("half")
+    os.utime(cache / "costs/old.partial", (0, 0))
+    assert run("clear", "costs")[0] == 0
+    assert [file.name for file in (cache / "costs").iterdir()] == ["new.partial"]

@@ -11,6 +11,7 @@ import pytest
 
 from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.engine import Chunk, Engine, Request, costs
+from blockdraft.engine.worker import worker_of
 from blockdraft.errors import ClosedError, UsageError
 from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, SamplingParams
@@ -248,3 +249,33 @@ for _ in range(8):
     began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, ""), time.monotonic() - began
+
+
+def test_closing_an_engine_does_not_wait_for_requests_of_another(target: Target, drafter: Drafter) -> None:
+    first, second = Engine(target, drafter), Engine(target, drafter)
+    first.generate([PROMPTS[0]], GREEDY)
+    worker, held, released = worker_of(target), threading.Event(), threading.Event()
+
+    def wait(chunk: Chunk) -> None:
+        held.set()
+        released.wait(60)
+
+    # As if requests of the other engine came while the first one waits for the end of the thread.
+    inner = worker.thread.join if worker.thread else None
+    assert inner is not None
+    requests = []
+
+    def join(timeout: float | None = None) -> None:
+        if not requests:
+            requests.append(second.submit(PROMPTS[1], GREEDY, wait))
+            held.wait(60)
+        inner(timeout)
+
+    worker.thread.join = join  # type: ignore[union-attr, method-assign]
+    closing = threading.Thread(target=first.close)
+    closing.start()
+    closing.join(20)
+    ended = not closing.is_alive()
+    released.set()
+    assert ended and requests[0].result(60).finish_reason == "length"
+    closing.join(60)

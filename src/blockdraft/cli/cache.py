@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from blockdraft.errors import UsageError
+
+PARTIAL_SECONDS = 3600.0  # after which a file that is being written was left by a process that is gone
 
 cache = typer.Typer(help="List or clear what is kept on this machine.", no_args_is_help=True)
 
@@ -68,11 +71,22 @@ def _files(kind: str) -> list[Path]:
     from blockdraft.machine import cache_folder
 
     folder = cache_folder() / kind
-    return sorted(file for file in folder.iterdir() if file.is_file()) if folder.is_dir() else []
+    found = sorted(file for file in folder.iterdir() if file.is_file()) if folder.is_dir() else []
+    return [file for file in found if not (file.suffix == ".partial" and _is_young(file))]
+
+
+def _is_young(file: Path) -> bool:
+    """Whether another process may still be writing it."""
+    with suppress(FileNotFoundError):
+        return time.time() - file.stat().st_mtime < PARTIAL_SECONDS
+    return True
 
 
 def _summary(files: list[Path]) -> dict[str, Any]:
-    stats = [file.stat() for file in files]
+    stats = []
+    for file in files:
+        with suppress(FileNotFoundError):  # another process has cleared it
+            stats.append(file.stat())
     newest = max((one.st_mtime for one in stats), default=None)
     return {"files": len(files), "bytes": sum(one.st_size for one in stats), "newest": newest}
 

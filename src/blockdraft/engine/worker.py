@@ -16,6 +16,7 @@ NAME = "blockdraft"
 # That the thread waits for requests: with its OpenMP team, which takes the cores from others, and without. New ones
 # have cold memory.
 TEAM_SECONDS, IDLE_SECONDS = 0.02, 1.0
+JOIN_SECONDS = 0.01  # after which whoever waits for the end of the thread looks whether it still is to end
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ class Worker:
     def begin(self, scheduler: Scheduler, requests: Sequence[Request]) -> None:
         """Queue requests with a scheduler, and see to it that they are decoded."""
         with self._lock:
+            self._leaves = False
             scheduler.add(requests)
             if scheduler not in self._schedulers:
                 self._schedulers.append(scheduler)
@@ -60,7 +62,10 @@ class Worker:
                 return
             self._leaves = True
             self._lock.notify()
-        thread.join()
+        while self._leaves and thread.is_alive():  # requests of another engine may come in between
+            thread.join(JOIN_SECONDS)
+        if self.thread is not thread:
+            thread.join()
 
     def end(self) -> None:
         """Cancel the requests of all engines, and wait for the end of the thread."""

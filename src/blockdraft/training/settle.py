@@ -76,7 +76,7 @@ def settle(
     take("anchors", Choice(max(1, length // TOKENS_PER_ANCHOR)))
     documents = Documents(data, length)
     usable = len(documents.usable)
-    tenth = max(usable // 10, min(1, usable - 1))
+    tenth = max(usable // 10, min(1, usable - 1), 0)
     few = f"a tenth of the {usable} documents" if tenth < HELD_OUT else None
     held = take("held_out", Choice(min(HELD_OUT, tenth), few))
     trained, held_out = list[int](), list[int]()
