@@ -42,6 +42,8 @@ FIT = "takes hours; tests/fit/test_run.py runs the steps"
 NOT_RUN = {
     "blockdraft fit --target MODEL --data prompts.jsonl --hours 2 --out drafter": FIT,
     'blockdraft generate --target MODEL --drafter drafter "..."': FIT,
+    "blockdraft train dflash ... --trackers wandb": "sends figures to a service; tests/training/test_trainer.py has a "
+    "stand-in for it",
     "proposal = drafter.propose(state, anchor, plan)": PICTURE,
     "blockdraft train dflash recipe.toml --target DIR --data DIR --out DIR --layers 3 --learning-rate 1e-3 "
     "--taps 1,9,17": "names layers that the target that stands in, of 8 layers, does not have",
@@ -52,6 +54,7 @@ NOT_RUN = {
 }
 # Appended where the command is run: a handful of prompts instead of a corpus, and a run of seconds instead of hours.
 SMALL = {
+    "data": ["--max-new-tokens", "48"],
     "bench": ["--limit", "1", "--repeats", "1", "--max-new-tokens", "16"],
     "train": [
         *("--steps", "2", "--length", "64", "--anchors", "4", "--batch", "2", "--held-out", "2"),
@@ -156,12 +159,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_accelerator: N
     for name in ("Qwen/Qwen3-8B", "TARGET"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copytree(PAIR / "target", tmp_path / name)
+    base = tmp_path / "openai-community/gpt2"  # one without a chat template
+    shutil.copytree(PAIR / "target", base)
+    (base / "chat_template.jinja").unlink()
+    (tmp_path / "book.txt").write_text("\n\n".join(CHATS))
     for name in ("checkpoints/Qwen3-8B-DFlash-b16", "DRAFTER"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copytree(PAIR / "drafter", tmp_path / name)
     lines = "".join(json.dumps({"turns": [text]}) + "\n" for text in CHATS)
     for name in ("chats.jsonl", "gsm8k.jsonl", "humaneval.jsonl"):
         (tmp_path / name).write_text(lines)
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in CHATS))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -182,8 +182,9 @@ class Controller:
             if drafting > CLOSE * pausing:
                 self._trial = AGAIN
                 return curve[: min(usual + 1, affordable)]
-        if self._paused and drafting < CLOSE * pausing:
-            self._resting, self._rest = list(requests), REST
+        if self._paused and drafting < CLOSE * pausing:  # at most until there may be a trial
+            affordable_in = self._lost[NEW] / (EXPLORE * plain) if self._lost[NEW] > 0 else self._next - now
+            self._resting, self._rest = list(requests), min(REST, int(affordable_in))
         return None if self._paused else curve[: usual + 1]
 
     def learn(
