@@ -90,8 +90,8 @@ def test_what_is_remembered_is_not_read(engine: Engine, counted: list[int], forg
         counted.clear()
         turn = talk.ask(text, params)
         completion = talk.keep(turn)
-        assert sum(counted) == completion.prompt_tokens - turn.remembered
-        remembered.append(turn.remembered)
+        assert sum(counted) == completion.prompt_tokens - completion.stats.remembered
+        remembered.append(completion.stats.remembered)
     assert remembered[0] == 0 < remembered[1] < remembered[2]
 
 
@@ -111,7 +111,7 @@ def test_room_stays_for_what_is_remembered(engine: Engine, counted: list[int]) -
             talk.reset()
             continue
         completion = talk.keep(turn)
-        assert sum(counted) == completion.prompt_tokens - turn.remembered
+        assert sum(counted) == completion.prompt_tokens - completion.stats.remembered
 
 
 def test_a_full_context_cuts_the_answer_and_then_refuses(engine: Engine) -> None:

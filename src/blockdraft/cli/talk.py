@@ -126,8 +126,9 @@ class Talk:
         with _ctrl_c(turn.request.cancel):
             _, summary = show_chunks(self._console, _until_end(chunks), answer)
         completion = self._conversation.keep(turn)
+        remembered = completion.stats.remembered
         summary.append(
-            f"\nread {completion.prompt_tokens - turn.remembered} tokens, remembered {turn.remembered}, "
+            f"\nread {completion.prompt_tokens - remembered} tokens, remembered {remembered}, "
             f"context {completion.prompt_tokens + len(completion.token_ids)} of {self._conversation.limit}"
         )
         summary.stylize("dim")

@@ -29,12 +29,10 @@ class Turn:
     Attributes:
         text: The message.
         request: Of the engine; `request.cancel()` ends the answer early.
-        remembered: Tokens of the prompt that the engine still holds from earlier turns and does not read again.
     """
 
     text: str
     request: Request
-    remembered: int
 
 
 class Conversation:
@@ -101,9 +99,7 @@ class Conversation:
             )
         params = params or SamplingParams()
         params = replace(params, max_new_tokens=min(params.max_new_tokens, room))
-        # What the scheduler will find when it lets the request in, since no other one runs.
-        found = self.engine.scheduler._index.longest(ids[:-1])
-        return Turn(text, self.engine.submit(ids, params, listener), found[1] if found else 0)
+        return Turn(text, self.engine.submit(ids, params, listener))
 
     def keep(self, turn: Turn) -> Completion:
         """Wait for the answer and go on from it. One that was cancelled counts as far as it came; where it has no text

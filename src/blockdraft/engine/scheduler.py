@@ -179,6 +179,7 @@ class Scheduler:
         elif source is None or source.read >= length:
             del self._sources[row]
             self._runner.copy(start, row.start, length)
+            row.request.stats.remembered = length
             row.read = length
 
     def _end_cancelled(self) -> list[Request]:

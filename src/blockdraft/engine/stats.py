@@ -18,6 +18,7 @@ class Stats:
     Attributes:
         committed: Tokens committed by each cycle, bonus included, after cutting at a stop token or the length limit.
         drafted: Guesses on the longest path of each cycle's proposal.
+        remembered: Tokens of the prompt that were in memory, of this or an earlier request, and were not read.
         prefill_seconds: From the request's start to its first token.
         draft_seconds, verify_seconds: Time in the drafter (propose and observe) and in the target's forward, summed
             over cycles; shared in full by all rows of a batch. It is the host's time: where a GPU works on while the
@@ -28,6 +29,7 @@ class Stats:
 
     committed: list[int] = field(default_factory=list)
     drafted: list[int] = field(default_factory=list)
+    remembered: int = 0
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
@@ -64,6 +66,7 @@ def merge(stats: Iterable[Stats]) -> Stats:
     for one in stats:
         merged.committed += one.committed
         merged.drafted += one.drafted
+        merged.remembered += one.remembered
         merged.prefill_seconds += one.prefill_seconds
         merged.draft_seconds += one.draft_seconds
         merged.verify_seconds += one.verify_seconds
