@@ -15,6 +15,7 @@ from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.drafters.none import NoDrafter
 from blockdraft.engine import Engine, Request
 from blockdraft.engine.runner import Row, Runner
+from blockdraft.errors import UsageError
 from blockdraft.proposal import Plan, Proposal, chain
 from blockdraft.targets import Target, load_target
 from blockdraft.targets.hf import HFTarget
@@ -279,3 +280,8 @@ def test_without_a_drafter_it_decodes_plainly(target: Target) -> None:
     plain.append(Engine(target, load_drafter("none", target=target)).generate(["hello"], params))
     assert len({tuple(completion.token_ids) for [completion] in plain}) == 1
     assert {completion.tau for [completion] in plain} == {1.0}
+
+
+def test_a_drafters_name_is_no_drafter(target: Target) -> None:
+    with pytest.raises(UsageError, match="drafter is 'none'; give what load_drafter returns"):
+        Engine(target, "none")  # type: ignore[arg-type]

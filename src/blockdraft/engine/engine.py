@@ -84,7 +84,9 @@ class Engine:
             if value < least:
                 raise UsageError(f"{name} is {value}; it must be at least {least}.")
         drafting = drafting or Drafting()
-        drafter = drafter or load_drafter("none", target=target)
+        drafter = load_drafter("none", target=target) if drafter is None else drafter
+        if not hasattr(drafter, "propose"):
+            raise UsageError(f"drafter is {drafter!r}; give what load_drafter returns, or None to decode plainly.")
         if isinstance(drafting.block_size, int) and drafting.block_size > drafter.block_size:
             raise UsageError(
                 f"block_size is {drafting.block_size}; this drafter's blocks hold at most {drafter.block_size}."
