@@ -21,7 +21,9 @@ def main() -> None:
             turn = conversation.ask(line.strip(), blockdraft.SamplingParams(max_new_tokens=200))
             answer = conversation.keep(turn)  # waits for it
             print(answer.text)
-            print(f"[{answer.prompt_tokens - turn.remembered} tokens read, {turn.remembered} remembered]")
+            print(
+                f"[{answer.prompt_tokens - answer.stats.remembered} tokens read, {answer.stats.remembered} remembered]"
+            )
 
 
 if __name__ == "__main__":

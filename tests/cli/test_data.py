@@ -162,7 +162,7 @@ def test_base_models_as_the_docs_say(run: Run, base: Path, tmp_path: Path) -> No
         assert found.code == 0, found.err
     first = run("data", *lines[0][2:], "--max-new-tokens", 8)
     assert "goes on behind the first 64 tokens of a text; a {prompt} row is continued as a whole." in first.err
-    data = read_data(tmp_path / "build/data")
+    data = read_data(tmp_path / "build/continued")
     assert len(data) == 4 and all(int(one.supervised.sum()) <= 8 and max(data.lengths) <= 72 for one in data)
     assert json.loads((tmp_path / "build/sampled/data.json").read_text())["continued"] == {"tokens": 32, "prompts": 32}
 

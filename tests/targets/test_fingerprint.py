@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from blockdraft.drafters import BUNDLED, load_drafter
 from blockdraft.formats import read_config, read_drafter, trained_for
 from blockdraft.targets import as_target, load_target, save_quantized, target_fingerprint
-from blockdraft.targets.fingerprint import told_of_other_target, weights_fingerprint
+from blockdraft.targets.fingerprint import other_target_warning, weights_fingerprint
 from blockdraft.training.export import convert, export, format_for
 
 
@@ -39,7 +39,7 @@ def test_one_model_has_one_fingerprint(tiny_target_dir: Path, noisy_dir: Path) -
 def test_float16_has_other_numbers_and_so_says_nothing(tiny_target_dir: Path) -> None:
     target = load_target(tiny_target_dir, "float16", "cpu")
     assert target.source_fingerprint is None
-    assert told_of_other_target("a drafter", "0123456789abcdef", target) is None
+    assert other_target_warning("a drafter", "0123456789abcdef", target) is None
 
 
 def test_a_rounded_model_has_that_of_its_source(tiny_target_dir: Path, tmp_path: Path) -> None:
