@@ -95,6 +95,7 @@ class Controller:
         self._resting: list[Request] = []  # whose next cycles do not draft either, and teach nothing
         self._rest = self._rested = 0  # how many they are, and how many they were
         self._thinks = True  # of the planned cycle
+        self._pauses = 0  # cycles thought about in which drafting was far from paying, since it last paid
 
     @property
     def automatic(self) -> bool:
@@ -184,7 +185,10 @@ class Controller:
                 return curve[: min(usual + 1, affordable)]
         if self._paused and drafting < CLOSE * pausing:  # at most until there may be a trial
             affordable_in = self._lost[NEW] / (EXPLORE * plain) if self._lost[NEW] > 0 else self._next - now
-            self._resting, self._rest = list(requests), min(REST, int(affordable_in))
+            self._pauses += 1  # whoever has paused for a short time only may be wrong
+            self._resting, self._rest = list(requests), min(REST, self._pauses // 4, int(affordable_in))
+        elif not self._paused:
+            self._pauses = 0
         return None if self._paused else curve[: usual + 1]
 
     def learn(

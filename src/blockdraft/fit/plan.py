@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from blockdraft.data.features import size
+from blockdraft.data.settings import LONGEST
 from blockdraft.errors import Complaints
 from blockdraft.fit.facts import Machine, Measured, TargetFacts
 from blockdraft.fit.recipe import LONG_BLOCK, SHORT_BLOCK, Fields, anchors, expected_speedup, reference
@@ -21,7 +22,6 @@ MOST_TOKENS = 65_536  # of a step
 LONG_TRAINING = 50_000_000  # tokens after which a drafter has a use for long blocks
 FEWEST_ANSWERS, FEWEST_STEPS = 64, 50
 LONG_ANSWER = 512
-LONGEST_ROW = 3072  # the paper's (arXiv 2602.06036)
 PACKED = 0.85  # share of a row that documents fill
 LOOPING, LOOP_TEMPERATURE = 0.2, 0.7
 MEMORY, DISK, LOGITS = 0.4, 0.5, 0.1  # most of what is free that features, files and logits may take
@@ -136,7 +136,7 @@ def make_plan(
     used = answers * written + seconds["features"] + (kept / measured.read_rate if features == "memory" else 0.0)
 
     # Rows so long that no document is cut, and so many of them in a step that there are some hundred steps.
-    length = min(target.context, LONGEST_ROW, max(256, 64 * math.ceil((measured.longest_prompt + tokens) / 64)))
+    length = min(target.context, LONGEST, max(256, 64 * math.ceil((measured.longest_prompt + tokens) / 64)))
 
     def step_seconds(rows: int) -> float:
         return speed.step(rows * length) + (0.0 if features else rows * length / measured.read_rate)

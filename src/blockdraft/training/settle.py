@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from blockdraft.data.documents import TokenData
+from blockdraft.data.settings import LONGEST
 from blockdraft.errors import Complaints
 from blockdraft.targets import Target
 from blockdraft.training.batches import Documents, split
@@ -15,7 +16,7 @@ from blockdraft.training.variants import Variant, find_variant
 from blockdraft.training.variants.base import Choice
 
 # Where target and data are not too small for them. Length and anchors are those of arXiv 2602.06036.
-LENGTH, TOKENS_PER_ANCHOR, BATCH, HELD_OUT = 3072, 6, 8, 64
+TOKENS_PER_ANCHOR, BATCH, HELD_OUT = 6, 8, 64
 FEW_STEPS = 100
 
 
@@ -67,8 +68,8 @@ def settle(
         return choice.value
 
     context = target.max_context
-    short = f"the target's context is {context} tokens" if context < LENGTH else None
-    length = take("length", Choice(min(LENGTH, context), short))
+    short = f"the target's context is {context} tokens" if context < LONGEST else None
+    length = take("length", Choice(min(LONGEST, context), short))
     if length > context:
         complaints.messages.append(
             f"length is {length} and the target's context is {context} tokens; give at most that, or leave it out."
