@@ -1,0 +1,172 @@
+"""Weights of few bits, and products with them in integers.
+
+A weight is `scale * codes + offset`, with one scale, and offset, for each group of inputs of an output channel. Inputs
+are rounded to int8, token by token, with one scale for each token and group, so that a channel of large numbers takes
+its precision from its own group alone. Sums within a group are of integers, and so the same in any order: what a token
+gives does not depend on what is computed beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from blockdraft.errors import UsageError
+
+MOST_CODE = 127  # of an input
+GROUPS = (128, 64, 32, 16, 8)  # that can be chosen, the best first
+LEAST_GROUP = GROUPS[-1]
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A weight `[out, in]` in few bits.
+
+    Args:
+        codes: `[out, in]`. With 4 bits -8 to 7 as int8, or 0 to 15 where there is an offset; with 8 bits int8.
+        scale: `[out, in / group]`, float32, or float16 where that holds it.
+        offset: `[out, in / group]` float32; None means 0.
+        bits: 4 or 8.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    offset: Tensor | None
+    bits: int
+
+    def __post_init__(self) -> None:
+        assert self.bits in (4, 8) and self.codes.dtype == torch.int8, (self.bits, self.codes.dtype)
+        assert self.scale.ndim == 2 and len(self.scale) == len(self.codes), (self.scale.shape, self.codes.shape)
+        assert self.codes.size(1) == self.scale.size(1) * self.group, (self.scale.shape, self.codes.shape)
+        assert self.group % LEAST_GROUP == 0, self.group
+        assert self.scale.dtype in (torch.float16, torch.float32), self.scale.dtype
+        if self.offset is not None:
+            assert self.offset.shape == self.scale.shape and self.offset.dtype == torch.float32, self.offset.dtype
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale."""
+        return self.codes.size(1) // self.scale.size(1)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Of memory, where codes of 4 bits lie two to a byte."""
+        factors = self.scale.nbytes + (0 if self.offset is None else self.offset.nbytes)
+        return self.codes.numel() * self.bits // 8 + factors
+
+    def dequantize(self) -> Tensor:
+        """The numbers that it stands for, `[out, in]` float32."""
+        codes = self.codes.float().unflatten(1, (-1, self.group))
+        weight: Tensor = codes * self.scale.float().unsqueeze(-1)
+        if self.offset is not None:
+            weight = weight + self.offset.unsqueeze(-1)
+        return weight.flatten(1)
+
+    def rows(self, index: Tensor) -> Tensor:
+        """Some of its rows, `[...]` int64 to `[..., in]` float32."""
+        flat = index.reshape(-1)
+        offset = None if self.offset is None else self.offset[flat]
+        chosen = QuantizedWeight(self.codes[flat], self.scale[flat], offset, self.bits)
+        return chosen.dequantize().view(*index.shape, -1)
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """`round(x) @ weight.T`, `[n, in]` float32 to `[n, out]`: what the compiled kernels compute, slowly."""
+        codes, factor = round_rows(x, self.group)
+        out = x.new_zeros(len(x), len(self.codes))
+        for number in range(self.scale.size(1)):
+            part = slice(number * self.group, (number + 1) * self.group)
+            scale = factor[:, number, None]
+            # Sums of integers below 2^24 are exact in float32.
+            sums = codes[:, part] @ self.codes[:, part].float().T
+            out = out + sums * (self.scale[:, number].float() * scale)
+            if self.offset is not None:
+                out = out + self.offset[:, number] * (codes[:, part].sum(1, keepdim=True) * scale)
+        return out
+
+
+def round_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Inputs `[n, in]` as whole numbers from -127 to 127, and the factor of each group, `[n, in / group]`; all float32.
+
+    A group with a number that is not finite has NaN as its factor.
+    """
+    parts = x.float().unflatten(1, (-1, group))
+    largest = parts.abs().amax(-1)
+    factor = largest / MOST_CODE
+    inverse = torch.where(largest > 0, MOST_CODE / largest, 0.0)
+    codes = (parts * inverse.unsqueeze(-1)).round().clamp(-MOST_CODE, MOST_CODE)
+    finite = parts.isfinite().all(-1)
+    return torch.where(finite.unsqueeze(-1), codes, 0.0).flatten(1), torch.where(finite, factor, torch.nan)
+
+
+def round_to_nearest(weight: Tensor, bits: int, group: int) -> QuantizedWeight:
+    """A weight `[out, in]` with symmetric codes, the largest number of a group at the end of their range.
+
+    Raises:
+        UsageError: The group does not divide the inputs.
+    """
+    check_group(weight.size(1), group)
+    parts = weight.float().unflatten(1, (-1, group))
+    # The number that is largest in size gets -8 of -8 .. 7 for 4 bits, which has one more place below than above.
+    extreme = parts.gather(-1, parts.abs().argmax(-1, keepdim=True)).squeeze(-1)
+    least, most = (-8, 7) if bits == 4 else (-MOST_CODE, MOST_CODE)
+    scale = extreme / least
+    half = scale.half()
+    if bool(half.isfinite().all()) and bool(((half != 0) == (scale != 0)).all()):  # else they need a wider range
+        scale = half.float()
+    inverse = torch.where(scale != 0, 1 / scale, 0.0).unsqueeze(-1)
+    codes = (parts * inverse).round().clamp(least, most)
+    return QuantizedWeight(codes.flatten(1).to(torch.int8), narrow(scale), None, bits)
+
+
+def best_group(inputs: int) -> int:
+    """The largest group up to 128 that divides rows of so many inputs.
+
+    Raises:
+        UsageError: There is none.
+    """
+    for group in GROUPS:
+        if inputs % group == 0:
+            return group
+    raise UsageError(f"Rows of {inputs} inputs cannot be rounded in groups, which are of {LEAST_GROUP} or more.")
+
+
+def check_group(inputs: int, group: int) -> None:
+    """Raise a UsageError unless rows of so many inputs can have such groups."""
+    if group < LEAST_GROUP or group % LEAST_GROUP:
+        raise UsageError(f"group is {group}; it must be a multiple of {LEAST_GROUP}.")
+    if inputs % group:
+        fitting = ", ".join(str(size) for size in GROUPS if inputs % size == 0)
+        raise UsageError(
+            f"Groups of {group} do not divide rows of {inputs}; {fitting or 'no group that we have'} would."
+        )
+
+
+def joined_weights(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Their output channels, one behind the other. Where bits or groups differ, all get the most bits and the smallest
+    group that holds them; no number changes."""
+    bits, group = max(part.bits for part in parts), gcd(*(part.group for part in parts))
+    shifted = any(part.offset is not None for part in parts)
+    codes, scales, offsets = [], [], []
+    for part in parts:
+        own, scale, offset = part.codes, part.scale.float(), part.offset
+        if offset is None:
+            signed = bits == 4 and shifted
+            own, offset = (own + 8, -8 * scale) if signed else (own, torch.zeros_like(scale))
+        codes.append(own)
+        scales.append(scale.repeat_interleave(part.group // group, 1))
+        offsets.append(offset.repeat_interleave(part.group // group, 1))
+    return QuantizedWeight(torch.cat(codes), narrow(torch.cat(scales)), torch.cat(offsets) if shifted else None, bits)
+
+
+def narrow(scale: Tensor) -> Tensor:
+    """Scales as float16, if that holds them all as they are."""
+    half = scale.half()
+    return half if torch.equal(half.float(), scale.float()) else scale.float()
