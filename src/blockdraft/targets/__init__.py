@@ -114,6 +114,10 @@ def load_target(
                 raise UsageError(f"The {name} backend cannot run {path}: {refused}. Use {others}.") from refused
             reason = reason or refused
             continue
+        except UsageError as error:
+            if reason is None:
+                raise
+            raise UsageError(f"{error} The other backend cannot run it, because {reason}.") from error
         target.backend_reason = None if reason is None else str(reason)
         if exact:
             check_exact(target)
