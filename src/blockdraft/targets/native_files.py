@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from blockdraft.formats.quantized import NotRead, read_quantized
 from blockdraft.formats.stored import FEW_BITS, Stored, open_tensors, stored
 from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.decoder_config import DecoderConfig
-from blockdraft.nn.quantized import QuantizedWeight, best_group, round_to_nearest
+from blockdraft.nn.quantized import QuantizedWeight, best_group
+from blockdraft.nn.rounding import QUICK, rounded
 from blockdraft.targets.adapter import load_model
 from blockdraft.targets.base import LoadOptions
 from blockdraft.targets.checkpoint import checked_folder, load_generation_config, load_tokenizer, loading
@@ -31,6 +33,18 @@ from blockdraft.targets.fingerprint import weights_fingerprint
 BITS = {"int8": 8, "int4": 4}
 TABLE_BITS = 8  # of embedding and head, in which fewer cost the most and save the least
 SOURCE = "source_fingerprint"  # key of quantization_config, which other programs ignore
+COMPANIONS = (  # files of a checkpoint that are not its weights
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 UNMEASURED = "on a GPU, CUDA graphs are captured where compile is on only: nobody has measured them yet"
 
@@ -67,14 +81,14 @@ def read_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
         UsageError: No such folder or hub name, or files that cannot be read.
     """
     dtype, device, compile, quantize = options.dtype, options.device, options.compile, options.quantize
-    folder, rounded, source = checked_folder(path, options.revision), None, None
+    folder, by_gpu = checked_folder(path, options.revision), None
     with loading(path):
         config = AutoConfig.from_pretrained(path, revision=options.revision)
     if quantize == "fp8" or (quantize and device.type == "cuda"):
         refused = why_not_rounded(quantize, device, dtype)
         if refused is not None:
             raise UsageError(f"quantize is {quantize!r}: {refused}.")
-        rounded, quantize = quantize, None
+        by_gpu, quantize = quantize, None
     wanted = decoder_config(config)
     few = few_bits_of(config, options)
     on_gpu = device.type == "cuda"
@@ -100,10 +114,10 @@ def read_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
                 own = ((name, tensors[name].tensor().to(dtype)) for name in wanted.tensor_shapes())
                 source = weights_fingerprint(own) if dtype != torch.float16 else ""
             decoder = Decoder(wanted, read)
-            if source is None and rounded:
+            if source is None and by_gpu:
                 source = weights_fingerprint(decoder.named_weights()) if dtype != torch.float16 else ""
-            if rounded:
-                round_weights(decoder, rounded)
+            if by_gpu:
+                round_weights(decoder, by_gpu)
     known = folder if folder.exists() else None
     generation_config = load_generation_config(path, options.revision)
     return Checkpoint(decoder, config, tokenizer, generation_config, known, library, reason, source)
@@ -112,7 +126,7 @@ def read_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
 def rounded_weight(name: str, weight: Tensor, bits: int) -> QuantizedWeight:
     """A matrix of a checkpoint in few bits; embedding and head never get fewer than 8."""
     bits = max(bits, TABLE_BITS) if name in (TABLE, HEAD) else bits
-    return round_to_nearest(weight, bits, best_group(weight.size(1)))
+    return rounded(weight, bits, best_group(weight.size(1)), shares=QUICK)
 
 
 def weight_files(path: str | Path, revision: str | None = None) -> list[str]:
@@ -122,6 +136,57 @@ def weight_files(path: str | Path, revision: str | None = None) -> list[str]:
         return [whole]
     index = cached_file(path, "model.safetensors.index.json", **optional)
     return [] if index is None else list(get_checkpoint_shard_files(path, index, revision=revision)[0])
+
+
+@dataclass(frozen=True)
+class OpenCheckpoint:
+    """A checkpoint whose tensors are read one at a time.
+
+    Attributes:
+        raw: What config.json holds.
+        files: Its other files, such as those of the tokenizer.
+        source_fingerprint: Of its weights, or with an adapter of those that this was made for.
+    """
+
+    wanted: DecoderConfig
+    raw: dict[str, Any]
+    tensors: Mapping[str, Stored]
+    files: Sequence[Path]
+    source_fingerprint: str
+
+
+@contextmanager
+def open_checkpoint(
+    path: str | Path, revision: str | None = None, adapter: str | Path | None = None
+) -> Iterator[OpenCheckpoint]:
+    """A checkpoint of a family that the native decoder knows, on the CPU, without reading its weights whole.
+
+    Raises:
+        UsageError: The decoder does not know it, it is quantised already, or as in `load_target`.
+    """
+    checked_folder(path, revision)
+    with loading(path):
+        config = AutoConfig.from_pretrained(path, revision=revision)
+        optional: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False, "revision": revision}
+        found = [cached_file(path, name, **optional) for name in ("config.json", *COMPANIONS)]
+    if few := getattr(config, "quantization_config", None):
+        raise UsageError(
+            f"{path} is quantised already ({few.get('quant_method')}); give the model that it was made of."
+        )
+    options = LoadOptions(torch.float32, torch.device("cpu"), "off", revision=revision, adapter=adapter)
+    with ExitStack() as opened:
+        try:
+            wanted = decoder_config(config)
+            tensors, source = open_weights(path, wanted, config, options, opened)
+        except NotCovered as refused:
+            raise UsageError(
+                f"{path} cannot be rounded, because the native decoder cannot run it: {refused}."
+            ) from refused
+        raw = json.loads(Path(str(found[0])).read_text(encoding="utf-8"))
+        with loading(path):
+            if source is None:
+                source = weights_fingerprint((name, tensors[name].tensor()) for name in wanted.tensor_shapes())
+        yield OpenCheckpoint(wanted, raw, tensors, [Path(file) for file in found[1:] if file is not None], source)
 
 
 def few_bits_of(config: PretrainedConfig, options: LoadOptions) -> Mapping[str, Any] | None:
