@@ -130,8 +130,8 @@ def same_files(one: Path, other: Path) -> bool:
 def test_calibration_brings_outputs_nearer(models: dict[str, Path], tmp_path: Path) -> None:
     text = text_of(models["llama"], 90)
     logits = {}
-    quantize(models["llama"], tmp_path / "plain", QuantizeSettings(4, 8))
-    assert quantize(models["llama"], tmp_path / "few", QuantizeSettings(4, 8), text).is_calibrated
+    quantize(models["llama"], tmp_path / "plain", QuantizeSettings(4, 16))
+    assert quantize(models["llama"], tmp_path / "few", QuantizeSettings(4, 16), text).is_calibrated
     for name, path in {"source": models["llama"], "plain": tmp_path / "plain", "few": tmp_path / "few"}.items():
         target = load(path)
         shape = text.held_out.shape
