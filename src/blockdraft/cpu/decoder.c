@@ -70,8 +70,7 @@ static void attend(const Model *m, const Layer *layer, const Call *call, i64 row
         out[j] = mixed + (node * m->heads + h) * D;
     }
     for (i64 t = begin; t < slots; t += LANES)
-        for (i64 j = 0; j < count; j++)
-            dots(q[j], (const char *)keys + t * D * item, D, slots - 1 - t, scores + j * stride + t);
+        score(q, count, (const char *)keys + t * D * item, D, slots - 1 - t, scores + t, stride);
     for (i64 j = 0; j < count; j++) {
         i64 node = (from + j) / G;
         float *s = scores + j * stride;
