@@ -130,7 +130,8 @@ def measure_size(
 
         def load(process: Way) -> PeerProcess:
             served = [way for way in chosen if way.process == process]
-            log = arguments.out / "logs" / f"{size}-{process.side}-{process.kind}-{process.name or 'all'}.log"
+            parts = (size, process.side, process.kind, process.method.replace(":", ""), process.drafter)
+            log = arguments.out / "logs" / f"{'-'.join(filter(None, parts))}.log"
             return start(process, served, given, arguments.patience, log)
 
         for bits in dict.fromkeys(way.bits for way in chosen):  # these are in memory together
@@ -158,6 +159,8 @@ def run(arguments: argparse.Namespace) -> None:
     (arguments.out / "sizes.md").write_text(page, encoding="utf-8")
     report.draw(runs.all, arguments.out / "sizes.png")
     print(page)
+    if unequal := report.changed(runs.all):
+        raise ValueError(f"These change tokens, so their speed says nothing: {', '.join(unequal)}.")
 
 
 def main() -> None:

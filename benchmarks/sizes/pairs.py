@@ -43,11 +43,12 @@ def make(size: str, folder: Path, context: int) -> tuple[Path, Path]:
     return _random_pair(known_shape(size), folder)
 
 
-def rows(size: str) -> tuple[int, int]:
-    """How many weights the rows of a target's matrices have: those that read its features, and the last of each MLP."""
+def rows(size: str) -> tuple[int, int, int]:
+    """How many weights the rows of a target's matrices have: those that read features, heads, the inside of an MLP."""
     config = json.loads((TARGET / "config.json").read_text()) if size.isdigit() else vars(known_shape(size).target)
     factor = int(size) if size.isdigit() else 1
-    return factor * config["hidden_size"], factor * config["intermediate_size"]
+    heads = config["num_attention_heads"] * config["head_dim"]
+    return factor * config["hidden_size"], factor * heads, factor * config["intermediate_size"]
 
 
 def known_shape(name: str) -> Shape:
@@ -87,12 +88,13 @@ def _random_pair(shape: Shape, folder: Path) -> tuple[Path, Path]:
     target, drafter = folder / "target", folder / "drafter"
     target.mkdir(parents=True, exist_ok=True)
     with torch.device("meta"):
-        wanted = AutoModelForCausalLM.from_config(shape.target).state_dict()
+        model = AutoModelForCausalLM.from_config(shape.target)
         network = DFlashNetwork(draft_config(shape)).state_dict()
+    wanted = model.state_dict()
     if shape.target.tie_word_embeddings:
         del wanted["lm_head.weight"]
-    shape.target.architectures = [AutoModelForCausalLM._model_mapping[type(shape.target)].__name__]
-    shape.target.save_pretrained(target)
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(target)
     save_file(_random(wanted), target / "model.safetensors", {"format": "pt"})
     for file in TARGET.iterdir():  # the words do not matter, but llama.cpp's converter wants a tokenizer
         if file.name.startswith("tokenizer"):

@@ -47,6 +47,10 @@ def _count(parameters: int) -> str:
     return f"{parameters / 1e6:.0f} M"
 
 
+def _speed(tokens_per_second: float) -> str:
+    return f"{tokens_per_second:.0f}" if tokens_per_second >= 100 else f"{tokens_per_second:.3g}"
+
+
 def _range(ratios: Sequence[float]) -> str:
     return f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
 
@@ -61,7 +65,7 @@ def _speedups(found: Figures) -> str:
             if speed is None:
                 continue
             cells = [_speedup(found, size, Way(OURS, plain.kind, name)) for name in names]
-            rows.append([_count(found.parameters[size]), plain.kind, f"{speed:.3g}", *cells])
+            rows.append([_count(found.parameters[size]), plain.kind, _speed(speed), *cells])
     return _table(["parameters", "weights", "plain, tokens/s", *names], rows)
 
 
@@ -85,7 +89,7 @@ def _beside(found: Figures, name: str) -> str:
                 for way in pair:
                     speed = way and found.speed(size, way, name)
                     label = way and (way.kind if way.method == PLAIN else f"{way.kind}, {way.name}")
-                    cells.append(f"{speed:.3g} ({label})" if speed else "")
+                    cells.append(f"{_speed(speed)} ({label})" if speed else "")
             ratios = []
             for ours, theirs in (plain, best):
                 ratios.append(_range(found.ratios(size, ours, theirs, name)) if ours and theirs else "")
@@ -101,7 +105,7 @@ def _llama(found: Figures) -> str:
             speed = found.speed(size, way, ANSWERS)
             if speed is not None:
                 own = "" if way.method == PLAIN else _speedup(found, size, way)
-                rows.append([_count(found.parameters[size]), way.kind, way.name, f"{speed:.3g}", own])
+                rows.append([_count(found.parameters[size]), way.kind, way.name, _speed(speed), own])
     return _table(["parameters", "weights", "way", "tokens/s", "over its plain decoding"], rows)
 
 
@@ -143,11 +147,20 @@ def _equal(found: Figures) -> str:
                     "each way that drafts are those of plain decoding."
                 )
     for (size, bits), count in found.looping.items():
-        lines.append(
-            f"- {_count(found.parameters[size])}, {bits} bits: {count} prompts are left out, since their answers run in "
-            "circles."
-        )
+        said = f"{count} prompts are left out, since their answers run in circles."
+        lines.append(f"- {_count(found.parameters[size])}, {bits} bits: {said}")
     return "\n".join(lines) or "None was compared."
+
+
+def changed(runs: Sequence[Run]) -> list[str]:
+    """Our ways whose answers are not those of our plain decoding."""
+    found = Figures(runs)
+    return [
+        f"{way.kind} {way.name} at {size}"
+        for size in found.sizes
+        for way in found.ways(size, OURS)
+        if found.equal(size, way, Way(OURS, way.kind, PLAIN)) not in (None, 1.0)
+    ]
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:
@@ -156,6 +169,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import LogLocator
 
     found = Figures(runs)
     figure, panels = plt.subplots(2, 2, figsize=(12, 9), layout="constrained")
@@ -208,12 +222,14 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     for axes, title in titles.items():
         axes.set(xscale="log", xlabel="parameters of the target", title=title)
         axes.set_xticks(across, [f"{x:.0f} M" for x in across])
+        if axes is not speedup:
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter("{x:g}")
         axes.minorticks_off()
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=8)
-        if axes is not speedup:
-            axes.set_yscale("log")
     speedup.set_ylim(bottom=0)
     figure.savefig(path, dpi=130)
     plt.close(figure)

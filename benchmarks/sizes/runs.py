@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import csv
-import random
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from math import log
 from pathlib import Path
 
 from benchmarks.peers.process import PeerError, PeerProcess
@@ -15,6 +15,7 @@ from benchmarks.sizes.ways import PLAIN, Way
 
 ANSWERS = "answers"
 MOST_GUESSES = 15
+GOLDEN = (5**0.5 - 1) / 2  # its multiples lie evenly between whole numbers
 FORCED_CYCLES = 500  # after so many the counts of right guesses begin anew
 
 
@@ -120,13 +121,12 @@ def tasks(
 
 
 def right_guesses(chance: float) -> tuple[int, ...]:
-    """How many guesses are right in each cycle, if each is so with this chance as long as those before it are."""
-    source = random.Random(0)
+    """How many guesses are right in each cycle, if each is so with this chance as long as those before it are.
 
-    def count() -> int:
-        return next((i for i in range(MOST_GUESSES) if source.random() >= chance), MOST_GUESSES)
-
-    return tuple(count() for _ in range(FORCED_CYCLES))
+    The shares of the counts are near those of chance in any stretch, so that short answers have the right tau, too.
+    """
+    evenly = ((i + 1) * GOLDEN % 1 for i in range(FORCED_CYCLES))
+    return tuple(min(int(log(place) / log(chance)), MOST_GUESSES) for place in evenly)
 
 
 def steps(found: Sequence[Task], ways: Sequence[Way], repeats: int) -> Iterable[tuple[Task, Way, int]]:
