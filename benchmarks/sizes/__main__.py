@@ -27,6 +27,7 @@ from benchmarks.peers.process import PeerError, PeerProcess
 from benchmarks.sizes import pairs, report
 from benchmarks.sizes.runs import Runs, measure, steps, tasks
 from benchmarks.sizes.ways import LLAMA, LLAMA_KINDS, OUR_KINDS, Q4_K_ROW, Way, start, ways
+from benchmarks.sizes.widen import TARGET
 from blockdraft.engine.text import encode
 from blockdraft.evaluation.prompts import read_prompt_sets
 from blockdraft.targets import load_target_text
@@ -143,9 +144,9 @@ def measure_size(
 def run(arguments: argparse.Namespace) -> None:
     if arguments.anew and arguments.out.exists():
         shutil.rmtree(arguments.out)
-    text = load_target_text(pairs.TARGET)
+    text = load_target_text(TARGET)
     [given] = read_prompt_sets([arguments.prompts], arguments.limit)
-    prompts = [encode(prompt, text) for prompt in given.prompts]  # type: ignore[arg-type]  # it reads the tokenizer only
+    prompts = [encode(prompt, text) for prompt in given.prompts]
     digest = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:16]
     settled(arguments.out, {"prompts": digest, "tokens": arguments.tokens, "threads": arguments.threads})
     runs = Runs(arguments.out / "runs.csv")

@@ -94,9 +94,13 @@ class Figures:
 
     def equal(self, size: str, way: Way, other: Way) -> float | None:
         """Share of the prompts that two ways answer alike, in all repeats."""
-        answers, others = ({} for _ in range(2))
-        for each, kept in ((way, answers), (other, others)):
-            for run in self._of(size, each, ANSWERS):
-                kept.setdefault(run.prompt, set()).add(run.answer)
-        both = answers.keys() & others.keys()
-        return sum(answers[i] == others[i] and len(answers[i]) == 1 for i in both) / len(both) if both else None
+        own, others = self._answers(size, way), self._answers(size, other)
+        both = own.keys() & others.keys()
+        return sum(own[i] == others[i] and len(own[i]) == 1 for i in both) / len(both) if both else None
+
+    def _answers(self, size: str, way: Way) -> dict[int, set[str]]:
+        """By prompt; where repeats differ, several."""
+        found: dict[int, set[str]] = defaultdict(set)
+        for run in self._of(size, way, ANSWERS):
+            found[run.prompt].add(run.answer)
+        return found

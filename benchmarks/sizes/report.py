@@ -127,7 +127,10 @@ def _memory(found: Figures) -> str:
                     cells += ["" if each is None else f"{each:.3g}" for each in (plain, drafted)]
                 rows.append([_count(found.parameters[size]), side, way.kind, f"{memory:.2f}", *cells])
     columns = [f"{name.removeprefix('first ')} tokens, {how}" for name in firsts for how in ("plain", "drafting")]
-    text = "Most memory of a process that drafts, files that are mapped included, and seconds to the first token.\n\n"
+    text = (
+        "Most memory of a process that drafts, files that are mapped included, with ours Python and torch, and seconds "
+        "to the first token.\n\n"
+    )
     return text + _table(["parameters", "side", "weights", "memory, GiB", *columns], rows)
 
 
@@ -142,10 +145,8 @@ def _equal(found: Figures) -> str:
             shares = [found.equal(size, way, Way(side, way.kind, PLAIN)) for way in found.ways(size, side)]
             known = [each for each in shares if each is not None]
             if known and not found.is_forced(size, ANSWERS):
-                lines.append(
-                    f"- {_count(found.parameters[size])}, {side}: at least {min(known):.0%} of the answers of "
-                    "each way that drafts are those of plain decoding."
-                )
+                said = f"drafted answers are those of plain decoding for {min(known):.0%} of the prompts or more."
+                lines.append(f"- {_count(found.parameters[size])}, {side}: {said}")
     for (size, bits), count in found.looping.items():
         said = f"{count} prompts are left out, since their answers run in circles."
         lines.append(f"- {_count(found.parameters[size])}, {bits} bits: {said}")

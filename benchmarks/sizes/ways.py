@@ -65,9 +65,10 @@ def ways(kinds: list[str], methods: list[str], llama_kinds: list[str]) -> list[W
     Raises:
         ValueError: An unknown kind or method.
     """
-    for kind, known in [*((kind, OUR_KINDS) for kind in kinds), *((kind, LLAMA_KINDS) for kind in llama_kinds)]:
-        if kind not in known:
-            raise ValueError(f"Kind {kind!r} of weights is unknown; there are {', '.join(known)}.")
+    for given, known in ((kinds, list(OUR_KINDS)), (llama_kinds, list(LLAMA_KINDS))):
+        for kind in given:
+            if kind not in known:
+                raise ValueError(f"Kind {kind!r} of weights is unknown; there are {', '.join(known)}.")
     for method in methods:
         drafting(method)
     found = [Way(OURS, kind, method) for kind in kinds for method in dict.fromkeys([PLAIN, *methods])]
