@@ -26,7 +26,7 @@ DEFAULT_COMPILE: Compile = "auto"
 # Largest block that a CPU computes for little more than one token where the target is compiled.
 CPU_BLOCK_SIZE = 4
 # Of a target's weights.
-Quantize: TypeAlias = Literal["int8", "fp8"]
+Quantize: TypeAlias = Literal["int8", "int4", "fp8"]
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "error"]
 
 

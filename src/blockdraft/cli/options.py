@@ -102,7 +102,7 @@ CompileForward = Annotated[
 Quantize = Annotated[
     str | None,
     typer.Option(
-        metavar="int8|fp8",
+        metavar="int8|int4|fp8",
         help="Round the target's weights; the rounded model is then the target. fp8 is for NVIDIA GPUs.",
     ),
 ]

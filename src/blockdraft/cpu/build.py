@@ -19,7 +19,7 @@ from blockdraft.cpu.library import KINDS, Library
 from blockdraft.machine import cache_folder, processor
 
 SOURCE = Path(__file__).with_name("decoder.c")
-INCLUDED = tuple(SOURCE.with_name(name) for name in ("kernels.h", "calls.h"))
+INCLUDED = tuple(SOURCE.with_name(name) for name in ("kernels.h", "integers.h", "calls.h"))
 COMPILERS = ("gcc", "cc", "clang")
 # Sums must have the same bits wherever they are computed: nothing is fused or reordered that the source does not say.
 FLAGS = ("-O2", "-march=native", "-ffp-contract=off", "-shared", "-fPIC")
@@ -35,19 +35,23 @@ class Build:
     """A library that is compiled in the background, unless it is in the cache.
 
     Args:
-        weights: Dtype of the weights: float32, bfloat16 or int8.
+        weights: Dtype of the weights that are not of few bits: float32 or bfloat16.
         store: Dtype of keys and values: float32 or bfloat16.
         head_dim: Size of a head; a multiple of 4.
+        integers: Whether there are weights of few bits.
 
     Attributes:
         reason: Why there is no library; None until this is known.
     """
 
-    def __init__(self, weights: torch.dtype, store: torch.dtype, head_dim: int = MOST_LANES) -> None:
+    def __init__(
+        self, weights: torch.dtype, store: torch.dtype, head_dim: int = MOST_LANES, integers: bool = False
+    ) -> None:
         lanes = gcd(head_dim, MOST_LANES)
         assert lanes >= 4, head_dim
         self.reason: str | None = None
-        self._defines = [f"-DWEIGHT={KINDS[weights]}", f"-DSTORE={KINDS[store]}", f"-DMOST_LANES={lanes}"]
+        numbers = {"WEIGHT": KINDS[weights], "STORE": KINDS[store], "MOST_LANES": lanes, "INTEGERS": int(integers)}
+        self._defines = [f"-D{name}={number}" for name, number in numbers.items()]
         # Its threads are no daemons: a process that ends before the compiler still leaves a library for the next one.
         worker = ThreadPoolExecutor(1, "compiler")
         self._made = worker.submit(self._make)
@@ -128,6 +132,6 @@ def _tell_why() -> None:
 
 
 @cache
-def build(weights: torch.dtype, store: torch.dtype, head_dim: int = MOST_LANES) -> Build:
+def build(weights: torch.dtype, store: torch.dtype, head_dim: int = MOST_LANES, integers: bool = False) -> Build:
     """The one `Build` of this process for these arguments, begun when first asked for."""
-    return Build(weights, store, head_dim)
+    return Build(weights, store, head_dim, integers)

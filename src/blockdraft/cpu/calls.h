@@ -7,10 +7,13 @@
 #define STRUCT(S) typedef struct { S##_FIELDS(MEMBER, S) } S;
 #define DESCRIBED(S) S##_FIELDS(ENTRY, S) {#S, "", 0, sizeof(S)},
 
-/* weight [blocks, inputs, LANES], scale and bias [blocks * LANES] or null. */
+/* weight: [blocks, inputs, LANES] of floats; of 8 bits [blocks, inputs / 4, LANES, 4]; of 4 bits [blocks, inputs / 8,
+   LANES, 4], inputs 0 to 3 of 8 in the low halves of bytes. scale, offset or null: [blocks, inputs / group, LANES].
+   bias [blocks * LANES] or null. */
 #define Linear_FIELDS(FIELD, S)                                                                           \
-    FIELD(S, const void *, weight) FIELD(S, const float *, scale) FIELD(S, const float *, bias)           \
-    FIELD(S, i64, inputs) FIELD(S, i64, outputs)
+    FIELD(S, const void *, weight) FIELD(S, const void *, scale) FIELD(S, const float *, offset)          \
+    FIELD(S, const float *, bias) FIELD(S, i64, inputs) FIELD(S, i64, outputs) FIELD(S, i64, kind)        \
+    FIELD(S, i64, group) FIELD(S, i64, half_scales)
 STRUCT(Linear)
 
 /* Norms but the first two may be null. whole_block: nodes see all nodes of their row, not their ancestors only. */
@@ -67,7 +70,10 @@ const Field *fields(void) {
     P(PARENTS, "the parent of a node is neither -1 nor a node before it")                                 \
     P(TAPS, "a tap lies beyond the layers")                                                               \
     P(LOGITS, "logits are wanted of a node that is not there, or of more nodes than there are")           \
-    P(TOKENS, "a token lies outside the embedding")
+    P(TOKENS, "a token lies outside the embedding")                                                       \
+    P(KIND, "a weight is of a kind that this library was not built for, or has no scale")                 \
+    P(GROUP, "the groups of a weight are no multiples of 8, too large, or do not divide its inputs")                 \
+    P(MEMORY, "there is not enough memory")
 #define CODE(name, words) name,
 #define WORDS(name, words) words,
 enum { NOTHING, PROBLEMS(CODE) ALL_PROBLEMS };
@@ -79,6 +85,7 @@ const char *problem(i64 code) {
 }
 
 #define MOST ((i64)1 << 31) /* of what is counted, so that no product of counts overflows */
+#define MOST_GROUP 65536 /* inputs, so that no sum of their products overflows */
 #define MOST_THREADS 4096
 #define REFUSE(condition, code) if (condition) return -(code)
 
@@ -92,10 +99,18 @@ static i64 check_shape(const Model *m, i64 batch, i64 nodes, i64 slots, i64 thre
     return 0;
 }
 
+static i64 check_kind(const Linear *l) {
+    REFUSE(!l->weight, POINTER);
+    if (l->kind == WEIGHT) return 0;
+    REFUSE(!INTEGERS || (l->kind != INT8 && l->kind != INT4) || !l->scale, KIND);
+    REFUSE(l->group < 8 || l->group % 8 || l->group > MOST_GROUP || l->inputs % l->group, GROUP);
+    return 0;
+}
+
 static i64 check_linear(const Linear *l, i64 inputs, i64 outputs) {
     REFUSE(!l->weight, POINTER);
     REFUSE(l->inputs != inputs || l->outputs != outputs, SIZES);
-    return 0;
+    return check_kind(l);
 }
 
 static i64 check_layers(const Model *m) {

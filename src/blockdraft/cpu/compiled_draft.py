@@ -18,6 +18,7 @@ from blockdraft.nn.cache import KVCache
 from blockdraft.nn.dflash import DFlashNetwork, DraftLayer
 from blockdraft.nn.draft_pass import DraftPass, cached_bytes, joined
 from blockdraft.nn.packed import PackedLinear, fits_bfloat16
+from blockdraft.nn.quantized import best_group, round_to_nearest
 from blockdraft.timing import PASS, mark
 
 
@@ -39,6 +40,7 @@ def draft_pass(
     embed: Callable[[Tensor], Tensor],
     head: Callable[[Tensor], Tensor],
     own_head: bool = False,
+    bits: int | None = None,
 ) -> DraftPass | CompiledDraftPass:
     """The fastest way to run a network; where its target is compiled, a compiled one, if there is one.
 
@@ -48,6 +50,7 @@ def draft_pass(
         target: That of the drafter, compiled.
         embed, head: As in `DraftPass`.
         own_head: Whether the head is another than the target's.
+        bits: To which weights are rounded, if they are: those of a target's layers.
     """
     if target is None:
         return DraftPass(network, embed, head, "its target is not compiled")
@@ -55,6 +58,8 @@ def draft_pass(
     if reason is not None:
         return DraftPass(network, embed, head, reason)
     dtype = network.fc.weight.dtype
+    if bits is not None and target.library.store_dtype == dtype:
+        return CompiledDraftPass(network, target.library, embed, head, None if own_head else target, bits)
     halved = dtype == torch.float32 and all(fits_bfloat16(p) for p in network.parameters() if p.ndim == 2)
     made = build(torch.bfloat16 if halved else dtype, dtype, network.config.head_dim)
     library = made.library()
@@ -74,6 +79,7 @@ class CompiledDraftPass(CompiledLayers):
         library: Built for its dtype and head size.
         embed, head: As in `DraftPass`.
         target: Lends its embedding and head, where it uses the same library: then a pass with its head is one call.
+        bits: To which weights are rounded, if they are.
     """
 
     compile_reason: str | None = None
@@ -86,12 +92,14 @@ class CompiledDraftPass(CompiledLayers):
         embed: Callable[[Tensor], Tensor],
         head: Callable[[Tensor], Tensor],
         target: CompiledDecoder | None = None,
+        bits: int | None = None,
     ) -> None:
         self._embed, self._head = embed, head
         self.config = config = network.config
         super().__init__(library, config.num_hidden_layers, EVERYWHERE)
         self._network, self._like = network, network.fc.weight
         self._packed: list[PackedLinear] = []
+        self._bits = bits
         for own, module, kind in zip(self._layers, network.layers, config.layers, strict=True):
             layer = cast(DraftLayer, module)
             attention, mlp = layer.self_attn, layer.mlp
@@ -125,7 +133,7 @@ class CompiledDraftPass(CompiledLayers):
         return cached_bytes(self.config, batch * capacity, self._like.dtype)
 
     def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
-        observed = 4 * self.library.draft_context_workspace(self._model, batch, nodes)
+        observed = 4 * self.library.draft_context_workspace(self._model, batch, nodes, self._features.inputs)
         return max(observed, super().workspace_bytes(batch, nodes, slots))
 
     def observe(self, state: KVCache, features: Tensor) -> None:
@@ -187,6 +195,9 @@ class CompiledDraftPass(CompiledLayers):
 
     def _pack(self, *projections: torch.nn.Linear) -> LinearFields:
         packed = joined(projections, views=False)
+        if self._bits is not None:
+            rounded = round_to_nearest(packed.weight, self._bits, best_group(packed.in_features))
+            packed = PackedLinear(rounded, packed.bias)
         self._packed.append(packed)  # which owns the memory
         return self.library.linear(packed)
 

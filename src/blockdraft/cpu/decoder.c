@@ -2,8 +2,8 @@
    weights read once.
 
    Each number of a row is computed by the same operations in the same order, however many rows there are and wherever
-   its ancestors lie: a token gets the same bits alone, in a block and in a tree. Weights are float32, bfloat16 or int8
-   with a scale for each output channel; arithmetic is float32. cpu/compiled.py fills the structs of calls.h, and
+   its ancestors lie: a token gets the same bits alone, in a block and in a tree. Weights are float32 or bfloat16, and
+   arithmetic is float32; or they are integers of 8 or 4 bits (integers.h). cpu/compiled.py fills the structs of calls.h, and
    cpu/compiled_draft.py. Functions that can be called check what they are given, and return what is wrong with it. */
 #include "kernels.h"
 
@@ -159,8 +159,32 @@ static void tap(const Model *m, const Call *call, i64 layer, const float *x) {
 
 /* Where things lie in the workspace, in numbers of `float`; `end` is what is needed of it. */
 typedef struct {
-    i64 depths, x, h, qkv, wide, scores, scores_of_thread, strange, end;
+    i64 depths, x, h, qkv, wide, scores, scores_of_thread, strange, rounded, end;
 } Places;
+
+static int has_integers(const Model *m) {
+    int found = IS_INTEGER(&m->head);
+    for (i64 index = 0; index < m->num_layers && !found; index++) {
+        const Layer *layer = m->layers + index;
+        found = IS_INTEGER(&layer->qkv) || IS_INTEGER(&layer->output) || IS_INTEGER(&layer->gate_up)
+            || IS_INTEGER(&layer->down);
+    }
+    return found;
+}
+
+/* Numbers of `float` that hold so many rows rounded. */
+static i64 rounded_size(i64 rows, i64 inputs) { return rows * ((inputs + 7) / 8 * 4); }
+
+/* Where so many rows are rounded. */
+static Rounded rounded_at(float *memory, i64 rows, i64 inputs) {
+    const i64 groups = rows * ((inputs + 7) / 8);
+    return (Rounded){(int8_t *)(memory + 2 * groups), memory, (int32_t *)(memory + groups)};
+}
+
+static i64 widest_input(const Model *m) {
+    const i64 mixed = m->heads * m->head_dim, more = mixed > m->inner ? mixed : m->inner;
+    return more > m->hidden ? more : m->hidden;
+}
 
 static Places places(const Model *m, i64 rows, i64 slots, i64 threads) {
     const i64 mix_width = m->heads * m->head_dim, width = (m->heads + 2 * m->kv_heads) * m->head_dim;
@@ -172,7 +196,8 @@ static Places places(const Model *m, i64 rows, i64 slots, i64 threads) {
     p.scores = p.wide + rows * (2 * m->inner > mix_width ? 2 * m->inner : mix_width);
     p.scores_of_thread = QUERIES * ((slots + LANES - 1) / LANES * LANES);
     p.strange = p.scores + threads * p.scores_of_thread;
-    p.end = p.strange + (rows * m->kv_heads + 3) / 4;
+    p.rounded = p.strange + (rows * m->kv_heads + 3) / 4;
+    p.end = p.rounded + (has_integers(m) ? rounded_size(rows, widest_input(m)) : 0);
     return p;
 }
 
@@ -201,6 +226,7 @@ i64 decoder_forward(const Model *m, const Call *call) {
     float *w = call->workspace, *x = w + at.x, *h = w + at.h, *qkv = w + at.qkv, *wide = w + at.wide;
     i64 *depths = (i64 *)(w + at.depths);
     uint8_t *strange = (uint8_t *)(w + at.strange);
+    const Rounded in = rounded_at(w + at.rounded, rows, widest_input(m));
     for (i64 node = 0; node < rows; node++)
         depths[node] = call->parents[node] < 0 ? 0 : depths[node - node % N + call->parents[node]] + 1;
 #pragma omp parallel num_threads(call->threads)
@@ -210,31 +236,42 @@ i64 decoder_forward(const Model *m, const Call *call) {
         for (i64 i = first * H; call->embedded && i < last * H; i++) x[i] = m->embedding_scale * call->embedded[i];
         for (i64 row = first; !call->embedded && row < last; row++) {
             i64 token = call->tokens[row], begin = token / LANES * H * LANES + token % LANES;
-            float scale = m->embedding_scale * (m->embedding.scale ? m->embedding.scale[token] : 1);
-            for (i64 i = 0; i < H; i++)
-                x[row * H + i] = scale * load_one(m->embedding.weight, begin + i * LANES, WEIGHT);
+            if (IS_INTEGER(&m->embedding)) integer_row(&m->embedding, token, m->embedding_scale, x + row * H);
+            else
+                for (i64 i = 0; i < H; i++)
+                    x[row * H + i] = m->embedding_scale * load_one(m->embedding.weight, begin + i * LANES, WEIGHT);
         }
         for (i64 index = 0; index < m->num_layers; index++) {
             const Layer *layer = m->layers + index;
             /* The rows of x that this thread wrote last are those it reads now, unless a projection wrote them. */
             norm_rows(x, layer->before_attention, m->eps, H, rows, h, 0);
+            round_inputs(&layer->qkv, h, H, rows, in, 1);
 #pragma omp barrier
-            project(&layer->qkv, h, H, rows, qkv, width, 0);
+            project(&layer->qkv, h, H, in, rows, qkv, width, 0);
 #pragma omp barrier
             place(m, layer, call, index, depths, qkv, m->heads, strange);
 #pragma omp barrier
             attention(m, layer, call, index, strange, depths, qkv, wide, scores);
 #pragma omp barrier
-            project(&layer->output, wide, mix_width, rows, layer->after_attention ? h : x, H, !layer->after_attention);
+            if (IS_INTEGER(&layer->output)) {
+                round_inputs(&layer->output, wide, mix_width, rows, in, 0);
+#pragma omp barrier
+            }
+            project(&layer->output, wide, mix_width, in, rows, layer->after_attention ? h : x, H, !layer->after_attention);
 #pragma omp barrier
             if (layer->after_attention) norm_rows(h, layer->after_attention, m->eps, H, rows, x, 1);
             norm_rows(x, layer->before_mlp, m->eps, H, rows, h, 0);
+            round_inputs(&layer->gate_up, h, H, rows, in, 1);
 #pragma omp barrier
-            project(&layer->gate_up, h, H, rows, wide, 2 * m->inner, 0);
+            project(&layer->gate_up, h, H, in, rows, wide, 2 * m->inner, 0);
 #pragma omp barrier
             activate(m, wide, rows);
 #pragma omp barrier
-            project(&layer->down, wide, 2 * m->inner, rows, layer->after_mlp ? h : x, H, !layer->after_mlp);
+            if (IS_INTEGER(&layer->down)) {
+                round_inputs(&layer->down, wide, 2 * m->inner, rows, in, 0);
+#pragma omp barrier
+            }
+            project(&layer->down, wide, 2 * m->inner, in, rows, layer->after_mlp ? h : x, H, !layer->after_mlp);
 #pragma omp barrier
             if (layer->after_mlp) norm_rows(h, layer->after_mlp, m->eps, H, rows, x, 1);
             tap(m, call, index, x);
@@ -245,8 +282,12 @@ i64 decoder_forward(const Model *m, const Call *call) {
         for (i64 k = 0; call->logits_at && k < call->num_logits; k++) /* rows whose logits are wanted, moved together */
             if (omp_get_thread_num() == 0) memcpy(x + k * H, h + call->logits_at[k] * H, 4 * H);
 #pragma omp barrier
+        if (call->num_logits && IS_INTEGER(&m->head)) {
+            round_inputs(&m->head, call->logits_at ? x : h, H, call->num_logits, in, 0);
+#pragma omp barrier
+        }
         if (call->num_logits)
-            project(&m->head, call->logits_at ? x : h, H, call->num_logits, call->logits, m->head.outputs, 0);
+            project(&m->head, call->logits_at ? x : h, H, in, call->num_logits, call->logits, m->head.outputs, 0);
 #pragma omp barrier
         if (m->logit_cap) {
             SHARE(call->num_logits * m->head.outputs, from, to);
@@ -260,10 +301,25 @@ i64 decoder_forward(const Model *m, const Call *call) {
     return 0;
 }
 
-/* Numbers of `float` that `draft_context` needs for its work. */
-i64 draft_context_workspace(const Model *m, i64 batch, i64 nodes) {
+/* Numbers of `float` that `draft_context` needs for its work, for features of so many inputs. */
+i64 draft_context_workspace(const Model *m, i64 batch, i64 nodes, i64 inputs) {
     i64 wrong = check_shape(m, batch, nodes, 0, 1);
-    return wrong ? wrong : batch * nodes * (m->hidden + m->num_layers * 2 * m->kv_heads * m->head_dim);
+    if (wrong) return wrong;
+    const i64 numbers = m->hidden + m->num_layers * 2 * m->kv_heads * m->head_dim;
+    return batch * nodes * numbers + rounded_size(batch * nodes, m->hidden > inputs ? m->hidden : inputs);
+}
+
+/* Some outputs of a weight, from a whole block on. */
+static Linear outputs_from(const Linear *l, i64 first, i64 count) {
+    Linear part = *l;
+    const i64 size = first * l->inputs, factors = IS_INTEGER(l) ? first * (l->inputs / l->group) : 0;
+    const i64 bytes = l->kind == INT4 ? size / 2 : l->kind == INT8 ? size : size * BYTES(WEIGHT);
+    part.weight = (const char *)part.weight + bytes;
+    if (part.scale) part.scale = (const char *)part.scale + factors * (l->half_scales ? 2 : 4);
+    if (part.offset) part.offset += factors;
+    if (part.bias) part.bias += first;
+    part.outputs = count;
+    return part;
 }
 
 /* Write the keys and values of committed tokens, for all layers of a draft network, from its target's features, which
@@ -273,28 +329,33 @@ i64 draft_context(const Model *m, const Call *call, const Linear *features, cons
     REFUSE(!m || !call || !features || !norm || !features->weight, POINTER);
     i64 wrong = check_shape(m, call->batch, call->nodes, call->slots, call->threads);
     if (!wrong) wrong = check_rows(m, call);
+    REFUSE(features->inputs < 1 || features->outputs != m->hidden, SIZES);
+    if (!wrong) wrong = check_kind(features);
     const i64 rows = call->batch * call->nodes;
     if (wrong || !rows) return wrong;
-    const i64 needed = draft_context_workspace(m, call->batch, call->nodes);
+    const i64 needed = draft_context_workspace(m, call->batch, call->nodes, features->inputs);
     if (call->room < needed) return needed;
     REFUSE(!call->embedded || !call->workspace, POINTER);
-    REFUSE(features->inputs < 1 || features->outputs != m->hidden, SIZES);
     const i64 H = m->hidden, width = 2 * m->kv_heads * m->head_dim;
     const i64 queries = m->heads * m->head_dim; /* whole blocks, since head_dim is a multiple of LANES */
     float *h = call->workspace, *keys_values = h + rows * H;
+    const i64 widest = H > features->inputs ? H : features->inputs;
+    const Rounded in = rounded_at(keys_values + m->num_layers * rows * width, rows, widest);
 #pragma omp parallel num_threads(call->threads)
     {
-        project(features, call->embedded, features->inputs, rows, h, H, 0);
+        round_inputs(features, call->embedded, features->inputs, rows, in, 0);
+#pragma omp barrier
+        project(features, call->embedded, features->inputs, in, rows, h, H, 0);
 #pragma omp barrier
         norm_rows(h, norm, m->eps, H, rows, h, 0);
-#pragma omp barrier
         for (i64 index = 0; index < m->num_layers; index++) {
-            Linear part = m->layers[index].qkv;
-            part.weight = (const char *)part.weight + queries * H * BYTES(WEIGHT);
-            if (part.scale) part.scale += queries;
-            if (part.bias) part.bias += queries;
-            part.outputs = width;
-            project(&part, h, H, rows, keys_values + index * rows * width, width, 0);
+            const Linear part = outputs_from(&m->layers[index].qkv, queries, width);
+            if (!index || part.group != m->layers[index - 1].qkv.group || part.kind != m->layers[index - 1].qkv.kind) {
+#pragma omp barrier
+                round_inputs(&part, h, H, rows, in, 0);
+#pragma omp barrier
+            }
+            project(&part, h, H, in, rows, keys_values + index * rows * width, width, 0);
         }
 #pragma omp barrier
         for (i64 index = 0; index < m->num_layers; index++)
@@ -306,6 +367,7 @@ i64 draft_context(const Model *m, const Call *call, const Linear *features, cons
 i64 lanes(void) { return LANES; }
 i64 weight_kind(void) { return WEIGHT; }
 i64 store_kind(void) { return STORE; }
+i64 has_integer_kernels(void) { return INTEGERS; }
 
 /* y = x W^T + bias for rows `xs` numbers apart. */
 i64 packed_linear(const Linear *l, const float *x, i64 xs, i64 rows, float *y, i64 threads) {
@@ -315,7 +377,21 @@ i64 packed_linear(const Linear *l, const float *x, i64 xs, i64 rows, float *y, i
     REFUSE(threads < 1 || threads > MOST_THREADS, THREADS);
     if (!rows) return 0;
     REFUSE(!x || !y, POINTER);
+    const i64 wrong = check_kind(l);
+    REFUSE(wrong, -wrong);
+    Rounded in = {0};
+    float *memory = 0;
+    if (IS_INTEGER(l)) {
+        memory = malloc(4 * rounded_size(rows, l->inputs));
+        REFUSE(!memory, MEMORY);
+        in = rounded_at(memory, rows, l->inputs);
+    }
 #pragma omp parallel num_threads(threads) if (threads > 1)
-    project(l, x, xs, rows, y, l->outputs, 0);
+    {
+        round_inputs(l, x, xs, rows, in, 0);
+#pragma omp barrier
+        project(l, x, xs, in, rows, y, l->outputs, 0);
+    }
+    free(memory);
     return 0;
 }

@@ -17,16 +17,15 @@
 #else
 #define LANES 4
 #endif
-/* Given when compiled: WEIGHT and STORE, the kinds of weights and of the key/value cache, and MOST_LANES. */
+/* Given when compiled: WEIGHT and STORE, the kinds of weights that are no integers and of the key/value cache, and
+   MOST_LANES; and INTEGERS, 1 where weights of few bits are wanted too, which takes the compiler longer. */
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
-typedef int8_t bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
 typedef int64_t i64;
 typedef long long pair __attribute__((vector_size(16)));
-typedef char sixteen __attribute__((vector_size(16)));
 typedef short eight __attribute__((vector_size(16)));
 
 /* x * y + z rounded once. Compilers may or may not fuse by themselves, here so and there so; they are told not to. */
@@ -50,10 +49,15 @@ typedef short eight __attribute__((vector_size(16)));
 #endif
 #endif
 
-enum { FLOAT32, BFLOAT16, INT8 };
-#define BYTES(kind) ((kind) == FLOAT32 ? 4 : (kind) == BFLOAT16 ? 2 : 1)
+enum { FLOAT32, BFLOAT16, INT8, INT4 };
+#define BYTES(kind) ((kind) == FLOAT32 ? 4 : 2) /* of keys, values, and weights that are no integers */
 
 #include "calls.h"
+
+/* This thread's share of 0 .. count. */
+#define SHARE(count, from, to)                                                                            \
+    i64 from = (count) * omp_get_thread_num() / omp_get_num_threads(),                                    \
+        to = (count) * (omp_get_thread_num() + 1) / omp_get_num_threads()
 
 INLINE vec splat(float x) { return x - (vec){}; } /* not +: that would turn -0 into 0 and cost an addition */
 INLINE vec choose(ints mask, vec x, vec y) { return (vec)(((ints)x & mask) | ((ints)y & ~mask)); }
@@ -62,24 +66,29 @@ INLINE vec most_of(vec x, vec y) { return choose(x > y, x, y); }
 
 INLINE vec load(const void *w, i64 at, const int kind) {
     if (kind == FLOAT32) return *(const vec *)((const float *)w + at);
-#if defined(__AVX2__) && LANES == 8 && !defined(__clang__) /* single instructions that gcc does not find by itself */
-    pair narrow = {};
-    memcpy(&narrow, (const char *)w + (kind == INT8 ? at : 2 * at), kind == INT8 ? 8 : 16);
-    if (kind == INT8) return __builtin_convertvector((ints)__builtin_ia32_pmovsxbd256((sixteen)narrow), vec);
+#if defined(__AVX2__) && LANES == 8 && !defined(__clang__) /* an instruction that gcc does not find by itself */
+    pair narrow;
+    memcpy(&narrow, (const uint16_t *)w + at, 16);
     return (vec)((ints)__builtin_ia32_pmovzxwd256((eight)narrow) << 16);
 #else
-    if (kind == INT8) return __builtin_convertvector(*(const bytes *)((const int8_t *)w + at), vec);
     return (vec)(__builtin_convertvector(*(const halves *)((const uint16_t *)w + at), ints) << 16);
 #endif
 }
 
 static float load_one(const void *w, i64 at, int kind) {
     if (kind == FLOAT32) return ((const float *)w)[at];
-    if (kind == INT8) return ((const int8_t *)w)[at];
     uint32_t bits = (uint32_t)((const uint16_t *)w)[at] << 16;
     float x;
     memcpy(&x, &bits, 4);
     return x;
+}
+
+static float half_to_float(uint16_t half) {
+    uint32_t bits = (half & 0x7fff) << 13;
+    float size;
+    memcpy(&size, &bits, 4);
+    size *= 5.192296858534828e33f; /* exponents differ by 112 */
+    return half & 0x8000 ? -size : size;
 }
 
 static void store_one(void *to, i64 at, int kind, float x) {
@@ -124,6 +133,18 @@ INLINE vec sigmoid(vec x) { return 1.0f / (1.0f + exp_vec(-x)); }
 
 static float cap(float x, float limit) { return limit ? limit * tanhf(x / limit) : x; }
 
+/* Outputs from `at` on, y = sum + bias or y += that. */
+INLINE void put_sums(const Linear *l, vec sum, i64 at, float *y, int add) {
+    const i64 left = l->outputs - at;
+    if (l->bias) sum += *(const vec *)(l->bias + at);
+    if (left < LANES) { /* the last block holds rows that no output has */
+        for (int k = 0; k < left; k++) y[at + k] = add ? y[at + k] + sum[k] : sum[k];
+        return;
+    }
+    if (add) sum += *(vec *)(y + at);
+    *(vec *)(y + at) = sum;
+}
+
 /* R rows times C blocks of outputs. The sum over inputs runs in order, whatever R and C are. Meanwhile the next C
    blocks of weights are fetched from memory, if `fetch`. */
 INLINE void tile(const Linear *l, const float *x, i64 xs, i64 block, float *y, i64 ys, int add, int fetch,
@@ -149,21 +170,8 @@ INLINE void tile(const Linear *l, const float *x, i64 xs, i64 block, float *y, i
             for (int c = 0; c < C; c++) sums[r][c] = FMA(input, w[c], sums[r][c]);
         }
     }
-    for (int c = 0; c < C; c++) {
-        i64 at = (block + c) * LANES, left = l->outputs - at;
-        for (int r = 0; r < R; r++) {
-            vec sum = sums[r][c];
-            float *out = y + r * ys + at;
-            if (l->scale) sum *= *(const vec *)(l->scale + at);
-            if (l->bias) sum += *(const vec *)(l->bias + at);
-            if (left < LANES) { /* the last block holds rows that no output has */
-                for (int k = 0; k < left; k++) out[k] = add ? out[k] + sum[k] : sum[k];
-                continue;
-            }
-            if (add) sum += *(vec *)out;
-            *(vec *)out = sum;
-        }
-    }
+    for (int c = 0; c < C; c++)
+        for (int r = 0; r < R; r++) put_sums(l, sums[r][c], (block + c) * LANES, y + r * ys, add);
 }
 
 #define TILE(R, C) case R * 16 + C: tile(l, x, xs, block, y, ys, add, fetch, R, C); break;
@@ -206,13 +214,15 @@ static i64 best_of(const float *x, i64 size) {
     return i;
 }
 
-/* This thread's share of 0 .. count. */
-#define SHARE(count, from, to)                                                                            \
-    i64 from = (count) * omp_get_thread_num() / omp_get_num_threads(),                                    \
-        to = (count) * (omp_get_thread_num() + 1) / omp_get_num_threads()
+#include "integers.h"
 
-/* y = x W^T + bias, or y += that; each thread computes some of the outputs. */
-static void project(const Linear *l, const float *x, i64 xs, i64 rows, float *y, i64 ys, int add) {
+/* y = x W^T + bias, or y += that; each thread computes some of the outputs. Where weights are integers, `in` holds what
+   `round_inputs` has made of x. */
+static void project(const Linear *l, const float *x, i64 xs, Rounded in, i64 rows, float *y, i64 ys, int add) {
+    if (IS_INTEGER(l)) {
+        integer_project(l, in, rows, y, ys, add);
+        return;
+    }
     SHARE((l->outputs + LANES - 1) / LANES, first, last);
     const i64 groups = (rows + 5) / 6, largest = (rows + groups - 1) / groups;
     /* As many sums at once as there are registers for. */

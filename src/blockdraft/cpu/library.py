@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from blockdraft.nn.packed import PackedLinear
+from blockdraft.nn.quantized import InterleavedWeight
 
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # of weights and stores, as in kernels.h
+KINDS = {torch.float32: 0, torch.bfloat16: 1}  # of weights and stores, as in kernels.h
+INTEGERS = {8: 2, 4: 3}  # by their bits
 DTYPES = {number: dtype for dtype, number in KINDS.items()}
 PROJECTIONS = ("qkv", "output", "gate_up", "down")
 NORMS = ("before_attention", "before_mlp", "after_attention", "after_mlp")
@@ -25,8 +27,8 @@ class LinearFields(ctypes.Structure):
     """`Linear` of calls.h."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("weight", "scale", "bias")),
-        *((name, c_int64) for name in ("inputs", "outputs")),
+        *((name, c_void_p) for name in ("weight", "scale", "offset", "bias")),
+        *((name, c_int64) for name in ("inputs", "outputs", "kind", "group", "half_scales")),
     ]
 
 
@@ -102,16 +104,22 @@ class Product:
     def __init__(
         self,
         library: Library,
-        weight: Tensor,
-        scale: Tensor | None,
+        weight: Tensor | InterleavedWeight,
         bias: Tensor | None,
         inputs: int,
         outputs: int,
     ) -> None:
         self._library = library
-        self._alive = weight, scale, bias
-        pointers = [None if each is None else each.data_ptr() for each in self._alive]
-        self.fields = LinearFields(*pointers, inputs, outputs)
+        self._alive = weight, bias
+        shift = None if bias is None else bias.data_ptr()
+        if isinstance(weight, Tensor):
+            kind = KINDS[weight.dtype]
+            self.fields = LinearFields(weight.data_ptr(), None, None, shift, inputs, outputs, kind)
+            return
+        offset = None if weight.offset is None else weight.offset.data_ptr()
+        pointers = weight.codes.data_ptr(), weight.scale.data_ptr(), offset, shift
+        half = weight.scale.dtype == torch.float16
+        self.fields = LinearFields(*pointers, inputs, outputs, INTEGERS[weight.bits], weight.group, half)
 
     def __call__(self, rows: Tensor, out: Tensor) -> None:
         self._library.multiply(self.fields, rows, out)
@@ -126,6 +134,7 @@ class Library:
     Attributes:
         lanes: Output channels of a weight that lie side by side.
         weights_dtype: Of the weights that it takes.
+        has_integers: Whether it takes weights of few bits, too.
         store_dtype: Of keys and values.
 
     Raises:
@@ -141,13 +150,14 @@ class Library:
         self._problem = _function(library, "problem", c_int64, returns=c_char_p)
         self._decoder_workspace = _function(library, "decoder_workspace", c_void_p, *[c_int64] * 4)
         self._decoder_forward = _function(library, "decoder_forward", c_void_p, c_void_p)
-        self._draft_context_workspace = _function(library, "draft_context_workspace", c_void_p, c_int64, c_int64)
+        self._draft_context_workspace = _function(library, "draft_context_workspace", c_void_p, *[c_int64] * 3)
         self._draft_context = _function(library, "draft_context", *[c_void_p] * 4)
         types = (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64)
         self._packed_linear = _function(library, "packed_linear", *types)
         self.lanes = int(_function(library, "lanes")())
         self.weights_dtype = DTYPES[_function(library, "weight_kind")()]
         self.store_dtype = DTYPES[_function(library, "store_kind")()]
+        self.has_integers = bool(_function(library, "has_integer_kernels")())
 
     def decoder_workspace(self, model: ModelFields, batch: int, nodes: int, slots: int, threads: int) -> int:
         """Numbers of float32 that `decoder_forward` needs for rows that reach so many slots, their nodes' included."""
@@ -157,17 +167,17 @@ class Library:
         """0; or, having done nothing, the numbers of float32 that the call needs room for, where it has less."""
         return self._checked(self._decoder_forward(byref(model), byref(call)))
 
-    def draft_context_workspace(self, model: ModelFields, batch: int, nodes: int) -> int:
-        """Numbers of float32 that `draft_context` needs."""
-        return self._checked(self._draft_context_workspace(byref(model), batch, nodes))
+    def draft_context_workspace(self, model: ModelFields, batch: int, nodes: int, inputs: int) -> int:
+        """Numbers of float32 that `draft_context` needs for features of so many inputs."""
+        return self._checked(self._draft_context_workspace(byref(model), batch, nodes, inputs))
 
     def draft_context(self, model: ModelFields, call: CallFields, features: LinearFields, norm: int) -> int:
         """As `decoder_forward`."""
         return self._checked(self._draft_context(byref(model), byref(call), byref(features), norm))
 
-    def product(self, weight: Tensor, scale: Tensor | None, bias: Tensor | None, inputs: int, outputs: int) -> Product:
+    def product(self, weight: Tensor | InterleavedWeight, bias: Tensor | None, inputs: int, outputs: int) -> Product:
         """As `nn.packed.Kernels` has it."""
-        return Product(self, weight, scale, bias, inputs, outputs)
+        return Product(self, weight, bias, inputs, outputs)
 
     def linear(self, layer: PackedLinear) -> LinearFields:
         """A layer's weight, packed for this library, as its functions take it; valid as long as the layer lives."""

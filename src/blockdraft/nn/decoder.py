@@ -17,6 +17,7 @@ from blockdraft.nn.cache import write_nodes
 from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.nn.exact import ExactAttention
 from blockdraft.nn.packed import PackedLinear
+from blockdraft.nn.quantized import QuantizedWeight, joined_weights
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -24,8 +25,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
 
-# From the name of a checkpoint's tensor to the tensor, on the device and in the dtype of the network.
-Read: TypeAlias = Callable[[str], Tensor]
+# From the name of a checkpoint's tensor to the tensor, on the device and in the dtype of the network, or in few bits.
+Read: TypeAlias = Callable[[str], Tensor | QuantizedWeight]
 
 
 class Norm(nn.Module):
@@ -57,6 +58,18 @@ class Norm(nn.Module):
         return (x * self.scale(x)).mul_(self.weight).to(x.dtype)
 
 
+def plain(weight: Tensor | QuantizedWeight) -> Tensor:
+    assert isinstance(weight, Tensor), "few bits are for matrices"
+    return weight
+
+
+def joined(weights: Sequence[Tensor | QuantizedWeight]) -> Tensor | QuantizedWeight:
+    """Their output channels, one behind the other; all of few bits, or none."""
+    few = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
+    assert not few or len(few) == len(weights), "what is computed at once is either of few bits or not"
+    return joined_weights(few) if few else torch.cat([plain(weight) for weight in weights])
+
+
 class DecoderLayer(nn.Module):
     """Attributes:
     given: Weights of the norms by their roles, as the checkpoint has them.
@@ -80,10 +93,12 @@ class DecoderLayer(nn.Module):
         self.rope, self.mask = config.ropes.index(own.rope), config.windows.index(own.window)
         self.activation = ACTIVATIONS[config.activation]
         for projection, parts in config.projections(number).items():
-            kinds = ("weight", "bias") if config.has_bias(projection) else ("weight",)
-            fused = [torch.cat([read(f"{name}.{kind}") for name, _ in parts]) for kind in kinds]
-            setattr(self, projection, PackedLinear(*fused))
-        self.given = given = {role: read(name) for role, name in config.norms(number).items()}
+            bias = None
+            if config.has_bias(projection):
+                bias = torch.cat([plain(read(f"{name}.bias")) for name, _ in parts])
+            weight = joined([read(f"{name}.weight") for name, _ in parts])
+            setattr(self, projection, PackedLinear(weight, bias))
+        self.given = given = {role: plain(read(name)) for role, name in config.norms(number).items()}
         self.post_norms = config.post_norms
         for role in ("before_attention", "before_mlp", *(("after_attention", "after_mlp") if self.post_norms else ())):
             setattr(self, role, Norm(config, [given[role]]))
@@ -152,8 +167,11 @@ class Decoder(nn.Module):
         self.config = config
         self.embedding = PackedLinear(read("model.embed_tokens.weight"))
         self.layers = nn.ModuleList(DecoderLayer(config, layer, read) for layer in range(len(config.layers)))
-        self.norm = Norm(config, [read("model.norm.weight")])
+        self.norm = Norm(config, [plain(read("model.norm.weight"))])
         self.head = self.embedding if config.tied_head else PackedLinear(read("lm_head.weight"))
+        for module in self.modules():
+            if isinstance(module, PackedLinear):
+                module.dtype = self.dtype
         # Rounded to the dtype of the weights, as the models were trained.
         self.embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self.dtype))
         # With the frequencies [-f, f], one cosine and one sine give cos and the signed sine of both halves. They stay
@@ -169,6 +187,12 @@ class Decoder(nn.Module):
     @property
     def device(self) -> torch.device:
         return self.norm.given[0].device
+
+    @property
+    def bits(self) -> int | None:
+        """Of the weights of its layers, where these are few: the fewest."""
+        found = (module.bits for layer in self.layers for module in layer.modules() if isinstance(module, PackedLinear))
+        return min((bits for bits in found if bits is not None), default=None)
 
     @property
     def rounded(self) -> str | None:

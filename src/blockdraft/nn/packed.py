@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blockdraft.errors import UsageError
+from blockdraft.nn.quantized import InterleavedWeight, QuantizedWeight
 
 # Multiplies rows `[n, in]` with one weight, into `[n, out]`; both float32, `out` and each row contiguous.
 Product = Callable[[Tensor, Tensor], None]
@@ -24,12 +25,12 @@ class Kernels(Protocol):
     @property
     def weights_dtype(self) -> torch.dtype: ...
 
-    def product(self, weight: Tensor, scale: Tensor | None, bias: Tensor | None, inputs: int, outputs: int) -> Product:
+    def product(self, weight: Tensor | InterleavedWeight, bias: Tensor | None, inputs: int, outputs: int) -> Product:
         """The product with one weight.
 
         Args:
-            weight: `[blocks, inputs, lanes]` in `weights_dtype`.
-            scale, bias: `[blocks * lanes]` float32, or None.
+            weight: `[blocks, inputs, lanes]` in `weights_dtype`, or one of few bits.
+            bias: `[blocks * lanes]` float32, or None.
         """
 
 
@@ -43,50 +44,55 @@ class PackedLinear(nn.Module):
         bias: `[out]`.
 
     Attributes:
+        dtype: Of what is read back: that of the weight, or for one of few bits whatever the owner sets.
         rounded: How `cuda/rounded.py` has rounded the weight, or None.
     """
 
     rounded: str | None = None
     bias: Tensor | None
-    scale: Tensor | None
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.dtype = weight.dtype
-        # `[out, in]`; packed `[blocks, in, lanes]`, in which some output channels lie side by side.
+        self.dtype = torch.float32 if isinstance(weight, QuantizedWeight) else weight.dtype
+        # `[out, in]`; packed `[blocks, in, lanes]`, in which some output channels lie side by side. Or in few bits.
         self.stored: Tensor
-        self.register_buffer("stored", weight)
+        self.quantized: QuantizedWeight | InterleavedWeight | None = None
+        if isinstance(weight, QuantizedWeight):
+            self.quantized = weight
+        else:
+            self.register_buffer("stored", weight)
         self.register_buffer("bias", bias)
-        self.register_buffer("scale", None)  # `[out]`, of an int8 weight
         self._kernels: Kernels | None = None
         self._product: Product | None = None
 
     @property
+    def bits(self) -> int | None:
+        """Of the weight, where these are few."""
+        return None if self.quantized is None else self.quantized.bits
+
+    @property
     def weight(self) -> Tensor:
-        """`[out, in]`; a copy where it is packed or quantised."""
+        """`[out, in]`; a copy where it is packed or of few bits."""
         if self.rounded is not None:
             return self.stored.dequantize()
+        if self.quantized is not None:
+            return self._unpacked(self.quantized).dequantize().to(self.dtype)
         weight = self.stored
         if self._kernels is not None:
             weight = weight.transpose(1, 2).reshape(-1, self.in_features)[: self.out_features]
-        return weight.to(self.dtype) if self.scale is None else weight * self.scale.unsqueeze(-1)
-
-    def quantize(self) -> None:
-        """Round the weight to int8; inputs are never rounded. Due before `pack`."""
-        if self.scale is None:
-            assert self._kernels is None
-            self.stored, self.scale = int8_rows(self.stored)
+        return weight.to(self.dtype)
 
     def rows(self, index: Tensor) -> Tensor:
         """Rows of the weight, `[...]` int64 to `[..., in]`: an embedding table is a weight too."""
+        if self.quantized is not None:
+            check_tokens(index, self.out_features)
+            return self.quantized.rows(index.reshape(-1)).dequantize().view(*index.shape, -1).to(self.dtype)
         if self._kernels is None:
-            rows = F.embedding(index, self.stored)
-        else:
-            check_tokens(index, self.out_features)  # beyond them lies padding
-            lanes = self.stored.size(2)
-            rows = self.stored[index // lanes, :, index % lanes]
-        return rows.to(self.dtype) if self.scale is None else rows * self.scale[index].unsqueeze(-1)
+            return F.embedding(index, self.stored).to(self.dtype)
+        check_tokens(index, self.out_features)  # beyond them lies padding
+        lanes = self.stored.size(2)
+        return self.stored[index // lanes, :, index % lanes].to(self.dtype)
 
     def pack(self, kernels: Kernels) -> Product:
         """Lay the weight out as these kernels want it, and compute with them from now on.
@@ -99,19 +105,25 @@ class PackedLinear(nn.Module):
         if self._product is None:
             lanes = kernels.lanes
             blocks = -(-self.out_features // lanes)
-            padded = F.pad(self.stored.to(kernels.weights_dtype), (0, 0, 0, blocks * lanes - self.out_features))
-            self.stored = padded.view(blocks, lanes, self.in_features).transpose(1, 2).contiguous()
-            scale, bias = (
-                None if each is None else F.pad(each.float(), (0, blocks * lanes - self.out_features)).contiguous()
-                for each in (self.scale, self.bias)
-            )
+            fill = blocks * lanes - self.out_features
+            laid: Tensor | InterleavedWeight
+            if isinstance(self.quantized, QuantizedWeight):
+                self.quantized = laid = InterleavedWeight.of(self.quantized, lanes)
+            else:
+                padded = F.pad(self.stored.to(kernels.weights_dtype), (0, 0, 0, fill))
+                self.stored = laid = padded.view(blocks, lanes, self.in_features).transpose(1, 2).contiguous()
+            bias = None if self.bias is None else F.pad(self.bias.float(), (0, fill)).contiguous()
             self._kernels = kernels
-            self._product = kernels.product(self.stored, scale, bias, self.in_features, self.out_features)
+            self._product = kernels.product(laid, bias, self.in_features, self.out_features)
         assert self._kernels is kernels, "packed for other kernels"
         return self._product
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._product is None or (torch.is_grad_enabled() and x.requires_grad):
+        differentiable = torch.is_grad_enabled() and x.requires_grad
+        if self._product is None and self.quantized is not None and not differentiable:
+            rows = self._unpacked(self.quantized).multiply(x.reshape(-1, self.in_features).float())
+            return (rows if self.bias is None else rows + self.bias).view(*x.shape[:-1], -1).to(x.dtype)
+        if self._product is None or differentiable:
             return F.linear(x, self.weight if self.rounded is None else self.stored, self.bias)
         rows = x.reshape(-1, self.in_features).float()
         if rows.stride(1) != 1:
@@ -119,6 +131,10 @@ class PackedLinear(nn.Module):
         out = rows.new_empty(*x.shape[:-1], self.out_features)
         self._product(rows, out)
         return out.to(x.dtype)
+
+    @staticmethod
+    def _unpacked(weight: QuantizedWeight | InterleavedWeight) -> QuantizedWeight:
+        return weight if isinstance(weight, QuantizedWeight) else weight.weight()
 
 
 def check_tokens(tokens: Tensor, count: int) -> None:
@@ -134,15 +150,3 @@ def check_tokens(tokens: Tensor, count: int) -> None:
 def fits_bfloat16(weight: Tensor) -> bool:
     """Whether bfloat16 holds these numbers as they are: so it is where a checkpoint in bfloat16 was read as float32."""
     return torch.equal(weight.bfloat16().to(weight.dtype), weight)
-
-
-def int8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight `[out, in]` as int8 and a float32 factor `[out]` for each of its rows.
-
-    Factors have 16 bits, so that products with them are exact, and the same comes out when they are rounded once more.
-    """
-    largest = weight.float().abs().amax(dim=1)
-    mantissa, exponent = torch.frexp(largest / 127)
-    scale = torch.ldexp((mantissa * 2**16).ceil() / 2**16, exponent)
-    scale = torch.where(largest > 0, scale, 1.0)
-    return (weight.float() / scale.unsqueeze(-1)).round().to(torch.int8), scale

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from math import gcd
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from blockdraft.errors import UsageError
 
 MOST_CODE = 127  # of an input
+LEAST_INPUT = 1e-30  # in size, of a group whose numbers are not all taken for 0
 GROUPS = (128, 64, 32, 16, 8)  # that can be chosen, the best first
 LEAST_GROUP = GROUPS[-1]
 
@@ -70,12 +72,10 @@ class QuantizedWeight:
             weight = weight + self.offset.unsqueeze(-1)
         return weight.flatten(1)
 
-    def rows(self, index: Tensor) -> Tensor:
-        """Some of its rows, `[...]` int64 to `[..., in]` float32."""
-        flat = index.reshape(-1)
-        offset = None if self.offset is None else self.offset[flat]
-        chosen = QuantizedWeight(self.codes[flat], self.scale[flat], offset, self.bits)
-        return chosen.dequantize().view(*index.shape, -1)
+    def rows(self, index: Tensor) -> QuantizedWeight:
+        """Some of its rows, `[n]` int64."""
+        offset = None if self.offset is None else self.offset[index]
+        return QuantizedWeight(self.codes[index], self.scale[index], offset, self.bits)
 
     def multiply(self, x: Tensor) -> Tensor:
         """`round(x) @ weight.T`, `[n, in]` float32 to `[n, out]`: what the compiled kernels compute, slowly."""
@@ -99,8 +99,10 @@ def round_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """
     parts = x.float().unflatten(1, (-1, group))
     largest = parts.abs().amax(-1)
-    factor = largest / MOST_CODE
-    inverse = torch.where(largest > 0, MOST_CODE / largest, 0.0)
+    some = largest > LEAST_INPUT
+    # A number divided by a tensor is its inverse times the number, which may be rounded otherwise.
+    inverse = torch.where(some, torch.full_like(largest, MOST_CODE) / largest, 0.0)
+    factor = torch.where(some, largest / torch.full_like(largest, MOST_CODE), 0.0)
     codes = (parts * inverse.unsqueeze(-1)).round().clamp(-MOST_CODE, MOST_CODE)
     finite = parts.isfinite().all(-1)
     return torch.where(finite.unsqueeze(-1), codes, 0.0).flatten(1), torch.where(finite, factor, torch.nan)
@@ -170,3 +172,67 @@ def narrow(scale: Tensor) -> Tensor:
     """Scales as float16, if that holds them all as they are."""
     half = scale.half()
     return half if torch.equal(half.float(), scale.float()) else scale.float()
+
+
+@dataclass(frozen=True)
+class InterleavedWeight:
+    """A `QuantizedWeight` as compiled kernels read it: `lanes` output channels side by side.
+
+    Args:
+        codes: uint8; with 8 bits `[blocks, in / 4, lanes, 4]`, with 4 bits `[blocks, in / 8, lanes, 4]`, the first 4 of
+            8 inputs in the low halves of bytes, which are never negative.
+        scale, offset: `[blocks, in / group, lanes]`; as in `QuantizedWeight`.
+        outputs: Of the weight; the last block is filled up with zeros.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    offset: Tensor | None
+    bits: int
+    outputs: int
+
+    @classmethod
+    def of(cls, weight: QuantizedWeight, lanes: int) -> InterleavedWeight:
+        count, inputs = weight.shape
+        blocks = -(-count // lanes)
+        codes = weight.codes + 8 if weight.bits == 4 and weight.offset is None else weight.codes
+        padded = F.pad(codes, (0, 0, 0, blocks * lanes - count)).view(torch.uint8)
+        if weight.bits == 4:
+            low, high = padded.view(blocks, lanes, inputs // 8, 2, 4).unbind(3)
+            parts = low | high << 4
+        else:
+            parts = padded.view(blocks, lanes, inputs // 4, 4)
+        factors = (
+            None if each is None else _blocks_of(each, blocks, lanes).transpose(1, 2).contiguous()
+            for each in (weight.scale, weight.offset)
+        )
+        scale, offset = factors
+        assert scale is not None
+        return cls(parts.transpose(1, 2).contiguous(), scale, offset, weight.bits, count)
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale."""
+        return self.codes.size(1) * 32 // self.bits // self.scale.size(1)
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scale.nbytes + (0 if self.offset is None else self.offset.nbytes)
+
+    def rows(self, index: Tensor) -> QuantizedWeight:
+        """Some output channels, `[n]` int64."""
+        block, lane = index // self.codes.size(2), index % self.codes.size(2)
+        codes = self.codes[block, :, lane]
+        if self.bits == 4:
+            codes = torch.stack([codes & 15, codes >> 4], 2) - (8 if self.offset is None else 0)
+        offset = None if self.offset is None else self.offset[block, :, lane]
+        return QuantizedWeight(codes.flatten(1).view(torch.int8), self.scale[block, :, lane], offset, self.bits)
+
+    def weight(self) -> QuantizedWeight:
+        """The weight as it was."""
+        return self.rows(torch.arange(self.outputs))
+
+
+def _blocks_of(factors: Tensor, blocks: int, lanes: int) -> Tensor:
+    """`[out, groups]` as `[blocks, lanes, groups]`."""
+    return F.pad(factors, (0, 0, 0, blocks * lanes - len(factors))).view(blocks, lanes, -1)

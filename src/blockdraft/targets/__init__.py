@@ -22,7 +22,6 @@ from blockdraft.targets.checkpoint import load_text
 from blockdraft.targets.exact import check_exact
 from blockdraft.targets.families import NotCovered
 from blockdraft.targets.fingerprint import other_target_warning, target_fingerprint
-from blockdraft.targets.native_files import save_quantized
 from blockdraft.types import DEFAULT_BACKEND, DEFAULT_COMPILE, Backend, Compile, Quantize
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -160,7 +159,6 @@ __all__ = [
     "embedding_and_head",
     "load_target",
     "load_target_text",
-    "save_quantized",
     "target_fingerprint",
     "other_target_warning",
     "transformers_model",

@@ -46,13 +46,13 @@ def other_target_warning(drafter: str | Path, trained_for: str | None, target: T
 
 
 def _digest(prefix: str, weights: Iterable[tuple[str, Tensor]]) -> str:
-    digest = hashlib.sha256(prefix.encode())
-    for name, weight in sorted(weights, key=lambda each: each[0]):
+    lines = {}
+    for name, weight in weights:  # which need not all be in memory at once
         at = torch.linspace(0, weight.numel() - 1, min(SAMPLE, weight.numel()), dtype=torch.float64).long()
         places = torch.unravel_index(at.to(weight.device), weight.shape)  # a flattened copy may take long
         values = weight.detach()[places].to("cpu", torch.bfloat16).tolist()
-        digest.update(json.dumps([name, list(weight.shape), values]).encode())
-    return digest.hexdigest()[:16]
+        lines[name] = json.dumps([name, list(weight.shape), values])
+    return _hash("".join([prefix, *(lines[name] for name in sorted(lines))]).encode())
 
 
 def _hash(content: bytes) -> str:

@@ -90,13 +90,14 @@ class NativeTarget(CheckpointTarget):
             parts.append("captured")
         if self.exact:
             parts.append("exact")
-        kind = "int8" if self.is_int8 else self.decoder.rounded
+        bits = self.bits
+        kind = f"int{bits}" if bits else self.decoder.rounded
         return ", ".join([*parts, *([f"{kind} weights"] if kind else [])])
 
     @property
-    def is_int8(self) -> bool:
-        """Whether the weights are int8 as a CPU uses them."""
-        return self.decoder.head.scale is not None
+    def bits(self) -> int | None:
+        """Of the layers' weights, where these are few, as a CPU uses them."""
+        return self.decoder.bits
 
     @property
     def best_block_size(self) -> int | None:
@@ -126,7 +127,7 @@ class NativeTarget(CheckpointTarget):
     def draft_runner(self, network: DFlashNetwork, head: Callable[[Tensor], Tensor] | None = None) -> DraftRunner:
         if self.captured is not None:
             return CapturedDraftPass(network, self.captured.recorder, self.embed, head or self.head)
-        return draft_pass(network, self.compiled, self.embed, head or self.head, own_head=head is not None)
+        return draft_pass(network, self.compiled, self.embed, head or self.head, head is not None, self.bits)
 
     def capture(self, recorder: Recorder) -> None:
         """Run forwards over few nodes as graphs from now on. Due before the first cache and the first drafter.
@@ -239,7 +240,7 @@ def use_best_threads_for(target: NativeTarget) -> None:
             tokens = torch.zeros(1, count, dtype=torch.long)
             target.forward(tokens, chain_parents(1, count), cache)
 
-    facts = (target.decoder.config, target.dtype, target.is_int8)
+    facts = (target.decoder.config, target.dtype, target.bits)
     use_best_threads(score, facts)
 
 

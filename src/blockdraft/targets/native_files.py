@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
@@ -24,16 +21,15 @@ from blockdraft.cuda.rounded import round_weights, why_not_rounded
 from blockdraft.errors import UsageError
 from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.decoder_config import DecoderConfig
-from blockdraft.nn.packed import PackedLinear, int8_rows
+from blockdraft.nn.quantized import QuantizedWeight, best_group, round_to_nearest
 from blockdraft.targets.adapter import load_model
-from blockdraft.targets.base import LoadOptions, Target
+from blockdraft.targets.base import LoadOptions
 from blockdraft.targets.checkpoint import checked_folder, load_generation_config, load_tokenizer, loading
 from blockdraft.targets.families import NotCovered, decoder_config
 from blockdraft.targets.fingerprint import weights_fingerprint
 
-QUANT_METHOD = "blockdraft-int8"  # in a checkpoint's configuration
-SOURCE = "source_fingerprint"  # beside it: of the checkpoint that was rounded
-SCALE = "_scale"  # of an int8 tensor, behind its name
+BITS = {"int8": 8, "int4": 4}
+TABLE_BITS = 8  # of embedding and head, in which fewer cost the most and save the least
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 UNMEASURED = "on a GPU, CUDA graphs are captured where compile is on only: nobody has measured them yet"
 
@@ -86,13 +82,7 @@ def read_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
     folder, rounded, source = checked_folder(path, options.revision), None, None
     with loading(path):
         config = AutoConfig.from_pretrained(path, revision=options.revision)
-    quantization = getattr(config, "quantization_config", None) or {}
-    if quantization.get("quant_method") == QUANT_METHOD:
-        if options.adapter is not None:
-            raise UsageError(f"{path} has int8 weights, which no adapter can be merged with; use the model it came of.")
-        quantize, source = "int8", quantization.get(SOURCE) or ""
-        del config.quantization_config
-    elif quantize == "fp8" or (quantize and device.type == "cuda"):
+    if quantize == "fp8" or (quantize and device.type == "cuda"):
         refused = why_not_rounded(quantize, device, dtype)
         if refused is not None:
             raise UsageError(f"quantize is {quantize!r}: {refused}.")
@@ -110,61 +100,33 @@ def read_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
         if wanted.tied_head and TABLE not in tensors and HEAD in tensors:
             tensors[TABLE] = tensors[HEAD]
         check_tensors(wanted, tensors)
-        kind = torch.int8 if quantize else torch.bfloat16 if is_bfloat16(wanted, tensors) else dtype
-        library = None if reason is not None else build(kind, dtype, wanted.head_dim)
+        kind = torch.bfloat16 if is_bfloat16(wanted, tensors) else dtype
+        library = None if reason is not None else build(kind, dtype, wanted.head_dim, quantize is not None)
+
+        def read(name: str) -> Tensor | QuantizedWeight:
+            tensor = read_tensor(tensors, name).to(device, dtype)
+            return tensor if quantize is None or tensor.ndim < 2 else rounded_weight(name, tensor, BITS[quantize])
+
         with loading(path):
             tokenizer = load_tokenizer(path, options.revision)
         with loading(path, device), torch.no_grad():
-            decoder = Decoder(wanted, lambda name: read_tensor(tensors, name).to(device, dtype))
-            if source is None and (quantize or rounded):
+            if source is None and quantize:
+                own = ((name, read_tensor(tensors, name).to(dtype)) for name in wanted.tensor_shapes())
+                source = weights_fingerprint(own) if dtype != torch.float16 else ""
+            decoder = Decoder(wanted, read)
+            if source is None and rounded:
                 source = weights_fingerprint(decoder.named_weights()) if dtype != torch.float16 else ""
-            if quantize:
-                for layer in decoder.modules():
-                    if isinstance(layer, PackedLinear):
-                        layer.quantize()
             if rounded:
                 round_weights(decoder, rounded)
     known = folder if folder.exists() else None
-    if quantize and dtype != torch.float32:
-        raise UsageError(f"int8 weights are for float32 arithmetic; dtype is {str(dtype).removeprefix('torch.')}.")
     generation_config = load_generation_config(path, options.revision)
     return Checkpoint(decoder, config, tokenizer, generation_config, known, library, reason, source)
 
 
-class Quantized(Target, Protocol):
-    """A target that may have int8 weights."""
-
-    @property
-    def is_int8(self) -> bool: ...
-
-
-def save_quantized(target: Quantized, folder: Path) -> None:
-    """Write a target that was loaded with int8 weights, for `load_target` to read again with the same bits.
-
-    Raises:
-        ValueError: The folder exists, or the target has no int8 weights.
-    """
-    if folder.exists():
-        raise UsageError(f"{folder} exists already; name a folder that does not.")
-    if not target.is_int8:
-        raise UsageError('The target has no int8 weights of a CPU; load it there with quantize="int8".')
-    tensors: dict[str, Tensor] = {}
-    for name, weight in target.named_weights():
-        if weight.ndim == 2:
-            tensors[name], tensors[name + SCALE] = int8_rows(weight)
-        else:
-            tensors[name] = weight.contiguous()
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    quantization = {"quant_method": QUANT_METHOD, SOURCE: target.source_fingerprint}
-    config = target.architecture | {"quantization_config": quantization}
-    (partial / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-    (partial / "generation_config.json").write_text(json.dumps({"eos_token_id": sorted(target.eos_token_ids)}))
-    save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
-    if target.tokenizer is not None:
-        target.tokenizer.save_pretrained(partial)
-    partial.rename(folder)
+def rounded_weight(name: str, weight: Tensor, bits: int) -> QuantizedWeight:
+    """A matrix of a checkpoint in few bits; embedding and head never get fewer than 8."""
+    bits = max(bits, TABLE_BITS) if name in (TABLE, HEAD) else bits
+    return round_to_nearest(weight, bits, best_group(weight.size(1)))
 
 
 def weight_files(path: str | Path, revision: str | None = None) -> list[str]:
@@ -215,5 +177,4 @@ def is_bfloat16(wanted: DecoderConfig, files: Mapping[str, Stored]) -> bool:
 
 
 def read_tensor(files: Mapping[str, Stored], name: str) -> Tensor:
-    tensor = files[name].read()
-    return tensor if tensor.dtype != torch.int8 else tensor * files[name + SCALE].read().unsqueeze(-1)
+    return files[name].read()

@@ -1,0 +1,275 @@
+/* Products of weights in few bits with inputs rounded to int8. nn/quantized.py says what is computed; within a group of
+   inputs sums are of integers, so that their order does not matter, and groups are added up in order. */
+#if defined(__SSSE3__)
+#include <immintrin.h>
+#elif defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
+#endif
+
+typedef uint8_t codes __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
+typedef int8_t signed_codes __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
+typedef int8_t small_codes __attribute__((vector_size(LANES), aligned(1), may_alias));
+typedef int16_t shorts __attribute__((vector_size(4 * LANES), may_alias));
+typedef uint16_t half_scales __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+
+#if LANES == 16
+#define WIDE(name) _mm512_##name
+typedef __m512i register_;
+#elif LANES == 8
+#define WIDE(name) _mm256_##name
+typedef __m256i register_;
+#elif defined(__SSSE3__)
+#define WIDE(name) _mm_##name
+typedef __m128i register_;
+#endif
+
+#if (LANES == 16 && defined(__AVX512VNNI__)) || (LANES < 16 && defined(__AVX512VNNI__) && defined(__AVX512VL__))
+#define DOT4(sum, w, x) (ints)WIDE(dpbusd_epi32)((register_)(sum), (register_)(w), (register_)(x))
+#define SHIFTED 128 /* is added to codes of 8 bits, since the instruction wants them unsigned */
+#elif LANES < 16 && defined(__AVXVNNI__)
+#define DOT4(sum, w, x) (ints)WIDE(dpbusd_avx_epi32)((register_)(sum), (register_)(w), (register_)(x))
+#define SHIFTED 128
+#elif (LANES == 16 && defined(__AVX512BW__)) || (LANES == 8 && defined(__AVX2__)) || (LANES == 4 && defined(__SSSE3__))
+#define PAIRS(w, x) (shorts)WIDE(maddubs_epi16)((register_)(w), (register_)(x))
+#define FOURS(pairs) (ints)WIDE(madd_epi16)((register_)(pairs), (register_)((shorts){} + 1))
+#elif LANES == 4 && defined(__ARM_FEATURE_DOTPROD)
+#define DOT4(sum, w, x) (ints)vdotq_s32((int32x4_t)(sum), (int8x16_t)(w), (int8x16_t)(x))
+#endif
+#ifndef SHIFTED
+#define SHIFTED 0
+#endif
+
+/* sum[lane] + w[lane][0..3] . x[lane][0..3]; w and x are bytes of 4 for each lane, x signed. */
+#if !defined(DOT4) && !defined(PAIRS)
+INLINE ints dot4(ints sum, signed_codes w, signed_codes x) {
+    for (int i = 0; i < 4 * LANES; i++) sum[i / 4] += (int)w[i] * x[i];
+    return sum;
+}
+#define DOT4(sum, w, x) dot4(sum, (signed_codes)(w), (signed_codes)(x))
+#endif
+
+/* Inputs as codes [rows, inputs], factors and sums of codes [rows, groups]. */
+typedef struct {
+    int8_t *codes;
+    float *factors;
+    int32_t *sums;
+} Rounded;
+
+/* One group of one row. A number that is not finite makes the factor NaN. */
+static void round_group(const float *x, i64 size, int8_t *to, float *factor, int32_t *total) {
+    const i64 whole = size / LANES * LANES;
+    vec most = {};
+    ints odd = {};
+    for (i64 i = 0; i < whole; i += LANES) {
+        ints bits = *(const ints *)(x + i) & 0x7fffffff;
+        odd |= bits >= 0x7f800000;
+        most = most_of((vec)bits, most);
+    }
+    float largest = 0;
+    int strange = 0;
+    for (int k = 0; k < LANES; k++) {
+        largest = most[k] > largest ? most[k] : largest;
+        strange |= odd[k];
+    }
+    for (i64 i = whole; i < size; i++) {
+        strange |= !(fabsf(x[i]) <= 3.4028235e38f);
+        largest = fabsf(x[i]) > largest ? fabsf(x[i]) : largest;
+    }
+    *factor = strange ? NAN : largest > 1e-30f ? largest / 127 : 0;
+    *total = 0;
+    if (strange || !*factor) {
+        memset(to, 0, size);
+        return;
+    }
+    const float inverse = 127 / largest, shift = 12582912.0f; /* rounds to the nearest integer, ties to even */
+    ints sums = {};
+    for (i64 i = 0; i < whole; i += LANES) {
+        ints code = (ints)(*(const vec *)(x + i) * inverse + shift) - 0x4b400000;
+        sums += code;
+        *(small_codes *)(to + i) = __builtin_convertvector(code, small_codes);
+    }
+    for (int k = 0; k < LANES; k++) *total += sums[k];
+    for (i64 i = whole; i < size; i++) {
+        float code = x[i] * inverse + shift - shift;
+        to[i] = (int8_t)code;
+        *total += (int32_t)code;
+    }
+}
+
+#define IS_INTEGER(l) (INTEGERS && ((l)->kind == INT8 || (l)->kind == INT4))
+
+/* Round rows for a product, if its weight is of integers; each thread some groups. With `whole_rows` each thread takes
+   the rows that `SHARE(rows)` gives it. */
+static void round_inputs(const Linear *l, const float *x, i64 xs, i64 rows, Rounded in, int whole_rows) {
+    if (!IS_INTEGER(l)) return;
+    const i64 groups = l->inputs / l->group, unit = whole_rows ? groups : 1;
+    SHARE(rows * groups / unit, first, last);
+    for (i64 work = first * unit; work < last * unit; work++) {
+        i64 row = work / groups, from = work % groups * l->group;
+        round_group(x + row * xs + from, l->group, in.codes + row * l->inputs + from, in.factors + work, in.sums + work);
+    }
+}
+
+INLINE vec load_scale(const Linear *l, i64 at) {
+    if (!l->half_scales) return *(const vec *)((const float *)l->scale + at);
+    const uint16_t *half = (const uint16_t *)l->scale + at;
+#if LANES == 16
+    return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)half));
+#elif LANES == 8 && defined(__F16C__)
+    return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)half));
+#elif defined(__F16C__)
+    return (vec)_mm_cvtph_ps(_mm_loadl_epi64((const __m128i *)half));
+#elif defined(__ARM_FEATURE_DOTPROD)
+    return (vec)vcvt_f32_f16(vld1_f16((const __fp16 *)half));
+#else
+    ints bits = __builtin_convertvector(*(const half_scales *)half, ints);
+    /* Exponents differ by 112; multiplying by 2^112 mends that, and numbers below the normal ones too. */
+    vec size = (vec)((bits & 0x7fff) << 13) * 5.192296858534828e33f;
+    return (vec)((ints)size | (bits & 0x8000) << 16);
+#endif
+}
+
+INLINE ints spread(const int8_t *four) { /* the same 4 bytes for each lane */
+    int32_t word;
+    memcpy(&word, four, 4);
+    return word - (ints){};
+}
+
+#ifdef PAIRS
+/* As `group_sums`, for at most 32 inputs. */
+INLINE void add_pairs(const uint8_t *w, i64 ahead, const int8_t *x, i64 xs, int size, ints *sums, const int BITS,
+                      const int R) {
+    shorts pairs[8]; /* of 4 bits: 8 products of at most 15 * 127, twice, have room in 16 bits */
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) pairs[r] = (shorts){};
+#pragma GCC unroll 8
+    for (int i = 0; i < size; i += 32 / BITS, w += 4 * LANES) {
+        codes own = *(const codes *)w;
+        __builtin_prefetch(w + ahead, 0, 2);
+        if (BITS == 4) {
+            codes low = own & 15, high = (codes)((shorts)own >> 4) & 15;
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++)
+                pairs[r] += PAIRS(low, spread(x + r * xs + i)) + PAIRS(high, spread(x + r * xs + i + 4));
+            continue;
+        }
+        register_ largest = WIDE(abs_epi8)((register_)own);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            ints here = spread(x + r * xs + i);
+#if LANES == 16
+            __mmask64 negative = _mm512_movepi8_mask((register_)own);
+            here = (ints)_mm512_mask_sub_epi8((register_)here, negative, (register_)(ints){}, (register_)here);
+#else
+            here = (ints)WIDE(sign_epi8)((register_)here, (register_)own);
+#endif
+            sums[r] += FOURS(PAIRS(largest, here));
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R && BITS == 4; r++) sums[r] += FOURS(pairs[r]);
+}
+#endif
+
+/* sums[r] += codes of a group of weights . codes of R inputs. Meanwhile what lies `ahead` is fetched from memory. */
+INLINE void group_sums(const uint8_t *w, i64 ahead, const int8_t *x, i64 xs, i64 size, ints *sums, const int BITS,
+                       const int R) {
+#ifdef PAIRS
+    i64 i = 0;
+    for (; i + 32 <= size; i += 32) add_pairs(w + i * LANES * BITS / 8, ahead, x + i, xs, 32, sums, BITS, R);
+    if (i < size) add_pairs(w + i * LANES * BITS / 8, ahead, x + i, xs, (int)(size - i), sums, BITS, R);
+#else
+    for (i64 i = 0; i < size; i += 32 / BITS, w += 4 * LANES) {
+        codes own = *(const codes *)w;
+        __builtin_prefetch(w + ahead, 0, 2);
+        codes low = BITS == 4 ? own & 15 : own ^ SHIFTED, high = (codes)((shorts)own >> 4) & 15;
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            sums[r] = DOT4(sums[r], low, spread(x + r * xs + i));
+            if (BITS == 4) sums[r] = DOT4(sums[r], high, spread(x + r * xs + i + 4));
+        }
+    }
+#endif
+}
+
+/* R rows times one block of outputs, as `tile`. More blocks at once were slower: one stream of memory is fetched best. */
+INLINE void integer_tile(const Linear *l, Rounded in, i64 row, i64 block, float *y, i64 ys, int add, const int BITS,
+                         const int R) {
+    const i64 inputs = l->inputs, group = l->group, groups = inputs / group, ahead = inputs * LANES * BITS / 8;
+    const uint8_t *w = (const uint8_t *)l->weight + block * ahead;
+    const int base = BITS == 8 ? SHIFTED : l->offset ? 0 : 8; /* by which the codes of the kernel are larger */
+    vec totals[8];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) totals[r] = (vec){};
+    for (i64 g = 0; g < groups; g++) {
+        const i64 at = (block * groups + g) * LANES;
+        const float *factors = in.factors + row * groups + g;
+        const int32_t *totals_of_codes = in.sums + row * groups + g;
+        ints sums[8];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) sums[r] = -base * totals_of_codes[r * groups] - (ints){};
+        group_sums(w + g * group * LANES * BITS / 8, ahead, in.codes + row * inputs + g * group, inputs, group, sums,
+                   BITS, R);
+        const vec scale = load_scale(l, at);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++)
+            totals[r] = FMA(__builtin_convertvector(sums[r], vec), scale * splat(factors[r * groups]), totals[r]);
+        if (!l->offset) continue;
+        const vec offset = *(const vec *)(l->offset + at);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++)
+            totals[r] = FMA(offset, splat(factors[r * groups] * (float)totals_of_codes[r * groups]), totals[r]);
+    }
+    for (int r = 0; r < R; r++) put_sums(l, totals[r], block * LANES, y + r * ys, add);
+}
+
+#if INTEGERS
+#define INTEGER_TILE(BITS, R)                                                                             \
+    case BITS * 16 + R:                                                                                   \
+        for (; block < last; block++) integer_tile(l, in, row, block, y, ys, add, BITS, R);               \
+        break;
+
+/* R rows times the blocks from `block` to `last`. */
+static void integer_tiles(const Linear *l, Rounded in, i64 row, i64 block, i64 last, float *y, i64 ys, int add, int R) {
+    switch ((l->kind == INT4 ? 4 : 8) * 16 + R) {
+        INTEGER_TILE(4, 1) INTEGER_TILE(4, 2) INTEGER_TILE(4, 3) INTEGER_TILE(4, 4)
+        INTEGER_TILE(4, 5) INTEGER_TILE(4, 6) INTEGER_TILE(4, 7) INTEGER_TILE(4, 8)
+        INTEGER_TILE(8, 1) INTEGER_TILE(8, 2) INTEGER_TILE(8, 3) INTEGER_TILE(8, 4)
+        INTEGER_TILE(8, 5) INTEGER_TILE(8, 6) INTEGER_TILE(8, 7) INTEGER_TILE(8, 8)
+    }
+}
+
+#define TOGETHER (64 / LANES) /* blocks whose weights stay in the cache while all rows are multiplied with them */
+
+/* As `project`, for a weight of integers. */
+static void integer_project(const Linear *l, Rounded in, i64 rows, float *y, i64 ys, int add) {
+    SHARE((l->outputs + LANES - 1) / LANES, first, last);
+    const i64 groups = (rows + 7) / 8, together = groups > 1 ? TOGETHER : last - first;
+    for (i64 block = first; block < last; block += together) {
+        const i64 end = block + together < last ? block + together : last;
+        for (i64 group = 0; group < groups; group++) {
+            i64 row = rows * group / groups, R = rows * (group + 1) / groups - row;
+            integer_tiles(l, in, row, block, end, y + row * ys, ys, add, (int)R);
+        }
+    }
+}
+#else
+static void integer_project(const Linear *l, Rounded in, i64 rows, float *y, i64 ys, int add) {
+    (void)l, (void)in, (void)rows, (void)y, (void)ys, (void)add;
+}
+#endif
+
+/* One row of the weight, times `factor`. */
+static void integer_row(const Linear *l, i64 output, float factor, float *to) {
+    const i64 lane = output % LANES, groups = l->inputs / l->group, block = output / LANES;
+    const int is4 = l->kind == INT4, base = is4 && !l->offset ? 8 : 0;
+    const uint8_t *w = (const uint8_t *)l->weight + block * l->inputs * LANES / (is4 ? 2 : 1);
+    for (i64 i = 0; i < l->inputs; i++) {
+        const i64 at = (block * groups + i / l->group) * LANES + lane, k = i % 8;
+        int code = is4 ? w[(i / 8 * LANES + lane) * 4 + k % 4] >> (k < 4 ? 0 : 4) & 15
+                       : (int8_t)w[(i / 4 * LANES + lane) * 4 + i % 4];
+        float scale = l->half_scales ? half_to_float(((const uint16_t *)l->scale)[at]) : ((const float *)l->scale)[at];
+        float weight = (float)(code - base) * scale;
+        to[i] = factor * (l->offset ? weight + l->offset[at] : weight);
+    }
+}
