@@ -17,7 +17,8 @@ def run(
     answer: str = "1 2 3 4 5",
     parameters: int = 5_000_000,
     cycles: int = 2,
+    forced: int = 0,
 ) -> Run:
     """An answer of 5 tokens, whose last 4 took so many seconds."""
     told = (size, parameters, way.side, way.kind, way.method, way.drafter, name, prompt, repeat)
-    return Run(*told, 0, 5, cycles, 0.5, seconds, 2**30, answer)
+    return Run(*told, forced, 5, cycles, 0.5, seconds, 2**30, answer)
