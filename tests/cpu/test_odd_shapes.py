@@ -70,7 +70,7 @@ def test_it_computes_what_transformers_computes(tmp_path: Path, family: str, hea
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_weights_of_few_bits_give_what_torch_gives(tmp_path: Path, family: str, quantize: Any) -> None:
-    write_model(tmp_path, family, 8, 17, sizes=SIZES | {"hidden_size": 40, "intermediate_size": 24})
+    write_model(tmp_path, family, 8, 17, sizes=SIZES | {"hidden_size": 48, "intermediate_size": 24})
     ours, theirs = (load_target(tmp_path, "float32", "cpu", "native", way, quantize) for way in ("on", "off"))  # type: ignore[arg-type]
     assert f"{quantize} weights" in ours.running and f"{quantize} weights" in theirs.running
     exact = logits_and_features(load_target(tmp_path, "float32", "cpu", "hf"))

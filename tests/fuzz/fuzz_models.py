@@ -127,7 +127,7 @@ def write_drafter(number: int, kind: str, folder: Path) -> None:
     ]
     values: dict[str, Any] = {
         "hidden_size": fields["hidden_size"],
-        "intermediate_size": random.randint(20, 90) // (8 if whole else 1) * (8 if whole else 1),
+        "intermediate_size": random.randint(20, 90),
         "num_hidden_layers": layers,
         "num_attention_heads": kv_heads * random.randint(1, 3),
         "num_key_value_heads": kv_heads,

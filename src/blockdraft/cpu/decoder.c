@@ -304,6 +304,7 @@ i64 decoder_forward(const Model *m, const Call *call) {
 i64 draft_context_workspace(const Model *m, i64 batch, i64 nodes, i64 inputs) {
     i64 wrong = check_shape(m, batch, nodes, 0, 1);
     if (wrong) return wrong;
+    REFUSE(inputs < 1 || inputs > MOST, SIZES);
     const i64 numbers = m->hidden + m->num_layers * 2 * m->kv_heads * m->head_dim;
     return batch * nodes * numbers + rounded_size(batch * nodes, m->hidden > inputs ? m->hidden : inputs);
 }
