@@ -18,7 +18,7 @@ from blockdraft.nn.cache import KVCache
 from blockdraft.nn.dflash import DFlashNetwork, DraftLayer
 from blockdraft.nn.draft_pass import DraftPass, cached_bytes, joined
 from blockdraft.nn.packed import PackedLinear, fits_bfloat16
-from blockdraft.nn.quantized import best_group, round_to_nearest
+from blockdraft.nn.quantized import LEAST_GROUP, best_group, round_to_nearest
 from blockdraft.timing import PASS, mark
 
 
@@ -50,7 +50,7 @@ def draft_pass(
         target: That of the drafter, compiled.
         embed, head: As in `DraftPass`.
         own_head: Whether the head is another than the target's.
-        bits: To which weights are rounded, if they are: those of a target's layers.
+        bits: To which weights are rounded, if they are and their rows are of whole groups: those of a target's layers.
     """
     if target is None:
         return DraftPass(network, embed, head, "its target is not compiled")
@@ -58,7 +58,9 @@ def draft_pass(
     if reason is not None:
         return DraftPass(network, embed, head, reason)
     dtype = network.fc.weight.dtype
-    if bits is not None and target.library.store_dtype == dtype:
+    inputs = {module.in_features for module in network.modules() if isinstance(module, torch.nn.Linear)}
+    fits = all(size % LEAST_GROUP == 0 for size in inputs)
+    if bits is not None and fits and target.library.store_dtype == dtype:
         return CompiledDraftPass(network, target.library, embed, head, None if own_head else target, bits)
     halved = dtype == torch.float32 and all(fits_bfloat16(p) for p in network.parameters() if p.ndim == 2)
     made = build(torch.bfloat16 if halved else dtype, dtype, network.config.head_dim)

@@ -70,8 +70,7 @@ static void attend(const Model *m, const Layer *layer, const Call *call, i64 row
         out[j] = mixed + (node * m->heads + h) * D;
     }
     for (i64 t = begin; t < slots; t += LANES)
-        for (i64 j = 0; j < count; j++)
-            dots(q[j], (const char *)keys + t * D * item, D, slots - 1 - t, scores + j * stride + t);
+        score(q, count, (const char *)keys + t * D * item, D, slots - 1 - t, scores + t, stride);
     for (i64 j = 0; j < count; j++) {
         i64 node = (from + j) / G;
         float *s = scores + j * stride;
@@ -305,6 +304,7 @@ i64 decoder_forward(const Model *m, const Call *call) {
 i64 draft_context_workspace(const Model *m, i64 batch, i64 nodes, i64 inputs) {
     i64 wrong = check_shape(m, batch, nodes, 0, 1);
     if (wrong) return wrong;
+    REFUSE(inputs < 1 || inputs > MOST, SIZES);
     const i64 numbers = m->hidden + m->num_layers * 2 * m->kv_heads * m->head_dim;
     return batch * nodes * numbers + rounded_size(batch * nodes, m->hidden > inputs ? m->hidden : inputs);
 }
