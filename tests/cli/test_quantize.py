@@ -27,7 +27,7 @@ def test_a_target_is_rounded_and_loaded(
     assert "eight: 8 bits in groups of 32, rounded to the nearest, 0.0 MB instead of 0.2" in err
     assert "int8 weights" in load_target(tmp_path / "eight", device="cpu", compile="off").running
     code, out, err = quantize(capsys, monkeypatch, tiny_target_dir, "--group", 8, "--out", tmp_path / "four")
-    assert code == 0 and "4 bits in groups of 8" in err and "With --calibrate FILE" in err
+    assert code == 0 and "4 bits in groups of 8" in err and "--calibrate own" in err
     target = load_target(tmp_path / "four", device="cpu", compile="off")
     assert "int4 weights" in target.running and target.tokenizer is not None
 
@@ -49,6 +49,18 @@ def test_text_is_measured_on(
     assert code == 0, err
     assert "as they were" in out and "rounded to the nearest" in out and "calibrated" in out
     assert "layers: 3 of 3 parts" in err and "--calibrate FILE" not in err
+
+
+@pytest.mark.slow
+def test_the_target_may_write_the_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = ("--length", 64, "--tokens", 512, "--held-out", 128)
+    code, out, err = quantize(capsys, monkeypatch, "--out", tmp_path / "few", "--calibrate", "own", *sizes)
+    assert code == 0, err
+    assert "prompts: 1" in err and "answers: 640 of 640" in err and "calibrated" in out
+    found = {line.split()[0]: float(line.split()[-2]) for line in out.splitlines()[1:] if line.strip()}
+    assert 1 < found["as"] < 10  # it knows what it says
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from blockdraft.proposal import chain
-from blockdraft.quantize import QuantizeSettings, quantize
+from blockdraft.quantize.run import quantize
+from blockdraft.quantize.settings import QuantizeSettings
 from blockdraft.targets import load_target, target_fingerprint
 
 peft: Any = pytest.importorskip("peft")

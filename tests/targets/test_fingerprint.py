@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from blockdraft.drafters import BUNDLED, load_drafter
 from blockdraft.formats import read_config, read_drafter, trained_for
-from blockdraft.quantize import QuantizeSettings, quantize
+from blockdraft.quantize.run import quantize
+from blockdraft.quantize.settings import QuantizeSettings
 from blockdraft.targets import as_target, load_target, target_fingerprint
 from blockdraft.targets.fingerprint import other_target_warning, weights_fingerprint
 from blockdraft.training.export import convert, export, format_for

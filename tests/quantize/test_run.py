@@ -19,8 +19,10 @@ from torch import Tensor
 from blockdraft.nn.quantized import QuantizedWeight
 from blockdraft.nn.rounding import rounded
 from blockdraft.proposal import chain_parents
-from blockdraft.quantize import CalibrationSettings, QuantizeSettings, Text, folder, quantize, run
-from blockdraft.quantize.text import cut_text
+from blockdraft.quantize import folder, run
+from blockdraft.quantize.run import quantize
+from blockdraft.quantize.settings import CalibrationSettings, QuantizeSettings
+from blockdraft.quantize.text import Text, cut_text
 from blockdraft.targets import Target, load_target
 
 TABLES = ("model.embed_tokens.weight", "lm_head.weight")
@@ -238,7 +240,8 @@ def test_a_full_disk_leaves_nothing(models: dict[str, Path], tmp_path: Path, mon
 
 KILLED = """
 import os, signal, sys
-from blockdraft.quantize import folder, quantize
+from blockdraft.quantize import folder
+from blockdraft.quantize.run import quantize
 folder.SHARD = 4000
 save, count = folder.save_file, 0
 def die(*args, **named):
