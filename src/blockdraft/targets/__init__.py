@@ -17,11 +17,22 @@ from transformers import PreTrainedModel
 
 from blockdraft.cpu.threads import let_team_go
 from blockdraft.errors import UsageError
-from blockdraft.targets.base import Cache, LoadOptions, Rows, Target, TargetOutput, TargetText, embedding_and_head
-from blockdraft.targets.checkpoint import load_text
+from blockdraft.formats.gguf import is_gguf
+from blockdraft.targets.base import (
+    Cache,
+    LoadOptions,
+    Rows,
+    Target,
+    TargetOutput,
+    TargetText,
+    embedding_and_head,
+    without_tokenizer,
+)
+from blockdraft.targets.checkpoint import checked_folder, load_text
 from blockdraft.targets.exact import check_exact
 from blockdraft.targets.families import NotCovered
 from blockdraft.targets.fingerprint import other_target_warning, target_fingerprint
+from blockdraft.targets.gguf import load_gguf_text
 from blockdraft.targets.native_files import HEAD, SOURCE, TABLE, OpenCheckpoint, open_checkpoint
 from blockdraft.types import DEFAULT_BACKEND, DEFAULT_COMPILE, Backend, Compile, KVDtype, Quantize
 
@@ -50,41 +61,36 @@ def load_target(
 ) -> Target:
     """Load a target.
 
-        Args:
-            path: A Hugging Face model folder or hub name; None is the bundled model.
-            dtype: Of weights and arithmetic, such as `torch.bfloat16` or "bfloat16"; None is float32 on a CPU, where
-                greedy output is exact, and bfloat16 elsewhere.
-            device: None is the first GPU if there is one, else the CPU.
-            backend: "native" is our own decoder, for the families that it knows; "hf" is transformers; "auto" is the
-                former where it knows the model, else the latter. `Target.backend` says which it is.
-            compile: Of the native decoder's forward. On a CPU by the C compiler of this machine: "auto" compiles where that
-                is possible, in a few seconds of the first run; "on" fails where it is not. On an NVIDIA GPU "on" captures
-                forwards of few nodes as CUDA graphs, and "auto" does not.
-    <<<<<<< HEAD
-            quantize: "int8" or "int4" rounds weights on a CPU, in groups of inputs, embedding and head to 8 bits; inputs of
-                products are rounded to 8 bits, token by token. The target is then the rounded model. On an NVIDIA GPU
-                "int8" and "fp8" use torchao and bfloat16 arithmetic, and inputs are not rounded.
-    =======
-            quantize: "int8" and "int4" round weights to 8 or 4 bits, with a scale for each group of inputs, and embedding
-                and head to 8; what enters a product is rounded to int8 as it comes. The target is then the rounded model;
-                `blockdraft.quantize` writes one that loses less. Of a checkpoint that is quantised already, "int8" rounds
-                what is not. On an NVIDIA GPU "int8" and "fp8" use torchao and bfloat16 arithmetic.
-    >>>>>>> checkpoints
-            threads: Of torch and the compiled forward, from now on, on a CPU. None leaves torch's number. "auto" measures
-                once which number is fastest for a compiled target, unless `OMP_NUM_THREADS` is set.
-            exact: Let no bit of a token's logits depend on what is computed beside it, so that greedy answers are those of
-                plain decoding whatever is drafted, in any batch, near ties included. A target that is compiled for a CPU is
-                so already. Others compute pieces of one size, with attention in float64, which costs time. It is checked on
-                the model, with the threads that there are now.
-            kv_dtype: "int8" keeps keys and values in 8 bits with a factor for each head and token, on a CPU where the
-                forward is compiled; None keeps them in `dtype`.
-            revision: Branch, tag or commit of a hub name; None is the newest of its main branch.
-            adapter: Folder or hub name of an adapter of PEFT, such as a LoRA, which is merged into the weights in the dtype
-                of the arithmetic. It takes the package peft (`blockdraft[adapter]`).
+    Args:
+        path: A Hugging Face model folder or hub name, or a GGUF file, any one of its parts where it is split; None is
+            the bundled model. A GGUF file is run by the native backend on a CPU, and its weights stay of few bits.
+        dtype: Of weights and arithmetic, such as `torch.bfloat16` or "bfloat16"; None is float32 on a CPU, where
+            greedy output is exact, and bfloat16 elsewhere.
+        device: None is the first GPU if there is one, else the CPU.
+        backend: "native" is our own decoder, for the families that it knows; "hf" is transformers; "auto" is the
+            former where it knows the model, else the latter. `Target.backend` says which it is.
+        compile: Of the native decoder's forward. On a CPU by the C compiler of this machine: "auto" compiles where that
+            is possible, in a few seconds of the first run; "on" fails where it is not. On an NVIDIA GPU "on" captures
+            forwards of few nodes as CUDA graphs, and "auto" does not.
+        quantize: "int8" and "int4" round weights to 8 or 4 bits, with a scale for each group of inputs, and embedding
+            and head to 8; what enters a product is rounded to int8 as it comes. The target is then the rounded model;
+            `blockdraft.quantize` writes one that loses less. Of a checkpoint that is quantised already, "int8" rounds
+            what is not. On an NVIDIA GPU "int8" and "fp8" use torchao and bfloat16 arithmetic.
+        threads: Of torch and the compiled forward, from now on, on a CPU. None leaves torch's number. "auto" measures
+            once which number is fastest for a compiled target, unless `OMP_NUM_THREADS` is set.
+        exact: Let no bit of a token's logits depend on what is computed beside it, so that greedy answers are those of
+            plain decoding whatever is drafted, in any batch, near ties included. A target that is compiled for a CPU is
+            so already. Others compute pieces of one size, with attention in float64, which costs time. It is checked on
+            the model, with the threads that there are now.
+        kv_dtype: "int8" keeps keys and values in 8 bits with a factor for each head and token, on a CPU where the
+            forward is compiled; None keeps them in `dtype`.
+        revision: Branch, tag or commit of a hub name; None is the newest of its main branch.
+        adapter: Folder or hub name of an adapter of PEFT, such as a LoRA, which is merged into the weights in the dtype
+            of the arithmetic. It takes the package peft (`blockdraft[adapter]`).
 
-        Raises:
-            UsageError: Unknown folder, unreadable weights, unknown dtype or device, a model that is no decoder-only LM, or
-                none that the native decoder knows where that was asked for; or exact was asked for and does not hold.
+    Raises:
+        UsageError: Unknown folder, unreadable weights, unknown dtype or device, a model that is no decoder-only LM, or
+            none that the native decoder knows where that was asked for; or exact was asked for and does not hold.
     """
     known = backends()
     if backend != "auto" and backend not in known:
@@ -162,7 +168,8 @@ def transformers_model(target: Target) -> PreTrainedModel | None:
 
 def load_target_text(path: str | Path | None = None, revision: str | None = None) -> TargetText:
     """Load what is known of a target without its weights. For arguments and errors see `load_target`."""
-    return load_text(BUNDLED if path is None else path, revision)
+    path = BUNDLED if path is None else path
+    return load_gguf_text(path, revision) if is_gguf(path) else load_text(path, revision)
 
 
 __all__ = [
@@ -178,6 +185,7 @@ __all__ = [
     "TargetOutput",
     "TargetText",
     "as_target",
+    "checked_folder",
     "embedding_and_head",
     "load_target",
     "load_target_text",
@@ -185,4 +193,5 @@ __all__ = [
     "target_fingerprint",
     "other_target_warning",
     "transformers_model",
+    "without_tokenizer",
 ]
