@@ -42,6 +42,7 @@ class Checkpoint:
         build: Its compiled forward, which may still be in the making; None where there will be none.
         reason: Why there will be none.
         source_fingerprint: As in `CheckpointTarget`.
+        tokenizer_reason: As in `Target`.
     """
 
     decoder: Decoder
@@ -52,6 +53,7 @@ class Checkpoint:
     build: Build | None
     reason: str | None
     source_fingerprint: str | None
+    tokenizer_reason: str | None = None
 
 
 @dataclass(frozen=True)
