@@ -59,7 +59,6 @@ def gguf_config(file: GGUFFile) -> PretrainedConfig:
     check_settings(get, head_dim)
     family = FAMILIES[name]
     fields = {
-        "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]],
         "vocab_size": file.tensors[EMBEDDING].shape[0],
         "hidden_size": hidden,
         "intermediate_size": get("feed_forward_length"),
@@ -81,7 +80,7 @@ def gguf_config(file: GGUFFile) -> PretrainedConfig:
         family, fields["sliding_window"] = "mistral", window
     elif window:
         raise NotCovered(f"it has a sliding window, which models of the architecture {name} have in no GGUF file")
-    return AutoConfig.for_model(family, **fields)
+    return AutoConfig.for_model(family, architectures=[MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]], **fields)
 
 
 def check_settings(get: Get, head_dim: int) -> None:
