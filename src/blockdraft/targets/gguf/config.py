@@ -76,10 +76,8 @@ def gguf_config(file: GGUFFile) -> PretrainedConfig:
     window = get("attention.sliding_window", None)
     if name in ("gemma2", "gemma3"):
         fields |= gemma_fields(name, get, fields)
-    elif window and name == "llama":
-        family, fields["sliding_window"] = "mistral", window
     elif window:
-        raise NotCovered(f"it has a sliding window, which models of the architecture {name} have in no GGUF file")
+        raise NotCovered(f"it has a sliding window, which llama.cpp does not look at in the architecture {name}")
     return AutoConfig.for_model(family, architectures=[MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]], **fields)
 
 
