@@ -272,10 +272,10 @@ def test_the_workspace_grows_with_nodes_and_slots_and_not_with_their_product(tar
 def test_without_a_compiler_the_decoder_runs_uncompiled_and_says_so(
     tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from blockdraft.cpu.build import build
+    from blockdraft.cpu.build import begun
 
     monkeypatch.setenv("CC", "no-such-compiler")
-    build.cache_clear()
+    begun.cache_clear()
     try:
         target = load_target(tiny_target_dir, device="cpu")
         assert target.compiled is None and "no C compiler" in target.compile_reason  # type: ignore[attr-defined]
@@ -284,7 +284,7 @@ def test_without_a_compiler_the_decoder_runs_uncompiled_and_says_so(
             load_target(tiny_target_dir, device="cpu", compile="on")
         assert load_target(tiny_target_dir, device="cpu", compile="off").compiled is None  # type: ignore[attr-defined]
     finally:
-        build.cache_clear()
+        begun.cache_clear()
     with pytest.raises(ValueError, match="float16"):
         load_target(tiny_target_dir, "float16", "cpu", compile="on")
     with pytest.raises(ValueError, match="compile is 'yes'"):

@@ -11,11 +11,12 @@ from torch import Tensor
 from blockdraft.cpu.build import build
 from blockdraft.cpu.library import Library
 from blockdraft.errors import UsageError
-from blockdraft.nn.packed import PackedLinear, fits_bfloat16, int8_rows
+from blockdraft.nn.packed import PackedLinear, fits_bfloat16
+from blockdraft.nn.quantized import InterleavedWeight
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 11, 13, 16, 32)
 SHAPES = ((1, 1), (3, 5), (16, 8), (33, 40), (224, 17), (7, 130))  # inputs, outputs
-DTYPES = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.int8: 1e-5}
+DTYPES = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
 
 
 def library(dtype: torch.dtype) -> Library:
@@ -26,11 +27,7 @@ def library(dtype: torch.dtype) -> Library:
 
 def linear(dtype: torch.dtype, inputs: int, outputs: int, bias: bool = True) -> PackedLinear:
     torch.manual_seed(inputs + outputs)
-    kept = torch.float32 if dtype == torch.int8 else dtype
-    layer = PackedLinear(torch.randn(outputs, inputs, dtype=kept), torch.randn(outputs, dtype=kept) if bias else None)
-    if dtype == torch.int8:
-        layer.quantize()
-    return layer
+    return PackedLinear(torch.randn(outputs, inputs, dtype=dtype), torch.randn(outputs, dtype=dtype) if bias else None)
 
 
 def exact(layer: PackedLinear, x: torch.Tensor) -> torch.Tensor:
@@ -45,7 +42,7 @@ def test_products_are_right_for_all_shapes(dtype: torch.dtype, packed: bool) -> 
         if packed:
             layer.pack(library(dtype))
         for rows in ROWS:
-            x = torch.randn(rows, inputs, dtype=torch.float32 if dtype == torch.int8 else dtype)
+            x = torch.randn(rows, inputs, dtype=dtype)
             out, right = layer(x), exact(layer, x)
             assert out.dtype == x.dtype and out.shape == (rows, outputs)
             torch.testing.assert_close(out.double(), right, rtol=0, atol=DTYPES[dtype] * (1 + right.abs().max().item()))
@@ -81,9 +78,9 @@ class TorchKernels:
     lanes, weights_dtype = 4, torch.float32
 
     def product(
-        self, weight: Tensor, scale: Tensor | None, bias: Tensor | None, inputs: int, outputs: int
+        self, weight: Tensor | InterleavedWeight, bias: Tensor | None, inputs: int, outputs: int
     ) -> Callable[[Tensor, Tensor], None]:
-        assert weight.shape == (-(-outputs // 4), inputs, 4) and scale is None and bias is not None
+        assert isinstance(weight, Tensor) and weight.shape == (-(-outputs // 4), inputs, 4) and bias is not None
         plain, added = weight.transpose(1, 2).reshape(-1, inputs)[:outputs], bias[:outputs]
         return lambda rows, out: out.view(-1, outputs).copy_(rows @ plain.T + added)  # type: ignore[return-value]
 
@@ -146,13 +143,3 @@ def test_gradients_reach_the_inputs() -> None:
     x = torch.randn(3, 17, requires_grad=True)
     layer(x).sum().backward()
     torch.testing.assert_close(x.grad, layer.weight.sum(dim=0).expand(3, -1))
-
-
-def test_int8_weights_are_near_and_stay_the_same_when_rounded_again() -> None:
-    torch.manual_seed(0)
-    weight = torch.cat([torch.randn(300, 17), torch.rand(5, 17) * 1e-30, torch.zeros(1, 17)])
-    ints, scale = int8_rows(weight)
-    rounded = ints * scale[:, None]
-    assert (rounded - weight).abs().le(weight.abs().amax(dim=1, keepdim=True) / 254 * 1.001).all()
-    again = int8_rows(rounded)
-    assert torch.equal(again[0], ints) and torch.equal(again[1], scale)

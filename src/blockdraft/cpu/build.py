@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from blockdraft.cpu.library import KINDS, Library
+from blockdraft.cpu.library import KINDS, STORES, Library
 from blockdraft.machine import cache_folder, processor
 
 SOURCE = Path(__file__).with_name("decoder.c")
@@ -36,8 +36,8 @@ class Build:
 
     Args:
         weights: Dtype of the weights that are not of few bits: float32 or bfloat16.
-        store: Dtype of keys and values: float32 or bfloat16.
-        head_dim: Size of a head; a multiple of 4.
+        store: Dtype of keys and values: float32, bfloat16 or int8.
+        lanes: Most numbers of a vector; 4, 8 or 16.
         integers: Whether there are weights of few bits.
 
     Attributes:
@@ -50,7 +50,7 @@ class Build:
         lanes = gcd(head_dim, MOST_LANES)
         assert lanes >= 4, head_dim
         self.reason: str | None = None
-        numbers = {"WEIGHT": KINDS[weights], "STORE": KINDS[store], "MOST_LANES": lanes, "INTEGERS": int(integers)}
+        numbers = {"WEIGHT": KINDS[weights], "STORE": STORES[store], "MOST_LANES": lanes, "INTEGERS": int(integers)}
         self._defines = [f"-D{name}={number}" for name, number in numbers.items()]
         # Its threads are no daemons: a process that ends before the compiler still leaves a library for the next one.
         worker = ThreadPoolExecutor(1, "compiler")
@@ -131,7 +131,16 @@ def _tell_why() -> None:
     )
 
 
-@cache
 def build(weights: torch.dtype, store: torch.dtype, head_dim: int = MOST_LANES, integers: bool = False) -> Build:
-    """The one `Build` of this process for these arguments, begun when first asked for."""
-    return Build(weights, store, head_dim, integers)
+    """The one `Build` of this process for these arguments, begun when first asked for.
+
+    Args:
+        head_dim: Size of a head; a multiple of 4.
+    """
+    assert head_dim % 4 == 0, head_dim
+    return begun(weights, store, gcd(head_dim, MOST_LANES), integers)
+
+
+@cache
+def begun(weights: torch.dtype, store: torch.dtype, lanes: int, integers: bool) -> Build:
+    return Build(weights, store, lanes, integers)

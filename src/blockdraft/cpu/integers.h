@@ -8,7 +8,6 @@
 
 typedef uint8_t codes __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
 typedef int8_t signed_codes __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
-typedef int8_t small_codes __attribute__((vector_size(LANES), aligned(1), may_alias));
 typedef int16_t shorts __attribute__((vector_size(4 * LANES), may_alias));
 typedef uint16_t half_scales __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 
@@ -135,116 +134,98 @@ INLINE ints spread(const int8_t *four) { /* the same 4 bytes for each lane */
     return word - (ints){};
 }
 
-/* sums[r][c] += codes of a group of weights . codes of R inputs. */
-INLINE void group_sums(const uint8_t *w, i64 block_bytes, const int8_t *x, i64 xs, i64 size, ints sums[8][4],
-                       const int BITS, const int R, const int C) {
-    const int step = BITS == 4 ? 8 : 4; /* inputs in 4 * LANES bytes */
 #ifdef PAIRS
-    for (i64 from = 0; from < size; from += 32) {
-        const i64 to = from + 32 < size ? from + 32 : size;
-        shorts pairs[8][4]; /* of 4 bits: 8 products of at most 15 * 127, twice, have room in 16 bits */
+/* As `group_sums`, for at most 32 inputs. */
+INLINE void add_pairs(const uint8_t *w, i64 ahead, const int8_t *x, i64 xs, int size, ints *sums, const int BITS,
+                      const int R) {
+    shorts pairs[8]; /* of 4 bits: 8 products of at most 15 * 127, twice, have room in 16 bits */
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-            for (int c = 0; c < C; c++) pairs[r][c] = (shorts){};
-        for (i64 i = from; i < to; i += step) {
-#pragma GCC unroll 4
-            for (int c = 0; c < C; c++) {
-                codes own = *(const codes *)(w + c * block_bytes + i / step * 4 * LANES);
-                if (BITS == 4) {
-                    codes low = own & 15, high = (codes)((shorts)own >> 4) & 15;
+    for (int r = 0; r < R; r++) pairs[r] = (shorts){};
 #pragma GCC unroll 8
-                    for (int r = 0; r < R; r++) {
-                        pairs[r][c] += PAIRS(low, spread(x + r * xs + i));
-                        pairs[r][c] += PAIRS(high, spread(x + r * xs + i + 4));
-                    }
-                    continue;
-                }
-                register_ size_of = WIDE(abs_epi8)((register_)own);
+    for (int i = 0; i < size; i += 32 / BITS, w += 4 * LANES) {
+        codes own = *(const codes *)w;
+        __builtin_prefetch(w + ahead, 0, 2);
+        if (BITS == 4) {
+            codes low = own & 15, high = (codes)((shorts)own >> 4) & 15;
 #pragma GCC unroll 8
-                for (int r = 0; r < R; r++) {
-                    ints here = spread(x + r * xs + i);
-#if LANES == 16
-                    here = (ints)WIDE(mask_sub_epi8)((register_)here, WIDE(movepi8_mask)((register_)own),
-                                                     (register_)(ints){}, (register_)here);
-#else
-                    here = (ints)WIDE(sign_epi8)((register_)here, (register_)own);
-#endif
-                    sums[r][c] += FOURS(PAIRS(size_of, here));
-                }
-            }
+            for (int r = 0; r < R; r++)
+                pairs[r] += PAIRS(low, spread(x + r * xs + i)) + PAIRS(high, spread(x + r * xs + i + 4));
+            continue;
         }
+        register_ largest = WIDE(abs_epi8)((register_)own);
 #pragma GCC unroll 8
-        for (int r = 0; r < R && BITS == 4; r++)
-#pragma GCC unroll 4
-            for (int c = 0; c < C; c++) sums[r][c] += FOURS(pairs[r][c]);
-    }
+        for (int r = 0; r < R; r++) {
+            ints here = spread(x + r * xs + i);
+#if LANES == 16
+            __mmask64 negative = _mm512_movepi8_mask((register_)own);
+            here = (ints)_mm512_mask_sub_epi8((register_)here, negative, (register_)(ints){}, (register_)here);
 #else
-    for (i64 i = 0; i < size; i += step) {
-#pragma GCC unroll 4
-        for (int c = 0; c < C; c++) {
-            codes own = *(const codes *)(w + c * block_bytes + i / step * 4 * LANES);
-            codes low = BITS == 4 ? own & 15 : own ^ SHIFTED, high = (codes)((shorts)own >> 4) & 15;
+            here = (ints)WIDE(sign_epi8)((register_)here, (register_)own);
+#endif
+            sums[r] += FOURS(PAIRS(largest, here));
+        }
+    }
 #pragma GCC unroll 8
-            for (int r = 0; r < R; r++) {
-                sums[r][c] = DOT4(sums[r][c], low, spread(x + r * xs + i));
-                if (BITS == 4) sums[r][c] = DOT4(sums[r][c], high, spread(x + r * xs + i + 4));
-            }
+    for (int r = 0; r < R && BITS == 4; r++) sums[r] += FOURS(pairs[r]);
+}
+#endif
+
+/* sums[r] += codes of a group of weights . codes of R inputs. Meanwhile what lies `ahead` is fetched from memory. */
+INLINE void group_sums(const uint8_t *w, i64 ahead, const int8_t *x, i64 xs, i64 size, ints *sums, const int BITS,
+                       const int R) {
+#ifdef PAIRS
+    i64 i = 0;
+    for (; i + 32 <= size; i += 32) add_pairs(w + i * LANES * BITS / 8, ahead, x + i, xs, 32, sums, BITS, R);
+    if (i < size) add_pairs(w + i * LANES * BITS / 8, ahead, x + i, xs, (int)(size - i), sums, BITS, R);
+#else
+    for (i64 i = 0; i < size; i += 32 / BITS, w += 4 * LANES) {
+        codes own = *(const codes *)w;
+        __builtin_prefetch(w + ahead, 0, 2);
+        codes low = BITS == 4 ? own & 15 : own ^ SHIFTED, high = (codes)((shorts)own >> 4) & 15;
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            sums[r] = DOT4(sums[r], low, spread(x + r * xs + i));
+            if (BITS == 4) sums[r] = DOT4(sums[r], high, spread(x + r * xs + i + 4));
         }
     }
 #endif
 }
 
-/* R rows times C blocks of outputs, as `tile`. */
+/* R rows times one block of outputs, as `tile`. More blocks at once were slower: one stream of memory is fetched best. */
 INLINE void integer_tile(const Linear *l, Rounded in, i64 row, i64 block, float *y, i64 ys, int add, const int BITS,
-                         const int R, const int C) {
-    const i64 inputs = l->inputs, group = l->group, groups = inputs / group;
-    const i64 block_bytes = inputs * LANES * BITS / 8, group_bytes = group * LANES * BITS / 8;
-    const uint8_t *w = (const uint8_t *)l->weight + block * block_bytes;
+                         const int R) {
+    const i64 inputs = l->inputs, group = l->group, groups = inputs / group, ahead = inputs * LANES * BITS / 8;
+    const uint8_t *w = (const uint8_t *)l->weight + block * ahead;
     const int base = BITS == 8 ? SHIFTED : l->offset ? 0 : 8; /* by which the codes of the kernel are larger */
-    vec totals[8][4];
+    vec totals[8];
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-        for (int c = 0; c < C; c++) totals[r][c] = (vec){};
+    for (int r = 0; r < R; r++) totals[r] = (vec){};
     for (i64 g = 0; g < groups; g++) {
-        ints sums[8][4];
+        const i64 at = (block * groups + g) * LANES;
+        const float *factors = in.factors + row * groups + g;
+        const int32_t *totals_of_codes = in.sums + row * groups + g;
+        ints sums[8];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) sums[r] = -base * totals_of_codes[r * groups] - (ints){};
+        group_sums(w + g * group * LANES * BITS / 8, ahead, in.codes + row * inputs + g * group, inputs, group, sums,
+                   BITS, R);
+        const vec scale = load_scale(l, at);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-            for (int c = 0; c < C; c++) sums[r][c] = -base * in.sums[(row + r) * groups + g] - (ints){};
-        group_sums(w + g * group_bytes, block_bytes, in.codes + row * inputs + g * group, inputs, group, sums, BITS, R, C);
-#pragma GCC unroll 4
-        for (int c = 0; c < C; c++) {
-            const i64 at = ((block + c) * groups + g) * LANES;
-            vec scale = load_scale(l, at);
+            totals[r] = FMA(__builtin_convertvector(sums[r], vec), scale * splat(factors[r * groups]), totals[r]);
+        if (!l->offset) continue;
+        const vec offset = *(const vec *)(l->offset + at);
 #pragma GCC unroll 8
-            for (int r = 0; r < R; r++) {
-                const float factor = in.factors[(row + r) * groups + g];
-                totals[r][c] = FMA(__builtin_convertvector(sums[r][c], vec), scale * splat(factor), totals[r][c]);
-                if (l->offset) {
-                    vec shift = splat(factor * (float)in.sums[(row + r) * groups + g]);
-                    totals[r][c] = FMA(*(const vec *)(l->offset + at), shift, totals[r][c]);
-                }
-            }
-        }
+        for (int r = 0; r < R; r++)
+            totals[r] = FMA(offset, splat(factors[r * groups] * (float)totals_of_codes[r * groups]), totals[r]);
     }
-    for (int c = 0; c < C; c++)
-        for (int r = 0; r < R; r++) put_sums(l, totals[r][c], (block + c) * LANES, y + r * ys, add);
+    for (int r = 0; r < R; r++) put_sums(l, totals[r], block * LANES, y + r * ys, add);
 }
 
 #if INTEGERS
-/* As many sums at once as there are registers for. */
-#if LANES == 16
-#define BLOCKS(R) ((R) <= 2 ? 4 : 2)
-#else
-#define BLOCKS(R) ((R) == 1 ? 4 : (R) <= 3 ? 2 : 1)
-#endif
 #define INTEGER_TILE(BITS, R)                                                                             \
     case BITS * 16 + R:                                                                                   \
-        for (; block + BLOCKS(R) <= last; block += BLOCKS(R))                                             \
-            integer_tile(l, in, row, block, y, ys, add, BITS, R, BLOCKS(R));                              \
-        for (; block < last; block++) integer_tile(l, in, row, block, y, ys, add, BITS, R, 1);            \
+        for (; block < last; block++) integer_tile(l, in, row, block, y, ys, add, BITS, R);               \
         break;
 
 /* R rows times the blocks from `block` to `last`. */
@@ -257,13 +238,12 @@ static void integer_tiles(const Linear *l, Rounded in, i64 row, i64 block, i64 l
     }
 }
 
-#define TOGETHER (32 / LANES * 2) /* blocks whose weights stay in the cache while all rows are multiplied with them */
+#define TOGETHER (64 / LANES) /* blocks whose weights stay in the cache while all rows are multiplied with them */
 
 /* As `project`, for a weight of integers. */
 static void integer_project(const Linear *l, Rounded in, i64 rows, float *y, i64 ys, int add) {
     SHARE((l->outputs + LANES - 1) / LANES, first, last);
-    const i64 groups = (rows + 7) / 8;
-    const i64 together = groups > 1 ? TOGETHER : last - first;
+    const i64 groups = (rows + 7) / 8, together = groups > 1 ? TOGETHER : last - first;
     for (i64 block = first; block < last; block += together) {
         const i64 end = block + together < last ? block + together : last;
         for (i64 group = 0; group < groups; group++) {
@@ -272,7 +252,6 @@ static void integer_project(const Linear *l, Rounded in, i64 rows, float *y, i64
         }
     }
 }
-
 #else
 static void integer_project(const Linear *l, Rounded in, i64 rows, float *y, i64 ys, int add) {
     (void)l, (void)in, (void)rows, (void)y, (void)ys, (void)add;

@@ -16,6 +16,7 @@ from blockdraft.fit.plan import Plan, counted
 from blockdraft.fit.prompts import HELD_OUT
 from blockdraft.fit.steps import Step, Where
 from blockdraft.formats import find_layout, read_drafter
+from blockdraft.formats.gguf import is_gguf
 from blockdraft.training.trainer import run_folder
 
 README, PICTURE = "README.md", "fit.png"
@@ -36,17 +37,17 @@ def usage(where: Where, temperature: float = 0.0) -> list[str]:
         shlex.join(["blockdraft", "generate", *target, "--drafter", out, *sampled, "PROMPT"]),
         shlex.join(["blockdraft", "bench", *target, "--drafter", out, "--prompts", held_out, *sampled]),
     ]
-    if _can_be_exported(where.out):
+    if _can_be_exported(where.out, where.target):
         export = ["blockdraft", "export", out, *target[:2], "--format", EXPORTED, "--out", f"{out}-{EXPORTED}"]
         lines.append(shlex.join(export))
     return lines
 
 
-def _can_be_exported(drafter: Path) -> bool:
-    """Whether that format has words for it; it has none for a tap on the last layer, nor for scaled embeddings."""
+def _can_be_exported(drafter: Path, target: str | None) -> bool:
+    """Whether that format has words for it; none for a tap on the last layer, scaled embeddings, or GGUF files."""
     layers = json.loads((drafter / "config.json").read_text(encoding="utf-8"))["num_target_layers"]
     try:
-        find_layout(EXPORTED).check(read_drafter(drafter, None, layers).config, None, ())
+        find_layout(EXPORTED).check(read_drafter(drafter, None, layers).config, target, ())
     except UsageError:
         return False
     return True
@@ -54,7 +55,8 @@ def _can_be_exported(drafter: Path) -> bool:
 
 def engines(where: Where, variant: str, block_size: int) -> dict[str, str]:
     """How other engines are started with it; those that read this kind of drafter, as docs/export.md has it."""
-    target, out = where.target or "TARGET", str(where.out)
+    theirs = where.target is not None and not is_gguf(where.target)
+    target, out = str(where.target) if theirs else "TARGET", str(where.out)
     config = {"method": "dflash", "model": out, "num_speculative_tokens": block_size - 1}
     lines = {"vLLM": shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(config)])}
     if variant == "dflash":

@@ -103,7 +103,8 @@ def read_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
             tensors[TABLE] = tensors[HEAD]
         check_tensors(wanted, tensors)
         kind = torch.bfloat16 if is_bfloat16(wanted, tensors) else dtype
-        library = None if reason is not None else build(kind, dtype, wanted.head_dim, quantize is not None)
+        store = torch.int8 if options.kv_dtype == "int8" else dtype
+        library = None if reason is not None else build(kind, store, wanted.head_dim, quantize is not None)
 
         def read(name: str) -> Tensor | QuantizedWeight:
             tensor = read_tensor(tensors, name).to(device, dtype)
