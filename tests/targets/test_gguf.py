@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from blockdraft.errors import UsageError
 from blockdraft.proposal import chain
-from blockdraft.targets import Target, load_target, load_target_text
+from blockdraft.targets import Target, load_target, load_target_text, open_checkpoint
 
 SMALL: dict[str, Any] = {
     "vocab_size": 61,
@@ -326,6 +326,8 @@ def test_refused_options(tmp_path: Path) -> None:
             load_target(path, device="cpu", **options)
     with pytest.raises(UsageError, match="revision is 'main'"):
         load_target_text(path, "main")
+    with pytest.raises(UsageError, match="is a GGUF file, where a Hugging Face model folder"), open_checkpoint(path):
+        pass
     with pytest.raises(UsageError, match="There is no file"):
         load_target(tmp_path / "absent.gguf", device="cpu")
 

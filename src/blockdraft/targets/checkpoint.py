@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from blockdraft.errors import UsageError
+from blockdraft.formats.gguf import is_gguf
 from blockdraft.nn.cache import KVCache
 from blockdraft.targets.base import TargetText
 from blockdraft.targets.fingerprint import weights_fingerprint
@@ -76,6 +77,8 @@ def checked_folder(path: str | Path, revision: str | None = None) -> Path:
     """The path. Raises ValueError where it is neither a model folder nor the form of a hub name, or a folder with a
     revision."""
     folder = Path(path)
+    if is_gguf(path):
+        raise UsageError(f"{path} is a GGUF file, where a Hugging Face model folder or a hub name is wanted.")
     if folder.exists() and not (folder / "config.json").is_file():
         raise UsageError(
             f"{folder} has no config.json; a target is a Hugging Face model folder, a hub name, or a GGUF file (.gguf)."

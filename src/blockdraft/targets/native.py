@@ -86,7 +86,7 @@ class NativeTarget(CheckpointTarget):
         parts = ["native"]
         if self.compiled is not None:
             parts.append("compiled")
-            if self.dtype == torch.float32 and self.compiled.library.weights_dtype == torch.bfloat16:
+            if not self.bits and self.dtype == torch.float32 and self.compiled.library.weights_dtype == torch.bfloat16:
                 parts.append("weights kept in bfloat16")
             if self.compiled.library.store_dtype == torch.int8:
                 parts.append("int8 keys and values")
