@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 from blockdraft.errors import UsageError
 from blockdraft.nn.cache import KVCache
 from blockdraft.proposal import chain
-from blockdraft.quantize import QuantizeSettings, quantize
 from blockdraft.targets import Target, TargetOutput, load_target
 
 TAPS = (0, 2, 3)
@@ -116,11 +115,15 @@ def test_it_computes_what_the_decoder_computes(tiny_target_dir: Path) -> None:
     ways: list[Literal["on", "off"]] = ["on", "off"]
     ours, theirs = (load_target(tiny_target_dir, "float32", "cpu", "native", way) for way in ways)
     (cache, a), (other, b) = read(ours, PROMPTS), read(theirs, PROMPTS)
-    torch.testing.assert_close(a.logits, b.logits, rtol=0, atol=1e-4)
+    # Where inputs are rounded to int8, a last bit may decide which way.
+    most, typical = (1e-4, 1e-5) if quantize is None else (0.3, 0.03)
+    torch.testing.assert_close(a.logits, b.logits, rtol=0, atol=most)
     nodes = torch.tensor([[9, 10, 11]] * 3), torch.tensor([[-1, 0, 0]] * 3)
     a, b = ours.forward(*nodes, cache, TAPS), theirs.forward(*nodes, other, TAPS)  # type: ignore[arg-type]
-    torch.testing.assert_close(a.logits, b.logits, rtol=0, atol=1e-4)
-    torch.testing.assert_close(a.features, b.features, rtol=0, atol=1e-4)
+    assert a.features is not None and b.features is not None
+    for one, another in ((a.logits, b.logits), (a.features, b.features)):
+        torch.testing.assert_close(one, another, rtol=0, atol=most)
+        assert (one - another).abs().mean() < typical
 
 
 def test_keys_and_values_in_8_bits_are_near_and_take_half_the_memory_of_bfloat16(tiny_target_dir: Path) -> None:
@@ -330,16 +333,6 @@ def test_without_a_compiler_the_decoder_runs_uncompiled_and_says_so(
         load_target(tiny_target_dir, compile="yes")  # type: ignore[arg-type]
 
 
-def test_a_saved_target_of_few_bits_has_the_bits_of_one_that_is_rounded_while_it_is_loaded(
-    tiny_target_dir: Path, tmp_path: Path
-) -> None:
-    quantize(tiny_target_dir, tmp_path / "saved", QuantizeSettings(8))
-    loaded: Any = load_target(tmp_path / "saved", device="cpu", compile="on")
-    target: Any = load_target(tiny_target_dir, device="cpu", quantize="int8", compile="on")
-    assert loaded.decoder.head.bits == 8 and "int8 weights" in loaded.running
-    assert_same_bits(read(loaded, PROMPTS)[1], read(target, PROMPTS)[1])
-    assert (loaded.eos_token_ids, loaded.vocab_size) == (target.eos_token_ids, target.vocab_size)
-    exact = load_target(tiny_target_dir, device="cpu", compile="on")
-    assert not torch.equal(read(exact, PROMPTS)[1].logits, read(target, PROMPTS)[1].logits)
+def test_transformers_rounds_no_weights(tiny_target_dir: Path) -> None:
     with pytest.raises(ValueError, match="hf backend cannot run .*: it does not round weights"):
         load_target(tiny_target_dir, device="cpu", quantize="int8", backend="hf")

@@ -72,7 +72,7 @@ def test_an_adapted_model_has_the_fingerprint_of_its_source(tiny_target_dir: Pat
     saved = load_target(tmp_path / "int8", device="cpu")
     assert target_fingerprint(saved) != target_fingerprint(adapted[0])
     weights = dict(rounded.named_weights())
-    assert all(torch.allclose(weight, weights[name], atol=1e-3) for name, weight in saved.named_weights())
+    assert all(torch.allclose(weight, weights[name], atol=0.02) for name, weight in saved.named_weights())
     adapted += [rounded, saved]
     assert {target.source_fingerprint for target in adapted} == {plain.source_fingerprint}
     assert target_fingerprint(adapted[0]) == target_fingerprint(adapted[1]) != target_fingerprint(plain)

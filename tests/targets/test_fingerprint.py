@@ -49,7 +49,7 @@ def test_a_rounded_model_has_that_of_its_source(tiny_target_dir: Path, tmp_path:
     quantize(tiny_target_dir, tmp_path / "int8", QuantizeSettings(8))
     again = load_target(tmp_path / "int8", device="cpu")
     assert source.source_fingerprint == rounded.source_fingerprint == again.source_fingerprint
-    assert target_fingerprint(rounded) == target_fingerprint(again) != target_fingerprint(source)
+    assert len({target_fingerprint(target) for target in (source, rounded, again)}) == 3  # groups differ
     file = tmp_path / "int8" / "config.json"
     config = json.loads(file.read_text())
     del config["quantization_config"]["source_fingerprint"]
