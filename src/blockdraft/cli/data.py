@@ -13,7 +13,7 @@ import typer
 from blockdraft.cli import loading
 from blockdraft.cli.options import Adapter, Device, Dtype, Revision, TargetBackend, TargetFolder, option
 from blockdraft.data.settings import DataSettings, RowSettings
-from blockdraft.errors import UsageError
+from blockdraft.errors import Complaints, UsageError
 from blockdraft.settings import explain
 from blockdraft.types import DEFAULT_BACKEND, SamplingParams
 
@@ -105,6 +105,7 @@ def data(
     from blockdraft.data.prepare import Preparation
     from blockdraft.data.reading import Reading
     from blockdraft.data.regenerate import loops_note
+    from blockdraft.data.rows import check_sources
     from blockdraft.drafters import load_drafter
     from blockdraft.engine import Engine
     from blockdraft.targets import load_target_text, target_fingerprint
@@ -116,11 +117,17 @@ def data(
     settings = DataSettings(
         length, template_args, split_turns, writer, continued, model, sampling=sampling, batch_size=batch_size
     )
+    # What is wrong with the files is said before anything of the target is loaded; with all rows, before its weights.
+    complaints, template = Complaints(), None
+    with complaints.noting():
+        check_writable(out)
+    with complaints.noting():
+        check_sources(sources, rows)
+    with complaints.noting():
+        template = None if chat_template is None else _read(chat_template)
+    complaints.check()
     text = load_target_text(target, revision)
-    template = None if chat_template is None else _read(chat_template)
     _set_template(text, template)
-    # What is wrong with all rows, or with the folder, is said before the weights are loaded.
-    check_writable(out)
     Reading(text, sources, rows, settings).check_first()
     loaded = None
     if writer == "target":

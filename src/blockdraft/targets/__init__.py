@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from blockdraft.cpu.threads import let_team_go
 from blockdraft.errors import UsageError
 from blockdraft.targets.base import Cache, LoadOptions, Rows, Target, TargetOutput, TargetText, embedding_and_head
-from blockdraft.targets.checkpoint import load_text
+from blockdraft.targets.checkpoint import checked_folder, load_text
 from blockdraft.targets.exact import check_exact
 from blockdraft.targets.families import NotCovered
 from blockdraft.targets.fingerprint import other_target_warning, target_fingerprint
@@ -157,6 +157,7 @@ __all__ = [
     "TargetOutput",
     "TargetText",
     "as_target",
+    "checked_folder",
     "embedding_and_head",
     "load_target",
     "load_target_text",

@@ -114,6 +114,7 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
         else:
             with complaints.noting():
                 taps = chosen_taps(recipe.taps, target.num_layers)
+                need(max(taps) < target.num_layers, "taps", taps, f"layers of the target, 0 to {target.num_layers - 1}")
                 few = recipe.taps is None and len(taps) < 5
                 found["taps"] = Choice(taps, f"the target has {target.num_layers} layers" if few else None)
         if init is not None and recipe.mask_token_id is None:
