@@ -63,13 +63,20 @@ def test_a_lora_is_merged(tiny_target_dir: Path, lora: Path, backend: str) -> No
     assert adapted.backend == backend and adapted.tokenizer is not None
 
 
-def test_an_adapted_model_has_the_fingerprint_of_its_source(tiny_target_dir: Path, lora: Path, tmp_path: Path) -> None:
+def test_drafters_of_an_adapted_model_are_told_from_those_of_its_source(
+    tiny_target_dir: Path, lora: Path, make_adapter: Callable[..., Path], tmp_path: Path
+) -> None:
     plain = load_target(tiny_target_dir, device="cpu")
     adapted = [load_target(tiny_target_dir, device="cpu", backend=way, adapter=lora) for way in ("native", "hf")]
     rounded = load_target(tiny_target_dir, device="cpu", adapter=lora, quantize="int8")
     save_quantized(rounded, tmp_path / "int8")
     adapted += [rounded, load_target(tmp_path / "int8", device="cpu")]
-    assert {target.source_fingerprint for target in adapted} == {plain.source_fingerprint}
+    adapted.append(load_target(tiny_target_dir, "bfloat16", "cpu", adapter=lora))
+    [known] = {target.source_fingerprint for target in adapted}
+    other = make_adapter(peft.LoraConfig(r=2, target_modules=["o_proj"], task_type="CAUSAL_LM"))
+    different = load_target(tiny_target_dir, device="cpu", adapter=other).source_fingerprint
+    assert len({known, different, plain.source_fingerprint, None}) == 4
+    assert load_target(tiny_target_dir, "float16", "cpu", backend="hf", adapter=lora).source_fingerprint is None
     assert target_fingerprint(adapted[0]) == target_fingerprint(adapted[1]) != target_fingerprint(plain)
     with pytest.raises(ValueError, match="int8 weights, which no adapter can be merged with"):
         load_target(tmp_path / "int8", device="cpu", adapter=lora)
