@@ -20,3 +20,11 @@ def test_an_export_that_would_be_refused_is_not_advised(tmp_path: Path, tiny_dra
     (out / "config.json").write_text(json.dumps(config))
     advised = any(line.startswith("blockdraft export") for line in usage(Where(out, "some/model")))
     assert advised is not last
+
+
+def test_the_export_is_for_the_same_model(tmp_path: Path, tiny_drafter_dir: Path) -> None:
+    where = Where(tmp_path / "out", "some/model", "bfloat16", "cpu", "hf", "some/lora", "v2")
+    shutil.copytree(tiny_drafter_dir, where.out)
+    told = "--target some/model --adapter some/lora --revision v2 --format"
+    assert told in usage(where)[-1]
+    assert f"{where.out} --format" in usage(Where(where.out, None, device="cpu"))[-1]  # of the bundled model

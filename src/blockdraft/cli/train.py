@@ -172,7 +172,7 @@ def _train(
     try:
         with display.progress("done") as progress:
             telling = Telling(progress, note)
-            written = None if to_format is None else format_for(to_format, loaded, target)
+            written = None if to_format is None else format_for(to_format, loaded, target, revision=given["revision"])
             lines = train(variant, loaded, documents, out, settings, accelerator, prompts, telling, written, **more)
     except KeyboardInterrupt:
         if accelerator.is_main_process:

@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ def usage(where: Where, temperature: float = 0.0) -> list[str]:
         shlex.join(["blockdraft", "bench", *target, "--drafter", out, "--prompts", held_out, *sampled]),
     ]
     if _can_be_exported(where.out):
-        export = ["blockdraft", "export", out, *target[:2], "--format", EXPORTED, "--out", f"{out}-{EXPORTED}"]
+        model = replace(where, dtype=None, device=None, backend=None).options()
+        export = ["blockdraft", "export", out, *model, "--format", EXPORTED, "--out", f"{out}-{EXPORTED}"]
         lines.append(shlex.join(export))
     return lines
 

@@ -44,16 +44,18 @@ class Format:
         self.layout.write(out, checkpoint, self.target_name, self.target_architectures)
 
 
-def format_for(name: str, target: Target, target_path: str | None, target_name: str | None = None) -> Format:
+def format_for(
+    name: str, target: Target, target_path: str | None, target_name: str | None = None, revision: str | None = None
+) -> Format:
     """The format of this name for a target's drafters.
 
     Args:
-        target_path: From where the target was loaded.
+        target_path, revision: From where the target was loaded.
         target_name: See `Format`; None is where the target lies.
     """
     find_layout(name)
     place = str(target_path) if target.path is None else str(target.path.resolve())  # a hub name has no folder
-    architectures = AutoConfig.from_pretrained(place).architectures or []
+    architectures = AutoConfig.from_pretrained(place, revision=revision).architectures or []
     return Format(name, target_name or place, tuple(architectures))
 
 
