@@ -13,7 +13,7 @@ import typer
 from blockdraft.cli import loading
 from blockdraft.cli.options import Adapter, Device, Dtype, Revision, TargetBackend, TargetFolder, option
 from blockdraft.data.settings import DataSettings, RowSettings
-from blockdraft.errors import Complaints, UsageError
+from blockdraft.errors import Complaints, UsageError, counted
 from blockdraft.settings import explain
 from blockdraft.types import DEFAULT_BACKEND, SamplingParams
 
@@ -138,9 +138,9 @@ def data(
     note("reading and checking the rows ...")
     preparation = Preparation(out, loaded or text, sources, rows, settings)
     reading = preparation.reading
-    note(f"{preparation.total} rows, {preparation.missing} to do")
+    note(f"{counted(preparation.total, 'row')}, {preparation.missing} to do")
     if limit is not None and preparation.total < limit:
-        note(f"There are fewer than the {limit} rows that --limit allows; add sources to have more.")
+        note(f"There are fewer than the {counted(limit, 'row')} that --limit allows; add sources to have more.")
     if reading.continued is not None:
         note(reading.continued_note)
 
@@ -162,13 +162,13 @@ def data(
         return
     counts = manifest["counts"]
     print(
-        f"{out}: {counts['documents']} documents of {counts['rows']} rows, {counts['tokens']} tokens, "
-        f"{counts['supervised']} of them supervised ({counts['supervised'] / counts['tokens']:.0%})"
+        f"{out}: {counted(counts['documents'], 'document')} of {counted(counts['rows'], 'row')}, "
+        f"{counts['tokens']} tokens, {counts['supervised']} of them supervised ({counts['supervised'] / counts['tokens']:.0%})"
     )
     if counts["cut"]:
-        print(f"cut to {reading.length} tokens: {counts['cut']} documents")
+        print(f"cut to {reading.length} tokens: {counted(counts['cut'], 'document')}")
     for reason, count in counts["left_out"].items():
-        print(f"left out, {reason}: {count} rows")
+        print(f"left out, {reason}: {counted(count, 'row')}")
     loops = counts["left_out"].get(LOOPS, 0)
     if advice := loops_note(loops, counts["rows"], temperature):
         print(advice)

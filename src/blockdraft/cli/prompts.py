@@ -11,7 +11,7 @@ import typer
 from blockdraft.cli import loading
 from blockdraft.cli.options import Adapter, Device, Dtype, Revision, TargetBackend, TargetFolder, option
 from blockdraft.data.settings import DataSettings, RowSettings
-from blockdraft.errors import Complaints
+from blockdraft.errors import Complaints, counted
 from blockdraft.fit.settings import PromptSettings
 from blockdraft.types import DEFAULT_BACKEND
 
@@ -72,5 +72,6 @@ def prompts(
         ):
             found = write_prompts(engine, settings, progress)
     store(out, found)
-    of = f" of {found.available}" if found.available is not None else ""
-    print(f"{out}: {len(found.rows)}{of} prompts, {len(found.held_out)} held out", file=sys.stderr)
+    of = "" if found.available is None else f"{len(found.rows)} of "
+    told = of + counted(found.available or len(found.rows), "prompt")
+    print(f"{out}: {told}, {len(found.held_out)} held out", file=sys.stderr)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from blockdraft.data.folder import write_file
-from blockdraft.errors import UsageError
-from blockdraft.fit.plan import Plan, counted
+from blockdraft.errors import UsageError, counted
+from blockdraft.fit.plan import Plan
 from blockdraft.fit.prompts import HELD_OUT
 from blockdraft.fit.steps import Step, Where
 from blockdraft.formats import find_layout, read_drafter
@@ -100,7 +100,7 @@ def write_card(
         f"fit`: {plan.variant} in z-lab's layout, {counted(recipe['layers'], 'layer')}, blocks of "
         f"{recipe['block_size']}, taps {', '.join(map(str, recipe['taps']))}.",
         "",
-        f"## Measured on {plan.bench_prompts} prompts that it was not trained on",
+        f"## Measured on {counted(plan.bench_prompts, 'prompt')} that it was not trained on",
         "",
         "| | tokens/s | speed-up | tau | same answers |",
         "|---|---|---|---|---|",

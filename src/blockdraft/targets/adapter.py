@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from blockdraft.errors import UsageError
+from blockdraft.errors import UsageError, counted
 from blockdraft.targets.base import LoadOptions
 from blockdraft.targets.checkpoint import check_hub, loading
 from blockdraft.targets.fingerprint import weights_fingerprint
@@ -34,8 +34,8 @@ def load_model(path: str | Path, options: LoadOptions) -> tuple[PreTrainedModel,
     missing = sorted(report["missing_keys"])
     if missing:
         raise UsageError(
-            f"{path} lacks {len(missing)} tensors of {type(model).__name__}, such as {missing[0]}; is it a causal "
-            f"language model, and are all its files there?"
+            f"{path} lacks {counted(len(missing), 'tensor')} of {type(model).__name__}, such as {missing[0]}; is it a "
+            f"causal language model, and are all its files there?"
         )
     if options.adapter is None:
         return model, None
