@@ -163,7 +163,8 @@ def data(
     counts = manifest["counts"]
     print(
         f"{out}: {counted(counts['documents'], 'document')} of {counted(counts['rows'], 'row')}, "
-        f"{counts['tokens']} tokens, {counts['supervised']} of them supervised ({counts['supervised'] / counts['tokens']:.0%})"
+        f"{counts['tokens']} tokens, {counts['supervised']} of them supervised "
+        f"({counts['supervised'] / counts['tokens']:.0%})"
     )
     if counts["cut"]:
         print(f"cut to {reading.length} tokens: {counted(counts['cut'], 'document')}")
