@@ -6,13 +6,14 @@ import json
 import os
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from blockdraft.data.folder import write_file
-from blockdraft.errors import UsageError
-from blockdraft.fit.plan import Plan, counted
+from blockdraft.errors import UsageError, counted
+from blockdraft.fit.plan import Plan
 from blockdraft.fit.prompts import HELD_OUT
 from blockdraft.fit.steps import Step, Where
 from blockdraft.formats import find_layout, read_drafter
@@ -38,7 +39,8 @@ def usage(where: Where, temperature: float = 0.0) -> list[str]:
         shlex.join(["blockdraft", "bench", *target, "--drafter", out, "--prompts", held_out, *sampled]),
     ]
     if _can_be_exported(where.out, where.target):
-        export = ["blockdraft", "export", out, *target[:2], "--format", EXPORTED, "--out", f"{out}-{EXPORTED}"]
+        model = replace(where, dtype=None, device=None, backend=None).options()
+        export = ["blockdraft", "export", out, *model, "--format", EXPORTED, "--out", f"{out}-{EXPORTED}"]
         lines.append(shlex.join(export))
     return lines
 
@@ -100,7 +102,7 @@ def write_card(
         f"fit`: {plan.variant} in z-lab's layout, {counted(recipe['layers'], 'layer')}, blocks of "
         f"{recipe['block_size']}, taps {', '.join(map(str, recipe['taps']))}.",
         "",
-        f"## Measured on {plan.bench_prompts} prompts that it was not trained on",
+        f"## Measured on {counted(plan.bench_prompts, 'prompt')} that it was not trained on",
         "",
         "| | tokens/s | speed-up | tau | same answers |",
         "|---|---|---|---|---|",

@@ -28,7 +28,7 @@ from blockdraft.targets.base import (
     embedding_and_head,
     without_tokenizer,
 )
-from blockdraft.targets.checkpoint import load_text
+from blockdraft.targets.checkpoint import checked_folder, load_text
 from blockdraft.targets.exact import check_exact
 from blockdraft.targets.families import NotCovered
 from blockdraft.targets.fingerprint import other_target_warning, target_fingerprint
@@ -185,6 +185,7 @@ __all__ = [
     "TargetOutput",
     "TargetText",
     "as_target",
+    "checked_folder",
     "embedding_and_head",
     "load_target",
     "load_target_text",

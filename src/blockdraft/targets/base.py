@@ -181,8 +181,8 @@ class Target(Protocol):
 
     @property
     def source_fingerprint(self) -> str | None:
-        """Fingerprint of the weights as the checkpoint has them, before they were rounded or an adapter was merged:
-        what its drafters carry. None where it is not known."""
+        """Fingerprint of the weights before they were rounded, and of the adapter that was merged into them: what its
+        drafters carry. None where it is not known."""
 
     @property
     def lock(self) -> AbstractContextManager[Any]: ...
