@@ -18,6 +18,7 @@ COMMANDS = {
     "data": ("PROMPTS", "--out", "OUT", "--regenerate"),
     "features": ("--data", "DATA", "--out", "OUT"),
     "train": ("dflash", "--data", "DATA", "--out", "OUT"),
+    "export": ("DRAFTER", "--out", "OUT"),
 }
 DECODING = ("generate", "chat", "bench", "calibrate")
 
@@ -50,8 +51,9 @@ def test_adapter_and_revision_reach_the_loader(
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "hello"}\n')
     places = {"PROMPTS": tmp_path / "prompts.jsonl", "DATA": tiny_data_dir, "OUT": tmp_path / "out"}
     args = [places.get(arg, arg) for arg in COMMANDS[command]]
-    own = () if command in ("data", "features", "train") else ("--drafter", "none")
-    target = ("--target", "some/model", "--adapter", "some/lora", "--revision", "v2", "--device", "cpu")
+    own = ("--drafter", "none") if command in DECODING else ()
+    device = () if command == "export" else ("--device", "cpu")
+    target = ("--target", "some/model", "--adapter", "some/lora", "--revision", "v2", *device)
     given = asked(monkeypatch, command, *args, *target, *own)
     assert {name: given[name] for name in ("path", "adapter", "revision", "device")} == {
         "path": "some/model",

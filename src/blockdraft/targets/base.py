@@ -133,6 +133,7 @@ class TargetText:
     tokenizer: PreTrainedTokenizerBase | None
     max_context: int
     eos_token_ids: frozenset[int]
+    tokenizer_reason: str | None = None
 
 
 class Target(Protocol):
@@ -148,6 +149,7 @@ class Target(Protocol):
         has_trees: Whether `forward` takes trees; else chains only.
         can_truncate: Whether rows may be copied and cut at any of their tokens; else only as a whole.
         tokenizer: None where the folder has none; then prompts are token ids.
+        tokenizer_reason: Why there is none, where more is known than that the folder has none.
         max_context: Tokens that a row may hold, prompt and answer together.
         eos_token_ids: Tokens that end an answer.
         shape: What a new drafter may take over from it, where the model has it: intermediate_size, num_attention_heads,
@@ -161,6 +163,7 @@ class Target(Protocol):
     dtype: torch.dtype
     device: torch.device
     tokenizer: PreTrainedTokenizerBase | None
+    tokenizer_reason: str | None
     hidden_size: int
     num_layers: int
     vocab_size: int
@@ -178,8 +181,8 @@ class Target(Protocol):
 
     @property
     def source_fingerprint(self) -> str | None:
-        """Fingerprint of the weights as the checkpoint has them, before they were rounded or an adapter was merged:
-        what its drafters carry. None where it is not known."""
+        """Fingerprint of the weights before they were rounded, and of the adapter that was merged into them: what its
+        drafters carry. None where it is not known."""
 
     @property
     def lock(self) -> AbstractContextManager[Any]: ...
@@ -229,6 +232,12 @@ class Target(Protocol):
 
     def head(self, hidden: Tensor) -> Tensor:
         """The output projection alone, `[..., H]` to `[..., V]`, without soft-caps."""
+
+
+def without_tokenizer(target: Target | TargetText) -> str:
+    """How a message begins that tells of a target without a tokenizer."""
+    why = target.tokenizer_reason
+    return "The target has no tokenizer" if why is None else f"The target has no tokenizer ({why})"
 
 
 def embedding_and_head(target: Target) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
 from blockdraft.errors import UsageError
 from blockdraft.formats import Borrowed, Checkpoint, Layout, check_fits, find_layout, read_drafter
@@ -44,16 +43,18 @@ class Format:
         self.layout.write(out, checkpoint, self.target_name, self.target_architectures)
 
 
-def format_for(name: str, target: Target, target_path: str | None, target_name: str | None = None) -> Format:
+def format_for(
+    name: str, target: Target, target_path: str | None, target_name: str | None = None, revision: str | None = None
+) -> Format:
     """The format of this name for a target's drafters.
 
     Args:
-        target_path: From where the target was loaded.
+        target_path, revision: From where the target was loaded.
         target_name: See `Format`; None is where the target lies.
     """
     find_layout(name)
     place = str(target_path) if target.path is None else str(target.path.resolve())  # a hub name has no folder
-    architectures = AutoConfig.from_pretrained(place).architectures or []
+    architectures = target.architecture.get("architectures") or []
     return Format(name, target_name or place, tuple(architectures))
 
 
