@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from blockdraft.cpu import build as building
-from blockdraft.cpu import library
+from blockdraft.cpu import library, sources
 from blockdraft.cpu.build import Build
 from blockdraft.cpu.library import Library
 from blockdraft.targets import load_target
@@ -81,8 +81,8 @@ def test_a_library_of_another_version_is_compiled_again(
 ) -> None:
     compiled()
     [path] = folder.iterdir()
-    source, text = folder.parent / "other.c", building.SOURCE.read_text()
-    for header in building.INCLUDED:
+    source, text = folder.parent / "other.c", sources.SOURCE.read_text()
+    for header in sources.INCLUDED:
         changed = header.read_text().replace("FIELD(S, i64, room)", "FIELD(S, int32_t, room)")
         (folder.parent / header.name).write_text(changed)
     source.write_text("void decoder_forward(void) {}" if found == "without a function" else text)
