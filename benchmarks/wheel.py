@@ -27,7 +27,7 @@ from blockdraft.cpu.prebuilt import LEVELS, make
 
 ROOT = Path(__file__).parents[1]
 WORK, DIST = ROOT / "build" / "wheel", ROOT / "dist"
-PACKED = ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "src")
+PACKED = ("pyproject.toml", "README.md", "LICENSE", "src")
 GLIBC = 28  # 2.28: that of torch's own wheels
 QUESTION = "A baker makes 4 trays of 6 rolls. She sells 9 rolls. How many rolls are left?"
 RUNTIMES = """
