@@ -53,8 +53,9 @@ bench-peers: .venv/.installed
 	.venv/bin/python -m benchmarks.peers.environments
 	.venv/bin/python -m benchmarks.peers $(ARGS)
 
-# What drafting brings by the size of the model: make bench-sizes ARGS="--prompts FILE".
+# Decoding speed by the size of the model, beside llama.cpp's, which the first run builds: make bench-sizes ARGS=--quick.
 bench-sizes: .venv/.installed
+	.venv/bin/python -m benchmarks.peers.environments llama_cpp
 	.venv/bin/python -m benchmarks.sizes $(ARGS)
 
 # Decoding against the limits of a GPU, at the shapes of real models with random weights.

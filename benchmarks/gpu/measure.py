@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -50,11 +51,13 @@ class Forced:
     Args:
         inner: The drafter; it drafts chains.
         answer: What the target is going to say.
-        tau: Tokens per cycle, bonus included; the number of right guesses differs by at most one from cycle to cycle.
+        right: Guesses that are right in each cycle, used in circles.
     """
 
-    def __init__(self, inner: Drafter, prompt_length: int, answer: Sequence[int], tau: float, vocab_size: int) -> None:
-        self.inner, self.answer, self.tau, self.vocab_size = inner, answer, tau, vocab_size
+    def __init__(
+        self, inner: Drafter, prompt_length: int, answer: Sequence[int], right: Sequence[int], vocab_size: int
+    ) -> None:
+        self.inner, self.answer, self.right, self.vocab_size = inner, answer, right, vocab_size
         self._place, self._cycle = -prompt_length, 0
 
     def __getattr__(self, name: str) -> Any:
@@ -62,7 +65,7 @@ class Forced:
 
     def propose(self, state: Any, anchor: Tensor, plan: Plan) -> Proposal:
         proposal = self.inner.propose(state, anchor, plan)
-        right = int((self._cycle + 1) * (self.tau - 1) + 1e-9) - int(self._cycle * (self.tau - 1) + 1e-9)
+        right = self.right[self._cycle % len(self.right)]
         self._cycle += 1
         known = list(self.answer[self._place + 1 : self._place + proposal.tokens.size(1)])
         known[right:] = [(token + 1) % self.vocab_size for token in known[right:]]
@@ -137,7 +140,9 @@ def forced_rate(target: Target, drafter: DFlashDrafter, context: int, tau: float
     answer = rows[0].request.token_ids
     while len(answer) < length:
         runner.step(rows, Plan(1, [PARAMS]))
-    forced: Any = Forced(drafter, context, answer, tau, target.vocab_size)  # it has the rest from the inner drafter
+    reached = [int(cycle * (tau - 1) + 1e-9) for cycle in range(cycles + 1)]
+    right = [after - before for before, after in pairwise(reached)]  # differing by at most one
+    forced: Any = Forced(drafter, context, answer, right, target.vocab_size)  # it has the rest from the inner drafter
     runner, rows = Probe(target, forced).rows(1, context, length)
     now, plan = clock(target.device), Plan(drafter.block_size, [PARAMS])
     runner.step(rows, plan)

@@ -41,7 +41,23 @@ def _qwen3(kind: type[PretrainedConfig], **sizes: Any) -> PretrainedConfig:
     return kind(**common | {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None} | sizes)
 
 
+def _dense(hidden: int, intermediate: int, layers: int, heads: int, **others: Any) -> PretrainedConfig:
+    """A dense Qwen3 as it was published."""
+    return _qwen3(
+        Qwen3Config,
+        vocab_size=151936,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        head_dim=128,
+        **others,
+    )
+
+
 _DFLASH = "DFlash, arXiv 2602.06036, Qwen3-8B, temperature 0"
+_DFLASH_4B = "DFlash, arXiv 2602.06036, Qwen3-4B, temperature 0"
 SHAPES = {
     "tiny": Shape(
         _qwen3(
@@ -76,17 +92,27 @@ SHAPES = {
         draft_layers=1,
         taps=(0, 2),
     ),
+    # No drafters of these two sizes were published; they get those of the 4B.
+    "qwen3-0.6b": Shape(
+        _dense(1024, 3072, 28, 16, tie_word_embeddings=True),
+        draft_layers=5,
+        taps=(1, 7, 13, 19, 25),
+        taus=(("dflash", "GSM8K", 6.53, _DFLASH_4B),),
+    ),
+    "qwen3-1.7b": Shape(
+        _dense(2048, 6144, 28, 16, tie_word_embeddings=True),
+        draft_layers=5,
+        taps=(1, 7, 13, 19, 25),
+        taus=(("dflash", "GSM8K", 6.53, _DFLASH_4B),),
+    ),
+    "qwen3-4b": Shape(
+        _dense(2560, 9728, 36, 32, tie_word_embeddings=True),
+        draft_layers=5,
+        taps=(1, 9, 17, 25, 33),
+        taus=(("dflash", "GSM8K", 6.53, _DFLASH_4B),),
+    ),
     "qwen3-8b": Shape(
-        _qwen3(
-            Qwen3Config,
-            vocab_size=151936,
-            hidden_size=4096,
-            intermediate_size=12288,
-            num_hidden_layers=36,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            head_dim=128,
-        ),
+        _dense(4096, 12288, 36, 32),
         draft_layers=5,
         taps=(1, 9, 17, 25, 33),
         taus=(
@@ -118,6 +144,27 @@ SHAPES = {
 }
 
 
+def draft_config(shape: Shape) -> DraftConfig:
+    """Of a drafter whose layers are those of its target."""
+    config = shape.target
+    return DraftConfig(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=shape.draft_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        vocab_size=config.vocab_size,
+        block_size=shape.block_size,
+        mask_token_id=config.vocab_size - 1,
+        taps=shape.taps,
+        num_target_layers=config.num_hidden_layers,
+        rope_theta=1e6,
+        layers=(LayerAttention(causal=False, window=None),) * shape.draft_layers,
+        max_position_embeddings=config.max_position_embeddings,
+    )
+
+
 def build(shape: Shape, backend: str, dtype: torch.dtype, device: torch.device) -> tuple[Target, DFlashDrafter]:
     """The pair, seeded; on the device from the beginning, since weights of this size are not to be moved.
 
@@ -139,22 +186,7 @@ def build(shape: Shape, backend: str, dtype: torch.dtype, device: torch.device) 
         target = _native(config, dtype, device)
         if backend == "captured":
             target.capture(CudaRecorder(device))
-    draft = DraftConfig(
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=shape.draft_layers,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        vocab_size=config.vocab_size,
-        block_size=shape.block_size,
-        mask_token_id=config.vocab_size - 1,
-        taps=shape.taps,
-        num_target_layers=config.num_hidden_layers,
-        rope_theta=1e6,
-        layers=(LayerAttention(causal=False, window=None),) * shape.draft_layers,
-    )
-    return target, DFlashDrafter(DFlashNetwork(draft), target)
+    return target, DFlashDrafter(DFlashNetwork(draft_config(shape)), target)
 
 
 def _native(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> native.NativeTarget:

@@ -72,6 +72,15 @@ class PeerProcess:
             self._process.stdin.flush()
         return self._read()
 
+    def peak_bytes(self) -> int:
+        """Most memory that it has had, files that it reads as memory included; 0 where the system does not tell."""
+        try:
+            status = Path(f"/proc/{self._process.pid}/status").read_text()
+        except OSError:
+            return 0
+        found = dict(line.split(":", 1) for line in status.splitlines())
+        return 1024 * int(found["VmHWM"].split()[0]) if "VmHWM" in found else 0
+
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         late = Timer(self._patience, self._process.kill)

@@ -1,168 +1,178 @@
-"""Decoding speed by the size of the model: `python -m benchmarks.sizes --prompts FILE`, or `make bench-sizes`.
+"""Decoding speed by the size of the model, beside llama.cpp's on the same weights: `make bench-sizes`.
 
 The bundled pair, made 1, 2, 4 and 8 times as wide (`widen.py`), says the same words at every size, so tau is that of a
-trained pair and the cost is that of the size. For each width and dtype `blockdraft bench` decodes the prompts with each
-method in turns. A size that is done is kept, and a run that was interrupted goes on with the next; `--anew` forgets
-them. It fails where a pair does not run compiled.
+trained pair and the cost is that of the size. Shapes of published models (--shapes) have random weights, and there
+guesses are replaced: as many are right as the published tau says (`pairs.py`). For each size and number of bits all
+ways to decode take turns on the same prompts. An interrupted run goes on where it was; --anew forgets it. What was
+measured with other widths, shapes, kinds, methods or lengths stays in the tables.
 
-Written to --out: a folder for each size, figures.csv with every repeat, sizes.md and sizes.png.
+Written to --out: runs.csv with every answer, sizes.md and sizes.png.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
+import hashlib
 import json
 import shutil
-import statistics
-import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+import psutil
 
-from benchmarks.sizes.widen import DRAFTER, TARGET, widen
+from benchmarks.peers import environments
+from benchmarks.peers.process import PeerError, PeerProcess
+from benchmarks.sizes import pairs, report
+from benchmarks.sizes.runs import Runs, measure, steps, tasks
+from benchmarks.sizes.ways import LLAMA, LLAMA_KINDS, OUR_KINDS, Q4_K_ROW, Way, start, ways
+from benchmarks.sizes.widen import TARGET
+from blockdraft.engine.text import encode
+from blockdraft.evaluation.prompts import read_prompt_sets
+from blockdraft.targets import load_target_text
 
 ROOT = Path(__file__).parents[2]
-PLAIN = "none"
+PROMPTS = ROOT / "benchmarks" / "peers" / "prompts.jsonl"
+QUICK = {
+    "widths": "1,4",
+    "kinds": "bfloat16,int4",
+    "llama": "bf16,Q4_0",
+    "methods": "chain:3,chain:auto",
+    "limit": 2,
+    "tokens": 32,
+    "repeats": 1,
+    "first": "16",
+    "contexts": "",
+}
 
 
-@dataclass(frozen=True)
-class Size:
-    """One pair and what was measured of it.
-
-    Attributes:
-        parameters: Of the target.
-        methods: By name, as in the `results.json` of `blockdraft bench`.
-    """
-
-    width: int
-    dtype: str
-    parameters: int
-    methods: dict[str, dict[str, Any]]
-
-
-def parameters(folder: Path) -> int:
-    """How many numbers a folder's weights are."""
-    with safe_open(folder / "model.safetensors", "pt") as weights:
-        return sum(prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
-
-
-def measure(width: int, dtype: str, arguments: argparse.Namespace) -> Size:
-    """Measure one size, unless it has been."""
-    out: Path = arguments.out / f"{width}-{dtype}"
-    with tempfile.TemporaryDirectory() as folder:
-        wide = [widen(source, Path(folder) / source.name, width) for source in (TARGET, DRAFTER)]
-        count = parameters(wide[0])
-        if not (out / "results.json").is_file():
-            command = [sys.executable, "-m", "blockdraft", "bench", "--prompts", str(arguments.prompts)]
-            command += ["--target", str(wide[0]), "--drafter", str(wide[1]), "--dtype", dtype, "--compile", "on"]
-            command += ["--methods", arguments.methods, "--limit", str(arguments.limit), "--no-pictures"]
-            command += ["--max-new-tokens", str(arguments.tokens), "--repeats", str(arguments.repeats)]
-            print(f"{width} times as wide, {count / 1e6:.0f} M parameters, {dtype}", file=sys.stderr, flush=True)
-            subprocess.run([*command, "--out", str(out)], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
-    results = json.loads((out / "results.json").read_text(encoding="utf-8"))
-    for name, found in results["methods"].items():
-        if found["identical"] < 1:
-            raise RuntimeError(f"{name} at width {width} in {dtype} changes tokens; its speed says nothing.")
-    return Size(width, dtype, count, results["methods"])
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--prompts", type=Path, default=PROMPTS, help='JSON lines {"prompt": ...} or {"turns": [...]}')
+    add("--widths", default="1,2,4,8", help="powers of two (1,2,4,8); 16 takes 24 GiB of memory")
+    add("--shapes", default="", help="such as qwen3-0.6b,qwen3-1.7b,qwen3-4b; alone, unless --widths is given too")
+    add("--kinds", default=",".join(OUR_KINDS), help=f"of our weights ({','.join(OUR_KINDS)})")
+    add("--llama", default=",".join(LLAMA_KINDS), help=f"kinds of llama.cpp's ({','.join(LLAMA_KINDS)}); '' for none")
+    add(
+        "--methods", default="chain:3,chain:5,chain:7,tree:16,chain:auto,tree:auto", help="N guesses, or as many as pay"
+    )
+    add("--limit", type=int, default=8, help="prompts (8)")
+    add("--tokens", type=int, default=96, help="most new tokens of an answer (96)")
+    add("--first", default="16,512", help="prompt lengths of which the first token is timed (16,512)")
+    add("--contexts", default="256,4096", help="prompt lengths behind which decoding is timed, one prompt each")
+    add("--repeats", type=int, default=5)
+    add("--threads", type=int, default=psutil.cpu_count(logical=False) or 1)
+    add("--patience", type=float, default=3600.0, help="seconds that loading or one answer may take")
+    add("--quick", action="store_true", help=f"a few minutes: {', '.join(f'{k} {v}' for k, v in QUICK.items() if v)}")
+    add("--anew", action="store_true", help="forget what was measured before")
+    add("--out", type=Path, default=ROOT / "build" / "sizes")
+    given = parser.parse_args()
+    if given.quick:
+        parser.set_defaults(**QUICK)
+        given = parser.parse_args()
+    if given.shapes and given.widths == parser.get_default("widths"):
+        given.widths = ""
+    return given
 
 
-def table(sizes: list[Size]) -> str:
-    """What was found, as Markdown."""
-    names = [name for name in sizes[0].methods if name != PLAIN]
-    lines = [
-        f"| parameters | dtype | plain, tokens/s | {' | '.join(names)} |",
-        "|---|---|---|" + "---|" * len(names),
+def words(text: str) -> list[str]:
+    return [each for each in text.split(",") if each]
+
+
+def settled(out: Path, measured: dict[str, Any]) -> None:
+    """Keep what the figures of a folder have in common; raises ValueError where they were measured otherwise."""
+    path = out / "settings.json"
+    if not path.exists():
+        out.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(measured, indent=2), encoding="utf-8")
+    kept = json.loads(path.read_text(encoding="utf-8"))
+    other = [name for name in measured if kept.get(name) != measured[name]]
+    if other:
+        raise ValueError(
+            f"{out} holds figures with other {', '.join(other)}; choose another --out, or add --anew to forget them."
+        )
+
+
+def measure_size(
+    size: str, prompts: list[list[int]], stops: list[int], arguments: argparse.Namespace, runs: Runs
+) -> dict[Way, str]:
+    """Measure what is left of a size; returns why ways are missing."""
+    first, contexts = ([int(each) for each in words(text)] for text in (arguments.first, arguments.contexts))
+    found = tasks(size, prompts, arguments.tokens, first, contexts)
+    chosen = ways(words(arguments.kinds), words(arguments.methods), words(arguments.llama))
+    missing: dict[Way, str] = {}
+    if reason := environments.why_missing("llama_cpp"):
+        missing |= {way: reason for way in chosen if way.side == LLAMA}
+    # Of other rows llama.cpp would quietly keep some in another kind.
+    elif any(row % Q4_K_ROW for row in pairs.rows(size)):
+        missing |= {way: f"rows are no multiple of {Q4_K_ROW}" for way in chosen if way.kind == "Q4_K"}
+    chosen = [way for way in chosen if way not in missing]
+    left = [
+        (task, way, repeat)
+        for task, way, repeat in steps(found, chosen, arguments.repeats)
+        if (size, way, task.name, task.index, repeat) not in runs.had
     ]
-    for size in sizes:
-        plain = size.methods[PLAIN]["tokens_per_second"]
-        cells = [
-            f"{size.methods[name]['tokens_per_second']:.0f} ({size.methods[name]['speedup']:.2f} times, "
-            f"tau {size.methods[name]['tau']:.2f})"
-            for name in names
-        ]
-        lines.append(f"| {size.parameters / 1e6:.0f} M | {size.dtype} | {plain:.0f} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    if not left:
+        return missing
+    longest = max(len(task.prompt) for task in found) + arguments.tokens + 64  # some peers look ahead
+    with tempfile.TemporaryDirectory(dir=arguments.out) as folder:
+        print(f"size {size}: making the pair", file=sys.stderr, flush=True)
+        target, drafter = pairs.make(size, Path(folder), longest)
+        given = {
+            "target": str(target),
+            "drafter": str(drafter),
+            "assistant": None,
+            "dtype": "bfloat16",
+            "device": "cpu",
+        }
+        given |= {"threads": arguments.threads, "max_length": longest, "models": str(Path(folder) / "gguf")}
+
+        def load(process: Way) -> PeerProcess:
+            served = [way for way in chosen if way.process == process]
+            parts = (size, process.side, process.kind, process.method.replace(":", ""), process.drafter)
+            log = arguments.out / "logs" / f"{'-'.join(filter(None, parts))}.log"
+            return start(process, served, given, arguments.patience, log)
+
+        for bits in dict.fromkeys(way.bits for way in chosen):  # these are in memory together
+            own = [step for step in left if step[1].bits == bits]
+            missing |= measure(size, pairs.parameters(target), own, load, stops, runs)
+    return missing
 
 
-def write_figures(sizes: list[Size], path: Path) -> None:
-    """Every repeat of every method, a line each."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        lines = csv.writer(file)
-        lines.writerow(["width", "parameters", "dtype", "method", "repeat", "tokens_per_second", "speedup", "tau"])
-        for size in sizes:
-            for name, found in size.methods.items():
-                each = zip(found["tokens_per_second_by_repeat"], found["speedup_by_repeat"], strict=True)
-                for repeat, (speed, speedup) in enumerate(each):
-                    row = [size.width, size.parameters, size.dtype, name, repeat, speed, speedup, found["tau"]]
-                    lines.writerow(row)
-
-
-def draw(sizes: list[Size], path: Path) -> None:
-    """Speed-up over plain decoding by size, with the range of the repeats, and tokens/s."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for dtype in dict.fromkeys(size.dtype for size in sizes):
-        own = [size for size in sizes if size.dtype == dtype]
-        label = "" if len({size.dtype for size in sizes}) == 1 else f", {dtype}"
-        across = [size.parameters / 1e6 for size in own]
-        for name in own[0].methods:
-            found = [size.methods[name] for size in own]
-            right.plot(across, [each["tokens_per_second"] for each in found], "o-", label=name + label)
-            if name == PLAIN:
-                left.axhline(1, color="black", linewidth=1, linestyle=":")
-                left.plot([], [])  # the same colours on both sides
-                continue
-            middle = [statistics.median(each["speedup_by_repeat"]) for each in found]
-            low = [m - min(each["speedup_by_repeat"]) for m, each in zip(middle, found, strict=True)]
-            high = [max(each["speedup_by_repeat"]) - m for m, each in zip(middle, found, strict=True)]
-            left.errorbar(across, middle, (low, high), fmt="o-", capsize=3, label=name + label)
-    for axes, title in ((left, "speed-up over plain decoding"), (right, "tokens/s")):
-        axes.set_xscale("log")
-        axes.set_xticks(across, [f"{x:.0f} M" for x in across])
-        axes.minorticks_off()
-        axes.set_xlabel("parameters of the target")
-        axes.set_title(title)
-        axes.grid(alpha=0.3)
-        axes.legend()
-    left.set_ylim(bottom=0)
-    right.set_yscale("log")
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+def run(arguments: argparse.Namespace) -> None:
+    if arguments.anew and arguments.out.exists():
+        shutil.rmtree(arguments.out)
+    text = load_target_text(TARGET)
+    [given] = read_prompt_sets([arguments.prompts], arguments.limit)
+    prompts = [encode(prompt, text) for prompt in given.prompts]
+    digest = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:16]
+    settled(arguments.out, {"prompts": digest, "tokens": arguments.tokens, "threads": arguments.threads})
+    runs = Runs(arguments.out / "runs.csv")
+    missing: dict[tuple[str, Way], str] = {}
+    for size in [*words(arguments.widths), *words(arguments.shapes)]:
+        found = measure_size(size, prompts, sorted(text.eos_token_ids), arguments, runs)
+        missing |= {(size, way): reason for way, reason in found.items()}
+    if not runs.all:
+        raise ValueError(f"Nothing could be measured: {'; '.join(dict.fromkeys(missing.values()))}")
+    page = report.page(runs.all, missing)
+    (arguments.out / "sizes.md").write_text(page, encoding="utf-8")
+    report.draw(runs.all, arguments.out / "sizes.png")
+    print(page)
+    if unequal := report.changed(runs.all):
+        raise ValueError(f"These change tokens, so their speed says nothing: {', '.join(unequal)}.")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=Path, required=True, help='JSON lines {"prompt": ...} or {"turns": [...]}')
-    parser.add_argument("--widths", default="1,2,4,8", help="powers of two (1,2,4,8)")
-    parser.add_argument("--dtypes", default="bfloat16", help="of float32,bfloat16 (bfloat16)")
-    parser.add_argument("--methods", default="none,dflash:4,dflash:auto,ddtree:auto", help="as in blockdraft bench")
-    parser.add_argument("--limit", type=int, default=8, help="prompts (8)")
-    parser.add_argument("--tokens", type=int, default=96, help="most new tokens of an answer (96)")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="two widths, two prompts, one repeat")
-    parser.add_argument("--anew", action="store_true", help="forget what was measured before")
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "sizes")
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.widths, arguments.limit, arguments.repeats = "1,2", 2, 1
-    if arguments.anew and arguments.out.exists():
-        shutil.rmtree(arguments.out)
-    pairs = [(int(width), dtype) for dtype in arguments.dtypes.split(",") for width in arguments.widths.split(",")]
-    sizes = [measure(width, dtype, arguments) for width, dtype in pairs]
-    write_figures(sizes, arguments.out / "figures.csv")
-    (arguments.out / "sizes.md").write_text(table(sizes) + "\n", encoding="utf-8")
-    draw(sizes, arguments.out / "sizes.png")
-    print(table(sizes))
+    try:
+        run(arguments())
+    except (ValueError, PeerError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        print("\nInterrupted; the same command goes on from here.", file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def test_a_library_is_compiled_once(folder: Path) -> None:
 @pytest.mark.slow
 def test_each_dtype_and_head_size_has_a_library_of_its_own(folder: Path) -> None:
     libraries = [compiled().library(), Build(torch.bfloat16, torch.bfloat16).library()]
-    libraries.append(Build(torch.float32, torch.float32, head_dim=12).library())
+    libraries.append(Build(torch.float32, torch.float32, lanes=4).library())
     assert len(list(folder.iterdir())) == 3
     assert libraries[2] is not None and libraries[2].lanes == 4
 
@@ -121,7 +121,7 @@ def slow_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[],
     monkeypatch.setenv("CC", str(script))
     monkeypatch.setattr(building, "SILENT_SECONDS", 0.05)
     building._tell_why.cache_clear()
-    building.build.cache_clear()
+    building.begun.cache_clear()
     return let_go.touch
 
 
@@ -143,7 +143,7 @@ def test_a_target_waits_for_the_compiler_and_says_so_once(
     slow_compiler()
     for load in loads:
         load.join()
-    building.build.cache_clear()
+    building.begun.cache_clear()
     assert all(target.compiled is not None and target.compile_reason is None for target in found)
     messages = [(record.levelno, record.getMessage()) for record in caplog.records]
     [(level, message)] = messages
@@ -158,7 +158,7 @@ def test_a_compiler_that_takes_too_long_is_given_up_and_named(
 ) -> None:
     monkeypatch.setattr(building, "LONGEST_SECONDS", 0.2)
     target: Any = load_target(tiny_target_dir, device="cpu")
-    building.build.cache_clear()
+    building.begun.cache_clear()
     assert target.compiled is None and "timed out after 0.2 seconds" in target.compile_reason
     assert caplog.messages[-1] == f"The target runs uncompiled, which is slower: {target.compile_reason}."
 

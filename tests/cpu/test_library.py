@@ -185,7 +185,7 @@ def made() -> Any:
 
 def test_a_product_is_checked_too() -> None:
     weight = torch.zeros(2, 5, made().lanes)
-    fields, x, y = LinearFields(weight.data_ptr(), None, None, 5, 9), torch.ones(3, 5), torch.zeros(3, 9)
+    fields, x, y = LinearFields(weight.data_ptr(), inputs=5, outputs=9), torch.ones(3, 5), torch.zeros(3, 9)
 
     def multiply(fields: LinearFields | None, x: torch.Tensor | None, stride: int, rows: int, threads: int) -> str:
         at = None if x is None else x.data_ptr()
@@ -194,9 +194,9 @@ def test_a_product_is_checked_too() -> None:
 
     assert multiply(fields, x, 5, 3, 1) == multiply(fields, x, 5, 0, 1) == multiply(fields, None, 5, 0, 1) == "nothing"
     assert POINTER in multiply(None, x, 5, 3, 1)
-    assert POINTER in multiply(LinearFields(None, None, None, 5, 9), x, 5, 3, 1)
+    assert POINTER in multiply(LinearFields(inputs=5, outputs=9), x, 5, 3, 1)
     assert POINTER in multiply(fields, None, 5, 3, 1)
-    assert SIZES in multiply(LinearFields(weight.data_ptr(), None, None, -5, 9), x, 5, 3, 1)
+    assert SIZES in multiply(LinearFields(weight.data_ptr(), inputs=-5, outputs=9), x, 5, 3, 1)
     assert COUNTS in multiply(fields, x, 5, -1, 1) and COUNTS in multiply(fields, x, -5, 3, 1)
     assert THREADS in multiply(fields, x, 5, 3, 0)
 
@@ -204,14 +204,36 @@ def test_a_product_is_checked_too() -> None:
 def test_sizes_of_workspaces_are_asked_for_sensible_shapes() -> None:
     layers = (library.LayerFields * 1)()
     model = ModelFields(layers, num_layers=1, hidden=8, heads=2, kv_heads=1, head_dim=8, inner=8)
-    assert made().decoder_workspace(model, 0, 0, 0, 1) == 0 == made().draft_context_workspace(model, 0, 5)
+    assert made().decoder_workspace(model, 0, 0, 0, 1) == 0 == made().draft_context_workspace(model, 0, 5, 8)
     assert made().decoder_workspace(model, 1, 1, 9, 2) - made().decoder_workspace(model, 1, 1, 9, 1) == 8 * 16
     for shape, words in (((-1, 1, 1, 1), COUNTS), ((1, 1, -1, 1), COUNTS), ((1, 1, 1, 0), THREADS)):
         assert words in outcome(lambda shape=shape: made().decoder_workspace(model, *shape))
-    assert COUNTS in outcome(lambda: made().draft_context_workspace(model, 1, -1))
+    assert COUNTS in outcome(lambda: made().draft_context_workspace(model, 1, -1, 8))
     model.kv_heads = 0
     assert SIZES in outcome(lambda: made().decoder_workspace(model, 1, 1, 1, 1))
-    assert SIZES in outcome(lambda: made().draft_context_workspace(model, 1, 1))
+    assert SIZES in outcome(lambda: made().draft_context_workspace(model, 1, 1, 8))
+    model.kv_heads = 1
+    assert SIZES in outcome(lambda: made().draft_context_workspace(model, 1, 1, 0))
+
+
+def test_weights_of_few_bits_are_checked() -> None:
+    """A library that knows them, and one that does not."""
+    few = build(torch.float32, torch.float32, 8, True).library()
+    assert few is not None and few.has_integers and not made().has_integers
+    codes, scale = torch.zeros(2, 4, 8, 4, dtype=torch.uint8), torch.zeros(2, 1, 8)
+    x, y = torch.ones(3, 16), torch.zeros(3, 9)
+
+    def multiply(kernels: library.Library, kind: int, group: int, scales: int | None = scale.data_ptr()) -> str:
+        fields = LinearFields(codes.data_ptr(), scales, None, None, 16, 9, kind, group)
+        at = x.data_ptr(), 16, 3, y.data_ptr(), 1
+        return outcome(lambda: kernels._checked(kernels._packed_linear(ctypes.byref(fields), *at)))
+
+    assert multiply(few, 2, 16) == multiply(few, 3, 8) == "nothing"
+    for kernels, kind, group in ((made(), 2, 16), (few, 1, 16), (few, 4, 16), (few, -1, 16)):
+        assert "of a kind that this library was not built for" in multiply(kernels, kind, group)
+    assert "has no scale" in multiply(few, 2, 16, None)
+    for group in (0, 4, 12, 32, -8, 1 << 20):
+        assert "groups of a weight" in multiply(few, 3, group), group
 
 
 @pytest.mark.parametrize("struct", library.STRUCTS)
@@ -224,7 +246,7 @@ def test_structs_must_be_those_of_c(struct: str, change: str, monkeypatch: pytes
     elif change == "order":
         fields[0], fields[1] = fields[1], field
     elif change == "size":
-        fields[0] = (first, ctypes.c_int64 * 9)
+        fields[0] = (first, ctypes.c_int64 * 33)
     elif change == "more":
         fields.append(("another", ctypes.c_int64))
     else:

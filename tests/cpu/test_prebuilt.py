@@ -96,12 +96,9 @@ def place(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pla
 
 
 @pytest.mark.parametrize("integers", [False, True])
-@pytest.mark.parametrize("head_dim", [16, 80])
-def test_with_a_library_of_the_wheel_nothing_is_compiled(
-    place: Place, tmp_path: Path, integers: bool, head_dim: int
-) -> None:
+def test_with_a_library_of_the_wheel_nothing_is_compiled(place: Place, tmp_path: Path, integers: bool) -> None:
     place("x86-64-v3")
-    build = Build(torch.float32, torch.float32, head_dim, integers)
+    build = Build(torch.float32, torch.float32, integers=integers)
     assert build.library() is not None and build.reason is None and build.level == "x86-64-v3"
     assert not (tmp_path / "cache").exists()
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from fuzz_models import DRAFTERS, WAYS, has_tokenizer, target_fields
+from fuzz_models import DRAFTERS, FEW_BITS, WAYS, fits_few_bits, has_tokenizer, target_fields
 
 from blockdraft import Drafting, SamplingParams
 
@@ -60,6 +60,8 @@ def case_of(seed: int) -> Case:
     model, random = seed // CASES_PER_MODEL, Random(seed)
     way, drafter = random.choice(list(WAYS)), random.choice(DRAFTERS)
     drawn = random.random() < 0.2
+    if way in FEW_BITS and not fits_few_bits(model):
+        way = "compiled"
     budget: Any = 0 if drawn else random.choice((0, 0, random.randint(1, 60), random.randint(1, 10), 256))
     block_size: Any = None
     if random.random() < 0.12:  # costs are measured first, which takes a moment

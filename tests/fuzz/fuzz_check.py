@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from fuzz_cases import Ask, Case
 from fuzz_drive import answers
-from fuzz_models import Models
+from fuzz_models import COMPILED, FEW_BITS, Models
 
 from blockdraft import Completion, Engine, SamplingParams, Target
 from blockdraft.proposal import chain
@@ -69,7 +69,7 @@ def run(case: Case, models: Models) -> Outcome:
             if drafting.drawn and ask.params.temperature > 0:
                 _check_rules(found[number], ask, target, here)
                 fixed = "auto" not in (drafting.block_size, drafting.tree_budget)
-                if fixed and case.way in ("compiled", "int8"):  # where neighbours change no bit of a drafter's law
+                if fixed and case.way in COMPILED:  # where neighbours change no bit of a drafter's law
                     again = Engine(target, drafter, 1, drafting)
                     alone = again.generate([prompts[number]], ask.params)[0]
                     again.close()
@@ -81,7 +81,7 @@ def run(case: Case, models: Models) -> Outcome:
                         f"{here}:\n{_shown(found[number])}\nbut alone and plainly:\n{_shown(twins[number])}"
                     )
                 outcome.near_ties += 1
-            elif case.seed % 5 == 0 and case.way != "int8":
+            elif case.seed % 5 == 0 and case.way not in FEW_BITS:
                 _check_transformers(case, prompts[number], ask.params, twins[number], models, here)
             outcome.requests += 1
             outcome.tokens += len(found[number].token_ids)

@@ -29,7 +29,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "uncompiled": {"backend": "native", "compile": "off"},
     "hf": {"backend": "hf"},
     "int8": {"backend": "native", "compile": "on", "quantize": "int8"},
+    "int4": {"backend": "native", "compile": "on", "quantize": "int4"},
 }
+FEW_BITS = ("int8", "int4")
+COMPILED = ("compiled", *FEW_BITS)
 DRAFTERS = ("dflash", "dflash2", "dspark", "draft_lm", "prompt_lookup", "none")
 NETWORKS: dict[str, type[DFlashNetwork]] = {
     "dflash": DFlashNetwork,
@@ -45,18 +48,21 @@ def target_fields(number: int) -> tuple[str, dict[str, Any]]:
     """Family and configuration of a model."""
     random, family = Random(number), FAMILIES[number % len(FAMILIES)]
     kv_heads, layers = random.randint(1, 3), random.randint(1, 4)
+    whole = fits_few_bits(number)
     heads = kv_heads * random.randint(1, 4)
     fields: dict[str, Any] = {
         # With a tokenizer there may be words that it lacks.
         "vocab_size": len(tiny_tokenizer()) + random.choice((0, 7))
         if has_tokenizer(number)
         else random.randint(16, 50),
-        "hidden_size": 4 * heads * max(1, random.randint(5, 13) // heads),  # a multiple, on which some families insist
-        "intermediate_size": random.randint(20, 90),
+        "hidden_size": (8 if whole else 4)
+        * heads
+        * max(1, random.randint(5, 13) // heads),  # a multiple, on which some families insist
+        "intermediate_size": random.randint(20, 90) // (8 if whole else 1) * (8 if whole else 1),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
-        "head_dim": random.choice((4, 8, 12, 16, 20, 32)),
+        "head_dim": random.choice((8, 16, 24, 32) if whole else (4, 8, 12, 16, 20, 32)),
         "max_position_embeddings": MAX_CONTEXT,
         "tie_word_embeddings": random.random() < 0.5,
         "pad_token_id": 0,
@@ -78,6 +84,11 @@ def target_fields(number: int) -> tuple[str, dict[str, Any]]:
     if family in ("qwen2", "qwen3") and random.random() < 0.5:
         fields |= {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
     return family, fields
+
+
+def fits_few_bits(number: int) -> bool:
+    """Whether its weights can be rounded to 8 and 4 bits: rows are of whole groups then."""
+    return number % 3 != 0
 
 
 def has_tokenizer(number: int) -> bool:
@@ -171,7 +182,7 @@ class Models:
 
     def _target(self, number: int, way: str) -> Target:
         target = load_target(self._path(number, "target"), "float32", "cpu", **WAYS[way])
-        assert ("compiled" in target.running) == (way in ("compiled", "int8")), target.running
+        assert ("compiled" in target.running) == (way in COMPILED), target.running
         return target
 
     def _drafter(self, number: int, way: str, kind: str) -> Drafter:

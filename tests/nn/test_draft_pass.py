@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockdraft.cpu.build import build
+from blockdraft.cpu.build import begun, build
 from blockdraft.cpu.compiled import CompiledDecoder
 from blockdraft.cpu.compiled_draft import CompiledDraftPass, draft_pass, why_not_drafts
 from blockdraft.nn.cache import KVCache
@@ -256,9 +256,9 @@ def compiled_of(target: Target) -> CompiledDecoder:
 
 @pytest.mark.parametrize("own_head", [False, True])
 def test_a_head_that_is_not_in_the_library_is_called(own_head: bool, tiny_target_dir: Path) -> None:
-    """Of a target with other weights, or of the drafter."""
-    kind = None if own_head else "int8"
-    target = load_target(tiny_target_dir, "float32", "cpu", "native", compile="on", quantize=kind)  # type: ignore[arg-type]
+    """Of a target with another dtype, or of the drafter."""
+    dtype = "float32" if own_head else "bfloat16"
+    target = load_target(tiny_target_dir, dtype, "cpu", "native", compile="on")
     network = made_network(replace(CONFIG, hidden_size=target.hidden_size, head_dim=8))
     run = draft_pass(network, compiled_of(target), target.embed, lambda hidden: 3 * hidden, own_head)
     assert isinstance(run, CompiledDraftPass)
@@ -287,10 +287,10 @@ def test_what_is_compiled_and_what_is_not(
         assert isinstance(draft_pass(other, target, unused, unused), DraftPass)
     assert not caplog.messages
     monkeypatch.setenv("CC", "no-such-compiler")
-    build.cache_clear()
+    begun.cache_clear()
     try:
         assert isinstance(draft_pass(network, target, unused, unused), DraftPass)
     finally:
-        build.cache_clear()
+        begun.cache_clear()
     [message] = caplog.messages
     assert "The drafter runs uncompiled" in message and "no C compiler" in message

@@ -1,6 +1,7 @@
 // Decodes token ids with llama.cpp, greedily: plainly, or with one of its speculators. The first argument is JSON:
 // {"model": file, "threads": n, "max_length": n, "type": of keys and values, and, to speculate, "speculator": name,
 // "draft": file or null, "guesses": most in a block, or null for llama.cpp's default}. Requests and answers are JSON lines, as the README of this folder has them.
+// Or it rounds a model's weights: {"quantize": file, "to": file, "weights": "Q8_0", "threads": n}.
 
 #include "build-info.h"
 #include "common.h"
@@ -100,6 +101,7 @@ json Peer::decode(const json & request) {
     const auto prompt = request.at("prompt").get<llama_tokens>();
     const auto stops = request.at("stops").get<llama_tokens>();
     const size_t max_new_tokens = request.at("max_new_tokens");
+    const auto accept = request.value("accept", std::vector<int>()); // right guesses of each cycle, whatever they are
     const auto is_stop = [&](llama_token token) { return std::count(stops.begin(), stops.end(), token) > 0; };
 
     // A request knows nothing of those before it.
@@ -123,12 +125,16 @@ json Peer::decode(const json & request) {
     };
 
     const double began = now();
-    for (size_t i = 0; i < prompt.size(); i++) {
-        batch.add(prompt[i], (llama_pos) i, 0, i + 1 == prompt.size());
+    const size_t piece = llama_n_batch(ctx); // most tokens that can be scored at once
+    for (size_t first = 0; first < prompt.size(); first += piece) {
+        batch.clear();
+        for (size_t i = first; i < std::min(first + piece, prompt.size()); i++) {
+            batch.add(prompt[i], (llama_pos) i, 0, i + 1 == prompt.size());
+        }
+        score();
     }
-    score();
     llama_tokens past = prompt; // what both contexts hold; `anchor` comes next
-    llama_token anchor = best((int) prompt.size() - 1);
+    llama_token anchor = best((int) ((prompt.size() - 1) % piece));
     if (spec) {
         common_speculative_begin(spec.get(), 0, past);
     }
@@ -153,12 +159,18 @@ json Peer::decode(const json & request) {
             batch.add(guesses[i], n_past + 1 + (llama_pos) i, 0, true);
         }
         score();
+        const int known = accept.empty() ? -1 : accept[cycles % accept.size()];
         int accepted = 0;
         while (true) {
             past.push_back(anchor);
             anchor = best(accepted);
+            bool right = accepted < (int) guesses.size() && guesses[accepted] == anchor;
+            if (known >= 0) {
+                right = accepted < std::min((int) guesses.size(), known);
+                anchor = right ? guesses[accepted] : anchor;
+            }
             answer.push_back(anchor);
-            if (is_stop(anchor) || accepted == (int) guesses.size() || guesses[accepted] != anchor) {
+            if (is_stop(anchor) || !right) {
                 break;
             }
             accepted++;
@@ -178,6 +190,16 @@ json Peer::decode(const json & request) {
     };
 }
 
+bool quantize(const json & settings) {
+    auto params = llama_model_quantize_default_params();
+    params.ftype = std::map<std::string, llama_ftype>{
+        {"Q8_0", LLAMA_FTYPE_MOSTLY_Q8_0}, {"Q4_0", LLAMA_FTYPE_MOSTLY_Q4_0}, {"Q4_K", LLAMA_FTYPE_MOSTLY_Q4_K_M},
+    }.at(settings.at("weights"));
+    params.nthread = settings.at("threads");
+    const std::string from = settings.at("quantize"), to = settings.at("to");
+    return llama_model_quantize(from.c_str(), to.c_str(), &params) == 0;
+}
+
 } // namespace
 
 int main(int argc, char ** argv) {
@@ -191,6 +213,9 @@ int main(int argc, char ** argv) {
     Peer peer;
     common_init();
     common_log_set_verbosity_thold(LOG_LEVEL_WARN);
+    if (argc == 2 && json::parse(argv[1]).contains("quantize")) {
+        return quantize(json::parse(argv[1])) ? 0 : 1;
+    }
     if (argc != 2 || !peer.load(json::parse(argv[1]))) {
         say({{"missing", "llama.cpp does not load the model or the speculator"}});
         return 0;

@@ -1,8 +1,14 @@
-"""blockdraft, through its public interface."""
+"""blockdraft, through its public interface.
+
+Besides what the README says, the settings may hold "quantize", and the options "ways": several ways to decode with one
+target by name, each with options of its own, of which a request then names one as "way". With "accept" in a request
+(a list of counts, used in circles) that many of a cycle's guesses are right, whatever was drafted.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -13,6 +19,9 @@ import transformers
 from serve import Answer, Missing, Request, serve
 
 import blockdraft
+
+sys.path.append(str(Path(__file__).parents[3]))  # an adapter is started as a script
+from benchmarks.gpu.measure import Forced  # noqa: E402
 
 CODE = (".py", ".c", ".h")
 
@@ -28,30 +37,57 @@ def load(settings: Request) -> tuple[dict[str, str], dict[str, Any]]:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(settings["threads"])
     options = settings["options"]
+    ways: dict[str, dict[str, Any]] = options.get("ways") or {"": options}
     compiled = options["compiled"] and settings["device"] == "cpu"
     chosen = {"compile": "on"} if compiled else {}
     if "backend" in options:
         chosen["backend"] = options["backend"]
     try:
         target = blockdraft.load_target(
-            settings["target"], dtype=settings["dtype"], device=settings["device"], **chosen
+            settings["target"],
+            dtype=settings["dtype"],
+            device=settings["device"],
+            quantize=settings.get("quantize"),
+            **chosen,
         )
     except ValueError as error:
         raise Missing(str(error)) from error
-    drafter = blockdraft.load_drafter(options.get("drafter") or settings["drafter"], target=target)
+    named = {name: way.get("drafter") or settings["drafter"] for name, way in ways.items()}
+    drafters = {each: blockdraft.load_drafter(each, target=target) for each in set(named.values())}
     if compiled:
-        target_reason = target.compiled is None and (target.backend_reason or "there is no reason")
-        drafter_reason = getattr(drafter, "compile_reason", None)  # of one that has a network
-        for part, reason in (("target", target_reason), ("drafter", drafter_reason)):
-            if reason:
-                raise Missing(f"the {part} is not compiled: {reason}")
-    engine = blockdraft.Engine(target, drafter, 1, blockdraft.Drafting(**options.get("drafting", {})))
+        reasons = {"target": target.compiled is None and (target.backend_reason or "there is no reason")}
+        for drafter in drafters.values():
+            reasons |= {"drafter": getattr(drafter, "compile_reason", None)}  # of one that has a network
+            for part, reason in reasons.items():
+                if reason:
+                    raise Missing(f"the {part} is not compiled: {reason}")
+    drafting = {name: blockdraft.Drafting(**way.get("drafting", {})) for name, way in ways.items()}
+    engines = {name: blockdraft.Engine(target, drafters[named[name]], 1, drafting[name]) for name in ways}
     torch.set_num_threads(settings["threads"])  # once more, for the engine may have chosen another number
 
-    def decode(request: Request) -> Answer:
-        params = blockdraft.SamplingParams(
+    def forced(request: Request) -> blockdraft.Engine:
+        """With guesses of which as many are right as asked for; the right ones are plain decoding's tokens."""
+        name, prompt = request.get("way", ""), request["prompt"]
+        key = (tuple(prompt), request["max_new_tokens"])
+        if key not in plain:
+            [said] = blockdraft.Engine(target, blockdraft.load_drafter("none", target=target)).generate(
+                [prompt], params_of(request)
+            )
+            plain[key] = said.token_ids
+        drafter: Any = Forced(drafters[named[name]], len(prompt), plain[key], request["accept"], target.vocab_size)
+        return blockdraft.Engine(target, drafter, 1, drafting[name])
+
+    def params_of(request: Request) -> blockdraft.SamplingParams:
+        return blockdraft.SamplingParams(
             request["max_new_tokens"], stop_token_ids=tuple(request["stops"]), ignore_eos=True
         )
+
+    plain: dict[tuple[tuple[int, ...], int], list[int]] = {}
+
+    def decode(request: Request) -> Answer:
+        params = params_of(request)
+        drafts = named[request.get("way", "")] != "none"
+        engine = forced(request) if drafts and request.get("accept") else engines[request.get("way", "")]
         began = time.perf_counter()
         [completion] = engine.generate([request["prompt"]], params)
         seconds = time.perf_counter() - began

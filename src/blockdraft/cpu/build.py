@@ -32,8 +32,8 @@ class Build:
 
     Args:
         weights: Dtype of the weights that are not of few bits: float32 or bfloat16.
-        store: Dtype of keys and values: float32 or bfloat16.
-        head_dim: Size of a head; a multiple of 4.
+        store: Dtype of keys and values: float32, bfloat16 or int8.
+        lanes: Most numbers of a vector; 4, 8 or 16.
         integers: Whether there are weights of few bits.
 
     Attributes:
@@ -42,10 +42,8 @@ class Build:
     """
 
     def __init__(
-        self, weights: torch.dtype, store: torch.dtype, head_dim: int = MOST_LANES, integers: bool = False
+        self, weights: torch.dtype, store: torch.dtype, lanes: int = MOST_LANES, integers: bool = False
     ) -> None:
-        lanes = gcd(head_dim, MOST_LANES)
-        assert lanes >= 4, head_dim
         self.reason: str | None = None
         self.level: str | None = None
         self._kinds = weights, store, lanes
@@ -109,7 +107,16 @@ def _tell_why() -> None:
     )
 
 
-@cache
 def build(weights: torch.dtype, store: torch.dtype, head_dim: int = MOST_LANES, integers: bool = False) -> Build:
-    """The one `Build` of this process for these arguments, begun when first asked for."""
-    return Build(weights, store, head_dim, integers)
+    """The one `Build` of this process for these arguments, begun when first asked for.
+
+    Args:
+        head_dim: Size of a head; a multiple of 4.
+    """
+    assert head_dim % 4 == 0, head_dim
+    return begun(weights, store, gcd(head_dim, MOST_LANES), integers)
+
+
+@cache
+def begun(weights: torch.dtype, store: torch.dtype, lanes: int, integers: bool) -> Build:
+    return Build(weights, store, lanes, integers)

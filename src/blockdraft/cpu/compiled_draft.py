@@ -16,9 +16,9 @@ from blockdraft.cpu.compiled import EVERYWHERE, CompiledDecoder, CompiledLayers,
 from blockdraft.cpu.library import KINDS, CallFields, Library, LinearFields, ModelFields
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.dflash import DFlashNetwork, DraftLayer
-from blockdraft.nn.draft_pass import DraftPass, cached_bytes, joined
+from blockdraft.nn.draft_pass import DraftPass, joined
 from blockdraft.nn.packed import PackedLinear, fits_bfloat16
-from blockdraft.nn.quantized import best_group, round_to_nearest
+from blockdraft.nn.quantized import LEAST_GROUP, best_group, round_to_nearest
 from blockdraft.timing import PASS, mark
 
 
@@ -50,7 +50,7 @@ def draft_pass(
         target: That of the drafter, compiled.
         embed, head: As in `DraftPass`.
         own_head: Whether the head is another than the target's.
-        bits: To which weights are rounded, if they are: those of a target's layers.
+        bits: To which weights are rounded, if they are and their rows are of whole groups: those of a target's layers.
     """
     if target is None:
         return DraftPass(network, embed, head, "its target is not compiled")
@@ -58,10 +58,13 @@ def draft_pass(
     if reason is not None:
         return DraftPass(network, embed, head, reason)
     dtype = network.fc.weight.dtype
-    if bits is not None and target.library.store_dtype == dtype:
+    inputs = {module.in_features for module in network.modules() if isinstance(module, torch.nn.Linear)}
+    fits = all(size % LEAST_GROUP == 0 for size in inputs)
+    store = torch.int8 if target.library.store_dtype == torch.int8 else dtype
+    if bits is not None and fits and target.library.store_dtype == store:
         return CompiledDraftPass(network, target.library, embed, head, None if own_head else target, bits)
     halved = dtype == torch.float32 and all(fits_bfloat16(p) for p in network.parameters() if p.ndim == 2)
-    made = build(torch.bfloat16 if halved else dtype, dtype, network.config.head_dim)
+    made = build(torch.bfloat16 if halved else dtype, store, network.config.head_dim)
     library = made.library()
     if library is None:
         logging.getLogger(__name__).warning("The drafter runs uncompiled, which is slower: %s.", made.reason)
@@ -130,7 +133,8 @@ class CompiledDraftPass(CompiledLayers):
         return KVCache(batch, capacity)
 
     def state_bytes(self, batch: int, capacity: int) -> int:
-        return cached_bytes(self.config, batch * capacity, self._like.dtype)
+        config, slot = self.config, self.library.slot_size(self.config.head_dim) * self.library.store_dtype.itemsize
+        return 2 * config.num_hidden_layers * config.num_key_value_heads * slot * batch * capacity
 
     def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
         observed = 4 * self.library.draft_context_workspace(self._model, batch, nodes, self._features.inputs)
@@ -185,9 +189,10 @@ class CompiledDraftPass(CompiledLayers):
     ) -> tuple[CallFields, int]:
         """A call about N nodes behind each row's committed tokens; and the slots that it reaches."""
         config, end = self.config, state.check_room(count)
-        shape = (config.num_hidden_layers, 2 * config.num_key_value_heads, config.head_dim)
-        memory = state.memory(*shape, self._like)
-        assert len(lengths) == batch and memory.dtype == self.library.store_dtype, (state.lengths, batch, memory.dtype)
+        size = self.library.slot_size(config.head_dim)
+        shape = (config.num_hidden_layers, 2 * config.num_key_value_heads, size)
+        memory = state.memory(*shape, torch.empty(0, dtype=self.library.store_dtype))
+        assert len(lengths) == batch, (state.lengths, batch)
         call = CallFields(lengths=address(lengths), starts=address(starts), batch=batch, nodes=count)
         call.store, call.threads, call.slots = memory.data_ptr(), torch.get_num_threads(), memory.size(2)
         call.layer_stride, call.head_stride = memory.stride()[:2]

@@ -24,6 +24,7 @@
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+typedef int8_t small_codes __attribute__((vector_size(LANES), aligned(1), may_alias));
 typedef int64_t i64;
 typedef long long pair __attribute__((vector_size(16)));
 typedef short eight __attribute__((vector_size(16)));
@@ -50,7 +51,8 @@ typedef short eight __attribute__((vector_size(16)));
 #endif
 
 enum { FLOAT32, BFLOAT16, INT8, INT4 };
-#define BYTES(kind) ((kind) == FLOAT32 ? 4 : 2) /* of keys, values, and weights that are no integers */
+#define BYTES(kind) ((kind) == FLOAT32 ? 4 : (kind) == BFLOAT16 ? 2 : 1)
+#define SLOT(D) (STORE == INT8 ? (D) + 4 : (D)) /* numbers of a head's key or value in the store; 8 bits have a factor */
 
 #include "calls.h"
 
@@ -66,6 +68,7 @@ INLINE vec most_of(vec x, vec y) { return choose(x > y, x, y); }
 
 INLINE vec load(const void *w, i64 at, const int kind) {
     if (kind == FLOAT32) return *(const vec *)((const float *)w + at);
+    if (kind == INT8) return __builtin_convertvector(*(const small_codes *)((const int8_t *)w + at), vec);
 #if defined(__AVX2__) && LANES == 8 && !defined(__clang__) /* an instruction that gcc does not find by itself */
     pair narrow;
     memcpy(&narrow, (const uint16_t *)w + at, 16);
@@ -264,78 +267,140 @@ static void rms_norm(const float *x, const float *weight, float eps, i64 size, f
         for (i64 i = 0; i < size; i++) y[i] = x[i] * factor * weight[i];
 }
 
-#if LANES >= 8
-typedef float oct __attribute__((vector_size(32), aligned(4), may_alias));
-typedef int32_t oct_ints __attribute__((vector_size(32)));
 #ifdef __clang__
 #define PICK(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
 #else
-#define PICK(x, y, ...) __builtin_shuffle(x, y, (oct_ints){__VA_ARGS__})
-#endif
-INLINE oct fold4(oct x, oct y) { return PICK(x, y, 0, 1, 2, 3, 8, 9, 10, 11) + PICK(x, y, 4, 5, 6, 7, 12, 13, 14, 15); }
-INLINE oct fold2(oct x, oct y) { return PICK(x, y, 0, 1, 8, 9, 4, 5, 12, 13) + PICK(x, y, 2, 3, 10, 11, 6, 7, 14, 15); }
-INLINE oct fold1(oct x, oct y) { return PICK(x, y, 0, 2, 8, 10, 4, 6, 12, 14) + PICK(x, y, 1, 3, 9, 11, 5, 7, 13, 15); }
+#define PICK(x, y, ...) __builtin_shuffle(x, y, (ints){__VA_ARGS__})
 #endif
 
-/* to[i] = the sum of x[i], for LANES vectors x. */
-INLINE void sums_of(const vec *x, float *to) {
-#if LANES >= 8
-#pragma GCC unroll 2
-    for (int part = 0; part < LANES; part += 8) {
-        oct s[8];
-#pragma GCC unroll 8
-        for (int i = 0; i < 8; i++) {
+/* Neighbours of x and then of y are added, within each 4 lanes. */
+INLINE vec fold(vec x, vec y) {
 #if LANES == 16
-            s[i] = *(const oct *)(x + part + i) + *((const oct *)(x + part + i) + 1);
+    return PICK(x, y, 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30)
+        + PICK(x, y, 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31);
+#elif LANES == 8
+    return PICK(x, y, 0, 2, 8, 10, 4, 6, 12, 14) + PICK(x, y, 1, 3, 9, 11, 5, 7, 13, 15);
 #else
-            s[i] = (oct)x[i];
+    return PICK(x, y, 0, 2, 4, 6) + PICK(x, y, 1, 3, 5, 7);
 #endif
+}
+
+#if LANES > 4
+/* As `fold`, with fours of lanes in the place of lanes. */
+INLINE vec fold_fours(vec x, vec y) {
+#if LANES == 16
+    return PICK(x, y, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27)
+        + PICK(x, y, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+#elif LANES == 8
+    return PICK(x, y, 0, 1, 2, 3, 8, 9, 10, 11) + PICK(x, y, 4, 5, 6, 7, 12, 13, 14, 15);
+#endif
+}
+#endif
+
+#if LANES == 16 || defined(__ARM_NEON)
+#define SUMS 16 /* that registers hold, beside what is added up */
+#else
+#define SUMS 8
+#endif
+
+/* By which a slot's numbers are multiplied. */
+INLINE float factor_of(const void *store, i64 slot, i64 D) {
+    float factor = 1;
+    if (STORE == INT8) memcpy(&factor, (const int8_t *)store + slot * SLOT(D) + D, 4);
+    return factor;
+}
+
+/* scores[r * stride + t] = q[r] . k[t] for R queries and LANES slots, of which those after `last` repeat it. Queries
+   share what is read and widened of a slot. */
+INLINE void dots(const float *const *q, const void *k, i64 D, i64 last, vec factors, float *scores, i64 stride,
+                 const int R) {
+    const int together = SUMS / R < LANES ? SUMS / R : LANES; /* slots; fours of them */
+    vec fours[4][4];
+#pragma GCC unroll 4
+    for (int from = 0; from < LANES; from += together) {
+        vec sums[4][16], key[16];
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+            for (int t = 0; t < together; t++) sums[r][t] = (vec){};
+        for (i64 d = 0; d < D; d += LANES) {
+#pragma GCC unroll 16
+            for (int t = 0; t < together; t++) key[t] = load(k, (from + t < last ? from + t : last) * SLOT(D) + d, STORE);
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+                for (int t = 0; t < together; t++) sums[r][t] = FMA(*(const vec *)(q[r] + d), key[t], sums[r][t]);
         }
-        oct early = fold2(fold4(s[0], s[4]), fold4(s[1], s[5])), late = fold2(fold4(s[2], s[6]), fold4(s[3], s[7]));
-        *(oct *)(to + part) = fold1(early, late);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+            for (int t = 0; t < together; t += 4)
+                fours[r][(from + t) / 4] = fold(fold(sums[r][t], sums[r][t + 1]), fold(sums[r][t + 2], sums[r][t + 3]));
     }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) {
+#if LANES == 16
+        vec all = fold_fours(fold_fours(fours[r][0], fours[r][1]), fold_fours(fours[r][2], fours[r][3]));
+#elif LANES == 8
+        vec all = fold_fours(fours[r][0], fours[r][1]);
 #else
-    for (int i = 0; i < LANES; i++) to[i] = sum_of(x[i]);
+        vec all = fours[r][0];
 #endif
+        if (STORE == INT8) all *= factors;
+        *(vec *)(scores + r * stride) = all;
+    }
 }
 
-/* scores[t] = q . k[t] for LANES slots, of which those after `last` repeat it. */
-INLINE void dots(const float *q, const void *k, i64 D, i64 last, float *scores) {
-    vec sums[LANES];
-#pragma GCC unroll 16
-    for (int t = 0; t < LANES; t++) sums[t] = (vec){};
-    for (i64 d = 0; d < D; d += LANES)
-#pragma GCC unroll 16
-        for (int t = 0; t < LANES; t++)
-            sums[t] = FMA(*(const vec *)(q + d), load(k, (t < last ? t : last) * D + d, STORE), sums[t]);
-    sums_of(sums, scores);
+#define AHEAD 4096 /* bytes: what is read next of keys and values is fetched so early */
+
+/* As `dots`, for `count` queries. */
+static void score(const float *const *q, i64 count, const void *k, i64 D, i64 last, float *scores, i64 stride) {
+    for (i64 i = 0; i < LANES * SLOT(D) * BYTES(STORE); i += 64) __builtin_prefetch((const char *)k + AHEAD + i);
+    vec factors = {};
+    for (int t = 0; STORE == INT8 && t < LANES; t++) factors[t] = factor_of(k, t < last ? t : last, D);
+    i64 r = 0;
+#if SUMS == 16
+    for (; r + 4 <= count; r += 4) dots(q + r, k, D, last, factors, scores + r * stride, stride, 4);
+#endif
+    for (; r + 2 <= count; r += 2) dots(q + r, k, D, last, factors, scores + r * stride, stride, 2);
+    if (r < count) dots(q + r, k, D, last, factors, scores + r * stride, stride, 1);
 }
 
-/* out[r] = sum of p[r][t] v[t] over slots in order, over the sum of p[r][t] in order. Slots of negative p are left
-   away, if `skip`, which needs R = 1. */
-INLINE void mix(const float *p, i64 stride, const void *v, i64 T, i64 D, float *const *out, const int R,
-                const int C, const int skip) {
-    for (i64 d = 0; d < D; d += C * LANES) {
-        vec sums[4][4];
-        float totals[4];
+/* sums[r][c] = sum of p[r][t] v[t] over slots in order, for C vectors of v from `d` on; `totals` of p[r][t] in order, if
+   FIRST, when what comes next is fetched from memory, too. Slots of negative p are left away, if `skip`, which needs
+   R = 1. */
+INLINE void mix_part(const float *p, i64 stride, const void *v, i64 T, i64 D, i64 d, vec sums[4][4], float *totals,
+                     const int R, const int C, const int skip, const int FIRST) {
+    const i64 row = SLOT(D) * BYTES(STORE);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (int c = 0; c < C; c++) sums[r][c] = (vec){};
+    for (i64 t = 0; t < T; t++) {
+        if (skip && p[t] < 0) continue;
+        for (i64 i = 0; FIRST && i < row; i += 64) __builtin_prefetch((const char *)v + t * row + AHEAD + i);
+        vec value[4];
+#pragma GCC unroll 8
+        for (int c = 0; c < C; c++) value[c] = load(v, t * SLOT(D) + d + c * LANES, STORE);
+        const float factor = factor_of(v, t, D);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
-            totals[r] = 0;
+            if (FIRST) totals[r] += p[r * stride + t];
+            const float weight = STORE == INT8 ? p[r * stride + t] * factor : p[r * stride + t];
 #pragma GCC unroll 8
-            for (int c = 0; c < C; c++) sums[r][c] = (vec){};
+            for (int c = 0; c < C; c++) sums[r][c] = FMA(splat(weight), value[c], sums[r][c]);
         }
-        for (i64 t = 0; t < T; t++) {
-            if (skip && p[t] < 0) continue;
-            vec value[4];
-#pragma GCC unroll 8
-            for (int c = 0; c < C; c++) value[c] = load(v, t * D + d + c * LANES, STORE);
-#pragma GCC unroll 8
-            for (int r = 0; r < R; r++) {
-                totals[r] += p[r * stride + t];
-#pragma GCC unroll 8
-                for (int c = 0; c < C; c++) sums[r][c] = FMA(splat(p[r * stride + t]), value[c], sums[r][c]);
-            }
-        }
+    }
+}
+
+/* out[r] = sum of p[r][t] v[t] over slots in order, over the sum of p[r][t] in order. */
+INLINE void mix(const float *p, i64 stride, const void *v, i64 T, i64 D, float *const *out, const int R,
+                const int C, const int skip) {
+    float totals[4] = {};
+    for (i64 d = 0; d < D; d += C * LANES) {
+        vec sums[4][4];
+        if (d) mix_part(p, stride, v, T, D, d, sums, totals, R, C, skip, 0);
+        else mix_part(p, stride, v, T, D, d, sums, totals, R, C, skip, 1);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
@@ -346,7 +411,7 @@ INLINE void mix(const float *p, i64 stride, const void *v, i64 T, i64 D, float *
 static void mix_rows(const float *p, i64 stride, const void *v, i64 T, i64 D, float *const *out, i64 rows) {
     switch (rows * 8 + (D % (4 * LANES) == 0 ? 4 : D % (2 * LANES) == 0 ? 2 : 1)) {
 #define MIX(R)                                                                                            \
-    case R * 8 + 4: mix(p, stride, v, T, D, out, R, R > 2 ? 2 : 4, 0); break;                             \
+    case R * 8 + 4: mix(p, stride, v, T, D, out, R, R * 4 > SUMS ? 2 : 4, 0); break;                             \
     case R * 8 + 2: mix(p, stride, v, T, D, out, R, 2, 0); break;                                         \
     case R * 8 + 1: mix(p, stride, v, T, D, out, R, 1, 0); break;
         MIX(1) MIX(2) MIX(3) MIX(4)

@@ -19,6 +19,8 @@ PAIRS = (  # of weights and store. All are for heads of a multiple of 16, and kn
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.float32),
     (torch.bfloat16, torch.bfloat16),
+    (torch.float32, torch.int8),
+    (torch.bfloat16, torch.int8),
 )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from blockdraft.cpu.library import KINDS, Library
+from blockdraft.cpu.library import KINDS, STORES, Library
 
 SOURCE = Path(__file__).with_name("decoder.c")
 INCLUDED = tuple(SOURCE.with_name(name) for name in ("kernels.h", "integers.h", "calls.h"))
@@ -21,7 +21,7 @@ MOST_LANES = 16
 
 def defines(weights: torch.dtype, store: torch.dtype, lanes: int, integers: bool) -> tuple[str, ...]:
     """What the sources are to be given."""
-    numbers = {"WEIGHT": KINDS[weights], "STORE": KINDS[store], "MOST_LANES": lanes, "INTEGERS": int(integers)}
+    numbers = {"WEIGHT": KINDS[weights], "STORE": STORES[store], "MOST_LANES": lanes, "INTEGERS": int(integers)}
     return tuple(f"-D{name}={number}" for name, number in numbers.items())
 
 

@@ -22,7 +22,8 @@ from blockdraft.targets.checkpoint import load_text
 from blockdraft.targets.exact import check_exact
 from blockdraft.targets.families import NotCovered
 from blockdraft.targets.fingerprint import other_target_warning, target_fingerprint
-from blockdraft.types import DEFAULT_BACKEND, DEFAULT_COMPILE, Backend, Compile, Quantize
+from blockdraft.targets.native_files import HEAD, SOURCE, TABLE, OpenCheckpoint, open_checkpoint
+from blockdraft.types import DEFAULT_BACKEND, DEFAULT_COMPILE, Backend, Compile, KVDtype, Quantize
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BUNDLED = Path(__file__).parents[1] / "pair" / "target"
@@ -45,35 +46,45 @@ def load_target(
     exact: bool = False,
     revision: str | None = None,
     adapter: str | Path | None = None,
+    kv_dtype: KVDtype | None = None,
 ) -> Target:
     """Load a target.
 
-    Args:
-        path: A Hugging Face model folder or hub name; None is the bundled model.
-        dtype: Of weights and arithmetic, such as `torch.bfloat16` or "bfloat16"; None is float32 on a CPU, where
-            greedy output is exact, and bfloat16 elsewhere.
-        device: None is the first GPU if there is one, else the CPU.
-        backend: "native" is our own decoder, for the families that it knows; "hf" is transformers; "auto" is the
-            former where it knows the model, else the latter. `Target.backend` says which it is.
-        compile: Of the native decoder's forward. On a CPU by the C compiler of this machine: "auto" compiles where that
-            is possible, in a few seconds of the first run; "on" fails where it is not. On an NVIDIA GPU "on" captures
-            forwards of few nodes as CUDA graphs, and "auto" does not.
-        quantize: "int8" rounds weights to int8, with a factor for each output channel; activations are never rounded.
-            The target is then the rounded model. `save_quantized` keeps it. On an NVIDIA GPU "int8" and "fp8" use
-            torchao and bfloat16 arithmetic.
-        threads: Of torch and the compiled forward, from now on, on a CPU. None leaves torch's number. "auto" measures
-            once which number is fastest for a compiled target, unless `OMP_NUM_THREADS` is set.
-        exact: Let no bit of a token's logits depend on what is computed beside it, so that greedy answers are those of
-            plain decoding whatever is drafted, in any batch, near ties included. A target that is compiled for a CPU is
-            so already. Others compute pieces of one size, with attention in float64, which costs time. It is checked on
-            the model, with the threads that there are now.
-        revision: Branch, tag or commit of a hub name; None is the newest of its main branch.
-        adapter: Folder or hub name of an adapter of PEFT, such as a LoRA, which is merged into the weights in the dtype
-            of the arithmetic. It takes the package peft (`blockdraft[adapter]`).
+        Args:
+            path: A Hugging Face model folder or hub name; None is the bundled model.
+            dtype: Of weights and arithmetic, such as `torch.bfloat16` or "bfloat16"; None is float32 on a CPU, where
+                greedy output is exact, and bfloat16 elsewhere.
+            device: None is the first GPU if there is one, else the CPU.
+            backend: "native" is our own decoder, for the families that it knows; "hf" is transformers; "auto" is the
+                former where it knows the model, else the latter. `Target.backend` says which it is.
+            compile: Of the native decoder's forward. On a CPU by the C compiler of this machine: "auto" compiles where that
+                is possible, in a few seconds of the first run; "on" fails where it is not. On an NVIDIA GPU "on" captures
+                forwards of few nodes as CUDA graphs, and "auto" does not.
+    <<<<<<< HEAD
+            quantize: "int8" or "int4" rounds weights on a CPU, in groups of inputs, embedding and head to 8 bits; inputs of
+                products are rounded to 8 bits, token by token. The target is then the rounded model. On an NVIDIA GPU
+                "int8" and "fp8" use torchao and bfloat16 arithmetic, and inputs are not rounded.
+    =======
+            quantize: "int8" and "int4" round weights to 8 or 4 bits, with a scale for each group of inputs, and embedding
+                and head to 8; what enters a product is rounded to int8 as it comes. The target is then the rounded model;
+                `blockdraft.quantize` writes one that loses less. Of a checkpoint that is quantised already, "int8" rounds
+                what is not. On an NVIDIA GPU "int8" and "fp8" use torchao and bfloat16 arithmetic.
+    >>>>>>> checkpoints
+            threads: Of torch and the compiled forward, from now on, on a CPU. None leaves torch's number. "auto" measures
+                once which number is fastest for a compiled target, unless `OMP_NUM_THREADS` is set.
+            exact: Let no bit of a token's logits depend on what is computed beside it, so that greedy answers are those of
+                plain decoding whatever is drafted, in any batch, near ties included. A target that is compiled for a CPU is
+                so already. Others compute pieces of one size, with attention in float64, which costs time. It is checked on
+                the model, with the threads that there are now.
+            kv_dtype: "int8" keeps keys and values in 8 bits with a factor for each head and token, on a CPU where the
+                forward is compiled; None keeps them in `dtype`.
+            revision: Branch, tag or commit of a hub name; None is the newest of its main branch.
+            adapter: Folder or hub name of an adapter of PEFT, such as a LoRA, which is merged into the weights in the dtype
+                of the arithmetic. It takes the package peft (`blockdraft[adapter]`).
 
-    Raises:
-        UsageError: Unknown folder, unreadable weights, unknown dtype or device, a model that is no decoder-only LM, or
-            none that the native decoder knows where that was asked for; or exact was asked for and does not hold.
+        Raises:
+            UsageError: Unknown folder, unreadable weights, unknown dtype or device, a model that is no decoder-only LM, or
+                none that the native decoder knows where that was asked for; or exact was asked for and does not hold.
     """
     known = backends()
     if backend != "auto" and backend not in known:
@@ -102,18 +113,25 @@ def load_target(
         raise UsageError(f"quantize is {quantize!r}; use one of {sorted(get_args(Quantize))}, or None.")
     if exact and placed.type == "mps":
         raise UsageError("exact needs float64, and the device mps has none; use the device cpu, or do without exact.")
-    options = LoadOptions(DTYPES[name], placed, compile, quantize, threads == "auto", exact, revision, adapter)
+    if kv_dtype not in (None, *get_args(KVDtype)):
+        raise UsageError(f"kv_dtype is {kv_dtype!r}; use one of {sorted(get_args(KVDtype))}, or None.")
+    how = compile, quantize, threads == "auto", exact, revision, adapter, kv_dtype
+    options = LoadOptions(DTYPES[name], placed, *how)
     ranked = sorted((module.RANK, name) for name, module in known.items() if module.RANK is not None)
     reason: NotCovered | None = None
     for name in [backend] if backend != "auto" else [name for _, name in ranked]:
         try:
             target: Target = known[name].load(path, options)
         except NotCovered as refused:
-            if backend != "auto" or quantize:
+            if backend != "auto" or quantize or kv_dtype:
                 others = "another backend, or auto" if backend != "auto" else "other weights"
                 raise UsageError(f"The {name} backend cannot run {path}: {refused}. Use {others}.") from refused
             reason = reason or refused
             continue
+        except UsageError as error:
+            if reason is None:
+                raise
+            raise UsageError(f"{error} The other backend cannot run it, because {reason}.") from error
         target.backend_reason = None if reason is None else str(reason)
         if exact:
             check_exact(target)
@@ -148,9 +166,13 @@ def load_target_text(path: str | Path | None = None, revision: str | None = None
 
 
 __all__ = [
+    "HEAD",
+    "SOURCE",
+    "TABLE",
     "Cache",
     "LoadOptions",
     "NotCovered",
+    "OpenCheckpoint",
     "Rows",
     "Target",
     "TargetOutput",
@@ -159,6 +181,7 @@ __all__ = [
     "embedding_and_head",
     "load_target",
     "load_target_text",
+    "open_checkpoint",
     "target_fingerprint",
     "other_target_warning",
     "transformers_model",

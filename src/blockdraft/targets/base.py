@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from blockdraft.errors import UsageError
 from blockdraft.nn.dflash import DFlashNetwork
-from blockdraft.types import DEFAULT_COMPILE, Compile, Quantize
+from blockdraft.types import DEFAULT_COMPILE, Compile, KVDtype, Quantize
 
 
 class Rows(Protocol):
@@ -111,6 +111,7 @@ class LoadOptions:
         best_threads: Measure which number of threads is fastest, and use it.
         revision, adapter: As in `load_target`.
         exact: A node's logits and features must not depend on what else is computed; the caller checks it.
+        kv_dtype: As in `load_target`.
     """
 
     dtype: torch.dtype
@@ -121,6 +122,7 @@ class LoadOptions:
     exact: bool = False
     revision: str | None = None
     adapter: str | Path | None = None
+    kv_dtype: KVDtype | None = None
 
 
 @dataclass(frozen=True)

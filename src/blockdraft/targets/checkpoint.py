@@ -89,6 +89,8 @@ def loading(path: str | Path, device: torch.device | str = "cpu") -> Iterator[No
     """Turn whatever goes wrong while files of this model are read into a ValueError that names it."""
     try:
         yield
+    except UsageError as error:
+        raise UsageError(f"{path} cannot be loaded: {error}") from error
     except SafetensorError as error:
         raise UsageError(f"The weights in {path} are corrupt or cut short ({error}); copy them again.") from error
     except torch.OutOfMemoryError as error:

@@ -70,6 +70,22 @@ def test_ours_is_compiled_or_not_measured(
         pass
 
 
+def test_our_ways_share_a_target_and_guesses_can_be_replaced(settings: dict[str, Any], tmp_path: Path) -> None:
+    chain = {"drafting": {"block_size": 4}}
+    options = {"compiled": True, "ways": {"plain": {"drafter": "none"}, "chain": chain, "tree": {}}}
+    request = {"prompt": PROMPT, "max_new_tokens": 22, "stops": []}
+    command = [sys.executable, PEERS[-1].command()[1]]
+    with PeerProcess(command, {**settings, "options": options}, 1, tmp_path / "log", 120) as peer:
+        found = {way: peer.ask("decode", {**request, "way": way}) for way in options["ways"]}
+        assert found["plain"]["cycles"] == 21
+        assert found["plain"]["tokens"] == found["chain"]["tokens"] == found["tree"]["tokens"]
+        for _ in range(2):
+            forced = peer.ask("decode", {**request, "way": "chain", "accept": [3, 0, 9]})
+            assert forced["tokens"] == found["plain"]["tokens"]
+            assert forced["cycles"] == 7  # of 4, 1, 4, 4, 1, 4, and what is left of 21 tokens
+        assert peer.ask("decode", {**request, "way": "plain", "accept": [3]})["cycles"] == 21
+
+
 def test_what_an_adapter_lacks(settings: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(PeerError, match="no smaller model"):
         adapter("transformers assistant", settings, tmp_path)

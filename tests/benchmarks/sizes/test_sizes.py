@@ -1,51 +1,98 @@
-"""What is made of the figures of all sizes; measuring itself is `make bench-sizes ARGS=--quick`."""
+"""What is made of all runs, and what is measured; measuring itself is `make bench-sizes ARGS=--quick`."""
 
-import csv
+import sys
 from pathlib import Path
 
 import pytest
+from fakes import fake, started
+from made import CHAIN, PLAIN_WAY, THEIR_CHAIN, THEIRS, run
 
-from benchmarks.sizes.__main__ import Size, draw, parameters, table, write_figures
-from benchmarks.sizes.widen import TARGET
+from benchmarks.peers import environments
+from benchmarks.peers.process import PeerProcess
+from benchmarks.sizes import __main__ as program
+from benchmarks.sizes import pairs
+from benchmarks.sizes.report import changed, draw, page
+from benchmarks.sizes.ways import Way
 
-
-def size(width: int, dtype: str, plain: float, drafted: float) -> Size:
-    def method(speed: float, tau: float) -> dict[str, object]:
-        speeds = [0.9 * speed, speed, 1.1 * speed]
-        return {
-            "tokens_per_second": speed,
-            "speedup": speed / plain,
-            "tau": tau,
-            "tokens_per_second_by_repeat": speeds,
-            "speedup_by_repeat": [each / plain for each in speeds],
-        }
-
-    return Size(width, dtype, 5_000_000 * width**2, {"none": method(plain, 1.0), "dflash:4": method(drafted, 2.5)})
-
-
-SIZES = [size(1, "bfloat16", 1000.0, 1100.0), size(2, "bfloat16", 300.0, 450.0)]
+RUNS = [
+    run(way, seconds * factor, repeat, size=size, parameters=parameters, name=name)
+    for way, seconds in ((PLAIN_WAY, 4), (CHAIN, 2), (THEIRS, 5), (THEIR_CHAIN, 2.5))
+    for size, factor, parameters in (("1", 0.01, 5_400_000), ("4", 0.1, 75_000_000))
+    for name in ("answers", "first 16", "context 256")
+    for repeat in range(3)
+]
 
 
-def test_the_table_has_a_line_for_each_size() -> None:
-    lines = table(SIZES).splitlines()
-    assert lines[2:] == [
-        "| 5 M | bfloat16 | 1000 | 1100 (1.10 times, tau 2.50) |",
-        "| 20 M | bfloat16 | 300 | 450 (1.50 times, tau 2.50) |",
-    ]
+def test_the_page_has_every_size() -> None:
+    missing = {("1", Way("ours", "int4", method)): "no such kind" for method in ("plain", "chain:3")}
+    text = page(RUNS, missing)
+    assert "| 5 M | bfloat16 | 100 | 2.00 (2.00 to 2.00), tau 2.00 |" in text
+    assert (
+        "| 75 M | 16 | 10 (bfloat16) | 20 (bfloat16, chain:3) | 8 (bf16) | 16 (bf16, chain:3, drafter bf16) |" in text
+    )
+    assert "| 1.25 (1.25 to 1.25) | 1.25 (1.25 to 1.25) |" in text
+    assert "## Behind 256 tokens" in text
+    assert "| 5 M | ours | bfloat16 | 1.00 | 0.5 | 0.5 |" in text
+    assert "5 M: 100% of our answers in bfloat16 are llama.cpp's." in text
+    assert "- no such kind: ours int4 plain at 1, ours int4 chain:3 at 1" in text
 
 
-def test_every_repeat_is_kept(tmp_path: Path) -> None:
-    write_figures(SIZES, tmp_path / "figures.csv")
-    with (tmp_path / "figures.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == 2 * 2 * 3
-    assert float(rows[-1]["speedup"]) == pytest.approx(1.65) and rows[-1]["method"] == "dflash:4"
+def test_ways_that_change_tokens_are_named() -> None:
+    assert changed(RUNS) == []
+    assert changed([*RUNS, run(CHAIN, 1, 3, size="4", answer="1 9")]) == ["bfloat16 chain:3 at 4"]
+    assert changed([*RUNS, run(THEIR_CHAIN, 1, 3, answer="1 9")]) == []
 
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
-    draw([*SIZES, size(1, "float32", 900.0, 1000.0)], tmp_path / "sizes.png")
+    draw(RUNS, tmp_path / "sizes.png")
     assert (tmp_path / "sizes.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_figures_of_other_settings_are_not_mixed(tmp_path: Path) -> None:
+    for _ in range(2):
+        program.settled(tmp_path, {"tokens": 32, "threads": 2})
+    with pytest.raises(ValueError, match="other tokens; choose another --out, or add --anew"):
+        program.settled(tmp_path, {"tokens": 96, "threads": 2})
+
+
+def test_shapes_are_measured_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for words, widths in (
+        ([], "1,2,4,8"),
+        (["--quick"], "1,4"),
+        (["--quick", "--widths", "2"], "2"),
+        (["--shapes", "qwen3-4b"], ""),
+        (["--shapes", "qwen3-4b", "--widths", "2"], "2"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["sizes", *words])
+        assert program.arguments().widths == widths
+
+
+def test_a_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started_now: list[str] = []
+
+    def start(process: Way, served: list[Way], given: dict[str, object], patience: float, log: Path) -> PeerProcess:
+        assert Path(str(given["target"])).is_dir() and Path(str(given["drafter"])).is_dir()
+        started_now.append(process.kind)
+        return started(fake(log.stem), tmp_path)
+
+    monkeypatch.setattr(program, "start", start)
+    monkeypatch.setattr(program.report, "draw", lambda runs, path: path.touch())
+    monkeypatch.setattr(environments, "why_missing", lambda name: None)
+    words = ["--widths", "1", "--methods", "chain:3", "--limit", "2", "--repeats", "1", "--tokens", "4"]
+    words += ["--first", "16", "--contexts", "", "--out", str(tmp_path / "out"), "--llama", "bf16,Q4_K"]
+    for kinds, expected in (("bfloat16", ["bfloat16", "bf16", "bf16", "bf16"]), ("bfloat16,int8", ["int8"])):
+        monkeypatch.setattr(sys, "argv", ["sizes", *words, "--kinds", kinds])
+        started_now.clear()
+        program.run(program.arguments())
+        assert started_now == expected
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "runs.csv",
+        "settings.json",
+        "sizes.md",
+        "sizes.png",
+    }
+    assert "rows are no multiple of 256: llama.cpp Q4_K plain" in (tmp_path / "out" / "sizes.md").read_text()
+
+
 def test_parameters_are_those_of_the_weights() -> None:
-    assert 5_300_000 < parameters(TARGET) < 5_500_000
+    assert 5_300_000 < pairs.parameters(pairs.TARGET) < 5_500_000

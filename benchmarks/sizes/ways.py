@@ -1,0 +1,123 @@
+"""Ways to decode that are compared: kinds of weights, ours and llama.cpp's, and how each of them drafts."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers import environments
+from benchmarks.peers.process import PeerProcess
+
+OURS, LLAMA = "ours", "llama.cpp"
+PLAIN = "plain"
+ADAPTERS = Path(environments.__file__).parent / "adapters"
+# By kind: bits of a weight in memory (the checkpoints are in bfloat16, and stay so), and how it is loaded.
+OUR_KINDS: dict[str, tuple[int, dict[str, str]]] = {
+    "float32": (16, {"dtype": "float32"}),
+    "bfloat16": (16, {"dtype": "bfloat16"}),
+    "int8": (8, {"dtype": "float32", "quantize": "int8"}),
+    "int4": (4, {"dtype": "float32", "quantize": "int4"}),
+}
+EXACT = "bf16"  # llama.cpp's kind that is not rounded
+LLAMA_KINDS = {EXACT: 16, "Q8_0": 8, "Q4_0": 4, "Q4_K": 4}
+LLAMA_GUESSES = (3, 5)
+Q4_K_ROW = 256  # weights; a row must be a multiple
+TREE_BLOCK = 8  # how deep a tree of a fixed size may be
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to decode.
+
+    Attributes:
+        side: `OURS` or `LLAMA`.
+        kind: Of weights, of `OUR_KINDS` or `LLAMA_KINDS`.
+        method: "plain", "chain:N" with N guesses, "tree:N" with N guesses, "chain:auto" and "tree:auto" with as many as
+            pay.
+        drafter: Of llama.cpp's drafting ways, the kind of the drafter's weights; else empty.
+    """
+
+    side: str
+    kind: str
+    method: str
+    drafter: str = ""
+
+    @property
+    def bits(self) -> int:
+        return OUR_KINDS[self.kind][0] if self.side == OURS else LLAMA_KINDS[self.kind]
+
+    @property
+    def name(self) -> str:
+        """Of the way to draft."""
+        return f"{self.method}, drafter {self.drafter}" if self.drafter else self.method
+
+    @property
+    def process(self) -> Way:
+        """Stands for the process that decodes so: one serves all of our ways with a kind of weights."""
+        return Way(OURS, self.kind, "") if self.side == OURS else self
+
+
+def ways(kinds: list[str], methods: list[str], llama_kinds: list[str]) -> list[Way]:
+    """All of them; those of the same bits stand side by side.
+
+    Raises:
+        ValueError: An unknown kind or method.
+    """
+    for given, known in ((kinds, list(OUR_KINDS)), (llama_kinds, list(LLAMA_KINDS))):
+        for kind in given:
+            if kind not in known:
+                raise ValueError(f"Kind {kind!r} of weights is unknown; there are {', '.join(known)}.")
+    for method in methods:
+        drafting(method)
+    found = [Way(OURS, kind, method) for kind in kinds for method in dict.fromkeys([PLAIN, *methods])]
+    for kind in llama_kinds:
+        found.append(Way(LLAMA, kind, PLAIN))
+        drafters = dict.fromkeys([EXACT, kind])
+        found += [Way(LLAMA, kind, f"chain:{guesses}", each) for each in drafters for guesses in LLAMA_GUESSES]
+    return sorted(found, key=lambda way: -way.bits)
+
+
+def drafting(method: str) -> dict[str, Any]:
+    """How our adapter is told of a method; raises ValueError for an unknown one."""
+    if method == PLAIN:
+        return {"drafter": "none"}
+    name, _, number = method.partition(":")
+    if name not in ("chain", "tree") or not (number == "auto" or number.isdigit()):
+        raise ValueError(f"Method {method!r} is unknown; there are plain, chain:N, chain:auto, tree:N and tree:auto.")
+    if number == "auto":
+        return {"drafting": {"block_size": "auto"} if name == "chain" else {"tree_budget": "auto"}}
+    if name == "chain":
+        return {"drafting": {"block_size": int(number) + 1}}  # the anchor counts
+    return {"drafting": {"block_size": TREE_BLOCK, "tree_budget": int(number)}}
+
+
+def start(process: Way, served: list[Way], given: dict[str, Any], patience: float, log: Path) -> PeerProcess:
+    """Load the models of a process.
+
+    Args:
+        process: Of `Way.process`.
+        served: Our ways that it is to know.
+        given: Settings of all peers; see the README of the peers.
+
+    Raises:
+        PeerError: It cannot be had; the message says why.
+    """
+    if process.side == OURS:
+        command = [sys.executable, str(ADAPTERS / "ours.py")]
+        options: dict[str, Any] = {"compiled": True, "ways": {way.method: drafting(way.method) for way in served}}
+        settings = given | OUR_KINDS[process.kind][1]
+    else:
+        command = [str(environments.python("llama_cpp")), str(ADAPTERS / "llama_cpp.py")]
+        options = {"weights": _rounding(process.kind)}
+        if process.method != PLAIN:
+            guesses = int(process.method.partition(":")[2])
+            options |= {"speculator": "draft-dflash", "draft": "drafter", "guesses": guesses}
+            options |= {"draft_weights": _rounding(process.drafter)}
+        settings = given | {"dtype": "bfloat16", "cache_type": "f16"}  # float16 is its default
+    return PeerProcess(command, settings | {"options": options}, given["threads"], log, patience)
+
+
+def _rounding(kind: str) -> str | None:
+    return None if kind == EXACT else kind

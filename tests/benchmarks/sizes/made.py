@@ -1,0 +1,24 @@
+"""Runs without a model."""
+
+from benchmarks.sizes.runs import ANSWERS, Run
+from benchmarks.sizes.ways import LLAMA, OURS, PLAIN, Way
+
+PLAIN_WAY, CHAIN = Way(OURS, "bfloat16", PLAIN), Way(OURS, "bfloat16", "chain:3")
+THEIRS, THEIR_CHAIN = Way(LLAMA, "bf16", PLAIN), Way(LLAMA, "bf16", "chain:3", "bf16")
+
+
+def run(
+    way: Way,
+    seconds: float,
+    repeat: int = 0,
+    prompt: int = 0,
+    size: str = "1",
+    name: str = ANSWERS,
+    answer: str = "1 2 3 4 5",
+    parameters: int = 5_000_000,
+    cycles: int = 2,
+    forced: int = 0,
+) -> Run:
+    """An answer of 5 tokens, whose last 4 took so many seconds."""
+    told = (size, parameters, way.side, way.kind, way.method, way.drafter, name, prompt, repeat)
+    return Run(*told, forced, 5, cycles, 0.5, seconds, 2**30, answer)

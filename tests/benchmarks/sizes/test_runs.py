@@ -1,0 +1,81 @@
+from pathlib import Path
+
+import pytest
+from fakes import fake, started
+from made import CHAIN, PLAIN_WAY, THEIR_CHAIN, THEIRS, run
+
+from benchmarks.peers.process import PeerProcess
+from benchmarks.sizes.runs import Runs, Task, measure, right_guesses, steps, tasks
+from benchmarks.sizes.ways import Way
+
+TREE = Way("ours", "bfloat16", "tree:16")
+TASKS = [Task("answers", i, (10 + i, 20), 4) for i in range(3)]
+
+
+def test_what_was_measured_is_read_again(tmp_path: Path) -> None:
+    made = [run(CHAIN, 1.5, repeat=1), run(THEIR_CHAIN, 0.1)]
+    runs = Runs(tmp_path / "new" / "runs.csv")
+    for each in made:
+        runs.add(each)
+    with runs.path.open("a") as file:
+        file.write("1,5000000,ou")  # cut off
+    for _ in range(2):
+        again = Runs(runs.path)
+        assert again.all == made and again.had == {each.key for each in made}
+    again.add(run(PLAIN_WAY, 2.0))
+    assert len(Runs(runs.path).all) == 3
+
+
+@pytest.mark.parametrize("chance", [0.5, 0.735, 0.9])
+def test_as_many_guesses_are_right_as_chance_has_it(chance: float) -> None:
+    counts = right_guesses(chance)
+    for stretch in (counts[:40], counts):
+        for guesses in (3, 15):
+            mean = sum(min(count, guesses) for count in stretch) / len(stretch)
+            assert mean == pytest.approx(sum(chance**i for i in range(1, guesses + 1)), rel=0.07)
+
+
+def test_tasks_are_the_prompts_and_prompts_of_a_length() -> None:
+    answers, first, short, long = tasks("1", [[1, 2, 3]], 96, [2], [8, 4096])
+    assert (answers.name, answers.prompt, answers.new_tokens, answers.accept) == ("answers", (1, 2, 3), 96, ())
+    assert (first.name, first.prompt, first.new_tokens) == ("first 2", (2, 3), 1)
+    assert (short.name, short.prompt, short.accept) == ("context 8", (2, 3, 1, 2, 3, 1, 2, 3), ())
+    assert len(long.prompt) == 4096 and long.accept  # nobody was trained for that
+    assert all(task.accept for task in tasks("qwen3-4b", [[1, 2, 3]], 96, [], [8]))
+
+
+def test_which_ways_decode_what() -> None:
+    answers, first, context = (Task(kind, 0, (1,), 4) for kind in ("answers", "first", "context"))
+    forced = Task("answers", 0, (1,), 4, (2, 0))
+    auto = Way("ours", "int8", "chain:auto")
+    assert all(answers.takes(way) for way in (PLAIN_WAY, CHAIN, TREE, auto))
+    assert [way for way in (PLAIN_WAY, CHAIN, TREE, auto) if first.takes(way)] == [PLAIN_WAY, CHAIN]
+    for task in (context, forced):
+        assert [way for way in (PLAIN_WAY, CHAIN, TREE, auto) if task.takes(way)] == [PLAIN_WAY, CHAIN]
+
+
+def test_ways_take_turns() -> None:
+    found = [(task.index, way, repeat) for task, way, repeat in steps(TASKS, [PLAIN_WAY, CHAIN], 2)]
+    assert len(set(found)) == len(found) == 3 * 2 * 2
+    begin = [way for i, (_, way, _) in enumerate(found) if i % 2 == 0]
+    assert begin == [PLAIN_WAY, CHAIN, PLAIN_WAY, CHAIN, PLAIN_WAY, CHAIN]
+
+
+def test_answers_are_kept_and_failures_stop_one_process_only(tmp_path: Path) -> None:
+    behaviour = {PLAIN_WAY.process: {}, THEIRS: {"crash": "out of memory"}, THEIR_CHAIN: {"fail": 11}}
+
+    def start(process: Way) -> PeerProcess:
+        return started(fake(process.kind, **behaviour[process]), tmp_path)
+
+    left = list(steps(TASKS, [PLAIN_WAY, CHAIN, THEIRS, THEIR_CHAIN], 1))
+    runs = Runs(tmp_path / "runs.csv")
+    missing = measure("1", 7, left, start, [2], runs)
+    assert missing.keys() == {THEIRS, THEIR_CHAIN}
+    assert "out of memory" in missing[THEIRS] and missing[THEIR_CHAIN] == "ValueError: no"
+    assert {each.key for each in runs.all} >= {
+        ("1", way, "answers", i, 0) for way in (PLAIN_WAY, CHAIN) for i in range(3)
+    }
+    assert not any(each.way == THEIRS for each in runs.all)
+    first = runs.all[0]
+    assert (first.parameters, first.new_tokens, first.cycles, first.answer) == (7, 4, 2, "10 11 12 13")
+    assert first.decode_seconds == 0.1 and first.peak_bytes > 0
