@@ -98,7 +98,8 @@ CompileForward = Annotated[
     typer.Option(
         "--compile",
         metavar="auto|on|off",
-        help="Compile the native decoder's forward with this machine's C compiler, once; on fails where it cannot be. "
+        help="Run the native decoder's forward compiled: by a library that came with the package, or else by this "
+        "machine's C compiler, once; on fails where there is none. "
         "On an NVIDIA GPU, 'on' captures CUDA graphs and 'auto' leaves it.",
     ),
 ]

@@ -124,7 +124,8 @@ INLINE vec load_scale(const Linear *l, i64 at) {
     ints bits = __builtin_convertvector(*(const half_scales *)half, ints);
     /* Exponents differ by 112; multiplying by 2^112 mends that, and numbers below the normal ones too. */
     vec size = (vec)((bits & 0x7fff) << 13) * 5.192296858534828e33f;
-    return (vec)((ints)size | (bits & 0x8000) << 16);
+    ints strange = (bits & 0x7c00) == 0x7c00; /* infinite, or no number */
+    return choose(strange, splat(NAN), (vec)((ints)size | (bits & 0x8000) << 16));
 #endif
 }
 

@@ -91,6 +91,7 @@ static float half_to_float(uint16_t half) {
     float size;
     memcpy(&size, &bits, 4);
     size *= 5.192296858534828e33f; /* exponents differ by 112 */
+    if ((half & 0x7c00) == 0x7c00) size = half & 0x3ff ? NAN : INFINITY;
     return half & 0x8000 ? -size : size;
 }
 
