@@ -110,6 +110,13 @@ Quantize = Annotated[
         help="Round the target's weights; the rounded model is then the target. int4 is for CPUs, fp8 for NVIDIA GPUs.",
     ),
 ]
+RoundDrafter = Annotated[
+    bool,
+    typer.Option(
+        "--round-drafter/--keep-drafter",
+        help="Whether a drafter's weights are rounded to as few bits as the target's are.",
+    ),
+]
 KeysValues = Annotated[
     str | None,
     typer.Option(

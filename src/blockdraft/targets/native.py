@@ -55,6 +55,7 @@ class NativeTarget(CheckpointTarget):
         compile_reason: Why it is neither, where it might have been; torch's operations are then used one by one.
         exact: Whether torch's operations are used in pieces of one size, so that a node's numbers do not depend on what
             else is computed.
+        round_drafters: Whether drafters' weights are rounded as the layers' are.
     """
 
     backend = "native"
@@ -79,6 +80,7 @@ class NativeTarget(CheckpointTarget):
         self.captured: CapturedDecoder | None = None
         self.compile_reason: str | None = None
         self.exact = False
+        self.round_drafters = True
         self._group = decoder.config.num_heads // decoder.config.num_kv_heads
 
     @property
@@ -134,7 +136,8 @@ class NativeTarget(CheckpointTarget):
     def draft_runner(self, network: DFlashNetwork, head: Callable[[Tensor], Tensor] | None = None) -> DraftRunner:
         if self.captured is not None:
             return CapturedDraftPass(network, self.captured.recorder, self.embed, head or self.head)
-        return draft_pass(network, self.compiled, self.embed, head or self.head, head is not None, self.bits)
+        bits = self.bits if self.round_drafters else None
+        return draft_pass(network, self.compiled, self.embed, head or self.head, head is not None, bits)
 
     def capture(self, recorder: Recorder) -> None:
         """Run forwards over few nodes as graphs from now on. Due before the first cache and the first drafter.
@@ -271,6 +274,7 @@ def load(path: str | Path, options: LoadOptions) -> NativeTarget:
     read = read_gguf(path, options) if is_gguf(path) else read_checkpoint(path, options)
     known = read.tokenizer, read.folder, read.generation_config, read.source_fingerprint
     target = NativeTarget(read.decoder, read.config, *known)
+    target.round_drafters = options.round_drafters
     target.tokenizer_reason = read.tokenizer_reason
     if captured:
         target.capture(CudaRecorder(options.device))
