@@ -45,6 +45,7 @@ GRAVITON2 = "fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpu
         (X86, "", None),
         (ARM, CORTEX_A72, "armv8"),
         (ARM, GRAVITON2, "armv8.2-dotprod"),
+        (ARM, frozenset({*GRAVITON2, "i8mm", "bf16", "sve"}), "armv8.2-i8mm"),
         ("arm64", GRAVITON2, None),
         ("riscv64", HASWELL, None),
     ],
@@ -195,6 +196,10 @@ def test_libraries_for_arm_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(prebuilt, "PAIRS", prebuilt.PAIRS[:1])
     make("aarch64-linux-gnu-gcc-12", tmp_path / "made")
     made = sorted((tmp_path / "made").iterdir())
-    assert [path.name.rpartition("-")[0].rpartition("-")[0] for path in made] == ["armv8", "armv8.2-dotprod"]
+    assert [path.name.rpartition("-")[0].rpartition("-")[0] for path in made] == [
+        "armv8",
+        "armv8.2-dotprod",
+        "armv8.2-i8mm",
+    ]
     assert all(path.read_bytes()[18:20] == b"\xb7\x00" for path in made)  # of ARM, 64 bits
     assert whole(tmp_path / "made", made[0].stem.rpartition("-")[0]) is None  # and of no use here

@@ -52,6 +52,7 @@ LEVELS = {  # by the machine as Python calls it; the best first
         Level("x86-64-v3", ("-march=x86-64-v3",), V3),
     ),
     "aarch64": (
+        Level("armv8.2-i8mm", ("-march=armv8.2-a+dotprod+i8mm",), ARMV82 | {"asimddp", "i8mm"}),
         Level("armv8.2-dotprod", ("-march=armv8.2-a+dotprod",), ARMV82 | {"asimddp"}),
         Level("armv8", ("-march=armv8-a",), ARMV8),
     ),
