@@ -1,4 +1,4 @@
-"""Time of the target's forward by number of nodes, and of a draft: compiled and not, dtypes, few bits, numbers of threads.
+"""Time of the target's forward by number of nodes, and of a draft: compiled and not, few bits, numbers of threads.
 
     python benchmarks/forwards.py [--shape pair|120m] [--threads 1,2] [--ways off,on,int8,int4] [--dtype float32]
 

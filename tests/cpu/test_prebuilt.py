@@ -45,7 +45,7 @@ GRAVITON2 = "fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpu
         (X86, "", None),
         (ARM, CORTEX_A72, "armv8"),
         (ARM, GRAVITON2, "armv8.2-dotprod"),
-        (ARM, frozenset({*GRAVITON2, "i8mm", "bf16", "sve"}), "armv8.2-i8mm"),
+        (ARM, f"{GRAVITON2} sve i8mm bf16", "armv8.2-i8mm"),
         ("arm64", GRAVITON2, None),
         ("riscv64", HASWELL, None),
     ],
