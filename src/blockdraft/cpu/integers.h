@@ -1,11 +1,5 @@
 /* Products of weights in few bits with inputs rounded to int8. nn/quantized.py says what is computed; within a group of
    inputs sums are of integers, so that their order does not matter, and groups are added up in order. */
-#if defined(__SSSE3__)
-#include <immintrin.h>
-#elif defined(__ARM_FEATURE_DOTPROD)
-#include <arm_neon.h>
-#endif
-
 typedef uint8_t codes __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
 typedef int8_t signed_codes __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
 typedef int16_t shorts __attribute__((vector_size(4 * LANES), may_alias));
