@@ -50,8 +50,8 @@ def draft_pass(
         target: That of the drafter, compiled.
         embed, head: As in `DraftPass`.
         own_head: Whether the head is another than the target's.
-        bits: To which weights are rounded, those of a target's layers; None, rows that are not of whole groups, or heads
-            that the target's library has no vectors for, leave them as they are.
+        bits: To which weights are rounded: those of a target's layers. They stay as they are if this is None, if rows
+            are not of whole groups, or if the target's library has no vectors for the heads.
     """
     if target is None:
         return DraftPass(network, embed, head, "its target is not compiled")
