@@ -97,6 +97,27 @@ def test_drafters_are_rounded_as_their_target_is_unless_they_are_to_be_kept(roun
     assert answers[0] == answers[1]
 
 
+@pytest.mark.parametrize(("how", "most"), [({"quantize": "int8"}, 0.55), ({"kv_dtype": "int8"}, 0.03)])
+def test_a_channel_of_large_numbers_costs_its_own_group_alone(tmp_path: Path, how: Any, most: float) -> None:
+    """One input of each MLP and attention, with weights as much smaller: others of its group of 32 lose digits."""
+    sizes = SIZES | {"hidden_size": 96, "intermediate_size": 64, "head_dim": 8}
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes))
+        for name, parameter in model.named_parameters():
+            torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.2)
+            if name.endswith("layernorm.weight"):
+                parameter[3] *= 100
+            if any(part in name for part in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")):
+                parameter[:, 3] /= 100
+    model.save_pretrained(tmp_path)
+    exact = logits_and_features(load_target(tmp_path, "float32", "cpu", "hf"))
+    ours = logits_and_features(load_target(tmp_path, "float32", "cpu", "native", "on", **how))
+    for a, right in zip(ours, exact, strict=True):
+        error = float((a - right).norm() / right.norm())
+        assert 1e-4 < error < most, error
+
+
 def test_keys_and_values_in_bfloat16_are_rounded_to_the_nearest(tmp_path: Path) -> None:
     """Nothing else is rounded there: the weights are in bfloat16 already, and arithmetic is float32."""
     write_model(tmp_path, "mistral", 8, 40, torch.bfloat16)

@@ -1,5 +1,6 @@
 """GGUF files: headers, parts, and blocks that become weights of the same numbers."""
 
+import struct
 from pathlib import Path
 
 import gguf
@@ -148,6 +149,38 @@ def test_broken_files(tmp_path: Path) -> None:
             read_header(path)
     with pytest.raises(UsageError, match="There is no file"):
         open_gguf(tmp_path / "absent.gguf")
+
+
+ARRAY, UINT32 = 9, 4
+LARGEST = 2**64 - 1
+
+
+def header(*pairs: tuple[str, bytes], tensors: bytes = b"") -> bytes:
+    """Of a file with these keys and values, the latter with their types, and one tensor or none."""
+    begin = b"GGUF" + struct.pack("<IQQ", 3, bool(tensors), len(pairs))
+    return begin + b"".join(text(key) + value for key, value in pairs) + tensors + bytes(64)
+
+
+def text(words: str) -> bytes:
+    return struct.pack("<Q", len(words)) + words.encode()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (header(("general.alignment", struct.pack("<II", UINT32, 0))), "tensors are aligned by 0"),
+        (header(("general.alignment", struct.pack("<IQ", 8, 0))), "tensors are aligned by "),
+        (header(("a", struct.pack("<IIQ", ARRAY, UINT32, LARGEST))), "a.gguf is corrupt or cut short"),
+        (header(("a", struct.pack("<I", ARRAY) + struct.pack("<IQ", ARRAY, 1) * 5000)), "recursion"),
+        (header(tensors=text("x") + struct.pack("<I", 2**32 - 1)), "x has 4294967295 dimensions"),
+        (header(tensors=text("x") + struct.pack("<IQQQ", 2, LARGEST, LARGEST, 0)), "x of the shape|x would end at"),
+        (header(("split.count", struct.pack("<I", 8) + text("x"))), "is one of x parts"),
+    ],
+)
+def test_headers_that_lie(content: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").write_bytes(content)
+    with pytest.raises(UsageError, match=said):
+        open_gguf(tmp_path / "a.gguf")
 
 
 def test_the_package_writes_big_endian_as_we_think(tmp_path: Path) -> None:

@@ -30,9 +30,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "hf": {"backend": "hf"},
     "int8": {"backend": "native", "compile": "on", "quantize": "int8"},
     "int4": {"backend": "native", "compile": "on", "quantize": "int4"},
+    "int8 store": {"backend": "native", "compile": "on", "kv_dtype": "int8"},
+    "int4, int8 store": {"backend": "native", "compile": "on", "quantize": "int4", "kv_dtype": "int8"},
 }
-FEW_BITS = ("int8", "int4")
-COMPILED = ("compiled", *FEW_BITS)
+FEW_BITS = tuple(way for way, options in WAYS.items() if "quantize" in options)
+ROUNDED = tuple(way for way, options in WAYS.items() if {"quantize", "kv_dtype"} & {*options})
+COMPILED = ("compiled", *ROUNDED)
 DRAFTERS = ("dflash", "dflash2", "dspark", "draft_lm", "prompt_lookup", "none")
 NETWORKS: dict[str, type[DFlashNetwork]] = {
     "dflash": DFlashNetwork,

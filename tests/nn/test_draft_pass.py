@@ -269,6 +269,21 @@ def test_a_head_that_is_not_in_the_library_is_called(own_head: bool, tiny_target
     assert torch.equal(hidden, run(state, target.embed(tokens))[:, 1:]) and torch.equal(logits, 3 * hidden)
 
 
+@pytest.mark.parametrize(("head_dim", "bits"), [(8, 4), (4, None)])
+def test_rounded_where_the_library_of_the_target_has_vectors_for_its_heads(
+    head_dim: int, bits: int | None, tiny_target_dir: Path
+) -> None:
+    """The target's heads are of 8."""
+    target = load_target(tiny_target_dir, "float32", "cpu", "native", "on", "int4")
+    network = made_network(replace(CONFIG, hidden_size=target.hidden_size, head_dim=head_dim))
+    run = draft_pass(network, compiled_of(target), target.embed, target.head, bits=4)
+    assert isinstance(run, CompiledDraftPass) and run._bits == bits
+    state = run.new_state(1, 20)
+    run.observe(state, torch.randn(1, 9, 2 * target.hidden_size))
+    state.commit([range(9)])
+    assert run.guesses(state, torch.tensor([[7, 1, 1]]), 1)[1].isfinite().all()
+
+
 def test_what_is_compiled_and_what_is_not(
     network: DFlashNetwork, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

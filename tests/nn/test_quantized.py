@@ -127,3 +127,11 @@ def test_groups_that_do_not_fit_are_refused() -> None:
         check_group(96, 12)
     with pytest.raises(UsageError, match="do not divide"):
         round_to_nearest(torch.randn(2, 40), 4, 32)
+
+
+def test_groups_of_which_none_divides_the_other_are_joined() -> None:
+    numbers = torch.randn(2, 48, generator=torch.Generator().manual_seed(0))
+    parts = [round_to_nearest(numbers, 8, group) for group in (24, 16)]
+    joined = joined_weights(parts)
+    assert joined.group == 8
+    assert torch.equal(joined.dequantize(), torch.cat([part.dequantize() for part in parts]))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from blockdraft.errors import UsageError
 from blockdraft.nn.rounding import DAMPING, PIECE, SHRUNK, Grid, best_grid, compensated, rounded
 
 
@@ -125,6 +126,18 @@ def test_compensation_is_that_of_the_definition() -> None:
 def test_inputs_that_do_not_go_together_make_up_for_nothing() -> None:
     weight = drawn(4, 64)
     assert torch.equal(compensated(weight, torch.eye(64), 4, 32).codes, rounded(weight, 4, 32).codes)
+
+
+@pytest.mark.parametrize("zero_points", [False, True])
+@pytest.mark.parametrize("number", [float("nan"), inf, -inf])
+def test_numbers_without_a_scale_are_refused(number: float, zero_points: bool) -> None:
+    weight = torch.ones(3, 16)
+    weight[1, 3] = number
+    for bits in (4, 8):
+        with pytest.raises(UsageError, match="holds NaN or infinity"):
+            rounded(weight, bits, 8, zero_points)
+        with pytest.raises(UsageError, match="holds NaN or infinity"):
+            compensated(weight, torch.eye(16), bits, 8, zero_points)
 
 
 def test_a_group_must_divide_the_rows() -> None:

@@ -313,6 +313,22 @@ def test_refused_types(tmp_path: Path) -> None:
         load_target(path, device="cpu")
 
 
+@pytest.mark.parametrize(
+    ("metadata", "said"),
+    [
+        ({"block_count": 2**32 - 1}, "says that it has 4294967295 layers, and holds 30 tensors"),
+        ({"block_count": "3"}, "metadata that make no model .TypeError"),
+        ({"attention.head_count": 0}, "metadata that make no model .ZeroDivisionError"),
+        ({"attention.head_count": 5}, "metadata that make no model"),
+    ],
+)
+def test_metadata_that_lie(metadata: dict[str, Any], said: str, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "a.gguf", model_of("llama"), metadata=metadata)
+    for load in (load_target_text, load_target):
+        with pytest.raises(UsageError, match=said):
+            load(tmp_path / "a.gguf")
+
+
 def test_refused_options(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     write_gguf(path, model_of("llama"))

@@ -1,5 +1,6 @@
 """Tokenizers of GGUF files against those that they were made from."""
 
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,18 @@ def test_bytes(pre: str, tmp_path: Path) -> None:
     )
     chat: list[dict[str, str]] = [{"role": "user", "content": "Hello <|im_end|>"}]
     assert found.apply_chat_template(chat, tokenize=False) == wanted.apply_chat_template(chat, tokenize=False)
+
+
+def test_fewer_types_than_tokens(tmp_path: Path) -> None:
+    path, key = written(tmp_path / "m.gguf", bundled_like("qwen2"), "qwen2"), b"tokenizer.ggml.token_type"
+    whole = path.read_bytes()
+    assert whole.count(key) == 1
+    place = whole.index(key) + len(key) + 8  # behind what says that it is an array, and of what
+    [count] = struct.unpack_from("<Q", whole, place)
+    path.write_bytes(whole[:place] + struct.pack("<Q", count - 8) + whole[place + 8 + 4 * 8 :] + bytes(4 * 8))
+    for load in (load_target_text, load_target):
+        with pytest.raises(UsageError, match="metadata that make no model .IndexError"):
+            load(path)
 
 
 def test_llama3_takes_whole_words_and_begins_with_bos(tmp_path: Path) -> None:

@@ -50,7 +50,8 @@ def draft_pass(
         target: That of the drafter, compiled.
         embed, head: As in `DraftPass`.
         own_head: Whether the head is another than the target's.
-        bits: To which weights are rounded, if they are and their rows are of whole groups: those of a target's layers.
+        bits: To which weights are rounded: those of a target's layers. They stay as they are if this is None, if rows
+            are not of whole groups, or if the target's library has no vectors for the heads.
     """
     if target is None:
         return DraftPass(network, embed, head, "its target is not compiled")
@@ -61,7 +62,8 @@ def draft_pass(
     inputs = {module.in_features for module in network.modules() if isinstance(module, torch.nn.Linear)}
     fits = all(size % LEAST_GROUP == 0 for size in inputs)
     store = torch.int8 if target.library.store_dtype == torch.int8 else dtype
-    if bits is not None and fits and target.library.store_dtype == store:
+    heads = network.config.head_dim % target.library.lanes == 0
+    if bits is not None and fits and heads and target.library.store_dtype == store:
         return CompiledDraftPass(network, target.library, embed, head, None if own_head else target, bits)
     halved = dtype == torch.float32 and all(fits_bfloat16(p) for p in network.parameters() if p.ndim == 2)
     made = build(torch.bfloat16 if halved else dtype, store, network.config.head_dim)

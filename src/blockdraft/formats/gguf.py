@@ -25,6 +25,7 @@ from blockdraft.nn.quantized import QuantizedWeight
 SUFFIX = ".gguf"
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 ALIGNMENT = 32  # bytes, of tensors, where a file names no other
+MOST_DIMENSIONS = 4
 SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 NUMBERS = {
     GGUFValueType.UINT8: "B",
@@ -94,7 +95,7 @@ def open_gguf(path: str | Path) -> GGUFFile:
     """
     metadata, tensors = read_header(Path(path))
     count = metadata.get("split.count", 1)
-    if count < 2:
+    if count in (0, 1):
         return GGUFFile(Path(path), metadata, tensors)
     named = SHARD.fullmatch(str(path))
     if named is None or int(named[3]) != count:
@@ -129,7 +130,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
         if version not in VERSIONS:
             raise UsageError(f"{path} is GGUF of version {version}; use a file of version {VERSIONS[-1]}.")
         return _Cursor(data, len(begin)).header()
-    except (struct.error, ValueError, EOFError) as error:
+    except (struct.error, ValueError, EOFError, OverflowError, RecursionError) as error:
         if isinstance(error, UsageError):
             raise
         raise UsageError(f"{path} is corrupt or cut short ({error}); copy or fetch it again.") from error
@@ -149,6 +150,8 @@ class _Cursor:
             metadata[key] = self.value(GGUFValueType(self.number("I")))
         found = [self.tensor() for _ in range(count)]
         alignment = metadata.get("general.alignment", ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ValueError(f"tensors are aligned by {alignment}")
         start = -(-self.place // alignment) * alignment
         tensors = {}
         for name, shape, kind, offset in found:
@@ -187,7 +190,10 @@ class _Cursor:
     def tensor(self) -> tuple[str, tuple[int, ...], str, int]:
         """Name, shape, type, and place behind the header."""
         name = self.text()
-        shape = [self.number("Q") for _ in range(self.number("I"))]
+        dimensions = self.number("I")
+        if dimensions > MOST_DIMENSIONS:
+            raise ValueError(f"{name} has {dimensions} dimensions")
+        shape = [self.number("Q") for _ in range(dimensions)]
         number = self.number("I")
         known = number in GGMLQuantizationType.__members__.values()
         kind = GGMLQuantizationType(number).name if known else f"type {number}"

@@ -22,6 +22,7 @@ MOST_CODE = 127  # of an input
 LEAST_INPUT = 1e-30  # in size, of a group whose numbers are not all taken for 0
 GROUPS = (128, 64, 32, 16, 8)  # that can be chosen, the best first
 LEAST_GROUP = GROUPS[-1]
+MOST_GROUP = 65536  # of which compiled kernels add up the products without an overflow
 
 
 @dataclass(frozen=True)

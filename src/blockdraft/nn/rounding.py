@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from blockdraft.errors import UsageError
 from blockdraft.nn.quantized import MOST_CODE, QuantizedWeight, check_group, joined_weights, narrow
 
 SHRUNK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # ends of the range that are tried, as shares of the largest number
@@ -80,6 +81,9 @@ def best_grid(
         importance: Of the inputs, `[groups, n]`; None is the same for all.
         zero_points: Let ranges begin and end where the numbers do, instead of about 0.
         shares: Ends of the range that are tried, as shares of the largest number; with 8 bits the first one alone.
+
+    Raises:
+        UsageError: A number is NaN or infinite.
     """
     best, least = None, torch.empty(0)
     for share in shares if bits == 4 else shares[:1]:
@@ -94,6 +98,8 @@ def best_grid(
             zero = None if grid.zero is None or best.zero is None else torch.where(better, grid.zero, best.zero)
             best = Grid(torch.where(better, grid.scale, best.scale), zero, bits)
     assert best is not None
+    if not bool(best.scale.isfinite().all()):
+        raise UsageError("A weight holds NaN or infinity, which no few bits stand for; mend its checkpoint.")
     return best
 
 
@@ -127,7 +133,7 @@ def rounded(
         zero_points, shares: As in `best_grid`.
 
     Raises:
-        UsageError: The group does not divide the inputs.
+        UsageError: The group does not divide the inputs, or a number is NaN or infinite.
     """
     check_group(weight.size(1), group)
     found = []
@@ -146,7 +152,7 @@ def compensated(weight: Tensor, moments: Tensor, bits: int, group: int, zero_poi
         zero_points: As in `best_grid`.
 
     Raises:
-        UsageError: The group does not divide the inputs.
+        UsageError: The group does not divide the inputs, or a number is NaN or infinite.
     """
     check_group(weight.size(1), group)
     count = weight.size(1)

@@ -210,6 +210,8 @@ def with_part(part: str, tensor: Tensor) -> Callable[[Parts], None]:
         ({}, gptq, None, "quantised by None"),
         (GPTQ | {"bits": 3}, gptq, None, "3 bits; 4 and 8 are read"),
         (GPTQ | {"bits": 2}, gptq, None, "2 bits"),
+        (GPTQ | {"bits": "4"}, gptq, None, "4 bits; 4 and 8 are read"),
+        (GPTQ | {"bits": 4.0}, gptq, None, r"4\.0 bits; 4 and 8 are read"),
         (GPTQ | {"checkpoint_format": "marlin"}, gptq, None, "lie as marlin"),
         (GPTQ | {"dynamic": {"-:.*": {}}}, gptq, None, "dynamic"),
         (GPTQ, gptq, with_part("g_idx", torch.arange(IN).int() % 2), "not grouped in their order .*g_idx; desc_act"),
@@ -226,6 +228,8 @@ def with_part(part: str, tensor: Tensor) -> Callable[[Parts], None]:
         (AWQ, awq, with_part("qzeros", torch.zeros(3, 2).int()), "instead of"),
         (scheme(config_groups={}), compressed, None, "no config_groups"),
         (scheme(config_groups={"W4A16": ["Linear"]}), compressed, None, "W4A16 of its config_groups does not say"),
+        (scheme(config_groups="W4A16"), compressed, None, "config_groups or sparsity_config .* is no object"),
+        (scheme(sparsity_config=["dense"]), compressed, None, "config_groups or sparsity_config .* is no object"),
         (scheme(format="float-quantized"), compressed, None, "lie as float-quantized"),
         (scheme(format="marlin-24"), compressed, None, "lie as marlin-24"),
         (scheme(3), compressed, None, "of int3"),
@@ -265,6 +269,12 @@ def test_what_is_not_read_is_named(
         change(parts)
     with pytest.raises(NotRead, match=told):
         read(raw, parts)
+
+
+def test_groups_larger_than_kernels_add_up() -> None:
+    parts = {f"{NAME}.weight": torch.zeros(1, 65544, dtype=torch.int8), f"{NAME}.weight_scale": torch.ones(1, 1)}
+    with pytest.raises(NotRead, match="groups of 65544 in rows of 65544; .* a multiple of 8 up to 65536"):
+        read(scheme(8, format="int-quantized"), parts)
 
 
 # Whole models.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.formats.stored import FEW_BITS, Stored
-from blockdraft.nn.quantized import LEAST_GROUP, QuantizedWeight, narrow
+from blockdraft.nn.quantized import LEAST_GROUP, MOST_GROUP, QuantizedWeight, narrow
 
 
 class NotRead(ValueError):
@@ -48,8 +48,13 @@ def part_of(tensors: Mapping[str, Stored], name: str, kinds: Iterable[str], shap
 def check_groups(name: str, inputs: int, groups: int) -> None:
     """Raise `NotRead` unless rows of so many inputs can have so many groups."""
     fits = groups > 0 and inputs % groups == 0 and inputs // groups % LEAST_GROUP == 0
+    fits = fits and inputs // groups <= MOST_GROUP
     least = f"groups of {inputs // groups}" if groups and inputs % groups == 0 else f"{groups} groups"
-    check(fits, f"{name} has {least} in rows of {inputs}; groups must divide them and be a multiple of {LEAST_GROUP}")
+    check(
+        fits,
+        f"{name} has {least} in rows of {inputs}; groups must divide them and be a multiple of {LEAST_GROUP} up to "
+        f"{MOST_GROUP}",
+    )
 
 
 def check_order(name: str, tensors: Mapping[str, Stored], inputs: int, groups: int) -> None:

@@ -46,11 +46,13 @@ def weights(raw: Mapping[str, Any], tensors: Mapping[str, Stored]) -> dict[str, 
 
 def _check_config(raw: Mapping[str, Any]) -> None:
     """Raise `NotRead` for what is no rounding of weights alone."""
-    groups = raw.get("config_groups") or {}
+    groups, sparsity = raw.get("config_groups") or {}, raw.get("sparsity_config") or {}
     check(bool(groups), "its quantization_config has no config_groups")
+    if not isinstance(groups, Mapping) or not isinstance(sparsity, Mapping):
+        raise NotRead("config_groups or sparsity_config of its quantization_config is no object")
     check(not raw.get("kv_cache_scheme"), "its keys and values are quantised, too (kv_cache_scheme)")
     check(not raw.get("transform_config"), "its weights are rotated (transform_config)")
-    sparse = (raw.get("sparsity_config") or {}).get("format") or "dense"
+    sparse = sparsity.get("format") or "dense"
     check(sparse == "dense", f"its weights are sparse ({sparse})")
     for name, group in groups.items():
         layout = (group.get("format") if isinstance(group, Mapping) else None) or raw.get("format")

@@ -29,7 +29,7 @@ LESS_ONE = {"gptq": 1, "gptq_v2": 0}  # by `checkpoint_format`
 
 def weights(raw: Mapping[str, Any], tensors: Mapping[str, Stored]) -> dict[str, Stored]:
     bits, layout = raw.get("bits"), str(raw.get("checkpoint_format") or "gptq")
-    if bits not in (4, 8):
+    if not isinstance(bits, int) or bits not in (4, 8):
         raise NotRead(f"its GPTQ weights have {bits} bits; 4 and 8 are read")
     check(layout in LESS_ONE, f"its GPTQ weights lie as {layout}; {' and '.join(LESS_ONE)} are read")
     check(not raw.get("dynamic"), "GPTQ's dynamic settings differ from module to module; one for all is read")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -34,15 +36,12 @@ def read_gguf(path: str | Path, options: LoadOptions) -> Checkpoint:
     """
     check_options(path, options)
     file = open_gguf(path)
-    try:
+    with understanding(path):
         config = gguf_config(file)
         wanted = fitted(decoder_config(config), file)
         weights = decoder_weights(file, wanted)
-    except NotCovered as refused:
-        raise UsageError(
-            f"{path} cannot be run: {refused}. No other backend runs GGUF files; use the folder of the model "
-            "that it was made from."
-        ) from refused
+        tokenizer, missing = find_tokenizer(file)
+        ends = end_ids(file.metadata)
     dtype = options.dtype
     matrices = {tensor.kind for tensor in weights.tensors.values() if len(tensor.shape) == 2}
     kind = torch.bfloat16 if matrices & set(FLOATS) == {"BF16"} else dtype
@@ -56,12 +55,29 @@ def read_gguf(path: str | Path, options: LoadOptions) -> Checkpoint:
 
     with loading(path), torch.no_grad():
         decoder = Decoder(wanted, read)
-    tokenizer, missing = find_tokenizer(file)
     # Norms of Gemma have one added, which moves their last bits.
     known = weights.kinds <= AS_STORED and not config.model_type.startswith("gemma") and dtype != torch.float16
-    generation = GenerationConfig(eos_token_id=end_ids(file.metadata))
+    generation = GenerationConfig(eos_token_id=ends)
     source = None if known else ""
     return Checkpoint(decoder, config, tokenizer, generation, file.path, library, reason, source, missing)
+
+
+@contextmanager
+def understanding(path: str | Path) -> Iterator[None]:
+    """Turn whatever goes wrong while sense is made of a file's metadata into a UsageError that names it."""
+    try:
+        yield
+    except NotCovered as refused:
+        raise UsageError(
+            f"{path} cannot be run: {refused}. No other backend runs GGUF files; use the folder of the model "
+            "that it was made from."
+        ) from refused
+    except UsageError:
+        raise
+    except Exception as error:  # metadata can be wrong in any way, and transformers and tokenizers raise many kinds
+        raise UsageError(
+            f"{path} has metadata that make no model ({type(error).__name__}: {error}); copy or fetch it again."
+        ) from error
 
 
 def check_options(path: str | Path, options: LoadOptions) -> None:
@@ -92,12 +108,10 @@ def load_gguf_text(path: str | Path, revision: str | None = None) -> TargetText:
     """Load tokenizer and configuration alone. Errors as in `read_gguf`."""
     refuse(path, revision=revision)
     file = open_gguf(path)
-    try:
+    with understanding(path):
         config = gguf_config(file)
-    except NotCovered as refused:
-        raise UsageError(f"{path} cannot be run: {refused}.") from refused
-    tokenizer, missing = find_tokenizer(file)
-    ends = end_tokens(GenerationConfig(eos_token_id=end_ids(file.metadata)), config, tokenizer)
+        tokenizer, missing = find_tokenizer(file)
+        ends = end_tokens(GenerationConfig(eos_token_id=end_ids(file.metadata)), config, tokenizer)
     return TargetText(file.path, tokenizer, max_context(config), ends, missing)
 
 

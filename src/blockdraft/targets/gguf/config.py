@@ -54,6 +54,9 @@ def gguf_config(file: GGUFFile) -> PretrainedConfig:
 
     if EMBEDDING not in file.tensors:
         raise NotCovered(f"it has no {EMBEDDING}")
+    layers, held = get("block_count"), len(file.tensors)
+    if layers > held:  # before anything is made for each layer
+        raise NotCovered(f"it says that it has {layers} layers, and holds {held} tensors")
     heads, hidden = get("attention.head_count"), get("embedding_length")
     head_dim = get("attention.key_length", hidden // heads)
     check_settings(get, head_dim)
@@ -62,7 +65,7 @@ def gguf_config(file: GGUFFile) -> PretrainedConfig:
         "vocab_size": file.tensors[EMBEDDING].shape[0],
         "hidden_size": hidden,
         "intermediate_size": get("feed_forward_length"),
-        "num_hidden_layers": get("block_count"),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": get("attention.head_count_kv", heads),
         "head_dim": head_dim,
