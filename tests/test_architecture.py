@@ -26,6 +26,7 @@ LAYERS = [
     {"data"},
     {"training", "evaluation"},
     {"compat", "fit"},
+    {"quantize"},
     {"cli"},
 ]
 HEIGHT = {name: height for height, group in enumerate(LAYERS) for name in group}

@@ -21,6 +21,7 @@ from blockdraft.cli.features import features
 from blockdraft.cli.fit import fit
 from blockdraft.cli.generate import generate
 from blockdraft.cli.prompts import prompts
+from blockdraft.cli.quantize import quantize
 from blockdraft.cli.train import RecipeCommand, train
 from blockdraft.errors import BlockdraftError
 
@@ -42,6 +43,7 @@ def _add(command: Callable[..., None], panel: str, **settings: Any) -> None:
 
 _add(generate, RUN)
 _add(chat, RUN)
+_add(quantize, RUN)
 _add(fit, TRAIN)
 _add(prompts, TRAIN)
 _add(data, TRAIN)

@@ -19,6 +19,7 @@ from rich.text import Text
 from blockdraft.cli.compare import RUNS, Comparison
 from blockdraft.engine import Chunk, Completion, Costs, Engine, Stats
 from blockdraft.engine.text import AnswerText
+from blockdraft.quantize import Perplexity
 from blockdraft.targets import Target
 from blockdraft.types import SamplingParams
 
@@ -173,6 +174,21 @@ def show_costs(console: Console, costs: Costs, block_size: int, running: str) ->
         times = [costs.cycle(rows, n, tree)[n] for tree, sizes in ((False, chains), (True, trees)) for n in sizes]
         cycles.add_row(str(rows), f"{1000 * plain:.2f}", *(f"{each / plain:.2f}" for each in times))
     console.print(cycles)
+
+
+def show_perplexity(console: Console, found: Perplexity) -> None:
+    """A table of what rounding costs."""
+    table = Table(box=box.SIMPLE if console.is_terminal else None, pad_edge=False)
+    table.add_column("weights")
+    for header in ("perplexity", "over the model's own"):
+        table.add_column(header, justify="right")
+    for name, value in (
+        ("as they were", found.source),
+        ("rounded to the nearest", found.nearest),
+        ("calibrated", found.calibrated),
+    ):
+        table.add_row(name, f"{value:.3f}", f"{value / found.source:.4f}")
+    console.print(table)
 
 
 def show_training(console: Console, lines: Sequence[Mapping[str, Any]]) -> None:

@@ -151,6 +151,27 @@ class DecoderLayer(nn.Module):
         return out
 
 
+def rope_frequencies(config: DecoderConfig) -> Tensor:
+    """Frequencies [-f, f] of each of `config.ropes`, `[ropes, D]`: with them one cosine and one sine give cos and the
+    signed sine of both halves. They are float32 in every dtype: rounded to bfloat16, positions blur."""
+    halves = torch.tensor([rope.inverse_frequencies for rope in config.ropes], dtype=torch.float32)
+    return torch.cat([-halves, halves], dim=1)
+
+
+def rope_angles(
+    config: DecoderConfig, frequencies: Tensor, positions: Tensor, dtype: torch.dtype
+) -> list[tuple[Tensor, Tensor]]:
+    """cos and signed sin of the positions `[B, N]`, each `[B, N, 1, D]`, for each of `config.ropes`."""
+    found = []
+    for rope, own in zip(config.ropes, frequencies, strict=True):
+        angles = (positions.unsqueeze(-1) * own).unsqueeze(-2)
+        cos, sin = angles.cos(), angles.sin()
+        if rope.scale != 1:
+            cos, sin = cos * rope.scale, sin * rope.scale
+        found.append((cos.to(dtype), sin.to(dtype)))
+    return found
+
+
 class Decoder(nn.Module):
     """A decoder over a store of keys and values that its caller keeps.
 
@@ -174,11 +195,8 @@ class Decoder(nn.Module):
                 module.dtype = self.dtype
         # Rounded to the dtype of the weights, as the models were trained.
         self.embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self.dtype))
-        # With the frequencies [-f, f], one cosine and one sine give cos and the signed sine of both halves. They stay
-        # float32 in every dtype: rounded to bfloat16, positions blur.
-        halves = torch.tensor([rope.inverse_frequencies for rope in config.ropes], dtype=torch.float32)
         self.frequencies: Tensor
-        self.register_buffer("frequencies", torch.cat([-halves, halves], dim=1).to(self.device))
+        self.register_buffer("frequencies", rope_frequencies(config).to(self.device))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -231,7 +249,7 @@ class Decoder(nn.Module):
         x = self.embedding.rows(tokens.reshape(-1))  # rows [B * N, H], the shape in which products cost least
         if self.embedding_scale != 1:
             x = x * self.embedding_scale
-        angles = [self._angles(positions, i, x.dtype) for i in range(len(config.ropes))]
+        angles = rope_angles(config, self.frequencies, positions, x.dtype)
         outputs = []
         for layer, store in zip(self.layers, stores, strict=True):
             x = layer(x, angles, slots, masks, store)
@@ -262,11 +280,3 @@ class Decoder(nn.Module):
         yield "model.norm.weight", self.norm.given[0]
         if not self.config.tied_head:
             yield "lm_head.weight", self.head.weight
-
-    def _angles(self, positions: Tensor, rope: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and signed sin of the positions `[B, N]`, each `[B, N, 1, D]`."""
-        angles = (positions.unsqueeze(-1) * self.frequencies[rope]).unsqueeze(-2)
-        cos, sin, scale = angles.cos(), angles.sin(), self.config.ropes[rope].scale
-        if scale != 1:
-            cos, sin = cos * scale, sin * scale
-        return cos.to(dtype), sin.to(dtype)

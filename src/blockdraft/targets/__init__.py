@@ -22,6 +22,7 @@ from blockdraft.targets.checkpoint import load_text
 from blockdraft.targets.exact import check_exact
 from blockdraft.targets.families import NotCovered
 from blockdraft.targets.fingerprint import other_target_warning, target_fingerprint
+from blockdraft.targets.native_files import HEAD, SOURCE, TABLE, OpenCheckpoint, open_checkpoint
 from blockdraft.types import DEFAULT_BACKEND, DEFAULT_COMPILE, Backend, Compile, Quantize
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -114,6 +115,10 @@ def load_target(
                 raise UsageError(f"The {name} backend cannot run {path}: {refused}. Use {others}.") from refused
             reason = reason or refused
             continue
+        except UsageError as error:
+            if reason is None:
+                raise
+            raise UsageError(f"{error} The other backend cannot run it, because {reason}.") from error
         target.backend_reason = None if reason is None else str(reason)
         if exact:
             check_exact(target)
@@ -148,9 +153,13 @@ def load_target_text(path: str | Path | None = None, revision: str | None = None
 
 
 __all__ = [
+    "HEAD",
+    "SOURCE",
+    "TABLE",
     "Cache",
     "LoadOptions",
     "NotCovered",
+    "OpenCheckpoint",
     "Rows",
     "Target",
     "TargetOutput",
@@ -159,6 +168,7 @@ __all__ = [
     "embedding_and_head",
     "load_target",
     "load_target_text",
+    "open_checkpoint",
     "target_fingerprint",
     "other_target_warning",
     "transformers_model",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from blockdraft.errors import UsageError
 from blockdraft.targets.base import LoadOptions
@@ -26,6 +26,13 @@ def load_model(path: str | Path, options: LoadOptions) -> tuple[PreTrainedModel,
         UsageError: Files that cannot be read, weights that do not fill the model, or an adapter that is absent, of
             another model, or of a kind that cannot be merged.
     """
+    with loading(path):
+        few = getattr(AutoConfig.from_pretrained(path, revision=options.revision), "quantization_config", None)
+    if few and options.adapter is not None:
+        raise UsageError(
+            f"{path} is quantised ({few.get('quant_method')}), and no adapter can be merged with weights of few bits; "
+            "give the model that it was made of, and quantize to round it then."
+        )
     with loading(path):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=options.dtype, revision=options.revision, output_loading_info=True

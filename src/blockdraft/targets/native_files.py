@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
@@ -19,9 +18,12 @@ from blockdraft.cpu.build import Build, build
 from blockdraft.cpu.compiled import why_not
 from blockdraft.cuda.rounded import round_weights, why_not_rounded
 from blockdraft.errors import UsageError
+from blockdraft.formats.quantized import NotRead, read_quantized
+from blockdraft.formats.stored import FEW_BITS, Stored, open_tensors, stored
 from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.decoder_config import DecoderConfig
-from blockdraft.nn.quantized import QuantizedWeight, best_group, round_to_nearest
+from blockdraft.nn.quantized import QuantizedWeight, best_group
+from blockdraft.nn.rounding import QUICK, rounded
 from blockdraft.targets.adapter import load_model
 from blockdraft.targets.base import LoadOptions
 from blockdraft.targets.checkpoint import checked_folder, load_generation_config, load_tokenizer, loading
@@ -30,6 +32,19 @@ from blockdraft.targets.fingerprint import weights_fingerprint
 
 BITS = {"int8": 8, "int4": 4}
 TABLE_BITS = 8  # of embedding and head, in which fewer cost the most and save the least
+SOURCE = "source_fingerprint"  # key of quantization_config, which other programs ignore
+COMPANIONS = (  # files of a checkpoint that are not its weights
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 UNMEASURED = "on a GPU, CUDA graphs are captured where compile is on only: nobody has measured them yet"
 
@@ -54,19 +69,6 @@ class Checkpoint:
     source_fingerprint: str | None
 
 
-@dataclass(frozen=True)
-class Stored:
-    """A tensor of a checkpoint, on disk or in memory.
-
-    Attributes:
-        read: Gives it, on the CPU.
-    """
-
-    shape: tuple[int, ...]
-    is_bfloat16: bool
-    read: Callable[[], Tensor]
-
-
 def read_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
     """Read a checkpoint in safetensors and, where there is one, its tokenizer, from a local folder or by hub name.
 
@@ -79,45 +81,43 @@ def read_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
         UsageError: No such folder or hub name, or files that cannot be read.
     """
     dtype, device, compile, quantize = options.dtype, options.device, options.compile, options.quantize
-    folder, rounded, source = checked_folder(path, options.revision), None, None
+    folder, by_gpu = checked_folder(path, options.revision), None
     with loading(path):
         config = AutoConfig.from_pretrained(path, revision=options.revision)
     if quantize == "fp8" or (quantize and device.type == "cuda"):
         refused = why_not_rounded(quantize, device, dtype)
         if refused is not None:
             raise UsageError(f"quantize is {quantize!r}: {refused}.")
-        rounded, quantize = quantize, None
+        by_gpu, quantize = quantize, None
     wanted = decoder_config(config)
+    few = few_bits_of(config, options)
     on_gpu = device.type == "cuda"
     reason = "it was not asked for" if compile == "off" else UNMEASURED if on_gpu else why_not(wanted, dtype, device)
     with ExitStack() as opened:
-        if options.adapter is not None:
-            model, source = load_model(path, options)
-            tensors = {name: stored(tensor) for name, tensor in model.state_dict().items()}
-        else:
-            with loading(path):
-                tensors = open_tensors(weight_files(path, options.revision), opened)
-        if wanted.tied_head and TABLE not in tensors and HEAD in tensors:
-            tensors[TABLE] = tensors[HEAD]
-        check_tensors(wanted, tensors)
+        tensors, source = open_weights(path, wanted, config, options, opened)
+        if quantize is None:
+            check_alike(wanted, tensors)
         kind = torch.bfloat16 if is_bfloat16(wanted, tensors) else dtype
-        library = None if reason is not None else build(kind, dtype, wanted.head_dim, quantize is not None)
+        library = None if reason is not None else build(kind, dtype, wanted.head_dim, bool(quantize or few))
 
         def read(name: str) -> Tensor | QuantizedWeight:
-            tensor = read_tensor(tensors, name).to(device, dtype)
+            found = tensors[name].read()
+            if isinstance(found, QuantizedWeight):
+                return found
+            tensor = found.to(device, dtype)
             return tensor if quantize is None or tensor.ndim < 2 else rounded_weight(name, tensor, BITS[quantize])
 
         with loading(path):
             tokenizer = load_tokenizer(path, options.revision)
         with loading(path, device), torch.no_grad():
             if source is None and quantize:
-                own = ((name, read_tensor(tensors, name).to(dtype)) for name in wanted.tensor_shapes())
+                own = ((name, tensors[name].tensor().to(dtype)) for name in wanted.tensor_shapes())
                 source = weights_fingerprint(own) if dtype != torch.float16 else ""
             decoder = Decoder(wanted, read)
-            if source is None and rounded:
+            if source is None and by_gpu:
                 source = weights_fingerprint(decoder.named_weights()) if dtype != torch.float16 else ""
-            if rounded:
-                round_weights(decoder, rounded)
+            if by_gpu:
+                round_weights(decoder, by_gpu)
     known = folder if folder.exists() else None
     generation_config = load_generation_config(path, options.revision)
     return Checkpoint(decoder, config, tokenizer, generation_config, known, library, reason, source)
@@ -126,7 +126,7 @@ def read_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
 def rounded_weight(name: str, weight: Tensor, bits: int) -> QuantizedWeight:
     """A matrix of a checkpoint in few bits; embedding and head never get fewer than 8."""
     bits = max(bits, TABLE_BITS) if name in (TABLE, HEAD) else bits
-    return round_to_nearest(weight, bits, best_group(weight.size(1)))
+    return rounded(weight, bits, best_group(weight.size(1)), shares=QUICK)
 
 
 def weight_files(path: str | Path, revision: str | None = None) -> list[str]:
@@ -138,21 +138,117 @@ def weight_files(path: str | Path, revision: str | None = None) -> list[str]:
     return [] if index is None else list(get_checkpoint_shard_files(path, index, revision=revision)[0])
 
 
-def open_tensors(files: Sequence[str], opened: ExitStack) -> dict[str, Stored]:
-    """The tensors of safetensors files, which stay open as long as `opened`."""
-    found = {}
-    for file in files:
-        shard = opened.enter_context(safe_open(file, "pt"))
-        for name in shard.keys():  # noqa: SIM118 (no dictionary)
-            header = shard.get_slice(name)
-            found[name] = Stored(
-                tuple(header.get_shape()), header.get_dtype() == "BF16", partial(shard.get_tensor, name)
-            )
-    return found
+@dataclass(frozen=True)
+class OpenCheckpoint:
+    """A checkpoint whose tensors are read one at a time.
+
+    Attributes:
+        raw: What config.json holds.
+        files: Its other files, such as those of the tokenizer.
+        source_fingerprint: Of its weights, or with an adapter of those that this was made for.
+    """
+
+    wanted: DecoderConfig
+    raw: dict[str, Any]
+    tensors: Mapping[str, Stored]
+    files: Sequence[Path]
+    source_fingerprint: str
 
 
-def stored(tensor: Tensor) -> Stored:
-    return Stored(tuple(tensor.shape), tensor.dtype == torch.bfloat16, lambda: tensor)
+@contextmanager
+def open_checkpoint(
+    path: str | Path, revision: str | None = None, adapter: str | Path | None = None
+) -> Iterator[OpenCheckpoint]:
+    """A checkpoint of a family that the native decoder knows, on the CPU, without reading its weights whole.
+
+    Raises:
+        UsageError: The decoder does not know it, it is quantised already, or as in `load_target`.
+    """
+    checked_folder(path, revision)
+    with loading(path):
+        config = AutoConfig.from_pretrained(path, revision=revision)
+        optional: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False, "revision": revision}
+        found = [cached_file(path, name, **optional) for name in ("config.json", *COMPANIONS)]
+    if few := getattr(config, "quantization_config", None):
+        raise UsageError(
+            f"{path} is quantised already ({few.get('quant_method')}); give the model that it was made of."
+        )
+    options = LoadOptions(torch.float32, torch.device("cpu"), "off", revision=revision, adapter=adapter)
+    with ExitStack() as opened:
+        try:
+            wanted = decoder_config(config)
+            tensors, source = open_weights(path, wanted, config, options, opened)
+        except NotCovered as refused:
+            raise UsageError(
+                f"{path} cannot be rounded, because the native decoder cannot run it: {refused}."
+            ) from refused
+        raw = json.loads(Path(str(found[0])).read_text(encoding="utf-8"))
+        with loading(path):
+            if source is None:
+                source = weights_fingerprint((name, tensors[name].tensor()) for name in wanted.tensor_shapes())
+        yield OpenCheckpoint(wanted, raw, tensors, [Path(file) for file in found[1:] if file is not None], source)
+
+
+def few_bits_of(config: PretrainedConfig, options: LoadOptions) -> Mapping[str, Any] | None:
+    """What a quantised checkpoint says of how it is; None for others.
+
+    Raises:
+        NotCovered: It is to run where weights of few bits cannot.
+        UsageError: It is to be rounded, where it has few bits already.
+    """
+    few: Mapping[str, Any] | None = getattr(config, "quantization_config", None)
+    if not few:
+        return None
+    if options.quantize not in (None, "int8"):
+        raise UsageError(
+            f"quantize is {options.quantize!r}, and the checkpoint is quantised already ({few.get('quant_method')}); "
+            "leave it out, or give int8, which rounds what is still in 16 bits."
+        )
+    if options.device.type != "cpu":
+        raise NotCovered(f"it is quantised ({few.get('quant_method')}), which the device cpu alone can run")
+    return few
+
+
+def open_weights(
+    path: str | Path, wanted: DecoderConfig, config: PretrainedConfig, options: LoadOptions, opened: ExitStack
+) -> tuple[dict[str, Stored], str | None]:
+    """The tensors of a checkpoint, its adapter merged into them, and its `source_fingerprint` as in `Checkpoint`.
+
+    Args:
+        opened: Closes the files.
+
+    Raises:
+        NotCovered: They are not those of this decoder.
+    """
+    source, few = None, getattr(config, "quantization_config", None)
+    if options.adapter is not None:
+        model, source = load_model(path, options)
+        tensors = {name: stored(tensor) for name, tensor in model.state_dict().items()}
+    else:
+        with loading(path):
+            tensors = open_tensors(weight_files(path, options.revision), opened)
+    if few:
+        try:
+            tensors, source = read_quantized(few, tensors), str(few.get(SOURCE) or "")
+        except NotRead as refused:
+            raise NotCovered(str(refused)) from refused
+    if wanted.tied_head and TABLE not in tensors and HEAD in tensors:
+        tensors[TABLE] = tensors[HEAD]
+    check_tensors(wanted, tensors)
+    return tensors, source
+
+
+def check_alike(wanted: DecoderConfig, files: Mapping[str, Stored]) -> None:
+    """Raise `NotCovered` where some parts of what is computed at once are of few bits and some are not."""
+    for layer in range(len(wanted.layers)):
+        for parts in wanted.projections(layer).values():
+            few = [name for name, _ in parts if files[f"{name}.weight"].kind == FEW_BITS]
+            others = [name for name, _ in parts if name not in few]
+            if few and others:
+                raise NotCovered(
+                    f"{', '.join(few)} are of few bits and {', '.join(others)} are not, and they are computed at once; "
+                    "quantize 'int8' rounds those, too"
+                )
 
 
 def check_tensors(wanted: DecoderConfig, files: Mapping[str, Stored]) -> None:
@@ -166,15 +262,12 @@ def check_tensors(wanted: DecoderConfig, files: Mapping[str, Stored]) -> None:
         if found != shape:
             raise NotCovered(f"{name} has the shape {list(found)} instead of {list(shape)}")
     both = wanted.tied_head and HEAD in files and files[HEAD] is not files[TABLE]
-    if both and not torch.equal(files[TABLE].read(), files[HEAD].read()):
+    if both and not torch.equal(files[TABLE].tensor(), files[HEAD].tensor()):
         raise NotCovered("its configuration ties the head to the embeddings, and its checkpoint does not")
 
 
 def is_bfloat16(wanted: DecoderConfig, files: Mapping[str, Stored]) -> bool:
-    """Whether all matrices are in bfloat16: then they stay in it, whatever the arithmetic, for the same numbers."""
+    """Whether all matrices that are not of few bits are in bfloat16: then they stay in it, whatever the arithmetic, for
+    the same numbers."""
     matrices = [name for name, shape in wanted.tensor_shapes().items() if len(shape) == 2]
-    return all(files[name].is_bfloat16 for name in matrices)
-
-
-def read_tensor(files: Mapping[str, Stored], name: str) -> Tensor:
-    return files[name].read()
+    return all(files[name].kind in ("BF16", FEW_BITS) for name in matrices)

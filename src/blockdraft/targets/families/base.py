@@ -22,8 +22,6 @@ class NotCovered(ValueError):
 
 def check_covered(config: PretrainedConfig) -> None:
     """Raise `NotCovered` for settings that no family of the native decoder knows."""
-    if getattr(config, "quantization_config", None):
-        raise NotCovered("the checkpoint is quantised")
     if getattr(config, "use_bidirectional_attention", None):
         raise NotCovered("its attention is bidirectional")
 

@@ -1,0 +1,72 @@
+"""`blockdraft quantize`: a target of few bits, as a checkpoint of its own."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from blockdraft.cli import loading
+from blockdraft.cli.options import Adapter, Revision, option
+from blockdraft.data.settings import RowSettings
+from blockdraft.quantize.settings import CalibrationSettings, QuantizeSettings
+
+
+def quantize(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the new checkpoint, new or empty.")],
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]", help="A Hugging Face model folder or hub name; by default the bundled target."
+        ),
+    ] = None,
+    bits: Annotated[int, option(QuantizeSettings, "bits")] = QuantizeSettings.bits,
+    group: Annotated[int | None, option(QuantizeSettings, "group")] = QuantizeSettings.group,
+    tables: Annotated[str, option(QuantizeSettings, "tables", metavar="8|keep")] = QuantizeSettings.tables,
+    zero_points: Annotated[bool, option(QuantizeSettings, "zero_points")] = QuantizeSettings.zero_points,
+    calibrate: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="Text of the kind that the target will meet: files or datasets as for `blockdraft data`. Repeat the "
+            "option for several. Without any, each number is rounded to the nearest.",
+        ),
+    ] = None,
+    tokens: Annotated[int, option(CalibrationSettings, "tokens")] = CalibrationSettings.tokens,
+    length: Annotated[int, option(CalibrationSettings, "length")] = CalibrationSettings.length,
+    held_out: Annotated[int, option(CalibrationSettings, "held_out")] = CalibrationSettings.held_out,
+    seed: Annotated[int, option(CalibrationSettings, "seed")] = CalibrationSettings.seed,
+    split: Annotated[str, option(RowSettings, "split")] = RowSettings.split,
+    subset: Annotated[str | None, option(RowSettings, "subset")] = RowSettings.subset,
+    adapter: Adapter = None,
+    revision: Revision = None,
+) -> None:
+    """Round a target's weights to 4 or 8 bits, and write them as a checkpoint of their own.
+
+    The folder is in the layout of compressed-tensors, appears whole or not at all, and can be given wherever a target
+    is. With text, errors are made to cancel each other out on it, and perplexity is measured on a part that is held
+    out; the better one is written.
+    """
+    from blockdraft.cli import display
+    from blockdraft.quantize import quantize as round_checkpoint
+    from blockdraft.quantize import read_text
+    from blockdraft.targets import BUNDLED, load_target_text
+
+    loading.quiet()
+    settings = QuantizeSettings(bits, group, tables, zero_points)  # type: ignore[arg-type]
+    measured = CalibrationSettings(tokens, length, held_out, seed)
+    text = None
+    if calibrate:
+        text = read_text(calibrate, RowSettings(split, subset), load_target_text(target, revision), measured)
+    with display.progress("parts") as progress:
+        done = round_checkpoint(BUNDLED if target is None else target, out, settings, text, revision, adapter, progress)
+    if done.perplexity is not None:
+        console = display.terminal() if sys.stdout.isatty() else display.plain()
+        display.show_perplexity(console, done.perplexity)
+    how = "calibrated" if done.is_calibrated else "rounded to the nearest"
+    shares = f"{done.bytes / 1e6:,.1f} MB instead of {done.bytes_before / 1e6:,.1f}"
+    print(f"{out}: {bits} bits in groups of {done.group}, {how}, {shares}", file=sys.stderr)
+    if text is None and bits == 4:
+        print("With --calibrate FILE, a text to measure on, 4 bits lose less.", file=sys.stderr)

@@ -1,0 +1,50 @@
+"""AWQ's layout: words of values along the outputs, `[in, out]`, eight at a time in an order of their own.
+
+`qweight` is int32 `[in, out / 8]`, `qzeros` int32 `[in / group, out / 8]`, `scales` `[in / group, out]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blockdraft.formats.quantized.base import check, check_groups, few_bits, lazily, modules, part_of, unpacked
+from blockdraft.formats.stored import FLOATS, Stored
+from blockdraft.nn.quantized import QuantizedWeight
+
+BITS = 4
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # outputs in a word, from the lowest bits up
+
+
+def weights(raw: Mapping[str, Any], tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    bits, version = raw.get("bits", raw.get("w_bit")), str(raw.get("version") or "gemm").lower()
+    check(bits == BITS, f"its AWQ weights have {bits} bits; 4 are read")
+    check(version == "gemm", f"its AWQ weights lie as {version}; gemm is read")
+    found = {}
+    for module in modules(tensors, "qweight"):
+        inputs, words = (*tensors[f"{module}.qweight"].shape, 0, 0)[:2]
+        groups = (*tensors[f"{module}.scales"].shape, 0)[0] if f"{module}.scales" in tensors else 0
+        outputs = words * 8
+        parts = (
+            part_of(tensors, f"{module}.qweight", ["I32"], (inputs, words)),
+            part_of(tensors, f"{module}.scales", sorted(FLOATS), (groups, outputs)),
+            part_of(tensors, f"{module}.qzeros", ["I32"], (groups, words)),
+        )
+        check_groups(module, inputs, groups)
+        found[f"{module}.weight"] = lazily((outputs, inputs), partial(_read, *parts))
+    return found
+
+
+def _read(weight: Stored, scale: Stored, zeros: Stored) -> QuantizedWeight:
+    return few_bits(_values(weight.tensor()), _values(zeros.tensor()), scale.tensor().T, BITS)
+
+
+def _values(words: Tensor) -> Tensor:
+    """`[n, out / 8]` words as `[out, n]` values."""
+    places = torch.tensor(ORDER).argsort()
+    eights: Tensor = unpacked(words, BITS).unflatten(1, (-1, 8))
+    return eights[..., places].flatten(1).T.contiguous()

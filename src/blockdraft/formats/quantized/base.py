@@ -1,0 +1,93 @@
+"""What a layout of weights of few bits is, and what the layouts share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from blockdraft.formats.stored import FEW_BITS, Stored
+from blockdraft.nn.quantized import LEAST_GROUP, QuantizedWeight, narrow
+
+
+class NotRead(ValueError):
+    """A quantised checkpoint that we do not read; the text says why, and fits behind "because"."""
+
+
+class Layout(Protocol):
+    """What a file of this package is."""
+
+    def weights(self, raw: Mapping[str, Any], tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+        """The weights of few bits, named as if they had 16, such as `model.layers.0.mlp.up_proj.weight`. Each is read
+        when it is asked for. Arguments and errors are those of `read_quantized`."""
+
+
+def check(fits: bool, why_not: str) -> None:
+    if not fits:
+        raise NotRead(why_not)
+
+
+def modules(tensors: Iterable[str], part: str) -> list[str]:
+    """The names of the modules that have such a part."""
+    found = [name.removesuffix(f".{part}") for name in tensors if name.endswith(f".{part}")]
+    check(bool(found), f"its configuration says that it is quantised, and no module has a {part}")
+    return found
+
+
+def part_of(tensors: Mapping[str, Stored], name: str, kinds: Iterable[str], shape: tuple[int, ...]) -> Stored:
+    """A tensor of the checkpoint. Raises `NotRead` where it is missing or of another dtype or shape."""
+    check(name in tensors, f"its checkpoint lacks {name}")
+    found = tensors[name]
+    fits = found.kind in kinds and found.shape == shape
+    check(fits, f"{name} is of {found.kind} {list(found.shape)} instead of {' or '.join(kinds)} {list(shape)}")
+    return found
+
+
+def check_groups(name: str, inputs: int, groups: int) -> None:
+    """Raise `NotRead` unless rows of so many inputs can have so many groups."""
+    fits = groups > 0 and inputs % groups == 0 and inputs // groups % LEAST_GROUP == 0
+    least = f"groups of {inputs // groups}" if groups and inputs % groups == 0 else f"{groups} groups"
+    check(fits, f"{name} has {least} in rows of {inputs}; groups must divide them and be a multiple of {LEAST_GROUP}")
+
+
+def check_order(name: str, tensors: Mapping[str, Stored], inputs: int, groups: int) -> None:
+    """Raise `NotRead` unless the group of each input, where a tensor says so, is that of its place."""
+    if name in tensors:
+        expected = torch.arange(inputs) // (inputs // groups)
+        ordered = torch.equal(tensors[name].tensor().long(), expected)
+        check(ordered, f"its inputs are not grouped in their order ({name}; desc_act), which has no fast product")
+
+
+def unpacked(words: Tensor, bits: int) -> Tensor:
+    """The values from 0 up in int32 words `[n, words]`, the lowest bits first: `[n, words * 32 / bits]` uint8."""
+    octets = words.contiguous().view(torch.uint8)
+    return octets if bits == 8 else torch.stack([octets & 15, octets >> 4], -1).flatten(1)
+
+
+def packed(values: Tensor, bits: int) -> Tensor:
+    """The inverse of `unpacked`."""
+    octets = values.contiguous() if bits == 8 else values[:, ::2] | values[:, 1::2] << 4
+    return octets.contiguous().view(torch.int32)
+
+
+def few_bits(values: Tensor, zeros: Tensor | None, scale: Tensor, bits: int) -> QuantizedWeight:
+    """The weight `(values - zeros) * scale`, one zero and scale a group.
+
+    Args:
+        values: `[out, in]` uint8.
+        zeros: `[out, in / group]` of whole numbers; None is the middle of the range.
+        scale: `[out, in / group]`, of any dtype.
+    """
+    middle, scale = 1 << bits - 1, narrow(scale.float().contiguous())
+    signed = (values ^ 128).view(torch.int8) if bits == 8 else values.view(torch.int8) - 8
+    if zeros is None or bool((zeros == middle).all()):
+        return QuantizedWeight(signed.contiguous(), scale, None, bits)
+    codes, shift = (signed, middle) if bits == 8 else (values.view(torch.int8), 0)
+    offset = scale.float() * (shift - zeros.float())
+    return QuantizedWeight(codes.contiguous(), scale, offset.contiguous(), bits)
+
+
+def lazily(shape: tuple[int, int], read: Any) -> Stored:
+    return Stored(shape, FEW_BITS, read)

@@ -1,0 +1,146 @@
+"""The layout of the compressed-tensors project, `[out, in]`, read and written.
+
+`pack-quantized` keeps `weight_packed`, int32 `[out, in * bits / 32]` of values from 0 up, `weight_scale`
+`[out, in / group]`, `weight_shape`, and where zeros are not in the middle `weight_zero_point`, int32
+`[out * bits / 32, in / group]`. `int-quantized` keeps `weight` in int8 and scales and zeros as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blockdraft.formats.quantized.base import (
+    NotRead,
+    check,
+    check_groups,
+    check_order,
+    few_bits,
+    lazily,
+    packed,
+    part_of,
+    unpacked,
+)
+from blockdraft.formats.stored import FLOATS, Stored
+from blockdraft.nn.quantized import QuantizedWeight
+
+PACKED, WHOLE = "pack-quantized", "int-quantized"
+STRATEGIES = ("group", "channel", "tensor")
+
+
+def weights(raw: Mapping[str, Any], tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    _check_config(raw)
+    found = {}
+    for name, tensor in tensors.items():
+        module, _, part = name.rpartition(".")
+        if part == "weight_packed":
+            found[f"{module}.weight"] = _packed(module, tensors)
+        elif part == "weight" and tensor.kind == "I8":
+            found[name] = _whole(module, tensors)
+    check(bool(found), "its configuration says that it is quantised, and no module is")
+    return found
+
+
+def _check_config(raw: Mapping[str, Any]) -> None:
+    """Raise `NotRead` for what is no rounding of weights alone."""
+    groups = raw.get("config_groups") or {}
+    check(bool(groups), "its quantization_config has no config_groups")
+    check(not raw.get("kv_cache_scheme"), "its keys and values are quantised, too (kv_cache_scheme)")
+    check(not raw.get("transform_config"), "its weights are rotated (transform_config)")
+    sparse = (raw.get("sparsity_config") or {}).get("format") or "dense"
+    check(sparse == "dense", f"its weights are sparse ({sparse})")
+    for name, group in groups.items():
+        layout = (group.get("format") if isinstance(group, Mapping) else None) or raw.get("format")
+        check(layout in (PACKED, WHOLE), f"its weights lie as {layout} ({name}); {PACKED} and {WHOLE} are read")
+        if not isinstance(group, Mapping) or not isinstance(rounded := group.get("weights"), Mapping):
+            raise NotRead(f"{name} of its config_groups does not say how weights are rounded")
+        kind = f"{rounded.get('type', 'int')}{rounded.get('num_bits')}"
+        check(kind in ("int4", "int8"), f"its weights are of {kind} ({name}); int4 and int8 are read")
+        strategy = rounded.get("strategy") or "group"
+        check(strategy in STRATEGIES, f"its scales are by {strategy} ({name}); {', '.join(STRATEGIES)} are read")
+        check(not group.get("output_activations"), f"its outputs are rounded, too ({name})")
+        inputs = group.get("input_activations")
+        # We round inputs to int8 in any case, in groups of our own, and so at least as finely.
+        free = not inputs or (
+            inputs.get("dynamic") is True and (inputs.get("type"), inputs.get("num_bits")) == ("int", 8)
+        )
+        check(free, f"its inputs are rounded by scales of its own ({name}); rounding them to int8 as they come is read")
+
+
+def _packed(module: str, tensors: Mapping[str, Stored]) -> Stored:
+    shape = part_of(tensors, f"{module}.weight_shape", ["I64", "I32"], (2,)).tensor().tolist()
+    outputs, inputs = int(shape[0]), int(shape[1])
+    words = (*tensors[f"{module}.weight_packed"].shape, 0, 0)[1]
+    bits = words * 32 // inputs if inputs else 0
+    check(
+        bits in (4, 8), f"{module}.weight_packed has {words} words for rows of {inputs}, which is neither 4 nor 8 bits"
+    )
+    weight = part_of(tensors, f"{module}.weight_packed", ["I32"], (outputs, inputs * bits // 32))
+    scale, groups = _scale(module, tensors, outputs, inputs)
+    zeros = None
+    if f"{module}.weight_zero_point" in tensors:
+        rows = -(-outputs * bits // 32)
+        zeros = part_of(tensors, f"{module}.weight_zero_point", ["I32"], (rows, groups))
+
+    def read() -> QuantizedWeight:
+        zero = None if zeros is None else unpacked(zeros.tensor().T, bits)[:, :outputs].T
+        return few_bits(unpacked(weight.tensor(), bits), zero, _spread(scale, outputs), bits)
+
+    return lazily((outputs, inputs), read)
+
+
+def _whole(module: str, tensors: Mapping[str, Stored]) -> Stored:
+    outputs, inputs = (*tensors[f"{module}.weight"].shape, 0, 0)[:2]
+    weight = part_of(tensors, f"{module}.weight", ["I8"], (outputs, inputs))
+    scale, groups = _scale(module, tensors, outputs, inputs)
+    fixed = f"{module}.input_scale" in tensors
+    check(not fixed, f"its inputs are rounded by scales of its own ({module}.input_scale)")
+    zeros = None
+    if f"{module}.weight_zero_point" in tensors:
+        zeros = part_of(tensors, f"{module}.weight_zero_point", ["I8"], scale.shape)
+
+    def read() -> QuantizedWeight:
+        zero = None if zeros is None else _spread(zeros, outputs).int() + 128
+        return few_bits(weight.tensor().view(torch.uint8) ^ 128, zero, _spread(scale, outputs), 8)
+
+    return lazily((outputs, inputs), read)
+
+
+def _scale(module: str, tensors: Mapping[str, Stored], outputs: int, inputs: int) -> tuple[Stored, int]:
+    """Scales, and how many groups of inputs have one."""
+    name = f"{module}.weight_scale"
+    shape = tensors[name].shape if name in tensors else ()
+    groups = shape[1] if len(shape) == 2 else 1
+    scale = part_of(tensors, name, sorted(FLOATS), shape if shape in ((), (1,)) else (outputs, groups))
+    check_groups(module, inputs, groups)
+    check_order(f"{module}.weight_g_idx", tensors, inputs, groups)
+    return scale, groups
+
+
+def _spread(factors: Stored, outputs: int) -> Tensor:
+    """Factors `[out, groups]`, also where all outputs share one."""
+    found = factors.tensor()
+    return found if found.ndim == 2 else found.reshape(1, 1).expand(outputs, 1)
+
+
+def parts_of(module: str, weight: QuantizedWeight) -> dict[str, Tensor]:
+    """The tensors of a weight in `pack-quantized`, of which the zero points must be whole numbers."""
+    middle, codes = 1 << weight.bits - 1, weight.codes.view(torch.uint8)
+    values = codes ^ 128 if weight.bits == 8 else (weight.codes + (8 if weight.offset is None else 0)).view(torch.uint8)
+    parts = {
+        f"{module}.weight_packed": packed(values, weight.bits),
+        f"{module}.weight_scale": weight.scale,
+        f"{module}.weight_shape": torch.tensor(weight.shape),
+    }
+    if weight.offset is not None:
+        shift = middle if weight.bits == 8 else 0
+        zeros = (shift - weight.offset / weight.scale.float()).round()
+        zeros = torch.where(weight.scale == 0, float(middle), zeros).to(torch.uint8).T
+        rest = -zeros.size(1) % (32 // weight.bits)
+        parts[f"{module}.weight_zero_point"] = packed(
+            torch.nn.functional.pad(zeros, (0, rest)), weight.bits
+        ).T.contiguous()
+    return parts

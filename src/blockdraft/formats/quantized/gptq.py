@@ -1,0 +1,59 @@
+"""GPTQ's layout: words of values along the inputs, `[in, out]`.
+
+`qweight` is int32 `[in * bits / 32, out]`; `qzeros` int32 `[in / group, out * bits / 32]`, of which the older layout
+keeps each less one; `scales` `[in / group, out]`; `g_idx` `[in]` says to which group an input belongs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from blockdraft.formats.quantized.base import (
+    NotRead,
+    check,
+    check_groups,
+    check_order,
+    few_bits,
+    lazily,
+    modules,
+    part_of,
+    unpacked,
+)
+from blockdraft.formats.stored import FLOATS, Stored
+from blockdraft.nn.quantized import QuantizedWeight
+
+LESS_ONE = {"gptq": 1, "gptq_v2": 0}  # by `checkpoint_format`
+
+
+def weights(raw: Mapping[str, Any], tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    bits, layout = raw.get("bits"), str(raw.get("checkpoint_format") or "gptq")
+    if bits not in (4, 8):
+        raise NotRead(f"its GPTQ weights have {bits} bits; 4 and 8 are read")
+    check(layout in LESS_ONE, f"its GPTQ weights lie as {layout}; {' and '.join(LESS_ONE)} are read")
+    check(not raw.get("dynamic"), "GPTQ's dynamic settings differ from module to module; one for all is read")
+    found = {}
+    for module in modules(tensors, "qweight"):
+        words, outputs = (*tensors[f"{module}.qweight"].shape, 0, 0)[:2]
+        groups = (*tensors[f"{module}.scales"].shape, 0)[0] if f"{module}.scales" in tensors else 0
+        inputs = words * 32 // bits
+        parts = (
+            part_of(tensors, f"{module}.qweight", ["I32"], (words, outputs)),
+            part_of(tensors, f"{module}.scales", sorted(FLOATS), (groups, outputs)),
+            part_of(tensors, f"{module}.qzeros", ["I32"], (groups, outputs * bits // 32)),
+        )
+        check_groups(module, inputs, groups)
+        check_order(f"{module}.g_idx", tensors, inputs, groups)
+        found[f"{module}.weight"] = lazily((outputs, inputs), partial(_read, module, *parts, bits, LESS_ONE[layout]))
+    return found
+
+
+def _read(module: str, weight: Stored, scale: Stored, zeros: Stored, bits: int, less: int) -> QuantizedWeight:
+    zero = unpacked(zeros.tensor(), bits).int() + less
+    check(
+        int(zero.max()) < 1 << bits,
+        f"{module}.qzeros holds zero points that wrapped around when one was taken off, which programs read "
+        "differently; save it as gptq_v2",
+    )
+    return few_bits(unpacked(weight.tensor().T, bits), zero.T, scale.tensor().T, bits)

@@ -1,0 +1,110 @@
+"""Checkpoint folders in the layout of compressed-tensors, written a shard at a time and whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from blockdraft.errors import UsageError
+from blockdraft.folders import held
+from blockdraft.formats.quantized.compressed_tensors import parts_of
+from blockdraft.nn.quantized import QuantizedWeight
+
+SHARD = 2_000_000_000  # bytes of a file, about; so much is in memory
+
+
+class ModelWriter:
+    """Collects the tensors of a checkpoint and writes them to `folder` in files of about `SHARD` bytes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.bytes = 0
+        self._shards: list[list[str]] = []
+        self._pending: dict[str, Tensor] = {}
+
+    def take(self, weights: Iterable[tuple[str, Tensor | QuantizedWeight]]) -> None:
+        for name, weight in weights:
+            if isinstance(weight, QuantizedWeight):
+                self._pending |= parts_of(name.removesuffix(".weight"), weight)
+            else:
+                self._pending[name] = weight
+            if sum(tensor.nbytes for tensor in self._pending.values()) >= SHARD:
+                self._write()
+
+    def clear(self) -> None:
+        """Forget what was taken."""
+        for number in range(1, len(self._shards) + 1):
+            self._shard(number).unlink()
+        self.bytes, self._shards, self._pending = 0, [], {}
+
+    def finish(self, raw: Mapping[str, Any], files: Sequence[Path]) -> None:
+        """Write what is left, config.json, and copies of these files."""
+        self._write()
+        count = len(self._shards)
+        places: dict[str, str] = {}
+        for number, names in enumerate(self._shards, 1):
+            name = "model.safetensors" if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
+            self._shard(number).rename(self.folder / name)
+            places |= dict.fromkeys(names, name)
+        if count > 1:
+            index = {"metadata": {"total_size": self.bytes}, "weight_map": places}
+            (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", "utf-8")
+        for file in files:
+            shutil.copyfile(file, self.folder / file.name)
+        config = self.folder / "config.json"
+        config.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+        for file in self.folder.glob("*.safetensors"):
+            file.chmod(config.stat().st_mode)  # safetensors lets only the owner read
+
+    def _write(self) -> None:
+        if self._pending:
+            self._shards.append(list(self._pending))
+            self.bytes += sum(tensor.nbytes for tensor in self._pending.values())
+            whole = {name: tensor.contiguous() for name, tensor in self._pending.items()}
+            save_file(whole, self._shard(len(self._shards)), metadata={"format": "pt"})
+            self._pending = {}
+
+    def _shard(self, number: int) -> Path:
+        return self.folder / f"shard-{number}.safetensors"
+
+
+@contextmanager
+def new_folder(out: Path, need: int) -> Iterator[Path]:
+    """A folder beside `out`, named `out.partial`, that takes its place if all goes well and else is deleted.
+
+    Args:
+        need: Bytes that will be written, about.
+
+    Raises:
+        UsageError: `out` holds something, another process writes it, or the disk has not so much room.
+    """
+    out = out.absolute()
+    partial = out.with_name(f"{out.name}.partial")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out} exists already; choose another folder for --out.")
+    with held(out, "quantizing"):
+        try:
+            shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+            partial.mkdir(parents=True)
+            free = shutil.disk_usage(partial).free
+            if need > free:
+                raise UsageError(
+                    f"{out} needs {need / 1e9:.2f} GB and its disk has {free / 1e9:.2f} GB free; make room or choose "
+                    "another --out."
+                )
+            yield partial
+            if out.exists():
+                out.rmdir()
+            partial.rename(out)
+        except (OSError, SafetensorError) as error:
+            raise UsageError(f"{out} cannot be written ({error}); nothing of it is left.") from error
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
