@@ -65,6 +65,7 @@ class Cache:
 
 class ToyTarget:
     backend, backend_reason, running, tokenizer = "toy_backend", None, "toy_backend", None
+    tokenizer_reason = None
     has_trees, can_truncate, best_block_size, source_fingerprint = True, False, None, None
     dtype, device, shape = torch.float32, torch.device("cpu"), {}
     num_layers, max_context, eos_token_ids = 3, 256, frozenset[int]()

@@ -16,7 +16,7 @@ from blockdraft.data.rows import Message, Row, read_rows
 from blockdraft.data.settings import CONTINUED, LONGEST, DataSettings, RowSettings
 from blockdraft.engine.text import encode
 from blockdraft.errors import UsageError
-from blockdraft.targets import Target, TargetText
+from blockdraft.targets import Target, TargetText, without_tokenizer
 
 CHARACTERS = 4  # of a token, about: so a text has a beginning to continue for each so many tokens that come out
 
@@ -42,7 +42,7 @@ class Reading:
         self, target: Target | TargetText, sources: Sequence[str], rows: RowSettings, settings: DataSettings
     ) -> None:
         if target.tokenizer is None:
-            raise UsageError("The target has no tokenizer; training data take one.")
+            raise UsageError(f"{without_tokenizer(target)}; training data take one.")
         if settings.length is not None and settings.length > target.max_context:
             raise UsageError(f"length is {settings.length} and the target's context {target.max_context} tokens.")
         self.length = settings.length or min(target.max_context, LONGEST)

@@ -12,7 +12,7 @@ from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import Chunk, Completion, Request
 from blockdraft.engine.text import encode
 from blockdraft.errors import UsageError, describe
-from blockdraft.targets import Target
+from blockdraft.targets import Target, without_tokenizer
 from blockdraft.types import Drafting, Message, Prompt, SamplingParams
 
 ROWS = 2  # that the memory has room for, so that an answer never drives out the remembered turns before it
@@ -59,7 +59,7 @@ class Conversation:
     def __init__(self, engine: Engine, system: str | None = None) -> None:
         tokenizer = engine.target.tokenizer
         if tokenizer is None:
-            raise UsageError("The target has no tokenizer, so it cannot chat; give a folder that holds one.")
+            raise UsageError(f"{without_tokenizer(engine.target)}, so it cannot chat; give a model that holds one.")
         self.engine = engine
         self.has_template = tokenizer.chat_template is not None
         self.messages: list[Message] = []

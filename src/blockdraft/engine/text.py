@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from blockdraft.engine.detokenize import TextStream
 from blockdraft.errors import RequestError, UsageError
-from blockdraft.targets import Target, TargetText
+from blockdraft.targets import Target, TargetText, without_tokenizer
 from blockdraft.types import Message, Prompt, SamplingParams
 
 
@@ -44,7 +44,7 @@ def encode(prompt: Prompt, target: Target | TargetText) -> list[int]:
                 raise UsageError(f"The prompt holds {_short(token)} among its token ids; they must be whole numbers.")
         return [int(token) for token in cast("Sequence[int]", prompt)]
     if tokenizer is None:
-        raise UsageError("The target has no tokenizer, so prompts must be lists of token ids.")
+        raise UsageError(f"{without_tokenizer(target)}, so prompts must be lists of token ids.")
     if isinstance(prompt, str) and tokenizer.chat_template is None:
         return encode_text(prompt, tokenizer)
     chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else cast("Sequence[Message]", prompt)
@@ -99,7 +99,7 @@ def check_request(ids: Sequence[int], params: SamplingParams, target: Target) ->
             f"context of {limit}; ask for at most {limit - len(ids)} new tokens."
         )
     if params.stop and target.tokenizer is None:
-        raise UsageError("The target has no tokenizer, so it cannot stop at a text; use stop_token_ids.")
+        raise UsageError(f"{without_tokenizer(target)}, so it cannot stop at a text; use stop_token_ids.")
 
 
 class AnswerText:

@@ -21,7 +21,7 @@ from blockdraft.engine import Engine, loops
 from blockdraft.engine.text import encode
 from blockdraft.errors import UsageError
 from blockdraft.fit.settings import PromptSettings
-from blockdraft.targets import Target, TargetText
+from blockdraft.targets import Target, TargetText, without_tokenizer
 from blockdraft.types import SamplingParams
 
 PROMPTS, HELD_OUT = "prompts.jsonl", "held-out.jsonl"
@@ -174,7 +174,7 @@ def _beginning(target: Target) -> tuple[list[int], dict[str, Any]]:
     """The tokens behind which the target writes a prompt, and how a prompt ends."""
     tokenizer = target.tokenizer
     if tokenizer is None:
-        raise UsageError("The target has no tokenizer; fitting takes one.")
+        raise UsageError(f"{without_tokenizer(target)}; fitting takes one.")
     if tokenizer.chat_template is None:
         return list(tokenizer("")["input_ids"]), {"max_new_tokens": PromptSettings.prompt_tokens, "ignore_eos": True}
     chat = tokenizer.apply_chat_template(

@@ -27,7 +27,7 @@ from blockdraft.fit.recipe import VARIANTS, reference
 from blockdraft.fit.settings import FitSettings, PromptSettings
 from blockdraft.fit.steps import Where, done_steps, make_steps, run_steps
 from blockdraft.folders import held
-from blockdraft.targets import Target, load_target
+from blockdraft.targets import Target, load_target, without_tokenizer
 from blockdraft.training.trainer import run_folder
 from blockdraft.training.variants import find_variant
 from blockdraft.types import DEFAULT_BACKEND
@@ -175,7 +175,7 @@ def _sample(fit: Fit, target: Target) -> tuple[list[Any], int | None]:
 
 def _check_target(target: Target, variants: list[str], complaints: Complaints) -> None:
     if target.tokenizer is None:
-        raise UsageError("The target has no tokenizer, and fitting takes one; put tokenizer.json into its folder.")
+        raise UsageError(f"{without_tokenizer(target)}, and fitting takes one; put tokenizer.json into its folder.")
     if target.max_context < LEAST_CONTEXT:
         complaints.messages.append(
             f"The target's context is {target.max_context} tokens; {LEAST_CONTEXT} are the least."

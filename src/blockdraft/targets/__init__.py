@@ -17,11 +17,22 @@ from transformers import PreTrainedModel
 
 from blockdraft.cpu.threads import let_team_go
 from blockdraft.errors import UsageError
-from blockdraft.targets.base import Cache, LoadOptions, Rows, Target, TargetOutput, TargetText, embedding_and_head
+from blockdraft.formats.gguf import is_gguf
+from blockdraft.targets.base import (
+    Cache,
+    LoadOptions,
+    Rows,
+    Target,
+    TargetOutput,
+    TargetText,
+    embedding_and_head,
+    without_tokenizer,
+)
 from blockdraft.targets.checkpoint import load_text
 from blockdraft.targets.exact import check_exact
 from blockdraft.targets.families import NotCovered
 from blockdraft.targets.fingerprint import other_target_warning, target_fingerprint
+from blockdraft.targets.gguf import load_gguf_text
 from blockdraft.targets.native_files import HEAD, SOURCE, TABLE, OpenCheckpoint, open_checkpoint
 from blockdraft.types import DEFAULT_BACKEND, DEFAULT_COMPILE, Backend, Compile, Quantize
 
@@ -50,7 +61,8 @@ def load_target(
     """Load a target.
 
     Args:
-        path: A Hugging Face model folder or hub name; None is the bundled model.
+        path: A Hugging Face model folder or hub name, or a GGUF file, any one of its parts where it is split; None is
+            the bundled model. A GGUF file is run by the native backend on a CPU, and its weights stay of few bits.
         dtype: Of weights and arithmetic, such as `torch.bfloat16` or "bfloat16"; None is float32 on a CPU, where
             greedy output is exact, and bfloat16 elsewhere.
         device: None is the first GPU if there is one, else the CPU.
@@ -149,7 +161,8 @@ def transformers_model(target: Target) -> PreTrainedModel | None:
 
 def load_target_text(path: str | Path | None = None, revision: str | None = None) -> TargetText:
     """Load what is known of a target without its weights. For arguments and errors see `load_target`."""
-    return load_text(BUNDLED if path is None else path, revision)
+    path = BUNDLED if path is None else path
+    return load_gguf_text(path, revision) if is_gguf(path) else load_text(path, revision)
 
 
 __all__ = [
@@ -172,4 +185,5 @@ __all__ = [
     "target_fingerprint",
     "other_target_warning",
     "transformers_model",
+    "without_tokenizer",
 ]

@@ -131,6 +131,7 @@ class TargetText:
     tokenizer: PreTrainedTokenizerBase | None
     max_context: int
     eos_token_ids: frozenset[int]
+    tokenizer_reason: str | None = None
 
 
 class Target(Protocol):
@@ -146,6 +147,7 @@ class Target(Protocol):
         has_trees: Whether `forward` takes trees; else chains only.
         can_truncate: Whether rows may be copied and cut at any of their tokens; else only as a whole.
         tokenizer: None where the folder has none; then prompts are token ids.
+        tokenizer_reason: Why there is none, where more is known than that the folder has none.
         max_context: Tokens that a row may hold, prompt and answer together.
         eos_token_ids: Tokens that end an answer.
         shape: What a new drafter may take over from it, where the model has it: intermediate_size, num_attention_heads,
@@ -159,6 +161,7 @@ class Target(Protocol):
     dtype: torch.dtype
     device: torch.device
     tokenizer: PreTrainedTokenizerBase | None
+    tokenizer_reason: str | None
     hidden_size: int
     num_layers: int
     vocab_size: int
@@ -227,6 +230,12 @@ class Target(Protocol):
 
     def head(self, hidden: Tensor) -> Tensor:
         """The output projection alone, `[..., H]` to `[..., V]`, without soft-caps."""
+
+
+def without_tokenizer(target: Target | TargetText) -> str:
+    """How a message begins that tells of a target without a tokenizer."""
+    why = target.tokenizer_reason
+    return "The target has no tokenizer" if why is None else f"The target has no tokenizer ({why})"
 
 
 def embedding_and_head(target: Target) -> tuple[Tensor, Tensor]:

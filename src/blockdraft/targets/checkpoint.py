@@ -45,6 +45,7 @@ class CheckpointTarget:
         self.tokenizer = tokenizer
         self.path = path
         self.backend_reason: str | None = None
+        self.tokenizer_reason: str | None = None
         self.max_context = max_context(config)
         self.eos_token_ids = end_tokens(generation_config, config, tokenizer)
         self.architecture = architecture(config)
@@ -76,7 +77,9 @@ def checked_folder(path: str | Path, revision: str | None = None) -> Path:
     revision."""
     folder = Path(path)
     if folder.exists() and not (folder / "config.json").is_file():
-        raise UsageError(f"{folder} has no config.json; a target is a Hugging Face model folder or a hub name.")
+        raise UsageError(
+            f"{folder} has no config.json; a target is a Hugging Face model folder, a hub name, or a GGUF file (.gguf)."
+        )
     if not folder.exists() and not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
         raise UsageError(f"There is no folder {path}, and it is no hub name of the form owner/name.")
     if folder.exists() and revision is not None:

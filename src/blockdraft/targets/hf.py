@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache as TransformersCache
 
 from blockdraft.errors import UsageError
+from blockdraft.formats.gguf import is_gguf
 from blockdraft.nn.attention import additive_mask, visible_slots
 from blockdraft.nn.cache import KVCache, slot_bucket
 from blockdraft.nn.dflash import DFlashNetwork
@@ -250,9 +251,11 @@ def load(path: str | Path, options: LoadOptions) -> HFTarget:
     """Load a causal LM and, where there is one, its tokenizer, from a local folder or by hub name.
 
     Raises:
-        NotCovered: Weights are to be rounded.
+        NotCovered: Weights are to be rounded, or are in a GGUF file.
         ValueError: No such folder or hub name, or as in `load_model`.
     """
+    if is_gguf(path):
+        raise NotCovered("it reads no GGUF files")
     if options.quantize is not None:
         raise NotCovered("it does not round weights")
     folder = checked_folder(path, options.revision)

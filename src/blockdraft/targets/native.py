@@ -19,6 +19,7 @@ from blockdraft.cpu.compiled_draft import draft_pass
 from blockdraft.cpu.threads import use_best_threads
 from blockdraft.cuda.graphs import MOST_NODES, CapturedDecoder, CapturedDraftPass, CudaRecorder, Recorder, room
 from blockdraft.errors import UsageError
+from blockdraft.formats.gguf import is_gguf
 from blockdraft.machine import send
 from blockdraft.nn.attention import grouped_mask, visible_slots
 from blockdraft.nn.cache import KVCache, bucket, slot_bucket
@@ -29,6 +30,7 @@ from blockdraft.proposal import chain_parents, depths, is_chain, tree_mask
 from blockdraft.targets.base import Cache, DraftRunner, LoadOptions, TargetOutput
 from blockdraft.targets.checkpoint import CheckpointTarget
 from blockdraft.targets.exact import forward_in_pieces
+from blockdraft.targets.gguf import read_gguf
 from blockdraft.targets.native_files import read_checkpoint
 from blockdraft.types import CPU_BLOCK_SIZE, Compile
 
@@ -245,7 +247,7 @@ def use_best_threads_for(target: NativeTarget) -> None:
 
 
 def load(path: str | Path, options: LoadOptions) -> NativeTarget:
-    """Load a checkpoint; see `native_files.read_checkpoint` for what is read, and for errors.
+    """Load a checkpoint; see `read_checkpoint` and `read_gguf` for what is read, and for errors.
 
     The compiler is waited for, however long it takes. What runs the forward once it is loaded goes on running it: an
     answer is never begun one way and ended the other.
@@ -256,9 +258,10 @@ def load(path: str | Path, options: LoadOptions) -> NativeTarget:
     captured = options.device.type == "cuda" and options.compile == "on"
     if captured and options.exact:
         raise UsageError("exact and compile 'on' do not go together on a GPU; use compile auto or off.")
-    read = read_checkpoint(path, options)
+    read = read_gguf(path, options) if is_gguf(path) else read_checkpoint(path, options)
     known = read.tokenizer, read.folder, read.generation_config, read.source_fingerprint
     target = NativeTarget(read.decoder, read.config, *known)
+    target.tokenizer_reason = read.tokenizer_reason
     if captured:
         target.capture(CudaRecorder(options.device))
         return target

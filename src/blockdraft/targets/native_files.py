@@ -57,6 +57,7 @@ class Checkpoint:
         build: Its compiled forward, which may still be in the making; None where there will be none.
         reason: Why there will be none.
         source_fingerprint: As in `CheckpointTarget`.
+        tokenizer_reason: As in `Target`.
     """
 
     decoder: Decoder
@@ -67,6 +68,7 @@ class Checkpoint:
     build: Build | None
     reason: str | None
     source_fingerprint: str | None
+    tokenizer_reason: str | None = None
 
 
 def read_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:

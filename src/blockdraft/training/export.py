@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
 from blockdraft.errors import UsageError
 from blockdraft.formats import Borrowed, Checkpoint, Layout, check_fits, find_layout, read_drafter
@@ -53,7 +52,7 @@ def format_for(name: str, target: Target, target_path: str | None, target_name: 
     """
     find_layout(name)
     place = str(target_path) if target.path is None else str(target.path.resolve())  # a hub name has no folder
-    architectures = AutoConfig.from_pretrained(place).architectures or []
+    architectures = target.architecture.get("architectures") or []
     return Format(name, target_name or place, tuple(architectures))
 
 

@@ -1,0 +1,266 @@
+"""GGUF files, llama.cpp's format: metadata and tensors, whose blocks become a `QuantizedWeight` of the same numbers.
+
+The header is read here and not by the package gguf, whose reader makes several numpy arrays of each word of a
+vocabulary: half a gigabyte and many seconds for a common model.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+from torch import Tensor
+
+from blockdraft.errors import UsageError
+from blockdraft.nn.quantized import QuantizedWeight
+
+SUFFIX = ".gguf"
+MAGIC, VERSIONS = b"GGUF", (2, 3)
+ALIGNMENT = 32  # bytes, of tensors, where a file names no other
+SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+NUMBERS = {
+    GGUFValueType.UINT8: "B",
+    GGUFValueType.INT8: "b",
+    GGUFValueType.UINT16: "H",
+    GGUFValueType.INT16: "h",
+    GGUFValueType.UINT32: "I",
+    GGUFValueType.INT32: "i",
+    GGUFValueType.FLOAT32: "f",
+    GGUFValueType.BOOL: "?",
+    GGUFValueType.UINT64: "Q",
+    GGUFValueType.INT64: "q",
+    GGUFValueType.FLOAT64: "d",
+}
+
+
+@dataclass(frozen=True)
+class GGUFTensor:
+    """A tensor of a file, which is mapped into memory.
+
+    Attributes:
+        kind: Name of its type, such as "Q4_0" or "F16".
+        shape: Outputs before inputs, as torch has it.
+        place: First byte.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    file: mmap.mmap
+    place: int
+
+    def read(self) -> Tensor | QuantizedWeight:
+        """Its numbers, where the type is one of `READERS`."""
+        values, size = GGML_QUANT_SIZES[GGMLQuantizationType[self.kind]]
+        rows, inputs = self.shape[:-1], self.shape[-1]
+        shape = (*rows, inputs // values, size)
+        raw = np.frombuffer(self.file, np.uint8, int(np.prod(shape)), self.place)
+        return READERS[self.kind](torch.from_numpy(raw.copy()).view(shape))
+
+
+@dataclass(frozen=True)
+class GGUFFile:
+    """A file, or all of its parts where it is split.
+
+    Attributes:
+        path: The file, or the first part.
+        metadata: Values by their keys.
+        tensors: By their names.
+    """
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, GGUFTensor]
+
+
+def is_gguf(path: str | Path) -> bool:
+    """Whether a path is meant to be a GGUF file."""
+    return str(path).endswith(SUFFIX)
+
+
+def open_gguf(path: str | Path) -> GGUFFile:
+    """Read the header of a file, or those of all its parts, whichever is named.
+
+    Raises:
+        UsageError: A part is absent, no GGUF file, of another version or byte order, or cut short.
+    """
+    metadata, tensors = read_header(Path(path))
+    count = metadata.get("split.count", 1)
+    if count < 2:
+        return GGUFFile(Path(path), metadata, tensors)
+    named = SHARD.fullmatch(str(path))
+    if named is None or int(named[3]) != count:
+        raise UsageError(f"{path} is one of {count} parts; give them names that end in -00001-of-{count:05}.gguf.")
+    parts = [Path(f"{named[1]}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
+    missing = [part.name for part in parts if not part.is_file()]
+    if missing:
+        raise UsageError(f"{path} is one of {count} parts, and {', '.join(missing)} are not beside it; fetch them.")
+    headers = [read_header(part) for part in parts]
+    tensors = {name: tensor for _, own in headers for name, tensor in own.items()}
+    metadata = headers[0][0]
+    if len(tensors) != metadata.get("split.tensors.count", len(tensors)):
+        raise UsageError(
+            f"The parts of {path} do not belong together: they hold {len(tensors)} tensors; fetch all anew."
+        )
+    return GGUFFile(parts[0], metadata, tensors)
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
+    """Metadata and tensors of one file. Errors as in `open_gguf`."""
+    if not path.is_file():
+        raise UsageError(f"There is no file {path}.")
+    with path.open("rb") as opened:
+        begin = opened.read(len(MAGIC) + 4)
+        if not begin.startswith(MAGIC):
+            raise UsageError(f"{path} is no GGUF file: it begins with {begin[:4]!r} instead of {MAGIC!r}.")
+        data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+    version = int.from_bytes(begin[len(MAGIC) :], "little")
+    if version and version % 2**16 == 0:
+        raise UsageError(f"{path} is big-endian; make it little-endian with gguf-convert-endian of the package gguf.")
+    try:
+        if version not in VERSIONS:
+            raise UsageError(f"{path} is GGUF of version {version}; use a file of version {VERSIONS[-1]}.")
+        return _Cursor(data, len(begin)).header()
+    except (struct.error, ValueError, EOFError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"{path} is corrupt or cut short ({error}); copy or fetch it again.") from error
+
+
+class _Cursor:
+    """What lies in a file, one after the other."""
+
+    def __init__(self, data: mmap.mmap, place: int) -> None:
+        self.data, self.place = data, place
+
+    def header(self) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
+        count, keys = self.number("Q"), self.number("Q")
+        metadata: dict[str, Any] = {}
+        for _ in range(keys):
+            key = self.text()
+            metadata[key] = self.value(GGUFValueType(self.number("I")))
+        found = [self.tensor() for _ in range(count)]
+        alignment = metadata.get("general.alignment", ALIGNMENT)
+        start = -(-self.place // alignment) * alignment
+        tensors = {}
+        for name, shape, kind, offset in found:
+            end = start + offset + _bytes(name, kind, shape)
+            if end > len(self.data):
+                raise EOFError(f"{name} would end at byte {end} of {len(self.data)}")
+            tensors[name] = GGUFTensor(name, kind, shape, self.data, start + offset)
+        return metadata, tensors
+
+    def number(self, kind: str) -> Any:
+        [value] = struct.unpack_from(f"<{kind}", self.data, self.place)
+        self.place += struct.calcsize(f"<{kind}")
+        # 1e-6 in float32 is meant, not the double that is nearest to that
+        return float(str(np.float32(value))) if kind == "f" else value
+
+    def text(self) -> str:
+        size = self.number("Q")
+        found = self.data[self.place : self.place + size]
+        if len(found) < size:
+            raise EOFError(f"a text would end at byte {self.place + size} of {len(self.data)}")
+        self.place += size
+        return found.decode()
+
+    def value(self, kind: GGUFValueType) -> Any:
+        if kind == GGUFValueType.STRING:
+            return self.text()
+        if kind != GGUFValueType.ARRAY:
+            return self.number(NUMBERS[kind])
+        inner, count = GGUFValueType(self.number("I")), self.number("Q")
+        if inner not in NUMBERS:
+            return [self.value(inner) for _ in range(count)]
+        numbers = np.frombuffer(self.data, f"<{NUMBERS[inner]}", count, self.place)
+        self.place += numbers.nbytes
+        return numbers.tolist()
+
+    def tensor(self) -> tuple[str, tuple[int, ...], str, int]:
+        """Name, shape, type, and place behind the header."""
+        name = self.text()
+        shape = [self.number("Q") for _ in range(self.number("I"))]
+        number = self.number("I")
+        known = number in GGMLQuantizationType.__members__.values()
+        kind = GGMLQuantizationType(number).name if known else f"type {number}"
+        return name, tuple(reversed(shape)), kind, self.number("Q")
+
+
+def _bytes(name: str, kind: str, shape: tuple[int, ...]) -> int:
+    """Of a tensor; 0 where its type is not read."""
+    if kind not in READERS:
+        return 0
+    values, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    if not shape or shape[-1] % values:
+        raise ValueError(f"{name} of the shape {list(shape)} cannot be of {kind}")
+    count = 1
+    for extent in shape:
+        count *= extent
+    return count // values * size
+
+
+# Each takes the bytes of a tensor, `[rows, blocks, bytes of a block]` uint8.
+
+
+def _float(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    return lambda raw: raw.flatten(-2).view(dtype)
+
+
+def _halves(raw: Tensor) -> Tensor:
+    """Pairs of bytes as float16, `[..., 2 n]` to `[..., n]`."""
+    return raw.contiguous().view(torch.float16)
+
+
+def _q4_0(raw: Tensor) -> QuantizedWeight:
+    codes = torch.cat([raw[..., 2:] & 15, raw[..., 2:] >> 4], -1).view(torch.int8) - 8
+    return QuantizedWeight(codes.flatten(1), _halves(raw[..., :2]).flatten(1), None, 4)
+
+
+def _q8_0(raw: Tensor) -> QuantizedWeight:
+    return QuantizedWeight(raw[..., 2:].flatten(1).view(torch.int8), _halves(raw[..., :2]).flatten(1), None, 8)
+
+
+def _q4_k(raw: Tensor) -> QuantizedWeight:
+    """8 groups of 32 a block. Scale and offset of a group are factors of the block times numbers of 6 bits."""
+    factors = _halves(raw[..., :4]).float()
+    low, mins, high = raw[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
+    scales = torch.cat([low & 63, high & 15 | low >> 2 & 48], -1)
+    mins = torch.cat([mins & 63, high >> 4 | mins >> 2 & 48], -1)
+    parts = raw[..., 16:].unflatten(-1, (4, 32))
+    codes = torch.stack([parts & 15, parts >> 4], -2)  # low halves of bytes are one group, high ones the next
+    offset = -(factors[..., 1:] * mins)
+    return QuantizedWeight(
+        codes.flatten(1).view(torch.int8), (factors[..., :1] * scales).flatten(1), offset.flatten(1), 4
+    )
+
+
+def _q6_k(raw: Tensor) -> QuantizedWeight:
+    """16 groups of 16 a block, with codes of 6 bits."""
+    low, high, scales = (
+        raw[..., :128].unflatten(-1, (2, 1, 64)),
+        raw[..., 128:192].unflatten(-1, (2, 1, 32)),
+        raw[..., 192:208],
+    )
+    low = (low >> torch.tensor([[0], [4]], dtype=torch.uint8) & 15).flatten(-3)
+    high = (high >> torch.tensor([[0], [2], [4], [6]], dtype=torch.uint8) & 3).flatten(-3)
+    codes = (low | high << 4).view(torch.int8) - 32
+    scale = _halves(raw[..., 208:]).float() * scales.contiguous().view(torch.int8)
+    return QuantizedWeight(codes.flatten(1), scale.flatten(1), None, 8)
+
+
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+READERS: dict[str, Callable[[Tensor], Tensor | QuantizedWeight]] = {
+    **{kind: _float(dtype) for kind, dtype in FLOATS.items()},
+    "Q4_0": _q4_0,
+    "Q8_0": _q8_0,
+    "Q4_K": _q4_k,
+    "Q6_K": _q6_k,
+}

@@ -1,0 +1,108 @@
+"""A GGUF file as the checkpoint of a target, or its texts alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from blockdraft.cpu.build import build
+from blockdraft.cpu.compiled import why_not
+from blockdraft.errors import UsageError
+from blockdraft.formats.gguf import FLOATS, GGUFFile, open_gguf
+from blockdraft.nn.decoder import Decoder
+from blockdraft.nn.quantized import QuantizedWeight
+from blockdraft.targets.base import LoadOptions, TargetText
+from blockdraft.targets.checkpoint import end_tokens, loading, max_context
+from blockdraft.targets.families import NotCovered, decoder_config
+from blockdraft.targets.gguf.config import gguf_config
+from blockdraft.targets.gguf.tensors import decoder_weights, fitted
+from blockdraft.targets.gguf.tokenizer import UnknownTokenizer, end_ids, gguf_tokenizer
+from blockdraft.targets.native_files import Checkpoint
+
+AS_STORED = {"F32", "BF16"}  # tensors of which hold the numbers that a model's own folder has
+
+
+def read_gguf(path: str | Path, options: LoadOptions) -> Checkpoint:
+    """Read a decoder from a GGUF file. Its matrices of few bits stay as they are.
+
+    Raises:
+        UsageError: A file that cannot be read, is of an architecture, type or setting that the decoder does not know,
+            or is to be rounded, adapted, or run elsewhere than on a CPU.
+    """
+    check_options(path, options)
+    file = open_gguf(path)
+    try:
+        config = gguf_config(file)
+        wanted = fitted(decoder_config(config), file)
+        weights = decoder_weights(file, wanted)
+    except NotCovered as refused:
+        raise UsageError(
+            f"{path} cannot be run: {refused}. No other backend runs GGUF files; use the folder of the model "
+            "that it was made from."
+        ) from refused
+    dtype = options.dtype
+    matrices = {tensor.kind for tensor in weights.tensors.values() if len(tensor.shape) == 2}
+    kind = torch.bfloat16 if matrices & set(FLOATS) == {"BF16"} else dtype
+    reason = "it was not asked for" if options.compile == "off" else why_not(wanted, dtype, options.device)
+    library = None if reason else build(kind, dtype, wanted.head_dim, not matrices <= set(FLOATS))
+
+    def read(name: str) -> Tensor | QuantizedWeight:
+        weight = weights.read(name)
+        return weight if isinstance(weight, QuantizedWeight) else weight.to(dtype)
+
+    with loading(path), torch.no_grad():
+        decoder = Decoder(wanted, read)
+    tokenizer, missing = find_tokenizer(file)
+    # Norms of Gemma have one added, which moves their last bits.
+    known = weights.kinds <= AS_STORED and not config.model_type.startswith("gemma") and dtype != torch.float16
+    generation = GenerationConfig(eos_token_id=end_ids(file.metadata))
+    source = None if known else ""
+    return Checkpoint(decoder, config, tokenizer, generation, file.path, library, reason, source, missing)
+
+
+def check_options(path: str | Path, options: LoadOptions) -> None:
+    """Raise a UsageError for what is not done with GGUF files."""
+    if options.device.type != "cpu":
+        raise UsageError(
+            f"{path} is a GGUF file, which runs on a CPU only, and the device is {options.device}; use the device cpu, "
+            "or the folder of the model that it was made from."
+        )
+    if options.quantize is not None:
+        raise UsageError(
+            f"quantize is {options.quantize!r}, and the weights of a GGUF file stay as they are; leave it out, or make "
+            "a smaller file with llama-quantize."
+        )
+    refuse(path, adapter=options.adapter, revision=options.revision)
+
+
+def refuse(path: str | Path, **options: object) -> None:
+    """Raise a UsageError for options that are given, and which a GGUF file does not go with."""
+    for name, given in options.items():
+        if given is not None:
+            raise UsageError(
+                f"{name} is {given!r}, which goes with a model folder or hub name; leave it out for {path}."
+            )
+
+
+def load_gguf_text(path: str | Path, revision: str | None = None) -> TargetText:
+    """Load tokenizer and configuration alone. Errors as in `read_gguf`."""
+    refuse(path, revision=revision)
+    file = open_gguf(path)
+    try:
+        config = gguf_config(file)
+    except NotCovered as refused:
+        raise UsageError(f"{path} cannot be run: {refused}.") from refused
+    tokenizer, missing = find_tokenizer(file)
+    ends = end_tokens(GenerationConfig(eos_token_id=end_ids(file.metadata)), config, tokenizer)
+    return TargetText(file.path, tokenizer, max_context(config), ends, missing)
+
+
+def find_tokenizer(file: GGUFFile) -> tuple[PreTrainedTokenizerBase | None, str | None]:
+    """The tokenizer of a file, or why there is none."""
+    try:
+        return gguf_tokenizer(file.metadata), None
+    except UnknownTokenizer as unknown:
+        return None, f"{file.path.name}: {unknown}"

@@ -1,0 +1,137 @@
+"""From the metadata of a GGUF file to a configuration of transformers.
+
+The mapping that transformers has of its own leaves out windows, soft-caps and scaled rotary embeddings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from blockdraft.formats.gguf import GGUFFile
+from blockdraft.targets.families import NotCovered
+
+# From an architecture of llama.cpp to a family of ours.
+FAMILIES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma": "gemma",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3_text",
+}
+ROPE_BASE = 10000.0  # llama.cpp's, where a file names none
+GEMMA2_WINDOW, GEMMA2_CAPS = 4096, (50.0, 30.0)  # likewise, of attention and logits
+WIDE_GEMMA_LAYERS = {"gemma2": 46, "gemma3": 62}  # of the models of 27B, whose scores are scaled otherwise
+EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+
+Get = Callable[..., Any]  # a value by its key without the architecture, and what it is where there is none
+
+
+def gguf_config(file: GGUFFile) -> PretrainedConfig:
+    """The configuration that a file's metadata stand for.
+
+    Raises:
+        NotCovered: The architecture or one of its settings is none that the native decoder knows, or a value is absent.
+    """
+    metadata = file.metadata
+    name = metadata.get("general.architecture")
+    if name not in FAMILIES:
+        raise NotCovered(f"its architecture {name} is none of {', '.join(FAMILIES)}")
+
+    def get(key: str, *default: Any) -> Any:
+        if f"{name}.{key}" not in metadata and not default:
+            raise NotCovered(f"it does not say {name}.{key}")
+        value = metadata.get(f"{name}.{key}", *default)
+        if isinstance(value, list) and key != "attention.sliding_window_pattern":
+            if len(set(value)) != 1:
+                raise NotCovered(f"{name}.{key} differs from layer to layer")
+            value = value[0]
+        return value
+
+    if EMBEDDING not in file.tensors:
+        raise NotCovered(f"it has no {EMBEDDING}")
+    heads, hidden = get("attention.head_count"), get("embedding_length")
+    head_dim = get("attention.key_length", hidden // heads)
+    check_settings(get, head_dim)
+    family = FAMILIES[name]
+    fields = {
+        "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]],
+        "vocab_size": file.tensors[EMBEDDING].shape[0],
+        "hidden_size": hidden,
+        "intermediate_size": get("feed_forward_length"),
+        "num_hidden_layers": get("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": get("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": get("context_length"),
+        "tie_word_embeddings": HEAD not in file.tensors,
+        "rope_parameters": rope_parameters(get),
+        **{f"{kind}_token_id": metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("bos", "eos")},
+        "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
+    }
+    window = get("attention.sliding_window", None)
+    if name in ("gemma2", "gemma3"):
+        fields |= gemma_fields(name, get, fields)
+    elif window and name == "llama":
+        family, fields["sliding_window"] = "mistral", window
+    elif window:
+        raise NotCovered(f"it has a sliding window, which models of the architecture {name} have in no GGUF file")
+    return AutoConfig.for_model(family, **fields)
+
+
+def check_settings(get: Get, head_dim: int) -> None:
+    """Raise `NotCovered` for what no configuration here could say."""
+    if get("expert_count", 0):
+        raise NotCovered("it is a mixture of experts")
+    if get("attention.causal", True) is False:
+        raise NotCovered("its attention is bidirectional")
+    if get("attention.value_length", head_dim) != head_dim:
+        raise NotCovered("its values and keys differ in size")
+    if get("rope.dimension_count", head_dim) != head_dim:
+        raise NotCovered("it rotates a part of each head only")
+
+
+def rope_parameters(get: Get) -> dict[str, Any]:
+    """Rotary embeddings as transformers describes them; what the tensor rope_freqs adds is not in them."""
+    found = {"rope_type": "default", "rope_theta": get("rope.freq_base", ROPE_BASE)}
+    kind = get("rope.scaling.type", "linear")
+    factor = get("rope.scaling.factor", 0.0) or get("rope.scale_linear", 0.0) or 1.0
+    if kind == "none" or (kind == "linear" and factor == 1):
+        return found
+    if kind == "linear":
+        return found | {"rope_type": "linear", "factor": factor}
+    unusual = [key for key in ("ext_factor", "attn_factor", "log_multiplier") if get(f"rope.scaling.yarn_{key}", None)]
+    if kind != "yarn" or unusual or get("rope.scaling.attn_factor", 1.0) != 1:
+        raise NotCovered(f"its rotary embeddings are scaled by {' '.join([kind, *unusual])}")
+    longest = get("rope.scaling.original_context_length", get("context_length"))
+    speeds = {f"beta_{name}": get(f"rope.scaling.yarn_beta_{name}", None) for name in ("fast", "slow")}
+    given = {name: value for name, value in speeds.items() if value is not None}
+    return found | {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": longest, **given}
+
+
+def gemma_fields(name: str, get: Get, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What Gemma 2 and 3 have besides: windows in some layers, caps, and scores of a scale of their own."""
+    second = name == "gemma2"
+    layers, heads = fields["num_hidden_layers"], fields["num_attention_heads"]
+    window = get("attention.sliding_window", GEMMA2_WINDOW if second else None)
+    pattern = get("attention.sliding_window_pattern", 2 if second else 6)
+    if not isinstance(pattern, list):  # the last of so many layers sees everything
+        pattern = [layer % pattern < pattern - 1 for layer in range(layers)]
+    caps = GEMMA2_CAPS if second else (None, None)
+    found = {
+        "sliding_window": window,
+        "layer_types": ["sliding_attention" if window and near else "full_attention" for near in pattern],
+        "query_pre_attn_scalar": fields["hidden_size"] // heads
+        if layers == WIDE_GEMMA_LAYERS[name]
+        else fields["head_dim"],
+        "final_logit_softcapping": get("final_logit_softcapping", caps[1]) or None,
+    }
+    if second:
+        return found | {"attn_logit_softcapping": get("attn_logit_softcapping", caps[0]) or None}
+    near = {"rope_type": "default", "rope_theta": get("rope.freq_base_swa", ROPE_BASE)}
+    return found | {"rope_parameters": {"full_attention": fields["rope_parameters"], "sliding_attention": near}}

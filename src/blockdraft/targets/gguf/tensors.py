@@ -1,0 +1,133 @@
+"""The tensors of a GGUF file by the names that our decoder knows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import gguf
+import torch
+from torch import Tensor
+
+from blockdraft.errors import UsageError
+from blockdraft.formats.gguf import FLOATS, READERS, GGUFFile, GGUFTensor
+from blockdraft.nn.decoder_config import DecoderConfig, LayerKind, Rope
+from blockdraft.nn.quantized import QuantizedWeight
+from blockdraft.targets.families import NotCovered
+
+ROPE_FACTORS = "rope_freqs.weight"
+LLAMA_QUANTIZE = "make another with llama-quantize, from the model in F16 or BF16: Q4_0, Q8_0, Q4_K_M or Q6_K"
+
+
+@dataclass(frozen=True)
+class GGUFWeights:
+    """What a decoder reads of a file; see `decoder_weights`.
+
+    Attributes:
+        tensors: By our names.
+        interleaved: Heads of those whose rows lie in pairs, by our names.
+    """
+
+    tensors: dict[str, GGUFTensor]
+    interleaved: dict[str, int]
+
+    @property
+    def kinds(self) -> set[str]:
+        return {tensor.kind for tensor in self.tensors.values()}
+
+    def read(self, name: str) -> Tensor | QuantizedWeight:
+        """A weight as the model has it, on the CPU; in its own dtype, or in few bits."""
+        weight = self.tensors[name].read()
+        heads = self.interleaved.get(name)
+        if heads is None:
+            return weight
+        rows = weight.shape[0]
+        # llama.cpp turns neighbours of a head's channels together, and we those that are half a head apart.
+        order = torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).reshape(-1)
+        return weight.rows(order) if isinstance(weight, QuantizedWeight) else weight[order]
+
+
+def decoder_weights(file: GGUFFile, config: DecoderConfig) -> GGUFWeights:
+    """Find a decoder's tensors in a file.
+
+    Raises:
+        NotCovered: One is absent or has another shape, or there are some that the decoder does not know.
+        UsageError: Some are of types that are not read.
+    """
+    names = our_names(file, config)
+    strange = sorted(set(file.tensors) - set(names.values()) - {ROPE_FACTORS})
+    if strange:
+        raise NotCovered(f"it holds tensors that the decoder does not know, such as {strange[0]}")
+    for ours, shape in config.tensor_shapes().items():
+        theirs = names[ours]
+        if theirs not in file.tensors:
+            raise NotCovered(f"it lacks {theirs}")
+        found = file.tensors[theirs].shape
+        if found != shape:
+            raise NotCovered(f"{theirs} has the shape {list(found)} instead of {list(shape)}")
+    check_kinds(file)
+    weights = {ours: file.tensors[theirs] for ours, theirs in names.items()}
+    for layer in range(len(config.layers)):
+        for parts in config.projections(layer).values():
+            own = [weights[f"{name}.weight"] for name, _ in parts]
+            if len({tensor.kind in FLOATS for tensor in own}) > 1:
+                said = ", ".join(f"{tensor.name} ({tensor.kind})" for tensor in own)
+                raise UsageError(f"{file.path}: of {said} all must be of few bits, or none; {LLAMA_QUANTIZE}.")
+    paired = {}
+    if file.metadata["general.architecture"] == "llama":
+        for name in weights:
+            for part, heads in (("q_proj", config.num_heads), ("k_proj", config.num_kv_heads)):
+                if f".{part}." in name:
+                    paired[name] = heads
+    return GGUFWeights(weights, paired)
+
+
+def check_kinds(file: GGUFFile) -> None:
+    """Raise a UsageError unless all tensors are of types that are read, and vectors are of floats."""
+    wrong = {
+        t.kind: t.name
+        for t in file.tensors.values()
+        if t.kind not in READERS or (t.kind not in FLOATS and len(t.shape) != 2)
+    }
+    if wrong:
+        said = ", ".join(f"{kind} ({name})" for kind, name in sorted(wrong.items()))
+        raise UsageError(
+            f"{file.path} holds tensors of the types {said}; matrices of {', '.join(READERS)} and vectors of "
+            f"{', '.join(FLOATS)} are read. To have one, {LLAMA_QUANTIZE}."
+        )
+
+
+def our_names(file: GGUFFile, config: DecoderConfig) -> dict[str, str]:
+    """The names in a GGUF file of a decoder's tensors."""
+    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    known = gguf.get_tensor_name_map(kinds[file.metadata["general.architecture"]], len(config.layers))
+    return {name: known.get_name(name, (".weight", ".bias")) or name for name in config.tensor_shapes()}
+
+
+def fitted(config: DecoderConfig, file: GGUFFile) -> DecoderConfig:
+    """A decoder's configuration with what a file says by its tensors alone: biases, factors of the rotary embeddings,
+    and norms that have the one added already.
+
+    Raises:
+        NotCovered: The factors are not one for each pair of a head's channels.
+    """
+    layers = config.layers
+    if ROPE_FACTORS in file.tensors:
+        factors = file.tensors[ROPE_FACTORS].read()
+        assert isinstance(factors, Tensor), "a vector"
+        if factors.shape != (config.head_dim // 2,):
+            raise NotCovered(f"{ROPE_FACTORS} has the shape {list(factors.shape)} instead of [{config.head_dim // 2}]")
+        layers = tuple(LayerKind(_slowed(kind.rope, factors), kind.window) for kind in layers)
+    biased = {part: f"blk.0.{part}.bias" in file.tensors for part in ("attn_q", "attn_output", "ffn_up")}
+    return replace(
+        config,
+        layers=layers,
+        norm_plus_one=False,
+        qkv_bias=biased["attn_q"],
+        output_bias=biased["attn_output"],
+        mlp_bias=biased["ffn_up"],
+    )
+
+
+def _slowed(rope: Rope, factors: Tensor) -> Rope:
+    frequencies = torch.tensor(rope.inverse_frequencies) / factors.float()
+    return Rope(tuple(frequencies.tolist()), rope.scale)

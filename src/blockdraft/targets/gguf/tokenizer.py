@@ -1,0 +1,166 @@
+"""The tokenizer that a GGUF file describes, as transformers would have it from the model's own folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gguf import TokenType
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import GemmaTokenizer, LlamaTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN2
+from transformers.tokenization_utils_base import generate_merges
+
+LLAMA3 = QWEN2.replace(r"\p{N}|", r"\p{N}{1,3}|", 1)
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# Tokens that end an answer, whichever of them a file names: many a file names the wrong one.
+ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
+SPACE = "▁"
+
+
+class UnknownTokenizer(ValueError):
+    """What a file says does not make a tokenizer; the text says why."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """How text is cut before pairs are merged; a tokenizer of bytes goes by `tokenizer.ggml.pre`.
+
+    Attributes:
+        pattern: One match is one piece; None is GPT-2's.
+        digits: Each digit is a piece of its own.
+        whole: A piece that is a token is not merged, but taken.
+        composed: Text is brought into the form NFC.
+    """
+
+    pattern: str | None = None
+    digits: bool = False
+    whole: bool = False
+    composed: bool = False
+
+    def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
+        parts: list[pre_tokenizers.PreTokenizer] = []
+        if self.digits:
+            parts.append(pre_tokenizers.Digits(individual_digits=True))
+        if self.pattern is not None:
+            parts.append(pre_tokenizers.Split(Regex(self.pattern), "isolated"))
+        parts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=self.pattern is None))
+        return pre_tokenizers.Sequence(parts)
+
+
+SPLITS = {
+    "gpt-2": Split(),
+    "smollm": Split(digits=True),
+    "qwen2": Split(QWEN2, composed=True),
+    "deepseek-r1-qwen": Split(QWEN2),
+    "tekken": Split(TEKKEN, whole=True),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), Split(LLAMA3, whole=True)),
+}
+
+
+def gguf_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerBase:
+    """The tokenizer of a file, with its chat template.
+
+    Raises:
+        UnknownTokenizer: The file has none, or one of a kind that is not known.
+    """
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if not tokens:
+        raise UnknownTokenizer("the file holds none")
+    kind, split = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
+    types = metadata.get("tokenizer.ggml.token_type") or [TokenType.NORMAL] * len(tokens)
+    # Ids that mean nothing are given names, such as [PAD7].
+    vocab = {token: i for i, token in enumerate(tokens) if types[i] != TokenType.UNUSED}
+    if kind == "gpt2":
+        if split not in SPLITS:
+            raise UnknownTokenizer(f"it cuts text in the way {split!r}, and known are {', '.join(sorted(SPLITS))}")
+        found = of_bytes(vocab, metadata, SPLITS[split])
+    elif kind == "llama":
+        found = of_pieces(vocab, types, metadata)
+    else:
+        raise UnknownTokenizer(f"it is of the kind {kind!r}, and known are gpt2 and llama")
+    for special, wanted in ((True, TokenType.CONTROL), (False, TokenType.USER_DEFINED)):
+        own = [AddedToken(token, normalized=False, special=special) for token, i in vocab.items() if types[i] == wanted]
+        (found.add_special_tokens if special else found.add_tokens)(own)
+    spelled = {name: special_token(metadata, name, key) for name, key in SPECIAL.items()}
+    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", kind == "llama" or split in WITH_BOS)
+    bos = spelled["bos_token"] if adds_bos else None
+    found.post_processor = post_processor(vocab, bos, spelled["eos_token"], metadata)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=found,
+        clean_up_tokenization_spaces=False,
+        chat_template=metadata.get("tokenizer.chat_template"),
+        **spelled,
+    )
+
+
+SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding", "mask_token": "mask"}
+WITH_BOS = {name for name, split in SPLITS.items() if split.whole}
+
+
+def special_token(metadata: Mapping[str, Any], name: str, key: str) -> str | None:
+    number = metadata.get(f"tokenizer.ggml.{key}_token_id")
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    return None if number is None or number >= len(tokens) else tokens[number]
+
+
+def post_processor(
+    vocab: Mapping[str, int], bos: str | None, eos: str | None, metadata: Mapping[str, Any]
+) -> processors.PostProcessor:
+    """What puts the tokens around a text that the file asks for."""
+    eos = eos if metadata.get("tokenizer.ggml.add_eos_token", False) else None
+    around = [token for token in (bos, eos) if token is not None]
+    before, behind = ([bos] if bos is not None else []), ([eos] if eos is not None else [])
+    return processors.TemplateProcessing(
+        single=[*before, "$A", *behind],
+        pair=[*before, "$A", *behind, *before, "$B", *behind],
+        special_tokens=[(token, vocab[token]) for token in around],
+    )
+
+
+def of_bytes(vocab: Mapping[str, int], metadata: Mapping[str, Any], split: Split) -> Tokenizer:
+    """Pairs of bytes, as GPT-2 has them."""
+    merges = []
+    for merge in metadata.get("tokenizer.ggml.merges") or ():
+        at = merge.find(" ", 1)
+        merges.append((merge[:at], merge[at + 1 :]))
+    found = Tokenizer(models.BPE(dict(vocab), merges, ignore_merges=split.whole))
+    if split.composed:
+        found.normalizer = normalizers.NFC()
+    found.pre_tokenizer, found.decoder = split.pre_tokenizer(), decoders.ByteLevel()
+    return found
+
+
+def of_pieces(vocab: Mapping[str, int], types: list[int], metadata: Mapping[str, Any]) -> Tokenizer:
+    """A vocabulary of SentencePiece, whose merges follow from the order of its tokens."""
+    gemma = str(metadata.get("general.architecture")).startswith("gemma")
+    if gemma:  # whose runs of spaces are written as such, and whose scores are not in the order of merging
+        vocab = {SPACE * len(token) if not token.strip(" ") else token: i for token, i in vocab.items()}
+        scores: dict[str, float] = {token: -i for token, i in vocab.items()}
+    else:
+        given = metadata.get("tokenizer.ggml.scores") or ()
+        if len({score for score, kind in zip(given, types, strict=False) if kind == TokenType.NORMAL}) < 2:
+            raise UnknownTokenizer("its tokens have no scores, which tell how they are merged")
+        scores = {token: given[i] for token, i in vocab.items()}
+    merges = generate_merges(dict(vocab), scores)
+    unknown = special_token(metadata, "unk_token", "unknown") or "<unk>"
+    spaced = {"add_prefix_space": metadata.get("tokenizer.ggml.add_space_prefix", True)}
+    made: Any = GemmaTokenizer if gemma else LlamaTokenizer
+    built: Tokenizer = made(
+        vocab=dict(vocab), merges=merges, unk_token=unknown, **({} if gemma else spaced)
+    ).backend_tokenizer
+    return built
+
+
+def end_ids(metadata: Mapping[str, Any]) -> list[int]:
+    """Ids of the tokens that end an answer."""
+    given = (metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom"))
+    tokens = metadata.get("tokenizer.ggml.tokens") or []
+    types = metadata.get("tokenizer.ggml.token_type") or []
+    known = [i for i, kind in enumerate(types) if kind == TokenType.CONTROL and tokens[i] in ENDS]
+    return sorted({number for number in (*given, *known) if number is not None})

@@ -1,0 +1,173 @@
+"""GGUF files: headers, parts, and blocks that become weights of the same numbers."""
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from gguf_writer import random_blocks
+
+from blockdraft.errors import UsageError
+from blockdraft.formats.gguf import READERS, GGUFTensor, open_gguf, read_header
+from blockdraft.nn.quantized import QuantizedWeight, joined_weights
+
+ROWS, INPUTS = 6, 512
+FEW = ("Q4_0", "Q8_0", "Q4_K", "Q6_K")
+
+
+def raw_matrix(kind: str, seed: int = 0) -> np.ndarray:
+    """A matrix `[ROWS, INPUTS]` as the bytes that a file has."""
+    if kind in FEW:
+        return random_blocks(kind, (ROWS, INPUTS), seed)
+    numbers = np.random.default_rng(seed).normal(size=(ROWS, INPUTS)).astype(np.float32)
+    return gguf.quantize(numbers, GGMLQuantizationType[kind])
+
+
+def write(path: Path, kinds: dict[str, str], parts: int = 0) -> dict[str, torch.Tensor]:
+    """A file of matrices of these types by name; returns the numbers that the package finds in it."""
+    writer, found = gguf.GGUFWriter(path, "llama", split_max_tensors=parts), {}
+    writer.add_float32("llama.eps", 1e-6)
+    writer.add_array("words", ["a", "", "ü"])
+    writer.add_array("numbers", [1.5, -2.0])
+    writer.add_array("flags", [True, False])
+    writer.add_int64("far", -(2**40))
+    for seed, (name, kind) in enumerate(kinds.items()):
+        raw = raw_matrix(kind, seed)
+        writer.add_tensor(name, raw, raw_dtype=GGMLQuantizationType[kind])
+        found[name] = torch.from_numpy(gguf.dequantize(raw, GGMLQuantizationType[kind]))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return found
+
+
+def numbers_of(tensor: GGUFTensor) -> torch.Tensor:
+    found = tensor.read()
+    return found.dequantize() if isinstance(found, QuantizedWeight) else found.float()
+
+
+@pytest.mark.parametrize("kind", sorted(READERS))
+def test_numbers_are_those_of_the_package(kind: str, tmp_path: Path) -> None:
+    """Bit for bit, in float32."""
+    wanted = write(tmp_path / "a.gguf", {"first": "F32", "x": kind})
+    tensor = open_gguf(tmp_path / "a.gguf").tensors["x"]
+    assert (tensor.kind, tensor.shape) == (kind, (ROWS, INPUTS))
+    assert torch.equal(numbers_of(tensor), wanted["x"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "bits", "group", "scale", "shifted"),
+    [
+        ("Q4_0", 4, 32, torch.float16, False),
+        ("Q8_0", 8, 32, torch.float16, False),
+        ("Q4_K", 4, 32, torch.float32, True),
+        ("Q6_K", 8, 16, torch.float32, False),
+    ],
+)
+def test_layout(kind: str, bits: int, group: int, scale: torch.dtype, shifted: bool, tmp_path: Path) -> None:
+    write(tmp_path / "a.gguf", {"x": kind})
+    weight = open_gguf(tmp_path / "a.gguf").tensors["x"].read()
+    assert isinstance(weight, QuantizedWeight)
+    assert (weight.bits, weight.group, weight.scale.dtype, weight.offset is not None) == (bits, group, scale, shifted)
+    low, high = {"Q4_0": (-8, 7), "Q4_K": (0, 15), "Q6_K": (-32, 31), "Q8_0": (-128, 127)}[kind]
+    assert weight.codes.min() == low and weight.codes.max() == high
+
+
+def test_kinds_joined_keep_their_numbers(tmp_path: Path) -> None:
+    wanted = write(tmp_path / "a.gguf", {kind: kind for kind in FEW})
+    tensors = open_gguf(tmp_path / "a.gguf").tensors
+    both = joined_weights([weight for kind in FEW if isinstance(weight := tensors[kind].read(), QuantizedWeight)])
+    # Q4_0 gets an offset of -8 scales, which may round once more.
+    assert torch.allclose(both.dequantize(), torch.cat([wanted[kind] for kind in FEW]), rtol=1e-6, atol=1e-7)
+    few = joined_weights([weight for kind in FEW[2:] if isinstance(weight := tensors[kind].read(), QuantizedWeight)])
+    assert torch.equal(few.dequantize(), torch.cat([wanted[kind] for kind in FEW[2:]]))
+
+
+def test_metadata(tmp_path: Path) -> None:
+    write(tmp_path / "a.gguf", {"x": "F32"})
+    found = open_gguf(tmp_path / "a.gguf").metadata
+    assert found["general.architecture"] == "llama" and found["llama.eps"] == 1e-6 and found["far"] == -(2**40)
+    assert (found["words"], found["numbers"], found["flags"]) == (["a", "", "ü"], [1.5, -2.0], [True, False])
+
+
+def test_alignment(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
+    writer.add_custom_alignment(256)
+    wanted = {name: np.full((1, 3), value, np.float32) for name, value in (("a", 1.0), ("b", 2.0))}
+    for name, values in wanted.items():
+        writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = open_gguf(tmp_path / "a.gguf").tensors
+    assert all(numbers_of(found[name]).tolist() == values.tolist() for name, values in wanted.items())
+
+
+def test_parts(tmp_path: Path) -> None:
+    kinds = dict(zip("abcde", (*FEW, "F16"), strict=True))
+    wanted = write(tmp_path / "m.gguf", kinds, parts=2)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [f"m-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+    for name in names:
+        file = open_gguf(tmp_path / name)
+        assert file.path.name == names[0] and file.metadata["llama.eps"] == 1e-6
+        assert all(torch.equal(numbers_of(file.tensors[key]), wanted[key]) for key in kinds)
+    (tmp_path / names[1]).rename(tmp_path / "else.gguf")
+    for path in (tmp_path / names[0], tmp_path / names[2]):
+        with pytest.raises(UsageError, match=f"one of 3 parts, and {names[1]} are not beside it"):
+            open_gguf(path)
+    with pytest.raises(UsageError, match="else.gguf is one of 3 parts; give them names that end in -00001-of-00003"):
+        open_gguf(tmp_path / "else.gguf")
+    (tmp_path / names[2]).rename(tmp_path / names[1])
+    write(tmp_path / names[2], {"z": "F32"})
+    with pytest.raises(UsageError, match="do not belong together: they hold 4 tensors"):
+        open_gguf(tmp_path / names[0])
+
+
+def test_broken_files(tmp_path: Path) -> None:
+    path = tmp_path / "a.gguf"
+    write(path, {"x": "Q4_K", "y": "Q6_K"})
+    whole = path.read_bytes()
+    for length in [*range(8, 600, 7), len(whole) - 40]:
+        path.write_bytes(whole[:length])
+        with pytest.raises(UsageError, match=r"a\.gguf is corrupt or cut short"):
+            read_header(path)
+    for content, said in (
+        (b"", "is no GGUF file: it begins with b''"),
+        (b"PK\3\4" + whole[4:], r"it begins with b'PK\\x03\\x04' instead of b'GGUF'"),
+        (b"GGUF\1\0\0\0" + whole[8:], "is GGUF of version 1; use a file of version 3"),
+        (whole.replace(b"llama.eps", b"llama.e\xff\xff"), "corrupt or cut short"),
+        (b"GGUF" + b"\0\0\0\3" + whole[8:], "is big-endian; make it little-endian with"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(UsageError, match=said):
+            read_header(path)
+    with pytest.raises(UsageError, match="There is no file"):
+        open_gguf(tmp_path / "absent.gguf")
+
+
+def test_the_package_writes_big_endian_as_we_think(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama", endianess=gguf.GGUFEndian.BIG)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(UsageError, match="is big-endian"):
+        open_gguf(tmp_path / "a.gguf")
+
+
+def test_types_that_are_not_read_are_still_named(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
+    raw = gguf.quantize(np.ones((2, 256), np.float32), GGMLQuantizationType.Q5_0)
+    writer.add_tensor("x", raw, raw_dtype=GGMLQuantizationType.Q5_0)
+    writer.add_tensor("y", np.ones((2, 3), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    tensors = open_gguf(tmp_path / "a.gguf").tensors
+    assert (tensors["x"].kind, tensors["x"].shape) == ("Q5_0", (2, 256))
+    assert numbers_of(tensors["y"]).tolist() == [[1.0] * 3] * 2

@@ -1,0 +1,156 @@
+"""Small models of transformers as GGUF files, written as llama.cpp's converter does it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, TokenType
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3"}  # others go by their model_type
+BLOCKS = {"Q4_K": ("<f2", 2), "Q6_K": ("<f2", 1)}
+
+
+def random_blocks(kind: str, shape: tuple[int, int], seed: int) -> np.ndarray:
+    """Bytes of a matrix of a type for which the package has no rounding, of numbers of about 0.1 in size."""
+    values, size = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    random = np.random.default_rng(seed)
+    raw = random.integers(0, 256, (shape[0], shape[1] // values, size), dtype=np.uint8)
+    place, count = {"Q4_K": (0, 2), "Q6_K": (208, 1), "Q4_0": (0, 1), "Q8_0": (0, 1)}[kind]
+    factors = random.uniform(-2e-4, 2e-4, (*raw.shape[:2], count)).astype("<f2")
+    raw[..., place : place + 2 * count] = factors.view(np.uint8)
+    return raw.reshape(shape[0], -1)
+
+
+def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of queries or keys as files of the architecture llama have them: those half a head apart side by side."""
+    halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
+    return halves.swapaxes(1, 2).reshape(weight.shape)
+
+
+def write_gguf(
+    path: Path,
+    model: PreTrainedModel,
+    kinds: Mapping[str, str] | str = "F32",
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    pre: str = "qwen2",
+    metadata: Mapping[str, Any] | None = None,
+    extra: Mapping[str, np.ndarray] | None = None,
+    shard_tensors: int = 0,
+) -> None:
+    """Write a model.
+
+    Args:
+        kinds: Type of the matrices, or of those whose names in the file hold a key; the rest are F32.
+        pre: `tokenizer.ggml.pre`.
+        metadata: More values, by keys without the architecture; None leaves one out.
+        extra: More tensors.
+        shard_tensors: Of one part, where the file is to be split.
+    """
+    config: Any = model.config
+    arch = ARCHITECTURES.get(config.model_type, config.model_type)
+    writer = gguf.GGUFWriter(path, arch, split_max_tensors=shard_tensors)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rope = config.rope_parameters
+    values = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "rope.freq_base": float(rope.get("full_attention", rope)["rope_theta"]),
+        **(metadata or {}),
+    }
+    for key, value in values.items():
+        if value is not None:
+            {
+                bool: writer.add_bool,
+                int: writer.add_uint32,
+                float: writer.add_float32,
+                str: writer.add_string,
+                list: writer.add_array,
+            }[type(value)](f"{arch}.{key}", value)
+    if tokenizer is not None:
+        add_tokenizer(writer, tokenizer, config.vocab_size, pre)
+    names = gguf.get_tensor_name_map(writer_arch(arch), config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        theirs = names.get_name(name, (".weight", ".bias"))
+        if theirs is None or (theirs == "output.weight" and config.tie_word_embeddings):
+            continue
+        data = tensor.float().numpy()
+        if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
+            data = permuted(data, config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads)
+        if arch.startswith("gemma") and name.endswith("norm.weight"):
+            data = data + 1
+        kind = kinds if isinstance(kinds, str) else next((k for part, k in kinds.items() if part in theirs), "F32")
+        add_tensor(writer, theirs, data, "F32" if data.ndim == 1 else kind)
+    for name, data in (extra or {}).items():
+        add_tensor(writer, name, data, "F32")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def writer_arch(name: str) -> gguf.MODEL_ARCH:
+    return next(arch for arch, own in gguf.MODEL_ARCH_NAMES.items() if own == name)
+
+
+def add_tensor(writer: gguf.GGUFWriter, name: str, data: np.ndarray, kind: str) -> None:
+    number = GGMLQuantizationType[kind]
+    if kind in ("Q4_K", "Q6_K"):
+        raw = random_blocks(kind, data.shape, len(name))
+    else:
+        raw = gguf.quantize(np.ascontiguousarray(data), number)
+    writer.add_tensor(name, raw, raw_dtype=number)
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase, size: int, pre: str) -> None:
+    """A tokenizer of bytes; ids beyond its own get names that mean nothing."""
+    import json
+
+    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    added = tokenizer.added_tokens_decoder
+    spelled = {i: token for token, i in tokenizer.get_vocab().items()}
+    tokens = [spelled.get(i, f"[PAD{i}]") for i in range(size)]
+    types = [
+        (TokenType.CONTROL if added[i].special else TokenType.USER_DEFINED)
+        if i in added
+        else TokenType.NORMAL
+        if i in spelled
+        else TokenType.UNUSED
+        for i in range(size)
+    ]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges([" ".join(merge) for merge in model["merges"]])
+    for name in ("bos", "eos", "pad"):
+        number = getattr(tokenizer, f"{name}_token_id")
+        if number is not None:
+            getattr(writer, f"add_{name}_token_id")(number)
+    if tokenizer.chat_template:
+        writer.add_chat_template(tokenizer.chat_template)
+
+
+def tiny(config: Any, seed: int = 0) -> PreTrainedModel:
+    """A random model of transformers, with norms that are not all alike."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for weight in model.parameters():
+            if weight.ndim == 1:
+                weight += 0.2 * torch.randn_like(weight)
+    return model.eval()
