@@ -55,6 +55,7 @@ NOT_RUN = {
 # Appended where the command is run: a handful of prompts instead of a corpus, and a run of seconds instead of hours.
 SMALL = {
     "data": ["--max-new-tokens", "48"],
+    "quantize": ["--length", "16", "--tokens", "128", "--held-out", "32"],
     "bench": ["--limit", "1", "--repeats", "1", "--max-new-tokens", "16"],
     "train": [
         *("--steps", "2", "--length", "64", "--anchors", "4", "--batch", "2", "--held-out", "2"),

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from blockdraft.errors import UsageError
 from blockdraft.nn.cache import KVCache
 from blockdraft.proposal import chain
-from blockdraft.targets import Target, TargetOutput, load_target, save_quantized
+from blockdraft.targets import Target, TargetOutput, load_target
 
 TAPS = (0, 2, 3)
 PROMPTS = [list(range(5, 25)), list(range(40, 47)), list(range(60, 91))]
@@ -113,11 +113,15 @@ def test_it_computes_what_the_decoder_computes(tiny_target_dir: Path, quantize: 
     ways: list[Literal["on", "off"]] = ["on", "off"]
     ours, theirs = (load_target(tiny_target_dir, "float32", "cpu", "native", way, quantize) for way in ways)
     (cache, a), (other, b) = read(ours, PROMPTS), read(theirs, PROMPTS)
-    torch.testing.assert_close(a.logits, b.logits, rtol=0, atol=1e-4)
+    # Where inputs are rounded to int8, a last bit may decide which way.
+    most, typical = (1e-4, 1e-5) if quantize is None else (0.3, 0.03)
+    torch.testing.assert_close(a.logits, b.logits, rtol=0, atol=most)
     nodes = torch.tensor([[9, 10, 11]] * 3), torch.tensor([[-1, 0, 0]] * 3)
     a, b = ours.forward(*nodes, cache, TAPS), theirs.forward(*nodes, other, TAPS)  # type: ignore[arg-type]
-    torch.testing.assert_close(a.logits, b.logits, rtol=0, atol=1e-4)
-    torch.testing.assert_close(a.features, b.features, rtol=0, atol=1e-4)
+    assert a.features is not None and b.features is not None
+    for one, another in ((a.logits, b.logits), (a.features, b.features)):
+        torch.testing.assert_close(one, another, rtol=0, atol=most)
+        assert (one - another).abs().mean() < typical
 
 
 def test_a_checkpoint_in_bfloat16_is_kept_in_it_for_the_same_float32_numbers(
@@ -209,11 +213,10 @@ def test_a_node_without_numbers_harms_none_that_do_not_see_it(target: Any, value
     cache, _ = read(target, PROMPTS[:2])
     right = target.forward(tokens, parents, cache, TAPS)
     cache, _ = read(target, PROMPTS[:2])
-    weight, scale, _ = target.decoder.embedding.pack(target.compiled.library)._alive
-    if scale is None:
-        weight[250 // weight.size(2), :, 250 % weight.size(2)] = value
-    else:
-        scale[250] = value
+    if target.bits:
+        pytest.skip("scales of few bits are finite; files with others are refused")
+    lanes = target.compiled.library.lanes
+    target.decoder.embedding.stored[250 // lanes, :, 250 % lanes] = value
     tokens[0, 1] = 250  # which node 3 sees, and no other
     found = target.forward(tokens, parents, cache, TAPS)
     assert not found.logits[0, [1, 3]].isfinite().any() and found.best[0, [1, 3]].tolist() == [-1, -1]
@@ -291,24 +294,6 @@ def test_without_a_compiler_the_decoder_runs_uncompiled_and_says_so(
         load_target(tiny_target_dir, compile="yes")  # type: ignore[arg-type]
 
 
-def test_an_int8_target_is_saved_and_loaded_with_the_same_bits(tiny_target_dir: Path, tmp_path: Path) -> None:
-    target: Any = load_target(tiny_target_dir, device="cpu", quantize="int8", compile="on")
-    save_quantized(target, tmp_path / "saved")
-    assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
-    loaded: Any = load_target(tmp_path / "saved", device="cpu", compile="on")
-    assert loaded.decoder.head.stored.dtype == torch.int8
-    assert_same_bits(read(loaded, PROMPTS)[1], read(target, PROMPTS)[1])
-    assert (loaded.eos_token_ids, loaded.vocab_size) == (target.eos_token_ids, target.vocab_size)
-    assert (tmp_path / "saved" / "model.safetensors").stat().st_size < 0.5 * sum(
-        4 * weight.numel() for _, weight in target.named_weights()
-    )
-    exact = load_target(tiny_target_dir, device="cpu", compile="on")
-    assert not torch.equal(read(exact, PROMPTS)[1].logits, read(target, PROMPTS)[1].logits)
-    with pytest.raises(ValueError, match="saved exists already"):
-        save_quantized(target, tmp_path / "saved")
-    with pytest.raises(ValueError, match="no int8 weights"):
-        save_quantized(exact, tmp_path / "other")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="dtype is bfloat16"):
-        load_target(tmp_path / "saved", "bfloat16", "cpu")
+def test_transformers_rounds_no_weights(tiny_target_dir: Path) -> None:
     with pytest.raises(ValueError, match="hf backend cannot run .*: it does not round weights"):
         load_target(tiny_target_dir, device="cpu", quantize="int8", backend="hf")

@@ -10,7 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from blockdraft.proposal import chain
-from blockdraft.targets import load_target, save_quantized, target_fingerprint
+from blockdraft.quantize.run import quantize
+from blockdraft.quantize.settings import QuantizeSettings
+from blockdraft.targets import load_target, target_fingerprint
 
 peft: Any = pytest.importorskip("peft")
 
@@ -67,11 +69,15 @@ def test_an_adapted_model_has_the_fingerprint_of_its_source(tiny_target_dir: Pat
     plain = load_target(tiny_target_dir, device="cpu")
     adapted = [load_target(tiny_target_dir, device="cpu", backend=way, adapter=lora) for way in ("native", "hf")]
     rounded = load_target(tiny_target_dir, device="cpu", adapter=lora, quantize="int8")
-    save_quantized(rounded, tmp_path / "int8")
-    adapted += [rounded, load_target(tmp_path / "int8", device="cpu")]
+    quantize(tiny_target_dir, tmp_path / "int8", QuantizeSettings(8), adapter=lora)
+    saved = load_target(tmp_path / "int8", device="cpu")
+    assert target_fingerprint(saved) != target_fingerprint(adapted[0])
+    weights = dict(rounded.named_weights())
+    assert all(torch.allclose(weight, weights[name], atol=0.02) for name, weight in saved.named_weights())
+    adapted += [rounded, saved]
     assert {target.source_fingerprint for target in adapted} == {plain.source_fingerprint}
     assert target_fingerprint(adapted[0]) == target_fingerprint(adapted[1]) != target_fingerprint(plain)
-    with pytest.raises(ValueError, match="int8 weights, which no adapter can be merged with"):
+    with pytest.raises(ValueError, match="is quantised .compressed-tensors., and no adapter can be merged"):
         load_target(tmp_path / "int8", device="cpu", adapter=lora)
 
 

@@ -19,7 +19,7 @@ from rich.text import Text
 from blockdraft.cli.compare import RUNS, Comparison
 from blockdraft.engine import Chunk, Completion, Costs, Engine, Stats
 from blockdraft.engine.text import AnswerText
-from blockdraft.quantize import Perplexity
+from blockdraft.quantize.run import Perplexity
 from blockdraft.targets import Target
 from blockdraft.types import SamplingParams
 

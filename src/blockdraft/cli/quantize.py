@@ -13,6 +13,9 @@ from blockdraft.cli.options import Adapter, Revision, option
 from blockdraft.data.settings import RowSettings
 from blockdraft.quantize.settings import CalibrationSettings, QuantizeSettings
 
+OWN = "own"  # text that the target writes itself
+OWN_BATCH = 16
+
 
 def quantize(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the new checkpoint, new or empty.")],
@@ -30,8 +33,8 @@ def quantize(
         list[str] | None,
         typer.Option(
             metavar="SOURCE",
-            help="Text of the kind that the target will meet: files or datasets as for `blockdraft data`. Repeat the "
-            "option for several. Without any, each number is rounded to the nearest.",
+            help="Text of the kind that the target will meet: files or datasets as for `blockdraft data`; repeat the "
+            "option for several. Or own: the target writes it. Without any, each number is rounded to the nearest.",
         ),
     ] = None,
     tokens: Annotated[int, option(CalibrationSettings, "tokens")] = CalibrationSettings.tokens,
@@ -50,15 +53,25 @@ def quantize(
     out; the better one is written.
     """
     from blockdraft.cli import display
-    from blockdraft.quantize import quantize as round_checkpoint
-    from blockdraft.quantize import read_text
+    from blockdraft.drafters import load_drafter
+    from blockdraft.engine import Engine
+    from blockdraft.quantize.run import quantize as round_checkpoint
+    from blockdraft.quantize.text import own_text, read_text
     from blockdraft.targets import BUNDLED, load_target_text
 
     loading.quiet()
     settings = QuantizeSettings(bits, group, tables, zero_points)  # type: ignore[arg-type]
     measured = CalibrationSettings(tokens, length, held_out, seed)
     text = None
-    if calibrate:
+    if calibrate == [OWN]:
+        loaded = loading.load(target, device="cpu", adapter=adapter, revision=revision)
+        with (
+            display.progress("prompts, then tokens") as progress,
+            Engine(loaded, load_drafter("none", target=loaded), OWN_BATCH) as engine,
+        ):
+            text = own_text(engine, measured, progress)
+        del loaded, engine
+    elif calibrate:
         text = read_text(calibrate, RowSettings(split, subset), load_target_text(target, revision), measured)
     with display.progress("parts") as progress:
         done = round_checkpoint(BUNDLED if target is None else target, out, settings, text, revision, adapter, progress)
@@ -69,4 +82,4 @@ def quantize(
     shares = f"{done.bytes / 1e6:,.1f} MB instead of {done.bytes_before / 1e6:,.1f}"
     print(f"{out}: {bits} bits in groups of {done.group}, {how}, {shares}", file=sys.stderr)
     if text is None and bits == 4:
-        print("With --calibrate FILE, a text to measure on, 4 bits lose less.", file=sys.stderr)
+        print("4 bits lose less with --calibrate FILE, or with --calibrate own.", file=sys.stderr)

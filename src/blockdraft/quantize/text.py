@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,11 +12,18 @@ from torch import Tensor
 from blockdraft.data.chats import ChatEncoder
 from blockdraft.data.rows import Row, read_rows
 from blockdraft.data.settings import RowSettings
+from blockdraft.engine import Engine
+from blockdraft.engine.text import encode
 from blockdraft.errors import UsageError
+from blockdraft.fit.prompts import write_prompts
+from blockdraft.fit.settings import PromptSettings
 from blockdraft.quantize.settings import CalibrationSettings
 from blockdraft.targets import TargetText
+from blockdraft.types import SamplingParams
 
 MOST_ROWS = 100_000  # of the sources
+OWN_TOKENS = 64  # of a prompt and its answer that the target writes, at least, on average
+MOST_ANSWER = 512
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,39 @@ def read_text(sources: Sequence[str], rows: RowSettings, target: TargetText, set
             break
         ids += _encoded(row, encoder, target.tokenizer.chat_template is not None)
     return cut_text(ids, " and ".join(sources), target.max_context, settings)
+
+
+def own_text(
+    engine: Engine,
+    settings: CalibrationSettings,
+    progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+) -> Text:
+    """Prompts of the kind that the target was trained on and its answers, all written by itself.
+
+    Args:
+        engine: Without a drafter's help or with it; what is written is the same.
+
+    Raises:
+        UsageError: The target has no tokenizer, or writes too little that is of use.
+    """
+    wanted = settings.tokens + settings.held_out
+    count = max(engine.max_batch_size, wanted // OWN_TOKENS)
+    found = write_prompts(engine, PromptSettings(count=count, held_out=0, seed=settings.seed), progress)
+    prompts = [encode(row["prompt"], engine.target) for row in found.rows]
+    ids: list[int] = []
+    for begin in range(0, len(prompts), engine.max_batch_size):
+        some = prompts[begin : begin + engine.max_batch_size]
+        progress("answers", min(len(ids), wanted), wanted)
+        params = [
+            SamplingParams(max_new_tokens=MOST_ANSWER, temperature=1.0, seed=settings.seed + begin + i)
+            for i in range(len(some))
+        ]
+        for prompt, answer in zip(some, engine.generate(some, params), strict=True):
+            ids += [*prompt, *answer.checked().token_ids]
+        if len(ids) >= wanted:
+            break
+    progress("answers", wanted, wanted)
+    return cut_text(ids, "What the target wrote", engine.target.max_context, settings)
 
 
 def cut_text(ids: list[int], source: str, most: int, settings: CalibrationSettings) -> Text:

@@ -219,6 +219,7 @@ def with_part(part: str, tensor: Tensor) -> Callable[[Parts], None]:
         (GPTQ, gptq, with_part("scales", torch.ones(3, OUT)), "3 groups in rows of 64|instead of"),
         (GPTQ, gptq, with_part("scales", torch.ones(2, OUT + 1)), r"scales is of F32 \[2, 17\] instead of"),
         (GPTQ, lambda drawn: {"model.norm.weight": torch.ones(4)}, None, "no module has a qweight"),
+        (GPTQ, gptq, with_part("scales", torch.full((2, OUT), torch.inf)), "scales are no finite numbers"),
         (AWQ | {"bits": 3}, awq, None, "AWQ weights have 3 bits"),
         (AWQ | {"version": "gemv"}, awq, None, "lie as gemv"),
         (AWQ, awq, without("qzeros"), "lacks .*qzeros"),

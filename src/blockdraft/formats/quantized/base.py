@@ -80,6 +80,7 @@ def few_bits(values: Tensor, zeros: Tensor | None, scale: Tensor, bits: int) -> 
         zeros: `[out, in / group]` of whole numbers; None is the middle of the range.
         scale: `[out, in / group]`, of any dtype.
     """
+    check(bool(scale.isfinite().all()), "some of its scales are no finite numbers")
     middle, scale = 1 << bits - 1, narrow(scale.float().contiguous())
     signed = (values ^ 128).view(torch.int8) if bits == 8 else values.view(torch.int8) - 8
     if zeros is None or bool((zeros == middle).all()):
