@@ -31,7 +31,7 @@ def need_drafter(target: str | None, drafter: str | None, otherwise: str) -> Non
     """Raise a UsageError where a target of one's own has no drafter; `otherwise` is what else can be done."""
     if target is not None and drafter is None:
         if target.startswith(("/", "./", "../", "~")) and not Path(target).expanduser().exists():
-            raise UsageError(f"There is no {target}; --target takes the folder or hub name of a model.")
+            raise UsageError(f"There is no {target}; --target takes the folder or hub name of a model, or a GGUF file.")
         raise UsageError(
             f"No drafter is known for {target}; add --drafter DIR, {otherwise}, or make one: "
             f"blockdraft fit --target {target} --out DIR."
@@ -48,7 +48,10 @@ def drafting_of(block_size: str | None, tree_budget: str | None, draft_window: i
 
 TargetFolder = Annotated[
     str | None,
-    typer.Option(metavar="DIR", help="Target: a Hugging Face model folder or hub name; by default the bundled one."),
+    typer.Option(
+        metavar="DIR",
+        help="Target: a Hugging Face model folder or hub name, or a GGUF file; by default the bundled one.",
+    ),
 ]
 Adapter = Annotated[
     str | None,

@@ -59,7 +59,6 @@ def gguf_config(file: GGUFFile) -> PretrainedConfig:
     check_settings(get, head_dim)
     family = FAMILIES[name]
     fields = {
-        "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]],
         "vocab_size": file.tensors[EMBEDDING].shape[0],
         "hidden_size": hidden,
         "intermediate_size": get("feed_forward_length"),
@@ -77,11 +76,9 @@ def gguf_config(file: GGUFFile) -> PretrainedConfig:
     window = get("attention.sliding_window", None)
     if name in ("gemma2", "gemma3"):
         fields |= gemma_fields(name, get, fields)
-    elif window and name == "llama":
-        family, fields["sliding_window"] = "mistral", window
     elif window:
-        raise NotCovered(f"it has a sliding window, which models of the architecture {name} have in no GGUF file")
-    return AutoConfig.for_model(family, **fields)
+        raise NotCovered(f"it has a sliding window, which llama.cpp does not look at in the architecture {name}")
+    return AutoConfig.for_model(family, architectures=[MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]], **fields)
 
 
 def check_settings(get: Get, head_dim: int) -> None:

@@ -78,16 +78,18 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerBase:
     vocab = {token: i for i, token in enumerate(tokens) if types[i] != TokenType.UNUSED}
     if kind == "gpt2":
         if split not in SPLITS:
-            raise UnknownTokenizer(f"it cuts text in the way {split!r}, and known are {', '.join(sorted(SPLITS))}")
+            said = "does not say how it cuts text" if split is None else f"cuts text in the way {split!r}"
+            raise UnknownTokenizer(f"it {said}, and known are {', '.join(sorted(SPLITS))}")
         found = of_bytes(vocab, metadata, SPLITS[split])
     elif kind == "llama":
         found = of_pieces(vocab, types, metadata)
     else:
         raise UnknownTokenizer(f"it is of the kind {kind!r}, and known are gpt2 and llama")
+    vocab = dict(sorted(found.get_vocab(with_added_tokens=False).items(), key=lambda item: item[1]))
     for special, wanted in ((True, TokenType.CONTROL), (False, TokenType.USER_DEFINED)):
         own = [AddedToken(token, normalized=False, special=special) for token, i in vocab.items() if types[i] == wanted]
         (found.add_special_tokens if special else found.add_tokens)(own)
-    spelled = {name: special_token(metadata, name, key) for name, key in SPECIAL.items()}
+    spelled = {name: special_token(metadata, key) for name, key in SPECIAL.items()}
     adds_bos = metadata.get("tokenizer.ggml.add_bos_token", kind == "llama" or split in WITH_BOS)
     bos = spelled["bos_token"] if adds_bos else None
     found.post_processor = post_processor(vocab, bos, spelled["eos_token"], metadata)
@@ -103,7 +105,7 @@ SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_
 WITH_BOS = {name for name, split in SPLITS.items() if split.whole}
 
 
-def special_token(metadata: Mapping[str, Any], name: str, key: str) -> str | None:
+def special_token(metadata: Mapping[str, Any], key: str) -> str | None:
     number = metadata.get(f"tokenizer.ggml.{key}_token_id")
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     return None if number is None or number >= len(tokens) else tokens[number]
@@ -148,12 +150,13 @@ def of_pieces(vocab: Mapping[str, int], types: list[int], metadata: Mapping[str,
             raise UnknownTokenizer("its tokens have no scores, which tell how they are merged")
         scores = {token: given[i] for token, i in vocab.items()}
     merges = generate_merges(dict(vocab), scores)
-    unknown = special_token(metadata, "unk_token", "unknown") or "<unk>"
-    spaced = {"add_prefix_space": metadata.get("tokenizer.ggml.add_space_prefix", True)}
+    # The tokens that these classes expect are none of some vocabularies, to which they must not be added.
+    names = {"unk_token": "<unk>", "bos_token": "<bos>" if gemma else "<s>", "eos_token": "<eos>" if gemma else "</s>"}
+    names |= {"pad_token": "<pad>", "mask_token": "<mask>"} if gemma else {}
+    known = {name: token if token in vocab else None for name, token in names.items()}
+    spaced = {} if gemma else {"add_prefix_space": metadata.get("tokenizer.ggml.add_space_prefix", True)}
     made: Any = GemmaTokenizer if gemma else LlamaTokenizer
-    built: Tokenizer = made(
-        vocab=dict(vocab), merges=merges, unk_token=unknown, **({} if gemma else spaced)
-    ).backend_tokenizer
+    built: Tokenizer = made(vocab=dict(vocab), merges=merges, **known, **spaced).backend_tokenizer
     return built
 
 

@@ -1,0 +1,335 @@
+"""Targets of GGUF files against the models of transformers that the files were made from."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from gguf_writer import random_blocks, tiny, write_gguf
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from blockdraft.errors import UsageError
+from blockdraft.proposal import chain
+from blockdraft.targets import Target, load_target, load_target_text
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,  # so that heads * head_dim is not the hidden size
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-3,
+    "initializer_range": 0.25,
+    "tie_word_embeddings": False,
+    "pad_token_id": None,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
+# Of 3 layers and more: 7, of which the 6th sees everything, is what Gemma 3 takes.
+NEAR, FAR = "sliding_attention", "full_attention"
+CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+
+
+def llama3_factors(factor: float, longest: int, theta: float, size: int) -> np.ndarray:
+    """What llama.cpp's converter writes for the rotary embeddings of Llama 3, with frequencies 1 to 4 in between."""
+    waves = 2 * math.pi * theta ** (torch.arange(0, size, 2).double() / size)
+    smooth = (longest / waves - 1) / 3
+    between = 1 / ((1 - smooth) / factor + smooth)
+    return torch.where(waves < longest / 4, 1.0, torch.where(waves > longest, factor, between)).float().numpy()
+
+
+def rotary(**parameters: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_theta": 500.0, **parameters}}
+
+
+# What differs from SMALL, what the file says besides, and its tensors besides.
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, np.ndarray]]] = {
+    "llama": ({}, {}, {}),
+    "llama-odd": (
+        {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4, "tie_word_embeddings": True},
+        {},
+        {},
+    ),
+    "llama-linear": (
+        rotary(rope_type="linear", factor=4.0),
+        {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
+        {},
+    ),
+    "llama-old-linear": (rotary(rope_type="linear", factor=4.0), {"rope.scale_linear": 4.0}, {}),
+    "llama-unscaled": (rotary(), {"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, {}),
+    "llama-yarn": (
+        rotary(rope_type="yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=20.0),
+        {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 16,
+            "rope.scaling.yarn_beta_fast": 20.0,
+        },
+        {},
+    ),
+    "llama-llama3": (
+        rotary(
+            rope_type="llama3",
+            factor=4.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=16,
+        ),
+        {},
+        {"rope_freqs.weight": llama3_factors(4.0, 16, 500.0, 12)},
+    ),
+    "mistral": ({"sliding_window": None}, {}, {}),
+    "qwen2": (
+        {"tie_word_embeddings": True, "head_dim": 8},
+        {"attention.key_length": None, "attention.value_length": None},
+        {},
+    ),
+    "qwen3": ({}, {"attention.head_count_kv": [2, 2, 2]}, {}),
+    "gemma": ({"tie_word_embeddings": True}, {}, {}),
+    "gemma2": (
+        {
+            "tie_word_embeddings": True,
+            "sliding_window": 4,
+            "layer_types": [NEAR, FAR, NEAR],
+            "query_pre_attn_scalar": 12,
+        }
+        | CAPS,
+        {"attention.sliding_window": 4, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+        {},
+    ),
+    "gemma3_text": (
+        {
+            "num_hidden_layers": 7,
+            "sliding_window": 4,
+            "layer_types": [*[NEAR] * 5, FAR, NEAR],
+            "query_pre_attn_scalar": 12,
+            "rope_parameters": {
+                FAR: {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
+                NEAR: {"rope_type": "default", "rope_theta": 50.0},
+            },
+        },
+        {
+            "attention.sliding_window": 4,
+            "rope.freq_base_swa": 50.0,
+            "rope.scaling.type": "linear",
+            "rope.scaling.factor": 8.0,
+        },
+        {},
+    ),
+    "gemma3_text-pattern": (
+        {"sliding_window": 4, "layer_types": [NEAR, FAR, FAR], "query_pre_attn_scalar": 12},
+        {"attention.sliding_window": 4, "attention.sliding_window_pattern": [True, False, False]},
+        {},
+    ),
+}
+
+
+def model_of(name: str, **differences: Any) -> PreTrainedModel:
+    fields = SMALL | MODELS[name][0] | differences
+    return tiny(AutoConfig.for_model(name.partition("-")[0], **fields))
+
+
+def scores(target: Target, tokens: Tensor) -> Tensor:
+    cache = target.new_cache(1, tokens.size(1))
+    return target.forward(tokens, chain(tokens).parents, cache).logits
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_scores_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    model, (_, metadata, extra) = model_of(name), MODELS[name]
+    write_gguf(tmp_path / "m.gguf", model, metadata=metadata, extra=extra)
+    target = load_target(tmp_path / "m.gguf", device="cpu", compile="off")
+    tokens = torch.randint(0, SMALL["vocab_size"], (1, 40), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        wanted = model(tokens).logits
+    torch.testing.assert_close(scores(target, tokens), wanted, rtol=1e-4, atol=1e-4)
+    assert target.max_context == 64 and target.path == tmp_path / "m.gguf" and target.backend == "native"
+    family = "llama" if name == "mistral" else name.partition("-")[0]  # in GGUF files they are one
+    assert target.architecture["model_type"] == family
+    assert target.architecture["architectures"] == [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]
+
+
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "vocab_size": 96}
+MIXED = {
+    "attn_v": "Q6_K",
+    "attn_": "Q4_K",
+    "ffn_down": "Q6_K",
+    "ffn_gate": "Q4_K",
+    "ffn_up": "Q8_0",
+    "token": "Q6_K",
+    "output.": "Q4_0",
+}
+
+
+@pytest.mark.parametrize("kinds", ["Q4_0", "Q8_0", "Q4_K", "Q6_K", "F16", "BF16", "F32", "mixed"])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_weights_are_those_of_the_package(name: str, kinds: str, tmp_path: Path) -> None:
+    model, path = model_of(name, **WIDE), tmp_path / "m.gguf"
+    write_gguf(path, model, MIXED if kinds == "mixed" else kinds)
+    found = dict(load_target(path, device="cpu", compile="off").named_weights())
+    reader, heads = gguf.GGUFReader(path), {"attn_q": 4, "attn_k": 2}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[name.upper()], 3)
+    theirs = {t.name: torch.from_numpy(gguf.dequantize(t.data, t.tensor_type).copy()) for t in reader.tensors}
+    assert len(theirs) == len(found)
+    for ours, weight in found.items():
+        key = names.get_name(ours, (".weight",))
+        assert key is not None
+        wanted = theirs[key]
+        if name == "llama" and (count := heads.get(key.split(".")[-2])):
+            pairs = wanted.view(count, 32, 2, -1)
+            wanted = torch.cat([pairs[:, :, 0], pairs[:, :, 1]], 1).view(wanted.shape)
+        assert torch.equal(weight, wanted), ours
+
+
+@pytest.mark.parametrize("kinds", ["Q4_0", "Q8_0", "mixed", "BF16", "F16"])
+def test_compiled(kinds: str, tmp_path: Path) -> None:
+    """The kernels give what torch gives; activations are rounded alike."""
+    path = tmp_path / "m.gguf"
+    write_gguf(path, model_of("llama", **WIDE), MIXED if kinds == "mixed" else kinds)
+    compiled, plain = (load_target(path, device="cpu", compile=mode) for mode in ("on", "off"))
+    tokens = torch.randint(0, 96, (1, 20), generator=torch.Generator().manual_seed(1))
+    wanted = scores(plain, tokens)
+    # An input on the edge between two codes may be rounded either way.
+    assert (scores(compiled, tokens) - wanted).norm() < 0.01 * wanted.norm()
+    bits = {"Q4_0": "int4 weights", "Q8_0": "int8 weights", "mixed": "int4 weights", "BF16": "weights kept in bfloat16"}
+    assert compiled.running == ", ".join(["native, compiled", *([bits[kinds]] if kinds in bits else [])])
+
+
+def test_rounded_scores_are_near_those_of_the_model(tmp_path: Path) -> None:
+    model = model_of("qwen3", **WIDE)
+    write_gguf(tmp_path / "m.gguf", model, "Q8_0")
+    tokens = torch.randint(0, 96, (1, 20), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        wanted = model(tokens).logits
+    found = scores(load_target(tmp_path / "m.gguf", device="cpu", compile="off"), tokens)
+    assert (found - wanted).norm() < 0.06 * wanted.norm()
+
+
+def test_parts_are_one_target(tmp_path: Path) -> None:
+    model = model_of("qwen3")
+    write_gguf(tmp_path / "m.gguf", model)
+    write_gguf(tmp_path / "split.gguf", model, shard_tensors=20)
+    last = tmp_path / "split-00002-of-00002.gguf"
+    tokens = torch.arange(20)[None]
+    whole, split = (load_target(path, device="cpu", compile="off") for path in (tmp_path / "m.gguf", last))
+    assert torch.equal(scores(whole, tokens), scores(split, tokens))
+    assert split.path == tmp_path / "split-00001-of-00002.gguf"
+    assert load_target_text(last).max_context == 64
+
+
+def test_fingerprint_of_the_source(tmp_path: Path) -> None:
+    """Known where the file has the numbers of the model's folder, and then the same."""
+    model = model_of("llama", **WIDE)
+    model.bfloat16().save_pretrained(tmp_path / "folder")
+    wanted = load_target(tmp_path / "folder", device="cpu", compile="off").source_fingerprint
+    for kinds, known in (("BF16", True), ("F32", True), ("F16", False), ("Q8_0", False)):
+        write_gguf(tmp_path / "m.gguf", model, kinds)
+        target = load_target(tmp_path / "m.gguf", device="cpu", compile="off")
+        assert target.source_fingerprint == (wanted if known else None)
+    gemma = model_of("gemma")
+    write_gguf(tmp_path / "m.gguf", gemma)
+    assert load_target(tmp_path / "m.gguf", device="cpu", compile="off").source_fingerprint is None
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, np.ndarray], str]] = {
+    "experts": ({"expert_count": 8}, {}, "it is a mixture of experts"),
+    "bidirectional": ({"attention.causal": False}, {}, "its attention is bidirectional"),
+    "values": ({"attention.value_length": 16}, {}, "its values and keys differ in size"),
+    "rotation": ({"rope.dimension_count": 6}, {}, "it rotates a part of each head only"),
+    "longrope": ({"rope.scaling.type": "longrope"}, {}, "its rotary embeddings are scaled by longrope"),
+    "yarn": (
+        {"rope.scaling.type": "yarn", "rope.scaling.yarn_attn_factor": 0.5, "rope.scaling.factor": 2.0},
+        {},
+        "scaled by yarn attn_factor",
+    ),
+    "window": (
+        {"attention.sliding_window": 4},
+        {},
+        "it has a sliding window, which llama.cpp does not look at in the architecture qwen3",
+    ),
+    "layers": ({"feed_forward_length": [40, 40, 20]}, {}, "qwen3.feed_forward_length differs from layer to layer"),
+    "absent": ({"context_length": None}, {}, "it does not say qwen3.context_length"),
+    "strange": (
+        {},
+        {"blk.0.attn_sinks.weight": np.ones(4, np.float32)},
+        "does not know, such as blk.0.attn_sinks.weight",
+    ),
+    "lacking": ({"block_count": 4}, {}, "it lacks blk.3.attn_q.weight"),
+    "shape": ({"feed_forward_length": 48}, {}, r"blk.0.ffn_gate.weight has the shape \[40, 32\] instead of \[48, 32\]"),
+    "factors": (
+        {},
+        {"rope_freqs.weight": np.ones(4, np.float32)},
+        r"rope_freqs.weight has the shape \[4\] instead of \[6\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str, tmp_path: Path) -> None:
+    metadata, extra, said = REFUSED[case]
+    path = tmp_path / "m.gguf"
+    write_gguf(path, model_of("qwen3"), metadata=metadata, extra=extra)
+    with pytest.raises(UsageError, match=f"m.gguf cannot be run: .*{said}.*use the folder of the model"):
+        load_target(path, device="cpu")
+
+
+def test_refused_architectures(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    said = "its architecture mamba is none of llama, qwen2, qwen3, gemma, gemma2, gemma3"
+    for load in (load_target, load_target_text):
+        with pytest.raises(UsageError, match=said):
+            load(tmp_path / "m.gguf")
+
+
+def test_refused_types(tmp_path: Path) -> None:
+    model, path = model_of("llama", **WIDE), tmp_path / "m.gguf"
+    write_gguf(path, model, {"ffn_down": "Q5_0", "blk": "Q8_0"})
+    with pytest.raises(UsageError, match=r"of the types Q5_0 \(blk.2.ffn_down.weight\).*llama-quantize.*Q4_0, Q8_0"):
+        load_target(path, device="cpu")
+    write_gguf(path, model, {"attn_q": "Q8_0", "blk": "F16"})
+    with pytest.raises(UsageError, match=r"of blk.0.attn_q.weight \(Q8_0\), blk.0.attn_k.weight \(F16\).* all must be"):
+        load_target(path, device="cpu")
+
+
+def test_refused_options(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(path, model_of("llama"))
+    for options, said in (
+        ({"quantize": "int8"}, "quantize is 'int8', and the weights of a GGUF file stay as they are"),
+        ({"revision": "main"}, "revision is 'main', which goes with a model folder or hub name"),
+        ({"adapter": "x"}, "adapter is 'x', which goes with a model folder or hub name"),
+        ({"backend": "hf"}, "The hf backend cannot run .*m.gguf: it reads no GGUF files. Use another backend, or auto"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            load_target(path, device="cpu", **options)
+    with pytest.raises(UsageError, match="revision is 'main'"):
+        load_target_text(path, "main")
+    with pytest.raises(UsageError, match="There is no file"):
+        load_target(tmp_path / "absent.gguf", device="cpu")
+
+
+def test_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from blockdraft.targets.base import LoadOptions
+    from blockdraft.targets.native import load
+
+    with pytest.raises(UsageError, match="runs on a CPU only, and the device is cuda:0; use the device cpu"):
+        load(tmp_path / "m.gguf", LoadOptions(torch.bfloat16, torch.device("cuda:0")))
+
+
+def test_random_blocks_are_finite() -> None:
+    for kind in ("Q4_K", "Q6_K"):
+        raw = random_blocks(kind, (4, 512), 0)
+        numbers = gguf.dequantize(raw, GGMLQuantizationType[kind])
+        assert np.isfinite(numbers).all() and 0.01 < np.abs(numbers).mean() < 1

@@ -1,0 +1,254 @@
+"""Tokenizers of GGUF files against those that they were made from."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf import TokenType
+from gguf_writer import tiny, write_gguf
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+from transformers import (
+    AutoTokenizer,
+    GemmaTokenizer,
+    LlamaTokenizer,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
+from transformers.tokenization_utils_base import generate_merges
+
+from blockdraft.data.documents import tokenizer_fingerprint
+from blockdraft.drafters import load_drafter
+from blockdraft.engine import Engine
+from blockdraft.errors import UsageError
+from blockdraft.formats.gguf import open_gguf
+from blockdraft.targets import BUNDLED, load_target, load_target_text
+from blockdraft.targets.gguf.tokenizer import SPLITS, gguf_tokenizer
+from blockdraft.types import SamplingParams
+
+TEXTS = (
+    "The lengthy, well-known story of 12345 apples; they'RE DON'T we'll It's",
+    "  two spaces,   three\n\n\tand a tab\r\n   ",
+    "def f(x):\n    return x ** 2  # ünïcödé, 東京, русский, العربية, 🙂👩‍👩‍👧",
+    "<|im_start|>user\nhi<|im_end|>\n<|endoftext|><|im_end|",
+    "e\u0301 and é, ﬁ, 𝔘, \u0000 \u200b ２３",
+    "",
+    "▁ under",
+)
+
+
+def written(path: Path, tokenizer: PreTrainedTokenizerBase, pre: str, size: int | None = None) -> Path:
+    """A model with this tokenizer, and with ids beyond it."""
+    config = Qwen3Config(
+        vocab_size=size or len(tokenizer) + 5,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=128,
+        initializer_range=0.3,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    model = tiny(config)
+    write_gguf(path, model, "F32", tokenizer, pre)
+    model.save_pretrained(path.parent / "folder")
+    tokenizer.save_pretrained(path.parent / "folder")
+    return path
+
+
+def bundled_like(pre: str, adds_bos: bool = False) -> PreTrainedTokenizerFast:
+    """The bundled vocabulary behind another way to cut text."""
+    split, tokenizer = SPLITS[pre], AutoTokenizer.from_pretrained(BUNDLED)
+    backend = tokenizer.backend_tokenizer
+    backend.normalizer = normalizers.NFC() if split.composed else None
+    backend.pre_tokenizer = split.pre_tokenizer()
+    backend.model.ignore_merges = split.whole
+    tokenizer.add_tokens(["<think>", "two words"])
+    return tokenizer
+
+
+@pytest.mark.parametrize("pre", ["qwen2", "deepseek-r1-qwen", "gpt-2", "smollm"])
+def test_bytes(pre: str, tmp_path: Path) -> None:
+    wanted = bundled_like(pre)
+    path = written(tmp_path / "m.gguf", wanted, pre)
+    found = load_target_text(path).tokenizer
+    assert found is not None
+    for text in (*TEXTS, "a <think> of two words"):
+        ids = wanted(text)["input_ids"]
+        assert found(text)["input_ids"] == ids, text
+        assert found.decode(ids) == wanted.decode(ids)
+        assert found.decode(ids, skip_special_tokens=True) == wanted.decode(ids, skip_special_tokens=True)
+    assert found.get_vocab() == wanted.get_vocab() and tokenizer_fingerprint(found) == tokenizer_fingerprint(wanted)
+    assert set(found.all_special_ids) >= {0, 2} and (found.eos_token, found.pad_token) == (
+        "<|im_end|>",
+        "<|endoftext|>",
+    )
+    chat: list[dict[str, str]] = [{"role": "user", "content": "Hello <|im_end|>"}]
+    assert found.apply_chat_template(chat, tokenize=False) == wanted.apply_chat_template(chat, tokenize=False)
+
+
+def test_llama3_takes_whole_words_and_begins_with_bos(tmp_path: Path) -> None:
+    """A word that is a token is taken, though its pairs would merge otherwise."""
+    tokens = ["<|begin_of_text|>", "<|eot_id|>", *"abc", "ab", "bc", "abc", "Ġ"]
+    types = [TokenType.CONTROL] * 2 + [TokenType.NORMAL] * 7
+    metadata = {
+        "general.architecture": "llama",
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "llama-bpe",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.merges": ["a b", "b c"],
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 1,
+    }
+    found = gguf_tokenizer(metadata)
+    assert found("abc")["input_ids"] == [0, 7] and found("abc", add_special_tokens=False)["input_ids"] == [7]
+    assert found("<|eot_id|>abca")["input_ids"] == [0, 1, 5, 4, 2]
+    plain = metadata | {"tokenizer.ggml.add_bos_token": False, "tokenizer.ggml.add_eos_token": True}
+    assert gguf_tokenizer(plain)("abc")["input_ids"] == [7, 1]
+    merged = gguf_tokenizer(metadata | {"tokenizer.ggml.pre": "gpt-2"})
+    assert merged("abc")["input_ids"] == [5, 4]
+
+
+@pytest.mark.parametrize("pre", ["qwen2", "llama-bpe", "tekken", "gpt-2", "smollm"])
+def test_pieces_of_text(pre: str) -> None:
+    """How digits, contractions and capitals are cut."""
+    pieces = SPLITS[pre].pre_tokenizer().pre_tokenize_str("It'S 12345 fooBar x\n\ny")
+    found = [piece.replace("Ġ", " ").replace("Ċ", "\n") for piece, _ in pieces]
+    assert (
+        found
+        == {
+            "qwen2": ["It", "'S", " ", "1", "2", "3", "4", "5", " fooBar", " x", "\n\n", "y"],
+            "llama-bpe": ["It", "'S", " ", "123", "45", " fooBar", " x", "\n\n", "y"],
+            "tekken": ["It", "'S", " ", "1", "2", "3", "4", "5", " foo", "Bar", " x", "\n\n", "y"],
+            "gpt-2": ["It", "'", "S", " 12345", " fooBar", " x", "\n", "\n", "y"],
+            "smollm": ["It", "'", "S", " ", "1", "2", "3", "4", "5", " fooBar", " x", "\n", "\n", "y"],
+        }[pre]
+    )
+
+
+def pieces_of(texts: tuple[str, ...], specials: list[str]) -> dict[str, int]:
+    """A vocabulary in the manner of SentencePiece, the best pieces first, with all bytes."""
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.Metaspace(split=True)
+    words = [" ".join(text.split()) for text in texts] * 3
+    trained.train_from_iterator(words, trainers.BpeTrainer(vocab_size=400, show_progress=False))
+    bytes_ = [f"<0x{number:02X}>" for number in range(256)]
+    ordered = [token for token, _ in sorted(trained.get_vocab().items(), key=lambda item: (-len(item[0]), item[1]))]
+    found = dict.fromkeys([*specials, *bytes_, *sorted(ordered, key=len, reverse=False), "▁"])
+    return {token: i for i, token in enumerate(found)}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("spaced", [True, False])
+def test_sentencepiece(family: str, spaced: bool) -> None:
+    gemma = family == "gemma2"
+    specials = ["<pad>", "<eos>", "<bos>", "<unk>"] if gemma else ["<unk>", "<s>", "</s>"]
+    vocab = pieces_of(TEXTS[:3], specials)
+    scores = {token: -float(i) for token, i in vocab.items()}
+    merges = generate_merges(vocab, scores)
+    if gemma:
+        wanted: Any = GemmaTokenizer(vocab=vocab, merges=merges)
+    else:
+        wanted = LlamaTokenizer(vocab=vocab, merges=merges, add_prefix_space=spaced)
+    special = TokenType.CONTROL
+    types = dict.fromkeys(specials, special) | {"<unk>": TokenType.UNKNOWN}
+    kinds = [types.get(t, TokenType.BYTE if t.startswith("<0x") else TokenType.NORMAL) for t in vocab]
+    found = gguf_tokenizer(
+        {
+            "general.architecture": family,
+            "tokenizer.ggml.model": "llama",
+            "tokenizer.ggml.pre": "default",
+            "tokenizer.ggml.tokens": list(vocab),
+            "tokenizer.ggml.scores": list(scores.values()),
+            "tokenizer.ggml.token_type": kinds,
+            "tokenizer.ggml.bos_token_id": vocab["<bos>" if gemma else "<s>"],
+            "tokenizer.ggml.eos_token_id": vocab["<eos>" if gemma else "</s>"],
+            "tokenizer.ggml.unknown_token_id": vocab["<unk>"],
+            "tokenizer.ggml.add_space_prefix": spaced,
+        }
+    )
+    assert len(found) == len(vocab)
+    begin = vocab["<bos>" if gemma else "<s>"]
+    for text in (*TEXTS, "story</s>of<bos> apples"):
+        ids = wanted(text, add_special_tokens=False)["input_ids"]
+        assert found(text, add_special_tokens=False)["input_ids"] == ids, text
+        assert found(text)["input_ids"] == [begin, *ids]
+        assert found.decode(ids) == wanted.decode(ids)
+    assert len(wanted(TEXTS[0])["input_ids"]) < len(TEXTS[0])  # pieces were merged
+
+
+def test_gemma_spells_runs_of_spaces_as_spaces() -> None:
+    tokens = ["<bos>", "<eos>", "<unk>", "▁", "  ", "    ", "a", *(f"<0x{number:02X}>" for number in range(256))]
+    metadata = {
+        "general.architecture": "gemma3",
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [0.0] * len(tokens),
+        "tokenizer.ggml.token_type": [3, 3, 2, 1, 4, 4, 1, *[6] * 256],
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 1,
+    }
+    found = gguf_tokenizer(metadata)
+    assert found("a  a    a a")["input_ids"] == [0, 6, 4, 6, 5, 6, 3, 6]
+    assert len(found) == len(tokens)
+
+
+def test_answers_are_those_of_the_folder(tmp_path: Path) -> None:
+    path = written(tmp_path / "m.gguf", bundled_like("qwen2"), "qwen2")
+    answers = []
+    for place in (path, tmp_path / "folder"):
+        target = load_target(place, device="cpu", compile="off")
+        with Engine(target, load_drafter("none", target=target), 2) as engine:
+            params = SamplingParams(temperature=0, max_new_tokens=12)
+            done = engine.generate(["What is 12 * 12?", "Sing!"], params)
+        answers.append([(one.token_ids, one.text) for one in done])
+    assert answers[0] == answers[1]
+
+
+def test_ends(tmp_path: Path) -> None:
+    """The token that the file names, and what is known to end answers, where it is a control token."""
+    path = written(tmp_path / "m.gguf", bundled_like("qwen2"), "qwen2")
+    text, target = load_target_text(path), load_target(path, device="cpu", compile="off")
+    assert text.eos_token_ids == target.eos_token_ids == {0, 2}  # <|endoftext|>, <|im_end|>
+    assert (text.path, text.max_context, text.tokenizer_reason) == (path, 128, None)
+
+
+@pytest.mark.parametrize("pre", ["command-r", None])
+def test_unknown_ways_to_cut_text(pre: str | None, tmp_path: Path) -> None:
+    """Token ids work all the same."""
+    path = written(tmp_path / "m.gguf", bundled_like("qwen2"), pre or "")
+    target = load_target(path, device="cpu", compile="off")
+    assert target.tokenizer is None and target.eos_token_ids == {0, 2}
+    way = "cuts text in the way 'command-r'" if pre else "does not say how it cuts text"
+    said = rf"The target has no tokenizer \(m.gguf: it {way}, and known are deepseek-r1-qwen"
+    assert load_target_text(path).tokenizer_reason == target.tokenizer_reason
+    with Engine(target, load_drafter("none", target=target), 1) as engine:
+        params = SamplingParams(temperature=0, max_new_tokens=4)
+        assert len(engine.generate([[5, 6, 7]], params)[0].token_ids) == 4
+        with pytest.raises(UsageError, match=said):
+            engine.generate(["Hi"], params)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"tokenizer.ggml.tokens": []}, "the file holds none"),
+        ({"tokenizer.ggml.model": "bert"}, "it is of the kind 'bert', and known are gpt2 and llama"),
+        ({"tokenizer.ggml.model": "llama"}, "its tokens have no scores"),
+        ({"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [-1000.0] * 400}, "its tokens have no scores"),
+    ],
+)
+def test_no_tokenizer(changed: dict[str, Any], said: str, tmp_path: Path) -> None:
+    path = written(tmp_path / "m.gguf", bundled_like("qwen2"), "qwen2")
+    with pytest.raises(ValueError, match=said):
+        gguf_tokenizer({**open_gguf(path).metadata, **changed})
+
+
+def test_a_file_without_tokenizer(tmp_path: Path) -> None:
+    config = Qwen3Config(vocab_size=40, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, head_dim=16)
+    write_gguf(tmp_path / "m.gguf", tiny(config))
+    assert load_target_text(tmp_path / "m.gguf").tokenizer_reason == "m.gguf: the file holds none"
