@@ -3,9 +3,11 @@ way to its GPU."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -20,6 +22,7 @@ OWN_CGROUP = Path("/proc/self/cgroup")
 # What lies there: folders, and what their files are. All of it can be made again.
 CACHED = {
     "libraries": "forwards compiled for this processor",
+    "weights": "weights of large targets as their compiled forward reads them",
     "costs": "what cycles cost, for each target and drafter",
     "threads": "which number of threads is fastest",
 }
@@ -35,6 +38,12 @@ def processor() -> str:
     lines = CPUINFO.read_text().splitlines() if CPUINFO.is_file() else []
     kept = [line for line in dict.fromkeys(lines) if line.startswith(("model name", "flags", "Features", "CPU part"))]
     return "\n".join([platform.node(), platform.machine(), platform.processor(), *kept])
+
+
+def return_freed() -> None:
+    """Hand memory that was freed back to the system, which the C library else keeps in pieces."""
+    with suppress(OSError, AttributeError):  # of other systems, and other C libraries than glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def send(values: Tensor, device: torch.device) -> Tensor:
