@@ -171,7 +171,7 @@ def _add(file: BinaryIO, laid: LaidOut) -> dict[str, Any]:
         if tensor is not None:
             file.write(bytes(-file.tell() % ALIGNMENT))
             begin = file.tell()
-            file.write(memoryview(tensor.view(-1).view(torch.uint8).numpy()))
+            file.write(tensor.view(-1).view(torch.uint8).numpy().data)
             parts.append({"begin": begin, "end": file.tell(), "dtype": str(tensor.dtype), "shape": list(tensor.shape)})
     return {"parts": parts, "bits": bits, "outputs": laid.outputs, "inputs": laid.inputs}
 

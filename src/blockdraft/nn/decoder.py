@@ -74,6 +74,10 @@ def joined(weights: Sequence[Tensor | QuantizedWeight]) -> Tensor | QuantizedWei
     return joined_weights(few) if few else torch.cat([plain(weight) for weight in weights])
 
 
+def joining(read: Read) -> ReadFused:
+    return lambda names: joined([read(name) for name in names])
+
+
 class DecoderLayer(nn.Module):
     """Attributes:
     given: Weights of the norms by their roles, as the checkpoint has them.
@@ -89,13 +93,14 @@ class DecoderLayer(nn.Module):
     after_mlp: Norm
     qk_norm: Norm
 
-    def __init__(self, config: DecoderConfig, number: int, read: Read, fused: ReadFused) -> None:
+    def __init__(self, config: DecoderConfig, number: int, read: Read, fused: ReadFused | None = None) -> None:
         super().__init__()
         self.config = config
         self.number = number
         own = config.layers[number]
         self.rope, self.mask = config.ropes.index(own.rope), config.windows.index(own.window)
         self.activation = ACTIVATIONS[config.activation]
+        fused = fused or joining(read)
         for projection, parts in config.projections(number).items():
             bias = None
             if config.has_bias(projection):
@@ -190,11 +195,11 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig, read: Read, fused: ReadFused | None = None) -> None:
         super().__init__()
         self.config = config
-        given = fused or (lambda names: joined([read(name) for name in names]))
-        self.embedding = PackedLinear(given(["model.embed_tokens.weight"]))
-        self.layers = nn.ModuleList(DecoderLayer(config, layer, read, given) for layer in range(len(config.layers)))
+        fused = fused or joining(read)
+        self.embedding = PackedLinear(fused(["model.embed_tokens.weight"]))
+        self.layers = nn.ModuleList(DecoderLayer(config, layer, read, fused) for layer in range(len(config.layers)))
         self.norm = Norm(config, [plain(read("model.norm.weight"))])
-        self.head = self.embedding if config.tied_head else PackedLinear(given(["lm_head.weight"]))
+        self.head = self.embedding if config.tied_head else PackedLinear(fused(["lm_head.weight"]))
         for module in self.modules():
             if isinstance(module, PackedLinear):
                 module.dtype = self.dtype

@@ -57,15 +57,16 @@ def lay_out(parts: Sequence[Tensor | QuantizedWeight], kernels: Kernels) -> Laid
     inputs, lanes = parts[0].shape[1], kernels.lanes
     outputs = sum(part.shape[0] for part in parts)
     few = [part for part in parts if isinstance(part, QuantizedWeight)]
+    plain = [part for part in parts if isinstance(part, Tensor)]
+    assert not few or not plain, "what is computed at once is either of few bits or not"
     if few:
-        assert len(few) == len(parts), "what is computed at once is either of few bits or not"
         whole = few[0] if len(few) == 1 else joined_weights(few)
         return LaidOut(kernels, InterleavedWeight.of(whole, lanes), outputs, inputs)
     blocks, step = -(-outputs // lanes), max(1, PIECE // (lanes * inputs))
     data = torch.empty(blocks, inputs, lanes, dtype=kernels.weights_dtype)
     for begin in range(0, blocks, step):
         count = min(step, blocks - begin)
-        rows = _rows(parts, begin * lanes, (begin + count) * lanes)  # type: ignore[arg-type]  # tensors, since none is of few bits
+        rows = _rows(plain, begin * lanes, (begin + count) * lanes)
         if len(rows) < count * lanes:
             rows = F.pad(rows, (0, 0, 0, count * lanes - len(rows)))
         data[begin : begin + count] = rows.view(count, lanes, inputs).transpose(1, 2)

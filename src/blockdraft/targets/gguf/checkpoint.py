@@ -53,8 +53,9 @@ def read_gguf(path: str | Path, options: LoadOptions) -> Checkpoint:
 
     def read(name: str) -> Tensor | QuantizedWeight:
         weight = weights.read(name)
-        as_it_is = isinstance(weight, QuantizedWeight) or (library is not None and weight.ndim == 2)
-        return weight if as_it_is else weight.to(dtype)
+        if isinstance(weight, QuantizedWeight) or (library is not None and weight.ndim == 2):
+            return weight
+        return weight.to(dtype)
 
     with loading(path), torch.no_grad():
         decoder = make_decoder(wanted, read, library, Origin(file.parts, {"dtype": str(dtype)}))
