@@ -95,7 +95,9 @@ class ToyTarget:
     def forward_bytes(self, batch: int, nodes: int, slots: int) -> int:
         return 4 * batch * nodes * self.hidden_size
 
-    def draft_runner(self, network: Any, head: Callable[[Tensor], Tensor] | None = None) -> DraftPass:
+    def draft_runner(
+        self, network: Any, head: Callable[[Tensor], Tensor] | None = None, owned: bool = False
+    ) -> DraftPass:
         return DraftPass(network, self.embed, head or self.head)
 
     def forward(

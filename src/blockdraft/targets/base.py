@@ -203,8 +203,16 @@ class Target(Protocol):
     def forward_bytes(self, batch: int, nodes: int, slots: int) -> int:
         """Memory that a forward takes meanwhile, its logits and features not counted, with so many slots a row."""
 
-    def draft_runner(self, network: DFlashNetwork, head: Callable[[Tensor], Tensor] | None = None) -> DraftRunner:
-        """What runs a draft network beside this target; `head` is its own, None the target's."""
+    def draft_runner(
+        self, network: DFlashNetwork, head: Callable[[Tensor], Tensor] | None = None, owned: bool = False
+    ) -> DraftRunner:
+        """What runs a draft network, of any device and dtype, beside this target.
+
+        Args:
+            head: Its own; None is the target's.
+            owned: Whether nobody else uses the network, so that layers may be exchanged for slow ones that take no
+                memory of their own, and whose weights may be rounded. What is left is moved to the target's dtype.
+        """
 
     def forward(
         self,

@@ -126,8 +126,10 @@ class HFTarget(CheckpointTarget):
         copied = self.cache_bytes(batch, slots) // self.num_layers
         return int((rows * (6 * self.hidden_size + 3 * inner) + masks_and_scores) * self.dtype.itemsize + copied)
 
-    def draft_runner(self, network: DFlashNetwork, head: Callable[[Tensor], Tensor] | None = None) -> DraftPass:
-        return DraftPass(network, self.embed, head or self.head)
+    def draft_runner(
+        self, network: DFlashNetwork, head: Callable[[Tensor], Tensor] | None = None, owned: bool = False
+    ) -> DraftPass:
+        return DraftPass(network.to(self.device, self.dtype), self.embed, head or self.head)
 
     @torch.no_grad()
     def forward(

@@ -126,10 +126,14 @@ class NativeTarget(CheckpointTarget):
         # Rows that lie anywhere are copied side by side, of all layers.
         return (rows * widths + masks + scores) * self.dtype.itemsize + self.cache_bytes(batch, slots)
 
-    def draft_runner(self, network: DFlashNetwork, head: Callable[[Tensor], Tensor] | None = None) -> DraftRunner:
+    def draft_runner(
+        self, network: DFlashNetwork, head: Callable[[Tensor], Tensor] | None = None, owned: bool = False
+    ) -> DraftRunner:
+        network.to(self.device)
         if self.captured is not None:
-            return CapturedDraftPass(network, self.captured.recorder, self.embed, head or self.head)
-        return draft_pass(network, self.compiled, self.embed, head or self.head, head is not None, self.bits)
+            return CapturedDraftPass(network.to(self.dtype), self.captured.recorder, self.embed, head or self.head)
+        own_head = head is not None
+        return draft_pass(network, self.compiled, self.embed, head or self.head, own_head, self.bits, owned, self.dtype)
 
     def capture(self, recorder: Recorder) -> None:
         """Run forwards over few nodes as graphs from now on. Due before the first cache and the first drafter.
