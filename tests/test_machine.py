@@ -84,3 +84,21 @@ def test_both_kinds_side_by_side(groups: Path) -> None:
 def test_what_is_on_a_device_already_is_not_sent() -> None:
     values = torch.arange(3)
     assert send(values, CPU) is values
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells")
+def test_a_peak_is_what_was_taken_at_most_since() -> None:
+    before = torch.ones(64 << 20, dtype=torch.uint8)
+    del before  # no peak of what comes
+    peak = machine.PeakMemory()
+    least = peak.bytes()
+    taken = torch.ones(96 << 20, dtype=torch.uint8)
+    del taken
+    most = peak.bytes()
+    assert least is not None and most is not None
+    assert least < 48 << 20 and 95 << 20 <= most < 140 << 20
+
+
+def test_a_peak_that_cannot_be_measured_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "PROCESS", tmp_path / "absent")
+    assert machine.PeakMemory().bytes() is None

@@ -16,6 +16,7 @@ from torch import Tensor
 
 CPUINFO = Path("/proc/cpuinfo")
 CGROUPS = Path("/sys/fs/cgroup")
+PROCESS = Path("/proc/self")
 OWN_CGROUP = Path("/proc/self/cgroup")
 
 
@@ -38,6 +39,28 @@ def processor() -> str:
     lines = CPUINFO.read_text().splitlines() if CPUINFO.is_file() else []
     kept = [line for line in dict.fromkeys(lines) if line.startswith(("model name", "flags", "Features", "CPU part"))]
     return "\n".join([platform.node(), platform.machine(), platform.processor(), *kept])
+
+
+class PeakMemory:
+    """Watches how much memory this process takes at most from now on, beyond what it takes now: what is resident, with
+    the pages of files that are mapped. Only Linux tells, and forgets earlier peaks on request."""
+
+    def __init__(self) -> None:
+        return_freed()  # else what was freed before would hide as much of what is to come
+        self._before: int | None = None
+        with suppress(OSError):
+            (PROCESS / "clear_refs").write_text("5")
+            self._before = _process_memory("VmRSS")
+
+    def bytes(self) -> int | None:
+        """None where it cannot be measured."""
+        return None if self._before is None else max(_process_memory("VmHWM") - self._before, 0)
+
+
+def _process_memory(name: str) -> int:
+    lines = (PROCESS / "status").read_text().splitlines()
+    [found] = [line.split()[1] for line in lines if line.startswith(f"{name}:")]
+    return 1024 * int(found)
 
 
 def return_freed() -> None:

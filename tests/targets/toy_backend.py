@@ -89,6 +89,9 @@ class ToyTarget:
     def cache_bytes(self, batch: int, capacity: int) -> int:
         return 4 * batch * self.hidden_size
 
+    def weight_bytes(self) -> int:
+        return sum(weight.nbytes for _, weight in self.named_weights())
+
     def row_slots(self, tokens: int) -> int:
         return tokens
 

@@ -178,6 +178,9 @@ class CompiledDraftPass(CompiledLayers):
     def state_bytes(self, batch: int, capacity: int) -> int:
         return cached_bytes(self.config, batch * capacity, self._like.dtype)
 
+    def weight_bytes(self) -> int:
+        return sum(each.nbytes for each in self._packed) + sum(each.nbytes for each in self._alive)
+
     def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
         observed = 4 * self.library.draft_context_workspace(self._model, batch, nodes, self._features.inputs)
         return max(observed, super().workspace_bytes(batch, nodes, slots))
@@ -259,11 +262,6 @@ class CompiledDraftPass(CompiledLayers):
             for name, each in zip(names, projections, strict=True):
                 setattr(module, name, PartOfPacked(packed, slice(end, end := end + each.out_features)))
         return self.library.linear(packed)
-
-    @property
-    def nbytes(self) -> int:
-        """Memory that the weights take."""
-        return sum(each.nbytes for each in self._packed) + sum(each.nbytes for each in self._alive)
 
 
 @lru_cache(maxsize=256)

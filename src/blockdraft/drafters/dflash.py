@@ -80,6 +80,11 @@ class DFlashDrafter:
     def state_bytes(self, batch: int, capacity: int) -> int:
         return self._run.state_bytes(batch, capacity)
 
+    def weight_bytes(self) -> int:
+        memory = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in self.network.parameters()}
+        head = 0 if self.reduced_head is None else self.reduced_head.weight.nbytes
+        return sum(each.nbytes() for each in memory.values()) + head + self._run.weight_bytes()
+
     @torch.no_grad()
     def observe(self, state: KVCache, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
         assert features is not None

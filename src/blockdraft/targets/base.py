@@ -73,6 +73,9 @@ class DraftRunner(Protocol):
     def state_bytes(self, batch: int, capacity: int) -> int:
         """As `Drafter.state_bytes`."""
 
+    def weight_bytes(self) -> int:
+        """Memory of weights that it keeps beside the network's own."""
+
     def observe(self, state: Any, features: Tensor) -> None:
         """Write what the network keeps of tokens `[B, N, m * H]` behind each row's own, for `state.commit` to keep."""
 
@@ -196,6 +199,9 @@ class Target(Protocol):
 
     def cache_bytes(self, batch: int, capacity: int) -> int:
         """Memory that such a cache takes, in bytes."""
+
+    def weight_bytes(self) -> int:
+        """Memory that the weights take."""
 
     def row_slots(self, tokens: int) -> int:
         """Slots that a row of up to so many tokens and nodes should have."""

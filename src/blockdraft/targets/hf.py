@@ -111,6 +111,9 @@ class HFTarget(CheckpointTarget):
         heads, head_dim = self._heads
         return int(2 * self.num_layers * batch * heads * capacity * head_dim * self.dtype.itemsize)
 
+    def weight_bytes(self) -> int:
+        return sum(weight.nbytes for weight in self.model.parameters())
+
     def row_slots(self, tokens: int) -> int:
         return slot_bucket(tokens)  # rows of few different sizes lie at equal distances, which spares a copy
 

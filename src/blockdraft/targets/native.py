@@ -109,6 +109,9 @@ class NativeTarget(CheckpointTarget):
         config = self.decoder.config
         return 2 * self.num_layers * batch * capacity * config.num_kv_heads * config.head_dim * self.dtype.itemsize
 
+    def weight_bytes(self) -> int:
+        return self.decoder.nbytes
+
     def row_slots(self, tokens: int) -> int:
         # Rows of few different sizes lie at equal distances, which spares torch's operations a copy.
         return tokens if self.compiled is not None else room(tokens)
