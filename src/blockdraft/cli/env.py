@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "datasets", "accelerate", "torchao")
-VARIABLES = ("BLOCKDRAFT_CACHE", "CC", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE", "OMP_NUM_THREADS")
+VARIABLES = ("BLOCKDRAFT_CACHE", "BLOCKDRAFT_CACHE_WEIGHTS", "CC", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE", "OMP_NUM_THREADS")
 
 
 def env() -> None:
