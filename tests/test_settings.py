@@ -7,7 +7,7 @@ import pytest
 
 from blockdraft.data.settings import RowSettings
 from blockdraft.errors import UsageError
-from blockdraft.settings import as_toml, explain, read_settings, settings
+from blockdraft.settings import SettingsError, as_toml, explain, read_settings, settings
 from blockdraft.training.variants.dflash import DFlashRecipe
 
 
@@ -94,6 +94,15 @@ def test_bad_files(text: str, told: str, tmp_path: Path) -> None:
     (tmp_path / "r.toml").write_text(text)
     with pytest.raises(ValueError, match=told):
         read_settings(DFlashRecipe, tmp_path / "r.toml")
+
+
+def test_all_that_is_wrong_is_told_together(tmp_path: Path) -> None:
+    (tmp_path / "r.toml").write_text("final = 2.0\nepochs = 0\n")
+    flags = {"gamma": "x", "epochs": "y", "block-size": "1", "nonsense": "3"}
+    with pytest.raises(SettingsError) as caught:
+        read_settings(DFlashRecipe, tmp_path / "r.toml", flags)
+    assert set(caught.value.complaints) == {"final", "gamma", "epochs", "block_size", "nonsense"}
+    assert "r.toml: final is 2.0" in str(caught.value) and "epochs is 'y'" in str(caught.value)
 
 
 def test_a_flag_mends_what_the_file_says_and_is_not_blamed_on_it(tmp_path: Path) -> None:

@@ -61,3 +61,8 @@ def describe(error: BaseException) -> str:
     said = str(error).strip().splitlines()
     kind = "" if isinstance(error, BlockdraftError) else type(error).__name__
     return ": ".join(filter(None, [kind, said[0] if said else ""])) or type(error).__name__
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things, in words that fit one too."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -163,14 +163,23 @@ def read_settings(kind: type[T], file: Path | None = None, flags: Mapping[str, s
             raise UsageError(f"{file} cannot be read ({error}).") from error
     known = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     texts = {name.replace("-", "_"): text for name, text in (flags or {}).items()}
-    values |= {name: from_text(kind, name, text) if name in known else text for name, text in texts.items()}
+    wrong: dict[str, str] = {}
+    for name, text in texts.items():
+        try:
+            values[name] = from_text(kind, name, text) if name in known else text
+        except UsageError as error:
+            wrong[name] = str(error)
+            values.pop(name, None)  # what the file says does not matter
     try:
-        return kind(**values)
+        made = kind(**values)
     except SettingsError as error:
         of_file = {
             name: f"{file}: {told}" for name, told in error.complaints.items() if name in values and name not in texts
         }
-        raise SettingsError({**error.complaints, **of_file}) from None
+        raise SettingsError({**error.complaints, **of_file, **wrong}) from None
+    if wrong:
+        raise SettingsError(wrong)
+    return made
 
 
 def explain(kind: type, name: str) -> str:

@@ -27,6 +27,7 @@ DEFAULT_COMPILE: Compile = "auto"
 CPU_BLOCK_SIZE = 4
 # Of a target's weights.
 Quantize: TypeAlias = Literal["int8", "int4", "fp8"]
+KVDtype: TypeAlias = Literal["int8"]
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "error"]
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from blockdraft import cli
+from blockdraft import cli, targets
 from blockdraft.cli import loading
 from blockdraft.data import features, prepare, regenerate
 from blockdraft.data.documents import read_data
@@ -181,11 +181,23 @@ def test_what_is_wrong_is_said_before_the_weights_are_loaded(
         (["chats.jsonl", "--continue", 5], "chats.jsonl, row 1: this is a chat, whose roles only a chat template can"),
         (["book.txt"], "book.txt, row 1: this is a plain text, which nobody can answer"),
         (["rows.jsonl", "--out", "file/data"], "file/data cannot be written to, since "),
+        (["rows.jsonl", "absent.jsonl"], "There is no absent.jsonl"),
         (["book.txt", "--continue", 256], "256 tokens of each text are to be continued and a document has 256 at most"),
     ):
         code, out, err = run("data", "--out", "data", *args, "--regenerate")
         assert (code, out) == (2, "") and message in err, err
         assert "Traceback" not in err and not (tmp_path / "data").exists()
+
+
+def test_bad_files_are_told_together_before_anything_of_the_target_is_read(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(targets, "load_target_text", lambda *_: pytest.fail("the target is read"))
+    args = ["rows.jsonl", "absent.csv", "foreign.jsonl", "--chat-template", "absent.jinja"]
+    code, _, err = run("data", *args, "--out", "rows.jsonl/data")
+    assert code == 2 and re.search(
+        r"(?s)3 things .*rows.jsonl is no folder.*no absent.csv.*foreign.jsonl, row 1.*absent.jinja cannot be read", err
+    )
 
 
 def test_many_loops_in_the_summary_and_few_rows(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

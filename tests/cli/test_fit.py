@@ -1,6 +1,7 @@
 """The commands `fit` and `prompts`: their options and how they end."""
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from blockdraft import cli
+from blockdraft import cli, targets
 from blockdraft.fit import run as fit_run
 
 
@@ -66,6 +67,15 @@ def test_prompts_of_a_file(run: Callable[..., Result], tmp_path: Path, tiny_targ
         for name in ("held-out.jsonl", "prompts.jsonl")
     )
     assert len({*held_out, *chosen}) == 6
+
+
+def test_bad_files_of_prompts_are_told_before_the_target_is_read(
+    run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(targets, "load_target_text", lambda *_: pytest.fail("the target is read"))
+    (tmp_path / "file").touch()
+    code, _, err = run("prompts", "absent.jsonl", "--out", "file/prompts")
+    assert code == 2 and re.search("(?s)2 things .*file is no folder.*no absent.jsonl", err)
 
 
 def test_prompts_that_the_target_writes(run: Callable[..., Result], tmp_path: Path, tiny_target_dir: Path) -> None:

@@ -18,6 +18,7 @@ COMMANDS = {
     "data": ("PROMPTS", "--out", "OUT", "--regenerate"),
     "features": ("--data", "DATA", "--out", "OUT"),
     "train": ("dflash", "--data", "DATA", "--out", "OUT"),
+    "export": ("DRAFTER", "--out", "OUT"),
 }
 DECODING = ("generate", "chat", "bench", "calibrate")
 
@@ -50,8 +51,9 @@ def test_adapter_and_revision_reach_the_loader(
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "hello"}\n')
     places = {"PROMPTS": tmp_path / "prompts.jsonl", "DATA": tiny_data_dir, "OUT": tmp_path / "out"}
     args = [places.get(arg, arg) for arg in COMMANDS[command]]
-    own = () if command in ("data", "features", "train") else ("--drafter", "none")
-    target = ("--target", "some/model", "--adapter", "some/lora", "--revision", "v2", "--device", "cpu")
+    own = ("--drafter", "none") if command in DECODING else ()
+    device = () if command == "export" else ("--device", "cpu")
+    target = ("--target", "some/model", "--adapter", "some/lora", "--revision", "v2", *device)
     given = asked(monkeypatch, command, *args, *target, *own)
     assert {name: given[name] for name in ("path", "adapter", "revision", "device")} == {
         "path": "some/model",
@@ -66,7 +68,7 @@ def test_how_a_target_is_run_reaches_the_loader(command: str, tmp_path: Path, mo
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "hello"}\n')
     args = [tmp_path / "prompts.jsonl" if arg == "PROMPTS" else arg for arg in COMMANDS[command]]
     usual = {"path": None, "dtype": None, "device": "None", "backend": "auto", "threads": "auto", "compile": "auto"}
-    usual |= {"quantize": None, "exact": False, "adapter": None, "revision": None}
+    usual |= {"quantize": None, "kv_dtype": None, "exact": False, "adapter": None, "revision": None}
     assert asked(monkeypatch, command, *args) == usual
     flags = {"dtype": "bfloat16", "backend": "hf", "threads": "3", "compile": "off", "quantize": "int8"}
     named = [part for name, value in flags.items() for part in (f"--{name}", value)]

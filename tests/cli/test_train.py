@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from blockdraft.cli import app, display
+from blockdraft.cli import app, display, loading
 from blockdraft.cli.train import split_flags
 from blockdraft.formats.speculators import recognises
 from blockdraft.settings import read_settings
@@ -79,6 +79,16 @@ def test_bad_input(arguments: list[str], told: str, tmp_path: Path, monkeypatch:
     result = CliRunner().invoke(app, ["train", *arguments])
     assert isinstance(result.exception, ValueError) and told in str(result.exception)
     assert not list(tmp_path.iterdir())
+
+
+def test_all_that_is_wrong_is_told_before_the_target_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(loading, "load", lambda *_, **__: pytest.fail("the target is loaded"))
+    options = ["--data", "a", "--prompts", "b", "--features", "c", "--init", "d", "--objective", "decay=1,e=1,f=1"]
+    told = str(CliRunner().invoke(app, ["train", "dflash", "--out", "x", *options]).exception)
+    assert told.startswith("6 things do not fit") and told.count("\n") == 6
+    for one in ("a/data.json", "b cannot", "c/features.json", "d/config.json", "'e' is unknown", "'f' is unknown"):
+        assert one in told
 
 
 @pytest.mark.parametrize("written", ["speculators", pytest.param("zlab", marks=pytest.mark.slow)])

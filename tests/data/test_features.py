@@ -173,6 +173,18 @@ def test_one_process_at_a_time_computes_features(tmp_path: Path, target: Target,
     assert not (tmp_path / "f").exists()
 
 
+def test_what_another_process_has_written_since_the_plan_stays(tmp_path: Path, target: Target, data: TokenData) -> None:
+    plans = [plan_features(tmp_path / "f", target, data, taps, FLOAT) for taps in (TAPS, (0, 2))]
+    same = plan_features(tmp_path / "f", target, data, TAPS, FLOAT)
+    plans[0].write()
+    with pytest.raises(ValueError, match=r"holds other features: taps \[2, 0\] instead of \[0, 2\]"):
+        plans[1].write()
+    told: list[int] = []
+    same.write(lambda done, total: told.append(total))
+    assert told == []
+    read_features(tmp_path / "f").check(target, data, TAPS)
+
+
 def test_how_many_taps_and_which_a_small_target_has() -> None:
     found = {layers: chosen_taps(None, layers) for layers in (1, 2, 3, 4, 6, 7, 8, 36)}
     assert found == {

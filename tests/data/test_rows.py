@@ -7,7 +7,7 @@ from typing import Any
 import datasets
 import pytest
 
-from blockdraft.data.rows import parse_raw, parse_row, pieces_of, read_rows
+from blockdraft.data.rows import check_sources, parse_raw, parse_row, pieces_of, read_rows
 from blockdraft.data.settings import RowSettings
 
 PLAIN = RowSettings()
@@ -109,7 +109,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "notes.doc").write_text("text")
     with pytest.raises(ValueError, match=r"of no known kind; give .* or \.txt files"):
         read("notes.doc")
-    for name in ("absent.jsonl", "absent.txt"):
+    for name in ("absent.jsonl", "absent.txt", "absent.csv", "~/absent.doc"):
         with pytest.raises(ValueError, match="There is no"):
             read(name)
     datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(tmp_path / "saved")
@@ -118,6 +118,17 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
         read("splits", RowSettings(split="holdout"))
     with pytest.raises(ValueError, match="limit is 0"):
         RowSettings(limit=0)
+
+
+def test_all_files_are_tried_before_anything_takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my.rows.jsonl").write_text('{"text": "one"}\n{"nothing": 1}\n')
+    Path("empty.jsonl").touch()
+    Path("notes.doc").write_text("text")
+    check_sources(["my.rows.jsonl", "owner/name.v2", "owner"], PLAIN)  # the latter two are names on the hub
+    wrong = "(?s)4 things .*no absent.jsonl.*no absent.csv.*empty.jsonl is empty.*notes.doc is of no known kind"
+    with pytest.raises(ValueError, match=wrong):
+        check_sources(["absent.jsonl", "absent.csv", "my.rows.jsonl", "empty.jsonl", "notes.doc"], PLAIN)
 
 
 def test_text_files(tmp_path: Path) -> None:

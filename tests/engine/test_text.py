@@ -260,13 +260,13 @@ def test_a_chat_that_the_template_refuses(target: Target, monkeypatch: pytest.Mo
     ],
 )
 def test_what_the_target_cannot_decode_is_refused(ids: list[int], params: SamplingParams, message: str) -> None:
-    small: Any = SimpleNamespace(vocab_size=300, max_context=50, tokenizer=None)
+    small: Any = SimpleNamespace(vocab_size=300, max_context=50, tokenizer=None, tokenizer_reason=None)
     with pytest.raises(UsageError, match=message):
         check_request(ids, params, small)
 
 
 def test_what_just_fits_is_taken() -> None:
-    small: Any = SimpleNamespace(vocab_size=300, max_context=50, tokenizer=None)
+    small: Any = SimpleNamespace(vocab_size=300, max_context=50, tokenizer=None, tokenizer_reason=None)
     check_request([0, 299] * 5, SamplingParams(40, logit_bias={299: 1, 0: 1}, stop_token_ids=(299,)), small)
 
 

@@ -1,6 +1,7 @@
 """An engine may be called from any thread, and from coroutines."""
 
 import asyncio
+import os
 import subprocess
 import sys
 import threading
@@ -232,6 +233,42 @@ def test_a_thread_that_did_not_come_along_into_a_forked_process_is_made_anew(
     gone.start()
     gone.join()
     assert engine.submit(PROMPTS[0], GREEDY).result(20).token_ids == expected[0]
+
+
+FORKED = """
+import os, sys, threading, time, torch
+from blockdraft import Engine, SamplingParams, load_drafter, load_target
+torch.set_num_threads(2)
+target = load_target(sys.argv[1])
+engine = Engine(target, load_drafter("none", target=target))
+if sys.argv[2] == "team":  # of OpenMP threads, in the thread that forks
+    torch.ones(1000, 1000) @ torch.ones(1000, 1000)
+running, inside = None, threading.Event()
+if sys.argv[2] == "step":  # which the forked process must not begin in
+    def listen(chunk):
+        inside.set()
+        time.sleep(0.01)
+    running = engine.submit([5, 6, 7], SamplingParams(30, ignore_eos=True), listen)
+    inside.wait()
+child = os.fork()
+found = engine.generate([[7, 60, 33]], SamplingParams(20, ignore_eos=True))[0].token_ids
+print(*found, running and running.result().finish_reason, flush=True)
+if not child:
+    os._exit(0)
+sys.exit(os.waitpid(child, 0)[1])
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
+@pytest.mark.slow
+@pytest.mark.parametrize(("when", "ends"), [("idle", ["None"]), ("team", ["None"]), ("step", ["cancelled", "length"])])
+def test_a_forked_process_decodes_and_leaves_alone_what_runs(when: str, ends: list[str], tiny_target_dir: Path) -> None:
+    code = [sys.executable, "-W", "ignore", "-c", FORKED, str(tiny_target_dir), when]
+    done = subprocess.run(code, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = [line.rpartition(" ") for line in done.stdout.splitlines()]
+    assert len({line[0] for line in lines}) == 1 and len(lines) == 2
+    assert sorted({line[2] for line in lines}) == ends
 
 
 @pytest.mark.slow

@@ -50,8 +50,8 @@ def test_tables(found: Results, capsys: pytest.CaptureFixture[str]) -> None:
     report.show(plain_console(), found)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [" ".join(line) for line in lines if "timed" in line] == [
-        "first: 1 prompts, 1 timed",
-        "second: 1 prompts, 1 timed",
+        "first: 1 prompt, 1 timed",
+        "second: 1 prompt, 1 timed",
         "all sets: 2 prompts, 2 timed",
     ]
     assert ["none", "1.0", "1.0-1.0", "1.00", "1.00", "1.00", "100", "0"] in lines

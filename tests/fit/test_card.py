@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from blockdraft.fit.card import usage
+from blockdraft.fit.card import engines, usage
 from blockdraft.fit.steps import Where
 
 
@@ -20,3 +20,19 @@ def test_an_export_that_would_be_refused_is_not_advised(tmp_path: Path, tiny_dra
     (out / "config.json").write_text(json.dumps(config))
     advised = any(line.startswith("blockdraft export") for line in usage(Where(out, "some/model")))
     assert advised is not last
+
+
+def test_other_engines_are_not_told_to_load_a_gguf_file(tmp_path: Path, tiny_drafter_dir: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(tiny_drafter_dir, out)
+    assert not any(line.startswith("blockdraft export") for line in usage(Where(out, "m.gguf")))
+    told = " ".join(engines(Where(out, "m.gguf"), "dflash", 8).values())
+    assert "m.gguf" not in told and "TARGET" in told
+
+
+def test_the_export_is_for_the_same_model(tmp_path: Path, tiny_drafter_dir: Path) -> None:
+    where = Where(tmp_path / "out", "some/model", "bfloat16", "cpu", "hf", "some/lora", "v2")
+    shutil.copytree(tiny_drafter_dir, where.out)
+    told = "--target some/model --adapter some/lora --revision v2 --format"
+    assert told in usage(where)[-1]
+    assert f"{where.out} --format" in usage(Where(where.out, None, device="cpu"))[-1]  # of the bundled model

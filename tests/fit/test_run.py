@@ -42,6 +42,21 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
+@pytest.mark.parametrize("name", ["absent.txt", "absent.csv", "empty.jsonl", "notes.doc"])
+def test_files_are_refused_before_the_target_is_loaded(
+    name: str, tmp_path: Path, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "notes.doc").write_text("text")
+    monkeypatch.setattr(run, "load_target", lambda *args, **named: pytest.fail("the target is loaded"))
+    with pytest.raises(ValueError, match=name):
+        run_fit(
+            Fit(Where(tmp_path / "out", str(tiny_target_dir)), FitSettings(), (f"{tmp_path}/{name}",), ROWS),
+            False,
+            SILENT,
+        )
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [

@@ -172,6 +172,13 @@ def test_write_refuses_what_the_format_cannot_say(tmp_path: Path, config: DraftC
     assert not list(tmp_path.iterdir())
 
 
+def test_a_gguf_file_is_no_name_for_a_target() -> None:
+    """Readers of the format load embedding and head of the target by that name."""
+    speculators.LAYOUT.check(CONFIG, "owner/name", ())
+    with pytest.raises(ValueError, match=r"readers load no models/m\.gguf; export with --target-name"):
+        speculators.LAYOUT.check(CONFIG, "models/m.gguf", ())
+
+
 def test_read_refuses_contradictory_vocabularies(tmp_path: Path) -> None:
     write(tmp_path, replace(CONFIG), KEPT)
     file = tmp_path / "model.safetensors"

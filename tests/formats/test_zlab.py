@@ -459,7 +459,7 @@ def test_a_failed_write_leaves_all_as_it_was(tmp_path: Path, monkeypatch: pytest
 
     real_rename = Path.rename
     for place, name, fake in ((folder, "save_file", full_disk), (Path, "rename", stuck)):
-        with monkeypatch.context() as patch, pytest.raises(OSError, match="no space|stuck"):
+        with monkeypatch.context() as patch, pytest.raises((OSError, ValueError), match="no space|stuck"):
             patch.setattr(place, name, fake)
             write_checkpoint(tmp_path / "draft", replace(CONFIG, block_size=8), make_tensors())
         assert {file: file.read_bytes() for file in tmp_path.rglob("*.*")} == before
@@ -499,3 +499,20 @@ def test_config_counts_its_layers() -> None:
 def test_a_mask_token_given_as_text_is_looked_up() -> None:
     raw = changed(nested={"mask_token_id": None, "mask_token": "<m>"})
     assert parse_config(raw, {"<m>": 63}) == parse_config(RAW)
+
+
+@pytest.mark.parametrize("most", [0, 200])  # bytes of a file: before and within the weights
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path, most: int) -> None:
+    resource = pytest.importorskip("resource")
+    write_checkpoint(tmp_path / "draft", CONFIG, make_tensors(CONFIG))
+    before = read_checkpoint(tmp_path / "draft")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+    try:
+        with pytest.raises(ValueError, match=r"draft cannot be written \(.*File too large"):
+            write_checkpoint(tmp_path / "draft", CONFIG, make_tensors(CONFIG))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in tmp_path.iterdir()] == ["draft"]
+    after = read_checkpoint(tmp_path / "draft")
+    assert after[0] == before[0] and all(torch.equal(after[1][name], each) for name, each in before[1].items())

@@ -148,12 +148,22 @@ def test_what_calibration_makes_worse_is_not_taken(
     def spoilt(weight: Tensor, moments: Tensor, *how: Any) -> QuantizedWeight:
         return rounded(torch.zeros_like(weight), *how)
 
-    quantize(models["llama"], tmp_path / "plain")
+    seen, moments = [], run.moments
+
+    def watched(passage: Any, layer: Any, states: Tensor) -> Any:
+        seen.append(states.clone())
+        return moments(passage, layer, states)
+
+    plain = quantize(models["llama"], tmp_path / "plain")
     monkeypatch.setattr(run, "compensated", spoilt)
+    monkeypatch.setattr(run, "moments", watched)
     monkeypatch.setattr(folder, "SHARD", 4000)  # some were written before that was known
     done = quantize(models["llama"], tmp_path / "few", text=text_of(models["llama"]))
     assert done.perplexity is not None and not done.is_calibrated
     assert done.perplexity.source < done.perplexity.nearest < done.perplexity.calibrated
+    assert done.bytes == plain.bytes
+    # Text goes on through the layers as they were rounded, which add nothing here.
+    assert len(seen) == 3 and torch.equal(seen[0], seen[1]) and torch.equal(seen[0], seen[2])
     theirs = dict(load(tmp_path / "plain").named_weights())
     assert all(torch.equal(weight, theirs[name]) for name, weight in load(tmp_path / "few").named_weights())
 

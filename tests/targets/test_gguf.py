@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from blockdraft.errors import UsageError
 from blockdraft.proposal import chain
-from blockdraft.targets import Target, load_target, load_target_text
+from blockdraft.targets import Target, load_target, load_target_text, open_checkpoint
 
 SMALL: dict[str, Any] = {
     "vocab_size": 61,
@@ -204,6 +204,16 @@ def test_compiled(kinds: str, tmp_path: Path) -> None:
     assert compiled.running == ", ".join(["native, compiled", *([bits[kinds]] if kinds in bits else [])])
 
 
+def test_keys_and_values_in_8_bits(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(path, model_of("llama", **WIDE), "Q8_0")
+    target, plain = load_target(path, device="cpu", kv_dtype="int8"), load_target(path, device="cpu", compile="off")
+    assert target.running == "native, compiled, int8 keys and values, int8 weights"
+    tokens = torch.arange(20)[None]
+    wanted = scores(plain, tokens)
+    assert (scores(target, tokens) - wanted).norm() < 0.15 * wanted.norm()
+
+
 def test_rounded_scores_are_near_those_of_the_model(tmp_path: Path) -> None:
     model = model_of("qwen3", **WIDE)
     write_gguf(tmp_path / "m.gguf", model, "Q8_0")
@@ -316,6 +326,8 @@ def test_refused_options(tmp_path: Path) -> None:
             load_target(path, device="cpu", **options)
     with pytest.raises(UsageError, match="revision is 'main'"):
         load_target_text(path, "main")
+    with pytest.raises(UsageError, match="is a GGUF file, where a Hugging Face model folder"), open_checkpoint(path):
+        pass
     with pytest.raises(UsageError, match="There is no file"):
         load_target(tmp_path / "absent.gguf", device="cpu")
 

@@ -91,6 +91,19 @@ def test_a_batch_is_shared_evenly(target: Target, tmp_path: Path) -> None:
         settled(target, documents, processes=4, batch=6)
 
 
+def test_all_that_does_not_fit_is_told_together(target: Target, tmp_path: Path) -> None:
+    complaints = Complaints()
+    recipe = DFlashRecipe(length=1000, taps=(0, target.num_layers), mask_token_id=99_999, held_out=99, batch=3)
+    assert settle("dflash", recipe, target, data(tmp_path, 30, 20), 2, complaints) is None
+    assert sorted(one.split()[0] for one in complaints.messages) == [
+        "batch",
+        "held_out",
+        "length",
+        "mask_token_id",
+        "taps",
+    ]
+
+
 @pytest.mark.parametrize("count", [1, 2, 9])
 def test_one_document_is_enough(count: int, target: Target, tmp_path: Path) -> None:
     found = settled(target, data(tmp_path, count, 20))

@@ -350,7 +350,7 @@ def test_what_does_not_fit_is_refused_at_the_start(
             run(out, **changes)
         assert not (out / "config.json").exists()
 
-    refused("taps is .* below num_target_layers, 3", taps="0,7")
+    refused("taps is .* layers of the target, 0 to 2", taps="0,7")
     refused("taps is 5, the number of layers to tap, and the target has 3;.* name the layers", taps="5")
     refused("length is 4000 and the target's context is 256", length="4000")
     refused("held_out is 40 and the data hold 40", held_out="40")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import sys
 from collections.abc import Callable
@@ -31,6 +32,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # disk, quota, or largest size of a file
 RUN, TRAIN, MEASURE, OTHER = "Run models", "Make a drafter of your own", "Measure", "This machine"
 
 
@@ -75,7 +77,7 @@ def main() -> None:
     """Run the command that the arguments of the process name, and exit.
 
     The exit code is 0, 2 for bad input of any kind, 1 for a request that fails, as where a model computes no finite
-    numbers, both with the reason on standard error, or 130 after Ctrl-C.
+    numbers, or a full disk, all with the reason on standard error, or 130 after Ctrl-C.
     """
     try:
         app()
@@ -84,4 +86,9 @@ def main() -> None:
         sys.exit(2)
     except BlockdraftError as error:
         print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        print(f"error: {error}; free space, and give the command again.", file=sys.stderr)
         sys.exit(1)

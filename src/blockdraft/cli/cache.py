@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from blockdraft.errors import UsageError
+from blockdraft.errors import UsageError, counted
 
 PARTIAL_SECONDS = 3600.0  # after which a file that is being written was left by a process that is gone
 
@@ -64,7 +64,7 @@ def clear(
                 file.unlink(missing_ok=True)
             except OSError as error:
                 raise UsageError(f"{file} cannot be deleted ({error.strerror}); its owner can.") from error
-        print(f"{kind}: {len(files)} files, {_size(size)} deleted")
+        print(f"{kind}: {counted(len(files), 'file')}, {_size(size)} deleted")
 
 
 def _files(kind: str) -> list[Path]:

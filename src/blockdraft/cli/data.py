@@ -13,7 +13,7 @@ import typer
 from blockdraft.cli import loading
 from blockdraft.cli.options import Adapter, Device, Dtype, Revision, TargetBackend, TargetFolder, option
 from blockdraft.data.settings import DataSettings, RowSettings
-from blockdraft.errors import UsageError
+from blockdraft.errors import Complaints, UsageError, counted
 from blockdraft.settings import explain
 from blockdraft.types import DEFAULT_BACKEND, SamplingParams
 
@@ -105,6 +105,7 @@ def data(
     from blockdraft.data.prepare import Preparation
     from blockdraft.data.reading import Reading
     from blockdraft.data.regenerate import loops_note
+    from blockdraft.data.rows import check_sources
     from blockdraft.drafters import load_drafter
     from blockdraft.engine import Engine
     from blockdraft.targets import load_target_text, target_fingerprint
@@ -116,11 +117,17 @@ def data(
     settings = DataSettings(
         length, template_args, split_turns, writer, continued, model, sampling=sampling, batch_size=batch_size
     )
+    # What is wrong with the files is said before anything of the target is loaded; with all rows, before its weights.
+    complaints, template = Complaints(), None
+    with complaints.noting():
+        check_writable(out)
+    with complaints.noting():
+        check_sources(sources, rows)
+    with complaints.noting():
+        template = None if chat_template is None else _read(chat_template)
+    complaints.check()
     text = load_target_text(target, revision)
-    template = None if chat_template is None else _read(chat_template)
     _set_template(text, template)
-    # What is wrong with all rows, or with the folder, is said before the weights are loaded.
-    check_writable(out)
     Reading(text, sources, rows, settings).check_first()
     loaded = None
     if writer == "target":
@@ -131,9 +138,9 @@ def data(
     note("reading and checking the rows ...")
     preparation = Preparation(out, loaded or text, sources, rows, settings)
     reading = preparation.reading
-    note(f"{preparation.total} rows, {preparation.missing} to do")
+    note(f"{counted(preparation.total, 'row')}, {preparation.missing} to do")
     if limit is not None and preparation.total < limit:
-        note(f"There are fewer than the {limit} rows that --limit allows; add sources to have more.")
+        note(f"There are fewer than the {counted(limit, 'row')} that --limit allows; add sources to have more.")
     if reading.continued is not None:
         note(reading.continued_note)
 
@@ -155,13 +162,14 @@ def data(
         return
     counts = manifest["counts"]
     print(
-        f"{out}: {counts['documents']} documents of {counts['rows']} rows, {counts['tokens']} tokens, "
-        f"{counts['supervised']} of them supervised ({counts['supervised'] / counts['tokens']:.0%})"
+        f"{out}: {counted(counts['documents'], 'document')} of {counted(counts['rows'], 'row')}, "
+        f"{counts['tokens']} tokens, {counts['supervised']} of them supervised "
+        f"({counts['supervised'] / counts['tokens']:.0%})"
     )
     if counts["cut"]:
-        print(f"cut to {reading.length} tokens: {counts['cut']} documents")
+        print(f"cut to {reading.length} tokens: {counted(counts['cut'], 'document')}")
     for reason, count in counts["left_out"].items():
-        print(f"left out, {reason}: {count} rows")
+        print(f"left out, {reason}: {counted(count, 'row')}")
     loops = counts["left_out"].get(LOOPS, 0)
     if advice := loops_note(loops, counts["rows"], temperature):
         print(advice)

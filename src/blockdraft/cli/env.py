@@ -7,8 +7,17 @@ import platform
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
+from blockdraft.errors import counted
+
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "datasets", "accelerate", "torchao")
-VARIABLES = ("BLOCKDRAFT_CACHE", "BLOCKDRAFT_CACHE_WEIGHTS", "CC", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE", "OMP_NUM_THREADS")
+VARIABLES = (
+    "BLOCKDRAFT_CACHE",
+    "BLOCKDRAFT_CACHE_WEIGHTS",
+    "CC",
+    "CUDA_VISIBLE_DEVICES",
+    "HF_HUB_OFFLINE",
+    "OMP_NUM_THREADS",
+)
 
 
 def env() -> None:
@@ -31,7 +40,7 @@ def facts() -> Iterator[tuple[str, str]]:
         yield name, _version(name)
     models = [line.partition(":")[2].strip() for line in processor().splitlines() if line.startswith("model name")]
     yield "processor", models[0] if models else platform.processor() or platform.machine()
-    yield "cores", f"{psutil.cpu_count(logical=False)}, {torch.get_num_threads()} threads of torch"
+    yield "cores", f"{psutil.cpu_count(logical=False)}, {counted(torch.get_num_threads(), 'thread')} of torch"
     total, free = psutil.virtual_memory().total, free_bytes(torch.device("cpu"))
     yield "memory", f"{total / 2**30:.1f} GiB, {free / 2**30:.1f} GiB free for us"
     for number in range(torch.cuda.device_count()):

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from blockdraft.cli import loading
-from blockdraft.cli.options import TargetBackend, TargetFolder
+from blockdraft.cli.options import Adapter, Revision, TargetBackend, TargetFolder
 from blockdraft.types import DEFAULT_BACKEND
 
 
@@ -19,6 +19,8 @@ def export(
     ],
     out: Annotated[str, typer.Option(metavar="DIR", help="Where to write; new, empty or a draft model's folder.")],
     target: TargetFolder = None,
+    adapter: Adapter = None,
+    revision: Revision = None,
     to_format: Annotated[
         str,
         typer.Option("--format", metavar="NAME", help="What to write: zlab, speculators; docs/export.md says more."),
@@ -41,7 +43,7 @@ def export(
     from blockdraft.training.export import convert, format_for
 
     find_layout(to_format)
-    loaded = loading.load(target, device="cpu", backend=backend)
-    convert(drafter, out, format_for(to_format, loaded, target, target_name), loaded)
+    loaded = loading.load(target, device="cpu", backend=backend, adapter=adapter, revision=revision)
+    convert(drafter, out, format_for(to_format, loaded, target, target_name, revision), loaded)
     size = sum(file.stat().st_size for file in Path(out).iterdir())
     print(f"{out}: {size / 1e6:,.1f} MB in the {to_format} format", file=sys.stderr)

@@ -11,6 +11,7 @@ import typer
 from blockdraft.cli import loading
 from blockdraft.cli.options import Adapter, Device, Revision, TargetBackend, TargetFolder, option
 from blockdraft.data.settings import FeatureDtype, FeatureSettings
+from blockdraft.errors import counted
 from blockdraft.settings import from_text
 from blockdraft.types import DEFAULT_BACKEND
 
@@ -46,8 +47,8 @@ def features(
     layers = chosen_taps(settings.taps, loaded.num_layers)
     cache = plan_features(out, loaded, documents, layers, settings)
     print(
-        f"{len(documents)} documents, {sum(documents.lengths)} tokens, layers {', '.join(map(str, layers))}: "
-        f"{size(cache.need)} to write, {size(cache.free)} free",
+        f"{counted(len(documents), 'document')}, {sum(documents.lengths)} tokens, "
+        f"layers {', '.join(map(str, layers))}: {size(cache.need)} to write, {size(cache.free)} free",
         file=sys.stderr,
         flush=True,
     )
@@ -57,4 +58,4 @@ def features(
     except KeyboardInterrupt:
         print(f"Interrupted; what is finished is kept in {out}. The same command goes on with it.", file=sys.stderr)
         raise typer.Exit(130) from None
-    print(f"{out}: features of {len(documents)} documents, layers {', '.join(map(str, layers))}")
+    print(f"{out}: features of {counted(len(documents), 'document')}, layers {', '.join(map(str, layers))}")

@@ -15,6 +15,7 @@ from blockdraft.cli.options import (
     Device,
     Dtype,
     Exact,
+    KeysValues,
     Quantize,
     Revision,
     TargetBackend,
@@ -46,6 +47,7 @@ class TargetOptions:
     threads: Threads = "auto"
     compile: CompileForward = DEFAULT_COMPILE
     quantize: Quantize = None
+    kv_dtype: KeysValues = None
     exact: Exact = False
 
     def load(self) -> Target:

@@ -106,7 +106,15 @@ Quantize = Annotated[
     str | None,
     typer.Option(
         metavar="int8|int4|fp8",
-        help="Round the target's weights; the rounded model is then the target. fp8 is for NVIDIA GPUs.",
+        help="Round the target's weights; the rounded model is then the target. int4 is for CPUs, fp8 for NVIDIA GPUs.",
+    ),
+]
+KeysValues = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-dtype",
+        metavar="int8",
+        help="Keep keys and values in 8 bits, which takes half the memory of bfloat16; for CPUs.",
     ),
 ]
 Exact = Annotated[

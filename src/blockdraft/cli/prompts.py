@@ -11,6 +11,7 @@ import typer
 from blockdraft.cli import loading
 from blockdraft.cli.options import Adapter, Device, Dtype, Revision, TargetBackend, TargetFolder, option
 from blockdraft.data.settings import DataSettings, RowSettings
+from blockdraft.errors import Complaints, counted
 from blockdraft.fit.settings import PromptSettings
 from blockdraft.types import DEFAULT_BACKEND
 
@@ -46,15 +47,23 @@ def prompts(
     them answered.
     """
     from blockdraft.cli import display
+    from blockdraft.data.folder import check_writable
+    from blockdraft.data.rows import check_sources
     from blockdraft.drafters import load_drafter
     from blockdraft.engine import Engine
     from blockdraft.fit.prompts import read_prompts, store, write_prompts
     from blockdraft.targets import load_target_text
 
     loading.quiet()
-    settings = PromptSettings(count, held_out, prompt_tokens, seed, pool)
+    settings, rows = PromptSettings(count, held_out, prompt_tokens, seed, pool), RowSettings(split, subset, pool)
+    complaints = Complaints()
+    with complaints.noting():
+        check_writable(out)
+    with complaints.noting():
+        check_sources(sources or (), rows)
+    complaints.check()
     if sources:
-        found = read_prompts(sources, RowSettings(split, subset, pool), load_target_text(target, revision), settings)
+        found = read_prompts(sources, rows, load_target_text(target, revision), settings)
     else:
         loaded = loading.load(target, dtype, device, backend, adapter=adapter, revision=revision)
         with (
@@ -63,5 +72,6 @@ def prompts(
         ):
             found = write_prompts(engine, settings, progress)
     store(out, found)
-    of = f" of {found.available}" if found.available is not None else ""
-    print(f"{out}: {len(found.rows)}{of} prompts, {len(found.held_out)} held out", file=sys.stderr)
+    of = "" if found.available is None else f"{len(found.rows)} of "
+    told = of + counted(found.available or len(found.rows), "prompt")
+    print(f"{out}: {told}, {len(found.held_out)} held out", file=sys.stderr)

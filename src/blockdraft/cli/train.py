@@ -123,12 +123,14 @@ def _train(
 ) -> None:
     from blockdraft.cli import display
     from blockdraft.data.documents import read_data
+    from blockdraft.data.features import read_features
     from blockdraft.evaluation.prompts import read_prompt_sets
-    from blockdraft.formats import find_layout
+    from blockdraft.formats import find_layout, read_config
 
     try:
         from blockdraft.training.devices import make_accelerator
         from blockdraft.training.export import format_for
+        from blockdraft.training.objectives import find_objective
         from blockdraft.training.trainer import FINISH, Telling, run_folder, train
     except ModuleNotFoundError as error:
         raise UsageError(f"Training takes {error.name}; run pip install 'blockdraft[train]'.") from error
@@ -140,11 +142,20 @@ def _train(
     with complaints.noting():
         if to_format is not None:
             find_layout(to_format)
+    for name in settings.objective:
+        with complaints.noting():
+            find_objective(name)
     with complaints.noting():
         documents = read_data(data, unfinished)
     with complaints.noting():
         if prompts_file is not None:
             prompts = read_prompt_sets([prompts_file])[0].prompts
+    with complaints.noting():
+        if settings.features not in (None, "memory"):
+            read_features(settings.features)
+    with complaints.noting():
+        if getattr(settings, "init", None) is not None:  # only some variants can begin with a drafter
+            read_config(settings.init)
     with complaints.noting():
         accelerator = make_accelerator(settings, run_folder(out), device)
     complaints.check()
@@ -161,7 +172,7 @@ def _train(
     try:
         with display.progress("done") as progress:
             telling = Telling(progress, note)
-            written = None if to_format is None else format_for(to_format, loaded, target)
+            written = None if to_format is None else format_for(to_format, loaded, target, revision=given["revision"])
             lines = train(variant, loaded, documents, out, settings, accelerator, prompts, telling, written, **more)
     except KeyboardInterrupt:
         if accelerator.is_main_process:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from blockdraft.cpu.library import KINDS, Library
+from blockdraft.cpu.library import KINDS, STORES, Library
 from blockdraft.machine import cache_folder, processor
 
 SOURCE = Path(__file__).with_name("decoder.c")
@@ -36,7 +36,7 @@ class Build:
 
     Args:
         weights: Dtype of the weights that are not of few bits: float32 or bfloat16.
-        store: Dtype of keys and values: float32 or bfloat16.
+        store: Dtype of keys and values: float32, bfloat16 or int8.
         lanes: Most numbers of a vector; 4, 8 or 16.
         integers: Whether there are weights of few bits.
 
@@ -50,7 +50,7 @@ class Build:
         lanes = gcd(head_dim, MOST_LANES)
         assert lanes >= 4, head_dim
         self.reason: str | None = None
-        numbers = {"WEIGHT": KINDS[weights], "STORE": KINDS[store], "MOST_LANES": lanes, "INTEGERS": int(integers)}
+        numbers = {"WEIGHT": KINDS[weights], "STORE": STORES[store], "MOST_LANES": lanes, "INTEGERS": int(integers)}
         self._defines = [f"-D{name}={number}" for name, number in numbers.items()]
         # Its threads are no daemons: a process that ends before the compiler still leaves a library for the next one.
         worker = ThreadPoolExecutor(1, "compiler")

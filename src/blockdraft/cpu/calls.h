@@ -37,7 +37,7 @@ STRUCT(Model)
 
 /* embedded: rows in the place of tokens, or null; reach: how many committed tokens are seen, the last; best: the
    likeliest token of each row of logits, see `best_of`, or null; slots: of the store; room: numbers of
-   `float` in the workspace; store: [layers, keys and then values of all heads, slot, head_dim], by strides; starts: the
+   `float` in the workspace; store: [layers, keys and then values of all heads, slot, SLOT(head_dim)], by strides; starts: the
    first slot of each row. */
 #define Call_FIELDS(FIELD, S)                                                                             \
     FIELD(S, const i64 *, tokens) FIELD(S, const i64 *, parents) FIELD(S, const i64 *, lengths)           \

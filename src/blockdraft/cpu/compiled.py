@@ -175,7 +175,8 @@ class CompiledDecoder(CompiledLayers):
         end = cache.check_room(count)
         assert tokens.dtype == parents.dtype == torch.int64 and parents.shape == tokens.shape and len(lengths) == batch
         layers, heads, slots, size = memory.shape
-        assert (layers, heads, size) == (len(config.layers), 2 * config.num_kv_heads, config.head_dim), memory.shape
+        expected = len(config.layers), 2 * config.num_kv_heads, self.library.slot_size(config.head_dim)
+        assert (layers, heads, size) == expected, memory.shape
         assert memory.is_contiguous() and memory.dtype == self.library.store_dtype, (memory.stride(), memory.dtype)
         wanted = None if logits_at is None else logits_at + torch.arange(batch) * count
         assert logits_at is None or bool(((logits_at >= 0) & (logits_at < count)).all()), (logits_at, count)

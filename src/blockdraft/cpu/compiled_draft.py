@@ -18,7 +18,7 @@ from blockdraft.cpu.library import KINDS, CallFields, Library, LinearFields, Mod
 from blockdraft.machine import return_freed
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.dflash import DFlashNetwork, DraftLayer
-from blockdraft.nn.draft_pass import DraftPass, cached_bytes
+from blockdraft.nn.draft_pass import DraftPass
 from blockdraft.nn.packed import PackedLinear, fits_bfloat16, lay_out
 from blockdraft.nn.quantized import LEAST_GROUP, PIECE, QuantizedWeight, best_group, round_to_nearest
 from blockdraft.timing import PASS, mark
@@ -66,18 +66,20 @@ def draft_pass(
         return DraftPass(network.to(dtype), embed, head, reason)
     inputs = {module.in_features for module in network.modules() if isinstance(module, torch.nn.Linear)}
     fits = all(size % LEAST_GROUP == 0 for size in inputs)
-    if bits is not None and fits and target.library.store_dtype == dtype:
-        return CompiledDraftPass(network, target.library, embed, head, None if own_head else target, bits, owned)
+    store = torch.int8 if target.library.store_dtype == torch.int8 else dtype
+    if bits is not None and fits and target.library.store_dtype == store:
+        own = None if own_head else target
+        return CompiledDraftPass(network, target.library, embed, head, own, bits, owned, dtype)
     halved = dtype == torch.float32 and all(
         fits_bfloat16(each) for each in network.state_dict().values() if each.ndim == 2
     )
-    made = build(torch.bfloat16 if halved else dtype, dtype, network.config.head_dim)
+    made = build(torch.bfloat16 if halved else dtype, store, network.config.head_dim)
     library = made.library()
     if library is None:
         logging.getLogger(__name__).warning("The drafter runs uncompiled, which is slower: %s.", made.reason)
         return DraftPass(network.to(dtype), embed, head, made.reason)
     lends = target.library is library and not own_head
-    return CompiledDraftPass(network, library, embed, head, target if lends else None, owned=owned)
+    return CompiledDraftPass(network, library, embed, head, target if lends else None, None, owned, dtype)
 
 
 class PartOfPacked(nn.Module):
@@ -123,7 +125,7 @@ class CompiledDraftPass(CompiledLayers):
         embed, head: As in `DraftPass`.
         target: Lends its embedding and head, where it uses the same library: then a pass with its head is one call.
         bits: To which weights are rounded, if they are.
-        owned: As in `Target.draft_runner`.
+        owned, dtype: As in `draft_pass`.
     """
 
     compile_reason: str | None = None
@@ -138,11 +140,12 @@ class CompiledDraftPass(CompiledLayers):
         target: CompiledDecoder | None = None,
         bits: int | None = None,
         owned: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self._embed, self._head = embed, head
         self.config = config = network.config
         super().__init__(library, config.num_hidden_layers, EVERYWHERE)
-        self._network, self._like = network, torch.empty(0, dtype=library.store_dtype)
+        self._network, self._dtype = network, dtype or network.fc.weight.dtype
         self._packed: list[PackedLinear] = []
         self._bits, self._owned = bits, owned
         for own, module, kind in zip(self._layers, network.layers, config.layers, strict=True):
@@ -176,7 +179,8 @@ class CompiledDraftPass(CompiledLayers):
         return KVCache(batch, capacity)
 
     def state_bytes(self, batch: int, capacity: int) -> int:
-        return cached_bytes(self.config, batch * capacity, self._like.dtype)
+        config, slot = self.config, self.library.slot_size(self.config.head_dim) * self.library.store_dtype.itemsize
+        return 2 * config.num_hidden_layers * config.num_key_value_heads * slot * batch * capacity
 
     def weight_bytes(self) -> int:
         return sum(each.nbytes for each in self._packed) + sum(each.nbytes for each in self._alive)
@@ -211,7 +215,7 @@ class CompiledDraftPass(CompiledLayers):
         wanted = _slots_from(first, *tokens.shape)
         logits = torch.empty(len(tokens), tokens.size(1) - first, self._model.head.outputs)
         call.logits, call.logits_at, call.num_logits = logits.data_ptr(), address(wanted), len(wanted)
-        hidden = self._pass(call, end, tokens, window)[:, first:].to(self._like.dtype)
+        hidden = self._pass(call, end, tokens, window)[:, first:].to(self._dtype)
         mark(PASS)
         return hidden, logits
 
@@ -234,20 +238,21 @@ class CompiledDraftPass(CompiledLayers):
     ) -> tuple[CallFields, int]:
         """A call about N nodes behind each row's committed tokens; and the slots that it reaches."""
         config, end = self.config, state.check_room(count)
-        shape = (config.num_hidden_layers, 2 * config.num_key_value_heads, config.head_dim)
-        memory = state.memory(*shape, self._like)
-        assert len(lengths) == batch and memory.dtype == self.library.store_dtype, (state.lengths, batch, memory.dtype)
+        size = self.library.slot_size(config.head_dim)
+        shape = (config.num_hidden_layers, 2 * config.num_key_value_heads, size)
+        memory = state.memory(*shape, torch.empty(0, dtype=self.library.store_dtype))
+        assert len(lengths) == batch, (state.lengths, batch)
         call = CallFields(lengths=address(lengths), starts=address(starts), batch=batch, nodes=count)
         call.store, call.threads, call.slots = memory.data_ptr(), torch.get_num_threads(), memory.size(2)
         call.layer_stride, call.head_stride = memory.stride()[:2]
         return call, end
 
     def _pointer(self, weight: Tensor) -> int:
-        return super()._pointer(weight.to(self._like.dtype))
+        return super()._pointer(weight.to(self._dtype))
 
     def _pack(self, module: nn.Module, *names: str) -> LinearFields:
         """Lay some projections of a module out as one."""
-        projections, dtype = [cast(nn.Linear, getattr(module, name)) for name in names], self._like.dtype
+        projections, dtype = [cast(nn.Linear, getattr(module, name)) for name in names], self._dtype
         parts: list[Tensor | QuantizedWeight] = [each.weight.detach() for each in projections]
         if self._bits is not None:
             group, step = best_group(projections[0].in_features), max(1, PIECE // projections[0].in_features)

@@ -70,7 +70,7 @@ static void attend(const Model *m, const Layer *layer, const Call *call, i64 row
         out[j] = mixed + (node * m->heads + h) * D;
     }
     for (i64 t = begin; t < slots; t += LANES)
-        score(q, count, (const char *)keys + t * D * item, D, slots - 1 - t, scores + t, stride);
+        score(q, count, (const char *)keys + t * SLOT(D) * item, D, slots - 1 - t, scores + t, stride);
     for (i64 j = 0; j < count; j++) {
         i64 node = (from + j) / G;
         float *s = scores + j * stride;
@@ -79,7 +79,7 @@ static void attend(const Model *m, const Layer *layer, const Call *call, i64 row
         softmax_weights(s + begin, stride - begin, m->attention_scale, m->attention_cap);
         if (skip) hide(layer, call, row, node, begin, slots, depths, s, -1);
     }
-    const void *v = (const char *)values + begin * D * item;
+    const void *v = (const char *)values + begin * SLOT(D) * item;
     if (skip) mix_seen(scores + begin, stride, v, slots - begin, D, out, count);
     for (i64 j = 0; j < count && !skip; j += 4)
         mix_rows(scores + j * stride + begin, stride, v, slots - begin, D, out + j, count - j < 4 ? count - j : 4);
@@ -93,7 +93,7 @@ static void attention(const Model *m, const Layer *layer, const Call *call, i64 
         i64 from = work % items * QUERIES, head = work / items % m->kv_heads, row = work / items / m->kv_heads;
         i64 to = from + QUERIES < queries ? from + QUERIES : queries, size = BYTES(STORE);
         const char *keys = (char *)call->store
-            + size * (index * call->layer_stride + head * call->head_stride + call->starts[row] * m->head_dim);
+            + size * (index * call->layer_stride + head * call->head_stride + call->starts[row] * SLOT(m->head_dim));
         const char *values = keys + size * m->kv_heads * call->head_stride;
         const uint8_t *of_head = strange + (row * m->kv_heads + head) * N;
         attend(m, layer, call, row, head, from, to, of_head, depths + row * N, keys, values, qkv, mixed, scores);
@@ -117,8 +117,15 @@ static void place(const Model *m, const Layer *layer, const Call *call, i64 inde
             rotate(m, layer, head < heads ? layer->query_norm : layer->key_norm, x, position);
         if (head < heads) continue;
         i64 at = index * call->layer_stride + (head - heads) * call->head_stride
-            + (call->starts[row] + call->lengths[row] + node % call->nodes) * D;
-        for (i64 i = 0; i < D; i++) store_one(call->store, at + i, STORE, x[i]);
+            + (call->starts[row] + call->lengths[row] + node % call->nodes) * SLOT(D);
+        if (STORE == INT8) {
+            int8_t *to = (int8_t *)call->store + at;
+            float factor;
+            int32_t sum;
+            round_group(x, D, to, &factor, &sum);
+            memcpy(to + D, &factor, 4);
+        }
+        for (i64 i = 0; STORE != INT8 && i < D; i++) store_one(call->store, at + i, STORE, x[i]);
         i64 value = head - heads - m->kv_heads;
         if (strange && value >= 0)
             strange[(row * m->kv_heads + value) * call->nodes + node % call->nodes] = any_strange(x, D);

@@ -8,7 +8,6 @@
 
 typedef uint8_t codes __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
 typedef int8_t signed_codes __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
-typedef int8_t small_codes __attribute__((vector_size(LANES), aligned(1), may_alias));
 typedef int16_t shorts __attribute__((vector_size(4 * LANES), may_alias));
 typedef uint16_t half_scales __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 

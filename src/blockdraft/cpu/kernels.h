@@ -24,6 +24,7 @@
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+typedef int8_t small_codes __attribute__((vector_size(LANES), aligned(1), may_alias));
 typedef int64_t i64;
 typedef long long pair __attribute__((vector_size(16)));
 typedef short eight __attribute__((vector_size(16)));
@@ -50,7 +51,8 @@ typedef short eight __attribute__((vector_size(16)));
 #endif
 
 enum { FLOAT32, BFLOAT16, INT8, INT4 };
-#define BYTES(kind) ((kind) == FLOAT32 ? 4 : 2) /* of keys, values, and weights that are no integers */
+#define BYTES(kind) ((kind) == FLOAT32 ? 4 : (kind) == BFLOAT16 ? 2 : 1)
+#define SLOT(D) (STORE == INT8 ? (D) + 4 : (D)) /* numbers of a head's key or value in the store; 8 bits have a factor */
 
 #include "calls.h"
 
@@ -66,6 +68,7 @@ INLINE vec most_of(vec x, vec y) { return choose(x > y, x, y); }
 
 INLINE vec load(const void *w, i64 at, const int kind) {
     if (kind == FLOAT32) return *(const vec *)((const float *)w + at);
+    if (kind == INT8) return __builtin_convertvector(*(const small_codes *)((const int8_t *)w + at), vec);
 #if defined(__AVX2__) && LANES == 8 && !defined(__clang__) /* an instruction that gcc does not find by itself */
     pair narrow;
     memcpy(&narrow, (const uint16_t *)w + at, 16);
@@ -300,9 +303,17 @@ INLINE vec fold_fours(vec x, vec y) {
 #define SUMS 8
 #endif
 
+/* By which a slot's numbers are multiplied. */
+INLINE float factor_of(const void *store, i64 slot, i64 D) {
+    float factor = 1;
+    if (STORE == INT8) memcpy(&factor, (const int8_t *)store + slot * SLOT(D) + D, 4);
+    return factor;
+}
+
 /* scores[r * stride + t] = q[r] . k[t] for R queries and LANES slots, of which those after `last` repeat it. Queries
    share what is read and widened of a slot. */
-INLINE void dots(const float *const *q, const void *k, i64 D, i64 last, float *scores, i64 stride, const int R) {
+INLINE void dots(const float *const *q, const void *k, i64 D, i64 last, vec factors, float *scores, i64 stride,
+                 const int R) {
     const int together = SUMS / R < LANES ? SUMS / R : LANES; /* slots; fours of them */
     vec fours[4][4];
 #pragma GCC unroll 4
@@ -314,7 +325,7 @@ INLINE void dots(const float *const *q, const void *k, i64 D, i64 last, float *s
             for (int t = 0; t < together; t++) sums[r][t] = (vec){};
         for (i64 d = 0; d < D; d += LANES) {
 #pragma GCC unroll 16
-            for (int t = 0; t < together; t++) key[t] = load(k, (from + t < last ? from + t : last) * D + d, STORE);
+            for (int t = 0; t < together; t++) key[t] = load(k, (from + t < last ? from + t : last) * SLOT(D) + d, STORE);
 #pragma GCC unroll 4
             for (int r = 0; r < R; r++)
 #pragma GCC unroll 16
@@ -335,6 +346,7 @@ INLINE void dots(const float *const *q, const void *k, i64 D, i64 last, float *s
 #else
         vec all = fours[r][0];
 #endif
+        if (STORE == INT8) all *= factors;
         *(vec *)(scores + r * stride) = all;
     }
 }
@@ -343,13 +355,15 @@ INLINE void dots(const float *const *q, const void *k, i64 D, i64 last, float *s
 
 /* As `dots`, for `count` queries. */
 static void score(const float *const *q, i64 count, const void *k, i64 D, i64 last, float *scores, i64 stride) {
-    for (i64 i = 0; i < LANES * D * BYTES(STORE); i += 64) __builtin_prefetch((const char *)k + AHEAD + i);
+    for (i64 i = 0; i < LANES * SLOT(D) * BYTES(STORE); i += 64) __builtin_prefetch((const char *)k + AHEAD + i);
+    vec factors = {};
+    for (int t = 0; STORE == INT8 && t < LANES; t++) factors[t] = factor_of(k, t < last ? t : last, D);
     i64 r = 0;
 #if SUMS == 16
-    for (; r + 4 <= count; r += 4) dots(q + r, k, D, last, scores + r * stride, stride, 4);
+    for (; r + 4 <= count; r += 4) dots(q + r, k, D, last, factors, scores + r * stride, stride, 4);
 #endif
-    for (; r + 2 <= count; r += 2) dots(q + r, k, D, last, scores + r * stride, stride, 2);
-    if (r < count) dots(q + r, k, D, last, scores + r * stride, stride, 1);
+    for (; r + 2 <= count; r += 2) dots(q + r, k, D, last, factors, scores + r * stride, stride, 2);
+    if (r < count) dots(q + r, k, D, last, factors, scores + r * stride, stride, 1);
 }
 
 /* sums[r][c] = sum of p[r][t] v[t] over slots in order, for C vectors of v from `d` on; `totals` of p[r][t] in order, if
@@ -357,7 +371,7 @@ static void score(const float *const *q, i64 count, const void *k, i64 D, i64 la
    R = 1. */
 INLINE void mix_part(const float *p, i64 stride, const void *v, i64 T, i64 D, i64 d, vec sums[4][4], float *totals,
                      const int R, const int C, const int skip, const int FIRST) {
-    const i64 row = D * BYTES(STORE);
+    const i64 row = SLOT(D) * BYTES(STORE);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
@@ -367,12 +381,14 @@ INLINE void mix_part(const float *p, i64 stride, const void *v, i64 T, i64 D, i6
         for (i64 i = 0; FIRST && i < row; i += 64) __builtin_prefetch((const char *)v + t * row + AHEAD + i);
         vec value[4];
 #pragma GCC unroll 8
-        for (int c = 0; c < C; c++) value[c] = load(v, t * D + d + c * LANES, STORE);
+        for (int c = 0; c < C; c++) value[c] = load(v, t * SLOT(D) + d + c * LANES, STORE);
+        const float factor = factor_of(v, t, D);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
             if (FIRST) totals[r] += p[r * stride + t];
+            const float weight = STORE == INT8 ? p[r * stride + t] * factor : p[r * stride + t];
 #pragma GCC unroll 8
-            for (int c = 0; c < C; c++) sums[r][c] = FMA(splat(p[r * stride + t]), value[c], sums[r][c]);
+            for (int c = 0; c < C; c++) sums[r][c] = FMA(splat(weight), value[c], sums[r][c]);
         }
     }
 }

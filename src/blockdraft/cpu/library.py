@@ -18,7 +18,9 @@ from blockdraft.nn.quantized import InterleavedWeight
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1}  # of weights and stores, as in kernels.h
 INTEGERS = {8: 2, 4: 3}  # by their bits
-DTYPES = {number: dtype for dtype, number in KINDS.items()}
+STORES = KINDS | {torch.int8: INTEGERS[8]}
+DTYPES = {number: dtype for dtype, number in STORES.items()}
+FACTOR = 4  # numbers of int8 that hold the factor of a key or a value, behind it
 PROJECTIONS = ("qkv", "output", "gate_up", "down")
 NORMS = ("before_attention", "before_mlp", "after_attention", "after_mlp")
 
@@ -135,7 +137,7 @@ class Library:
         lanes: Output channels of a weight that lie side by side.
         weights_dtype: Of the weights that it takes.
         has_integers: Whether it takes weights of few bits, too.
-        store_dtype: Of keys and values.
+        store_dtype: Of keys and values: float32, bfloat16, or int8 with a factor for each head and token.
 
     Raises:
         OSError: The file is no library.
@@ -158,6 +160,10 @@ class Library:
         self.weights_dtype = DTYPES[_function(library, "weight_kind")()]
         self.store_dtype = DTYPES[_function(library, "store_kind")()]
         self.has_integers = bool(_function(library, "has_integer_kernels")())
+
+    def slot_size(self, head_dim: int) -> int:
+        """Numbers of `store_dtype` in a slot."""
+        return head_dim + (FACTOR if self.store_dtype == torch.int8 else 0)
 
     def decoder_workspace(self, model: ModelFields, batch: int, nodes: int, slots: int, threads: int) -> int:
         """Numbers of float32 that `decoder_forward` needs for rows that reach so many slots, their nodes' included."""

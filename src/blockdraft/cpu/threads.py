@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import statistics
+import threading
 import time
 from collections.abc import Callable
 from functools import cache
@@ -52,6 +53,7 @@ def use_best_threads(work: Callable[[], object], facts: tuple[object, ...]) -> N
     torch.set_num_threads(best)
 
 
+_process = os.getpid()
 OMP_PAUSE_SOFT = 1  # of OpenMP 5.0: keep settings
 
 
@@ -62,6 +64,8 @@ def let_team_go() -> None:
     barriers no longer spin but sleep, and a forward of small layers takes seven times as long. So a thread that has
     loaded a model leaves the cores to the thread that decodes.
     """
+    if os.getpid() != _process and threading.current_thread() is threading.main_thread():
+        return  # the team stayed in the process that this one was forked from, and its end would be waited for in vain
     pause = _pause()
     if pause is not None:
         pause(OMP_PAUSE_SOFT)

@@ -194,15 +194,21 @@ class FeatureCache:
             progress: Called with the tokens done and the tokens to do in this run.
 
         Raises:
-            ValueError: There is too little space on the disk, it cannot be written to, or another process does so.
+            ValueError: There is too little space on the disk, it cannot be written to, or another process does so, or
+                has written other features since this was planned.
         """
+        self._check_space()
+        with held(self.folder, "computing features"):
+            now = plan_features(self.folder, self.target, self.data, self.manifest["taps"], self.settings)
+            now._check_space()
+            now._write(progress)
+
+    def _check_space(self) -> None:
         if self.need > self.free:
             raise UsageError(
                 f"The features need {size(self.need)} and {self.folder.absolute().parent} has {size(self.free)} free; "
                 f"choose fewer taps or fewer documents or another disk for --out, or train without a feature cache."
             )
-        with held(self.folder, "computing features"):
-            self._write(progress)
 
     def _write(self, progress: Callable[[int, int], None]) -> None:
         make_folder(self.folder)

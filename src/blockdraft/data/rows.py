@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from blockdraft.data.settings import RowSettings
-from blockdraft.errors import UsageError
+from blockdraft.errors import Complaints, UsageError
 
 Message: TypeAlias = dict[str, Any]
 # A text, or the messages of a chat. An answer that is still to be written has the content None.
@@ -17,6 +17,8 @@ Row: TypeAlias = "str | list[Message]"
 ROLES = {"human": "user", "gpt": "assistant"} | {
     role: role for role in ("system", "developer", "user", "assistant", "tool")
 }
+KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+KINDS |= dict.fromkeys((".gz", ".zst", ".bz2", ".xz"), "json")
 ACCEPTED = (
     '{"messages": [{"role", "content"}, ...]}, {"conversations": [{"from", "value"}, ...]}, {"prompt", "response"}, '
     '{"turns": ["prompt", ...]} or {"text"}'
@@ -48,6 +50,19 @@ def read_rows(sources: Sequence[str], settings: RowSettings, piece: int | None =
     raws = itertools.chain.from_iterable(_numbered(source, settings) for source in sources)
     rows = itertools.chain.from_iterable(parsed(place, raw) for place, raw in raws)
     return itertools.islice(rows, settings.limit)
+
+
+def check_sources(sources: Sequence[str], settings: RowSettings) -> None:
+    """Try the first row of each source that is a file or a folder; what is on the hub is not looked at.
+
+    Raises:
+        ValueError: As of `read_rows`; what is wrong with all of them together.
+    """
+    complaints = Complaints()
+    for source in filter(_names_file, sources):
+        with complaints.noting():
+            next(read_rows([source], settings))
+    complaints.check()
 
 
 def parse_row(raw: dict[str, Any], settings: RowSettings) -> Row:
@@ -171,12 +186,9 @@ def _open(source: str, settings: RowSettings) -> Iterable[dict[str, Any]]:
         import datasets  # type: ignore[import-untyped]
     except ImportError as error:
         raise UsageError("Reading data takes `datasets`; pip install 'blockdraft[train]' brings it.") from error
-    path = Path(source)
-    kind = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get((path.suffixes or [""])[-1])
-    if path.suffix in (".gz", ".zst", ".bz2", ".xz"):
-        kind = "json"
-    if not path.exists() and (kind or path.suffix == ".txt" or path.is_absolute() or source.startswith(".")):
-        raise UsageError(f"There is no {source}.")
+    path, kind = Path(source), KINDS.get(Path(source).suffix)
+    if not path.exists() and _names_file(source):
+        raise UsageError(f"There is no {source}; give .jsonl, .json, .parquet or .txt files, or a dataset.")
     if path.is_file() and path.stat().st_size == 0:
         raise UsageError(f"{source} is empty.")
     if texts := _text_files(path):
@@ -201,6 +213,14 @@ def _open(source: str, settings: RowSettings) -> Iterable[dict[str, Any]]:
         raise UsageError(f"{source} cannot be read as a dataset: {error}") from error
     rows: Iterable[dict[str, Any]] = found
     return rows
+
+
+def _names_file(source: str) -> bool:
+    """Whether this is a file or a folder, or would be one if it existed; else it is a name on the hub."""
+    path = Path(source)
+    # A name on the hub may have dots, but not beside other files.
+    looks = path.suffix in (*KINDS, ".txt") or source.startswith((".", "~")) or path.is_absolute()
+    return path.exists() or looks or (path.suffix != "" and path.parent.is_dir())
 
 
 def _text_files(path: Path) -> list[Path]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from weakref import WeakKeyDictionary
 
 from blockdraft.cpu.threads import let_team_go
@@ -46,7 +48,7 @@ class Worker:
             scheduler.add(requests)
             if scheduler not in self._schedulers:
                 self._schedulers.append(scheduler)
-            if self.thread is None or not self.thread.is_alive():  # the latter in a process that was forked
+            if self.thread is None or not self.thread.is_alive():
                 let_team_go()  # that of the caller, who will wait
                 # A thread that is no daemon would keep a process that ends waiting for all answers.
                 self.thread = threading.Thread(target=self._work, name=NAME, daemon=True)
@@ -76,6 +78,22 @@ class Worker:
             self._lock.notify()
         if thread is not None:
             thread.join()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Wait for the end of a step, and let no other begin."""
+        with self._target_lock, self._lock:
+            yield
+
+    def leave_to_parent(self) -> None:
+        """In a process that was forked: the thread is not here, and its requests go on in the other process; here they
+        are cancelled, and no listener hears of it."""
+        self.thread = None
+        for scheduler in self._schedulers:
+            for request in scheduler.cancel():
+                request.listener = None
+                request.finish("cancelled")
+                request.publish()
 
     def _busy(self) -> bool:
         """Whether there are requests; forgets schedulers that have none."""
@@ -109,6 +127,7 @@ class Worker:
 
 _workers: WeakKeyDictionary[Target, Worker] = WeakKeyDictionary()
 _lock = threading.Lock()
+_held = ExitStack()  # while the process is forked
 
 
 def worker_of(target: Target) -> Worker:
@@ -117,6 +136,23 @@ def worker_of(target: Target) -> Worker:
         if target not in _workers:
             _workers[target] = Worker(target)
         return _workers[target]
+
+
+def _before_fork() -> None:
+    """A child process has no thread that would end a step or give back a lock, so it must begin between two steps."""
+    _held.enter_context(_lock)
+    for worker in _workers.values():
+        _held.enter_context(worker.held())
+
+
+def _after_fork_in_child() -> None:
+    _held.close()
+    for worker in _workers.values():
+        worker.leave_to_parent()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(before=_before_fork, after_in_parent=_held.close, after_in_child=_after_fork_in_child)
 
 
 def end_all() -> None:

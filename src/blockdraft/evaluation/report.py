@@ -19,7 +19,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from blockdraft.errors import UsageError
+from blockdraft.errors import UsageError, counted
 from blockdraft.evaluation.methods import PLAIN
 from blockdraft.evaluation.profile import Profile
 from blockdraft.evaluation.speed import Figures, Trial, figures
@@ -30,7 +30,7 @@ SHOWN_POSITIONS = 4  # of S_i in the tables; the JSON has all
 LABEL_WIDTH = 32  # characters of a method's name in the pictures
 
 NOTES = (
-    "tokens/s: tokens after each answer's first, over wall time without prefill; median of {repeats} repeats (slowest "
+    "tokens/s: tokens after each answer's first, over wall time without prefill; median of {repeats} (slowest "
     "to fastest). speed-up: over none in the same repeat, median. tau: tokens per cycle. R: time of a cycle over that "
     "of none, likewise. S_i: share of cycles in which the first i guesses were accepted. same: answers identical to "
     "those of none, of the same seed when sampling. loops: answers in which a run of 8 tokens occurs 4 times or more. "
@@ -139,7 +139,7 @@ def show(console: Console, found: Results) -> None:
     for name, methods in tables.items():
         console.print(_table(name, methods, box.SIMPLE if console.is_terminal else None))
         console.print()
-    console.print(NOTES.format(repeats=found.arguments["repeats"]))
+    console.print(NOTES.format(repeats=counted(found.arguments["repeats"], "repeat")))
     if any(one.identical is None for one in found.methods.values()):
         console.print(DRAWN_NOTES)
     if found.profiles:
@@ -152,7 +152,7 @@ def show(console: Console, found: Results) -> None:
 def _table(name: str, methods: Mapping[str, Figures], lines: box.Box | None) -> Table:
     plain = methods[PLAIN]
     table = Table(box=lines, pad_edge=False, title_justify="left")
-    table.title = f"{name}: {plain.prompts} prompts, {plain.timed_prompts} timed"
+    table.title = f"{name}: {counted(plain.prompts, 'prompt')}, {plain.timed_prompts} timed"
     table.add_column("method", overflow="fold")
     for header in ("tokens/s", "range", "speed-up", "tau", "R", f"S_1..S_{SHOWN_POSITIONS} %", "same %", "loops %"):
         table.add_column(header, justify="right", no_wrap=True)
@@ -227,9 +227,12 @@ def _acceptance(found: Results) -> bytes:
 
 def _speedups(found: Results) -> bytes:
     """Speed-ups of each method for each set and for all of them, as PNG."""
-    groups = {f"{name}\n({one.methods[PLAIN].timed_prompts} prompts)": one.methods for name, one in found.sets.items()}
+    groups = {
+        f"{name}\n({counted(one.methods[PLAIN].timed_prompts, 'prompt')})": one.methods
+        for name, one in found.sets.items()
+    }
     if len(groups) > 1:
-        groups[f"all sets\n({found.methods[PLAIN].timed_prompts} prompts)"] = found.methods
+        groups[f"all sets\n({counted(found.methods[PLAIN].timed_prompts, 'prompt')})"] = found.methods
     methods = [method for method in found.methods if method != PLAIN]
     width = 0.8 / max(len(methods), 1)
     room = max(1.3, 0.55 * len(methods), *(0.1 * len(name) for name in found.sets))

@@ -6,16 +6,18 @@ import json
 import os
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from blockdraft.data.folder import write_file
-from blockdraft.errors import UsageError
-from blockdraft.fit.plan import Plan, counted
+from blockdraft.errors import UsageError, counted
+from blockdraft.fit.plan import Plan
 from blockdraft.fit.prompts import HELD_OUT
 from blockdraft.fit.steps import Step, Where
 from blockdraft.formats import find_layout, read_drafter
+from blockdraft.formats.gguf import is_gguf
 from blockdraft.training.trainer import run_folder
 
 README, PICTURE = "README.md", "fit.png"
@@ -36,17 +38,18 @@ def usage(where: Where, temperature: float = 0.0) -> list[str]:
         shlex.join(["blockdraft", "generate", *target, "--drafter", out, *sampled, "PROMPT"]),
         shlex.join(["blockdraft", "bench", *target, "--drafter", out, "--prompts", held_out, *sampled]),
     ]
-    if _can_be_exported(where.out):
-        export = ["blockdraft", "export", out, *target[:2], "--format", EXPORTED, "--out", f"{out}-{EXPORTED}"]
+    if _can_be_exported(where.out, where.target):
+        model = replace(where, dtype=None, device=None, backend=None).options()
+        export = ["blockdraft", "export", out, *model, "--format", EXPORTED, "--out", f"{out}-{EXPORTED}"]
         lines.append(shlex.join(export))
     return lines
 
 
-def _can_be_exported(drafter: Path) -> bool:
-    """Whether that format has words for it; it has none for a tap on the last layer, nor for scaled embeddings."""
+def _can_be_exported(drafter: Path, target: str | None) -> bool:
+    """Whether that format has words for it; none for a tap on the last layer, scaled embeddings, or GGUF files."""
     layers = json.loads((drafter / "config.json").read_text(encoding="utf-8"))["num_target_layers"]
     try:
-        find_layout(EXPORTED).check(read_drafter(drafter, None, layers).config, None, ())
+        find_layout(EXPORTED).check(read_drafter(drafter, None, layers).config, target, ())
     except UsageError:
         return False
     return True
@@ -54,7 +57,8 @@ def _can_be_exported(drafter: Path) -> bool:
 
 def engines(where: Where, variant: str, block_size: int) -> dict[str, str]:
     """How other engines are started with it; those that read this kind of drafter, as docs/export.md has it."""
-    target, out = where.target or "TARGET", str(where.out)
+    theirs = where.target is not None and not is_gguf(where.target)
+    target, out = str(where.target) if theirs else "TARGET", str(where.out)
     config = {"method": "dflash", "model": out, "num_speculative_tokens": block_size - 1}
     lines = {"vLLM": shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(config)])}
     if variant == "dflash":
@@ -98,7 +102,7 @@ def write_card(
         f"fit`: {plan.variant} in z-lab's layout, {counted(recipe['layers'], 'layer')}, blocks of "
         f"{recipe['block_size']}, taps {', '.join(map(str, recipe['taps']))}.",
         "",
-        f"## Measured on {plan.bench_prompts} prompts that it was not trained on",
+        f"## Measured on {counted(plan.bench_prompts, 'prompt')} that it was not trained on",
         "",
         "| | tokens/s | speed-up | tau | same answers |",
         "|---|---|---|---|---|",

@@ -9,7 +9,7 @@ from typing import Any
 
 from blockdraft.data.features import size
 from blockdraft.data.settings import LONGEST
-from blockdraft.errors import Complaints
+from blockdraft.errors import Complaints, counted
 from blockdraft.fit.facts import Machine, Measured, TargetFacts
 from blockdraft.fit.recipe import LONG_BLOCK, SHORT_BLOCK, Fields, anchors, expected_speedup, reference
 from blockdraft.fit.settings import FitSettings
@@ -161,7 +161,7 @@ def make_plan(
         f"{counted(recipe['layers'], 'draft layer')} for the target's {target.layers}: a quarter of them, at most 5"
     )
     reasons.append(
-        f"{answers} answers and {steps} steps of {rows} x {length} tokens: "
+        f"{counted(answers, 'answer')} and {counted(steps, 'step')} of {rows} x {length} tokens: "
         f"{steps * learned / kept:.1f} passes over the answers"
     )
 
@@ -256,8 +256,8 @@ def show(plan: Plan, target: TargetFacts, machine: Machine, sources: Sequence[st
     recipe, template = plan.recipe, "with" if target.chats else "without"
     own = "the target writes them itself; name some of your own with --data"
     return [
-        f"target: {target.layers} layers, hidden size {target.hidden_size}, {target.vocab_size} tokens, context of "
-        f"{target.context}, {template} chat template, {target.running}",
+        f"target: {counted(target.layers, 'layer')}, hidden size {target.hidden_size}, {target.vocab_size} tokens, "
+        f"context of {target.context}, {template} chat template, {target.running}",
         f"machine: {machine.device}, {machine.cpus} cores, {size(machine.memory)} of memory and {size(machine.disk)} "
         "of disk free",
         f"prompts: {', '.join(sources) or own}",
@@ -269,10 +269,6 @@ def show(plan: Plan, target: TargetFacts, machine: Machine, sources: Sequence[st
         *(f"step {name}: about {duration(seconds)}" for name, seconds in plan.seconds.items()),
         f"in all: about {duration(sum(plan.seconds.values()))} from here, of {hours:g} h",
     ]
-
-
-def counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def duration(seconds: float) -> str:

@@ -15,6 +15,7 @@ import torch
 
 from blockdraft.data.folder import check_free, check_writable, make_folder, read_manifest, write_file
 from blockdraft.data.regenerate import prompts_of
+from blockdraft.data.rows import check_sources
 from blockdraft.data.settings import DataSettings, RowSettings
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
@@ -27,7 +28,7 @@ from blockdraft.fit.recipe import VARIANTS, reference
 from blockdraft.fit.settings import FitSettings, PromptSettings
 from blockdraft.fit.steps import Where, done_steps, make_steps, run_steps
 from blockdraft.folders import held
-from blockdraft.targets import Target, load_target, without_tokenizer
+from blockdraft.targets import Target, checked_folder, load_target, without_tokenizer
 from blockdraft.training.trainer import run_folder
 from blockdraft.training.variants import find_variant
 from blockdraft.types import DEFAULT_BACKEND
@@ -131,6 +132,12 @@ def _plan(fit: Fit, note: Callable[[str], None]) -> tuple[Plan, list[str]]:
     shutil.rmtree(scratch, ignore_errors=True)  # of a start that was killed
     with complaints.noting():
         _check_folders(fit.where)
+    with complaints.noting():
+        check_sources(fit.sources, fit.rows)
+    with complaints.noting():
+        if fit.where.target is not None:
+            checked_folder(fit.where.target, fit.where.revision)
+    complaints.check()  # before anything takes long
     note("loading the target ...")
     with complaints.noting():
         # With torch's own number of threads, as the commands that compute for long.

@@ -88,7 +88,7 @@ def write_folder(
         tensors: On any device, contiguous or not.
 
     Raises:
-        ValueError: The folder holds something else.
+        ValueError: The folder holds something else, or the disk is full, or the like.
     """
     path = Path(path).resolve()
     check_writable(path)
@@ -96,9 +96,14 @@ def write_folder(
         new, old = Path(scratch, "new"), Path(scratch, "old")
         new.mkdir()
         contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        save_file(contiguous, new / "model.safetensors", metadata={"format": "pt"})
         raw = raw if trained_for is None else {**raw, TRAINED_FOR: trained_for}
-        (new / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+        try:
+            save_file(contiguous, new / "model.safetensors", metadata={"format": "pt"})
+            (new / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+        except (OSError, SafetensorError) as error:
+            raise UsageError(
+                f"{path} cannot be written ({error}); free space, or choose another folder. What was there stays."
+            ) from error
         (new / "model.safetensors").chmod((new / "config.json").stat().st_mode)  # safetensors lets only the owner read
         if path.exists():
             path.rename(old)

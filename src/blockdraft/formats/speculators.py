@@ -22,6 +22,7 @@ from blockdraft.errors import UsageError
 from blockdraft.formats.architectures import Architecture, architecture_of, by_name, tensor_shapes
 from blockdraft.formats.base import Borrowed, Checkpoint
 from blockdraft.formats.folder import blaming, check_tensors, read_config, read_tensors, write_folder
+from blockdraft.formats.gguf import is_gguf
 from blockdraft.formats.zlab import one_dtype
 from blockdraft.formats.zlab_config import config_dict as zlab_config_dict
 from blockdraft.formats.zlab_config import parse_config as parse_zlab_config
@@ -109,6 +110,11 @@ def config_dict(
     config: DraftConfig, target_name: str | None, target_architectures: Sequence[str], draft_vocab_size: int
 ) -> dict[str, Any]:
     """What config.json holds. Raises ValueError where the format has no words for the configuration."""
+    if target_name is not None and is_gguf(target_name):
+        raise UsageError(
+            f"The speculators format names the target, and its readers load no {target_name}; export with "
+            "--target-name, the folder or hub name of the model that the file was made from."
+        )
     architecture = architecture_of(config)
     kind = architecture.speculator
     others = f"one of {sorted(model_types())} in the speculators format; keep z-lab's layout (--format zlab)"

@@ -18,7 +18,7 @@ from blockdraft.errors import UsageError
 from blockdraft.fit.prompts import write_prompts
 from blockdraft.fit.settings import PromptSettings
 from blockdraft.quantize.settings import CalibrationSettings
-from blockdraft.targets import TargetText
+from blockdraft.targets import TargetText, without_tokenizer
 from blockdraft.types import SamplingParams
 
 MOST_ROWS = 100_000  # of the sources
@@ -46,7 +46,7 @@ def read_text(sources: Sequence[str], rows: RowSettings, target: TargetText, set
         UsageError: A source cannot be read, the target has no tokenizer, or there is too little text.
     """
     if target.tokenizer is None:
-        raise UsageError("The target has no tokenizer, so no text can be read for it.")
+        raise UsageError(f"{without_tokenizer(target)}, so no text can be read for it.")
     encoder = ChatEncoder(target.tokenizer, target.eos_token_ids)
     found = [row for _, row in zip(range(MOST_ROWS), (row for _, row in read_rows(sources, rows)), strict=False)]
     random.Random(settings.seed).shuffle(found)

@@ -28,13 +28,13 @@ from blockdraft.targets.base import (
     embedding_and_head,
     without_tokenizer,
 )
-from blockdraft.targets.checkpoint import load_text
+from blockdraft.targets.checkpoint import checked_folder, load_text
 from blockdraft.targets.exact import check_exact
 from blockdraft.targets.families import NotCovered
 from blockdraft.targets.fingerprint import other_target_warning, target_fingerprint
 from blockdraft.targets.gguf import load_gguf_text
 from blockdraft.targets.native_files import HEAD, SOURCE, TABLE, OpenCheckpoint, open_checkpoint
-from blockdraft.types import DEFAULT_BACKEND, DEFAULT_COMPILE, Backend, Compile, Quantize
+from blockdraft.types import DEFAULT_BACKEND, DEFAULT_COMPILE, Backend, Compile, KVDtype, Quantize
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BUNDLED = Path(__file__).parents[1] / "pair" / "target"
@@ -57,6 +57,7 @@ def load_target(
     exact: bool = False,
     revision: str | None = None,
     adapter: str | Path | None = None,
+    kv_dtype: KVDtype | None = None,
 ) -> Target:
     """Load a target.
 
@@ -81,6 +82,8 @@ def load_target(
             plain decoding whatever is drafted, in any batch, near ties included. A target that is compiled for a CPU is
             so already. Others compute pieces of one size, with attention in float64, which costs time. It is checked on
             the model, with the threads that there are now.
+        kv_dtype: "int8" keeps keys and values in 8 bits with a factor for each head and token, on a CPU where the
+            forward is compiled; None keeps them in `dtype`.
         revision: Branch, tag or commit of a hub name; None is the newest of its main branch.
         adapter: Folder or hub name of an adapter of PEFT, such as a LoRA, which is merged into the weights in the dtype
             of the arithmetic. It takes the package peft (`blockdraft[adapter]`).
@@ -116,14 +119,17 @@ def load_target(
         raise UsageError(f"quantize is {quantize!r}; use one of {sorted(get_args(Quantize))}, or None.")
     if exact and placed.type == "mps":
         raise UsageError("exact needs float64, and the device mps has none; use the device cpu, or do without exact.")
-    options = LoadOptions(DTYPES[name], placed, compile, quantize, threads == "auto", exact, revision, adapter)
+    if kv_dtype not in (None, *get_args(KVDtype)):
+        raise UsageError(f"kv_dtype is {kv_dtype!r}; use one of {sorted(get_args(KVDtype))}, or None.")
+    how = compile, quantize, threads == "auto", exact, revision, adapter, kv_dtype
+    options = LoadOptions(DTYPES[name], placed, *how)
     ranked = sorted((module.RANK, name) for name, module in known.items() if module.RANK is not None)
     reason: NotCovered | None = None
     for name in [backend] if backend != "auto" else [name for _, name in ranked]:
         try:
             target: Target = known[name].load(path, options)
         except NotCovered as refused:
-            if backend != "auto" or quantize:
+            if backend != "auto" or quantize or kv_dtype:
                 others = "another backend, or auto" if backend != "auto" else "other weights"
                 raise UsageError(f"The {name} backend cannot run {path}: {refused}. Use {others}.") from refused
             reason = reason or refused
@@ -179,6 +185,7 @@ __all__ = [
     "TargetOutput",
     "TargetText",
     "as_target",
+    "checked_folder",
     "embedding_and_head",
     "load_target",
     "load_target_text",

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from blockdraft.errors import UsageError
+from blockdraft.errors import UsageError, counted
 from blockdraft.targets.base import LoadOptions
-from blockdraft.targets.checkpoint import loading
+from blockdraft.targets.checkpoint import check_hub, loading
 from blockdraft.targets.fingerprint import weights_fingerprint
 
 
@@ -41,19 +41,23 @@ def load_model(path: str | Path, options: LoadOptions) -> tuple[PreTrainedModel,
     missing = sorted(report["missing_keys"])
     if missing:
         raise UsageError(
-            f"{path} lacks {len(missing)} tensors of {type(model).__name__}, such as {missing[0]}; is it a causal "
-            f"language model, and are all its files there?"
+            f"{path} lacks {counted(len(missing), 'tensor')} of {type(model).__name__}, such as {missing[0]}; is it a "
+            f"causal language model, and are all its files there?"
         )
     if options.adapter is None:
         return model, None
     source = "" if options.dtype == torch.float16 else weights_fingerprint(model.named_parameters())
-    return merged(model, path, options.adapter), source
+    whole, weights = merged(model, path, options.adapter)
+    return whole, source and weights_fingerprint(weights.items(), source)
 
 
-def merged(model: PreTrainedModel, path: str | Path, adapter: str | Path) -> PreTrainedModel:
-    """A model with an adapter in its weights; the model that was given is changed. Errors as in `load_model`."""
+def merged(
+    model: PreTrainedModel, path: str | Path, adapter: str | Path
+) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
+    """A model with an adapter in its weights, and the weights of the adapter; the model that was given is changed.
+    Errors as in `load_model`."""
     try:
-        from peft import PeftModel
+        from peft import PeftModel, get_peft_model_state_dict
     except ModuleNotFoundError as error:
         raise UsageError(f"An adapter takes {error.name}; run pip install 'blockdraft[adapter]'.") from error
     folder = Path(adapter)
@@ -61,11 +65,14 @@ def merged(model: PreTrainedModel, path: str | Path, adapter: str | Path) -> Pre
         raise UsageError(f"{folder} has no adapter_config.json; give the folder or hub name of an adapter of PEFT.")
     if not folder.exists() and not re.fullmatch(r"[\w.-]+/[\w.-]+", str(adapter)):
         raise UsageError(f"There is no folder {adapter}, and it is no hub name of the form owner/name.")
+    if not folder.exists():
+        check_hub(str(adapter), "adapter_config.json")
     try:
         with warnings.catch_warnings():
             # Peft asks transformers for what a newer name has been given to; no one here can mend that.
             warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
             wrapped: Any = PeftModel.from_pretrained(model, str(adapter))
+            weights: dict[str, torch.Tensor] = get_peft_model_state_dict(wrapped)
             whole: PreTrainedModel = wrapped.merge_and_unload()
     except Exception as error:  # peft raises many kinds
         said = " ".join(map(str.strip, str(error).splitlines()[:2]))  # torch's errors name every single weight
@@ -73,4 +80,4 @@ def merged(model: PreTrainedModel, path: str | Path, adapter: str | Path) -> Pre
             f"The adapter {adapter} cannot be merged into {path} ({said}); give one that was made for this model, of "
             "a kind that can be merged, such as a LoRA."
         ) from error
-    return whole
+    return whole, weights

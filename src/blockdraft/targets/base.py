@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from blockdraft.errors import UsageError
 from blockdraft.nn.dflash import DFlashNetwork
-from blockdraft.types import DEFAULT_COMPILE, Compile, Quantize
+from blockdraft.types import DEFAULT_COMPILE, Compile, KVDtype, Quantize
 
 
 class Rows(Protocol):
@@ -114,6 +114,7 @@ class LoadOptions:
         best_threads: Measure which number of threads is fastest, and use it.
         revision, adapter: As in `load_target`.
         exact: A node's logits and features must not depend on what else is computed; the caller checks it.
+        kv_dtype: As in `load_target`.
     """
 
     dtype: torch.dtype
@@ -124,6 +125,7 @@ class LoadOptions:
     exact: bool = False
     revision: str | None = None
     adapter: str | Path | None = None
+    kv_dtype: KVDtype | None = None
 
 
 @dataclass(frozen=True)
@@ -182,8 +184,8 @@ class Target(Protocol):
 
     @property
     def source_fingerprint(self) -> str | None:
-        """Fingerprint of the weights as the checkpoint has them, before they were rounded or an adapter was merged:
-        what its drafters carry. None where it is not known."""
+        """Fingerprint of the weights before they were rounded, and of the adapter that was merged into them: what its
+        drafters carry. None where it is not known."""
 
     @property
     def lock(self) -> AbstractContextManager[Any]: ...

@@ -6,22 +6,28 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from threading import RLock
 from typing import Any
 
+import huggingface_hub
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from blockdraft.errors import UsageError
+from blockdraft.formats.gguf import is_gguf
 from blockdraft.nn.cache import KVCache
 from blockdraft.targets.base import TargetText
 from blockdraft.targets.fingerprint import weights_fingerprint
 
 # What a configuration says about how and by what it was saved, not about the model.
 INCIDENTAL = {"dtype", "torch_dtype", "transformers_version", "_name_or_path"}
+
+
+HUB_SECONDS = 10.0  # in which the hub answers, as its own client has it
 
 
 class CheckpointTarget:
@@ -76,6 +82,8 @@ def checked_folder(path: str | Path, revision: str | None = None) -> Path:
     """The path. Raises ValueError where it is neither a model folder nor the form of a hub name, or a folder with a
     revision."""
     folder = Path(path)
+    if is_gguf(path):
+        raise UsageError(f"{path} is a GGUF file, where a Hugging Face model folder or a hub name is wanted.")
     if folder.exists() and not (folder / "config.json").is_file():
         raise UsageError(
             f"{folder} has no config.json; a target is a Hugging Face model folder, a hub name, or a GGUF file (.gguf)."
@@ -84,7 +92,30 @@ def checked_folder(path: str | Path, revision: str | None = None) -> Path:
         raise UsageError(f"There is no folder {path}, and it is no hub name of the form owner/name.")
     if folder.exists() and revision is not None:
         raise UsageError(f"revision is {revision!r}, and {folder} is a folder, which has none; leave it out.")
+    if not folder.exists():
+        check_hub(str(path), "config.json", revision)
     return folder
+
+
+def check_hub(name: str, file: str, revision: str | None = None) -> None:
+    """Raise a ValueError where this file of a repository is not on this machine and the hub does not answer, which its
+    client would find out much later."""
+    known = huggingface_hub.try_to_load_from_cache(name, file, revision=revision)
+    if isinstance(known, str) or huggingface_hub.constants.HF_HUB_OFFLINE:
+        return
+    try:
+        _ask(huggingface_hub.constants.ENDPOINT)
+    except Exception as error:  # of whichever package the hub's client uses
+        raise UsageError(
+            f"{name} is no folder here, and the hub cannot be reached to look for it there ({error}); give the path of "
+            "a local folder, or try again with a connection."
+        ) from error
+
+
+@cache
+def _ask(address: str) -> None:
+    """Any answer will do. One that was given is not asked for again."""
+    huggingface_hub.get_session().head(address, timeout=HUB_SECONDS)
 
 
 @contextmanager

@@ -23,10 +23,14 @@ def target_fingerprint(target: Target) -> str:
     return _digest(_hash(json.dumps(target.architecture, sort_keys=True).encode()), target.named_weights())
 
 
-def weights_fingerprint(weights: Iterable[tuple[str, Tensor]]) -> str:
+def weights_fingerprint(weights: Iterable[tuple[str, Tensor]], base: str = "") -> str:
     """As `target_fingerprint`, of the weights alone, since a configuration is spelled differently by each release of
-    transformers. This is what drafters carry."""
-    return _digest("", weights)
+    transformers. This is what drafters carry.
+
+    Args:
+        base: Of the model that these weights of an adapter are merged into. The sums would differ with the arithmetic.
+    """
+    return _digest(base, weights)
 
 
 def other_target_warning(drafter: str | Path, trained_for: str | None, target: Target) -> str | None:

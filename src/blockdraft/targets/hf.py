@@ -263,6 +263,8 @@ def load(path: str | Path, options: LoadOptions) -> HFTarget:
         raise NotCovered("it reads no GGUF files")
     if options.quantize is not None:
         raise NotCovered("it does not round weights")
+    if options.kv_dtype is not None:
+        raise NotCovered("it does not round keys and values")
     folder = checked_folder(path, options.revision)
     model, source = load_model(path, options)
     with loading(path):

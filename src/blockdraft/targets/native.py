@@ -86,8 +86,10 @@ class NativeTarget(CheckpointTarget):
         parts = ["native"]
         if self.compiled is not None:
             parts.append("compiled")
-            if self.dtype == torch.float32 and self.compiled.library.weights_dtype == torch.bfloat16:
+            if not self.bits and self.dtype == torch.float32 and self.compiled.library.weights_dtype == torch.bfloat16:
                 parts.append("weights kept in bfloat16")
+            if self.compiled.library.store_dtype == torch.int8:
+                parts.append("int8 keys and values")
         if self.captured is not None:
             parts.append("captured")
         if self.exact:
@@ -106,8 +108,11 @@ class NativeTarget(CheckpointTarget):
         return None if self.compiled is None else CPU_BLOCK_SIZE
 
     def cache_bytes(self, batch: int, capacity: int) -> int:
-        config = self.decoder.config
-        return 2 * self.num_layers * batch * capacity * config.num_kv_heads * config.head_dim * self.dtype.itemsize
+        config, slot = self.decoder.config, self.decoder.config.head_dim * self.dtype.itemsize
+        if self.compiled is not None:
+            library = self.compiled.library
+            slot = library.slot_size(config.head_dim) * library.store_dtype.itemsize
+        return 2 * self.num_layers * batch * capacity * config.num_kv_heads * slot
 
     def weight_bytes(self) -> int:
         return self.decoder.nbytes
@@ -159,7 +164,10 @@ class NativeTarget(CheckpointTarget):
     ) -> TargetOutput:
         assert isinstance(cache, KVCache)
         config, count = self.decoder.config, tokens.size(1)
-        memory = cache.memory(self.num_layers, 2 * config.num_kv_heads, config.head_dim, self.decoder.norm.given[0])
+        size, like = config.head_dim, self.decoder.norm.given[0]
+        if self.compiled is not None:
+            size, like = self.compiled.library.slot_size(size), torch.empty(0, dtype=self.compiled.library.store_dtype)
+        memory = cache.memory(self.num_layers, 2 * config.num_kv_heads, size, like)
         with self.lock:
             if self.compiled is not None:
                 return TargetOutput(*self.compiled.forward(tokens, parents, cache, memory, taps, logits_at))
@@ -263,6 +271,8 @@ def load(path: str | Path, options: LoadOptions) -> NativeTarget:
         UsageError: It is to be compiled and cannot be.
     """
     captured = options.device.type == "cuda" and options.compile == "on"
+    if options.kv_dtype is not None and options.device.type != "cpu":
+        raise UsageError(f"kv_dtype is {options.kv_dtype!r}, which is for CPUs, and the device is {options.device}.")
     if captured and options.exact:
         raise UsageError("exact and compile 'on' do not go together on a GPU; use compile auto or off.")
     read = read_gguf(path, options) if is_gguf(path) else read_checkpoint(path, options)
@@ -273,6 +283,11 @@ def load(path: str | Path, options: LoadOptions) -> NativeTarget:
         target.capture(CudaRecorder(options.device))
         return target
     target.compile_reason = read.reason if read.build is None else _compile(target, read.build, options.compile)
+    if options.kv_dtype is not None and target.compiled is None:
+        raise UsageError(
+            f"kv_dtype is {options.kv_dtype!r}, which is for targets compiled for a CPU, and {path} is not: "
+            f"{target.compile_reason}. Leave it out."
+        )
     if options.compile == "on" and target.compiled is None:
         raise UsageError(f"{path} has no compiled forward: {target.compile_reason}. Use compile auto or off.")
     target.exact = options.exact and target.compiled is None  # compiled, it is so in any case

@@ -103,7 +103,8 @@ def read_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
     if quantize is None:
         check_alike(wanted, tensors)
     kind = torch.bfloat16 if is_bfloat16(wanted, tensors) else dtype
-    made = None if reason is not None else build(kind, dtype, wanted.head_dim, bool(quantize or few))
+    store = torch.int8 if options.kv_dtype == "int8" else dtype
+    made = None if reason is not None else build(kind, store, wanted.head_dim, bool(quantize or few))
 
     def read(name: str) -> Tensor | QuantizedWeight:
         found = tensors[name].read()

@@ -43,11 +43,13 @@ class Format:
         self.layout.write(out, checkpoint, self.target_name, self.target_architectures)
 
 
-def format_for(name: str, target: Target, target_path: str | None, target_name: str | None = None) -> Format:
+def format_for(
+    name: str, target: Target, target_path: str | None, target_name: str | None = None, revision: str | None = None
+) -> Format:
     """The format of this name for a target's drafters.
 
     Args:
-        target_path: From where the target was loaded.
+        target_path, revision: From where the target was loaded.
         target_name: See `Format`; None is where the target lies.
     """
     find_layout(name)

@@ -94,7 +94,10 @@ class Recipe:
     trackers: Texts = ("tensorboard",)
 
     def __post_init__(self) -> None:
+        wrong = []
         if not any(self.objective.values()):
-            raise UsageError(f"objective is {dict(self.objective)}; give names and weights of 0 or more, not all 0.")
+            wrong.append(f"objective is {dict(self.objective)}; give names and weights of 0 or more, not all 0.")
         if self.batch is not None and self.batch % self.accumulation:
-            raise UsageError(f"batch is {self.batch}; it must be a multiple of accumulation, {self.accumulation}.")
+            wrong.append(f"batch is {self.batch}; it must be a multiple of accumulation, {self.accumulation}.")
+        if wrong:
+            raise UsageError(" ".join(wrong))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from blockdraft.data.documents import TokenData
 from blockdraft.data.settings import LONGEST
-from blockdraft.errors import Complaints
+from blockdraft.errors import Complaints, counted
 from blockdraft.targets import Target
 from blockdraft.training.batches import Documents, split
 from blockdraft.training.recipe import Recipe
@@ -78,7 +78,7 @@ def settle(
     documents = Documents(data, length)
     usable = len(documents.usable)
     tenth = max(usable // 10, min(1, usable - 1), 0)
-    few = f"a tenth of the {usable} documents" if tenth < HELD_OUT else None
+    few = f"a tenth of the {counted(usable, 'document')}" if tenth < HELD_OUT else None
     held = take("held_out", Choice(min(HELD_OUT, tenth), few))
     trained, held_out = list[int](), list[int]()
     with complaints.noting():
@@ -87,7 +87,7 @@ def settle(
     least = processes * recipe.accumulation
     rows = max(1, -(-tokens // length))
     batch = -(-min(BATCH, rows) // least) * least
-    small = f"the documents fill {rows} rows of {length} tokens" if rows < BATCH else None
+    small = f"the documents fill {counted(rows, 'row')} of {length} tokens" if rows < BATCH else None
     uneven = f"a multiple of {processes} processes times accumulation {recipe.accumulation}" if BATCH % least else None
     if take("batch", Choice(batch, small or uneven)) % least:
         complaints.messages.append(

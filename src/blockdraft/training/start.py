@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from blockdraft.data.documents import TokenData, grown_since, read_state
 from blockdraft.data.features import tapped_features
-from blockdraft.errors import UsageError
+from blockdraft.errors import UsageError, counted
 from blockdraft.formats import check_writable, read_config, trained_for
 from blockdraft.proposal import chain
 from blockdraft.targets import Target, other_target_warning, target_fingerprint
@@ -38,13 +38,13 @@ FREE |= {"accumulation", "chunk", "compile", "dtype", "steps", "epochs"}  # of t
 def data_notes(documents: Documents, trained: int, held_out: int) -> list[str]:
     """Sentences on what is trained on."""
     found = [
-        f"{trained} documents to train on, {held_out} held out; {documents.supervised:,} of {documents.tokens:,} "
-        "tokens supervised"
+        f"{counted(trained, 'document')} to train on, {held_out} held out; {documents.supervised:,} of "
+        f"{documents.tokens:,} tokens supervised"
     ]
     if documents.cut:
-        found.append(f"{documents.cut} documents are longer than a row and were cut; see --length")
+        found.append(f"{counted(documents.cut, 'document')} longer than a row, cut there; see --length")
     if documents.useless:
-        found.append(f"{documents.useless} documents have no two supervised tokens side by side and are left out")
+        found.append(f"{counted(documents.useless, 'document')} without two supervised tokens side by side, left out")
     return found
 
 

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from blockdraft.data.documents import TokenData
 from blockdraft.drafters import entry_of_variant
-from blockdraft.errors import Complaints, NumbersError
+from blockdraft.errors import Complaints, NumbersError, counted
 from blockdraft.folders import held
 from blockdraft.formats import clear_remains
 from blockdraft.settings import as_toml
@@ -363,11 +363,13 @@ class Trainer:
             self._forget_finish()
         self.schedule.go_on(self.begin, steps, more)
         if self.begin == self.schedule.end:
-            note(f"The run has done its {self.begin} steps; a larger --steps or --epochs, or --extend N, goes on.")
+            all_steps = counted(self.begin, "step")
+            note(f"The run has done its {all_steps}; a larger --steps or --epochs, or --extend N, goes on.")
         elif self.begin:
             note(f"Going on from step {self.begin}; delete {self.folder} to begin afresh.")
         elif recipe.steps is None and steps < FEW_STEPS:
-            note(f"{recipe.epochs} epochs of these documents are {steps} steps, which is little; see --epochs, --steps")
+            epochs, made = counted(recipe.epochs, "epoch"), counted(steps, "step")
+            note(f"{epochs} of these documents: {made}, which is little; see --epochs, --steps")
 
     def _begin_trackers(self) -> None:
         own = {"wandb": {"name": self.out.name, "dir": str(self.folder)}}

@@ -47,7 +47,8 @@ def read_gguf(path: str | Path, options: LoadOptions) -> Checkpoint:
     matrices = {tensor.kind for tensor in weights.tensors.values() if len(tensor.shape) == 2}
     kind = torch.bfloat16 if matrices & set(FLOATS) == {"BF16"} else dtype
     reason = "it was not asked for" if options.compile == "off" else why_not(wanted, dtype, options.device)
-    made = None if reason else build(kind, dtype, wanted.head_dim, not matrices <= set(FLOATS))
+    store = torch.int8 if options.kv_dtype == "int8" else dtype
+    made = None if reason else build(kind, store, wanted.head_dim, not matrices <= set(FLOATS))
     tokenizer, missing = find_tokenizer(file)
     library = None if made is None else made.library()
 

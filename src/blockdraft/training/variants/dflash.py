@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from blockdraft.data.documents import TokenData
 from blockdraft.data.features import chosen_taps
-from blockdraft.errors import Complaints, UsageError
+from blockdraft.errors import Complaints, UsageError, counted
 from blockdraft.formats.zlab import read_checkpoint, read_config
 from blockdraft.nn.dflash import DFlashNetwork, DraftLayer
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention, need
@@ -114,8 +114,9 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
         else:
             with complaints.noting():
                 taps = chosen_taps(recipe.taps, target.num_layers)
+                need(max(taps) < target.num_layers, "taps", taps, f"layers of the target, 0 to {target.num_layers - 1}")
                 few = recipe.taps is None and len(taps) < 5
-                found["taps"] = Choice(taps, f"the target has {target.num_layers} layers" if few else None)
+                found["taps"] = Choice(taps, f"the target has {counted(target.num_layers, 'layer')}" if few else None)
         if init is not None and recipe.mask_token_id is None:
             found["mask_token_id"] = Choice(init.mask_token_id, of_init)
         else:
