@@ -96,3 +96,21 @@ def test_flags_are_those_that_all_cores_have(tmp_path: Path, monkeypatch: pytest
     assert processor_flags() == {"fpu", "avx2"}
     info.write_text("processor\t: 0\nFeatures\t: fp asimd\nCPU part\t: 0xd08\n")
     assert processor_flags() == {"fp", "asimd"}
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells")
+def test_a_peak_is_what_was_taken_at_most_since() -> None:
+    before = torch.ones(64 << 20, dtype=torch.uint8)
+    del before  # no peak of what comes
+    peak = machine.PeakMemory()
+    least = peak.bytes()
+    taken = torch.ones(96 << 20, dtype=torch.uint8)
+    del taken
+    most = peak.bytes()
+    assert least is not None and most is not None
+    assert least < 48 << 20 and 95 << 20 <= most < 140 << 20
+
+
+def test_a_peak_that_cannot_be_measured_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "PROCESS", tmp_path / "absent")
+    assert machine.PeakMemory().bytes() is None

@@ -3,9 +3,11 @@ way to its GPU."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -14,12 +16,14 @@ from torch import Tensor
 
 CPUINFO = Path("/proc/cpuinfo")
 CGROUPS = Path("/sys/fs/cgroup")
+PROCESS = Path("/proc/self")
 OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 # What lies there: folders, and what their files are. All of it can be made again.
 CACHED = {
     "libraries": "forwards compiled for this processor",
+    "weights": "weights of large targets as their compiled forward reads them",
     "costs": "what cycles cost, for each target and drafter",
     "threads": "which number of threads is fastest",
 }
@@ -46,6 +50,34 @@ def _cpuinfo(*beginnings: str) -> list[str]:
     """The lines that begin so, each once: there is one for each core."""
     lines = CPUINFO.read_text().splitlines() if CPUINFO.is_file() else []
     return [line for line in dict.fromkeys(lines) if line.startswith(beginnings)]
+
+
+class PeakMemory:
+    """Watches how much memory this process takes at most from now on, beyond what it takes now: what is resident, with
+    the pages of files that are mapped. Only Linux tells, and forgets earlier peaks on request."""
+
+    def __init__(self) -> None:
+        return_freed()  # else what was freed before would hide as much of what is to come
+        self._before: int | None = None
+        with suppress(OSError):
+            (PROCESS / "clear_refs").write_text("5")
+            self._before = _process_memory("VmRSS")
+
+    def bytes(self) -> int | None:
+        """None where it cannot be measured."""
+        return None if self._before is None else max(_process_memory("VmHWM") - self._before, 0)
+
+
+def _process_memory(name: str) -> int:
+    lines = (PROCESS / "status").read_text().splitlines()
+    [found] = [line.split()[1] for line in lines if line.startswith(f"{name}:")]
+    return 1024 * int(found)
+
+
+def return_freed() -> None:
+    """Hand memory that was freed back to the system, which the C library else keeps in pieces."""
+    with suppress(OSError, AttributeError):  # of other systems, and other C libraries than glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def send(values: Tensor, device: torch.device) -> Tensor:

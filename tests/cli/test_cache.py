@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from blockdraft import cli
+from blockdraft.cpu import kept
 from blockdraft.cpu.build import Build
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import costs
@@ -61,7 +62,10 @@ def test_clear_takes_what_is_named_or_all_and_nothing_else(cache: Path, run: Run
     assert run("clear")[0] == 0
     assert [path for path in cache.rglob("*") if path.is_file()] == [cache / "thesis.tex"]
     code, out, err = run("clear", "cost")
-    assert (code, out) == (2, "") and err == "error: kind is 'cost'; it must be one of libraries, costs, threads.\n"
+    assert (code, out) == (
+        2,
+        "",
+    ) and err == "error: kind is 'cost'; it must be one of libraries, weights, costs, threads.\n"
 
 
 def test_without_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
@@ -75,6 +79,7 @@ def test_what_is_kept_is_of_a_known_kind(
 ) -> None:
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(kept, "LEAST_BYTES", 1)
     threads = torch.get_num_threads()
     library = Build(torch.float32, torch.float32).library()
     target = load_target(tiny_target_dir, device="cpu", threads="auto")

@@ -146,7 +146,11 @@ def test_json(generate: Run, expected: dict[str, Any]) -> None:
     for terminal in (False, True):
         result = generate("hello", "--json", "--tree-budget", 0, "--block-size", 4, terminal=terminal)
         answer = json.loads(result.out)
-        assert (result.code, result.err, answer.keys()) == (0, "", KEYS)
+        assert (result.code, result.err, answer.keys()) == (0, "", KEYS | {"memory"})
+        memory = answer["memory"]
+        parts = [memory[name] for name in ("weights", "caches", "workspace")]
+        assert all(type(part) is int and part > 0 for part in parts) and sum(parts) == memory["planned"]
+        assert memory["measured"] is None or 0 <= memory["measured"] < 1 << 33
         assert {key: answer[key] for key in expected} == expected
         assert answer["finish_reason"] in ("stop", "length")
         assert all(type(answer[key]) is float for key in ("tau", "tokens_per_second"))
@@ -212,7 +216,7 @@ def test_it_is_told_when_drafting_is_slower(
 def test_compare_json(generate: Run, expected: dict[str, Any]) -> None:
     result = generate("hello", "--json", "--compare", "--block-size", 4)
     answer = json.loads(result.out)
-    assert (result.code, answer.keys()) == (0, KEYS | COMPARE_KEYS)
+    assert (result.code, answer.keys()) == (0, KEYS | COMPARE_KEYS | {"memory"})
     assert result.err == "" or result.err.startswith("Drafting is slower here than plain decoding")
     assert answer["identical"] is True
     assert answer["token_ids"] == expected["token_ids"]

@@ -235,7 +235,8 @@ def test_a_drafter_keeps_its_reduced_head(model, config, monkeypatch):
     def reduced(path: Path | None = None, *, target: HFTarget) -> object:
         drafter = load_drafter(path, target=target)
         if hasattr(drafter, "network"):
-            drafter.reduced_head = ReducedHead(torch.randn(len(kept), target.hidden_size), kept, target.vocab_size)
+            head = ReducedHead(torch.randn(len(kept), target.hidden_size), kept, target.vocab_size)
+            drafter = type(drafter)(drafter.network, target, path=path, reduced_head=head)
         loaded.append(drafter)
         return drafter
 

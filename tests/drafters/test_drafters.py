@@ -160,13 +160,29 @@ def test_other_networks_have_no_drafter(target: Target) -> None:
 
 
 def test_an_adapted_drafter_differs_only_in_what_was_asked(target: Target, tiny_drafter_dir: Path) -> None:
-    drafter = load_drafter(tiny_drafter_dir, target=target)
-    assert isinstance(drafter, DFlashDrafter)
-    drafter.reduced_head = ReducedHead(torch.randn(5, target.hidden_size), torch.arange(5), target.vocab_size)
+    loaded = load_drafter(tiny_drafter_dir, target=target)
+    assert isinstance(loaded, DFlashDrafter)
+    head = ReducedHead(torch.randn(5, target.hidden_size), torch.arange(5), target.vocab_size)
+    drafter = DFlashDrafter(loaded.network, target, path=loaded.path, reduced_head=head)
     refined = drafter.adapted(target, 3, "linear")
     assert (refined.diffusion_steps, refined.noise_schedule, refined.path) == (3, "linear", drafter.path)
     assert refined.reduced_head is not None and refined.network is drafter.network
     half = refined.adapted(load_target(target.path, dtype="bfloat16"))
     assert (half.diffusion_steps, half.noise_schedule) == (3, "linear")
     assert half.network.fc.weight.dtype == half.reduced_head.weight.dtype == torch.bfloat16  # type: ignore[union-attr]
+    assert drafter.reduced_head is not None
     assert drafter.network.fc.weight.dtype == drafter.reduced_head.weight.dtype == torch.float32
+
+
+def test_an_adapted_drafter_that_was_loaded_is_not_in_memory_twice(target: Target, tiny_drafter_dir: Path) -> None:
+    loaded = load_drafter(tiny_drafter_dir, target=target)
+    assert isinstance(loaded, DFlashDrafter)
+    refined = loaded.adapted(target, 3, "linear")
+    assert refined._run is loaded._run and (refined.diffusion_steps, loaded.diffusion_steps) == (3, 1)
+    with pytest.raises(UsageError, match="diffusion_steps is 0"):
+        loaded.adapted(target, 0)
+    rounded = load_drafter(tiny_drafter_dir, target=load_target(target.path, quantize="int4"))
+    assert isinstance(rounded, DFlashDrafter)
+    again = rounded.adapted(target, 2)  # with the numbers of the folder, not the rounded ones
+    assert again.diffusion_steps == 2 and not torch.equal(again.network.fc.weight, rounded.network.fc.weight)
+    assert torch.equal(again.network.fc.weight, loaded.network.fc.weight)

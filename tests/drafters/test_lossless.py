@@ -97,6 +97,9 @@ class Recorder:
     def state_bytes(self, batch: int, capacity: int) -> int:
         return self.drafter.state_bytes(batch, capacity)
 
+    def weight_bytes(self) -> int:
+        return self.drafter.weight_bytes()
+
     def propose(self, state: RecordingState, anchor: Tensor, plan: Plan) -> Proposal:
         self.proposals.append(self.drafter.propose(state.inner, anchor, plan))
         assert self.proposals[-1].tokens[:, 0].tolist() == anchor.tolist()

@@ -1,6 +1,7 @@
 """What an engine says that it takes."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -91,3 +92,23 @@ def test_the_memory_of_a_gpu_counts_what_torch_keeps(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 300)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 100)
     assert free_bytes(torch.device("cuda")) == 1200
+
+
+def test_what_one_request_takes(target: Target, drafter: Drafter) -> None:
+    engine = Engine(target, drafter, 3, cache_tokens=1000)
+    found = engine.memory.of_one(100)
+    weights = sum(weight.nbytes for _, weight in target.named_weights())
+    assert found["weights"] >= weights + drafter.weight_bytes() > weights
+    assert found["caches"] == target.cache_bytes(1, 100) + drafter.state_bytes(1, 100)
+    assert found["workspace"] == Engine(target, drafter, 1, cache_tokens=100).memory.meanwhile(100)
+
+
+@pytest.mark.parametrize("quantize", [None, "int4"])
+def test_weights_that_are_laid_out_count_once(tiny_target_dir: Path, tiny_drafter_dir: Path, quantize: Any) -> None:
+    target = load_target(tiny_target_dir, quantize=quantize, compile="on")
+    drafter = load_drafter(tiny_drafter_dir, target=target)
+    numbers = sum(weight.numel() for _, weight in target.named_weights())
+    drafted = sum(weight.numel() for weight in drafter.network.state_dict().values())  # type: ignore[attr-defined]
+    padding = 1.3  # up to whole blocks of channels, and scales of few bits
+    for count, size in ((numbers, target.weight_bytes()), (drafted, drafter.weight_bytes())):
+        assert size <= padding * count * (4 if quantize is None else 1.5)

@@ -34,6 +34,9 @@ class Oracle:
     def state_bytes(self, batch: int, capacity: int) -> int:
         return self.target.cache_bytes(batch, capacity)
 
+    def weight_bytes(self) -> int:
+        return 0
+
     def propose(self, state: Cache, anchor: Tensor, plan: Plan) -> Proposal:
         tokens = anchor[:, None]
         for _ in range(plan.block_size - 1):

@@ -1,6 +1,9 @@
 """The draft pass as decoding runs it, compiled and not, against the network of training and a readable attention."""
 
+import gc
+import weakref
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -298,7 +301,7 @@ def test_what_is_compiled_and_what_is_not(
         (convolved, "ConvolvedLayer"),
         (DFlashNetwork(CONFIG).half(), "float16"),
     ):
-        assert reason in (why_not_drafts(other) or "")
+        assert reason in (why_not_drafts(other, other.fc.weight.dtype) or "")
         assert isinstance(draft_pass(other, target, unused, unused), DraftPass)
     assert not caplog.messages
     monkeypatch.setenv("CC", "no-such-compiler")
@@ -309,3 +312,37 @@ def test_what_is_compiled_and_what_is_not(
         begun.cache_clear()
     [message] = caplog.messages
     assert "The drafter runs uncompiled" in message and "no C compiler" in message
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_that_were_given_away_take_no_memory_and_give_the_same_numbers(
+    tiny_target_dir: Path, dtype: torch.dtype
+) -> None:
+    target = load_target(tiny_target_dir, "float32", "cpu", "native", compile="on")
+    torch.manual_seed(3)
+    network = DFlashNetwork(CONFIG).eval().to(dtype)
+    before, weights = deepcopy(network), [weakref.ref(each) for each in network.parameters() if each.ndim == 2]
+    run = draft_pass(network, compiled_of(target), unused, unused, owned=True, dtype=torch.float32)
+    kept = draft_pass(deepcopy(before), compiled_of(target), unused, unused, dtype=torch.float32)
+    assert isinstance(run, CompiledDraftPass) and isinstance(kept, CompiledDraftPass)
+    gc.collect()
+    assert weights and not any(weight() is not None for weight in weights)
+    assert all(each.ndim == 1 for each in network.parameters())
+    features = torch.randn(1, 7, len(CONFIG.taps) * CONFIG.hidden_size)
+    block = torch.randn(1, 5, CONFIG.hidden_size)
+    states = [each.new_state(1, 32) for each in (run, kept)]
+    for each, state in zip((run, kept), states, strict=True):
+        each.observe(state, features)
+        state.commit([range(7)])
+    assert torch.equal(run(states[0], block), kept(states[1], block)) and run.weight_bytes() == kept.weight_bytes()
+    other = deepcopy(network)  # has weights of its own again
+    for found in (network, other):
+        for (name, mine), (_, theirs) in zip(found.state_dict().items(), before.state_dict().items(), strict=True):
+            assert torch.equal(mine.float(), theirs.float()), name
+        x = torch.randn(3, CONFIG.hidden_size)
+        torch.testing.assert_close(
+            found.layers[0].mlp.float()(x),
+            before.float().layers[0].mlp(x),  # type: ignore[union-attr, operator]
+        )
+    other.fc.weight.data.zero_()
+    assert torch.equal(network.fc.weight.float(), before.fc.weight.float())

@@ -89,13 +89,18 @@ class ToyTarget:
     def cache_bytes(self, batch: int, capacity: int) -> int:
         return 4 * batch * self.hidden_size
 
+    def weight_bytes(self) -> int:
+        return sum(weight.nbytes for _, weight in self.named_weights())
+
     def row_slots(self, tokens: int) -> int:
         return tokens
 
     def forward_bytes(self, batch: int, nodes: int, slots: int) -> int:
         return 4 * batch * nodes * self.hidden_size
 
-    def draft_runner(self, network: Any, head: Callable[[Tensor], Tensor] | None = None) -> DraftPass:
+    def draft_runner(
+        self, network: Any, head: Callable[[Tensor], Tensor] | None = None, owned: bool = False
+    ) -> DraftPass:
         return DraftPass(network, self.embed, head or self.head)
 
     def forward(

@@ -72,7 +72,7 @@ def _files(kind: str) -> list[Path]:
 
     folder = cache_folder() / kind
     found = sorted(file for file in folder.iterdir() if file.is_file()) if folder.is_dir() else []
-    return [file for file in found if not (file.suffix == ".partial" and _is_young(file))]
+    return [file for file in found if file.suffix != ".lock" and not (file.suffix == ".partial" and _is_young(file))]
 
 
 def _is_young(file: Path) -> bool:

@@ -10,7 +10,14 @@ from importlib.metadata import PackageNotFoundError, version
 from blockdraft.errors import counted
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "datasets", "accelerate", "torchao")
-VARIABLES = ("BLOCKDRAFT_CACHE", "CC", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE", "OMP_NUM_THREADS")
+VARIABLES = (
+    "BLOCKDRAFT_CACHE",
+    "BLOCKDRAFT_CACHE_WEIGHTS",
+    "CC",
+    "CUDA_VISIBLE_DEVICES",
+    "HF_HUB_OFFLINE",
+    "OMP_NUM_THREADS",
+)
 
 
 def env() -> None:

@@ -97,8 +97,12 @@ def generate(
     from blockdraft.cli.compare import compare_with_plain, slower_note
     from blockdraft.drafters import load_drafter
     from blockdraft.engine import Engine
+    from blockdraft.machine import PeakMemory
 
+    peak = PeakMemory()  # beside what the imports take
     loaded = run.load()
+    if batch_size is None and not prompts:
+        batch_size = 1  # one prompt needs room for one
     rows = {} if batch_size is None else {"max_batch_size": batch_size}
     guesser = load_drafter(drafter, target=loaded)
     engine = Engine(loaded, guesser, drafting=drafting, **rows)
@@ -119,7 +123,9 @@ def generate(
     measured = compare_with_plain(engine, text, params) if compare else None
     completion = measured.drafted if measured else engine.generate([text], params)[0].checked()
     if as_json:
-        print(json.dumps(display.as_dict(completion, measured, loaded)))
+        planned = engine.memory.of_one(engine.request(text, params).slots)
+        memory = {**planned, "planned": sum(planned.values()), "measured": peak.bytes()}
+        print(json.dumps({**display.as_dict(completion, measured, loaded), "memory": memory}))
     else:
         print(completion.text)
         if measured:

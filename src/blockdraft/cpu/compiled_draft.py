@@ -6,29 +6,31 @@ import logging
 from array import array
 from collections.abc import Callable
 from functools import lru_cache
-from typing import cast
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from blockdraft.cpu.build import build
 from blockdraft.cpu.compiled import EVERYWHERE, CompiledDecoder, CompiledLayers, address, numbers
 from blockdraft.cpu.library import KINDS, CallFields, Library, LinearFields, ModelFields
+from blockdraft.machine import return_freed
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.dflash import DFlashNetwork, DraftLayer
-from blockdraft.nn.draft_pass import DraftPass, joined
-from blockdraft.nn.packed import PackedLinear, fits_bfloat16
-from blockdraft.nn.quantized import LEAST_GROUP, best_group, round_to_nearest
+from blockdraft.nn.draft_pass import DraftPass
+from blockdraft.nn.packed import PackedLinear, fits_bfloat16, lay_out
+from blockdraft.nn.quantized import LEAST_GROUP, PIECE, QuantizedWeight, best_group, round_to_nearest
 from blockdraft.timing import PASS, mark
 
 
-def why_not_drafts(network: DFlashNetwork) -> str | None:
+def why_not_drafts(network: DFlashNetwork, dtype: torch.dtype) -> str | None:
     """Why a draft network has no compiled pass; None where it has one."""
-    weight = network.fc.weight
-    if weight.device.type != "cpu":
-        return f"it is for CPUs, and the device is {weight.device}"
-    if weight.dtype not in KINDS:
-        return f"it knows float32 and bfloat16, and the dtype is {str(weight.dtype).removeprefix('torch.')}"
+    device = network.fc.weight.device
+    if device.type != "cpu":
+        return f"it is for CPUs, and the device is {device}"
+    if dtype not in KINDS:
+        return f"it knows float32 and bfloat16, and the dtype is {str(dtype).removeprefix('torch.')}"
     if network.layer_class is not DraftLayer:
         return f"it does not know layers of the kind {network.layer_class.__name__}"
     return f"heads of {network.config.head_dim} are no multiple of 4" if network.config.head_dim % 4 else None
@@ -41,6 +43,8 @@ def draft_pass(
     head: Callable[[Tensor], Tensor],
     own_head: bool = False,
     bits: int | None = None,
+    owned: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> DraftPass | CompiledDraftPass:
     """The fastest way to run a network; where its target is compiled, a compiled one, if there is one.
 
@@ -52,39 +56,78 @@ def draft_pass(
         own_head: Whether the head is another than the target's.
         bits: To which weights are rounded: those of a target's layers. They stay as they are if this is None, if rows
             are not of whole groups, or if the target's library has no vectors for the heads.
+        owned: As in `Target.draft_runner`.
+        dtype: Of arithmetic and cache; None is the network's.
     """
+    dtype = dtype or network.fc.weight.dtype
     if target is None:
-        return DraftPass(network, embed, head, "its target is not compiled")
-    reason = why_not_drafts(network)
+        return DraftPass(network.to(dtype), embed, head, "its target is not compiled")
+    reason = why_not_drafts(network, dtype)
     if reason is not None:
-        return DraftPass(network, embed, head, reason)
-    dtype = network.fc.weight.dtype
+        return DraftPass(network.to(dtype), embed, head, reason)
     inputs = {module.in_features for module in network.modules() if isinstance(module, torch.nn.Linear)}
     fits = all(size % LEAST_GROUP == 0 for size in inputs)
     store = torch.int8 if target.library.store_dtype == torch.int8 else dtype
     heads = network.config.head_dim % target.library.lanes == 0
     if bits is not None and fits and heads and target.library.store_dtype == store:
-        return CompiledDraftPass(network, target.library, embed, head, None if own_head else target, bits)
-    halved = dtype == torch.float32 and all(fits_bfloat16(p) for p in network.parameters() if p.ndim == 2)
+        own = None if own_head else target
+        return CompiledDraftPass(network, target.library, embed, head, own, bits, owned, dtype)
+    halved = dtype == torch.float32 and all(
+        fits_bfloat16(each) for each in network.state_dict().values() if each.ndim == 2
+    )
     made = build(torch.bfloat16 if halved else dtype, store, network.config.head_dim)
     library = made.library()
     if library is None:
         logging.getLogger(__name__).warning("The drafter runs uncompiled, which is slower: %s.", made.reason)
-        return DraftPass(network, embed, head, made.reason)
+        return DraftPass(network.to(dtype), embed, head, made.reason)
     lends = target.library is library and not own_head
-    return CompiledDraftPass(network, library, embed, head, target if lends else None)
+    return CompiledDraftPass(network, library, embed, head, target if lends else None, None, owned, dtype)
+
+
+class PartOfPacked(nn.Module):
+    """Stands in a network for an `nn.Linear` whose weight is kept laid out, some rows of a larger one; it takes no
+    memory of its own, and is slow. A deep copy is an `nn.Linear`."""
+
+    def __init__(self, whole: PackedLinear, rows: slice) -> None:
+        super().__init__()
+        self._whole, self._rows = [whole], rows  # in a list, so that it is no module of the network
+        self.in_features, self.out_features = whole.in_features, rows.stop - rows.start
+
+    @property
+    def weight(self) -> Tensor:
+        return self._whole[0].weight[self._rows]
+
+    @property
+    def bias(self) -> Tensor | None:
+        bias = self._whole[0].bias
+        return None if bias is None else bias[self._rows]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}weight"] = self.weight
+        if self.bias is not None:
+            destination[f"{prefix}bias"] = self.bias
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Linear:
+        with torch.device("meta"):
+            copied = nn.Linear(self.in_features, self.out_features, self.bias is not None)
+        copied.load_state_dict({name: each.clone() for name, each in self.state_dict().items()}, assign=True)
+        return copied
 
 
 class CompiledDraftPass(CompiledLayers):
     """`DraftPass` in one call each of its two methods. Arithmetic is float32, whatever the dtype.
 
     Args:
-        network: One for which `why_not_drafts` has no reason. Its weights are copied into the library's layout and must
-            not be changed afterwards.
+        network: One for which `why_not_drafts` has no reason, of any dtype. Its weights are copied into the library's
+            layout and must not be changed afterwards.
         library: Built for its dtype and head size.
         embed, head: As in `DraftPass`.
         target: Lends its embedding and head, where it uses the same library: then a pass with its head is one call.
         bits: To which weights are rounded, if they are.
+        owned, dtype: As in `draft_pass`.
     """
 
     compile_reason: str | None = None
@@ -98,20 +141,22 @@ class CompiledDraftPass(CompiledLayers):
         head: Callable[[Tensor], Tensor],
         target: CompiledDecoder | None = None,
         bits: int | None = None,
+        owned: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self._embed, self._head = embed, head
         self.config = config = network.config
         super().__init__(library, config.num_hidden_layers, EVERYWHERE)
-        self._network, self._like = network, network.fc.weight
+        self._network, self._dtype = network, dtype or network.fc.weight.dtype
         self._packed: list[PackedLinear] = []
-        self._bits = bits
+        self._bits, self._owned = bits, owned
         for own, module, kind in zip(self._layers, network.layers, config.layers, strict=True):
             layer = cast(DraftLayer, module)
             attention, mlp = layer.self_attn, layer.mlp
-            own.qkv = self._pack(attention.q_proj, attention.k_proj, attention.v_proj)
-            own.output = self._pack(attention.o_proj)
-            own.gate_up = self._pack(mlp.gate_proj, mlp.up_proj)
-            own.down = self._pack(mlp.down_proj)
+            own.qkv = self._pack(attention, "q_proj", "k_proj", "v_proj")
+            own.output = self._pack(attention, "o_proj")
+            own.gate_up = self._pack(mlp, "gate_proj", "up_proj")
+            own.down = self._pack(mlp, "down_proj")
             own.before_attention = self._pointer(layer.input_layernorm.weight)
             own.before_mlp = self._pointer(layer.post_attention_layernorm.weight)
             own.query_norm = self._pointer(attention.q_norm.weight)
@@ -126,8 +171,9 @@ class CompiledDraftPass(CompiledLayers):
             *(config.head_dim, config.intermediate_size, 0, 0),
             *(config.rms_norm_eps, config.input_embedding_scale, config.head_dim**-0.5, 0.0, 0.0),
         )
-        self._features, self._hidden_norm = self._pack(network.fc), self._pointer(network.hidden_norm.weight)
+        self._features, self._hidden_norm = self._pack(network, "fc"), self._pointer(network.hidden_norm.weight)
         self._target = target  # which owns the memory of its tables
+        return_freed()
         # The one output that is wanted is that of the final norm.
         self._taps = numbers([config.num_hidden_layers])
 
@@ -137,6 +183,9 @@ class CompiledDraftPass(CompiledLayers):
     def state_bytes(self, batch: int, capacity: int) -> int:
         config, slot = self.config, self.library.slot_size(self.config.head_dim) * self.library.store_dtype.itemsize
         return 2 * config.num_hidden_layers * config.num_key_value_heads * slot * batch * capacity
+
+    def weight_bytes(self) -> int:
+        return sum(each.nbytes for each in self._packed) + sum(each.nbytes for each in self._alive)
 
     def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
         observed = 4 * self.library.draft_context_workspace(self._model, batch, nodes, self._features.inputs)
@@ -168,7 +217,7 @@ class CompiledDraftPass(CompiledLayers):
         wanted = _slots_from(first, *tokens.shape)
         logits = torch.empty(len(tokens), tokens.size(1) - first, self._model.head.outputs)
         call.logits, call.logits_at, call.num_logits = logits.data_ptr(), address(wanted), len(wanted)
-        hidden = self._pass(call, end, tokens, window)[:, first:].to(self._like.dtype)
+        hidden = self._pass(call, end, tokens, window)[:, first:].to(self._dtype)
         mark(PASS)
         return hidden, logits
 
@@ -200,12 +249,25 @@ class CompiledDraftPass(CompiledLayers):
         call.layer_stride, call.head_stride = memory.stride()[:2]
         return call, end
 
-    def _pack(self, *projections: torch.nn.Linear) -> LinearFields:
-        packed = joined(projections, views=False)
+    def _pointer(self, weight: Tensor) -> int:
+        return super()._pointer(weight.to(self._dtype))
+
+    def _pack(self, module: nn.Module, *names: str) -> LinearFields:
+        """Lay some projections of a module out as one."""
+        projections, dtype = [cast(nn.Linear, getattr(module, name)) for name in names], self._dtype
+        parts: list[Tensor | QuantizedWeight] = [each.weight.detach() for each in projections]
         if self._bits is not None:
-            rounded = round_to_nearest(packed.weight, self._bits, best_group(packed.in_features))
-            packed = PackedLinear(rounded, packed.bias)
+            group, step = best_group(projections[0].in_features), max(1, PIECE // projections[0].in_features)
+            pieces = [piece for each in projections for piece in each.weight.detach().split(step)]
+            parts = [round_to_nearest(piece.to(dtype), self._bits, group) for piece in pieces]
+        biases = [each.bias.detach().to(dtype) for each in projections if each.bias is not None]
+        packed = PackedLinear(lay_out(parts, self.library), torch.cat(biases) if biases else None)
+        packed.dtype = dtype
         self._packed.append(packed)  # which owns the memory
+        if self._owned:
+            end = 0
+            for name, each in zip(names, projections, strict=True):
+                setattr(module, name, PartOfPacked(packed, slice(end, end := end + each.out_features)))
         return self.library.linear(packed)
 
 

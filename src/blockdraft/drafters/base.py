@@ -61,6 +61,9 @@ class Drafter(Protocol):
     def state_bytes(self, batch: int, capacity: int) -> int:
         """Memory that such a state takes, in bytes."""
 
+    def weight_bytes(self) -> int:
+        """Memory that weights of its own take."""
+
     def propose(self, state: Any, anchor: Tensor, plan: Plan) -> Proposal:
         """Guess what follows the anchors.
 

@@ -29,13 +29,14 @@ class DFlashDrafter:
     Drafters that extend it set `network_class` and override `_guess`, which makes a proposal of a draft pass.
 
     Args:
-        network: The draft network, on the target's device and in its dtype.
+        network: The draft network, which moves to the target's device and dtype.
         target: The target that it was trained for.
         diffusion_steps: Draft passes a block. With more than one, each pass settles the most confident positions and
             the next one sees them; with one, all guesses come from the same pass, as DFlash does it.
         noise_schedule: Share of the positions settled after each pass, "cosine" or "linear".
         path: Where the network was read from.
         reduced_head: A head of its own, for a drafter that guesses among part of the vocabulary.
+        owned: As in `Target.draft_runner`; only for a network that was read from `path`.
     """
 
     knows_probabilities = True
@@ -50,9 +51,10 @@ class DFlashDrafter:
         noise_schedule: str = NOISE_SCHEDULE,
         path: Path | None = None,
         reduced_head: ReducedHead | None = None,
+        owned: bool = False,
     ) -> None:
         check_refinement(diffusion_steps, noise_schedule)
-        self.network = network.to(target.device, target.dtype).eval()
+        self.network = network.eval()
         self.path = path
         self.config: DraftConfig = network.config
         self.taps = self.config.taps
@@ -61,7 +63,9 @@ class DFlashDrafter:
         self.noise_schedule = noise_schedule
         self.reduced_head = reduced_head and reduced_head.to(target.device, target.dtype)
         self._target = target
-        self._run = target.draft_runner(self.network, self.reduced_head)
+        self._run = target.draft_runner(self.network, self.reduced_head, owned)
+        self.network.to(target.device, target.dtype)
+        self._owned = owned
         self._masks = torch.full((1, self.block_size), self.config.mask_token_id, device=target.device)
 
     @property
@@ -76,6 +80,11 @@ class DFlashDrafter:
     def state_bytes(self, batch: int, capacity: int) -> int:
         return self._run.state_bytes(batch, capacity)
 
+    def weight_bytes(self) -> int:
+        memory = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in self.network.parameters()}
+        head = 0 if self.reduced_head is None else self.reduced_head.weight.nbytes
+        return sum(each.nbytes() for each in memory.values()) + head + self._run.weight_bytes()
+
     @torch.no_grad()
     def observe(self, state: KVCache, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
         assert features is not None
@@ -87,11 +96,19 @@ class DFlashDrafter:
     def adapted(
         self, target: Target, diffusion_steps: int | None = None, noise_schedule: str | None = None
     ) -> DFlashDrafter:
-        network, weight = self.network, self.network.fc.weight
-        if (weight.device, weight.dtype) != (target.device, target.dtype):
-            network = copy.deepcopy(network)  # this drafter goes on working for its own target
         steps = self.diffusion_steps if diffusion_steps is None else diffusion_steps
         schedule = self.noise_schedule if noise_schedule is None else noise_schedule
+        network, owned = self.network, self._owned
+        if target is self._target and owned:  # whoever runs the network has all that is left of it
+            check_refinement(steps, schedule)
+            found = copy.copy(self)
+            found.diffusion_steps, found.noise_schedule = steps, schedule
+            return found
+        if owned:
+            assert self.path is not None
+            return load(self.path, target, type(self), steps, schedule)
+        if (target.device, target.dtype) != (self._target.device, self._target.dtype):
+            network = copy.deepcopy(network)  # this drafter goes on working for its own target
         return type(self)(network, target, steps, schedule, self.path, self.reduced_head)
 
     @torch.no_grad()
@@ -183,7 +200,13 @@ def log_probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tenso
     return scores.log_softmax(dim=-1)
 
 
-def load(path: Path, target: Target, kind: type[DFlashDrafter] = DFlashDrafter) -> DFlashDrafter:
+def load(
+    path: Path,
+    target: Target,
+    kind: type[DFlashDrafter] = DFlashDrafter,
+    diffusion_steps: int = DIFFUSION_STEPS,
+    noise_schedule: str = NOISE_SCHEDULE,
+) -> DFlashDrafter:
     """Load a folder of any layout."""
     found = read_drafter(path, target.tokenizer.get_vocab() if target.tokenizer else None, target.num_layers)
     config, borrowed, head = found.config, found.borrowed, None
@@ -192,9 +215,11 @@ def load(path: Path, target: Target, kind: type[DFlashDrafter] = DFlashDrafter) 
         _check_borrowed(path, borrowed, target)
         if borrowed.kept is not None and borrowed.head is not None:
             head = ReducedHead(borrowed.head, borrowed.kept, target.vocab_size)
-    network = kind.network_class(config)
-    network.load_state_dict(found.tensors)
-    return kind(network, target, path=path, reduced_head=head)
+    with torch.device("meta"):
+        network = kind.network_class(config)
+    network.load_state_dict(found.tensors, assign=True)
+    del found, borrowed  # the tensors are the network's now
+    return kind(network, target, diffusion_steps, noise_schedule, path, head, owned=True)
 
 
 def _check_borrowed(path: Path, borrowed: Borrowed, target: Target) -> None:

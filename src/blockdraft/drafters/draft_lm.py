@@ -133,6 +133,9 @@ class DraftLMDrafter:
     def state_bytes(self, batch: int, capacity: int) -> int:
         return self.model.cache_bytes(batch, capacity)
 
+    def weight_bytes(self) -> int:
+        return self.model.weight_bytes()
+
     def observe(self, state: DraftState, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
         new = [row[:length] for row, length in zip(tokens.tolist(), lengths, strict=True)]
         state.truncate(

@@ -47,10 +47,11 @@ class DSparkDrafter(DFlashDrafter):
         noise_schedule: str = NOISE_SCHEDULE,
         path: Path | None = None,
         reduced_head: ReducedHead | None = None,
+        owned: bool = False,
     ) -> None:
         if diffusion_steps != 1:
             raise UsageError(f"diffusion_steps is {diffusion_steps}; a DSpark drafter has one draft pass, so give 1.")
-        super().__init__(network, target, diffusion_steps, noise_schedule, path, reduced_head)
+        super().__init__(network, target, diffusion_steps, noise_schedule, path, reduced_head, owned)
         self.block_size = self.config.block_size + 1
         self.knows_lengths = self.network.confidence_head is not None
 

@@ -43,6 +43,9 @@ class NoDrafter:
     def state_bytes(self, batch: int, capacity: int) -> int:
         return 0
 
+    def weight_bytes(self) -> int:
+        return 0
+
     def propose(self, state: _NoState, anchor: Tensor, plan: Plan) -> Proposal:
         return chain(anchor[:, None])
 

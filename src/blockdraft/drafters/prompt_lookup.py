@@ -103,6 +103,9 @@ class PromptLookupDrafter:
     def state_bytes(self, batch: int, capacity: int) -> int:
         return batch * capacity * BYTES_PER_TOKEN
 
+    def weight_bytes(self) -> int:
+        return 0
+
     def observe(self, state: Texts, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
         for text, row, length in zip(state.texts, tokens.tolist(), lengths, strict=True):
             text.tokens += row[:length]

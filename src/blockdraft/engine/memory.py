@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -51,6 +51,13 @@ class Memory:
         if self.automatic:
             tokens = max(tokens, rows * min(MOST_UNOBSERVED, target.max_context))
         return forward + logits + 2 * tokens * len(self.drafter.taps) * target.hidden_size * size
+
+    def of_one(self, slots: int) -> dict[str, int]:
+        """What one request alone takes with so many slots, by what it is taken for: weights of target and drafter,
+        caches (the stores), workspace (what a step needs meanwhile)."""
+        alone = replace(self, max_batch_size=1)
+        weights = self.target.weight_bytes() + self.drafter.weight_bytes()
+        return {"weights": weights, "caches": alone.stores(slots), "workspace": alone.meanwhile(slots)}
 
     def slots(self, prefix_tokens: int, limit: int | None) -> int:
         """As many as all rows may need at most, with what is remembered; fewer where the memory does not suffice."""

@@ -202,7 +202,7 @@ def _speeds(variants: Sequence[str], target: Target, data: TokenData, folder: Pa
         times = tuple(statistics.median(steps[name, rows]) for rows in ROWS)
         costs = {size: statistics.median(cycles[name, size]) for size in BLOCKS}
         network: torch.nn.Module = drafter.network  # type: ignore[attr-defined]  # of all variants that are trained
-        parameters = sum(weight.numel() for weight in network.parameters())
+        parameters = sum(weight.numel() for weight in network.state_dict().values())
         found[name] = Speeds(tuple(rows * length for rows in ROWS), times, costs, parameters)
     return found, statistics.median(plain)
 

@@ -12,11 +12,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.find import layout_of
+from blockdraft.formats.stored import open_tensors
 from blockdraft.nn.draft_config import need
 
 TRAINED_FOR = "target_fingerprint"  # key of config.json
@@ -58,10 +59,11 @@ def read_tensors(path: str | Path) -> dict[str, Tensor]:
         need(len(files) > 0, "*.safetensors", None, "beside it; copy the drafter's weights there")
     for file in files:
         with blaming(file):
-            for name, tensor in load_file(file).items():
+            for name, stored in open_tensors([str(file)]).items():
                 name = name.removeprefix("model.")
                 need(name not in tensors, name, "a repeated tensor", "in one file; keep one copy of the weights")
-                tensors[name] = tensor
+                # Copied, so that what is freed is free, and no part of a file that stays mapped.
+                tensors[name] = stored.tensor().clone()
     return tensors
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import re
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,8 +63,12 @@ class GGUFTensor:
         values, size = GGML_QUANT_SIZES[GGMLQuantizationType[self.kind]]
         rows, inputs = self.shape[:-1], self.shape[-1]
         shape = (*rows, inputs // values, size)
-        raw = np.frombuffer(self.file, np.uint8, int(np.prod(shape)), self.place)
-        return READERS[self.kind](torch.from_numpy(raw.copy()).view(shape))
+        count = int(np.prod(shape))
+        raw = np.frombuffer(self.file, np.uint8, count, self.place).copy()
+        if hasattr(self.file, "madvise"):  # what was read of the file need not stay in this process's memory
+            begin = self.place - self.place % mmap.PAGESIZE
+            self.file.madvise(mmap.MADV_DONTNEED, begin, self.place + count - begin)
+        return READERS[self.kind](torch.from_numpy(raw).view(shape))
 
 
 @dataclass(frozen=True)
@@ -73,13 +77,18 @@ class GGUFFile:
 
     Attributes:
         path: The file, or the first part.
+        parts: All of them.
         metadata: Values by their keys.
         tensors: By their names.
     """
 
-    path: Path
+    parts: Sequence[Path]
     metadata: Mapping[str, Any]
     tensors: Mapping[str, GGUFTensor]
+
+    @property
+    def path(self) -> Path:
+        return self.parts[0]
 
 
 def is_gguf(path: str | Path) -> bool:
@@ -96,7 +105,7 @@ def open_gguf(path: str | Path) -> GGUFFile:
     metadata, tensors = read_header(Path(path))
     count = metadata.get("split.count", 1)
     if count in (0, 1):
-        return GGUFFile(Path(path), metadata, tensors)
+        return GGUFFile([Path(path)], metadata, tensors)
     named = SHARD.fullmatch(str(path))
     if named is None or int(named[3]) != count:
         raise UsageError(f"{path} is one of {count} parts; give them names that end in -00001-of-{count:05}.gguf.")
@@ -111,7 +120,7 @@ def open_gguf(path: str | Path) -> GGUFFile:
         raise UsageError(
             f"The parts of {path} do not belong together: they hold {len(tensors)} tensors; fetch all anew."
         )
-    return GGUFFile(parts[0], metadata, tensors)
+    return GGUFFile(parts, metadata, tensors)
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -37,15 +36,22 @@ class Stored:
         return found.dequantize() if isinstance(found, QuantizedWeight) else found
 
 
-def open_tensors(files: Sequence[str], opened: ExitStack) -> dict[str, Stored]:
-    """The tensors of safetensors files, which stay open as long as `opened`."""
+def open_tensors(files: Sequence[str]) -> dict[str, Stored]:
+    """The tensors of safetensors files. What is read of a file is in memory as long as the tensor."""
     found = {}
     for file in files:
-        shard = opened.enter_context(safe_open(file, "pt"))
-        for name in shard.keys():  # noqa: SIM118 (no dictionary)
-            header = shard.get_slice(name)
-            found[name] = Stored(tuple(header.get_shape()), header.get_dtype(), partial(shard.get_tensor, name))
+        with safe_open(file, "pt") as shard:
+            for name in shard.keys():  # noqa: SIM118 (no dictionary)
+                header = shard.get_slice(name)
+                found[name] = Stored(tuple(header.get_shape()), header.get_dtype(), partial(_read, file, name))
     return found
+
+
+def _read(file: str, name: str) -> Tensor:
+    # Opened anew, since all that was ever read stays mapped as long as a file is open.
+    with safe_open(file, "pt") as shard:
+        tensor: Tensor = shard.get_tensor(name)
+        return tensor
 
 
 def stored(tensor: Tensor) -> Stored:

@@ -16,7 +16,7 @@ from blockdraft.nn.attention import attend_grouped
 from blockdraft.nn.cache import write_nodes
 from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.nn.exact import ExactAttention
-from blockdraft.nn.packed import PackedLinear
+from blockdraft.nn.packed import LaidOut, PackedLinear
 from blockdraft.nn.quantized import QuantizedWeight, joined_weights
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -27,6 +27,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 # From the name of a checkpoint's tensor to the tensor, on the device and in the dtype of the network, or in few bits.
 Read: TypeAlias = Callable[[str], Tensor | QuantizedWeight]
+# From the names of weights that are computed at once to all their output channels, one behind the other.
+ReadFused: TypeAlias = Callable[[Sequence[str]], Tensor | QuantizedWeight | LaidOut]
 
 
 class Norm(nn.Module):
@@ -67,7 +69,13 @@ def joined(weights: Sequence[Tensor | QuantizedWeight]) -> Tensor | QuantizedWei
     """Their output channels, one behind the other; all of few bits, or none."""
     few = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
     assert not few or len(few) == len(weights), "what is computed at once is either of few bits or not"
+    if len(weights) == 1:
+        return weights[0]
     return joined_weights(few) if few else torch.cat([plain(weight) for weight in weights])
+
+
+def joining(read: Read) -> ReadFused:
+    return lambda names: joined([read(name) for name in names])
 
 
 class DecoderLayer(nn.Module):
@@ -85,19 +93,19 @@ class DecoderLayer(nn.Module):
     after_mlp: Norm
     qk_norm: Norm
 
-    def __init__(self, config: DecoderConfig, number: int, read: Read) -> None:
+    def __init__(self, config: DecoderConfig, number: int, read: Read, fused: ReadFused | None = None) -> None:
         super().__init__()
         self.config = config
         self.number = number
         own = config.layers[number]
         self.rope, self.mask = config.ropes.index(own.rope), config.windows.index(own.window)
         self.activation = ACTIVATIONS[config.activation]
+        fused = fused or joining(read)
         for projection, parts in config.projections(number).items():
             bias = None
             if config.has_bias(projection):
                 bias = torch.cat([plain(read(f"{name}.bias")) for name, _ in parts])
-            weight = joined([read(f"{name}.weight") for name, _ in parts])
-            setattr(self, projection, PackedLinear(weight, bias))
+            setattr(self, projection, PackedLinear(fused([f"{name}.weight" for name, _ in parts]), bias))
         self.given = given = {role: plain(read(name)) for role, name in config.norms(number).items()}
         self.post_norms = config.post_norms
         for role in ("before_attention", "before_mlp", *(("after_attention", "after_mlp") if self.post_norms else ())):
@@ -181,15 +189,17 @@ class Decoder(nn.Module):
     Args:
         config: Its shape.
         read: Gives the tensors of `config.tensor_shapes()`, one at a time; only the fused ones are kept.
+        fused: Gives the matrices of `config.products()` instead, where they come otherwise, such as laid out.
     """
 
-    def __init__(self, config: DecoderConfig, read: Read) -> None:
+    def __init__(self, config: DecoderConfig, read: Read, fused: ReadFused | None = None) -> None:
         super().__init__()
         self.config = config
-        self.embedding = PackedLinear(read("model.embed_tokens.weight"))
-        self.layers = nn.ModuleList(DecoderLayer(config, layer, read) for layer in range(len(config.layers)))
+        fused = fused or joining(read)
+        self.embedding = PackedLinear(fused(["model.embed_tokens.weight"]))
+        self.layers = nn.ModuleList(DecoderLayer(config, layer, read, fused) for layer in range(len(config.layers)))
         self.norm = Norm(config, [plain(read("model.norm.weight"))])
-        self.head = self.embedding if config.tied_head else PackedLinear(read("lm_head.weight"))
+        self.head = self.embedding if config.tied_head else PackedLinear(fused(["lm_head.weight"]))
         for module in self.modules():
             if isinstance(module, PackedLinear):
                 module.dtype = self.dtype
@@ -205,6 +215,13 @@ class Decoder(nn.Module):
     @property
     def device(self) -> torch.device:
         return self.norm.given[0].device
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that its weights take."""
+        norms = (module for module in self.modules() if isinstance(module, Norm))
+        products = (module for module in self.modules() if isinstance(module, PackedLinear))
+        return sum(each.nbytes for each in products) + sum(each.weight.nbytes for each in norms)
 
     @property
     def bits(self) -> int | None:

@@ -67,6 +67,12 @@ class DecoderConfig:
             "down": ((f"{prefix}mlp.down_proj", self.hidden_size),),
         }
 
+    def products(self) -> list[list[str]]:
+        """Names of all matrices; those that are computed at once stand together, in the order of their rows."""
+        tables = ["model.embed_tokens.weight"] if self.tied_head else ["model.embed_tokens.weight", "lm_head.weight"]
+        fused = (parts for layer in range(len(self.layers)) for parts in self.projections(layer).values())
+        return [*([table] for table in tables), *([f"{name}.weight" for name, _ in parts] for parts in fused)]
+
     def has_bias(self, projection: str) -> bool:
         return {"qkv": self.qkv_bias, "output": self.output_bias}.get(projection, self.mlp_bias)
 

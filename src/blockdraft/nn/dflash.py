@@ -80,13 +80,14 @@ class DFlashNetwork(nn.Module):
         # The many kinds of rotary scaling are transformers' business. The frequencies are no buffer of this module,
         # because they must stay float32 when the weights are cast: rounded to bfloat16, positions blur.
         rope = {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta}
-        rotary = Qwen3RotaryEmbedding(
-            Qwen3Config(
-                head_dim=config.head_dim,
-                max_position_embeddings=config.max_position_embeddings,
-                rope_parameters=rope,
+        with torch.device("cpu"):  # also where the weights are still to come
+            rotary = Qwen3RotaryEmbedding(
+                Qwen3Config(
+                    head_dim=config.head_dim,
+                    max_position_embeddings=config.max_position_embeddings,
+                    rope_parameters=rope,
+                )
             )
-        )
         frequencies = cast(Tensor, rotary.inv_freq)
         self._frequencies, self._rope_scale = {frequencies.device: frequencies}, float(rotary.attention_scaling)
 

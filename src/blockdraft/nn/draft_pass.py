@@ -101,6 +101,9 @@ class DraftPass:
     def state_bytes(self, batch: int, capacity: int) -> int:
         return cached_bytes(self.config, batch * capacity, self._features.dtype)
 
+    def weight_bytes(self) -> int:
+        return self._context.nbytes
+
     def observe(self, state: KVCache, features: Tensor) -> None:
         """Write the keys and values of committed tokens, as nodes that are yet to be committed.
 

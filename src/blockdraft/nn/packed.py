@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -10,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blockdraft.errors import UsageError
-from blockdraft.nn.quantized import InterleavedWeight, QuantizedWeight
+from blockdraft.nn.quantized import InterleavedWeight, QuantizedWeight, joined_weights
 
+PIECE = 1 << 20  # numbers that are laid out at once
 # Multiplies rows `[n, in]` with one weight, into `[n, out]`; both float32, `out` and each row contiguous.
 Product = Callable[[Tensor, Tensor], None]
 
@@ -34,10 +36,58 @@ class Kernels(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class LaidOut:
+    """A weight `[out, in]` as kernels read it.
+
+    Args:
+        data: As `Kernels.product` takes it.
+        outputs: Those beyond them are padding.
+    """
+
+    kernels: Kernels
+    data: Tensor | InterleavedWeight
+    outputs: int
+    inputs: int
+
+
+def lay_out(parts: Sequence[Tensor | QuantizedWeight], kernels: Kernels) -> LaidOut:
+    """The output channels of weights `[out, in]`, one behind the other, as kernels read them. All are of few bits, or
+    none, and may then be of any dtype. Beside the result this takes little memory."""
+    inputs, lanes = parts[0].shape[1], kernels.lanes
+    outputs = sum(part.shape[0] for part in parts)
+    few = [part for part in parts if isinstance(part, QuantizedWeight)]
+    plain = [part for part in parts if isinstance(part, Tensor)]
+    assert not few or not plain, "what is computed at once is either of few bits or not"
+    if few:
+        whole = few[0] if len(few) == 1 else joined_weights(few)
+        return LaidOut(kernels, InterleavedWeight.of(whole, lanes), outputs, inputs)
+    blocks, step = -(-outputs // lanes), max(1, PIECE // (lanes * inputs))
+    data = torch.empty(blocks, inputs, lanes, dtype=kernels.weights_dtype)
+    for begin in range(0, blocks, step):
+        count = min(step, blocks - begin)
+        rows = _rows(plain, begin * lanes, (begin + count) * lanes)
+        if len(rows) < count * lanes:
+            rows = F.pad(rows, (0, 0, 0, count * lanes - len(rows)))
+        data[begin : begin + count] = rows.view(count, lanes, inputs).transpose(1, 2)
+    return LaidOut(kernels, data, outputs, inputs)
+
+
+def _rows(parts: Sequence[Tensor], begin: int, end: int) -> Tensor:
+    """Some rows of several matrices, counted through."""
+    found = []
+    for part in parts:
+        found.append(part[max(begin, 0) : max(end, 0)])
+        begin, end = begin - len(part), end - len(part)
+    some = [rows for rows in found if len(rows)]
+    return some[0] if len(some) == 1 else torch.cat(some)
+
+
 class PackedLinear(nn.Module):
     """`x @ weight.T + bias` for inference, `[..., in]` to a new tensor `[..., out]`.
 
-    `pack` hands it to compiled kernels, whose sums have the same bits for a row alone and among others.
+    Laid out for compiled kernels, by `pack` or beforehand, its sums have the same bits for a row alone and among
+    others.
 
     Args:
         weight: `[out, in]`; with the bias, it can be read back.
@@ -51,20 +101,30 @@ class PackedLinear(nn.Module):
     rounded: str | None = None
     bias: Tensor | None
 
-    def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor | QuantizedWeight | LaidOut, bias: Tensor | None = None) -> None:
         super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.dtype = torch.float32 if isinstance(weight, QuantizedWeight) else weight.dtype
         # `[out, in]`; packed `[blocks, in, lanes]`, in which some output channels lie side by side. Or in few bits.
         self.stored: Tensor
         self.quantized: QuantizedWeight | InterleavedWeight | None = None
+        self.dtype = weight.dtype if isinstance(weight, Tensor) else torch.float32
+        self.register_buffer("bias", bias)
+        self._kernels: Kernels | None = None
+        self._product: Product | None = None
+        if isinstance(weight, LaidOut):
+            self.out_features, self.in_features = weight.outputs, weight.inputs
+            self._take(weight)
+            return
+        self.out_features, self.in_features = weight.shape
         if isinstance(weight, QuantizedWeight):
             self.quantized = weight
         else:
             self.register_buffer("stored", weight)
-        self.register_buffer("bias", bias)
-        self._kernels: Kernels | None = None
-        self._product: Product | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that weight and bias take."""
+        weight = self.stored.nbytes if self.quantized is None else self.quantized.nbytes
+        return weight + (0 if self.bias is None else self.bias.nbytes)
 
     @property
     def bits(self) -> int | None:
@@ -103,20 +163,22 @@ class PackedLinear(nn.Module):
             The kernels' product with this weight; valid as long as this layer lives.
         """
         if self._product is None:
-            lanes = kernels.lanes
-            blocks = -(-self.out_features // lanes)
-            fill = blocks * lanes - self.out_features
-            laid: Tensor | InterleavedWeight
-            if isinstance(self.quantized, QuantizedWeight):
-                self.quantized = laid = InterleavedWeight.of(self.quantized, lanes)
-            else:
-                padded = F.pad(self.stored.to(kernels.weights_dtype), (0, 0, 0, fill))
-                self.stored = laid = padded.view(blocks, lanes, self.in_features).transpose(1, 2).contiguous()
-            bias = None if self.bias is None else F.pad(self.bias.float(), (0, fill)).contiguous()
-            self._kernels = kernels
-            self._product = kernels.product(laid, bias, self.in_features, self.out_features)
+            own = self.stored if self.quantized is None else self._unpacked(self.quantized)
+            self._take(lay_out([own], kernels))
         assert self._kernels is kernels, "packed for other kernels"
+        assert self._product is not None
         return self._product
+
+    def _take(self, laid: LaidOut) -> None:
+        """Compute with a weight that is laid out from now on."""
+        data, kernels = laid.data, laid.kernels
+        if isinstance(data, InterleavedWeight):
+            self.quantized = data
+        else:
+            self.register_buffer("stored", data)
+        fill = -self.out_features % kernels.lanes
+        bias = None if self.bias is None else F.pad(self.bias.float(), (0, fill)).contiguous()
+        self._kernels, self._product = kernels, kernels.product(data, bias, self.in_features, self.out_features)
 
     def forward(self, x: Tensor) -> Tensor:
         differentiable = torch.is_grad_enabled() and x.requires_grad

@@ -23,6 +23,7 @@ LEAST_INPUT = 1e-30  # in size, of a group whose numbers are not all taken for 0
 GROUPS = (128, 64, 32, 16, 8)  # that can be chosen, the best first
 LEAST_GROUP = GROUPS[-1]
 MOST_GROUP = 65536  # of which compiled kernels add up the products without an overflow
+PIECE = 1 << 20  # codes that are laid out at once
 
 
 @dataclass(frozen=True)
@@ -196,20 +197,25 @@ class InterleavedWeight:
     def of(cls, weight: QuantizedWeight, lanes: int) -> InterleavedWeight:
         count, inputs = weight.shape
         blocks = -(-count // lanes)
-        codes = weight.codes + 8 if weight.bits == 4 and weight.offset is None else weight.codes
-        padded = F.pad(codes, (0, 0, 0, blocks * lanes - count)).view(torch.uint8)
-        if weight.bits == 4:
-            low, high = padded.view(blocks, lanes, inputs // 8, 2, 4).unbind(3)
-            parts = low | high << 4
-        else:
-            parts = padded.view(blocks, lanes, inputs // 4, 4)
+        words = torch.empty(blocks, inputs * weight.bits // 32, lanes, 4, dtype=torch.uint8)
+        step = max(1, PIECE // (lanes * inputs))
+        for begin in range(0, blocks, step):  # in pieces, which take little memory beside the whole
+            codes = weight.codes[begin * lanes : (begin + step) * lanes]
+            codes = codes + 8 if weight.bits == 4 and weight.offset is None else codes
+            piece = F.pad(codes, (0, 0, 0, -len(codes) % lanes)).view(torch.uint8)
+            if weight.bits == 4:
+                low, high = piece.view(-1, lanes, inputs // 8, 2, 4).unbind(3)
+                parts = low | high << 4
+            else:
+                parts = piece.view(-1, lanes, inputs // 4, 4)
+            words[begin : begin + step] = parts.transpose(1, 2)
         factors = (
             None if each is None else _blocks_of(each, blocks, lanes).transpose(1, 2).contiguous()
             for each in (weight.scale, weight.offset)
         )
         scale, offset = factors
         assert scale is not None
-        return cls(parts.transpose(1, 2).contiguous(), scale, offset, weight.bits, count)
+        return cls(words, scale, offset, weight.bits, count)
 
     @property
     def group(self) -> int:

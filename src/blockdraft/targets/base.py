@@ -73,6 +73,9 @@ class DraftRunner(Protocol):
     def state_bytes(self, batch: int, capacity: int) -> int:
         """As `Drafter.state_bytes`."""
 
+    def weight_bytes(self) -> int:
+        """Memory of weights that it keeps beside the network's own."""
+
     def observe(self, state: Any, features: Tensor) -> None:
         """Write what the network keeps of tokens `[B, N, m * H]` behind each row's own, for `state.commit` to keep."""
 
@@ -200,14 +203,25 @@ class Target(Protocol):
     def cache_bytes(self, batch: int, capacity: int) -> int:
         """Memory that such a cache takes, in bytes."""
 
+    def weight_bytes(self) -> int:
+        """Memory that the weights take."""
+
     def row_slots(self, tokens: int) -> int:
         """Slots that a row of up to so many tokens and nodes should have."""
 
     def forward_bytes(self, batch: int, nodes: int, slots: int) -> int:
         """Memory that a forward takes meanwhile, its logits and features not counted, with so many slots a row."""
 
-    def draft_runner(self, network: DFlashNetwork, head: Callable[[Tensor], Tensor] | None = None) -> DraftRunner:
-        """What runs a draft network beside this target; `head` is its own, None the target's."""
+    def draft_runner(
+        self, network: DFlashNetwork, head: Callable[[Tensor], Tensor] | None = None, owned: bool = False
+    ) -> DraftRunner:
+        """What runs a draft network, of any device and dtype, beside this target.
+
+        Args:
+            head: Its own; None is the target's.
+            owned: Whether nobody else uses the network, so that layers may be exchanged for slow ones that take no
+                memory of their own, and whose weights may be rounded. What is left is moved to the target's dtype.
+        """
 
     def forward(
         self,

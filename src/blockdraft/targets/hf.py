@@ -111,6 +111,9 @@ class HFTarget(CheckpointTarget):
         heads, head_dim = self._heads
         return int(2 * self.num_layers * batch * heads * capacity * head_dim * self.dtype.itemsize)
 
+    def weight_bytes(self) -> int:
+        return sum(weight.nbytes for weight in self.model.parameters())
+
     def row_slots(self, tokens: int) -> int:
         return slot_bucket(tokens)  # rows of few different sizes lie at equal distances, which spares a copy
 
@@ -126,8 +129,10 @@ class HFTarget(CheckpointTarget):
         copied = self.cache_bytes(batch, slots) // self.num_layers
         return int((rows * (6 * self.hidden_size + 3 * inner) + masks_and_scores) * self.dtype.itemsize + copied)
 
-    def draft_runner(self, network: DFlashNetwork, head: Callable[[Tensor], Tensor] | None = None) -> DraftPass:
-        return DraftPass(network, self.embed, head or self.head)
+    def draft_runner(
+        self, network: DFlashNetwork, head: Callable[[Tensor], Tensor] | None = None, owned: bool = False
+    ) -> DraftPass:
+        return DraftPass(network.to(self.device, self.dtype), self.embed, head or self.head)
 
     @torch.no_grad()
     def forward(

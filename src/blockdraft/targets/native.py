@@ -116,6 +116,9 @@ class NativeTarget(CheckpointTarget):
             slot = library.slot_size(config.head_dim) * library.store_dtype.itemsize
         return 2 * self.num_layers * batch * capacity * config.num_kv_heads * slot
 
+    def weight_bytes(self) -> int:
+        return self.decoder.nbytes
+
     def row_slots(self, tokens: int) -> int:
         # Rows of few different sizes lie at equal distances, which spares torch's operations a copy.
         return tokens if self.compiled is not None else room(tokens)
@@ -133,11 +136,14 @@ class NativeTarget(CheckpointTarget):
         # Rows that lie anywhere are copied side by side, of all layers.
         return (rows * widths + masks + scores) * self.dtype.itemsize + self.cache_bytes(batch, slots)
 
-    def draft_runner(self, network: DFlashNetwork, head: Callable[[Tensor], Tensor] | None = None) -> DraftRunner:
+    def draft_runner(
+        self, network: DFlashNetwork, head: Callable[[Tensor], Tensor] | None = None, owned: bool = False
+    ) -> DraftRunner:
+        network.to(self.device)
         if self.captured is not None:
-            return CapturedDraftPass(network, self.captured.recorder, self.embed, head or self.head)
-        bits = self.bits if self.round_drafters else None
-        return draft_pass(network, self.compiled, self.embed, head or self.head, head is not None, bits)
+            return CapturedDraftPass(network.to(self.dtype), self.captured.recorder, self.embed, head or self.head)
+        own_head, bits = head is not None, self.bits if self.round_drafters else None
+        return draft_pass(network, self.compiled, self.embed, head or self.head, own_head, bits, owned, self.dtype)
 
     def capture(self, recorder: Recorder) -> None:
         """Run forwards over few nodes as graphs from now on. Due before the first cache and the first drafter.

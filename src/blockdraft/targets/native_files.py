@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,16 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from blockdraft.cpu.build import Build, build
 from blockdraft.cpu.compiled import why_not
+from blockdraft.cpu.kept import Origin, kept_weights
+from blockdraft.cpu.library import Library
 from blockdraft.cuda.rounded import round_weights, why_not_rounded
 from blockdraft.errors import UsageError
 from blockdraft.formats.quantized import NotRead, read_quantized
 from blockdraft.formats.stored import FEW_BITS, Stored, open_tensors, stored
-from blockdraft.nn.decoder import Decoder
+from blockdraft.machine import return_freed
+from blockdraft.nn.decoder import Decoder, Read
 from blockdraft.nn.decoder_config import DecoderConfig
+from blockdraft.nn.packed import LaidOut, lay_out
 from blockdraft.nn.quantized import QuantizedWeight, best_group
 from blockdraft.nn.rounding import QUICK, rounded
 from blockdraft.targets.adapter import load_model
@@ -95,35 +99,62 @@ def read_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
     few = few_bits_of(config, options)
     on_gpu = device.type == "cuda"
     reason = "it was not asked for" if compile == "off" else UNMEASURED if on_gpu else why_not(wanted, dtype, device)
-    with ExitStack() as opened:
-        tensors, source = open_weights(path, wanted, config, options, opened)
-        if quantize is None:
-            check_alike(wanted, tensors)
-        kind = torch.bfloat16 if is_bfloat16(wanted, tensors) else dtype
-        store = torch.int8 if options.kv_dtype == "int8" else dtype
-        library = None if reason is not None else build(kind, store, wanted.head_dim, bool(quantize or few))
+    tensors, source = open_weights(path, wanted, config, options)
+    if quantize is None:
+        check_alike(wanted, tensors)
+    kind = torch.bfloat16 if is_bfloat16(wanted, tensors) else dtype
+    store = torch.int8 if options.kv_dtype == "int8" else dtype
+    made = None if reason is not None else build(kind, store, wanted.head_dim, bool(quantize or few))
 
-        def read(name: str) -> Tensor | QuantizedWeight:
-            found = tensors[name].read()
-            if isinstance(found, QuantizedWeight):
-                return found
-            tensor = found.to(device, dtype)
-            return tensor if quantize is None or tensor.ndim < 2 else rounded_weight(name, tensor, BITS[quantize])
+    def read(name: str) -> Tensor | QuantizedWeight:
+        found = tensors[name].read()
+        if isinstance(found, QuantizedWeight):
+            return found
+        if found.ndim < 2:
+            return found.to(device, dtype, copy=True)  # else it would keep its file mapped
+        if quantize is not None:
+            return rounded_weight(name, found if dtype == torch.float32 else found.to(dtype), BITS[quantize])
+        return found.to(device, dtype) if library is None else found
 
-        with loading(path):
-            tokenizer = load_tokenizer(path, options.revision)
-        with loading(path, device), torch.no_grad():
-            if source is None and quantize:
-                own = ((name, tensors[name].tensor().to(dtype)) for name in wanted.tensor_shapes())
-                source = weights_fingerprint(own) if dtype != torch.float16 else ""
-            decoder = Decoder(wanted, read)
-            if source is None and by_gpu:
-                source = weights_fingerprint(decoder.named_weights()) if dtype != torch.float16 else ""
-            if by_gpu:
-                round_weights(decoder, by_gpu)
+    with loading(path):
+        tokenizer = load_tokenizer(path, options.revision)
+    library = None if made is None else made.library()
+    with loading(path, device), torch.no_grad():
+        if source is None and (quantize or library is not None):  # while the weights are at hand
+            own = ((name, tensors[name].tensor()) for name in wanted.tensor_shapes())
+            source = weights_fingerprint(own) if dtype != torch.float16 else ""
+        origin = None
+        if options.adapter is None:
+            loaded = {"dtype": str(dtype), "quantize": quantize, "few_bits": few}
+            origin = Origin(tuple(map(Path, weight_files(path, options.revision))), loaded)
+        decoder = make_decoder(wanted, read, library, origin)
+        if source is None and by_gpu:
+            source = weights_fingerprint(decoder.named_weights()) if dtype != torch.float16 else ""
+        if by_gpu:
+            round_weights(decoder, by_gpu)
     known = folder if folder.exists() else None
     generation_config = load_generation_config(path, options.revision)
-    return Checkpoint(decoder, config, tokenizer, generation_config, known, library, reason, source)
+    return Checkpoint(decoder, config, tokenizer, generation_config, known, made, reason, source)
+
+
+def make_decoder(wanted: DecoderConfig, read: Read, library: Library | None, origin: Origin | None) -> Decoder:
+    """A decoder, laid out for a library, if there is one: from the cache folder, or else matrix by matrix as it is
+    read.
+
+    Args:
+        read: As `Decoder` takes it; with a library, matrices may be of any dtype.
+        origin: None where its weights are not to be kept.
+    """
+    if library is None:
+        return Decoder(wanted, read)
+
+    def make(names: Sequence[str]) -> LaidOut:
+        return lay_out([read(name) for name in names], library)
+
+    kept = None if origin is None else kept_weights(origin, library, wanted.products(), make)
+    decoder = Decoder(wanted, read, make if kept is None else kept.matrix)
+    return_freed()
+    return decoder
 
 
 def rounded_weight(name: str, weight: Tensor, bits: int) -> QuantizedWeight:
@@ -177,19 +208,16 @@ def open_checkpoint(
             f"{path} is quantised already ({few.get('quant_method')}); give the model that it was made of."
         )
     options = LoadOptions(torch.float32, torch.device("cpu"), "off", revision=revision, adapter=adapter)
-    with ExitStack() as opened:
-        try:
-            wanted = decoder_config(config)
-            tensors, source = open_weights(path, wanted, config, options, opened)
-        except NotCovered as refused:
-            raise UsageError(
-                f"{path} cannot be rounded, because the native decoder cannot run it: {refused}."
-            ) from refused
-        raw = json.loads(Path(str(found[0])).read_text(encoding="utf-8"))
-        with loading(path):
-            if source is None:
-                source = weights_fingerprint((name, tensors[name].tensor()) for name in wanted.tensor_shapes())
-        yield OpenCheckpoint(wanted, raw, tensors, [Path(file) for file in found[1:] if file is not None], source)
+    try:
+        wanted = decoder_config(config)
+        tensors, source = open_weights(path, wanted, config, options)
+    except NotCovered as refused:
+        raise UsageError(f"{path} cannot be rounded, because the native decoder cannot run it: {refused}.") from refused
+    raw = json.loads(Path(str(found[0])).read_text(encoding="utf-8"))
+    with loading(path):
+        if source is None:
+            source = weights_fingerprint((name, tensors[name].tensor()) for name in wanted.tensor_shapes())
+    yield OpenCheckpoint(wanted, raw, tensors, [Path(file) for file in found[1:] if file is not None], source)
 
 
 def few_bits_of(config: PretrainedConfig, options: LoadOptions) -> Mapping[str, Any] | None:
@@ -213,12 +241,9 @@ def few_bits_of(config: PretrainedConfig, options: LoadOptions) -> Mapping[str, 
 
 
 def open_weights(
-    path: str | Path, wanted: DecoderConfig, config: PretrainedConfig, options: LoadOptions, opened: ExitStack
+    path: str | Path, wanted: DecoderConfig, config: PretrainedConfig, options: LoadOptions
 ) -> tuple[dict[str, Stored], str | None]:
     """The tensors of a checkpoint, its adapter merged into them, and its `source_fingerprint` as in `Checkpoint`.
-
-    Args:
-        opened: Closes the files.
 
     Raises:
         NotCovered: They are not those of this decoder.
@@ -229,7 +254,7 @@ def open_weights(
         tensors = {name: stored(tensor) for name, tensor in model.state_dict().items()}
     else:
         with loading(path):
-            tensors = open_tensors(weight_files(path, options.revision), opened)
+            tensors = open_tensors(weight_files(path, options.revision))
     if few:
         try:
             tensors, source = read_quantized(few, tensors), str(few.get(SOURCE) or "")

@@ -12,9 +12,9 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from blockdraft.cpu.build import build
 from blockdraft.cpu.compiled import why_not
+from blockdraft.cpu.kept import Origin
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import FLOATS, GGUFFile, open_gguf
-from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.quantized import QuantizedWeight
 from blockdraft.targets.base import LoadOptions, TargetText
 from blockdraft.targets.checkpoint import end_tokens, loading, max_context
@@ -22,7 +22,7 @@ from blockdraft.targets.families import NotCovered, decoder_config
 from blockdraft.targets.gguf.config import gguf_config
 from blockdraft.targets.gguf.tensors import decoder_weights, fitted
 from blockdraft.targets.gguf.tokenizer import UnknownTokenizer, end_ids, gguf_tokenizer
-from blockdraft.targets.native_files import Checkpoint
+from blockdraft.targets.native_files import Checkpoint, make_decoder
 
 AS_STORED = {"F32", "BF16"}  # tensors of which hold the numbers that a model's own folder has
 
@@ -47,19 +47,22 @@ def read_gguf(path: str | Path, options: LoadOptions) -> Checkpoint:
     kind = torch.bfloat16 if matrices & set(FLOATS) == {"BF16"} else dtype
     reason = "it was not asked for" if options.compile == "off" else why_not(wanted, dtype, options.device)
     store = torch.int8 if options.kv_dtype == "int8" else dtype
-    library = None if reason else build(kind, store, wanted.head_dim, not matrices <= set(FLOATS))
+    made = None if reason else build(kind, store, wanted.head_dim, not matrices <= set(FLOATS))
+    library = None if made is None else made.library()
 
     def read(name: str) -> Tensor | QuantizedWeight:
         weight = weights.read(name)
-        return weight if isinstance(weight, QuantizedWeight) else weight.to(dtype)
+        if isinstance(weight, QuantizedWeight) or (library is not None and weight.ndim == 2):
+            return weight
+        return weight.to(dtype)
 
     with loading(path), torch.no_grad():
-        decoder = Decoder(wanted, read)
+        decoder = make_decoder(wanted, read, library, Origin(file.parts, {"dtype": str(dtype)}))
     # Norms of Gemma have one added, which moves their last bits.
     known = weights.kinds <= AS_STORED and not config.model_type.startswith("gemma") and dtype != torch.float16
     generation = GenerationConfig(eos_token_id=ends)
     source = None if known else ""
-    return Checkpoint(decoder, config, tokenizer, generation, file.path, library, reason, source, missing)
+    return Checkpoint(decoder, config, tokenizer, generation, file.path, made, reason, source, missing)
 
 
 @contextmanager

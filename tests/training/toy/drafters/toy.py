@@ -65,6 +65,9 @@ class ToyDrafter:
     def state_bytes(self, batch: int, capacity: int) -> int:
         return batch * capacity * len(self.taps) * self._target.hidden_size * self._target.dtype.itemsize
 
+    def weight_bytes(self) -> int:
+        return sum(weight.nbytes for weight in self.network.parameters())
+
     def observe(self, state: ToyState, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
         assert features is not None
         news = [row[:length] for row, length in zip(features, lengths, strict=True)]

@@ -1,0 +1,231 @@
+"""Weights as compiled kernels read them, kept in the cache folder: they are laid out once and mapped from there later.
+
+A file holds the matrices of one checkpoint, loaded in one way, one behind the other; then, as JSON, what it was made
+from and where each of them lies; then the length of the JSON and its digest. It is written under another name and
+renamed when it is whole. Mapped memory is read when it is used, and processes that map the same file share it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import mmap
+import os
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from filelock import FileLock, Timeout
+from torch import Tensor
+
+from blockdraft.machine import cache_folder
+from blockdraft.nn.packed import Kernels, LaidOut
+from blockdraft.nn.quantized import InterleavedWeight
+
+LAYOUT = 1  # of these files; change it with whatever changes the numbers in them and is in none of `MAKERS`
+MAKERS = ("packed.py", "quantized.py", "rounding.py")  # of the package nn
+SWITCH = "BLOCKDRAFT_CACHE_WEIGHTS"  # 0: nothing is kept, and what is there is not used
+LEAST_BYTES = 64 << 20  # of a checkpoint, below which laying it out takes no time worth keeping a file for
+ALIGNMENT = 64  # bytes
+PIECES, PIECE_BYTES = 64, 64  # of each matrix, and of each file of a checkpoint, that are looked at
+LENGTH_BYTES, DIGEST_BYTES = 8, 32
+DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.uint8)}
+
+# From the names of matrices that are computed at once to what they are when laid out.
+Make = Callable[[Sequence[str]], LaidOut]
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a file of kept weights is made from.
+
+    Args:
+        files: Of the checkpoint.
+        options: How it is loaded, as JSON can spell it.
+    """
+
+    files: Sequence[Path]
+    options: dict[str, Any]
+
+    def is_worth_it(self) -> bool:
+        """Whether a file is to be kept at all."""
+        return os.environ.get(SWITCH) != "0" and sum(file.stat().st_size for file in self.files) >= LEAST_BYTES
+
+    def path(self, kernels: Kernels) -> Path:
+        """One for each checkpoint and way of using it, so that a checkpoint that changes leaves no file behind."""
+        facts = [[str(file.resolve()) for file in self.files], self.options, self._layout(kernels)]
+        key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+        return cache_folder() / "weights" / f"{key}.weights"
+
+    def facts(self, kernels: Kernels, products: Iterable[Sequence[str]]) -> Any:
+        """All that the numbers in the file follow from, as far as one can tell without reading the checkpoint whole."""
+        files = []
+        for file in self.files:
+            found = file.stat()
+            with file.open("rb") as opened:
+                sample = _sample(opened, [(0, found.st_size)])
+            files.append([str(file.resolve()), found.st_size, found.st_mtime_ns, sample])
+        facts = [LAYOUT, _makers(), files, self.options, self._layout(kernels), list(map(_key, products))]
+        return json.loads(json.dumps(facts))  # as they come back from the file
+
+    @staticmethod
+    def _layout(kernels: Kernels) -> list[Any]:
+        return [kernels.lanes, str(kernels.weights_dtype)]
+
+
+class KeptWeights:
+    """A file of kept weights, mapped into memory.
+
+    Args:
+        file: Open; it may be closed, replaced and deleted afterwards.
+        matrices: As the file says where they lie, by their names.
+    """
+
+    def __init__(self, file: BinaryIO, matrices: dict[str, Any], kernels: Kernels) -> None:
+        # A number that is changed by mistake is changed for this process alone.
+        self._bytes = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+        self._matrices, self._kernels = matrices, kernels
+
+    def matrix(self, names: Sequence[str]) -> LaidOut:
+        """The output channels of these matrices, one behind the other."""
+        found = self._matrices[_key(names)]
+        parts = [self._tensor(**part) for part in found["parts"]]
+        outputs, bits = found["outputs"], found["bits"]
+        offset = parts[2] if len(parts) == 3 else None
+        data = parts[0] if bits is None else InterleavedWeight(parts[0], parts[1], offset, bits, outputs)
+        return LaidOut(self._kernels, data, outputs, found["inputs"])
+
+    def _tensor(self, begin: int, end: int, dtype: str, shape: list[int]) -> Tensor:
+        return self._bytes[begin:end].view(DTYPES[dtype]).view(shape)
+
+
+def kept_weights(origin: Origin, kernels: Kernels, products: Sequence[Sequence[str]], make: Make) -> KeptWeights | None:
+    """The laid out weights of a checkpoint, which are made and written at the first time.
+
+    Args:
+        products: Names of all matrices; those that are computed at once stand together.
+        make: Lays some out.
+
+    Returns:
+        None where nothing is kept: it is switched off or not worth a file, another process is writing the file, or the
+        file cannot be written, of which a warning tells once.
+    """
+    try:
+        if not origin.is_worth_it():
+            return None
+        facts, path = origin.facts(kernels, products), origin.path(kernels)
+        found = _open(path, facts, kernels)
+        if found is not None:
+            return found
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.with_suffix(".lock")
+        with FileLock(lock, timeout=0):
+            try:
+                # Another process may have written it since. Ours has checked that what is there fits, or is no good.
+                return _open(path, facts, kernels) or _write(path, facts, kernels, products, make)
+            finally:
+                lock.unlink(missing_ok=True)
+    except Timeout:
+        return None
+    except OSError as error:
+        _tell_once(str(error.strerror or error), str(cache_folder() / "weights"))
+        return None
+
+
+def _write(
+    path: Path, facts: Any, kernels: Kernels, products: Iterable[Sequence[str]], make: Make
+) -> KeptWeights | None:
+    for left in path.parent.glob(f"{path.stem}.*.partial"):  # by a process that was ended, since we hold the lock
+        left.unlink(missing_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    try:
+        with partial.open("w+b") as file:
+            matrices = {_key(names): _add(file, make(names)) for names in products}
+            sample = _sample(file, _places(matrices))
+            text = json.dumps({"facts": facts, "matrices": matrices, "sample": sample}).encode()
+            file.seek(0, os.SEEK_END)
+            file.write(text + len(text).to_bytes(LENGTH_BYTES, "little") + hashlib.sha256(text).digest())
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return _open(path, facts, kernels)
+
+
+def _add(file: BinaryIO, laid: LaidOut) -> dict[str, Any]:
+    """Write a matrix at the end of a file; returns where it lies."""
+    data, bits = laid.data, None
+    tensors: Sequence[Tensor | None] = [data] if isinstance(data, Tensor) else [data.codes, data.scale, data.offset]
+    if isinstance(data, InterleavedWeight):
+        bits = data.bits
+    parts = []
+    for tensor in tensors:
+        if tensor is not None:
+            file.write(bytes(-file.tell() % ALIGNMENT))
+            begin = file.tell()
+            file.write(tensor.view(-1).view(torch.uint8).numpy().data)
+            parts.append({"begin": begin, "end": file.tell(), "dtype": str(tensor.dtype), "shape": list(tensor.shape)})
+    return {"parts": parts, "bits": bits, "outputs": laid.outputs, "inputs": laid.inputs}
+
+
+def _open(path: Path, facts: Any, kernels: Kernels) -> KeptWeights | None:
+    """The file, if it is there, whole, and made from this."""
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        end = file.seek(0, os.SEEK_END) - LENGTH_BYTES - DIGEST_BYTES
+        file.seek(max(end, 0))
+        length, digest = int.from_bytes(file.read(LENGTH_BYTES), "little"), file.read()
+        if length > end:
+            return None
+        file.seek(end - length)
+        text = file.read(length)
+        if hashlib.sha256(text).digest() != digest:
+            return None
+        header = json.loads(text)
+        if header["facts"] != facts or header["sample"] != _sample(file, _places(header["matrices"])):
+            return None
+        return KeptWeights(file, header["matrices"], kernels)
+    return None
+
+
+def _places(matrices: dict[str, Any]) -> list[tuple[int, int]]:
+    """First byte, and the one behind the last, of all that a file holds."""
+    return [(part["begin"], part["end"]) for matrix in matrices.values() for part in matrix["parts"]]
+
+
+def _sample(file: BinaryIO, places: Iterable[tuple[int, int]]) -> str:
+    """Digest of some bytes of each of these ranges, first and last ones included."""
+    digest = hashlib.sha256()
+    for begin, end in places:
+        last = max(end - begin - PIECE_BYTES, 0)
+        for number in range(PIECES):
+            file.seek(begin + last * number // (PIECES - 1))
+            digest.update(file.read(min(PIECE_BYTES, end - begin)))
+    return digest.hexdigest()
+
+
+def _key(names: Sequence[str]) -> str:
+    return " ".join(names)
+
+
+@cache
+def _makers() -> str:
+    folder = Path(__file__).parents[1] / "nn"
+    return hashlib.sha256(b"".join((folder / name).read_bytes() for name in MAKERS)).hexdigest() + version("blockdraft")
+
+
+@cache
+def _tell_once(reason: str, folder: str) -> None:
+    log.warning(
+        "Laid out weights cannot be kept in %s (%s), so that each start takes as long as this one; %s=0 does not try.",
+        folder,
+        reason,
+        SWITCH,
+    )

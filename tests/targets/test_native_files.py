@@ -1,0 +1,117 @@
+"""How weights come into memory: once, and from the cache folder the second time."""
+
+import gc
+import json
+import shutil
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from blockdraft.cpu import kept
+from blockdraft.cpu.build import build
+from blockdraft.formats.stored import Stored
+from blockdraft.proposal import chain
+from blockdraft.targets import Target, load_target, native_files, target_fingerprint
+
+WAYS: list[dict[str, Any]] = [
+    {"dtype": "float32"},
+    {"dtype": "bfloat16"},
+    {"dtype": "float32", "quantize": "int8"},
+    {"dtype": "float32", "quantize": "int4"},
+]
+
+
+@pytest.fixture
+def keeping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Keep all weights, in a folder of the test's own; returns it."""
+    for way in WAYS:
+        dtype = getattr(torch, way["dtype"])
+        build(dtype, dtype, 8, "quantize" in way).library()  # in the cache folder that the tests share
+    monkeypatch.setattr(kept, "LEAST_BYTES", 1)
+    monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "weights"
+
+
+def numbers(target: Target) -> Tensor:
+    proposal = chain(torch.arange(20, 30)[None])
+    return target.forward(proposal.tokens, proposal.parents, target.new_cache(1, 16)).logits
+
+
+def load(folder: Path, **way: Any) -> Target:
+    return load_target(folder, device="cpu", backend="native", compile="on", **way)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(way.values()))
+def test_the_second_start_maps_what_the_first_has_laid_out(
+    tiny_target_dir: Path, keeping: Path, monkeypatch: pytest.MonkeyPatch, way: dict[str, Any]
+) -> None:
+    monkeypatch.setenv(kept.SWITCH, "0")
+    plain = load(tiny_target_dir, **way)
+    assert not keeping.exists()
+    monkeypatch.delenv(kept.SWITCH)
+    first = load(tiny_target_dir, **way)
+    assert len(list(keeping.glob("*.weights"))) == 1
+    monkeypatch.setattr(native_files, "lay_out", None)
+    monkeypatch.setattr(native_files, "rounded", None)
+    second = load(tiny_target_dir, **way)
+    for other in (first, second):
+        assert torch.equal(numbers(other), numbers(plain)) and other.running == plain.running
+        assert target_fingerprint(other) == target_fingerprint(plain)
+        assert other.source_fingerprint == plain.source_fingerprint is not None
+        for (name, mine), (_, theirs) in zip(other.named_weights(), plain.named_weights(), strict=True):
+            assert torch.equal(mine, theirs), name
+
+
+def test_ways_of_loading_are_kept_apart(tiny_target_dir: Path, keeping: Path) -> None:
+    for number, way in enumerate(WAYS):
+        load(tiny_target_dir, **way)
+        assert len(list(keeping.glob("*.weights"))) == number + 1
+
+
+def test_another_configuration_is_another_decoder(tiny_target_dir: Path, keeping: Path, tmp_path: Path) -> None:
+    """A table that is no longer the head lies elsewhere in the file."""
+    weights = load_file(tiny_target_dir / "model.safetensors")
+    shutil.copytree(tiny_target_dir, tmp_path / "target")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, tmp_path / "target" / "model.safetensors", {"format": "pt"})
+    path, found = tmp_path / "target" / "config.json", []
+    for tied in (True, False):
+        path.write_text(json.dumps({**json.loads(path.read_text()), "tie_word_embeddings": tied}))
+        found.append(numbers(load(tmp_path / "target")))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(way.values()))
+@pytest.mark.parametrize("keep", [False, True])
+def test_no_tensor_of_the_checkpoint_outlives_its_reading(
+    tiny_target_dir: Path, keeping: Path, monkeypatch: pytest.MonkeyPatch, way: dict[str, Any], keep: bool
+) -> None:
+    monkeypatch.setenv(kept.SWITCH, str(int(keep)))
+    matrices, most, kind = [], [0], native_files.open_tensors
+
+    def watched(files: Any) -> dict[str, Stored]:
+        def read(one: Stored) -> Tensor:
+            found = one.tensor()
+            if found.ndim == 2:
+                matrices.append(weakref.ref(found.untyped_storage()))
+            most[0] = max(most[0], sum(ref() is not None for ref in matrices))
+            return found
+
+        return {
+            name: Stored(one.shape, one.kind, lambda one=one: read(one))  # type: ignore[misc]
+            for name, one in kind(files).items()
+        }
+
+    monkeypatch.setattr(native_files, "open_tensors", watched)
+    target = load(tiny_target_dir, **way)
+    gc.collect()
+    assert matrices and not any(ref() is not None for ref in matrices)
+    assert most[0] <= 3  # queries, keys and values
+    maps = Path("/proc/self/maps")
+    assert not maps.exists() or str(tiny_target_dir) not in maps.read_text()
+    assert target.source_fingerprint
