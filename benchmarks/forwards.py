@@ -1,6 +1,6 @@
-"""Time of the target's forward by number of nodes, and of a draft: compiled and not, dtypes, int8, numbers of threads.
+"""Time of the target's forward by number of nodes, and of a draft: compiled and not, few bits, numbers of threads.
 
-    python benchmarks/forwards.py [--shape pair|120m] [--threads 1,2] [--ways off,on,int8] [--dtype float32]
+    python benchmarks/forwards.py [--shape pair|120m] [--threads 1,2] [--ways off,on,int8,int4] [--dtype float32]
 
 The shape of 120 M parameters has random weights and no drafter; `--keep DIR` leaves it there, for `benchmarks.peers`.
 Ways take turns; minima and medians in milliseconds.
@@ -91,7 +91,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--shape", default="pair")
     parser.add_argument("--threads", default="1,2")
-    parser.add_argument("--ways", default="off,on,int8")
+    parser.add_argument("--ways", default="off,on,int8,int4")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--keep", type=Path, metavar="DIR", help="where the shape of 120 M parameters is written")
@@ -100,9 +100,9 @@ def main() -> None:
         path = BUNDLED if options.shape == "pair" else random_120m(options.keep or Path(folder))
         targets, drafters = {}, {}
         for way in options.ways.split(","):
-            dtype, how = ("float32", "on") if way == "int8" else (options.dtype, way)
-            quantize = "int8" if way == "int8" else None
-            targets[way] = load_target(path, dtype, "cpu", "native", how, quantize, threads=1)  # type: ignore[arg-type]
+            quantize = way if way in ("int8", "int4") else None
+            how = "on" if quantize else way
+            targets[way] = load_target(path, options.dtype, "cpu", "native", how, quantize, threads=1)  # type: ignore[arg-type]
             if options.shape == "pair":
                 drafters[way] = load_drafter(target=targets[way])
                 reason = drafters[way].compile_reason  # type: ignore[attr-defined]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from blockdraft import machine
-from blockdraft.machine import free_bytes, send
+from blockdraft.machine import free_bytes, processor_flags, send
 
 CPU = torch.device("cpu")
 
@@ -102,3 +102,15 @@ def test_a_peak_is_what_was_taken_at_most_since() -> None:
 def test_a_peak_that_cannot_be_measured_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "PROCESS", tmp_path / "absent")
     assert machine.PeakMemory().bytes() is None
+
+
+def test_flags_are_those_that_all_cores_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "cpuinfo"
+    monkeypatch.setattr(machine, "CPUINFO", info)
+    assert processor_flags() == frozenset()
+    info.write_text(
+        "processor\t: 0\nflags\t\t: fpu avx2 avx512f\nvmx flags\t: vnmi\nprocessor\t: 1\nflags\t\t: fpu avx2\n"
+    )
+    assert processor_flags() == {"fpu", "avx2"}
+    info.write_text("processor\t: 0\nFeatures\t: fp asimd\nCPU part\t: 0xd08\n")
+    assert processor_flags() == {"fp", "asimd"}

@@ -24,7 +24,7 @@ else:
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent
-C_DEFINES = ("-DWEIGHT=0", "-DSTORE=0", "-DMOST_LANES=8")  # as `cpu/build.py` gives them; any will do for a check
+C_DEFINES = ("-DWEIGHT=0", "-DSTORE=0", "-DMOST_LANES=8", "-DINTEGERS=1")  # any will do for a check
 
 
 @dataclass(frozen=True)

@@ -109,16 +109,21 @@ def _llama(found: Figures) -> str:
     return _table(["parameters", "weights", "way", "tokens/s", "over its plain decoding"], rows)
 
 
+def _drafting_peak(found: Figures, size: str, way: Way) -> int:
+    """Of a process that drafts with weights of this kind: ours hold target and drafter, and of llama.cpp's the one that
+    takes least counts."""
+    kind = [each for each in found.ways(size, way.side) if each.kind == way.kind and each.method != PLAIN]
+    return min((found.peak(size, each) for each in kind), default=found.peak(size, way))
+
+
 def _memory(found: Figures) -> str:
-    """A process of ours holds target and drafter; of llama.cpp's the one that takes least while it drafts counts."""
     firsts = [name for name in found.sets if name.startswith("first")]
     rows = []
     for size in found.sizes:
         for side in (OURS, LLAMA):
             for way in found.ways(size, side, method=PLAIN):
                 kind = [each for each in found.ways(size, side) if each.kind == way.kind]
-                drafting = [found.peak(size, each) for each in kind if each.method != PLAIN]
-                memory = min(drafting, default=found.peak(size, way)) / GB
+                memory = _drafting_peak(found, size, way) / GB
                 cells = []
                 for name in firsts:
                     with_drafter = [found.first_seconds(size, each, name) for each in kind if each.method != PLAIN]
@@ -147,9 +152,10 @@ def _equal(found: Figures) -> str:
             if known and not found.is_forced(size, ANSWERS):
                 said = f"drafted answers are those of plain decoding for {min(known):.0%} of the prompts or more."
                 lines.append(f"- {_count(found.parameters[size])}, {side}: {said}")
-    for (size, bits), count in found.looping.items():
-        said = f"{count} prompts are left out, since their answers run in circles."
-        lines.append(f"- {_count(found.parameters[size])}, {bits} bits: {said}")
+    looping = sorted((found.parameters[size], bits, count) for (size, bits), count in found.looping.items())
+    if looping:
+        told = ", ".join(f"{count} ({_count(parameters)}, {bits} bits)" for parameters, bits, count in looping)
+        lines.append(f"- Prompts that are left out, since their answers run in circles: {told}.")
     return "\n".join(lines) or "None was compared."
 
 
@@ -204,7 +210,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
                     value = way and found.speed(size, way, ANSWERS)
                     lines[name] += [(x, value)] if value else []
                 if best:
-                    lines["memory"].append((x, found.peak(size, best) / GB))
+                    lines["memory"].append((x, _drafting_peak(found, size, best) / GB))
                 seconds = plain and found.first_seconds(size, plain, longest)
                 lines["first"] += [(x, seconds)] if seconds else []
             label = f"{side}, {bits} bits"

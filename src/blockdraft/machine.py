@@ -36,8 +36,7 @@ def cache_folder() -> Path:
 
 def processor() -> str:
     """What says which instructions the processor knows. A cache may be shared by several machines."""
-    lines = CPUINFO.read_text().splitlines() if CPUINFO.is_file() else []
-    kept = [line for line in dict.fromkeys(lines) if line.startswith(("model name", "flags", "Features", "CPU part"))]
+    kept = _cpuinfo("model name", "flags", "Features", "CPU part")
     return "\n".join([platform.node(), platform.machine(), platform.processor(), *kept])
 
 
@@ -67,6 +66,18 @@ def return_freed() -> None:
     """Hand memory that was freed back to the system, which the C library else keeps in pieces."""
     with suppress(OSError, AttributeError):  # of other systems, and other C libraries than glibc
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def processor_flags() -> frozenset[str]:
+    """Instructions that all processors of this machine know, as Linux calls them; none on other systems."""
+    sets = [frozenset(line.partition(":")[2].split()) for line in _cpuinfo("flags", "Features")]
+    return frozenset.intersection(*sets) if sets else frozenset()
+
+
+def _cpuinfo(*beginnings: str) -> list[str]:
+    """The lines that begin so, each once: there is one for each core."""
+    lines = CPUINFO.read_text().splitlines() if CPUINFO.is_file() else []
+    return [line for line in dict.fromkeys(lines) if line.startswith(beginnings)]
 
 
 def send(values: Tensor, device: torch.device) -> Tensor:

@@ -68,7 +68,14 @@ def test_how_a_target_is_run_reaches_the_loader(command: str, tmp_path: Path, mo
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "hello"}\n')
     args = [tmp_path / "prompts.jsonl" if arg == "PROMPTS" else arg for arg in COMMANDS[command]]
     usual = {"path": None, "dtype": None, "device": "None", "backend": "auto", "threads": "auto", "compile": "auto"}
-    usual |= {"quantize": None, "kv_dtype": None, "exact": False, "adapter": None, "revision": None}
+    usual |= {
+        "quantize": None,
+        "kv_dtype": None,
+        "round_drafters": True,
+        "exact": False,
+        "adapter": None,
+        "revision": None,
+    }
     assert asked(monkeypatch, command, *args) == usual
     flags = {"dtype": "bfloat16", "backend": "hf", "threads": "3", "compile": "off", "quantize": "int8"}
     named = [part for name, value in flags.items() for part in (f"--{name}", value)]

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from blockdraft.cpu import build as building
-from blockdraft.cpu import library
+from blockdraft.cpu import library, sources
 from blockdraft.cpu.build import Build
 from blockdraft.cpu.library import Library
 from blockdraft.targets import load_target
@@ -81,12 +81,12 @@ def test_a_library_of_another_version_is_compiled_again(
 ) -> None:
     compiled()
     [path] = folder.iterdir()
-    source, text = folder.parent / "other.c", building.SOURCE.read_text()
-    for header in building.INCLUDED:
+    source, text = folder.parent / "other.c", sources.SOURCE.read_text()
+    for header in sources.INCLUDED:
         changed = header.read_text().replace("FIELD(S, i64, room)", "FIELD(S, int32_t, room)")
         (folder.parent / header.name).write_text(changed)
     source.write_text("void decoder_forward(void) {}" if found == "without a function" else text)
-    kinds = ["-DWEIGHT=0", "-DSTORE=0", "-DMOST_LANES=16"]
+    kinds = sources.defines(torch.float32, torch.float32, 16, False)
     other = folder.parent / "other.so"
     subprocess.run(["gcc", "-shared", "-fPIC", "-w", *kinds, "-o", other, source, "-lm"], check=True)
     ctypes.CDLL(str(other)).decoder_forward  # noqa: B018 (it is a library)

@@ -1,6 +1,5 @@
 """The integer kernels of every processor that this one can run, against `QuantizedWeight.multiply`."""
 
-import platform
 import shutil
 import struct
 import subprocess
@@ -11,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from blockdraft.cpu.build import FLAGS, PARALLEL, SOURCE, VECTORS
 from blockdraft.cpu.library import INTEGERS, Library
+from blockdraft.cpu.sources import FLAGS, PARALLEL, SOURCE, VECTORS, command
+from blockdraft.machine import processor_flags
 from blockdraft.nn.packed import PackedLinear
 from blockdraft.nn.quantized import InterleavedWeight, QuantizedWeight, round_to_nearest
 
@@ -30,18 +30,10 @@ ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 19)
 GROUPS = (8, 16, 24, 32, 128)
 
 
-def flags_here() -> set[str]:
-    info = Path("/proc/cpuinfo")
-    if not info.exists() or platform.machine() != "x86_64":
-        return set()
-    return next(({*line.split()} for line in info.read_text().splitlines() if line.startswith("flags")), set())
-
-
 def compiled(folder: Path, processor: str, lanes: int) -> Library:
     out = folder / f"{processor}-{lanes}.so"
-    flags = [f"-march={processor}" if flag == "-march=native" else flag for flag in FLAGS]
     defines = ["-DWEIGHT=0", "-DSTORE=0", f"-DMOST_LANES={lanes}", "-DINTEGERS=1"]
-    subprocess.run(["gcc", *flags, *VECTORS, *PARALLEL, *defines, "-o", out, SOURCE, "-lm"], check=True)
+    subprocess.run(command("gcc", out, f"-march={processor}", *VECTORS, *PARALLEL, *defines), check=True)
     return Library(out)
 
 
@@ -63,7 +55,7 @@ def weights() -> Iterator[QuantizedWeight]:
 @pytest.mark.parametrize("processor", PROCESSORS)
 def test_each_processor_computes_what_torch_computes(processor: str, lanes: int, tmp_path: Path) -> None:
     name, needed = PROCESSORS[processor]
-    if not {*needed} <= flags_here():
+    if not {*needed} <= processor_flags():
         pytest.skip(f"this processor has no {name}")
     library, generator = compiled(tmp_path, processor, lanes), torch.Generator().manual_seed(0)
     for own in weights():
@@ -81,7 +73,7 @@ def test_each_processor_computes_what_torch_computes(processor: str, lanes: int,
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
 def test_extreme_codes_do_not_overflow(tmp_path: Path) -> None:
     """All inputs and all weights at the ends of their ranges, on the instructions that have the least room."""
-    processor = "haswell" if "avx2" in flags_here() else "native"
+    processor = "haswell" if "avx2" in processor_flags() else "native"
     library = compiled(tmp_path, processor, 16)
     for bits, least, most in ((4, -8, 7), (8, -128, 127)):
         for code in (least, most):
@@ -104,9 +96,7 @@ def test_extreme_codes_do_not_overflow(tmp_path: Path) -> None:
 def test_arm_computes_what_torch_computes(features: str, tmp_path: Path) -> None:
     program, data = tmp_path / "program", tmp_path / "data"
     source = Path(__file__).with_name("integers_check.c")
-    flags = [
-        f"-march={features}" if flag == "-march=native" else flag for flag in FLAGS if flag not in ("-shared", "-fPIC")
-    ]
+    flags = [f"-march={features}", *(flag for flag in FLAGS if flag not in ("-shared", "-fPIC"))]
     defines = ["-DWEIGHT=0", "-DSTORE=0", "-DMOST_LANES=16", "-DINTEGERS=1", f'-DSOURCE="{SOURCE}"']
     subprocess.run(["aarch64-linux-gnu-gcc-12", *flags, *defines, "-static", "-o", program, source, "-lm"], check=True)
     expected = []

@@ -7,6 +7,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from blockdraft import Engine, SamplingParams, load_drafter
+from blockdraft.cpu.compiled_draft import CompiledDraftPass
 from blockdraft.targets import Target, load_target
 
 SIZES: dict[str, Any] = {
@@ -78,6 +80,21 @@ def test_weights_of_few_bits_give_what_torch_gives(tmp_path: Path, family: str, 
         # Where two sums differ in the last bit, an input may be rounded to the next of 254 codes.
         assert float((a - b).abs().mean() / b.abs().mean()) < 0.005
         assert 1e-4 < float((a - right).norm() / right.norm()) < (0.05 if quantize == "int8" else 0.5)
+
+
+@pytest.mark.parametrize("round_drafters", [True, False])
+def test_drafters_are_rounded_as_their_target_is_unless_they_are_to_be_kept(round_drafters: bool) -> None:
+    target = load_target(dtype="float32", device="cpu", quantize="int4", round_drafters=round_drafters)
+    drafter: Any = load_drafter(target=target)
+    run = drafter._run
+    assert isinstance(run, CompiledDraftPass)
+    assert {packed.bits for packed in run._packed} == {4 if round_drafters else None}
+    assert (run.library is target.compiled.library) == round_drafters  # type: ignore[attr-defined]
+    answers = [
+        Engine(target, each).generate([[5, 6, 7, 8]], SamplingParams(max_new_tokens=24))[0].token_ids
+        for each in (drafter, load_drafter("none", target=target))
+    ]
+    assert answers[0] == answers[1]
 
 
 def test_keys_and_values_in_bfloat16_are_rounded_to_the_nearest(tmp_path: Path) -> None:

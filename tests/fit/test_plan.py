@@ -139,13 +139,23 @@ def test_all_reasons_are_told_together() -> None:
         plan(0.05, machine=replace(MACHINE, memory=10, device_memory=10, disk=10))
 
 
-def test_the_least_hours_suffice() -> None:
+@pytest.mark.parametrize("slow", [1, 10, 100])
+@pytest.mark.parametrize("what", ["answer_rate", "read_rate", "speeds"])
+def test_the_least_hours_suffice(what: str, slow: float) -> None:
+    if what == "speeds":
+        value: Any = {
+            name: replace(speed, seconds=tuple(slow * each for each in speed.seconds))
+            for name, speed in MEASURED.speeds.items()
+        }
+    else:
+        value = getattr(MEASURED, what) / slow
+    measured = replace(MEASURED, **{what: value})
     with pytest.raises(ValueError) as refused:
-        plan(0.05)
+        plan(0.05, measured=measured)
     least = float(str(refused.value).split("--hours ")[1].split()[0])
-    assert plan(1.2 * least).recipe["steps"] >= FEWEST_STEPS
+    assert plan(1.2 * least, measured=measured).recipe["steps"] >= FEWEST_STEPS
     with pytest.raises(ValueError):
-        plan(0.8 * least)
+        plan(0.8 * least, measured=measured)
 
 
 def test_a_plan_survives_its_file() -> None:

@@ -176,7 +176,7 @@ def test_weights_that_do_not_fill_the_model_are_refused(tmp_path: Path, tiny_tar
             save_file(tensors, tmp_path / file.name, metadata={"format": "pt"})
         else:
             (tmp_path / file.name).write_bytes(file.read_bytes())
-    with pytest.raises(ValueError, match=r"lacks 1 tensors .*layers\.1\.mlp\.up_proj"):
+    with pytest.raises(ValueError, match=r"lacks 1 tensor .*layers\.1\.mlp\.up_proj"):
         load_target(tmp_path)
 
 

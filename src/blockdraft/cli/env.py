@@ -49,7 +49,9 @@ def facts() -> Iterator[tuple[str, str]]:
     if not torch.cuda.is_available():
         yield "GPU", "none that torch sees"
     made = build(torch.float32, torch.float32)
-    yield "compiled decoder", "works" if made.library() is not None else f"none, since {made.reason}"
+    works = made.library() is not None
+    origin = f"came with the package, for {made.level}" if made.level else "compiled here"
+    yield "compiled decoder", f"works, {origin}" if works else f"none, since {made.reason}"
     yield "cache", str(cache_folder())
     for name in VARIABLES:
         if name in os.environ:

@@ -18,6 +18,7 @@ from blockdraft.cli.options import (
     KeysValues,
     Quantize,
     Revision,
+    RoundDrafter,
     TargetBackend,
     TargetFolder,
     Threads,
@@ -48,6 +49,7 @@ class TargetOptions:
     compile: CompileForward = DEFAULT_COMPILE
     quantize: Quantize = None
     kv_dtype: KeysValues = None
+    round_drafters: RoundDrafter = True
     exact: Exact = False
 
     def load(self) -> Target:

@@ -98,7 +98,8 @@ CompileForward = Annotated[
     typer.Option(
         "--compile",
         metavar="auto|on|off",
-        help="Compile the native decoder's forward with this machine's C compiler, once; on fails where it cannot be. "
+        help="Run the native decoder's forward compiled: by a library that came with the package, or else by this "
+        "machine's C compiler, once; on fails where there is none. "
         "On an NVIDIA GPU, 'on' captures CUDA graphs and 'auto' leaves it.",
     ),
 ]
@@ -107,6 +108,13 @@ Quantize = Annotated[
     typer.Option(
         metavar="int8|int4|fp8",
         help="Round the target's weights; the rounded model is then the target. int4 is for CPUs, fp8 for NVIDIA GPUs.",
+    ),
+]
+RoundDrafter = Annotated[
+    bool,
+    typer.Option(
+        "--round-drafter/--keep-drafter",
+        help="Whether a drafter's weights are rounded to as few bits as the target's are.",
     ),
 ]
 KeysValues = Annotated[

@@ -1,8 +1,7 @@
-"""Compiles `decoder.c` for this machine, once: the library is kept in the cache folder."""
+"""The library for this machine: from the wheel, or compiled from `decoder.c`, once, and kept in the cache folder."""
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import shutil
@@ -15,24 +14,21 @@ from pathlib import Path
 
 import torch
 
-from blockdraft.cpu.library import KINDS, STORES, Library
+from blockdraft.cpu import prebuilt
+from blockdraft.cpu.library import Library
+from blockdraft.cpu.sources import MOST_LANES, PARALLEL, VECTORS, command, defines, keep, name_of, whole
 from blockdraft.machine import cache_folder, processor
 
-SOURCE = Path(__file__).with_name("decoder.c")
-INCLUDED = tuple(SOURCE.with_name(name) for name in ("kernels.h", "integers.h", "calls.h"))
 COMPILERS = ("gcc", "cc", "clang")
-# Sums must have the same bits wherever they are computed: nothing is fused or reordered that the source does not say.
-FLAGS = ("-O2", "-march=native", "-ffp-contract=off", "-shared", "-fPIC")
-PARALLEL = ("-fopenmp",)
-VECTORS = ("-ftree-vectorize", "-fvect-cost-model=dynamic")  # of gcc, for loops that clang turns into vectors anyway
+NATIVE = "-march=native"
 ATTEMPTS = (VECTORS + PARALLEL, PARALLEL, ())  # what a compiler lacks is left away; without OpenMP there is one thread
 LONGEST_SECONDS = 120.0
 SILENT_SECONDS = 1.5  # after which whoever waits for the compiler is told why
-MOST_LANES = 16
 
 
 class Build:
-    """A library that is compiled in the background, unless it is in the cache.
+    """A library: one that came with the wheel for such processors, or that is compiled, unless it is in the cache. This
+    is done in the background.
 
     Args:
         weights: Dtype of the weights that are not of few bits: float32 or bfloat16.
@@ -42,16 +38,16 @@ class Build:
 
     Attributes:
         reason: Why there is no library; None until this is known.
+        level: For which processors the library that came with the wheel is; None if none is used, or until known.
     """
 
     def __init__(
-        self, weights: torch.dtype, store: torch.dtype, head_dim: int = MOST_LANES, integers: bool = False
+        self, weights: torch.dtype, store: torch.dtype, lanes: int = MOST_LANES, integers: bool = False
     ) -> None:
-        lanes = gcd(head_dim, MOST_LANES)
-        assert lanes >= 4, head_dim
         self.reason: str | None = None
-        numbers = {"WEIGHT": KINDS[weights], "STORE": STORES[store], "MOST_LANES": lanes, "INTEGERS": int(integers)}
-        self._defines = [f"-D{name}={number}" for name, number in numbers.items()]
+        self.level: str | None = None
+        self._kinds = weights, store, lanes
+        self._defines = defines(weights, store, lanes, integers)
         # Its threads are no daemons: a process that ends before the compiler still leaves a library for the next one.
         worker = ThreadPoolExecutor(1, "compiler")
         self._made = worker.submit(self._make)
@@ -69,23 +65,19 @@ class Build:
         return self._made.result()
 
     def _make(self) -> Library | None:
+        found = prebuilt.find(*self._kinds)
+        if found is not None:
+            library, self.level = found
+            return library
         named = os.environ.get("CC")
         compiler = next(filter(None, map(shutil.which, [named] if named else COMPILERS)), None)
         if compiler is None:
             self.reason = f"there is no C compiler ({named or ', '.join(COMPILERS)})"
             return None
-        facts = [
-            *(path.read_bytes() for path in (SOURCE, *INCLUDED)),
-            compiler,
-            os.stat(compiler).st_mtime,
-            FLAGS,
-            ATTEMPTS,
-            self._defines,
-            processor(),
-        ]
-        folder, name = cache_folder() / "libraries", hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+        facts = [compiler, os.stat(compiler).st_mtime, NATIVE, ATTEMPTS, self._defines, processor()]
+        folder, name = cache_folder() / "libraries", name_of(*facts)
         try:
-            return _whole(folder, name) or self._compile(compiler, folder, name)
+            return whole(folder, name) or self._compile(compiler, folder, name)
         except (OSError, subprocess.SubprocessError) as error:
             self.reason = f"{compiler} is of no use: {error}"
             return None
@@ -95,32 +87,16 @@ class Build:
         partial = folder / f"{name}.{os.getpid()}-{threading.get_ident()}.partial"
         try:
             for more in ATTEMPTS:
-                command = [compiler, *FLAGS, *more, *self._defines, "-o", str(partial), str(SOURCE), "-lm"]
-                done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_SECONDS)
+                call = command(compiler, partial, NATIVE, *more, *self._defines)
+                done = subprocess.run(call, capture_output=True, text=True, timeout=LONGEST_SECONDS)
                 if done.returncode == 0:
                     library = Library(partial)  # under this name, for the other may be that of one loaded before
-                    partial.replace(folder / f"{name}-{_digest(partial)}.so")
+                    keep(partial, name)
                     return library
         finally:
             partial.unlink(missing_ok=True)
         self.reason = f"{compiler} failed: {(done.stderr.strip() or 'without a message').splitlines()[0]}"
         return None
-
-
-def _whole(folder: Path, name: str) -> Library | None:
-    """The library of this name in the folder, unless it is of another version. One that was cut short would end the
-    process when it is used, so that the file's name holds its digest."""
-    for path in sorted(folder.glob(f"{name}-*.so")):
-        try:
-            if path.stem == f"{name}-{_digest(path)}":
-                return Library(path)
-        except (OSError, AttributeError, AssertionError):
-            continue
-    return None
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 @cache

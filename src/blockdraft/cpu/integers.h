@@ -1,11 +1,5 @@
 /* Products of weights in few bits with inputs rounded to int8. nn/quantized.py says what is computed; within a group of
    inputs sums are of integers, so that their order does not matter, and groups are added up in order. */
-#if defined(__SSSE3__)
-#include <immintrin.h>
-#elif defined(__ARM_FEATURE_DOTPROD)
-#include <arm_neon.h>
-#endif
-
 typedef uint8_t codes __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
 typedef int8_t signed_codes __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
 typedef int16_t shorts __attribute__((vector_size(4 * LANES), may_alias));
@@ -124,7 +118,8 @@ INLINE vec load_scale(const Linear *l, i64 at) {
     ints bits = __builtin_convertvector(*(const half_scales *)half, ints);
     /* Exponents differ by 112; multiplying by 2^112 mends that, and numbers below the normal ones too. */
     vec size = (vec)((bits & 0x7fff) << 13) * 5.192296858534828e33f;
-    return (vec)((ints)size | (bits & 0x8000) << 16);
+    ints strange = (bits & 0x7c00) == 0x7c00; /* infinite, or no number */
+    return choose(strange, splat(NAN), (vec)((ints)size | (bits & 0x8000) << 16));
 #endif
 }
 
@@ -170,6 +165,22 @@ INLINE void add_pairs(const uint8_t *w, i64 ahead, const int8_t *x, i64 xs, int 
 }
 #endif
 
+#if LANES == 4 && defined(__ARM_FEATURE_MATMUL_INT8)
+/* As `group_sums` for two rows, whose products with two outputs are one instruction for 8 inputs. */
+INLINE void pair_sums(const uint8_t *w, const int8_t *x, i64 xs, i64 size, ints *sums, const int BITS) {
+    int32x4_t first = vdupq_n_s32(0), second = first; /* of the first two outputs and of the others, row by row */
+    for (i64 i = 0; i < size; i += 8, w += 4 * BITS) {
+        codes low = *(const codes *)w, high = *(const codes *)(w + (BITS == 4 ? 0 : 16));
+        if (BITS == 4) low &= 15, high >>= 4;
+        const int8x16_t both = vcombine_s8(vld1_s8(x + i), vld1_s8(x + xs + i));
+        first = vmmlaq_s32(first, both, (int8x16_t)vzip1q_s32((int32x4_t)low, (int32x4_t)high));
+        second = vmmlaq_s32(second, both, (int8x16_t)vzip2q_s32((int32x4_t)low, (int32x4_t)high));
+    }
+    sums[0] += (ints)vcombine_s32(vget_low_s32(first), vget_low_s32(second));
+    sums[1] += (ints)vcombine_s32(vget_high_s32(first), vget_high_s32(second));
+}
+#endif
+
 /* sums[r] += codes of a group of weights . codes of R inputs. Meanwhile what lies `ahead` is fetched from memory. */
 INLINE void group_sums(const uint8_t *w, i64 ahead, const int8_t *x, i64 xs, i64 size, ints *sums, const int BITS,
                        const int R) {
@@ -178,12 +189,20 @@ INLINE void group_sums(const uint8_t *w, i64 ahead, const int8_t *x, i64 xs, i64
     for (; i + 32 <= size; i += 32) add_pairs(w + i * LANES * BITS / 8, ahead, x + i, xs, 32, sums, BITS, R);
     if (i < size) add_pairs(w + i * LANES * BITS / 8, ahead, x + i, xs, (int)(size - i), sums, BITS, R);
 #else
+#if LANES == 4 && defined(__ARM_FEATURE_MATMUL_INT8)
+#pragma GCC unroll 4
+    for (int r = 0; r + 2 <= R; r += 2) pair_sums(w, x + r * xs, xs, size, sums + r, BITS);
+    const int begun = R / 2 * 2; /* rows that are done */
+    if (begun == R) return;
+#else
+    const int begun = 0;
+#endif
     for (i64 i = 0; i < size; i += 32 / BITS, w += 4 * LANES) {
         codes own = *(const codes *)w;
         __builtin_prefetch(w + ahead, 0, 2);
         codes low = BITS == 4 ? own & 15 : own ^ SHIFTED, high = (codes)((shorts)own >> 4) & 15;
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) {
+        for (int r = begun; r < R; r++) {
             sums[r] = DOT4(sums[r], low, spread(x + r * xs + i));
             if (BITS == 4) sums[r] = DOT4(sums[r], high, spread(x + r * xs + i + 4));
         }

@@ -3,6 +3,11 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#if defined(__SSSE3__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
 #ifdef _OPENMP
 #include <omp.h>
 #else
@@ -43,7 +48,6 @@ typedef short eight __attribute__((vector_size(16)));
 #elif defined(__FMA__)
 #define FMA(x, y, z) (vec)__builtin_ia32_vfmaddps(x, y, z)
 #elif defined(__ARM_NEON)
-#include <arm_neon.h>
 #define FMA(x, y, z) (vec)vfmaq_f32(z, x, y)
 #else
 #define FMA(x, y, z) ((x) * (y) + (z))
@@ -68,7 +72,16 @@ INLINE vec most_of(vec x, vec y) { return choose(x > y, x, y); }
 
 INLINE vec load(const void *w, i64 at, const int kind) {
     if (kind == FLOAT32) return *(const vec *)((const float *)w + at);
-    if (kind == INT8) return __builtin_convertvector(*(const small_codes *)((const int8_t *)w + at), vec);
+    if (kind == INT8) {
+        const int8_t *from = (const int8_t *)w + at;
+#if LANES == 16 /* what gcc does not find by itself */
+        return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
+#elif LANES == 8 && defined(__AVX2__)
+        return (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from)));
+#else
+        return __builtin_convertvector(*(const small_codes *)from, vec);
+#endif
+    }
 #if defined(__AVX2__) && LANES == 8 && !defined(__clang__) /* an instruction that gcc does not find by itself */
     pair narrow;
     memcpy(&narrow, (const uint16_t *)w + at, 16);
@@ -91,6 +104,7 @@ static float half_to_float(uint16_t half) {
     float size;
     memcpy(&size, &bits, 4);
     size *= 5.192296858534828e33f; /* exponents differ by 112 */
+    if ((half & 0x7c00) == 0x7c00) size = half & 0x3ff ? NAN : INFINITY;
     return half & 0x8000 ? -size : size;
 }
 

@@ -191,8 +191,12 @@ def make_plan(
     memory = target.weight_bytes + 16 * speed.parameters + logits * chunk
     disk, memory = disk + feature_bytes * (features == "disk"), memory + feature_bytes * (features == "memory")
 
-    saved = (answers - FEWEST_ANSWERS) * (prompt_seconds + answer_seconds) + (steps - FEWEST_STEPS) * step
-    least = (elapsed + sum(seconds.values()) - saved) / SAFETY / 3600
+    # So few answers as suffice for so few steps, in as much of the time as answers may take.
+    few = max(FEWEST_ANSWERS, math.ceil(FEWEST_STEPS * learned / (MOST_EPOCHS * (1 - lost) * document)))
+    each = max(written + read_seconds + learn_seconds, written / ANSWERING)
+    least = (
+        (3600 * SAFETY * settings.hours - budget + max(few * each, few * written + FEWEST_STEPS * step)) / SAFETY / 3600
+    )
     _check(settings, machine, target, answers, steps, available, least, disk, memory)
     expected = {name: round(value, 1) for name, value in seconds.items() if value}
     return Plan(

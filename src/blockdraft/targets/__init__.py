@@ -58,6 +58,7 @@ def load_target(
     revision: str | None = None,
     adapter: str | Path | None = None,
     kv_dtype: KVDtype | None = None,
+    round_drafters: bool = True,
 ) -> Target:
     """Load a target.
 
@@ -84,6 +85,8 @@ def load_target(
             the model, with the threads that there are now.
         kv_dtype: "int8" keeps keys and values in 8 bits with a factor for each head and token, on a CPU where the
             forward is compiled; None keeps them in `dtype`.
+        round_drafters: Whether the weights of drafters that are loaded for it are rounded to as few bits as its layers'
+            are. It changes no answer; guesses get faster and a little worse.
         revision: Branch, tag or commit of a hub name; None is the newest of its main branch.
         adapter: Folder or hub name of an adapter of PEFT, such as a LoRA, which is merged into the weights in the dtype
             of the arithmetic. It takes the package peft (`blockdraft[adapter]`).
@@ -121,7 +124,7 @@ def load_target(
         raise UsageError("exact needs float64, and the device mps has none; use the device cpu, or do without exact.")
     if kv_dtype not in (None, *get_args(KVDtype)):
         raise UsageError(f"kv_dtype is {kv_dtype!r}; use one of {sorted(get_args(KVDtype))}, or None.")
-    how = compile, quantize, threads == "auto", exact, revision, adapter, kv_dtype
+    how = compile, quantize, threads == "auto", exact, revision, adapter, kv_dtype, round_drafters
     options = LoadOptions(DTYPES[name], placed, *how)
     ranked = sorted((module.RANK, name) for name, module in known.items() if module.RANK is not None)
     reason: NotCovered | None = None

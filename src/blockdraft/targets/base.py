@@ -114,7 +114,7 @@ class LoadOptions:
         best_threads: Measure which number of threads is fastest, and use it.
         revision, adapter: As in `load_target`.
         exact: A node's logits and features must not depend on what else is computed; the caller checks it.
-        kv_dtype: As in `load_target`.
+        kv_dtype, round_drafters: As in `load_target`.
     """
 
     dtype: torch.dtype
@@ -126,6 +126,7 @@ class LoadOptions:
     revision: str | None = None
     adapter: str | Path | None = None
     kv_dtype: KVDtype | None = None
+    round_drafters: bool = True
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,7 @@ class NativeTarget(CheckpointTarget):
         compile_reason: Why it is neither, where it might have been; torch's operations are then used one by one.
         exact: Whether torch's operations are used in pieces of one size, so that a node's numbers do not depend on what
             else is computed.
+        round_drafters: Whether drafters' weights are rounded as the layers' are.
     """
 
     backend = "native"
@@ -79,6 +80,7 @@ class NativeTarget(CheckpointTarget):
         self.captured: CapturedDecoder | None = None
         self.compile_reason: str | None = None
         self.exact = False
+        self.round_drafters = True
         self._group = decoder.config.num_heads // decoder.config.num_kv_heads
 
     @property
@@ -140,8 +142,8 @@ class NativeTarget(CheckpointTarget):
         network.to(self.device)
         if self.captured is not None:
             return CapturedDraftPass(network.to(self.dtype), self.captured.recorder, self.embed, head or self.head)
-        own_head = head is not None
-        return draft_pass(network, self.compiled, self.embed, head or self.head, own_head, self.bits, owned, self.dtype)
+        bits, own_head = self.bits if self.round_drafters else None, head is not None
+        return draft_pass(network, self.compiled, self.embed, head or self.head, own_head, bits, owned, self.dtype)
 
     def capture(self, recorder: Recorder) -> None:
         """Run forwards over few nodes as graphs from now on. Due before the first cache and the first drafter.
@@ -278,6 +280,7 @@ def load(path: str | Path, options: LoadOptions) -> NativeTarget:
     read = read_gguf(path, options) if is_gguf(path) else read_checkpoint(path, options)
     known = read.tokenizer, read.folder, read.generation_config, read.source_fingerprint
     target = NativeTarget(read.decoder, read.config, *known)
+    target.round_drafters = options.round_drafters
     target.tokenizer_reason = read.tokenizer_reason
     if captured:
         target.capture(CudaRecorder(options.device))

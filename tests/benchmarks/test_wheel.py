@@ -1,0 +1,45 @@
+"""What is checked of a wheel. That one can be built and used, `make wheel` shows."""
+
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks import wheel
+
+TRACKED = ["README.md", "src/blockdraft/cpu/decoder.c", "src/blockdraft/pair/target/config.json"]
+LIBRARY = "blockdraft/cpu/libraries/one.so"
+GOOD = ["blockdraft/cpu/decoder.c", "blockdraft/pair/target/config.json", "blockdraft-0.1.0.dist-info/RECORD", LIBRARY]
+
+
+def made(folder: Path, names: list[str]) -> Path:
+    with zipfile.ZipFile(folder / "a.whl", "w") as archive:
+        for name in names:
+            archive.writestr(name, "")
+    return folder / "a.whl"
+
+
+def test_a_wheel_holds_the_package_and_libraries(tmp_path: Path) -> None:
+    wheel.check_contents(made(tmp_path, GOOD), TRACKED)
+
+
+@pytest.mark.parametrize("name", [GOOD[0], GOOD[1], LIBRARY])
+def test_nothing_may_be_missing(tmp_path: Path, name: str) -> None:
+    with pytest.raises(AssertionError, match="has no libraries" if name == LIBRARY else f"lacks .*{name}"):
+        wheel.check_contents(made(tmp_path, [each for each in GOOD if each != name]), TRACKED)
+
+
+def test_nothing_else_may_be_in_it(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"should not have \['blockdraft/notes.txt'\]"):
+        wheel.check_contents(made(tmp_path, [*GOOD, "blockdraft/notes.txt"]), TRACKED)
+
+
+def test_the_package_is_what_git_knows() -> None:
+    names = wheel.tracked()
+    assert {"pyproject.toml", "src/blockdraft/cpu/decoder.c", "src/blockdraft/pair/target/model.safetensors"} <= {
+        *names
+    }
+    assert not any("egg-info" in name or "libraries" in name for name in names)
