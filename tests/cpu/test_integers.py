@@ -14,7 +14,8 @@ from blockdraft.cpu.library import INTEGERS, Library
 from blockdraft.cpu.sources import FLAGS, PARALLEL, SOURCE, VECTORS, command
 from blockdraft.machine import processor_flags
 from blockdraft.nn.packed import PackedLinear
-from blockdraft.nn.quantized import InterleavedWeight, QuantizedWeight, round_to_nearest
+from blockdraft.nn.quantized import InterleavedWeight, QuantizedWeight
+from blockdraft.nn.rounding import rounded
 
 # gcc's names of processors: what their kernels use, and what the one that runs them must have.
 PROCESSORS = {
@@ -40,7 +41,7 @@ def compiled(folder: Path, processor: str, lanes: int) -> Library:
 def weights() -> Iterator[QuantizedWeight]:
     generator = torch.Generator().manual_seed(0)
     for bits, group, has_offset, outputs in product((4, 8), GROUPS, (False, True), (1, 149)):
-        own = round_to_nearest(torch.randn(outputs, 3 * group, generator=generator), bits, group)
+        own = rounded(torch.randn(outputs, 3 * group, generator=generator), bits, group)
         if bits == 8:
             own.codes[0, :2] = -128  # of others' checkpoints
         if has_offset:

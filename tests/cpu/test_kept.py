@@ -22,7 +22,8 @@ from blockdraft.cpu.build import build
 from blockdraft.cpu.kept import KeptWeights, Origin, kept_weights
 from blockdraft.cpu.library import Library
 from blockdraft.nn.packed import LaidOut, PackedLinear, lay_out
-from blockdraft.nn.quantized import QuantizedWeight, round_to_nearest
+from blockdraft.nn.quantized import QuantizedWeight
+from blockdraft.nn.rounding import rounded
 
 PRODUCTS = [["table"], ["query", "key"], ["few"], ["shifted"]]
 BIASED = torch.arange(35.0)
@@ -37,7 +38,7 @@ def library() -> Library:
 def weights() -> dict[str, Tensor | QuantizedWeight]:
     generator = torch.Generator().manual_seed(3)
     plain = {name: torch.randn(size, 16, generator=generator) for name, size in (("table", 35), ("query", 24))}
-    few = round_to_nearest(torch.randn(40, 32, generator=generator), 4, 16)
+    few = rounded(torch.randn(40, 32, generator=generator), 4, 16)
     codes = torch.randint(0, 16, (24, 32), generator=generator, dtype=torch.int8)
     shifted = QuantizedWeight(codes, few.scale[:24], torch.randn(24, 2, generator=generator), 4)
     return {**plain, "key": torch.randn(8, 16, generator=generator), "few": few, "shifted": shifted}

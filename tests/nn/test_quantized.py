@@ -13,13 +13,13 @@ from blockdraft.nn.quantized import (
     check_group,
     joined_weights,
     round_rows,
-    round_to_nearest,
 )
+from blockdraft.nn.rounding import rounded
 
 
 def weight(bits: int, group: int = 32, offset: bool = False, outputs: int = 21, groups: int = 3) -> QuantizedWeight:
     generator = torch.Generator().manual_seed(bits + group)
-    whole = round_to_nearest(torch.randn(outputs, group * groups, generator=generator), bits, group)
+    whole = rounded(torch.randn(outputs, group * groups, generator=generator), bits, group)
     if not offset:
         return whole
     shift = torch.randn(whole.scale.shape, generator=generator)
@@ -54,7 +54,7 @@ def test_products_are_those_of_the_numbers_one_by_one(bits: int, offset: bool) -
 def test_rounding_is_to_the_nearest_of_the_codes() -> None:
     given = torch.randn(9, 64, generator=torch.Generator().manual_seed(0))
     for bits, places in ((4, 8), (8, 127)):
-        own = round_to_nearest(given, bits, 16)
+        own = rounded(given, bits, 16)
         assert own.group == 16 and own.shape == given.shape and own.bits == bits
         largest = given.view(9, 4, 16).abs().amax(-1, keepdim=True)
         error = (own.dequantize() - given).view(9, 4, 16).abs()
@@ -66,8 +66,8 @@ def test_rounding_is_to_the_nearest_of_the_codes() -> None:
 def test_numbers_out_of_the_range_of_float16_keep_their_scale() -> None:
     for size in (1e-9, 1e6):
         given = size * torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
-        assert float((round_to_nearest(given, 8, 32).dequantize() - given).abs().max()) < 0.01 * size * 3
-    assert torch.equal(round_to_nearest(torch.zeros(2, 32), 4, 32).dequantize(), torch.zeros(2, 32))
+        assert float((rounded(given, 8, 32).dequantize() - given).abs().max()) < 0.01 * size * 3
+    assert torch.equal(rounded(torch.zeros(2, 32), 4, 32).dequantize(), torch.zeros(2, 32))
 
 
 def test_a_large_channel_takes_its_precision_from_its_group_alone() -> None:
@@ -126,12 +126,12 @@ def test_groups_that_do_not_fit_are_refused() -> None:
     with pytest.raises(UsageError, match="group is 12; it must be a multiple of 8"):
         check_group(96, 12)
     with pytest.raises(UsageError, match="do not divide"):
-        round_to_nearest(torch.randn(2, 40), 4, 32)
+        rounded(torch.randn(2, 40), 4, 32)
 
 
 def test_groups_of_which_none_divides_the_other_are_joined() -> None:
     numbers = torch.randn(2, 48, generator=torch.Generator().manual_seed(0))
-    parts = [round_to_nearest(numbers, 8, group) for group in (24, 16)]
+    parts = [rounded(numbers, 8, group) for group in (24, 16)]
     joined = joined_weights(parts)
     assert joined.group == 8
     assert torch.equal(joined.dequantize(), torch.cat([part.dequantize() for part in parts]))

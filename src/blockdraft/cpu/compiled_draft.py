@@ -20,7 +20,8 @@ from blockdraft.nn.cache import KVCache
 from blockdraft.nn.dflash import DFlashNetwork, DraftLayer
 from blockdraft.nn.draft_pass import DraftPass
 from blockdraft.nn.packed import PackedLinear, fits_bfloat16, lay_out
-from blockdraft.nn.quantized import LEAST_GROUP, PIECE, QuantizedWeight, best_group, round_to_nearest
+from blockdraft.nn.quantized import LEAST_GROUP, PIECE, QuantizedWeight, best_group
+from blockdraft.nn.rounding import QUICK, rounded
 from blockdraft.timing import PASS, mark
 
 
@@ -259,7 +260,7 @@ class CompiledDraftPass(CompiledLayers):
         if self._bits is not None:
             group, step = best_group(projections[0].in_features), max(1, PIECE // projections[0].in_features)
             pieces = [piece for each in projections for piece in each.weight.detach().split(step)]
-            parts = [round_to_nearest(piece.to(dtype), self._bits, group) for piece in pieces]
+            parts = [rounded(piece.to(dtype), self._bits, group, shares=QUICK) for piece in pieces]
         biases = [each.bias.detach().to(dtype) for each in projections if each.bias is not None]
         packed = PackedLinear(lay_out(parts, self.library), torch.cat(biases) if biases else None)
         packed.dtype = dtype

@@ -110,26 +110,6 @@ def round_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     return torch.where(finite.unsqueeze(-1), codes, 0.0).flatten(1), torch.where(finite, factor, torch.nan)
 
 
-def round_to_nearest(weight: Tensor, bits: int, group: int) -> QuantizedWeight:
-    """A weight `[out, in]` with symmetric codes, the largest number of a group at the end of their range.
-
-    Raises:
-        UsageError: The group does not divide the inputs.
-    """
-    check_group(weight.size(1), group)
-    parts = weight.float().unflatten(1, (-1, group))
-    # The number that is largest in size gets -8 of -8 .. 7 for 4 bits, which has one more place below than above.
-    extreme = parts.gather(-1, parts.abs().argmax(-1, keepdim=True)).squeeze(-1)
-    least, most = (-8, 7) if bits == 4 else (-MOST_CODE, MOST_CODE)
-    scale = extreme / least
-    half = scale.half()
-    if bool(half.isfinite().all()) and bool(((half != 0) == (scale != 0)).all()):  # else they need a wider range
-        scale = half.float()
-    inverse = torch.where(scale != 0, 1 / scale, 0.0).unsqueeze(-1)
-    codes = (parts * inverse).round().clamp(least, most)
-    return QuantizedWeight(codes.flatten(1).to(torch.int8), narrow(scale), None, bits)
-
-
 def best_group(inputs: int) -> int:
     """The largest group up to 128 that divides rows of so many inputs.
 
