@@ -193,7 +193,8 @@ def explain(kind: type, name: str) -> str:
 
 def explain_option(kind: type, name: str) -> str:
     """The same for people who write no Python: None is what holds where nothing is given."""
-    return re.sub(r"\bNone\b", "the default", explain(kind, name))
+    text = re.sub(r"(^|\. )None\b", r"\1The default", explain(kind, name))
+    return re.sub(r"\bNone\b", "the default", text)
 
 
 def as_toml(values: Any, explained: bool = False) -> str:

@@ -8,6 +8,7 @@ import pytest
 
 from blockdraft import cli
 from blockdraft.cli.loading import TargetOptions, takes_target
+from blockdraft.cli.options import need_drafter
 from blockdraft.targets import load_target_text
 
 COMMANDS = {
@@ -106,6 +107,11 @@ def test_a_target_without_a_drafter_is_told_how_to_get_one(
     told = capsys.readouterr().err
     assert "No drafter is known for some/model; add --drafter DIR" in told
     assert "blockdraft fit --target some/model --out DIR" in told
+
+
+def test_the_remedy_for_a_gguf_file_names_the_folder_that_it_was_made_from() -> None:
+    with pytest.raises(ValueError, match="blockdraft fit --target FOLDER --out DIR"):
+        need_drafter("model.gguf", None, "or none")
 
 
 def test_a_folder_that_is_not_there_is_told_before_a_drafter_is_asked_for(

@@ -85,10 +85,31 @@ def test_bad_input_is_told(
     assert (code, out) == (2, "") and told in err and not list(tmp_path.iterdir())
 
 
+def test_a_folder_that_is_taken_is_told_before_the_target_writes(
+    tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "few").mkdir()
+    (tmp_path / "few/held").touch()
+    code, _, err = quantize(capsys, monkeypatch, tiny_target_dir, "--out", tmp_path / "few", "--calibrate", "own")
+    assert code == 2 and "few exists already" in err and "prompts" not in err
+
+
+def test_fields_of_the_text_can_be_named(
+    tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text.jsonl").write_text('{"question": "the thing", "answer": "a thing"}\n' * 40)
+    options = ("--out", tmp_path / "few", "--calibrate", tmp_path / "text.jsonl", "--length", 8)
+    code, _, err = quantize(capsys, monkeypatch, tiny_target_dir, *options)
+    assert code == 2 and "--prompt-field" in err
+    fields = ("--prompt-field", "question", "--response-field", "answer", "--tokens", 64, "--held-out", 16)
+    code, _, err = quantize(capsys, monkeypatch, tiny_target_dir, *options, *fields)
+    assert code == 0 and "64 tokens calibrated on, 16 others measured" in err
+
+
 def test_too_little_text(
     tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "text.txt").write_text("the thing")
     options = ("--out", tmp_path / "few", "--calibrate", tmp_path / "text.txt")
     code, _, err = quantize(capsys, monkeypatch, tiny_target_dir, *options)
-    assert code == 2 and "text.txt holds 5 tokens; give at least 512, better 32768" in err
+    assert code == 2 and "text.txt holds 5 tokens; give at least 512, better 40960" in err

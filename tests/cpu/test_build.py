@@ -147,7 +147,9 @@ def test_a_target_waits_for_the_compiler_and_says_so_once(
     assert all(target.compiled is not None and target.compile_reason is None for target in found)
     messages = [(record.levelno, record.getMessage()) for record in caplog.records]
     [(level, message)] = messages
-    assert level == logging.WARNING and message.startswith("Compiling for this processor, once; the result is kept in")
+    assert level == logging.WARNING and message.startswith(
+        "Compiling for this processor, once for these dtypes; the result is kept in"
+    )
 
 
 def test_a_compiler_that_takes_too_long_is_given_up_and_named(

@@ -150,7 +150,7 @@ def test_a_row_with_nan_in_its_8_bit_keys_is_alone_with_it(tiny_target_dir: Path
 
 def test_keys_and_values_in_8_bits_are_for_compiled_targets(tiny_target_dir: Path) -> None:
     for ways, words in (
-        ({"compile": "off"}, "is not: it was not asked for"),
+        ({"compile": "off"}, "has none: it was not asked for"),
         ({"backend": "hf"}, "does not round keys"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -88,7 +88,7 @@ def test_weights_are_borrowed_not_copied(target: Target, tiny_drafter_dir: Path)
 
 
 def test_unknown_drafters_are_refused(tmp_path: Path, target: Target) -> None:
-    with pytest.raises(ValueError, match=r"nowhere is no drafter: .*'none', 'prompt_lookup'"):
+    with pytest.raises(ValueError, match=r"nowhere is no drafter: .*'bundled', 'none', 'prompt_lookup'"):
         load_drafter("nowhere", target=target)
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"]}))

@@ -284,5 +284,9 @@ def test_text_is_cut_into_rows() -> None:
     assert torch.cat([text.calibration, text.held_out]).flatten().tolist() == list(range(80))
     short = cut_text(list(range(25)), "it", 8, settings)
     assert (short.calibration.shape, short.held_out.shape) == ((2, 8), (1, 8))
-    with pytest.raises(ValueError, match="it holds 15 tokens; give at least 20, better 60"):
+    with pytest.raises(ValueError, match="it holds 15 tokens; give at least 20, better 80"):
         cut_text(list(range(15)), "it", 1024, settings)
+    with pytest.raises(
+        ValueError, match="tokens and held_out are 15 together; 10 are read at a time, so give at least 20"
+    ):
+        cut_text(list(range(500)), "it", 1024, CalibrationSettings(tokens=10, length=10, held_out=5))

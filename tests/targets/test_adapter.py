@@ -94,6 +94,7 @@ def test_what_is_no_adapter_of_the_model_is_refused(
     for adapter, told in (
         (tiny_target_dir, "has no adapter_config.json"),
         (tmp_path / "nowhere", "There is no folder .*nowhere"),
+        ("./nowhere", "There is no folder ./nowhere"),
         (prompts, "cannot be merged into"),
     ):
         with pytest.raises(ValueError, match=told):

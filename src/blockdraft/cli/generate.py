@@ -34,8 +34,8 @@ def generate(
         typer.Option(
             metavar="DIR|NAME",
             help="Drafter: the folder of a drafter or of a smaller language model with the target's tokens, "
-            "prompt_lookup to guess what the text repeats, or none to decode plainly; by default the bundled one, "
-            "which fits the bundled target only.",
+            "prompt_lookup to guess what the text repeats, none to decode plainly, or bundled to use the one that "
+            "comes along, which fits the bundled target and what was made of it, and is the default there.",
         ),
     ] = None,
     max_new_tokens: Annotated[int, option(SamplingParams, "max_new_tokens")] = SamplingParams.max_new_tokens,

@@ -32,9 +32,12 @@ def need_drafter(target: str | None, drafter: str | None, otherwise: str) -> Non
     if target is not None and drafter is None:
         if target.startswith(("/", "./", "../", "~")) and not Path(target).expanduser().exists():
             raise UsageError(f"There is no {target}; --target takes the folder or hub name of a model, or a GGUF file.")
+        from blockdraft.formats.gguf import is_gguf
+
+        folder = "FOLDER" if is_gguf(target) else target  # fit takes the folder that a GGUF file was made from
         raise UsageError(
             f"No drafter is known for {target}; add --drafter DIR, {otherwise}, or make one: "
-            f"blockdraft fit --target {target} --out DIR."
+            f"blockdraft fit --target {folder} --out DIR."
         )
 
 

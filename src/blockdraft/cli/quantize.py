@@ -43,6 +43,9 @@ def quantize(
     seed: Annotated[int, option(CalibrationSettings, "seed")] = CalibrationSettings.seed,
     split: Annotated[str, option(RowSettings, "split")] = RowSettings.split,
     subset: Annotated[str | None, option(RowSettings, "subset")] = RowSettings.subset,
+    text_field: Annotated[str | None, option(RowSettings, "text_field")] = RowSettings.text_field,
+    prompt_field: Annotated[str | None, option(RowSettings, "prompt_field")] = RowSettings.prompt_field,
+    response_field: Annotated[str | None, option(RowSettings, "response_field")] = RowSettings.response_field,
     adapter: Adapter = None,
     revision: Revision = None,
 ) -> None:
@@ -55,6 +58,7 @@ def quantize(
     from blockdraft.cli import display
     from blockdraft.drafters import load_drafter
     from blockdraft.engine import Engine
+    from blockdraft.quantize.folder import check_free
     from blockdraft.quantize.run import quantize as round_checkpoint
     from blockdraft.quantize.text import own_text, read_text
     from blockdraft.targets import BUNDLED, load_target_text
@@ -62,6 +66,8 @@ def quantize(
     loading.quiet()
     settings = QuantizeSettings(bits, group, tables, zero_points)  # type: ignore[arg-type]
     measured = CalibrationSettings(tokens, length, held_out, seed)
+    rows = RowSettings(split, subset, None, text_field, prompt_field, response_field)
+    check_free(out)
     text = None
     if calibrate == [OWN]:
         loaded = loading.load(target, device="cpu", adapter=adapter, revision=revision)
@@ -72,12 +78,15 @@ def quantize(
             text = own_text(engine, measured, progress)
         del loaded, engine
     elif calibrate:
-        text = read_text(calibrate, RowSettings(split, subset), load_target_text(target, revision), measured)
+        text = read_text(calibrate, rows, load_target_text(target, revision), measured)
     with display.progress("parts") as progress:
         done = round_checkpoint(BUNDLED if target is None else target, out, settings, text, revision, adapter, progress)
     if done.perplexity is not None:
         console = display.terminal() if sys.stdout.isatty() else display.plain()
         display.show_perplexity(console, done.perplexity)
+    if text is not None:
+        looked_at = f"{text.calibration.numel():,} tokens calibrated on, {text.held_out.numel():,} others measured"
+        print(looked_at, file=sys.stderr)
     how = "calibrated" if done.is_calibrated else "rounded to the nearest"
     shares = f"{done.bytes / 1e6:,.1f} MB instead of {done.bytes_before / 1e6:,.1f}"
     print(f"{out}: {bits} bits in groups of {done.group}, {how}, {shares}", file=sys.stderr)

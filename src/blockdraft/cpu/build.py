@@ -24,6 +24,7 @@ NATIVE = "-march=native"
 ATTEMPTS = (VECTORS + PARALLEL, PARALLEL, ())  # what a compiler lacks is left away; without OpenMP there is one thread
 LONGEST_SECONDS = 120.0
 SILENT_SECONDS = 1.5  # after which whoever waits for the compiler is told why
+TELLING = threading.Lock()  # loads in several threads say it once
 
 
 class Build:
@@ -61,7 +62,8 @@ class Build:
         """
         wait([self._made], SILENT_SECONDS)
         if not self._made.done():
-            _tell_why()
+            with TELLING:
+                _tell_why()
         return self._made.result()
 
     def _make(self) -> Library | None:
@@ -103,7 +105,7 @@ class Build:
 def _tell_why() -> None:
     """Once in a process."""
     logging.getLogger(__name__).warning(
-        "Compiling for this processor, once; the result is kept in %s.", cache_folder() / "libraries"
+        "Compiling for this processor, once for these dtypes; the result is kept in %s.", cache_folder() / "libraries"
     )
 
 

@@ -46,7 +46,8 @@ def load_drafter(path: str | Path | None = None, *, target: Target) -> Drafter:
 
     Args:
         path: The folder of a drafter or of a smaller language model with the target's tokens, or the name of a drafter
-            that needs no folder ("none" decodes plainly). None is the bundled drafter, which fits the bundled target.
+            that needs no folder ("none" decodes plainly). None or "bundled" is the bundled drafter, which fits the
+            bundled target and what was made of it.
         target: The target that it will draft for; dtype and device are taken from it. Where the drafter says that it
             was trained for another one of the same shape, a warning is logged.
 
@@ -66,14 +67,15 @@ def load_drafter(path: str | Path | None = None, *, target: Target) -> Drafter:
 
 
 def _load(path: str | Path | None, target: Target) -> Drafter:
-    folder = BUNDLED if path is None else Path(path)
+    folder = BUNDLED if path is None or str(path) == "bundled" else Path(path)
     known = entries()
     by_name = {name for name, entry in known.items() if not entry.architectures}
     if str(path) in by_name:
         return known[str(path)].load(None, target)
     if not (folder / "config.json").is_file():
         raise UsageError(
-            f"{folder} is no drafter: a folder with config.json or one of the names {sorted(by_name)} is needed."
+            f"{folder} is no drafter: a folder with config.json or one of the names {sorted(by_name | {'bundled'})} "
+            "is needed."
         )
     try:
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))

@@ -76,6 +76,12 @@ class ModelWriter:
         return self.folder / f"shard-{number}.safetensors"
 
 
+def check_free(out: Path) -> None:
+    """Raise a UsageError where a new folder cannot take this place because something is there."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out} exists already; choose another folder for --out.")
+
+
 @contextmanager
 def new_folder(out: Path, need: int) -> Iterator[Path]:
     """A folder beside `out`, named `out.partial`, that takes its place if all goes well and else is deleted.
@@ -88,8 +94,7 @@ def new_folder(out: Path, need: int) -> Iterator[Path]:
     """
     out = out.absolute()
     partial = out.with_name(f"{out.name}.partial")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"{out} exists already; choose another folder for --out.")
+    check_free(out)
     with held(out, "quantizing"):
         try:
             shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed

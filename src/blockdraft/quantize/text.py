@@ -97,8 +97,14 @@ def cut_text(ids: list[int], source: str, most: int, settings: CalibrationSettin
     count = min(len(ids), settings.tokens + settings.held_out) // length
     share = settings.held_out / (settings.tokens + settings.held_out)
     held_out = max(1, round(count * share))
+    wanted = settings.tokens + settings.held_out
+    if wanted < 2 * length:
+        raise UsageError(
+            f"tokens and held_out are {wanted} together; {length} are read at a time, so give at least {2 * length}, "
+            "or a smaller length."
+        )
     if count - held_out < 1:
-        raise UsageError(f"{source} holds {len(ids)} tokens; give at least {2 * length}, better {settings.tokens}.")
+        raise UsageError(f"{source} holds {len(ids)} tokens; give at least {2 * length}, better {wanted}.")
     table = torch.tensor(ids[: count * length]).view(count, length)
     return Text(table[:-held_out], table[-held_out:])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from blockdraft.errors import UsageError, counted
 from blockdraft.targets.base import LoadOptions
-from blockdraft.targets.checkpoint import check_hub, loading
+from blockdraft.targets.checkpoint import check_hub, is_hub_name, loading
 from blockdraft.targets.fingerprint import weights_fingerprint
 
 
@@ -63,7 +62,7 @@ def merged(
     folder = Path(adapter)
     if folder.exists() and not (folder / "adapter_config.json").is_file():
         raise UsageError(f"{folder} has no adapter_config.json; give the folder or hub name of an adapter of PEFT.")
-    if not folder.exists() and not re.fullmatch(r"[\w.-]+/[\w.-]+", str(adapter)):
+    if not folder.exists() and not is_hub_name(adapter):
         raise UsageError(f"There is no folder {adapter}, and it is no hub name of the form owner/name.")
     if not folder.exists():
         check_hub(str(adapter), "adapter_config.json")

@@ -88,13 +88,18 @@ def checked_folder(path: str | Path, revision: str | None = None) -> Path:
         raise UsageError(
             f"{folder} has no config.json; a target is a Hugging Face model folder, a hub name, or a GGUF file (.gguf)."
         )
-    if not folder.exists() and not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
+    if not folder.exists() and not is_hub_name(path):
         raise UsageError(f"There is no folder {path}, and it is no hub name of the form owner/name.")
     if folder.exists() and revision is not None:
         raise UsageError(f"revision is {revision!r}, and {folder} is a folder, which has none; leave it out.")
     if not folder.exists():
         check_hub(str(path), "config.json", revision)
     return folder
+
+
+def is_hub_name(name: str | Path) -> bool:
+    """Whether it has the form owner/name, which ./folder and ../folder have not."""
+    return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(name)) is not None
 
 
 def check_hub(name: str, file: str, revision: str | None = None) -> None:

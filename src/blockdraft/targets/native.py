@@ -288,8 +288,8 @@ def load(path: str | Path, options: LoadOptions) -> NativeTarget:
     target.compile_reason = read.reason if read.build is None else _compile(target, read.build, options.compile)
     if options.kv_dtype is not None and target.compiled is None:
         raise UsageError(
-            f"kv_dtype is {options.kv_dtype!r}, which is for targets compiled for a CPU, and {path} is not: "
-            f"{target.compile_reason}. Leave it out."
+            f"kv_dtype is {options.kv_dtype!r}, which only a forward compiled for a CPU can do, and {path} has none: "
+            f"{target.compile_reason}. Leave kv_dtype out."
         )
     if options.compile == "on" and target.compiled is None:
         raise UsageError(f"{path} has no compiled forward: {target.compile_reason}. Use compile auto or off.")
