@@ -71,6 +71,7 @@ def test_each_processor_computes_what_torch_computes(processor: str, lanes: int,
             assert torch.equal(layer(x[:rows]), alone[:rows]), (own.bits, own.group, rows)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
 def test_extreme_codes_do_not_overflow(tmp_path: Path) -> None:
     """All inputs and all weights at the ends of their ranges, on the instructions that have the least room."""

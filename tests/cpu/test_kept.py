@@ -145,6 +145,7 @@ def test_another_checkpoint_at_its_place_takes_its_place(
     assert maker.made == PRODUCTS and len(list(folder.iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_other_options_kernels_and_code_are_not_mixed_up(origin: Origin, monkeypatch: pytest.MonkeyPatch) -> None:
     open_kept(origin, Maker())
     other = Origin(origin.files, {"dtype": "bfloat16"})

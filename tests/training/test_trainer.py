@@ -127,6 +127,7 @@ def test_a_finished_run_has_nothing_left_to_do(run: Run, tmp_path: Path) -> None
     assert run(tmp_path / "drafter") == first
 
 
+@pytest.mark.slow
 def test_a_larger_number_of_steps_goes_on_behind_the_end_to_the_same_weights(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

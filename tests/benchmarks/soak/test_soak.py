@@ -55,6 +55,7 @@ def outcomes(door: Any, seconds: float = 0.3) -> tuple[Counter[str], list[str]]:
     return load.tally.outcomes, load.tally.wrong
 
 
+@pytest.mark.slow
 def test_a_load_tells_right_answers_from_others() -> None:
     found, wrong = outcomes(Door())
     assert set(found) <= {"length", "cancelled"} and found["length"] and not wrong
