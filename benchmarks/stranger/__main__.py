@@ -1,6 +1,6 @@
 """What a stranger sees: three new targets, and a drafter for each by one command. `make try-stranger`.
 
-Targets of three families are trained for some minutes on a text (`targets.py`), and `blockdraft fit --hours H` is run
+Targets of three families are trained on a text for some minutes (`targets.py`), and `blockdraft fit --hours H` is run
 for each as somebody would run it, for the last of them without data as well. It must end in time; the drafter must load
 as it is, yield 1.7 tokens a cycle, change no token, and cost nothing where "auto" decides how far to draft. The status
 is 1 where something does not hold. What is done is kept in `--out`.
@@ -63,7 +63,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, help="what the targets learn, paragraphs with a blank line between")
     parser.add_argument("--hours", type=float, default=0.3, help="of each fit")
-    parser.add_argument("--minutes", type=float, default=4.0, help="of training a target")
+    parser.add_argument("--steps", type=int, default=600, help="of training a target; some minutes")
     parser.add_argument("--out", type=Path, default=Path("build/stranger"))
     args = parser.parse_args()
 
@@ -77,7 +77,7 @@ def main() -> int:
     results = {}
     for name in NAMES:
         target = args.out / "targets" / name
-        make_target(name, text.read_text(encoding="utf-8"), target, args.minutes)
+        make_target(name, text.read_text(encoding="utf-8"), target, args.steps)
         results[name] = fit(target, text, args.hours, args.out / name)
     results["qwen3 without data"] = fit(args.out / "targets" / "qwen3", None, args.hours, args.out / "qwen3-own")
     (args.out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
