@@ -27,6 +27,7 @@ LAYERS = [
     {"training", "evaluation"},
     {"compat", "fit"},
     {"quantize"},
+    {"serving"},
     {"cli"},
 ]
 HEIGHT = {name: height for height, group in enumerate(LAYERS) for name in group}
