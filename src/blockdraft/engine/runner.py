@@ -14,7 +14,7 @@ from blockdraft.drafters import Drafter
 from blockdraft.engine.request import Request
 from blockdraft.errors import RequestError, describe
 from blockdraft.machine import send
-from blockdraft.proposal import Plan, Proposal, chain
+from blockdraft.proposal import Plan, Proposal, chain, cut
 from blockdraft.sampling import Laws
 from blockdraft.targets import Target, TargetOutput
 from blockdraft.timing import (
@@ -27,6 +27,7 @@ from blockdraft.timing import (
     VERIFICATION,
     Cycle,
 )
+from blockdraft.types import CycleTrace
 from blockdraft.verification import Verdict, verify
 
 MOST_UNOBSERVED = 512  # cycles whose features are kept before the drafter is told of them
@@ -183,6 +184,8 @@ class Runner:
             timer.mark(BOOKKEEPING)
             late = self._catch_up_in(timer, rows, plan)
             proposal = chain(anchor[:, None]) if plan.block_size == 1 else self.drafter.propose(state, anchor, plan)
+            if any(request.drafting for request in requests):
+                proposal = cut(proposal, [request.drafting for request in requests])
             timer.mark(GUESSES)
             output = self.target.forward(proposal.tokens, proposal.parents, cache, self.drafter.taps)
             timer.mark(FORWARD)
@@ -211,11 +214,13 @@ class Runner:
             timer.mark(OBSERVE)
         drafting, verifying = timer.of(DRAFTING), timer.seconds[FORWARD]
         total = timer.total
-        for request in requests:
+        for place, request in enumerate(requests):
             stats = request.stats
             stats.draft_seconds += drafting
             stats.verify_seconds += verifying
             stats.total_seconds += total
+            if request.trace and place not in lawless:
+                request.cycle = _traced(proposal, laws.tokens, verdict, place, total)
         lengths = [max(len(nodes) - 1, 0) for nodes in verdict.path]
         guesses = proposal.tokens.size(1) - 1
         return Outcome(guesses, deepest, lengths, proposal.expected, total - late, lawless)
@@ -288,3 +293,9 @@ class Runner:
 
     def _tensor(self, values: list[int] | list[list[int]]) -> Tensor:
         return send(torch.tensor(values), self.target.device)
+
+
+def _traced(proposal: Proposal, tokens: list[list[int]], verdict: Verdict, row: int, seconds: float) -> CycleTrace:
+    parents = proposal.parent_lists[row]
+    count = 1 + max(node for node, parent in enumerate(parents) if node == 0 or parent >= 0)  # what fills up is last
+    return CycleTrace(tuple(tokens[row][:count]), tuple(parents[:count]), tuple(verdict.path[row]), seconds)
