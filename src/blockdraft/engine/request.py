@@ -95,12 +95,13 @@ class Request:
         error.__cause__ = cause
         self.finish_reason, self.failure = "error", error
 
-    def extend(self, token_ids: Sequence[int], drafted: Sequence[bool]) -> int:
+    def extend(self, token_ids: Sequence[int], drafted: Sequence[bool], logprobs: Sequence[TokenLogprob] = ()) -> int:
         """Add committed tokens up to a stop token, a stop string or the length limit; returns how many were taken. A
         tokenizer that fails ends the request."""
         for taken, (token, guessed) in enumerate(zip(token_ids, drafted, strict=True), start=1):
             self.token_ids.append(token)
             self.drafted.append(guessed)
+            self.logprobs += logprobs[taken - 1 : taken]
             try:
                 self.text.push(token)
             except Exception as error:
@@ -130,7 +131,8 @@ class Request:
         self._sent = len(self.token_ids)
         text = "" if isinstance(self.failure, RequestError) else self.text.take()
         cycle, self.cycle = self.cycle, None
-        return Chunk(text, new, drafted, self.stats, self.finish_reason, self.failure, cycle=cycle)
+        logprobs = None if self.params.logprobs is None else tuple(self.logprobs[-len(new) :] if new else ())
+        return Chunk(text, new, drafted, self.stats, self.finish_reason, self.failure, logprobs, cycle)
 
     @property
     def error(self) -> str | None:
@@ -151,6 +153,8 @@ class Request:
             self.stats,
             len(self.prompt),
             self.failure,
+            None if self.params.logprobs is None else self.logprobs,
+            None if self.params.prompt_logprobs is None else self.prompt_logprobs,
         )
 
 
