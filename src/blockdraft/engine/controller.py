@@ -156,15 +156,16 @@ class Controller:
             self._paused = False
             return curve[: usual + 1]
         relative = sum(self._yields.get(request, self._yield) for request in requests)
-        seconds, promised = curve[usual], tokens[usual]
+        seconds, promised, more = curve[usual], tokens[usual], float(usual)
         if self._knows:  # the drafter sets the number anew in each cycle; its mean stands for it
-            guesses, promised, _ = self._usual[times]
-            seconds = _at(curve, guesses)
+            more, promised, _ = self._usual[times]
+            seconds = _at(curve, more)
         drafting, pausing = relative * promised / seconds, rows / plain
         self._paused = drafting < MARGIN * pausing
         self._rate = max(drafting, pausing)
         usually = plain if self._paused else seconds
-        affordable = max(sum(each < TOO_LONG * usually for each in curve), 2)
+        # One guess more than usual may be tried in any case: that it takes too long may be what is wrong.
+        affordable = max(sum(each < TOO_LONG * usually for each in curve), int(more) + 2)
         if self._lost[NEW] <= 0 and now >= self._next:
             least_plain, least = times.least(now)
             if not self._paused and rows / least_plain > MARGIN * drafting:
