@@ -111,6 +111,11 @@ class Controller:
             return max(self._block_size - 1, MOST_GUESSES)
         return budget or self._block_size - 1
 
+    @property
+    def drafts(self) -> bool:
+        """Whether cycles are drafted at present."""
+        return self.most_guesses > 0 and not self._paused
+
     def plan(self, requests: Sequence[Request]) -> Plan:
         """The plan of the next cycle of these requests."""
         params = [request.params for request in requests]
