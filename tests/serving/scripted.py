@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.responses import Response
+
 from blockdraft.engine import Stats
-from blockdraft.serving.errors import ApiError
+from blockdraft.errors import BlockdraftError
+from blockdraft.serving import anthropic, responses
+from blockdraft.serving.errors import ApiError, as_api_error
 from blockdraft.serving.events import ChatJob, Event, Finished, Usage
 from blockdraft.serving.settings import ServeSettings
 
@@ -33,11 +39,15 @@ class ScriptedService:
 
     def check_model(self, name: str) -> str:
         if name != "tiny":
-            raise ApiError(404, f"model is {name!r}; this server has tiny.", param="model")
+            raise ApiError(404, f"model is {name!r}; this server has tiny.", "invalid_request_error", param="model")
         return name
 
+    @property
     def context(self) -> int:
         return 100
+
+    async def in_thread(self, work: Any, *arguments: Any) -> Any:
+        return work(*arguments)
 
     def count_tokens(self, messages: Any, tools: Any = (), template: Any = None) -> int:
         return 10 * len(messages) + len(tools)
@@ -53,3 +63,17 @@ class ScriptedService:
             done = True
         finally:
             self.closed += not done
+
+
+def app_of(service: Any) -> FastAPI:
+    """The routes of the two other APIs, with errors told as `make_app` tells them."""
+    app = FastAPI()
+
+    async def fail(request: Request, error: Exception) -> Response:
+        return as_api_error(error).response(request.url.path)
+
+    for kind in (ApiError, BlockdraftError, RequestValidationError, Exception):
+        app.add_exception_handler(kind, fail)
+    app.include_router(responses.router(service))
+    app.include_router(anthropic.router(service))
+    return app

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 import uuid
@@ -37,9 +36,9 @@ def router(service: Service) -> APIRouter:
     async def messages(request: Request, body: MessagesRequest) -> Response:
         name = service.check_model(body.model)
         job = job_of(body, service.settings.temperature)
-        prompt = await asyncio.to_thread(service.count_tokens, job.messages, job.tools, job.template)
+        prompt = await service.in_thread(service.count_tokens, job.messages, job.tools, job.template)
         # As in Anthropic's API, an answer may be cut by the context before max_tokens: clients ask for 32,000 and more.
-        fits = prompt + body.max_tokens <= service.context()
+        fits = prompt + body.max_tokens <= service.context
         job = replace(job, max_new_tokens=body.max_tokens if fits else None)
         answer = Answer(name, prompt, "max_tokens" if fits else "model_context_window_exceeded", service.most_guesses)
         if body.stream:
@@ -50,7 +49,7 @@ def router(service: Service) -> APIRouter:
     async def count_tokens(body: CountRequest) -> dict[str, int]:
         service.check_model(body.model)
         tools = tools_of(body.tools)
-        count = await asyncio.to_thread(service.count_tokens, messages_of(body), tools, template_of(body))
+        count = await service.in_thread(service.count_tokens, messages_of(body), tools, template_of(body))
         return {"input_tokens": count}
 
     return routes

@@ -129,7 +129,7 @@ def tools_of(tools: Sequence[Tool] | None) -> list[dict[str, Any]]:
     own = [tool for tool in tools or () if tool.type in (None, "custom")]
     for tool in own:
         if tool.input_schema is None:
-            raise UsageError(f"tools: {tool.name} has no input_schema; give the JSON schema of its input.")
+            raise UsageError(f"tools holds {tool.name} without input_schema; give the JSON schema of its input.")
     return [
         {
             "type": "function",

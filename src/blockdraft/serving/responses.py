@@ -93,8 +93,8 @@ class Store:
         if response_id not in self._kept:
             raise ApiError(
                 404,
-                f"There is no response {response_id[:80]!r}, or no more: the server keeps but the latest, in memory. Send "
-                f"the whole conversation as input.",
+                f"There is no response {response_id[:80]!r}, or no more: the server keeps but the latest, in memory. "
+                f"Send the whole conversation as input.",
                 kind="invalid_request_error",
                 param="previous_response_id",
             )

@@ -107,7 +107,9 @@ def job_of(body: ResponseRequest, said: Sequence[dict[str, Any]], temperature: f
         UsageError: A field holds what cannot be answered.
     """
     if "message.output_text.logprobs" in (body.include or ()):
-        raise UsageError("include asks for logprobs, which /v1/chat/completions has; leave it out.")
+        raise UsageError(
+            "include names logprobs, which are not reported here; leave it out, or use /v1/chat/completions."
+        )
     tools = tools_of(body.tools)
     choice, tools = _choice(body.tool_choice, tools)
     if not said:
@@ -220,7 +222,9 @@ def tools_of(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]:
         if not isinstance(tool.get("name"), str) or not tool["name"]:
             raise UsageError(f"tools holds {str(tool)[:80]}; every function needs a name.")
         if not isinstance(tool.get("parameters") or {}, dict):
-            raise UsageError(f"tools: the parameters of {tool['name']} are no JSON schema of an object; give one.")
+            raise UsageError(
+                f"tools holds parameters of {tool['name']} that are no JSON schema of an object; give one."
+            )
     return [
         {
             "type": "function",
@@ -250,7 +254,7 @@ def _choice(given: str | Choice | None, tools: list[dict[str, Any]]) -> tuple[To
         if given.mode == "auto":
             return ToolChoice(), tools
     if not tools:
-        raise UsageError("tool_choice asks for a call, and there are no functions to call; give tools of that type.")
+        raise UsageError("tool_choice is a call, and there are no functions to call; give tools of that type.")
     if isinstance(given, str) or given is None or given.type == "allowed_tools":
         return ToolChoice("required"), tools
     if given.name not in names:
