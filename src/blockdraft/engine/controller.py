@@ -113,11 +113,6 @@ class Controller:
             return max(self._block_size - 1, MOST_GUESSES)
         return budget or self._block_size - 1
 
-    @property
-    def drafts(self) -> bool:
-        """Whether cycles are drafted at present."""
-        return self.most_guesses > 0 and not self._paused
-
     def bounds(self, drafting: RequestDrafting | None) -> RequestDrafting | None:
         """What of a request's bounds is less than the engine drafts; None where nothing is."""
         if drafting is None:
@@ -137,6 +132,11 @@ class Controller:
         if bounds is not None:
             most = 0 if not bounds.enabled else most if bounds.block_size is None else bounds.block_size - 1
         return min(most, request.remaining)
+
+    @property
+    def drafts(self) -> bool:
+        """Whether cycles are drafted at present."""
+        return self.most_guesses > 0 and not self._paused
 
     def plan(self, requests: Sequence[Request]) -> Plan:
         """The plan of the next cycle of these requests."""
