@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
@@ -77,3 +78,14 @@ def app_of(service: Any) -> FastAPI:
     app.include_router(responses.router(service))
     app.include_router(anthropic.router(service))
     return app
+
+
+def first_of(stream: Any) -> str:
+    """The first event of a stream, which is then closed."""
+
+    async def first() -> str:
+        event: str = await anext(stream)
+        await stream.aclose()
+        return event
+
+    return asyncio.run(first())

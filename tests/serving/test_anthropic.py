@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from scripted import ScriptedService, app_of, finished
+from scripted import ScriptedService, app_of, finished, first_of
 from starlette.testclient import TestClient
 
 from blockdraft.errors import RequestError
@@ -262,3 +262,9 @@ def test_bad_fields(body: dict[str, Any], told_of: str) -> None:
         error = answer.json()
         assert error["type"] == "error" and error["error"]["type"] in ("invalid_request_error", "not_found_error")
         assert told_of in error["error"]["message"]
+
+
+def test_a_stream_that_is_closed_ends_its_request() -> None:
+    service = ScriptedService(ANSWER)
+    first_of(anthropic.streamed(service, job(), anthropic.Answer("tiny", 1, "max_tokens", 7)))  # type: ignore[arg-type]
+    assert service.closed == 1

@@ -5,11 +5,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from scripted import ScriptedService, app_of, finished
+from scripted import ScriptedService, app_of, finished, first_of
 from starlette.testclient import TestClient
 
 from blockdraft.errors import RequestError
 from blockdraft.serving.events import Event, Reasoning, Text, ToolCall, ToolChoice
+from blockdraft.serving.responses import streamed
+from blockdraft.serving.responses_output import Answer
 from blockdraft.serving.responses_schemas import ResponseRequest, job_of, messages_of
 from blockdraft.types import Grammar
 
@@ -300,3 +302,11 @@ def test_bad_fields(body: dict[str, Any], param: str | None) -> None:
         assert answer.status_code in (400, 404), answer.text
         error = answer.json()["error"]
         assert error["param"] == param and error["type"] == "invalid_request_error", error
+
+
+def test_a_stream_that_is_closed_ends_its_request() -> None:
+    service = ScriptedService(ANSWER)
+    request = ResponseRequest(model="tiny", input="Hi")
+    stream = streamed(service, job(), Answer(request, "tiny", 1.0), lambda: None)  # type: ignore[arg-type]
+    first_of(stream)
+    assert service.closed == 1
