@@ -150,7 +150,7 @@ class TestRace:
         visit.race()
         visit.get("pace").select_option("0.5")
         visit.get("play").click()
-        expect(visit.get("slow")).to_contain_text("500 times slower than they ran")
+        expect(visit.get("how")).to_contain_text("500 times slower than they ran")
         expect(visit.get("tree-words")).to_have_text("Cycle 1: 8 guesses, not yet checked")
         expect(visit.get("result")).to_be_hidden()
         visit.get("play").click()
