@@ -26,9 +26,10 @@ MODEL = "tiny"
 
 
 @pytest.fixture(scope="session")
-def engine(tiny_target_dir: Path, tiny_drafter_dir: Path) -> Iterator[Engine]:
+def engine(tiny_target_dir: Path) -> Iterator[Engine]:
+    """Drafted for by the target itself, so that guesses are good, and not all of them where it samples."""
     target = load_target(tiny_target_dir, backend="native")
-    drafter = load_drafter(tiny_drafter_dir, target=target)
+    drafter = load_drafter(tiny_target_dir, target=target)
     with Engine(target, drafter, max_batch_size=4, drafting=Drafting(block_size=8), prefix_tokens=512) as made:
         yield made
 
