@@ -102,6 +102,7 @@ class Service:
                 "target": self.backends.target,
                 "drafter": self.backends.drafter,
                 "block_size": size if isinstance(size, int) else engine.drafter.block_size,
+                "tree_budget": engine.controller.most_guesses if engine.drafting.tree_budget else 0,
                 "max_context": self.context,
                 "backends": self.backends.names,
                 "has_chat_template": tokenizer is not None and tokenizer.chat_template is not None,
