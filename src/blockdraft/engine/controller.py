@@ -133,6 +133,11 @@ class Controller:
             most = 0 if not bounds.enabled else most if bounds.block_size is None else bounds.block_size - 1
         return min(most, request.remaining)
 
+    @property
+    def drafts(self) -> bool:
+        """Whether cycles are drafted at present."""
+        return self.most_guesses > 0 and not self._paused
+
     def plan(self, requests: Sequence[Request]) -> Plan:
         """The plan of the next cycle of these requests."""
         params = [request.params for request in requests]

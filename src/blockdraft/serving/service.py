@@ -1,0 +1,221 @@
+"""Chats and texts in, events out: what the routes of all APIs stand on."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from functools import partial
+from typing import Any, TypeVar, overload
+
+from typing_extensions import ParamSpec
+
+from blockdraft.engine import Request
+from blockdraft.errors import UsageError
+from blockdraft.serving.admission import Admission
+from blockdraft.serving.answers import Pieces
+from blockdraft.serving.backends import Backends, weights_of
+from blockdraft.serving.errors import ApiError, as_api_error
+from blockdraft.serving.events import Answered, ChatJob, Event, PromptRead, Reasoning, Speculation, TextJob
+from blockdraft.serving.mailbox import Mailbox, Mailroom
+from blockdraft.serving.merging import merged
+from blockdraft.serving.metrics import Meter, Metrics
+from blockdraft.serving.preparing import Prepared, context_of, events_of, finished, prepare
+from blockdraft.serving.prompts import chat_ids, chat_text, tokenizer_of
+from blockdraft.serving.settings import ServeSettings
+from blockdraft.types import RequestDrafting
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Service:
+    """Answers jobs with the engines of a server.
+
+    Attributes:
+        model_names: Names that requests may give the model, the first of them in answers.
+        created: When the server began, in seconds since 1970.
+        metrics: What it did so far.
+        pieces: What single tokens look like.
+        most_guesses: That a cycle may have.
+    """
+
+    def __init__(self, backends: Backends, settings: ServeSettings) -> None:
+        self.backends, self.settings = backends, settings
+        self.model_names = list(settings.served_model_name) or [backends.target]
+        self.pieces = Pieces(backends.usual.target.tokenizer)
+        self.most_guesses = backends.usual.controller.most_guesses
+        self._weights = weights_of(backends.usual)
+        self.metrics = Metrics(
+            {
+                "num_requests_running": (
+                    "Requests that are decoded, prompts included.",
+                    lambda: self.admission.active - self.admission.waiting,
+                ),
+                "num_requests_waiting": ("Requests that wait for a row.", lambda: self.admission.waiting),
+                "drafting_on": (
+                    "1 while cycles draft; 0 without a drafter, and while it would not pay.",
+                    lambda: backends.usual.controller.drafts,
+                ),
+            }
+        )
+        self.admission = Admission(backends.usual.max_batch_size, settings.places)
+        self.created = int(time.time())
+        self._mail: Mailroom | None = None
+
+    def stop(self) -> None:
+        """Take no more, and end what still runs; who waits for it is told."""
+        self.admission.draining = True
+        for engine in self.backends.engines:
+            engine.scheduler.cancel()
+
+    def check_model(self, name: str) -> str:
+        """The name by which an answer calls the model that a request named so.
+
+        Raises:
+            ApiError: There is no such model.
+        """
+        if name in self.model_names or self.settings.any_model:
+            return name
+        raise ApiError(
+            404,
+            f"model is {name[:80]!r}; this server has {', '.join(self.model_names)}. Name one of these, or start "
+            f"the server with --served-model-name or --any-model.",
+            kind="invalid_request_error",
+            code="model_not_found",
+            param="model",
+        )
+
+    def card(self, name: str) -> dict[str, Any]:
+        """What /v1/models tells of a model. No path of this machine is in it."""
+        engine = self.backends.usual
+        size, tokenizer = engine.drafting.block_size, engine.target.tokenizer
+        weights, drafter_weights = self._weights
+        return {
+            "id": name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "blockdraft",
+            "max_model_len": self.context,
+            "blockdraft": {
+                "target": self.backends.target,
+                "drafter": self.backends.drafter,
+                "block_size": size if isinstance(size, int) else engine.drafter.block_size,
+                "tree_budget": engine.controller.most_guesses if engine.drafting.tree_budget else 0,
+                "max_context": self.context,
+                "backends": self.backends.names,
+                "has_chat_template": tokenizer is not None and tokenizer.chat_template is not None,
+                "parameters": weights,
+                "drafter_parameters": drafter_weights,
+            },
+        }
+
+    @property
+    def context(self) -> int:
+        """Tokens that prompt and answer may have together."""
+        return context_of(self.backends.usual)
+
+    def count_tokens(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        template: Mapping[str, Any] | None = None,
+    ) -> int:
+        """Tokens of a chat, as it would be answered."""
+        target = self.backends.usual.target
+        return len(chat_ids(target, chat_text(target, messages, tools, template)))
+
+    async def chat(self, job: ChatJob) -> AsyncGenerator[Event, None]:
+        """Answer a chat. Closing the iterator ends the request.
+
+        Raises:
+            UsageError, ApiError: The job cannot be answered; before the first event.
+            NumbersError, RequestError: Decoding failed.
+        """
+        async with aclosing(self.answers([job])) as answers:
+            async for _, event in answers:
+                yield event
+
+    async def in_thread(self, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+        """What takes long, beside the event loop. No message of an error names a place on this machine's disk."""
+        try:
+            return await asyncio.to_thread(work, *arguments, **named)
+        except UsageError as error:
+            raise UsageError(self.backends.public(str(error))) from error
+
+    def text_of(self, prompt: str | list[int]) -> str:
+        """A prompt as text."""
+        if isinstance(prompt, str):
+            return prompt
+        return str(tokenizer_of(self.backends.usual.target).decode(prompt))
+
+    @overload
+    def answers(self, jobs: Sequence[ChatJob]) -> AsyncGenerator[tuple[int, Event], None]: ...
+
+    @overload
+    def answers(self, jobs: Sequence[TextJob]) -> AsyncGenerator[tuple[int, Answered], None]: ...
+
+    async def answers(self, jobs: Sequence[ChatJob | TextJob]) -> AsyncGenerator[tuple[int, Any], None]:
+        """Answer several jobs, all of them or none; events come with the number of the job. Errors as in `chat`; one of
+        a job ends all of them."""
+        try:
+            with self.admission.places(len(jobs)):
+                async with aclosing(merged([self._answer(job) for job in jobs])) as events:
+                    async for event in events:
+                        yield event
+        except Exception as error:
+            self.metrics.refused(as_api_error(error, quiet=True).status)
+            raise
+
+    async def _answer(self, job: ChatJob | TextJob) -> AsyncGenerator[Answered, None]:
+        meter = self.metrics.begin()
+        ready = await self.in_thread(prepare, job, self.backends, self.settings)
+        reason, thought, begun = "abort", 0, False
+        async with self._decoding(ready, job.speculation, meter) as (request, box):
+            try:
+                while True:
+                    chunk = await box.take()
+                    if chunk.finish_reason == "cancelled":  # by none of those who listen
+                        raise ApiError(503, "The server was stopped before the answer ended; ask again.")
+                    chunk.checked()
+                    if isinstance(job, TextJob) and not begun:
+                        yield PromptRead(ready.prompt, request.prompt_logprobs)
+                    begun = True
+                    for event in events_of(chunk, ready.parser):
+                        if isinstance(event, Reasoning) and event.chunk is not None:
+                            thought += len(event.chunk.token_ids)
+                        yield event
+                    if chunk.finish_reason is not None:
+                        break
+                reason = chunk.finish_reason
+            finally:
+                meter.end(request, reason)
+            called = ready.parser is not None and ready.parser.called
+            yield finished(request, ready.engine, called, thought)
+
+    @asynccontextmanager
+    async def _decoding(
+        self, ready: Prepared, how: Speculation, meter: Meter
+    ) -> AsyncIterator[tuple[Request, Mailbox]]:
+        """A request while it is decoded, and where its chunks arrive. It is cancelled at the end."""
+        self._mail = self._mail or Mailroom()
+        box = Mailbox(self.settings.max_unread, not how.trace, meter.chunk)
+        drafting = RequestDrafting(how.enabled, how.block_size, how.tree_budget)
+        listener = partial(self._mail.send, box)
+        start = partial(ready.engine.submit, ready.prompt, ready.params, listener, drafting, how.trace)
+        starting = asyncio.ensure_future(self.in_thread(start))
+        try:
+            request = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            starting.add_done_callback(_cancel_started)
+            raise
+        try:
+            yield request, box
+        finally:
+            request.cancel()
+
+
+def _cancel_started(starting: asyncio.Future[Request]) -> None:
+    if not starting.cancelled() and starting.exception() is None:
+        starting.result().cancel()
