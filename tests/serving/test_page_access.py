@@ -106,6 +106,7 @@ def test_no_width_scrolls_sideways(browser: Browser, url: str, width: int) -> No
     visit.chat(f"{QUESTION} {'x' * 200}")
     expect(visit.get("status")).to_contain_text("complete")
     assert visit.page.evaluate("document.documentElement.scrollWidth") == width
+    assert visit.get("log").evaluate("log => log.scrollWidth === log.clientWidth")
     visit.race()
     visit.get("step").click()
     assert visit.page.evaluate("document.documentElement.scrollWidth") == width
