@@ -1,9 +1,9 @@
 """How near "auto" comes to the best fixed block where it begins with wrong costs: `python -m benchmarks.auto --help`.
 
 The bundled pair, made wider (`sizes/widen.py`), decodes the same prompts plainly, in blocks of several fixed sizes,
-and with "auto", whose stored costs are right, halved, doubled, shuffled, each number at random halved, kept or doubled,
-or those of another machine, on which drafts cost nothing or as much as ten tokens. All take turns, prompt by prompt;
-each "auto" goes on from prompt to prompt as one engine does. Speed is tokens over the time of the cycles. A ratio is
+and with "auto", whose stored costs are none, right, halved, doubled, shuffled, each number at random halved, kept or
+doubled, or those of another machine, on which drafts cost nothing or as much as ten tokens. All take turns, prompt by
+prompt; each "auto" goes on from prompt to prompt as one engine does. Speed is tokens over the time of the cycles. A ratio is
 that of a stretch of prompts, over that of the fixed size that was the best in all of them. With `--temperature 2` the
 text cannot be guessed, and the best is plain decoding.
 
@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     prompts = [row["prompt"] if "prompt" in (row := json.loads(line)) else row["turns"][0] for line in lines]
     with tempfile.TemporaryDirectory() as folder:
         wide = [widen(source, Path(folder) / source.name, arguments.width) for source in (TARGET, DRAFTER)]
-        target = load_target(wide[0], dtype=arguments.dtype, compile="on")
+        target = load_target(wide[0], dtype=arguments.dtype, compile="on", quantize=arguments.quantize)
         drafter, none = load_drafter(wide[1], target=target), load_drafter("none", target=target)
     if "compiled" not in target.running:
         raise RuntimeError(f"not measured, since the target runs {target.running}")
@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     drafting = Drafting(tree_budget="auto") if arguments.tree else Drafting("auto")
     runs = {str(size): Run(Engine(target, drafter, drafting=Drafting(size), **room)) for size in SIZES[1:]}
     runs = {"1": Run(Engine(target, none, **room)), **runs}
-    for name, wrong in wrong_costs(costs, arguments.tree).items():
+    for name, wrong in {"none": None, **wrong_costs(costs, arguments.tree)}.items():
         engine = Engine(target, drafter, drafting=drafting, **room)
         engine.controller._costs = lambda wrong=wrong: wrong  # in the place of the file
         runs[name] = Run(engine)
@@ -125,6 +125,7 @@ def summary(runs: dict[str, Run], running: str, arguments: argparse.Namespace) -
     return {
         "width": arguments.width,
         "dtype": arguments.dtype,
+        "quantize": arguments.quantize,
         "temperature": arguments.temperature,
         "running": running,
         "tree": arguments.tree,
@@ -158,6 +159,7 @@ def main() -> None:
     parser.add_argument("prompts", type=Path, help='JSON lines {"prompt": ...} or {"turns": [...]}')
     parser.add_argument("--width", type=int, default=4)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--quantize", help="int8 or int4")
     parser.add_argument("--limit", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)

@@ -17,7 +17,7 @@ def test_the_order_of_the_settings_stays() -> None:
     """They may be given by position."""
     assert " ".join(field.name for field in fields(SamplingParams)) == (
         "max_new_tokens temperature top_k top_p min_p logit_bias repetition_penalty presence_penalty frequency_penalty "
-        "seed stop_token_ids stop ignore_eos"
+        "seed stop_token_ids stop ignore_eos logprobs prompt_logprobs grammar"
     )
     assert [field.name for field in fields(Drafting)] == ["block_size", "tree_budget", "drawn", "draft_window"]
 

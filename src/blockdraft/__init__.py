@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from blockdraft.drafters import Drafter, load_drafter
     from blockdraft.engine import Completion, Engine
     from blockdraft.targets import Target, load_target
-    from blockdraft.types import Drafting, SamplingParams
+    from blockdraft.types import Drafting, Grammar, RequestDrafting, SamplingParams
 
 # Imported at first use, so that the command line starts without torch.
 _HOMES = {
@@ -18,6 +18,8 @@ _HOMES = {
     "Drafter": "drafters",
     "Drafting": "types",
     "Engine": "engine",
+    "Grammar": "types",
+    "RequestDrafting": "types",
     "SamplingParams": "types",
     "Target": "targets",
     "load_drafter": "drafters",
@@ -31,6 +33,8 @@ __all__ = [
     "Drafter",
     "Drafting",
     "Engine",
+    "Grammar",
+    "RequestDrafting",
     "SamplingParams",
     "Target",
     "load_drafter",

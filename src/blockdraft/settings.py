@@ -109,11 +109,12 @@ def _sentence(kind: Any, name: str, errors: Sequence[Any]) -> str:
     # And the one that came furthest says what is wrong inside.
     place = max(places, key=len)
     furthest = [one for one, other in zip(errors, places, strict=True) if other == place]
-    limits = " or ".join(dict.fromkeys(map(_limit, furthest)))
+    limits = " or ".join(dict.fromkeys(map(limit_of, furthest)))
     return f"{name}{place} is {furthest[0]['input']!r}; it must be {limits}."
 
 
-def _limit(error: Any) -> str:
+def limit_of(error: Any) -> str:
+    """What a value must be that pydantic refused, by one of its errors."""
     kind = error["type"]
     known = LIMITS.get(kind) or LIMITS.get(kind.split("_")[0])
     told: str = error["msg"].removeprefix("Input should be ")
@@ -141,7 +142,7 @@ def from_text(kind: type, name: str, text: str) -> Any:
             wrong.append(error.errors(include_url=False))
     # The reading that came furthest was meant; of equals, the plain one.
     meant = max(wrong, key=lambda errors: max(len(one["loc"]) for one in errors))
-    raise UsageError(f"{name} is {text!r}; it must be {' or '.join(dict.fromkeys(map(_limit, meant)))}.")
+    raise UsageError(f"{name} is {text!r}; it must be {' or '.join(dict.fromkeys(map(limit_of, meant)))}.")
 
 
 def read_settings(kind: type[T], file: Path | None = None, flags: Mapping[str, str] | None = None) -> T:

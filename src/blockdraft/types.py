@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from blockdraft.errors import UsageError
 
@@ -29,6 +29,33 @@ CPU_BLOCK_SIZE = 4
 Quantize: TypeAlias = Literal["int8", "int4", "fp8"]
 KVDtype: TypeAlias = Literal["int8"]
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "error"]
+GrammarKind: TypeAlias = Literal["json_schema", "json_object", "regex", "lark"]
+MOST_LOGPROBS = 20  # likely tokens that are reported beside the chosen one
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What the text of an answer has to look like. `Engine.submit` checks it, which needs the package llguidance.
+
+    Attributes:
+        kind: "json_schema", "json_object" (any object, without a text), "regex" (of the whole answer), or "lark" (the
+            dialect of Lark that llguidance reads).
+        text: The schema as JSON, the regular expression or the grammar.
+    """
+
+    kind: GrammarKind
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(GrammarKind):
+            raise UsageError(
+                f"The grammar is of kind {self.kind!r}; it must be one of {', '.join(get_args(GrammarKind))}."
+            )
+        if not isinstance(self.text, str):
+            raise UsageError(f"The grammar's text is a {type(self.text).__name__}; it must be a string.")
+        if bool(self.text) == (self.kind == "json_object"):
+            needs = "takes no text; leave it out, or use json_schema" if self.text else "needs a text"
+            raise UsageError(f"A grammar of kind {self.kind} {needs}.")
 
 
 @dataclass(frozen=True)
@@ -52,6 +79,11 @@ class SamplingParams:
         stop_token_ids: Tokens that end the answer besides the target's own end tokens.
         stop: Texts that end the answer, which is cut before them. A single one may be given as it is.
         ignore_eos: Go on past the target's end tokens, to `max_new_tokens`.
+        logprobs: Report how likely each token of the answer was, and this many of the likeliest, 0 to 20; None reports
+            nothing. It is the log-softmax of the target's logits, before biases, penalties, temperature and cuts.
+        prompt_logprobs: The same of the prompt's tokens. The prompt is then read whole, whatever is remembered of it.
+        grammar: What the text of the answer has to look like. Once it is complete, the target's end tokens alone are
+            possible.
     """
 
     max_new_tokens: int = 256
@@ -67,6 +99,9 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     stop: Sequence[str] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "max_new_tokens", _whole("max_new_tokens", self.max_new_tokens))
@@ -114,6 +149,13 @@ class SamplingParams:
                 raise UsageError(f"stop holds {text!r}; every stop must be a text of at least one character.")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise UsageError(f"seed is {self.seed}; it must be from 0 to 2**63 - 1.")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, count := _whole(name, value, " or None"))
+                if not 0 <= count <= MOST_LOGPROBS:
+                    raise UsageError(f"{name} is {count}; it must be from 0 to {MOST_LOGPROBS}, or None.")
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise UsageError(f"grammar is {self.grammar!r}; it must be a Grammar or None.")
 
 
 @dataclass(frozen=True)
@@ -151,6 +193,62 @@ class Drafting:
         _check_flag("drawn", self.drawn)
         if self.drawn and self.tree_budget != 0:
             raise UsageError(f"tree_budget is {self.tree_budget}; drawn guesses form chains, so it must be 0.")
+
+
+@dataclass(frozen=True)
+class RequestDrafting:
+    """How far one request is drafted for: bounds inside of those of its engine. As `Drafting`, it changes the speed and
+    never the law of the output.
+
+    Attributes:
+        enabled: False decodes this request plainly.
+        block_size: Most tokens of a block, anchor included; None is what the engine drafts.
+        tree_budget: Most guesses of a draft tree, 0 for a chain; None is what the engine drafts. It bounds trees only.
+    """
+
+    enabled: bool = True
+    block_size: int | None = None
+    tree_budget: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_flag("enabled", self.enabled)
+        for name, least, meaning in (("block_size", 1, "no drafting"), ("tree_budget", 0, "chains")):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, number := _whole(name, value, " or None"))
+                if number < least:
+                    raise UsageError(f"{name} is {number}; it must be at least {least} ({meaning}).")
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """How likely a token was.
+
+    Attributes:
+        logprob: Log-softmax of the target's own logits.
+        top: The likeliest tokens with theirs, the likeliest first.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class CycleTrace:
+    """What one cycle did for one request.
+
+    Attributes:
+        tokens: The anchor, which is the last token before the cycle, and the guesses.
+        parents: The place in `tokens` of the one that each follows; -1 for the anchor.
+        path: Places of those that were accepted, from the anchor, 0, on. What the target says after them is the last
+            of the cycle's new tokens.
+        seconds: Of the cycle, which other requests may have been part of.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    path: tuple[int, ...]
+    seconds: float
 
 
 def _is_whole(value: object) -> bool:

@@ -23,6 +23,7 @@ from blockdraft.cli.fit import fit
 from blockdraft.cli.generate import generate
 from blockdraft.cli.prompts import prompts
 from blockdraft.cli.quantize import quantize
+from blockdraft.cli.serve import serve
 from blockdraft.cli.train import RecipeCommand, train
 from blockdraft.errors import BlockdraftError
 
@@ -45,6 +46,7 @@ def _add(command: Callable[..., None], panel: str, **settings: Any) -> None:
 
 _add(generate, RUN)
 _add(chat, RUN)
+_add(serve, RUN)
 _add(quantize, RUN)
 _add(fit, TRAIN)
 _add(prompts, TRAIN)

@@ -8,9 +8,8 @@ from typing import Annotated
 import typer
 
 from blockdraft.cli.loading import TargetOptions, takes_target
-from blockdraft.cli.options import AutoBlockSize, DraftWindow, TreeBudget, drafting_of, need_drafter, option
+from blockdraft.cli.options import SamplingOptions, need_drafter, option
 from blockdraft.settings import Count, settings
-from blockdraft.types import SamplingParams
 
 
 @settings
@@ -28,6 +27,7 @@ class ChatSettings:
 
 @takes_target
 def chat(
+    *,
     run: TargetOptions,
     drafter: Annotated[
         str | None,
@@ -35,23 +35,7 @@ def chat(
     ] = None,
     system: Annotated[str | None, option(ChatSettings, "system")] = ChatSettings.system,
     max_new_tokens: Annotated[int, option(ChatSettings, "max_new_tokens")] = ChatSettings.max_new_tokens,
-    temperature: Annotated[float, option(SamplingParams, "temperature")] = SamplingParams.temperature,
-    top_k: Annotated[int, option(SamplingParams, "top_k")] = SamplingParams.top_k,
-    top_p: Annotated[float, option(SamplingParams, "top_p")] = SamplingParams.top_p,
-    min_p: Annotated[float, option(SamplingParams, "min_p")] = SamplingParams.min_p,
-    repetition_penalty: Annotated[
-        float, option(SamplingParams, "repetition_penalty")
-    ] = SamplingParams.repetition_penalty,
-    presence_penalty: Annotated[float, option(SamplingParams, "presence_penalty")] = SamplingParams.presence_penalty,
-    frequency_penalty: Annotated[float, option(SamplingParams, "frequency_penalty")] = SamplingParams.frequency_penalty,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(help="A text that ends an answer, which is cut before it. Repeat the option for several."),
-    ] = None,
-    seed: Annotated[int | None, option(SamplingParams, "seed")] = SamplingParams.seed,
-    block_size: AutoBlockSize = None,
-    tree_budget: TreeBudget = None,
-    draft_window: DraftWindow = None,
+    sampling: SamplingOptions,
 ) -> None:
     """Talk with a model.
 
@@ -61,19 +45,7 @@ def chat(
     """
     need_drafter(run.target, drafter, "or --drafter none to decode plainly")
     how = ChatSettings(system=system, max_new_tokens=max_new_tokens)
-    params = SamplingParams(
-        max_new_tokens=how.max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        stop=stop or (),
-        seed=seed,
-    )
-    drafting = drafting_of(block_size, tree_budget, draft_window)
+    params, drafting = sampling.params(how.max_new_tokens), sampling.drafting
 
     from blockdraft.cli.display import terminal
     from blockdraft.cli.talk import Talk

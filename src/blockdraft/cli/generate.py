@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from blockdraft.cli.loading import TargetOptions, takes_target
-from blockdraft.cli.options import AutoBlockSize, DraftWindow, TreeBudget, drafting_of, need_drafter, option
+from blockdraft.cli.options import SamplingOptions, need_drafter, option
 from blockdraft.errors import UsageError
 from blockdraft.evaluation.methods import Settings
 from blockdraft.types import SamplingParams
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 @takes_target
 def generate(
+    *,
     run: TargetOptions,
     prompt: Annotated[
         str | None, typer.Argument(help="What to answer; without it, or with -, it is read from standard input.")
@@ -39,23 +40,7 @@ def generate(
         ),
     ] = None,
     max_new_tokens: Annotated[int, option(SamplingParams, "max_new_tokens")] = SamplingParams.max_new_tokens,
-    temperature: Annotated[float, option(SamplingParams, "temperature")] = SamplingParams.temperature,
-    top_k: Annotated[int, option(SamplingParams, "top_k")] = SamplingParams.top_k,
-    top_p: Annotated[float, option(SamplingParams, "top_p")] = SamplingParams.top_p,
-    min_p: Annotated[float, option(SamplingParams, "min_p")] = SamplingParams.min_p,
-    repetition_penalty: Annotated[
-        float, option(SamplingParams, "repetition_penalty")
-    ] = SamplingParams.repetition_penalty,
-    presence_penalty: Annotated[float, option(SamplingParams, "presence_penalty")] = SamplingParams.presence_penalty,
-    frequency_penalty: Annotated[float, option(SamplingParams, "frequency_penalty")] = SamplingParams.frequency_penalty,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(help="A text that ends the answer, which is cut before it. Repeat the option for several."),
-    ] = None,
-    seed: Annotated[int | None, option(SamplingParams, "seed")] = SamplingParams.seed,
-    block_size: AutoBlockSize = None,
-    tree_budget: TreeBudget = None,
-    draft_window: DraftWindow = None,
+    sampling: SamplingOptions,
     prompts: Annotated[
         Path | None,
         typer.Option(
@@ -75,19 +60,10 @@ def generate(
     A terminal shows the answer as it comes, tokens that the drafter had guessed in green. A pipe gets the plain answer.
     """
     need_drafter(run.target, drafter, "or --drafter none to decode plainly")
-    params = SamplingParams(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        stop=stop or (),
-        seed=secrets.randbits(32) if seed is None else seed,  # so that all runs of a comparison share one
-    )
-    drafting = drafting_of(block_size, tree_budget, draft_window)
+    params = sampling.params(max_new_tokens)
+    if params.seed is None:  # so that all runs of a comparison share one
+        params = replace(params, seed=secrets.randbits(32))
+    drafting = sampling.drafting
     if prompts is not None and (prompt is not None or compare):
         other = "--compare" if compare else "a prompt"
         raise UsageError(f"--prompts {prompts} and {other} do not go together; leave one of them away.")

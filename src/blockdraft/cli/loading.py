@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 from blockdraft.cli.options import (
     Adapter,
+    Command,
     CompileForward,
     Device,
     Dtype,
@@ -23,6 +21,7 @@ from blockdraft.cli.options import (
     TargetFolder,
     Threads,
     extent,
+    with_options,
 )
 from blockdraft.types import DEFAULT_BACKEND, DEFAULT_COMPILE, Backend
 
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from blockdraft.targets import Target
 
 WHICH = 3  # options that say which target; the others say how it is run
-Command = TypeVar("Command", bound=Callable[..., None])
 
 
 @dataclass(frozen=True)
@@ -58,25 +56,10 @@ class TargetOptions:
 
 
 def takes_target(command: Command) -> Command:
-    """Give a command the options of `TargetOptions` in the place of its parameter `run`, which they make up: those that
-    say which target come first, those that say how it is run last."""
-    names = [field.name for field in fields(TargetOptions)]
-    hints = get_type_hints(TargetOptions, include_extras=True)
-    kind = inspect.Parameter.KEYWORD_ONLY
-    options = [
-        inspect.Parameter(name, kind, default=getattr(TargetOptions, name), annotation=hints[name]) for name in names
-    ]
-
-    @wraps(command)
-    def with_target(**given: Any) -> None:
-        command(run=TargetOptions(**{name: given.pop(name) for name in names}), **given)
-
-    others = inspect.signature(command, eval_str=True).parameters.values()
-    own = [parameter.replace(kind=kind) for parameter in others if parameter.name != "run"]
-    shown = [*options[:WHICH], *own, *options[WHICH:]]
-    with_target.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
-    with_target.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
-    return with_target  # type: ignore[return-value]
+    """`with_options` for a command that takes `TargetOptions`: those that say which target come first, as where it
+    takes them, and those that say how it is run last."""
+    how = {field.name for field in fields(TargetOptions)[WHICH:]}
+    return with_options(command, last=how.__contains__)
 
 
 def quiet() -> None:

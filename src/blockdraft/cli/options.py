@@ -2,19 +2,58 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
 from blockdraft.errors import UsageError
 from blockdraft.settings import explain_option
-from blockdraft.types import Backend, Compile, Drafting
+from blockdraft.types import Backend, Compile, Drafting, SamplingParams
+
+Command = TypeVar("Command", bound=Callable[..., None])
 
 
 def option(owner: type, name: str, **settings: Any) -> Any:
     """The option of a field of this dataclass, explained as in its docstring."""
     return typer.Option(help=explain_option(owner, name), **settings)
+
+
+def with_options(command: Command, last: Callable[[str], bool] = lambda name: False) -> Command:
+    """Give a command the options that are the fields of a dataclass, in the place of each parameter that is one.
+
+    Args:
+        last: Says of an option by its name whether it comes after all others.
+    """
+    kind = inspect.Parameter.KEYWORD_ONLY
+    groups: dict[str, tuple[type, list[str]]] = {}
+    shown = list[inspect.Parameter]()
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        owner = parameter.annotation
+        if not is_dataclass(owner):
+            shown.append(parameter.replace(kind=kind))
+            continue
+        assert isinstance(owner, type)
+        hints = get_type_hints(owner, include_extras=True)
+        groups[parameter.name] = owner, [field.name for field in fields(owner)]
+        shown += [
+            inspect.Parameter(each.name, kind, default=each.default, annotation=hints[each.name])
+            for each in fields(owner)
+        ]
+    shown.sort(key=lambda parameter: last(parameter.name))
+
+    @wraps(command)
+    def whole(**given: Any) -> None:
+        made = {place: owner(**{name: given.pop(name) for name in names}) for place, (owner, names) in groups.items()}
+        command(**made, **given)
+
+    whole.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+    whole.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
+    return whole  # type: ignore[return-value]
 
 
 def extent(name: str, text: str | None) -> Any:
@@ -39,14 +78,6 @@ def need_drafter(target: str | None, drafter: str | None, otherwise: str) -> Non
             f"No drafter is known for {target}; add --drafter DIR, {otherwise}, or make one: "
             f"blockdraft fit --target {folder} --out DIR."
         )
-
-
-def drafting_of(block_size: str | None, tree_budget: str | None, draft_window: int | None) -> Drafting:
-    """How far to draft, by options that are None unless named: "auto" if neither size is."""
-    if block_size is None and tree_budget is None:
-        block_size = "auto"
-    budget = Drafting.tree_budget if tree_budget is None else extent("tree_budget", tree_budget)
-    return Drafting(extent("block_size", block_size), budget, draft_window=draft_window)
 
 
 TargetFolder = Annotated[
@@ -137,3 +168,40 @@ Exact = Annotated[
     ),
 ]
 Device = Annotated[str | None, typer.Option(help="By default the first GPU if there is one, else cpu.")]
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How answers are decoded: what they are drawn from, where they end, and how far they are drafted."""
+
+    temperature: Annotated[float, option(SamplingParams, "temperature")] = SamplingParams.temperature
+    top_k: Annotated[int, option(SamplingParams, "top_k")] = SamplingParams.top_k
+    top_p: Annotated[float, option(SamplingParams, "top_p")] = SamplingParams.top_p
+    min_p: Annotated[float, option(SamplingParams, "min_p")] = SamplingParams.min_p
+    repetition_penalty: Annotated[float, option(SamplingParams, "repetition_penalty")] = (
+        SamplingParams.repetition_penalty
+    )
+    presence_penalty: Annotated[float, option(SamplingParams, "presence_penalty")] = SamplingParams.presence_penalty
+    frequency_penalty: Annotated[float, option(SamplingParams, "frequency_penalty")] = SamplingParams.frequency_penalty
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="A text that ends an answer, which is cut before it. Repeat the option for several."),
+    ] = None
+    seed: Annotated[int | None, option(SamplingParams, "seed")] = SamplingParams.seed
+    block_size: AutoBlockSize = None
+    tree_budget: TreeBudget = None
+    draft_window: DraftWindow = None
+
+    def params(self, max_new_tokens: int) -> SamplingParams:
+        names = {each.name for each in fields(SamplingParams)} & {each.name for each in fields(self)}
+        given = {name: getattr(self, name) for name in names}
+        return SamplingParams(max_new_tokens, **given | {"stop": self.stop or ()})
+
+    @property
+    def drafting(self) -> Drafting:
+        """ "auto" where neither size is named."""
+        size, budget = self.block_size, self.tree_budget
+        if size is None and budget is None:
+            size = "auto"
+        guesses = Drafting.tree_budget if budget is None else extent("tree_budget", budget)
+        return Drafting(extent("block_size", size), guesses, draft_window=self.draft_window)

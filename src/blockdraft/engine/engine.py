@@ -24,7 +24,7 @@ from blockdraft.engine.worker import end_all, worker_of
 from blockdraft.errors import ClosedError, UsageError, describe
 from blockdraft.sampling import RandomNumbers
 from blockdraft.targets import Target
-from blockdraft.types import Drafting, Prompt, SamplingParams
+from blockdraft.types import Drafting, Prompt, RequestDrafting, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -132,12 +132,16 @@ class Engine:
         prompt: Prompt,
         params: SamplingParams | None = None,
         listener: Callable[[Chunk], object] | None = None,
+        drafting: RequestDrafting | None = None,
+        trace: bool = False,
     ) -> Request:
         """Begin to answer one prompt, and return at once.
 
         Args:
             listener: Called with each chunk of the answer, in the thread that decodes, so it should be quick. An
                 exception in it ends the request.
+            drafting: How far to draft for this request; None is as far as the engine drafts.
+            trace: Let chunks tell of the cycles that they come from.
 
         Returns:
             The request: `result()` waits for the answer, `cancel()` ends it early.
@@ -147,7 +151,7 @@ class Engine:
                 or the memory does not suffice.
             ClosedError: The engine is closed.
         """
-        request = self.request(prompt, params or SamplingParams())
+        request = self.request(prompt, params or SamplingParams(), drafting, trace)
         request.listener = listener
         self._begin([request])
         return request
@@ -171,21 +175,29 @@ class Engine:
                 request.cancel()
             raise
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
-        """Answer one prompt, a chunk a cycle. Errors as in `submit`, before the first chunk.
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        drafting: RequestDrafting | None = None,
+        trace: bool = False,
+    ) -> Iterator[Chunk]:
+        """Answer one prompt, a chunk a cycle. Arguments and errors as in `submit`, before the first chunk.
 
         Returns:
             An iterator of chunks; their texts and tokens, joined, are those of `generate`. If it is not read to its
             end, the request is cancelled.
         """
         chunks: SimpleQueue[Chunk] = SimpleQueue()
-        return _chunks(self.submit(prompt, params, chunks.put), chunks)
+        return _chunks(self.submit(prompt, params, chunks.put, drafting, trace), chunks)
 
     async def asubmit(
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
         listener: Callable[[Chunk], object] | None = None,
+        drafting: RequestDrafting | None = None,
+        trace: bool = False,
     ) -> Request:
         """`submit` for a coroutine: a long prompt is turned into tokens in another thread. The listener is called in
         the event loop."""
@@ -195,7 +207,7 @@ class Engine:
             assert listener is not None
             loop.call_soon_threadsafe(listener, chunk)
 
-        request = await asyncio.to_thread(self.request, prompt, params or SamplingParams())
+        request = await asyncio.to_thread(self.request, prompt, params or SamplingParams(), drafting, trace)
         request.listener = in_loop if listener else None
         self._begin([request])  # here, so that a coroutine that is called off leaves nothing running
         return request
@@ -220,10 +232,16 @@ class Engine:
                 request.cancel()
         return [request.result() for request in requests]
 
-    async def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Chunk]:
+    async def astream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        drafting: RequestDrafting | None = None,
+        trace: bool = False,
+    ) -> AsyncIterator[Chunk]:
         """`stream` for a coroutine."""
         chunks = asyncio.Queue[Chunk]()
-        request = await self.asubmit(prompt, params, chunks.put_nowait)
+        request = await self.asubmit(prompt, params, chunks.put_nowait, drafting, trace)
         try:
             while True:
                 chunk = await chunks.get()
@@ -269,7 +287,13 @@ class Engine:
     ) -> None:
         self.close()
 
-    def request(self, prompt: Prompt, params: SamplingParams) -> Request:
+    def request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        drafting: RequestDrafting | None = None,
+        trace: bool = False,
+    ) -> Request:
         """A checked request, which `scheduler.add` takes. Errors as in `submit`."""
         ids = encode(prompt, self.target)
         check_request(ids, params, self.target)
@@ -282,7 +306,8 @@ class Engine:
                 f"guesses, and there is room for {self.cache_tokens}; ask for fewer new tokens or a smaller tree, or "
                 f"give the engine more cache_tokens or memory."
             )
-        return Request(ids, params, frozenset(stops), RandomNumbers(params.seed), text, slots)
+        random, bounds = RandomNumbers(params.seed), drafting or RequestDrafting()
+        return Request(ids, params, frozenset(stops), random, text, slots, drafting=bounds, trace=trace)
 
     def _requests(self, prompts: Sequence[Prompt], params: Params) -> list[Request]:
         if isinstance(prompts, str):

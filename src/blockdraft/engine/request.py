@@ -10,7 +10,7 @@ from blockdraft.engine.stats import Stats
 from blockdraft.engine.text import AnswerText
 from blockdraft.errors import BlockdraftError, RequestError, describe
 from blockdraft.sampling import RandomNumbers
-from blockdraft.types import FinishReason, SamplingParams
+from blockdraft.types import CycleTrace, FinishReason, RequestDrafting, SamplingParams, TokenLogprob
 
 
 @dataclass(eq=False)
@@ -22,8 +22,12 @@ class Request:
         stop_ids: Tokens that end it, the target's own included unless they are ignored.
         slots: Slots that its row needs, those of guesses included.
         listener: Called with each new chunk of the answer, in the thread that decodes; an exception ends the request.
+        drafting: How far it may be drafted for.
+        trace: Whether its chunks tell of their cycles.
         token_ids: The answer so far; its last token is the anchor.
         drafted: For each token, whether the drafter had guessed it.
+        logprobs: Of each token, where they are asked for.
+        prompt_logprobs: As in `Completion`, as far as the prompt has been read; all of it before the first token.
         finish_reason: None until it has ended.
         failure: What went wrong where the finish reason is "error"; `error` says it in words.
         cancelled: Set by `cancel`; the row is freed before the next cycle.
@@ -36,8 +40,12 @@ class Request:
     text: AnswerText
     slots: int = 0
     listener: Callable[[Chunk], object] | None = None
+    drafting: RequestDrafting = RequestDrafting()
+    trace: bool = False
     token_ids: list[int] = field(default_factory=list)
     drafted: list[bool] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     failure: BlockdraftError | None = None
     cancelled: bool = False
@@ -155,6 +163,9 @@ class Completion:
         stats: Counts and times; `tau` is a short cut to the one most asked for.
         prompt_tokens: Length of the prompt.
         failure: What went wrong where the finish reason is "error", else None; `error` says it in words.
+        logprobs: Of each token, where `SamplingParams` asks for it.
+        prompt_logprobs: Of each token of the prompt, where asked for; None for the first, which nothing comes before.
+            Fewer where the request was ended before its prompt was read.
     """
 
     text: str
@@ -164,6 +175,8 @@ class Completion:
     stats: Stats
     prompt_tokens: int = 0
     failure: BlockdraftError | None = None
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
     @property
     def tau(self) -> float:
@@ -197,6 +210,9 @@ class Chunk:
         stats: Counts and times so far; the same object in every chunk of an answer.
         finish_reason: Set on the last chunk.
         failure: Set on the last chunk where its finish reason is "error"; `error` says it in words.
+        logprobs: Of each new token, where `SamplingParams` asks for it.
+        cycle: The cycle that yielded it, where the request was submitted with `trace`; None for the first token, which
+            the prompt yields.
     """
 
     text: str
@@ -205,6 +221,8 @@ class Chunk:
     stats: Stats
     finish_reason: FinishReason | None = None
     failure: BlockdraftError | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    cycle: CycleTrace | None = None
 
     @property
     def error(self) -> str | None:

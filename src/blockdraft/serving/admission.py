@@ -1,0 +1,67 @@
+"""Who may come in: a bounded number of requests, and none once the server is told to end."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from blockdraft.serving.errors import ApiError
+
+WEIGHT = 0.1  # of the newest request in the mean of how long they take
+LONGEST_WAIT = 60  # seconds that a client is told to wait at most
+
+
+class Admission:
+    """Counts the requests that there are.
+
+    Args:
+        rows: Requests that are decoded together.
+        places: Most requests, waiting ones included.
+
+    Attributes:
+        active: Requests that there are.
+        draining: Whether the server is about to end.
+    """
+
+    def __init__(self, rows: int, places: int) -> None:
+        self._rows, self._places = rows, places
+        self._seconds = 1.0  # that a request takes, a running mean
+        self.active = 0
+        self.draining = False
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have no row yet, if memory suffices for all rows."""
+        return max(0, self.active - self._rows)
+
+    @contextmanager
+    def places(self, count: int) -> Iterator[None]:
+        """Have so many places inside.
+
+        Raises:
+            ApiError: There are never so many, not now, or the server is about to end.
+        """
+        if self.draining:
+            raise ApiError(503, "The server is shutting down; ask again later.", headers={"Retry-After": "5"})
+        if count > self._places:
+            raise ApiError(
+                400, f"The request asks for {count} answers, and there is room for {self._places}; ask for fewer."
+            )
+        if self.active + count > self._places:
+            wait = min(LONGEST_WAIT, math.ceil(self._seconds * (1 + self.waiting / self._rows)))
+            raise ApiError(
+                429,
+                f"{self.active} requests are running or waiting, and there is room for {self._places}; ask again in "
+                f"{wait} s.",
+                code="queue_full",
+                headers={"Retry-After": str(wait)},
+            )
+        self.active += count
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.active -= count
+            self._seconds += WEIGHT * (time.monotonic() - began - self._seconds)

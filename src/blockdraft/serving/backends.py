@@ -1,0 +1,95 @@
+"""What decodes: an engine for each backend that requests may ask for, with what may be told of it."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from safetensors import safe_open
+
+from blockdraft.engine import Engine
+from blockdraft.errors import ClosedError, UsageError
+
+PACKAGE = Path(__file__).parents[1]
+BUNDLED = "blockdraft-pair"
+
+
+class Backends:
+    """Engines by the names of their backends; the first is the usual one, and others are loaded when they are needed.
+
+    Args:
+        usual: The engine that serves.
+        others: What loads another one, by its backend's name.
+
+    Attributes:
+        target, drafter: Their names, without what tells of the machine.
+    """
+
+    def __init__(self, usual: Engine, others: Mapping[str, Callable[[], Engine]] | None = None) -> None:
+        self.usual = usual
+        self.target = name_of(usual.target.path, "target")
+        self.drafter = name_of(usual.drafter.path, type(usual.drafter).__name__)
+        self._engines = {usual.target.backend: usual}
+        self._loaders = {name: load for name, load in (others or {}).items() if name not in self._engines}
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @property
+    def names(self) -> list[str]:
+        return [*self._engines, *(name for name in self._loaders if name not in self._engines)]
+
+    @property
+    def engines(self) -> list[Engine]:
+        """Those that have been loaded."""
+        return list(self._engines.values())
+
+    def is_loaded(self, name: str | None) -> bool:
+        return name is None or name in self._engines
+
+    def engine(self, name: str | None = None) -> Engine:
+        """The engine of a backend, the usual one for None. The first call for another one loads it and takes long.
+
+        Raises:
+            UsageError: There is none of this name, or it cannot be loaded.
+        """
+        if name is None:
+            return self.usual
+        if name not in self.names:
+            raise UsageError(f"backend is {name!r}; this server has {', '.join(self.names)}.")
+        if name not in self._engines:
+            with self._lock:
+                if self._closed:
+                    raise ClosedError("The server is shutting down.")
+                if name not in self._engines:
+                    self._engines[name] = self._loaders[name]()
+        return self._engines[name]
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+        for engine in self.engines:
+            engine.close()
+
+
+def name_of(path: Path | None, otherwise: str) -> str:
+    """How a model is called where nobody has named it: as on the hub, or as its folder or file is."""
+    if path is None:
+        return otherwise
+    path = Path(os.path.abspath(path))
+    if path.is_relative_to(PACKAGE):
+        return BUNDLED
+    if path.parent.name == "snapshots":  # of the hub's cache: models--OWNER--NAME/snapshots/COMMIT
+        return path.parent.parent.name.removeprefix("models--").replace("--", "/")
+    return path.stem if path.suffix == ".gguf" else path.name
+
+
+def weights_of(engine: Engine) -> tuple[int, int]:
+    """Number of weights of the target and of the drafter."""
+    drafter = 0
+    for file in sorted(Path(engine.drafter.path).glob("*.safetensors")) if engine.drafter.path else ():
+        with safe_open(file, "pt") as weights:  # a network whose forward is compiled holds its weights no longer
+            drafter += sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
+    return sum(weight.numel() for _, weight in engine.target.named_weights()), drafter

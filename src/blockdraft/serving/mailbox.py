@@ -1,0 +1,85 @@
+"""Chunks on their way from the thread that decodes to the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import replace
+
+from blockdraft.engine import Chunk
+from blockdraft.serving.errors import ApiError
+
+
+class Mailroom:
+    """Wakes the event loop once for all chunks that have come since it last looked, however many requests and tokens
+    they are of."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._arrived: deque[tuple[Mailbox, Chunk]] = deque()
+        self._woken = False
+
+    def send(self, box: Mailbox, chunk: Chunk) -> None:
+        """Called in the thread that decodes."""
+        self._arrived.append((box, chunk))
+        if not self._woken:
+            self._woken = True
+            try:
+                self._loop.call_soon_threadsafe(self._deliver)
+            except RuntimeError:  # the loop has ended, and with it all who listened
+                self._arrived.clear()
+
+    def _deliver(self) -> None:
+        self._woken = False  # before it looks, so that nothing stays behind
+        while self._arrived:
+            box, chunk = self._arrived.popleft()
+            box.put(chunk)
+
+
+class Mailbox:
+    """Chunks of one request that have not been taken.
+
+    Args:
+        most: Tokens that may wait to be taken.
+        joined: Whether chunks that wait are taken as one.
+    """
+
+    def __init__(self, most: int, joined: bool) -> None:
+        self._chunks: deque[Chunk] = deque()
+        self._most, self._joined = most, joined
+        self._unread = 0
+        self._news = asyncio.Event()
+
+    def put(self, chunk: Chunk) -> None:
+        self._unread += len(chunk.token_ids)
+        if self._unread > self._most:
+            self._chunks.clear()
+        else:
+            self._chunks.append(chunk)
+        self._news.set()
+
+    async def take(self) -> Chunk:
+        """What has come, at least one chunk.
+
+        Raises:
+            ApiError: More has come than may wait.
+        """
+        await self._news.wait()
+        if self._unread > self._most:
+            raise ApiError(
+                408, f"{self._unread} tokens of the answer wait to be read, and at most {self._most} may; read faster."
+            )
+        chunks = [self._chunks.popleft() for _ in range(len(self._chunks) if self._joined else 1)]
+        self._unread -= sum(len(chunk.token_ids) for chunk in chunks)
+        if not self._chunks:
+            self._news.clear()
+        return chunks[0] if len(chunks) == 1 else _as_one(chunks)
+
+
+def _as_one(chunks: list[Chunk]) -> Chunk:
+    return replace(
+        chunks[-1],
+        text="".join(chunk.text for chunk in chunks),
+        token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
+        drafted=tuple(drafted for chunk in chunks for drafted in chunk.drafted),
+    )

@@ -1,0 +1,49 @@
+"""Several streams as one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncIterator[tuple[int, T]]:
+    """What the streams yield, as it comes, with the number of the stream. An error of one of them ends all of them, and
+    so does closing this."""
+    if len(streams) == 1:
+        try:
+            async for value in streams[0]:
+                yield 0, value
+        finally:
+            await streams[0].aclose()
+        return
+    news: asyncio.Queue[tuple[int, T | BaseException | None]] = asyncio.Queue(len(streams))
+
+    async def read(number: int) -> None:
+        try:
+            async for value in streams[number]:
+                await news.put((number, value))
+        except Exception as error:
+            await news.put((number, error))
+        else:
+            await news.put((number, None))
+
+    tasks = [asyncio.ensure_future(read(number)) for number in range(len(streams))]
+    try:
+        running = len(tasks)
+        while running:
+            number, value = await news.get()
+            if isinstance(value, BaseException):
+                raise value
+            if value is None:
+                running -= 1
+            else:
+                yield number, value
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for stream in streams:
+            await stream.aclose()

@@ -1,0 +1,198 @@
+"""What requests of OpenAI's API hold. Unknown fields are ignored; known ones that would change the answer, and that we
+do not have, are refused."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from blockdraft.serving.events import Speculation
+from blockdraft.types import MOST_LOGPROBS
+
+MOST_STOPS = 16
+MOST_CHOICES = 128
+
+Token = Annotated[int, Field(ge=0, lt=2**63)]
+Tokens = Annotated[int, Field(ge=1, lt=2**31)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Word = Annotated[str, Field(min_length=1)]
+
+
+class Body(BaseModel):
+    """Attributes:
+    refused: Fields that we lack, with the values that change nothing.
+    """
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, values: Any) -> Any:
+        if isinstance(values, dict):
+            for name, neutral in cls.refused.items():
+                if values.get(name) not in (None, [], {}, *neutral):
+                    raise ValueError(f"{name} is not supported by this server; leave it out.")
+        return values
+
+
+class SpeculationFields(Body):
+    """How far this request is drafted for; see docs/serve.md."""
+
+    enabled: bool = True
+    block_size: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    tree_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    statistics: bool = False
+    trace: bool = False
+    backend: str | None = None
+
+    def speculation(self) -> Speculation:
+        return Speculation(**self.model_dump())
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class Sampled(Body):
+    """What chats and completions have in common."""
+
+    refused = {
+        name: ()
+        for name in (
+            *("suffix", "functions", "function_call", "audio", "web_search_options", "guided_json", "guided_regex"),
+            *("guided_choice", "guided_grammar", "bad_words", "allowed_token_ids", "prompt_embeds", "grammar"),
+            *("truncate_prompt_tokens", "logits_processors", "prompt_logprobs"),
+        )
+    } | {
+        "use_beam_search": (False,),
+        "length_penalty": (1,),
+        "min_tokens": (0,),
+        "include_stop_str_in_output": (False,),
+        "skip_special_tokens": (True,),
+        "continue_final_message": (False,),
+        "add_generation_prompt": (True,),
+        "modalities": (["text"],),
+    }
+
+    model: Annotated[str, Field(min_length=1, description="A name that /v1/models lists.")]
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Word | Annotated[list[Word], Field(max_length=MOST_STOPS)] | None = None
+    stop_token_ids: list[Token] | None = None
+    ignore_eos: bool = False
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    speculation: SpeculationFields | None = None
+
+
+class JsonSchema(Body):
+    name: str | None = None
+    schema_: Annotated[dict[str, Any] | bool | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class Part(Body):
+    """A piece of a message. Only texts are read; others are refused."""
+
+    type: str
+    text: str | None = None
+
+
+class FunctionCall(Body):
+    name: str
+    arguments: str = ""
+
+
+class CalledTool(Body):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Body):
+    refused = {"function_call": (), "audio": ()}
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[CalledTool] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+
+class Function(Body):
+    name: Annotated[str, Field(min_length=1)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Body):
+    name: str
+
+
+class NamedTool(Body):
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+class ChatRequest(Sampled):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionRequest(Sampled):
+    refused = Sampled.refused | {"best_of": (1,), "response_format": ({"type": "text"},), "tools": ()}
+
+    prompt: str | list[str] | list[Token] | list[list[Token]]
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    echo: bool | None = None
+    add_special_tokens: bool = True
+
+
+class TokenizeRequest(Body):
+    """`prompt`, a text as it is, or `messages`, a chat as it would be answered."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    tools: list[Tool] | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(Body):
+    model: str | None = None
+    tokens: list[Token]

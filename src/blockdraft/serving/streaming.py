@@ -1,0 +1,111 @@
+"""Answers piece by piece, and clients that go away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from blockdraft.serving.errors import as_api_error
+
+T = TypeVar("T")
+
+
+class ClientGone(Exception):
+    """Nobody is there any more to be answered."""
+
+
+def data(value: Any) -> str:
+    """An event of server-sent events."""
+    return f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+async def until_gone(request: Request, work: Awaitable[T]) -> T:
+    """The result of what is computed for a client; it is cancelled when the client goes away.
+
+    Raises:
+        ClientGone: It has gone.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request.receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        await _end(task)
+        await _end(gone)
+
+
+async def stream(request: Request, events: AsyncIterator[str], stall_seconds: float) -> Response:
+    """The answer that sends these events. What goes wrong before the first of them is raised."""
+    first = await until_gone(request, anext(events))
+    return EventStream(request.url.path, first, events, stall_seconds)
+
+
+class EventStream(Response):
+    """Sends server-sent events as they come; errors meanwhile are one too, of the shape of the path's API.
+
+    The iterator is closed when the client goes away, or takes nothing for so many seconds.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, path: str, first: str, events: AsyncIterator[str], stall_seconds: float) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._path, self._first, self._events, self._stall = path, first, events, stall_seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.ensure_future(self._send(send))
+        gone = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await _end(sending)
+            await _end(gone)
+            await _close(self._events)
+
+    async def _send(self, send: Send) -> None:
+        async def put(message: dict[str, Any]) -> None:
+            await asyncio.wait_for(send(message), self._stall)
+
+        try:
+            await put({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await put({"type": "http.response.body", "body": self._first.encode(), "more_body": True})
+            try:
+                async for event in self._events:
+                    await put({"type": "http.response.body", "body": event.encode(), "more_body": True})
+            except (asyncio.TimeoutError, OSError):
+                raise
+            except Exception as error:
+                told = as_api_error(error).body(self._path)
+                name = "event: error\n" if told.get("type") == "error" else ""
+                await put({"type": "http.response.body", "body": (name + data(told)).encode(), "more_body": True})
+            await put({"type": "http.response.body", "body": b"", "more_body": False})
+        except (asyncio.TimeoutError, OSError):
+            return  # the client takes nothing, or has gone; without the last message the connection is closed
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _end(task: asyncio.Future[Any]) -> None:
+    task.cancel()
+    await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()  # which has been told of, or is none
+
+
+async def _close(events: AsyncIterator[str]) -> None:
+    close = getattr(events, "aclose", None)
+    if close is not None:
+        await close()
