@@ -1,0 +1,147 @@
+"""The text of an answer, taken apart into reasoning, tool calls and what is said, while it arrives."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from transformers import PreTrainedTokenizerBase
+
+from blockdraft.serving.events import Reasoning, Text, ToolCall, ToolChoice
+from blockdraft.serving.parsing.formats.base import Format, Tools, marker_at
+from blockdraft.serving.parsing.template import THINK, THOUGHT, format_of, is_thinking, schemas_of, thinks
+
+Part: TypeAlias = "Text | Reasoning | ToolCall"
+FREE = ToolChoice()
+
+
+def parser_of(
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Sequence[dict[str, Any]] = (),
+    tool_choice: ToolChoice = FREE,
+    prompt_text: str = "",
+) -> AnswerParser:
+    """The parser of one answer, in the format of the chat template.
+
+    Args:
+        tools: OpenAI's function tools. Without any, or where `tool_choice` forbids calls, what looks like one is text.
+        prompt_text: The prompt as text, whose end may have begun the reasoning.
+
+    Raises:
+        UsageError: The template has no format for calls, or a tool is none.
+    """
+    schemas = schemas_of(tools)
+    form = format_of(tokenizer) if schemas and tool_choice.mode != "none" else None
+    return AnswerParser(form, schemas, thinks(tokenizer), is_thinking(prompt_text))
+
+
+class AnswerParser:
+    """Takes the text of an answer piece by piece. The parts, joined, do not depend on where the pieces end.
+
+    What may become a marker is held back until that is decided, and a call until it is complete, for then alone it is
+    known to be one; what turns out to be none is text. Whitespace around reasoning and calls is left out.
+
+    Args:
+        form: Format of the calls; None leaves them in the text.
+        thinks: Whether the answer may begin with reasoning, `thinking` whether the prompt has begun it.
+
+    Attributes:
+        called: Whether there was a call.
+    """
+
+    def __init__(self, form: Format | None, tools: Tools, thinks: bool, thinking: bool) -> None:
+        self._form, self._tools = form, tools
+        self._stage = "reasoning" if thinking else "begin" if thinks else "answer"
+        self._held = ""
+        self._reasoning, self._said = _Trimmed(leading=True), _Trimmed(leading=False)
+        self._calls = 0
+
+    @property
+    def called(self) -> bool:
+        return self._calls > 0
+
+    def push(self, text: str) -> list[Part]:
+        """What is decided with more text."""
+        self._held += text
+        return self._parts(final=False)
+
+    def finish(self) -> list[Part]:
+        """What is left when no more text will come."""
+        parts = self._parts(final=True)
+        if not self.called and (space := self._said.rest()):
+            parts.append(Text(space))
+        return parts
+
+    def _parts(self, final: bool) -> list[Part]:
+        parts: list[Part] = []
+        if self._stage == "begin":
+            begin = self._held.lstrip()
+            if begin.startswith(THINK):
+                self._stage, self._held = "reasoning", begin.removeprefix(THINK)
+            elif final or not THINK.startswith(begin):
+                self._stage = "answer"
+        if self._stage == "reasoning":
+            at = len(self._held) if final and THOUGHT not in self._held else marker_at(self._held, THOUGHT)
+            if thought := self._reasoning.push(self._held[:at]):
+                parts.append(Reasoning(thought))
+            self._held = self._held[at:]
+            if self._held.startswith(THOUGHT):
+                self._stage, self._held = "answer", self._held.removeprefix(THOUGHT)
+                self._said = _Trimmed(leading=True)
+        if self._stage == "answer":
+            parts += self._answer(final)
+        return parts
+
+    def _answer(self, final: bool) -> list[Part]:
+        parts: list[Part] = []
+        if self._form is None:
+            text, self._held = self._held, ""
+            return self._text(text)
+        while self._held:
+            at = self._form.find(self._held, self._said.begins_line)
+            parts += self._text(self._held[:at])
+            self._held = self._held[at:]
+            read = self._form.read(self._held, self._tools, final) if self._held else None
+            if read is None:
+                break
+            if read.call is None:
+                parts += self._text(self._held[: read.length])
+            else:
+                name, arguments = read.call
+                parts.append(ToolCall(self._calls, arguments, id=f"call_{uuid.uuid4().hex[:24]}", name=name))
+                self._calls += 1
+                self._said = _Trimmed(leading=True)
+            self._held = self._held[read.length :]
+        return parts
+
+    def _text(self, text: str) -> list[Part]:
+        said = self._said.push(text)
+        return [Text(said)] if said else []
+
+
+class _Trimmed:
+    """Text without the whitespace at its end and, if `leading`, at its beginning.
+
+    Attributes:
+        begins_line: Whether what comes next is the first in its line.
+    """
+
+    def __init__(self, leading: bool) -> None:
+        self._leading = leading
+        self._space = ""
+        self.begins_line = True
+
+    def push(self, text: str) -> str:
+        text = self._space + text
+        text = text.lstrip() if self._leading else text
+        said = text.rstrip()
+        self._space = text[len(said) :]
+        if said:
+            self._leading = False
+        if text:
+            self.begins_line = "\n" in self._space or (self.begins_line and not said)
+        return said
+
+    def rest(self) -> str:
+        return self._space

@@ -1,0 +1,275 @@
+"""What is read out of answers, and that it does not depend on where the pieces of their text end."""
+
+import json
+import random
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from blockdraft.errors import UsageError
+from blockdraft.serving.events import Reasoning, Text, ToolCall, ToolChoice
+from blockdraft.serving.parsing import parser_of
+from blockdraft.serving.parsing.answer import Part
+
+# What matters of templates: the words that tell a format.
+TEMPLATES = {
+    "hermes": "{{ tools }} <tool_call>",
+    "llama3": '{{ tools }} {"name": function name, "parameters": dictionary}',
+    "qwen3_coder": "{{ tools }} <tool_call> <function=example>",
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "string"}}}}},
+    {"type": "function", "function": {"name": "g"}},
+]
+
+
+def tokenizer_with(tiny: PreTrainedTokenizerFast, template: str) -> PreTrainedTokenizerFast:
+    tiny.chat_template = template
+    return tiny
+
+
+def parse(
+    tokenizer: PreTrainedTokenizerFast, pieces: list[str], tools: Any = TOOLS, prompt: str = "", **more: Any
+) -> list[Part]:
+    parser = parser_of(tokenizer, tools, prompt_text=prompt, **more)
+    parts = [part for piece in pieces for part in parser.push(piece)] + parser.finish()
+    assert parser.called == any(isinstance(part, ToolCall) for part in parts)
+    return parts
+
+
+def joined(parts: list[Part]) -> list[tuple[str, ...]]:
+    """Parts with neighbours of one kind put together, calls without their random ids."""
+    result = list[tuple[str, ...]]()
+    for part in parts:
+        if isinstance(part, ToolCall):
+            result.append(("call", str(part.name), part.arguments))
+        elif result and result[-1][0] == type(part).__name__:
+            result[-1] = (result[-1][0], result[-1][1] + part.text)
+        else:
+            result.append((type(part).__name__, part.text))
+    return result
+
+
+def call(name: str, arguments: str) -> tuple[str, ...]:
+    return ("call", name, arguments)
+
+
+def said(text: str) -> tuple[str, ...]:
+    return ("Text", text)
+
+
+NESTED = '{"a": "} \\" <tool_call> \\\\", "b": {"c": [1, {"d": "ü – 語"}]}}'
+SURROGATE = '{"a": "\\ud83d"}'
+HERMES = [
+    ("plain text, with 1 < 2 <b>\n", [said("plain text, with 1 < 2 <b>\n")]),
+    ("", []),
+    ('<tool_call>\n{"name": "f", "arguments": {"a": "x"}}\n</tool_call>', [call("f", '{"a": "x"}')]),
+    (
+        'Before.\n<tool_call>{"name": "f", "arguments": ' + NESTED + "}</tool_call>\n after",
+        [said("Before."), call("f", NESTED), said("after")],
+    ),
+    (
+        '<tool_call>{"name": "f", "arguments": {}}</tool_call>\n<tool_call>\n{"name": "g"}\n</tool_call>\n\n',
+        [call("f", "{}"), call("g", "{}")],
+    ),
+    # One call's end and the next one's beginning are missing or broken.
+    ('<tool_call>{"name": "f", "arguments": {"a": 1}}', [call("f", '{"a": 1}')]),
+    ('<tool_call>{"name": "f", "arguments": {"a": 1}}\n</tool_', [call("f", '{"a": 1}')]),
+    ('<tool_call>{"name": "f", "arguments": {"a": 1}} more', [call("f", '{"a": 1}'), said("more")]),
+    ('<tool_call>{"name": "f", "arg', [said('<tool_call>{"name": "f", "arg')]),
+    ("<tool_call> none <tool_c", [said("<tool_call> none <tool_c")]),
+    ('a <tool_call>{"name": f}</tool_call> b ', [said('a <tool_call>{"name": f}</tool_call> b ')]),
+    ("<tool_call>[1, 2]</tool_call>", [said("<tool_call>[1, 2]</tool_call>")]),
+    (
+        '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+        [said('<tool_call>{"name": "f", "arguments": [1]}</tool_call>')],
+    ),
+    ('<tool_call>{"name": "f", "arguments": {"a": NaN}}', [said('<tool_call>{"name": "f", "arguments": {"a": NaN}}')]),
+    (
+        '<tool_call>{"name": "f", "arguments": {"a": 1e999}}',
+        [said('<tool_call>{"name": "f", "arguments": {"a": 1e999}}')],
+    ),
+    (
+        '<tool_call>{"name": "f", "arguments": {"a": "x</tool_call>\n<tool_call>{"name": "g"}</tool_call>',
+        [said('<tool_call>{"name": "f", "arguments": {"a": "x</tool_call>'), call("g", "{}")],
+    ),
+    ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 2}"}</tool_call>', [call("f", '{"a": 2}')]),
+    ('<tool_call>{"name": "f", "arguments": {"a": "two\nlines"}}', [call("f", '{"a": "two\\nlines"}')]),
+    ('<tool_call>{"name": "f", "arguments": ' + SURROGATE + "}</tool_call>", [call("f", SURROGATE)]),
+    ('<tool_call>{"name": "unknown", "arguments": {}}</tool_call>', [call("unknown", "{}")]),
+    ("<tool_call>" + "[" * 60, [said("<tool_call>" + "[" * 60)]),
+    ("<<tool_call><tool_call>", [said("<<tool_call><tool_call>")]),
+]
+LLAMA3 = [
+    ("plain text {x}\n", [said("plain text {x}\n")]),
+    ('{"name": "f", "parameters": {"a": "x"}}', [call("f", '{"a": "x"}')]),
+    (' \n{"type": "function", "name": "f", "parameters": {"a": "x"}}\n', [call("f", '{"a": "x"}')]),
+    (
+        '{"name": "f", "parameters": ' + NESTED + '}; {"name": "g", "parameters": {}}',
+        [call("f", NESTED), call("g", "{}")],
+    ),
+    ('I call:\n{"name": "g", "parameters": {}}\nDone', [said("I call:"), call("g", "{}"), said("Done")]),
+    ('As {"name": "g", "parameters": {}} says', [said('As {"name": "g", "parameters": {}} says')]),
+    ('{"name": "Ann", "parameters": {}}', [said('{"name": "Ann", "parameters": {}}')]),
+    ('{"name": "f", "parameters": 3}', [said('{"name": "f", "parameters": 3}')]),
+    ('{"name": "f", "param', [said('{"name": "f", "param')]),
+    ('{"name": "f",, "x\n{"name": "g", "parameters": {}}', [said('{"name": "f",, "x'), call("g", "{}")]),
+    ("void f()\n{\n  int x;\n}\n", [said("void f()\n{\n  int x;\n}\n")]),
+    ('{"x": 1}', [said('{"x": 1}')]),
+    (" ; x\n;y", [said(" ; x\n;y")]),
+    ('{"name": "g", "parameters": {}};', [call("g", "{}"), said(";")]),
+]
+CODER = [
+    ("plain < text <parameter=a>", [said("plain < text <parameter=a>")]),
+    (
+        "<tool_call>\n<function=f>\n<parameter=a>\n5\n</parameter>\n<parameter=b>\n[1, 2]\n</parameter>\n"
+        "</function>\n</tool_call>",
+        [call("f", '{"a": "5", "b": [1, 2]}')],
+    ),
+    (
+        "Now.\n<function=f>\n<parameter=a>\n\n<b></parameter></function >\n\n</parameter>\n</function>\nThen.",
+        [said("Now."), call("f", '{"a": "\\n<b></parameter></function >\\n"}'), said("Then.")],
+    ),
+    ("<tool_call><function=g></function></tool_call><tool_call><function=g></function>", [call("g", "{}")] * 2),
+    ("<tool_call>\n<function=f>\n<parameter=a>\nx", [said("<tool_call>\n<function=f>\n<parameter=a>\nx")]),
+    ("<tool_call>{} <function=g></function>", [said("<tool_call>{}"), call("g", "{}")]),
+    ("<function=f>what", [said("<function=f>what")]),
+    ("<function=f\n", [said("<function=f\n")]),
+    ("<tool_call>\n<function=g>\n</function>\n</tool_c", [call("g", "{}")]),
+    ("<toolbox <function=g></function>", [said("<toolbox"), call("g", "{}")]),
+    ("<function=f><parameter=b>\nNaN\n</parameter></function>", [call("f", '{"b": "NaN"}')]),
+]
+CASES = [
+    (name, *case) for name, cases in (("hermes", HERMES), ("llama3", LLAMA3), ("qwen3_coder", CODER)) for case in cases
+]
+
+
+def splits_of(text: str, seed: int) -> list[list[str]]:
+    """Whole, by characters, in two at every place, and in pieces of random lengths."""
+    pieces = [[text], list(text)] + [[text[:at], text[at:]] for at in range(len(text))]
+    generator = random.Random(seed)
+    for _ in range(20):
+        cuts = sorted(generator.sample(range(len(text) + 1), min(len(text), generator.randrange(1, 8))))
+        pieces.append([text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)])
+    return pieces
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), CASES)
+def test_calls_in_pieces(
+    tokenizer: PreTrainedTokenizerFast, name: str, text: str, expected: list[tuple[str, ...]]
+) -> None:
+    for pieces in splits_of(text, seed=len(text)):
+        assert joined(parse(tokenizer_with(tokenizer, TEMPLATES[name]), pieces)) == expected, pieces
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_any_mixture_in_pieces(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
+    """Texts put together at random of markers, calls and broken calls: the same in one piece and in many."""
+    tokenizer_with(tokenizer, TEMPLATES[name] + "<think></think>")
+    generator = random.Random(name)
+    bits = (
+        [text for form, text, _ in CASES if form == name]
+        + list('<>{}"\n;\\ ')
+        + ["<think>", "</think>", "</tool_call>"]
+    )
+    for _ in range(60):
+        text = "".join(generator.choices(bits, k=generator.randrange(1, 6)))
+        whole = joined(parse(tokenizer, [text]))
+        for pieces in splits_of(text, seed=generator.randrange(10**6))[-12:]:
+            assert joined(parse(tokenizer, pieces)) == whole, (text, pieces)
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), CASES)
+def test_without_tools_all_is_text(
+    tokenizer: PreTrainedTokenizerFast, name: str, text: str, expected: list[tuple[str, ...]]
+) -> None:
+    tokenizer_with(tokenizer, TEMPLATES[name])
+    for more in ({"tools": ()}, {"tool_choice": ToolChoice("none")}):
+        assert joined(parse(tokenizer, list(text), **more)) == ([said(text)] if text else [])
+
+
+THINKING = [
+    ("<think>\nHm.\n</think>\n\nYes.", "", [("Reasoning", "Hm."), said("Yes.")]),
+    ("\n<think>Hm. </thin>k</think>", "", [("Reasoning", "Hm. </thin>k")]),
+    (
+        "Hm.\n\nSo.\n</think>\n Yes.\n",
+        "<|im_start|>assistant\n<think>\n",
+        [("Reasoning", "Hm.\n\nSo."), said("Yes.\n")],
+    ),
+    ("Hm. </thi", "<think>", [("Reasoning", "Hm. </thi")]),
+    ("<think>\n\n</think>\n\nYes.", "", [said("Yes.")]),
+    ("Yes.", "<think>\n\n</think>\n\n", [said("Yes.")]),
+    (" I <think> so </think>", "", [said(" I <think> so </think>")]),
+    ("<thin", "", [said("<thin")]),
+    (" \n", "", [said(" \n")]),
+    (
+        '<think>\n<tool_call>{"name": "f"}</tool_call></think><tool_call>{"name": "g"}</tool_call>',
+        "",
+        [("Reasoning", '<tool_call>{"name": "f"}</tool_call>'), call("g", "{}")],
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "prompt", "expected"), THINKING)
+def test_reasoning_in_pieces(
+    tokenizer: PreTrainedTokenizerFast, text: str, prompt: str, expected: list[tuple[str, ...]]
+) -> None:
+    tokenizer_with(tokenizer, TEMPLATES["hermes"] + "<think></think>")
+    for pieces in splits_of(text, seed=1):
+        assert joined(parse(tokenizer, pieces, prompt=prompt)) == expected, pieces
+
+
+def test_a_template_without_reasoning_leaves_it_in_the_text(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert joined(parse(tokenizer, ["<think>x</think>y"], tools=())) == [said("<think>x</think>y")]
+
+
+def test_text_is_given_out_at_once(tokenizer: PreTrainedTokenizerFast) -> None:
+    parser = parser_of(tokenizer_with(tokenizer, TEMPLATES["hermes"]), TOOLS)
+    assert parser.push("One two <") == [Text("One two")]
+    assert parser.push("too") == []
+    assert parser.push("th") == [Text(" <tooth")]
+    parser = parser_of(tokenizer_with(tokenizer, "<think></think>"), prompt_text="<think>")
+    assert parser.push("Hm, ") == [Reasoning("Hm,")]
+
+
+def test_calls_have_ids_of_their_own(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer_with(tokenizer, TEMPLATES["hermes"])
+    calls = parse(tokenizer, ['<tool_call>{"name": "g"}</tool_call>' * 2])
+    assert [one.index for one in calls if isinstance(one, ToolCall)] == [0, 1]
+    assert len({one.id for one in calls if isinstance(one, ToolCall)}) == 2
+
+
+def test_long_calls_of_deep_and_huge_values(tokenizer: PreTrainedTokenizerFast) -> None:
+    """What Python's reader of JSON refuses by other errors than its own."""
+    tokenizer_with(tokenizer, TEMPLATES["hermes"])
+    for value in ('{"a":' * 50_000, "1" * 5000 + "}}"):
+        text = '<tool_call>{"name": "f", "arguments": {"a": ' + value
+        assert joined(parse(tokenizer, [text[:100], text[100:]])) == [said(text)]
+
+
+@pytest.mark.parametrize("template", ["{{ messages }}", "{{ tools }} [TOOL_CALLS]"])
+def test_templates_without_a_known_format_refuse_tools(tokenizer: PreTrainedTokenizerFast, template: str) -> None:
+    with pytest.raises(UsageError, match="tools: the model's chat template"):
+        parser_of(tokenizer_with(tokenizer, template), TOOLS)
+    parser_of(tokenizer, TOOLS, ToolChoice("none"))
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        [{"type": "function"}],
+        [{"function": {"name": ""}}],
+        [{"function": {"name": "f", "parameters": {"properties": []}}}],
+        [{"function": {"name": "f"}}] * 2,
+    ],
+)
+def test_tools_that_are_none(tokenizer: PreTrainedTokenizerFast, tools: list[dict[str, Any]]) -> None:
+    with pytest.raises(UsageError, match="tools"):
+        parser_of(tokenizer_with(tokenizer, TEMPLATES["hermes"]), tools)
+
+
+def test_arguments_are_json(tokenizer: PreTrainedTokenizerFast) -> None:
+    for name, _, expected in CASES:
+        assert name in TEMPLATES
+        assert all(isinstance(json.loads(one[2]), dict) for one in expected if one[0] == "call")

@@ -1,0 +1,146 @@
+"""Grammars of forced calls, held to llguidance itself: what they accept is what the parser reads."""
+
+import json
+from typing import Any
+
+import llguidance
+import llguidance.hf
+import pytest
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerFast
+
+from blockdraft.errors import UsageError
+from blockdraft.serving.events import ToolCall, ToolChoice
+from blockdraft.serving.parsing import grammar_of, parser_of
+
+HERMES = "{{ tools }} <tool_call>"
+LLAMA3 = '{{ tools }} {"name": function name, "parameters": dictionary}'
+CODER = "{{ tools }} <tool_call> <function=example>"
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "unit": {"type": "string", "enum": ["C", "F"]},
+        "days": {"$ref": "#/$defs/days"},
+    },
+    "required": ["city"],
+    "$defs": {"days": {"type": "integer", "minimum": 1}},
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "now"}},
+]
+REQUIRED = ToolChoice("required")
+
+
+def hermes(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+def llama3(name: str, arguments: str) -> str:
+    return f'{{"name": "{name}", "parameters": {arguments}}}'
+
+
+def coder(name: str, arguments: str) -> str:
+    values = "".join(
+        f"<parameter={key}>\n{value if isinstance(value, str) else json.dumps(value)}\n</parameter>\n"
+        for key, value in json.loads(arguments).items()
+    )
+    return f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
+
+
+FORMATS = {HERMES: hermes, LLAMA3: llama3, CODER: coder}
+
+
+@pytest.fixture(params=[False, True], ids=["markers as bytes", "markers as tokens"])
+def tokens(tokenizer: PreTrainedTokenizerFast, request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
+    if request.param:
+        markers = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+        tokenizer.add_tokens([AddedToken(marker, special=False, normalized=False) for marker in markers])
+    return tokenizer
+
+
+def accepts(tokenizer: PreTrainedTokenizerFast, text: str, *args: Any, **more: Any) -> bool:
+    """Whether the grammar takes the text's tokens and may end there."""
+    grammar = grammar_of(tokenizer, *args, **more)
+    assert grammar is not None and grammar.kind == "lark"
+    matcher = llguidance.LLMatcher(
+        llguidance.hf.from_tokenizer(tokenizer), llguidance.grammar_from("lark", grammar.text)
+    )
+    assert not matcher.get_error(), grammar.text
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return bool(matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting())
+
+
+@pytest.mark.parametrize("template", FORMATS)
+def test_valid_calls_are_accepted_and_others_refused(tokens: PreTrainedTokenizerFast, template: str) -> None:
+    tokens.chat_template = template
+    write = FORMATS[template]
+    full = '{"city": "Köln \\"\\"", "unit": "C", "days": 2}'
+    separator = "; " if template == LLAMA3 else "\n"
+    good = [write("weather", full), write("weather", '{"city": "x"}'), write("now", "{}")]
+    for text in good:
+        assert accepts(tokens, text, TOOLS, REQUIRED)
+        parser = parser_of(tokens, TOOLS)
+        [call] = parser.push(text) + parser.finish()
+        assert isinstance(call, ToolCall)
+        sent = [arguments for arguments in (full, '{"city": "x"}', "{}") if write(str(call.name), arguments) == text]
+        assert [json.loads(arguments) for arguments in sent] == [json.loads(call.arguments)]
+    bad = [
+        "",
+        "Sure.",
+        write("weather", "{}"),  # an argument is missing
+        write("weather", '{"city": "x", "unit": "K"}'),
+        write("weather", '{"city": "x", "days": 0}'),
+        write("weather", '{"city": "x", "other": 1}'),
+        write("unknown", "{}"),
+        write("now", '{"a": 1}'),
+        write("now", "{}") + " so",
+    ]
+    assert [text for text in bad if accepts(tokens, text, TOOLS, REQUIRED)] == []
+    assert accepts(tokens, separator.join(good), TOOLS, REQUIRED)
+    assert not accepts(tokens, separator.join(good), TOOLS, REQUIRED, parallel=False)
+    named = ToolChoice("required", "now")
+    assert accepts(tokens, good[2], TOOLS, named)
+    assert not accepts(tokens, good[0], TOOLS, named)
+    assert not accepts(tokens, separator.join([good[2]] * 2), TOOLS, named)
+
+
+@pytest.mark.parametrize("template", FORMATS)
+def test_reasoning_may_come_first(tokens: PreTrainedTokenizerFast, template: str) -> None:
+    tokens.chat_template = template + "<think></think>"
+    call, think = FORMATS[template]("now", "{}"), "<think>\nHm, < so\n</think>\n\n"
+    args: tuple[Any, ...] = (tokens, call, TOOLS, REQUIRED)
+    assert accepts(*args)
+    assert accepts(tokens, think + call, *args[2:])
+    assert not accepts(tokens, think, *args[2:])
+    # The prompt has begun it, or has ended it.
+    assert accepts(tokens, think.removeprefix("<think>") + call, *args[2:], prompt_text="<think>\n")
+    assert not accepts(*args, prompt_text="<think>\n")
+    assert accepts(*args, prompt_text="<think>\n\n</think>\n\n")
+    assert not accepts(tokens, think + call, *args[2:], prompt_text="<think>\n\n</think>\n\n")
+
+
+def test_schemas_that_say_more_are_kept(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = HERMES
+    schema = {"properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "boolean"}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    assert accepts(tokenizer, hermes("f", '{"a": 1, "b": true}'), tools, REQUIRED)
+    assert not accepts(tokenizer, hermes("f", '{"a": 1, "b": 2}'), tools, REQUIRED)
+
+
+def test_a_free_choice_has_no_grammar(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = HERMES
+    assert grammar_of(tokenizer, TOOLS, ToolChoice()) is None
+    assert grammar_of(tokenizer, TOOLS, ToolChoice("none")) is None
+
+
+def test_choices_that_cannot_be_met(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = HERMES
+    with pytest.raises(UsageError, match="tool_choice names 'later'; the tools are weather, now"):
+        grammar_of(tokenizer, TOOLS, ToolChoice("required", "later"))
+    with pytest.raises(UsageError, match="there are no tools"):
+        grammar_of(tokenizer, (), REQUIRED)
+    tokenizer.chat_template = "{{ messages }}"
+    with pytest.raises(UsageError, match="takes no tools"):
+        grammar_of(tokenizer, TOOLS, REQUIRED)
