@@ -2,14 +2,67 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Annotated
+import sys
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from blockdraft.cli.loading import TargetOptions, takes_target
 from blockdraft.cli.options import AutoBlockSize, DraftWindow, SamplingOptions, TreeBudget, need_drafter, option
+from blockdraft.errors import UsageError
 from blockdraft.serving.settings import ServeSettings
+from blockdraft.types import DEFAULT_BACKEND
+
+if TYPE_CHECKING:
+    import socket
+
+    from blockdraft.engine import Engine
+    from blockdraft.serving.service import Service
+    from blockdraft.types import Drafting
+
+NEEDED = ("fastapi", "uvicorn", "prometheus_client", "llguidance")  # the extra `server`
+
+
+def _of(name: str, **more: Any) -> Any:
+    return option(ServeSettings, name, **more)
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """The settings of a server, as options."""
+
+    host: Annotated[str, _of("host")] = ServeSettings.host
+    port: Annotated[int, _of("port")] = ServeSettings.port
+    api_key: Annotated[str | None, _of("api_key", envvar="BLOCKDRAFT_API_KEY", metavar="KEY")] = None
+    served_model_name: Annotated[list[str] | None, _of("served_model_name", metavar="NAME")] = None
+    any_model: Annotated[bool, _of("any_model")] = ServeSettings.any_model
+    backends: Annotated[str | None, _of("backends", metavar="NAME,NAME")] = None
+    self_check: Annotated[int, _of("self_check", metavar="N")] = ServeSettings.self_check
+    max_batch_size: Annotated[int, _of("max_batch_size")] = ServeSettings.max_batch_size
+    max_queue: Annotated[int, _of("max_queue")] = ServeSettings.max_queue
+    max_prompt_tokens: Annotated[int | None, _of("max_prompt_tokens")] = ServeSettings.max_prompt_tokens
+    max_answer_tokens: Annotated[int | None, _of("max_answer_tokens")] = ServeSettings.max_answer_tokens
+    max_body: Annotated[int, _of("max_body", metavar="BYTES")] = ServeSettings.max_body
+    max_unread: Annotated[int, _of("max_unread", metavar="TOKENS")] = ServeSettings.max_unread
+    prefix_tokens: Annotated[int | None, _of("prefix_tokens")] = ServeSettings.prefix_tokens
+    temperature: Annotated[float, _of("temperature")] = ServeSettings.temperature
+    stall_seconds: Annotated[float, _of("stall_seconds")] = ServeSettings.stall_seconds
+    grace_seconds: Annotated[float, _of("grace_seconds")] = ServeSettings.grace_seconds
+    allow_open: Annotated[bool, _of("allow_open")] = ServeSettings.allow_open
+    allow_host: Annotated[list[str] | None, _of("allow_host", metavar="NAME")] = None
+    allow_origin: Annotated[list[str] | None, _of("allow_origin", metavar="ORIGIN")] = None
+    log_requests: Annotated[bool, _of("log_requests")] = ServeSettings.log_requests
+
+    @property
+    def settings(self) -> ServeSettings:
+        given = {each.name: getattr(self, each.name) for each in fields(self)}
+        for name in ("served_model_name", "allow_host", "allow_origin"):
+            given[name] = tuple(given[name] or ())
+        given["backends"] = tuple(name.strip() for name in (self.backends or "").split(",") if name.strip())
+        return ServeSettings(**given)
 
 
 @takes_target
@@ -20,44 +73,99 @@ def serve(
         str | None,
         typer.Option(metavar="DIR|NAME", help="Drafter, as in `blockdraft generate`; none decodes plainly."),
     ] = None,
-    host: Annotated[str, option(ServeSettings, "host")] = ServeSettings.host,
-    port: Annotated[int, option(ServeSettings, "port")] = ServeSettings.port,
-    api_key: Annotated[
-        str | None, option(ServeSettings, "api_key", envvar="BLOCKDRAFT_API_KEY", show_envvar=True)
-    ] = ServeSettings.api_key,
-    served_model_name: Annotated[list[str] | None, option(ServeSettings, "served_model_name")] = None,
-    any_model: Annotated[bool, option(ServeSettings, "any_model")] = ServeSettings.any_model,
     block_size: AutoBlockSize = None,
     tree_budget: TreeBudget = None,
     draft_window: DraftWindow = None,
+    options: ServeOptions,
 ) -> None:
-    """Serve a model to programs that speak OpenAI's API.
+    """Serve a model to programs that speak OpenAI's or Anthropic's API.
 
-    Without options it is the bundled model, at http://127.0.0.1:8000/v1, and a page to try it at http://127.0.0.1:8000.
+    Without options it is the bundled model, at http://127.0.0.1:8000/v1, with a page to try it at
+    http://127.0.0.1:8000. Ctrl-C or SIGTERM lets running answers end; given twice, it ends at once.
     """
     need_drafter(run.target, drafter, "or --drafter none to decode plainly")
-    settings = ServeSettings(
-        host=host, port=port, api_key=api_key, served_model_name=tuple(served_model_name or ()), any_model=any_model
-    )
+    settings = options.settings
+    lacking = [name for name in NEEDED if find_spec(name) is None]
+    if lacking:
+        raise UsageError(f"The server needs {', '.join(lacking)}; install it with pip install 'blockdraft[server]'.")
     drafting = SamplingOptions(block_size=block_size, tree_budget=tree_budget, draft_window=draft_window).drafting
 
-    from blockdraft.drafters import load_drafter
-    from blockdraft.engine import Engine
+    from blockdraft.serving import run as server
     from blockdraft.serving.backends import Backends
-    from blockdraft.serving.run import bind, url_of
-    from blockdraft.serving.run import serve as run_server
     from blockdraft.serving.service import Service
 
-    with bind(settings) as bound:
-        target = run.load()
-        engine = Engine(
-            target,
-            load_drafter(drafter, target=target),
-            settings.max_batch_size,
-            drafting,
-            prefix_tokens=4 * target.max_context if settings.prefix_tokens is None else settings.prefix_tokens,
-        )
-        backends = Backends(engine)
-        service = Service(backends, settings)
-        run_server(service, settings, bound, lambda: print(f"Ready: {url_of(bound)}", flush=True))
-        backends.close()
+    usual, *others = settings.backends or _both(run)
+    with server.bind(settings) as bound:
+        print("Loading the model ...", file=sys.stderr, flush=True)
+        load = partial(_engine, run, drafter, drafting, settings)
+        backends = Backends(load(usual), {name: partial(load, name) for name in others})
+        try:
+            service = Service(backends, settings)
+            checked = _self_check(backends.usual, settings.self_check)
+            server.serve(service, settings, bound, lambda: _tell(service, bound, checked))
+        finally:
+            backends.close()
+
+
+def _both(run: TargetOptions) -> tuple[str, ...]:
+    """The backends where none are named: of the bundled pair, which is there to try things, both."""
+    if run.target is None and run.backend == DEFAULT_BACKEND and not (run.quantize or run.kv_dtype):
+        return ("native", "hf")
+    return (run.backend,)
+
+
+def _engine(
+    run: TargetOptions, drafter: str | None, drafting: Drafting, settings: ServeSettings, backend: str
+) -> Engine:
+    from blockdraft.drafters import load_drafter
+    from blockdraft.engine import Engine
+
+    target = replace(run, backend=backend).load()
+    remembered = settings.prefix_tokens
+    return Engine(
+        target,
+        load_drafter(drafter, target=target),
+        settings.max_batch_size,
+        drafting,
+        prefix_tokens=4 * target.max_context if remembered is None else remembered,
+    )
+
+
+def _self_check(engine: Engine, count: int) -> str | None:
+    """Decode prompts with and without drafting, and say how many answers differ."""
+    if not count:
+        return None
+    from blockdraft.serving.check import answers_differ
+
+    differ = answers_differ(engine, count)
+    return f"Self-check: {differ} of {count} greedy answers differ between drafting and plain decoding."
+
+
+def _tell(service: Service, bound: socket.socket, checked: str | None) -> None:
+    """What whoever started the server wants to know; the last line tells programs that clients may come."""
+    from blockdraft.serving.run import url_of
+
+    engine, url = service.backends.usual, url_of(bound)
+    key = " -H 'Authorization: Bearer KEY'" if service.settings.api_key is not None else ""
+    name = service.model_names[0]
+    about = service.card(name)["blockdraft"]
+    call = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+    if not about["has_chat_template"]:
+        call = f'{{"model": "{name}", "prompt": "Hello", "max_tokens": 32}}'
+    path = "chat/completions" if about["has_chat_template"] else "completions"
+    how = engine.drafting
+    extent = f"blocks of {how.block_size or about['block_size']}, trees of {how.tree_budget}"
+    if "auto" in (how.block_size, how.tree_budget):
+        extent = f"as far as it pays, blocks of at most {about['block_size']}"
+    lines = [
+        f"Model    {', '.join(service.model_names)}{' (and any other name)' if service.settings.any_model else ''}",
+        f"Target   {about['target']}, {about['parameters'] / 1e6:.1f} M parameters, context {about['max_context']}, "
+        f"{engine.target.running}",
+        f"Drafter  {about['drafter']}, {extent}" if engine.controller.most_guesses else "Drafter  none",
+        f"Memory   up to {engine.memory_bytes() / 2**20:.0f} MiB for {engine.max_batch_size} requests at a time",
+        f"Page     {url}/",
+        f"Call     curl {url}/v1/{path} -H 'Content-Type: application/json'{key} -d '{call}'",
+        *([checked] if checked else []),
+        f"Ready: {url}/v1",
+    ]
+    print("\n".join(lines), flush=True)

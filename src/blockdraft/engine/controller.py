@@ -16,7 +16,7 @@ from blockdraft.engine.costs import Costs
 from blockdraft.engine.pace import Pace, Times
 from blockdraft.engine.request import Request
 from blockdraft.proposal import Plan
-from blockdraft.types import Drafting
+from blockdraft.types import Drafting, RequestDrafting
 
 MOST_GUESSES = 256  # of a tree whose budget is chosen each cycle
 MEMORY = 0.01  # weight of the newest cycle in running means of what all requests share
@@ -55,6 +55,8 @@ class Controller:
     - Now and then there is a trial: a cycle that would be the best one if sizes of which little is known took the
       least that they may, or drafting where it nearly pays. What trials lose is counted, and the next one waits
       until the loss is a small share of the time.
+
+    Requests with bounds of their own take part in cycles, and what is accepted of them teaches nothing.
 
     Args:
         costs: What was stored of the machine, if anything; called when it is first needed.
@@ -111,9 +113,37 @@ class Controller:
             return max(self._block_size - 1, MOST_GUESSES)
         return budget or self._block_size - 1
 
+    def bounds(self, drafting: RequestDrafting | None) -> RequestDrafting | None:
+        """What of a request's bounds is less than the engine drafts; None where nothing is."""
+        if drafting is None:
+            return None
+        if not drafting.enabled or drafting.block_size == 1:
+            return None if self._block_size == 1 else RequestDrafting(enabled=False)
+        size, budget = drafting.block_size, drafting.tree_budget
+        bounds = RequestDrafting(
+            block_size=None if size is None or size >= self._block_size else size,
+            tree_budget=None if budget is None or not self._tree or budget >= self.most_guesses else budget,
+        )
+        return None if bounds == RequestDrafting() else bounds
+
+    def _reach(self, request: Request) -> int:
+        """Most guesses on a path that are of use to a request."""
+        bounds, most = request.drafting, self._block_size - 1
+        if bounds is not None:
+            most = 0 if not bounds.enabled else most if bounds.block_size is None else bounds.block_size - 1
+        return min(most, request.remaining)
+
+    @property
+    def drafts(self) -> bool:
+        """Whether cycles are drafted at present."""
+        return self.most_guesses > 0 and not self._paused
+
     def plan(self, requests: Sequence[Request]) -> Plan:
         """The plan of the next cycle of these requests."""
         params = [request.params for request in requests]
+        if all(request.drafting and not request.drafting.enabled for request in requests):
+            self._thinks = False
+            return Plan(1, params)
         self._thinks = not (self._rest and requests == self._resting)
         if not self._thinks:
             self._rest -= 1
@@ -126,7 +156,7 @@ class Controller:
         if not self._drafting.drawn:  # how a drawn chain is judged must not depend on the other rows
             # Guesses past the length limit would be cut; the anchor is there already.
             # A tree is no deeper than it has guesses, and a shorter block makes a cheaper draft pass.
-            block_size = min(block_size, 1 + self.most_guesses, 1 + max(request.remaining for request in requests))
+            block_size = min(block_size, 1 + self.most_guesses, 1 + max(map(self._reach, requests)))
         window = self._drafting.draft_window
         budget = 0 if self._drafting.tree_budget == 0 else self.most_guesses
         if not self.automatic:
@@ -155,12 +185,16 @@ class Controller:
         if self._yield is None or (self._knows and times not in self._usual):
             self._paused = False
             return curve[: usual + 1]
-        relative = sum(self._yields.get(request, self._yield) for request in requests)
+        yields = [self._yields.get(request, self._yield) for request in requests]
         seconds, promised = curve[usual], tokens[usual]
         if self._knows:  # the drafter sets the number anew in each cycle; its mean stands for it
             guesses, promised, _ = self._usual[times]
             seconds = _at(curve, guesses)
-        drafting, pausing = relative * promised / seconds, rows / plain
+        yielded = sum(
+            relative * promised if request.drafting is None else min(relative * promised, 1 + self._reach(request))
+            for relative, request in zip(yields, requests, strict=True)
+        )
+        drafting, pausing = yielded / seconds, rows / plain
         self._paused = drafting < MARGIN * pausing
         self._rate = max(drafting, pausing)
         usually = plain if self._paused else seconds
@@ -230,7 +264,17 @@ class Controller:
         self._doubt += YIELD_DRIFT * cycles
         tokens = float(rows)
         if drafts:
-            tokens = self._learn_yield(times, requests, guesses, deepest, lengths, expected)
+            free = [place for place, request in enumerate(requests) if request.drafting is None]
+            tokens += sum(lengths[place] for place in range(rows) if place not in free)
+            if free:
+                tokens += self._learn_yield(
+                    times,
+                    [requests[place] for place in free],
+                    guesses,
+                    [deepest[place] for place in free],
+                    [lengths[place] for place in free],
+                    expected and [expected[place] for place in free],
+                ) - len(free)
         if trial:
             least = LEAST_CHARGE if guesses or not drafts else WASTED_CHARGE
             lost = self._lost[trial] + max(cost - tokens / self._rate, least * cost)

@@ -306,7 +306,7 @@ class Engine:
                 f"guesses, and there is room for {self.cache_tokens}; ask for fewer new tokens or a smaller tree, or "
                 f"give the engine more cache_tokens or memory."
             )
-        random, bounds = RandomNumbers(params.seed), drafting or RequestDrafting()
+        random, bounds = RandomNumbers(params.seed), self.controller.bounds(drafting)
         return Request(ids, params, frozenset(stops), random, text, slots, drafting=bounds, trace=trace)
 
     def _requests(self, prompts: Sequence[Prompt], params: Params) -> list[Request]:

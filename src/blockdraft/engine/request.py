@@ -22,8 +22,9 @@ class Request:
         stop_ids: Tokens that end it, the target's own included unless they are ignored.
         slots: Slots that its row needs, those of guesses included.
         listener: Called with each new chunk of the answer, in the thread that decodes; an exception ends the request.
-        drafting: How far it may be drafted for.
+        drafting: How far it may be drafted for, where that is less than its engine drafts.
         trace: Whether its chunks tell of their cycles.
+        cycle: The last one, where they do, until a chunk tells of it.
         token_ids: The answer so far; its last token is the anchor.
         drafted: For each token, whether the drafter had guessed it.
         logprobs: Of each token, where they are asked for.
@@ -40,8 +41,9 @@ class Request:
     text: AnswerText
     slots: int = 0
     listener: Callable[[Chunk], object] | None = None
-    drafting: RequestDrafting = RequestDrafting()
+    drafting: RequestDrafting | None = None
     trace: bool = False
+    cycle: CycleTrace | None = None
     token_ids: list[int] = field(default_factory=list)
     drafted: list[bool] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -93,12 +95,13 @@ class Request:
         error.__cause__ = cause
         self.finish_reason, self.failure = "error", error
 
-    def extend(self, token_ids: Sequence[int], drafted: Sequence[bool]) -> int:
+    def extend(self, token_ids: Sequence[int], drafted: Sequence[bool], logprobs: Sequence[TokenLogprob] = ()) -> int:
         """Add committed tokens up to a stop token, a stop string or the length limit; returns how many were taken. A
         tokenizer that fails ends the request."""
         for taken, (token, guessed) in enumerate(zip(token_ids, drafted, strict=True), start=1):
             self.token_ids.append(token)
             self.drafted.append(guessed)
+            self.logprobs += logprobs[taken - 1 : taken]
             try:
                 self.text.push(token)
             except Exception as error:
@@ -127,7 +130,9 @@ class Request:
         new, drafted = tuple(self.token_ids[self._sent :]), tuple(self.drafted[self._sent :])
         self._sent = len(self.token_ids)
         text = "" if isinstance(self.failure, RequestError) else self.text.take()
-        return Chunk(text, new, drafted, self.stats, self.finish_reason, self.failure)
+        cycle, self.cycle = self.cycle, None
+        logprobs = None if self.params.logprobs is None else tuple(self.logprobs[-len(new) :] if new else ())
+        return Chunk(text, new, drafted, self.stats, self.finish_reason, self.failure, logprobs, cycle)
 
     @property
     def error(self) -> str | None:
@@ -148,6 +153,8 @@ class Request:
             self.stats,
             len(self.prompt),
             self.failure,
+            None if self.params.logprobs is None else self.logprobs,
+            None if self.params.prompt_logprobs is None else self.prompt_logprobs,
         )
 
 

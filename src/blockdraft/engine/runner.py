@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from blockdraft.drafters import Drafter
+from blockdraft.engine.logprobs import token_logprobs
 from blockdraft.engine.request import Request
 from blockdraft.errors import RequestError, describe
 from blockdraft.machine import send
-from blockdraft.proposal import Plan, Proposal, chain
+from blockdraft.proposal import Plan, Proposal, chain, cut
 from blockdraft.sampling import Laws
 from blockdraft.targets import Target, TargetOutput
 from blockdraft.timing import (
@@ -27,6 +28,7 @@ from blockdraft.timing import (
     VERIFICATION,
     Cycle,
 )
+from blockdraft.types import CycleTrace, TokenLogprob
 from blockdraft.verification import Verdict, verify
 
 MOST_UNOBSERVED = 512  # cycles whose features are kept before the drafter is told of them
@@ -152,7 +154,14 @@ class Runner:
         # Filled up with a token of its own, so that nothing comes into a row that is not its text.
         tokens = self._tensor([[*part, *part[-1:] * (longest - len(part))] for part in parts])
         last = self._tensor([count - 1 for count in counts])
-        output = self.target.forward(tokens, chain(tokens).parents, cache, self.drafter.taps, logits_at=last)
+        scored = any(row.request.params.prompt_logprobs is not None for row in rows)
+        wanted = None if scored else last
+        output = self.target.forward(tokens, chain(tokens).parents, cache, self.drafter.taps, logits_at=wanted)
+        every = output.logits
+        if scored:
+            place = torch.arange(len(rows)), last.cpu()
+            best = None if output.best is None else output.best[place][:, None]
+            output = TargetOutput(every[place][:, None], output.features, best)
         ready = [at for at, row in enumerate(rows) if row.read + counts[at] == len(row.request.prompt)]
         lawless: list[int] = []
         if ready:
@@ -165,10 +174,12 @@ class Runner:
         cache.commit(path)
         for at, (row, count) in enumerate(zip(rows, counts, strict=True)):
             if at not in lawless:
+                _score_prompt(row, every[at, :count])
                 row.read += count
         for at, token in zip(ready, verdict.bonus if ready else (), strict=True):
             if at not in lawless:
-                rows[at].request.extend([token], [False])
+                request = rows[at].request
+                request.extend([token], [False], _logprobs(request, output.logits[at], [0], [token]))
         self._observe(rows, tokens, output.features, path)
         return lawless
 
@@ -183,6 +194,8 @@ class Runner:
             timer.mark(BOOKKEEPING)
             late = self._catch_up_in(timer, rows, plan)
             proposal = chain(anchor[:, None]) if plan.block_size == 1 else self.drafter.propose(state, anchor, plan)
+            if any(request.drafting for request in requests):
+                proposal = cut(proposal, [request.drafting for request in requests])
             timer.mark(GUESSES)
             output = self.target.forward(proposal.tokens, proposal.parents, cache, self.drafter.taps)
             timer.mark(FORWARD)
@@ -195,8 +208,10 @@ class Runner:
             for place, request in enumerate(requests):
                 if place in lawless:
                     continue
-                accepted = [laws.tokens[place][node] for node in verdict.path[place][1:]]
-                taken = request.extend([*accepted, verdict.bonus[place]], [True] * len(accepted) + [False])
+                path = verdict.path[place]
+                new = [*(laws.tokens[place][node] for node in path[1:]), verdict.bonus[place]]
+                scores = _logprobs(request, output.logits[place], path, new)
+                taken = request.extend(new, [True] * (len(new) - 1) + [False], scores)
                 request.stats.committed.append(taken)
                 request.stats.drafted.append(deepest[place])
             timer.mark(BOOKKEEPING)
@@ -211,11 +226,13 @@ class Runner:
             timer.mark(OBSERVE)
         drafting, verifying = timer.of(DRAFTING), timer.seconds[FORWARD]
         total = timer.total
-        for request in requests:
+        for place, request in enumerate(requests):
             stats = request.stats
             stats.draft_seconds += drafting
             stats.verify_seconds += verifying
             stats.total_seconds += total
+            if request.trace and place not in lawless:
+                request.cycle = _traced(proposal, laws.tokens, verdict, place, total)
         lengths = [max(len(nodes) - 1, 0) for nodes in verdict.path]
         guesses = proposal.tokens.size(1) - 1
         return Outcome(guesses, deepest, lengths, proposal.expected, total - late, lawless)
@@ -288,3 +305,27 @@ class Runner:
 
     def _tensor(self, values: list[int] | list[list[int]]) -> Tensor:
         return send(torch.tensor(values), self.target.device)
+
+
+def _logprobs(
+    request: Request, logits_NV: Tensor, nodes: Sequence[int], tokens: Sequence[int]
+) -> Sequence[TokenLogprob]:
+    """Of the tokens after these nodes, if the request asks for them."""
+    count = request.params.logprobs
+    return () if count is None else token_logprobs(logits_NV[nodes], tokens, count)
+
+
+def _score_prompt(row: Row, logits_NV: Tensor) -> None:
+    """Take in how likely the tokens of a prompt were that follow those just read, if the request asks for it."""
+    request, first = row.request, row.read + 1
+    count = request.params.prompt_logprobs
+    if count is not None:
+        following = request.prompt[first : first + len(logits_NV)]
+        request.prompt_logprobs += [None] if row.read == 0 else []
+        request.prompt_logprobs += token_logprobs(logits_NV[: len(following)], following, count)
+
+
+def _traced(proposal: Proposal, tokens: list[list[int]], verdict: Verdict, row: int, seconds: float) -> CycleTrace:
+    parents = proposal.parent_lists[row]
+    count = 1 + max(node for node, parent in enumerate(parents) if node == 0 or parent >= 0)  # what fills up is last
+    return CycleTrace(tuple(tokens[row][:count]), tuple(parents[:count]), tuple(verdict.path[row]), seconds)

@@ -18,6 +18,7 @@ from blockdraft.proposal import Plan
 
 log = logging.getLogger(__name__)
 
+SCORED_TOKENS = 256  # of a prompt of which all logits are wanted that are read at a time; they take much memory
 IDLE_READS = 4  # times `prefill_tokens` that are read at a time where no one is decoded
 _DOUBT = NumbersError("There were no finite numbers.")
 
@@ -137,7 +138,8 @@ class Scheduler:
         while self._waiting and len(self._rows) < self._max_rows:
             request = self._waiting[0]
             size = request.slots
-            known = self._index.longest(request.prompt[:-1]) if self._can_share else None
+            shares = self._can_share and request.params.prompt_logprobs is None
+            known = self._index.longest(request.prompt[:-1]) if shares else None
             if known is not None:
                 self._remembered.use(known[0])  # so that it goes last
             start = self._take(size)
@@ -245,6 +247,11 @@ class Scheduler:
             if not row.reading or row.request.finished or row in self._sources:
                 continue
             count = min(len(row.request.prompt) - row.read, self._prefill_tokens)
+            if row.request.params.prompt_logprobs is not None:  # is read alone
+                if group:
+                    continue
+                group, counts = [row], [min(count, SCORED_TOKENS)]
+                break
             longest = max(count, *counts) if counts else count
             if group and (len(group) + 1) * longest > self._prefill_tokens:
                 continue

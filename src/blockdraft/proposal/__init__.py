@@ -1,5 +1,6 @@
 """What a drafter hands to the target: a tree of guesses."""
 
+from blockdraft.proposal.bounds import cut
 from blockdraft.proposal.budget import best_count
 from blockdraft.proposal.drawn import LAW_SIZE, chain_laws, cut_laws
 from blockdraft.proposal.plan import Plan
@@ -16,6 +17,7 @@ __all__ = [
     "chain",
     "chain_laws",
     "chain_parents",
+    "cut",
     "cut_laws",
     "depths",
     "is_chain",

@@ -34,8 +34,8 @@ class Head:
 
 
 def usage_of(ends: Sequence[Finished], n: int) -> dict[str, Any]:
-    """Tokens of a request with `n` choices for each prompt; `ends` is in the order of the choices. A prompt counts once,
-    whatever the number of its choices."""
+    """Tokens of a request with `n` choices for each prompt, which counts once; `ends` is in the order of the
+    choices."""
     prompt, cached = (sum(getattr(end.usage, name) for end in ends[::n]) for name in ("prompt", "cached"))
     completion, reasoning, accepted, rejected = (
         sum(getattr(end.usage, name) for end in ends) for name in ("completion", "reasoning", "accepted", "rejected")

@@ -4,24 +4,48 @@ from __future__ import annotations
 
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
-from blockdraft.serving.errors import as_api_error
+from blockdraft.errors import BlockdraftError
+from blockdraft.serving.errors import ApiError, as_api_error
+from blockdraft.serving.security import Guard
 from blockdraft.serving.service import Service
 from blockdraft.serving.settings import ServeSettings
 from blockdraft.serving.streaming import ClientGone
 
-ROUTERS = ("openai", "responses", "anthropic")
+ROUTERS = ("openai", "responses", "anthropic", "utilities")
+
+
+class ErrorOf(BaseModel):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(BaseModel):
+    error: ErrorOf
 
 
 def make_app(service: Service, settings: ServeSettings) -> FastAPI:
     """The application that serves a service."""
-    app = FastAPI(title="blockdraft", docs_url=None, redoc_url=None)  # whose pages load scripts from the network
+    app = FastAPI(
+        title="blockdraft",
+        docs_url=None,  # whose pages load scripts from the network
+        redoc_url=None,
+        responses={"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
+    )
+    app.add_middleware(Guard, settings=settings)
+    if settings.allow_origin:  # around the guard, since browsers ask without a key whether they may call
+        app.add_middleware(
+            CORSMiddleware, allow_origins=settings.allow_origin, allow_methods=["GET", "POST"], allow_headers=["*"]
+        )
 
     async def fail(request: Request, error: Exception) -> Response:
         return as_api_error(error).response(request.url.path)
@@ -29,10 +53,12 @@ def make_app(service: Service, settings: ServeSettings) -> FastAPI:
     async def gone(request: Request, error: Exception) -> Response:
         return Response(status_code=499)
 
-    handlers: dict[Any, Any] = {ClientGone: gone, Exception: fail, HTTPException: fail, RequestValidationError: fail}
-    for kind, handler in handlers.items():
-        app.add_exception_handler(kind, handler)
+    app.add_exception_handler(ClientGone, gone)
+    for kind in (ApiError, BlockdraftError, HTTPException, RequestValidationError, Exception):
+        app.add_exception_handler(kind, fail)
     for name in ROUTERS:
         if find_spec(f"blockdraft.serving.{name}"):
             app.include_router(import_module(f"blockdraft.serving.{name}").router(service))
+    if find_spec("blockdraft.serving.web"):
+        app.include_router(import_module("blockdraft.serving.web").router())
     return app

@@ -67,6 +67,13 @@ class Backends:
                     self._engines[name] = self._loaders[name]()
         return self._engines[name]
 
+    def public(self, text: str) -> str:
+        """A text without the places of the models on this machine's disk."""
+        for path, name in ((self.usual.target.path, self.target), (self.usual.drafter.path, self.drafter)):
+            for place in {str(path), os.path.abspath(path)} if path else ():
+                text = text.replace(place, name)
+        return text
+
     def close(self) -> None:
         with self._lock:
             self._closed = True

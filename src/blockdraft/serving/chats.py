@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from blockdraft.engine import Chunk
-from blockdraft.serving.answers import Head, Pieces, metrics_of, usage_of
+from blockdraft.serving.answers import Head, metrics_of, usage_of
 from blockdraft.serving.events import ChatJob, Event, Finished, Reasoning, Text, ToolCall
 from blockdraft.serving.service import Service
 from blockdraft.serving.streaming import data

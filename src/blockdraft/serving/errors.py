@@ -60,8 +60,8 @@ class ApiError(Exception):
         return JSONResponse(self.body(path), self.status, dict(self.headers))
 
 
-def as_api_error(error: BaseException) -> ApiError:
-    """How an exception is answered. What is our own fault is logged and not told."""
+def as_api_error(error: BaseException, quiet: bool = False) -> ApiError:
+    """How an exception is answered. What is our own fault is logged, unless `quiet`, and not told."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestValidationError):
@@ -75,9 +75,11 @@ def as_api_error(error: BaseException) -> ApiError:
         named = FIELD.match(text)
         return ApiError(400, text, param=named[1] if named and named[1].islower() else None)
     if isinstance(error, NumbersError | RequestError):
-        log.error("A request failed: %s", error)
+        if not quiet:
+            log.error("A request failed: %s", error)
         return ApiError(500, str(error))
-    log.error("A request failed.", exc_info=error)
+    if not quiet:
+        log.error("A request failed.", exc_info=error)
     return ApiError(500, "The server failed at this request; its log says how.")
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from blockdraft.engine import Chunk, Stats
-from blockdraft.types import SamplingParams
+from blockdraft.types import SamplingParams, TokenLogprob
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,22 @@ class ChatJob:
     parallel_tool_calls: bool = True
     speculation: Speculation = Speculation()
     template: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TextJob:
+    """A text to go on from, as it is. Attributes as in `ChatJob`.
+
+    Attributes:
+        prompt: A text or token ids.
+        add_special_tokens: Whether a text gets those that the tokenizer puts around.
+    """
+
+    prompt: str | list[int]
+    params: SamplingParams
+    max_new_tokens: int | None = None
+    speculation: Speculation = Speculation()
+    add_special_tokens: bool = True
 
 
 @dataclass(frozen=True)
@@ -132,3 +148,14 @@ class Finished:
 
 
 Event: TypeAlias = "Text | Reasoning | ToolCall | Finished"
+
+
+@dataclass(frozen=True)
+class PromptRead:
+    """The first event of a text job: its prompt, with what is known of each token where `params` asks for it."""
+
+    ids: list[int]
+    logprobs: list[TokenLogprob | None]
+
+
+Answered: TypeAlias = "Event | PromptRead"  # of a text job

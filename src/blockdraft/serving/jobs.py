@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from blockdraft.errors import UsageError
-from blockdraft.serving.events import ChatJob, Speculation, ToolChoice
+from blockdraft.serving.events import ChatJob, Speculation, TextJob, ToolChoice
 from blockdraft.serving.schemas import ChatRequest, CompletionRequest, Message, ResponseFormat, Sampled, Tool
-from blockdraft.serving.service import TextJob
 from blockdraft.types import Grammar, SamplingParams
 
 NAMES = ("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -62,6 +62,33 @@ def chat_job(body: ChatRequest, temperature: float) -> ChatJob:
         speculation=speculation(body),
         template=template(body),
     )
+
+
+def text_jobs(body: CompletionRequest, temperature: float) -> list[TextJob]:
+    """The jobs of a completion: the choices of the first prompt, those of the second, and so on."""
+    params = sampling(body, temperature)
+    if body.logprobs is not None:
+        params = replace(params, logprobs=body.logprobs, prompt_logprobs=body.logprobs if body.echo else None)
+    most = 1 if body.max_tokens == 0 else body.max_tokens  # the engine decodes one at least
+    how = speculation(body)
+    return [
+        choice
+        for prompt in _prompts(body.prompt)
+        for choice in choices(TextJob(prompt, params, most, how, body.add_special_tokens), body.n)
+    ]
+
+
+def _prompts(given: str | list[str] | list[int] | list[list[int]]) -> Sequence[str | list[int]]:
+    if not given:
+        raise UsageError("prompt is empty; give at least one token of text.")
+    if isinstance(given, str) or isinstance(given[0], int):
+        return [given]
+    return given
+
+
+def with_usage(body: Sampled) -> bool:
+    """Whether a stream ends with the tokens that were used."""
+    return body.stream_options is not None and body.stream_options.include_usage
 
 
 def speculation(body: Sampled) -> Speculation:

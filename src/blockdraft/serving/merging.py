@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
 
 
-async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncIterator[tuple[int, T]]:
+async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
     """What the streams yield, as it comes, with the number of the stream. An error of one of them ends all of them, and
     so does closing this."""
     if len(streams) == 1:
@@ -34,13 +34,13 @@ async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncIterator[tu
     try:
         running = len(tasks)
         while running:
-            number, value = await news.get()
-            if isinstance(value, BaseException):
-                raise value
-            if value is None:
+            number, new = await news.get()
+            if isinstance(new, BaseException):
+                raise new
+            if new is None:
                 running -= 1
             else:
-                yield number, value
+                yield number, new
     finally:
         for task in tasks:
             task.cancel()

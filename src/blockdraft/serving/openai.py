@@ -9,9 +9,14 @@ from starlette.responses import JSONResponse, Response
 
 from blockdraft.serving import jobs
 from blockdraft.serving.chats import streamed_chat, whole_chat
-from blockdraft.serving.schemas import ChatRequest
+from blockdraft.serving.schemas import ChatRequest, CompletionRequest
 from blockdraft.serving.service import Service
 from blockdraft.serving.streaming import stream, until_gone
+from blockdraft.serving.texts import streamed_text, whole_text
+
+ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"application/json": {}, "text/event-stream": {}}, "description": "The answer, whole or streamed."}
+}
 
 
 def router(service: Service) -> APIRouter:
@@ -25,14 +30,23 @@ def router(service: Service) -> APIRouter:
     async def model(name: str) -> dict[str, Any]:
         return service.card(service.check_model(name))
 
-    @routes.post("/v1/chat/completions", response_model=None)
+    @routes.post("/v1/chat/completions", responses=ANSWERS)
     async def chat(request: Request, body: ChatRequest) -> Response:
         name = service.check_model(body.model)
         several = jobs.choices(jobs.chat_job(body, service.settings.temperature), body.n)
         if body.stream:
-            with_usage = body.stream_options is not None and body.stream_options.include_usage
-            events = streamed_chat(service, several, name, with_usage)
+            events = streamed_chat(service, several, name, jobs.with_usage(body))
             return await stream(request, events, service.settings.stall_seconds)
         return JSONResponse(await until_gone(request, whole_chat(service, several, name)))
+
+    @routes.post("/v1/completions", responses=ANSWERS)
+    async def complete(request: Request, body: CompletionRequest) -> Response:
+        name = service.check_model(body.model)
+        several = jobs.text_jobs(body, service.settings.temperature)
+        how = body.n or 1, bool(body.echo), body.max_tokens == 0
+        if body.stream:
+            events = streamed_text(service, several, name, *how, jobs.with_usage(body))
+            return await stream(request, events, service.settings.stall_seconds)
+        return JSONResponse(await until_gone(request, whole_text(service, several, name, *how)))
 
     return routes

@@ -19,6 +19,13 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 Word = Annotated[str, Field(min_length=1)]
 
 
+LACKING = (
+    *("suffix", "functions", "function_call", "audio", "web_search_options", "guided_json"),
+    *("guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "bad_words", "allowed_token_ids"),
+    *("prompt_embeds", "grammar", "truncate_prompt_tokens", "logits_processors", "prompt_logprobs"),
+)
+
+
 class Body(BaseModel):
     """Attributes:
     refused: Fields that we lack, with the values that change nothing.
@@ -59,14 +66,7 @@ class StreamOptions(Body):
 class Sampled(Body):
     """What chats and completions have in common."""
 
-    refused = {
-        name: ()
-        for name in (
-            *("suffix", "functions", "function_call", "audio", "web_search_options", "guided_json", "guided_regex"),
-            *("guided_choice", "guided_grammar", "bad_words", "allowed_token_ids", "prompt_embeds", "grammar"),
-            *("truncate_prompt_tokens", "logits_processors", "prompt_logprobs"),
-        )
-    } | {
+    refused = dict.fromkeys(LACKING, ()) | {
         "use_beam_search": (False,),
         "length_penalty": (1,),
         "min_tokens": (0,),

@@ -55,7 +55,9 @@ class Guard:
         if host is None:
             raise ApiError(400, "The header Host is missing or malformed; send the server's address in it.")
         if not (ANY in self._hosts or host in self._hosts or host == "localhost" or _is_address(host)):
-            raise ApiError(403, f"This server does not go by the name {host[:80]}; start it with --allow-host {host[:80]}.")
+            raise ApiError(
+                403, f"This server does not go by the name {host[:80]}; start it with --allow-host {host[:80]}."
+            )
 
     def _check_origin(self, headers: Headers) -> None:
         origin = headers.get("origin")
@@ -122,7 +124,9 @@ class _Gone(Exception):
 
 
 def _too_large(most: int) -> ApiError:
-    return ApiError(413, f"The body is larger than {most} bytes; send a smaller one, or start the server with --max-body.")
+    return ApiError(
+        413, f"The body is larger than {most} bytes; send a smaller one, or start the server with --max-body."
+    )
 
 
 def _host_of(url: str) -> str | None:

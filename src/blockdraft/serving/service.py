@@ -4,43 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, TypeVar, overload
 
-from blockdraft.engine import Engine, Request
+from typing_extensions import ParamSpec
+
+from blockdraft.engine import Request
+from blockdraft.errors import UsageError
 from blockdraft.serving.admission import Admission
 from blockdraft.serving.answers import Pieces
 from blockdraft.serving.backends import Backends, weights_of
-from blockdraft.serving.errors import ApiError
-from blockdraft.serving.events import ChatJob, Event, Finished, Speculation, Text, Usage
+from blockdraft.serving.errors import ApiError, as_api_error
+from blockdraft.serving.events import Answered, ChatJob, Event, PromptRead, Reasoning, Speculation, TextJob
 from blockdraft.serving.mailbox import Mailbox, Mailroom
 from blockdraft.serving.merging import merged
+from blockdraft.serving.metrics import Metrics
+from blockdraft.serving.preparing import Prepared, context_of, events_of, finished, prepare
 from blockdraft.serving.prompts import chat_ids, chat_text, tokenizer_of
 from blockdraft.serving.settings import ServeSettings
-from blockdraft.types import RequestDrafting, SamplingParams
+from blockdraft.types import RequestDrafting
 
-
-@dataclass(frozen=True)
-class TextJob:
-    """Token ids to go on from, as they are. Attributes as in `ChatJob`."""
-
-    prompt: list[int]
-    params: SamplingParams
-    max_new_tokens: int | None = None
-    speculation: Speculation = Speculation()
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A job as the engine takes it. `text` is what the chat template made of a chat."""
-
-    engine: Engine
-    prompt: list[int]
-    params: SamplingParams
-    text: str | None = None
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Service:
@@ -49,6 +36,7 @@ class Service:
     Attributes:
         model_names: Names that requests may give the model, the first of them in answers.
         created: When the server began, in seconds since 1970.
+        metrics: What it did so far.
         pieces: What single tokens look like.
         most_guesses: That a cycle may have.
     """
@@ -59,6 +47,19 @@ class Service:
         self.pieces = Pieces(backends.usual.target.tokenizer)
         self.most_guesses = backends.usual.controller.most_guesses
         self._weights = weights_of(backends.usual)
+        self.metrics = Metrics(
+            {
+                "num_requests_running": (
+                    "Requests that are decoded, prompts included.",
+                    lambda: self.admission.active - self.admission.waiting,
+                ),
+                "num_requests_waiting": ("Requests that wait for a row.", lambda: self.admission.waiting),
+                "drafting_on": (
+                    "1 while cycles draft; 0 without a drafter, and while it would not pay.",
+                    lambda: backends.usual.controller.drafts,
+                ),
+            }
+        )
         self.admission = Admission(backends.usual.max_batch_size, settings.places)
         self.created = int(time.time())
         self._mail: Mailroom | None = None
@@ -79,8 +80,8 @@ class Service:
             return name
         raise ApiError(
             404,
-            f"model is {name[:80]!r}; this server has {', '.join(self.model_names)}. Name one of these, or start it with "
-            f"--served-model-name or --any-model.",
+            f"model is {name[:80]!r}; this server has {', '.join(self.model_names)}. Name one of these, or start "
+            f"the server with --served-model-name or --any-model.",
             kind="invalid_request_error",
             code="model_not_found",
             param="model",
@@ -96,12 +97,12 @@ class Service:
             "object": "model",
             "created": self.created,
             "owned_by": "blockdraft",
-            "max_model_len": self.context(),
+            "max_model_len": self.context,
             "blockdraft": {
                 "target": self.backends.target,
                 "drafter": self.backends.drafter,
                 "block_size": size if isinstance(size, int) else engine.drafter.block_size,
-                "max_context": self.context(),
+                "max_context": self.context,
                 "backends": self.backends.names,
                 "has_chat_template": tokenizer is not None and tokenizer.chat_template is not None,
                 "parameters": weights,
@@ -109,10 +110,10 @@ class Service:
             },
         }
 
-    def context(self, engine: Engine | None = None) -> int:
+    @property
+    def context(self) -> int:
         """Tokens that prompt and answer may have together."""
-        engine = engine or self.backends.usual
-        return min(engine.target.max_context, engine.cache_tokens - 1 - engine.controller.most_guesses)
+        return context_of(self.backends.usual)
 
     def count_tokens(
         self,
@@ -135,65 +136,63 @@ class Service:
             async for _, event in answers:
                 yield event
 
-    async def answers(self, jobs: Sequence[ChatJob | TextJob]) -> AsyncGenerator[tuple[int, Event], None]:
+    async def in_thread(self, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+        """What takes long, beside the event loop. No message of an error names a place on this machine's disk."""
+        try:
+            return await asyncio.to_thread(work, *arguments, **named)
+        except UsageError as error:
+            raise UsageError(self.backends.public(str(error))) from error
+
+    def text_of(self, prompt: str | list[int]) -> str:
+        """A prompt as text."""
+        if isinstance(prompt, str):
+            return prompt
+        return str(tokenizer_of(self.backends.usual.target).decode(prompt))
+
+    @overload
+    def answers(self, jobs: Sequence[ChatJob]) -> AsyncGenerator[tuple[int, Event], None]: ...
+
+    @overload
+    def answers(self, jobs: Sequence[TextJob]) -> AsyncGenerator[tuple[int, Answered], None]: ...
+
+    async def answers(self, jobs: Sequence[ChatJob | TextJob]) -> AsyncGenerator[tuple[int, Any], None]:
         """Answer several jobs, all of them or none; events come with the number of the job. Errors as in `chat`; one of
         a job ends all of them."""
-        with self.admission.places(len(jobs)):
-            async with aclosing(merged([self._answer(job) for job in jobs])) as events:
-                async for event in events:
-                    yield event
+        try:
+            with self.admission.places(len(jobs)):
+                async with aclosing(merged([self._answer(job) for job in jobs])) as events:
+                    async for event in events:
+                        yield event
+        except Exception as error:
+            self.metrics.refused(as_api_error(error, quiet=True).status)
+            raise
 
-    async def _answer(self, job: ChatJob | TextJob) -> AsyncGenerator[Event, None]:
-        ready = await asyncio.to_thread(self._prepare, job)
+    async def _answer(self, job: ChatJob | TextJob) -> AsyncGenerator[Answered, None]:
+        meter = self.metrics.begin()
+        ready = await self.in_thread(prepare, job, self.backends, self.settings)
+        reason, thought, begun = "abort", 0, False
         async with self._decoding(ready, job.speculation) as (request, box):
-            while True:
-                chunk = await box.take()
-                if chunk.finish_reason == "cancelled":  # by none of those who listen
-                    raise ApiError(503, "The server was stopped before the answer ended; ask again.")
-                chunk.checked()
-                yield Text(chunk.text, chunk)
-                if chunk.finish_reason is not None:
-                    break
-            yield _finished(request, ready.engine)
-
-    def _prepare(self, job: ChatJob | TextJob) -> Prepared:
-        """In a thread, for templates, long texts and loading take long."""
-        engine = self.backends.engine(job.speculation.backend)
-        text = None
-        if isinstance(job, ChatJob):
-            text = chat_text(engine.target, job.messages, job.tools, job.template)
-            prompt = chat_ids(engine.target, text)
-        else:
-            prompt = job.prompt
-        most = self._most_new_tokens(engine, len(prompt), job.max_new_tokens)
-        return Prepared(engine, prompt, replace(job.params, max_new_tokens=most), text)
-
-    def _most_new_tokens(self, engine: Engine, prompt: int, wanted: int | None) -> int:
-        """How many tokens an answer may have."""
-        limit, most = self.settings.max_prompt_tokens, self.settings.max_answer_tokens
-        room = self.context(engine) - prompt
-        code = "context_length_exceeded"
-        if limit is not None and prompt > limit:
-            raise ApiError(400, f"The prompt has {prompt} tokens; this server takes at most {limit}.", code=code)
-        if room < 1:
-            raise ApiError(
-                400,
-                f"The prompt has {prompt} tokens, and there is room for {prompt + room}, answer included; shorten it.",
-                code=code,
-            )
-        if wanted is None:
-            return min(room, most or room)
-        if most is not None and wanted > most:
-            raise ApiError(400, f"max_tokens is {wanted}; this server allows at most {most}.", param="max_tokens")
-        if wanted > room:
-            raise ApiError(
-                400,
-                f"max_tokens is {wanted}, and the prompt's {prompt} tokens leave room for {room}; ask for at most "
-                f"{room}, or leave it out.",
-                code=code,
-                param="max_tokens",
-            )
-        return wanted
+            try:
+                while True:
+                    chunk = await box.take()
+                    meter.chunk(chunk)
+                    if chunk.finish_reason == "cancelled":  # by none of those who listen
+                        raise ApiError(503, "The server was stopped before the answer ended; ask again.")
+                    chunk.checked()
+                    if isinstance(job, TextJob) and not begun:
+                        yield PromptRead(ready.prompt, request.prompt_logprobs)
+                    begun = True
+                    for event in events_of(chunk, ready.parser):
+                        if isinstance(event, Reasoning) and event.chunk is not None:
+                            thought += len(event.chunk.token_ids)
+                        yield event
+                    if chunk.finish_reason is not None:
+                        break
+                reason = chunk.finish_reason
+            finally:
+                meter.end(request, reason)
+            called = ready.parser is not None and ready.parser.called
+            yield finished(request, ready.engine, called, thought)
 
     @asynccontextmanager
     async def _decoding(self, ready: Prepared, how: Speculation) -> AsyncIterator[tuple[Request, Mailbox]]:
@@ -203,7 +202,7 @@ class Service:
         drafting = RequestDrafting(how.enabled, how.block_size, how.tree_budget)
         listener = partial(self._mail.send, box)
         start = partial(ready.engine.submit, ready.prompt, ready.params, listener, drafting, how.trace)
-        starting = asyncio.ensure_future(asyncio.to_thread(start))
+        starting = asyncio.ensure_future(self.in_thread(start))
         try:
             request = await asyncio.shield(starting)
         except asyncio.CancelledError:
@@ -218,20 +217,3 @@ class Service:
 def _cancel_started(starting: asyncio.Future[Request]) -> None:
     if not starting.cancelled() and starting.exception() is None:
         starting.result().cancel()
-
-
-def _finished(request: Request, engine: Engine) -> Finished:
-    accepted = sum(request.drafted)
-    usage = Usage(
-        len(request.prompt),
-        len(request.token_ids),
-        request.stats.remembered,
-        accepted=accepted,
-        rejected=max(0, sum(request.stats.drafted) - accepted),
-    )
-    reason: Literal["stop", "length"] = "stop" if request.finish_reason == "stop" else "length"
-    stop = None
-    if request.text.stopped:
-        text = tokenizer_of(engine.target).decode(request.token_ids, skip_special_tokens=True)
-        stop = min(filter(text.__contains__, request.params.stop), key=text.index)
-    return Finished(reason, usage, request.stats, stop)

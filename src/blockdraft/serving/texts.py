@@ -8,8 +8,8 @@ from typing import Any
 
 from blockdraft.engine import Chunk
 from blockdraft.serving.answers import Head, Pieces, metrics_of, usage_of
-from blockdraft.serving.events import Finished, Text
-from blockdraft.serving.service import PromptRead, Service, TextJob
+from blockdraft.serving.events import Finished, PromptRead, Text, TextJob
+from blockdraft.serving.service import Service
 from blockdraft.serving.streaming import data
 from blockdraft.types import TokenLogprob
 
@@ -54,7 +54,9 @@ def _usage(ends: list[Finished], n: int, silent: bool) -> dict[str, Any]:
     return usage
 
 
-async def whole_text(service: Service, jobs: list[TextJob], model: str, n: int, echo: bool, silent: bool) -> dict[str, Any]:
+async def whole_text(
+    service: Service, jobs: list[TextJob], model: str, n: int, echo: bool, silent: bool
+) -> dict[str, Any]:
     """The answer at once, with a choice for each job; `n` of them each have the same prompt."""
     growing = [Growing(job, service.pieces, service.text_of(job.prompt) if echo else None, silent) for job in jobs]
     shown: list[list[tuple[str, dict[str, Any] | None]]] = [[] for _ in jobs]

@@ -29,7 +29,7 @@ def router(service: Service) -> APIRouter:
             text = chat_text(target, told, jobs.tools(body.tools), body.chat_template_kwargs)
             ids = chat_ids(target, text)
         names = [service.pieces.text(token) for token in ids] if body.return_token_strs else None
-        return {"count": len(ids), "max_model_len": service.context(), "tokens": ids, "token_strs": names}
+        return {"count": len(ids), "max_model_len": service.context, "tokens": ids, "token_strs": names}
 
     def detokenized(body: DetokenizeRequest) -> dict[str, Any]:
         outside = next((token for token in body.tokens if token >= target.vocab_size), None)

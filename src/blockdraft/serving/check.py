@@ -1,0 +1,37 @@
+"""Whether drafting changes what is said, tried before anyone asks."""
+
+from __future__ import annotations
+
+from itertools import cycle, islice
+
+from blockdraft.engine import Engine
+from blockdraft.types import RequestDrafting, SamplingParams
+
+LENGTH = 64  # tokens of an answer at most
+SUBJECTS = (
+    "What is 17 plus 25?",
+    "Write a Python function that reverses a list.",
+    "Name three things that float.",
+    "A train goes 60 km in 45 minutes. How fast is it?",
+    "Explain in one sentence why the sky is blue.",
+    "Write a Python function that counts the vowels of a text.",
+    "Tom has 3 boxes of 12 eggs and breaks 5. How many are whole?",
+    "Translate 'good morning' into French.",
+)
+
+
+def answers_differ(engine: Engine, count: int) -> int:
+    """How many of so many greedy answers are not the same with drafting and without.
+
+    Raises:
+        NumbersError, RequestError: Decoding failed.
+    """
+    room = engine.target.max_context // 2
+    params = SamplingParams(max_new_tokens=max(1, min(LENGTH, room)))
+    prompts = [f"{text} ({number})" for number, text in enumerate(islice(cycle(SUBJECTS), count))]
+    both = [
+        [engine.submit(prompt, params, drafting=RequestDrafting(enabled)) for prompt in prompts]
+        for enabled in (True, False)
+    ]
+    drafted, plain = ([request.result().checked().token_ids for request in requests] for requests in both)
+    return sum(one != other for one, other in zip(drafted, plain, strict=True))

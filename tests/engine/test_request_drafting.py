@@ -1,0 +1,172 @@
+"""Bounds of single requests change how far they are drafted for, and no token of theirs or of others."""
+
+from pathlib import Path
+
+import pytest
+from simulation import request
+from test_drawn_law import LENGTH, NOISE, PROMPT, surprise, write_model
+from test_trees import Oracle
+from transformers import LlamaForCausalLM
+
+from blockdraft.drafters import load_drafter
+from blockdraft.engine import Chunk, Engine
+from blockdraft.engine.controller import Controller
+from blockdraft.errors import UsageError
+from blockdraft.proposal import Plan
+from blockdraft.targets import Target, load_target
+from blockdraft.types import Drafting, RequestDrafting, SamplingParams
+
+OFF = RequestDrafting(enabled=False)
+BOUNDS = [None, OFF, RequestDrafting(block_size=3), RequestDrafting(tree_budget=2), RequestDrafting(tree_budget=0)]
+PROMPTS = [[5 + i, 9, *range(20, 20 + 3 * i % 7), 17 - i] for i in range(len(BOUNDS))]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_dir: Path) -> Target:
+    return load_target(tiny_target_dir)
+
+
+def drafted(engine: Engine, bounds: RequestDrafting | None, params: SamplingParams) -> list[int]:
+    return engine.submit(PROMPTS[0], params, drafting=bounds).result().checked().stats.drafted
+
+
+@pytest.mark.parametrize(
+    "drafting",
+    [Drafting(), Drafting(tree_budget=12), Drafting("auto"), Drafting(tree_budget="auto"), Drafting(drawn=True)],
+    ids=["chain", "tree", "auto", "auto-tree", "drawn"],
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_bounds_change_no_token(target: Target, tiny_drafter_dir: Path, drafting: Drafting, temperature: float) -> None:
+    """In one batch, each row with other bounds. A drawn chain's tokens depend on its own bounds, as on the drafter."""
+    drafter = load_drafter(tiny_drafter_dir, target=target)
+    params = [SamplingParams(24, temperature, seed=i, ignore_eos=True) for i in range(len(BOUNDS))]
+    alike = drafting.drawn and temperature > 0
+    with Engine(target, drafter, drafting=drafting) as engine, Engine(target) as plain:
+        requests = [engine.submit(p, s, drafting=b) for p, s, b in zip(PROMPTS, params, BOUNDS, strict=True)]
+        found = [each.result().checked() for each in requests]
+        for prompt, param, bound, one in zip(PROMPTS, params, BOUNDS, found, strict=True):
+            if alike and bound is not OFF:
+                expected = engine.submit(prompt, param, drafting=bound).result()  # alone
+            else:
+                [expected] = plain.generate([prompt], param)
+            assert one.token_ids == expected.token_ids
+        assert not any(found[1].stats.drafted) and not any(found[1].drafted)
+        assert max(found[2].stats.drafted) <= 2
+
+
+def test_guesses_are_no_more_than_allowed_and_no_fewer(target: Target) -> None:
+    params = SamplingParams(24, ignore_eos=True)
+    with Engine(target, Oracle(target, 0), drafting=Drafting(tree_budget=12)) as engine:  # type: ignore[arg-type]
+        for bounds in (None, RequestDrafting(block_size=99, tree_budget=99)):
+            assert min(drafted(engine, bounds, params)[:-1]) > 1
+        assert set(drafted(engine, RequestDrafting(block_size=2), params)) == {1}
+        assert set(drafted(engine, RequestDrafting(tree_budget=1), params)) == {1}
+        assert set(drafted(engine, OFF, params)) == set(drafted(engine, RequestDrafting(block_size=1), params)) == {0}
+
+
+def test_without_guesses_the_drafter_is_not_asked(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = Oracle(target, 0)
+    monkeypatch.setattr(drafter, "propose", None)
+    with Engine(target, drafter, drafting=Drafting(tree_budget=12)) as engine:  # type: ignore[arg-type]
+        assert drafted(engine, OFF, SamplingParams(8, ignore_eos=True)) == [0] * 7
+
+
+@pytest.mark.slow
+def test_drawn_guesses_that_are_cut_keep_the_law(tmp_path: Path) -> None:
+    """As in test_drawn_law, with a third of the requests undrafted and a third drafted for by one guess."""
+    target = load_target(write_model(tmp_path / "target", 2))
+    drafter = load_drafter(write_model(tmp_path / "drafter", 3), target=target)
+    bounds = [None, OFF, RequestDrafting(block_size=2)]
+    with Engine(target, drafter, max_batch_size=500, drafting=Drafting(drawn=True)) as engine:
+        requests = [
+            engine.submit(PROMPT, SamplingParams(LENGTH, 1.0, seed=seed, ignore_eos=True), drafting=bounds[seed % 3])
+            for seed in range(9000)
+        ]
+        outputs = [tuple(each.result().token_ids) for each in requests]
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "target").eval()
+    for kind in range(3):
+        assert abs(surprise(outputs[kind::3], model)) < NOISE
+
+
+class Knowing:
+    knows_probabilities = knows_lengths = True
+    block_size = 16
+
+
+@pytest.mark.parametrize("drafting", [Drafting("auto"), Drafting(tree_budget="auto")])
+def test_the_controller_learns_nothing_of_what_was_cut(drafting: Drafting) -> None:
+    """Rows without drafting beside a free one leave what it plans for the free one alone as it was."""
+
+    def planned(others: list[RequestDrafting]) -> tuple[object, ...]:
+        controller = Controller(Knowing(), drafting, lambda: None)  # type: ignore[arg-type]
+        free = request()
+        rows = [free]
+        for bounds in others:
+            rows.append(request())
+            rows[-1].drafting = bounds
+        for _ in range(200):
+            plan = controller.plan(rows)
+            if plan.block_size > 1:
+                accepted = [min(3, plan.block_size - 1)] + [0] * len(others)
+                controller.learn(rows, plan, 5, [5] + [0] * len(others), accepted, [3.0] * len(rows), None)
+        return controller._accepted, controller._reached, controller._came_true, controller._yields[free], len(rows)
+
+    assert planned([])[:-1] == planned([OFF, RequestDrafting(block_size=2)])[:-1]
+
+
+@pytest.mark.parametrize("drafting", [Drafting(), Drafting("auto"), Drafting(tree_budget=40)])
+def test_plans_reach_no_further_than_any_request_may(drafting: Drafting) -> None:
+    controller = Controller(Knowing(), drafting, lambda: None)  # type: ignore[arg-type]
+
+    def plan(*bounds: RequestDrafting | None) -> Plan:
+        rows = [request() for _ in bounds]
+        for row, bound in zip(rows, bounds, strict=True):
+            row.drafting = controller.bounds(bound)
+        return controller.plan(rows)
+
+    assert plan(OFF, RequestDrafting(block_size=1)).block_size == 1
+    assert 1 < plan(OFF, RequestDrafting(block_size=4)).block_size <= 4
+    if drafting == Drafting():
+        assert plan(OFF, None).block_size == plan(RequestDrafting(block_size=4), None).block_size == 16
+        assert plan(RequestDrafting(tree_budget=1)).block_size == 16  # which bounds trees only
+
+
+@pytest.mark.parametrize("bad", [{"enabled": 1}, {"block_size": 0}, {"tree_budget": -1}, {"block_size": 2.5}])
+def test_bad_bounds_are_refused(bad: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match=f"{next(iter(bad))} is {next(iter(bad.values()))}"):
+        RequestDrafting(**bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("budget", [0, 12])
+def test_a_trace_tells_what_was_guessed_and_accepted(target: Target, budget: int, tiny_drafter_dir: Path) -> None:
+    drafters = [load_drafter(tiny_drafter_dir, target=target)]
+    if budget:
+        drafters.append(Oracle(target, 2))  # type: ignore[arg-type]
+    for drafter in drafters:
+        with Engine(target, drafter, drafting=Drafting(tree_budget=budget)) as engine:
+            other = engine.submit(PROMPTS[2], SamplingParams(40, ignore_eos=True))
+            chunks = list(engine.stream(PROMPTS[1], SamplingParams(24, ignore_eos=True), trace=True))
+            other.result()
+        check_traces(chunks)
+        assert chunks[0].cycle is None
+
+
+def check_traces(chunks: list[Chunk]) -> None:
+    """Each chunk's tokens are those of the accepted path and one more, as far as the answer goes."""
+    before = chunks[0].token_ids[-1]
+    for chunk in chunks[1:]:
+        cycle = chunk.cycle
+        assert cycle is not None and cycle.seconds > 0
+        assert len(cycle.tokens) == len(cycle.parents)
+        assert cycle.tokens[0] == before and cycle.parents[0] == -1 and cycle.path[0] == 0
+        assert all(0 <= parent < node for node, parent in enumerate(cycle.parents) if node)
+        assert all(cycle.parents[node] == above for above, node in zip(cycle.path, cycle.path[1:], strict=False))
+        accepted = [cycle.tokens[node] for node in cycle.path[1:]]
+        assert list(chunk.token_ids[: len(accepted)]) == accepted[: len(chunk.token_ids)]
+        assert chunk.finish_reason or len(chunk.token_ids) == len(accepted) + 1
+        before = chunk.token_ids[-1]
+
+
+def test_there_are_no_traces_unless_asked_for(target: Target) -> None:
+    with Engine(target) as engine:
+        assert all(chunk.cycle is None for chunk in engine.stream([5, 6], SamplingParams(4)))

@@ -1,0 +1,54 @@
+"""Cutting keeps the first guesses that a request allows, and leaves the others' rows alone."""
+
+import pytest
+import torch
+
+from blockdraft.proposal import Proposal, SparseLaw, chain, cut
+from blockdraft.types import RequestDrafting
+
+#   0 - 1 - 3 - 5        the row below is filled up with two nodes
+#     \ 2 - 4
+TREE = [-1, 0, 0, 1, 2, 3]
+SHORT = [-1, 0, 1, 2, -1, -1]
+
+
+def tree() -> Proposal:
+    tokens = torch.arange(12).view(2, 6)
+    return Proposal(tokens, torch.tensor([TREE, SHORT]), expected=(1.0, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("bound", "kept", "parents"),
+    [
+        (RequestDrafting(enabled=False), [0], [-1]),
+        (RequestDrafting(block_size=1), [0], [-1]),
+        (RequestDrafting(block_size=2), [0, 1, 2], [-1, 0, 0]),
+        (RequestDrafting(block_size=3), [0, 1, 2, 3, 4], [-1, 0, 0, 1, 2]),
+        (RequestDrafting(tree_budget=2), [0, 1, 2], [-1, 0, 0]),
+        (RequestDrafting(tree_budget=4), [0, 1, 2, 3, 4], [-1, 0, 0, 1, 2]),
+        (RequestDrafting(tree_budget=0), [0, 1, 3, 5], [-1, 0, 1, 2]),
+        (RequestDrafting(block_size=3, tree_budget=0), [0, 1, 3], [-1, 0, 1]),
+        (RequestDrafting(block_size=3, tree_budget=3), [0, 1, 2, 3], [-1, 0, 0, 1]),
+        (None, [0, 1, 2, 3, 4, 5], TREE),
+    ],
+)
+def test_one_row_is_cut_and_the_other_stays(bound: RequestDrafting | None, kept: list[int], parents: list[int]) -> None:
+    found = cut(tree(), [bound, None])
+    count = max(len(kept), 4)
+    assert found.tokens[0, : len(kept)].tolist() == kept
+    assert found.parent_lists[0] == [*parents, *[-1] * (count - len(kept))]
+    assert found.tokens[1, :4].tolist() == [6, 7, 8, 9]
+    assert found.parent_lists[1] == [-1, 0, 1, 2] + [-1] * (count - 4)
+    assert found.expected == (1.0, 2.0)
+
+
+def test_drawn_chains_keep_the_laws_of_what_stays() -> None:
+    laws = tuple(SparseLaw(torch.arange(4).expand(4, 4), torch.rand(4, 4)) for _ in range(2))
+    tokens = torch.arange(12).view(3, 4)
+    drawn = Proposal(tokens, chain(tokens).parents, (*laws, None))
+    found = cut(drawn, [RequestDrafting(block_size=3), RequestDrafting(enabled=False), RequestDrafting(block_size=2)])
+    assert found.parent_lists == [[-1, 0, 1], [-1, -1, -1], [-1, 0, -1]]
+    assert found.q is not None and found.q[1:] == (None, None)  # without guesses there is no law
+    assert found.q[0] is not None and torch.equal(found.q[0].probs, laws[0].probs[:3])
+    none = cut(drawn, [RequestDrafting(enabled=False)] * 3)
+    assert none.q is None and none.tokens.tolist() == [[0], [4], [8]]
