@@ -73,7 +73,9 @@ class Server:
         try:
             with urllib.request.urlopen(f"http://{HOST}:{port}/health", timeout=5) as answer:
                 return bool(answer.status == 200)
-        except (urllib.error.URLError, OSError):
+        except urllib.error.HTTPError as error:
+            return error.code != 503  # which says that it is still loading
+        except OSError:
             return False
 
     def get(self, path: str) -> bytes:
@@ -100,13 +102,11 @@ class Server:
 
 
 def ours(
-    target: Path | None, drafter: Path | None, log: Path, threads: int, more: Sequence[str] = (), compiled: bool = True
+    target: Path, drafter: Path | str, log: Path, threads: int, more: Sequence[str] = (), module: str = "blockdraft"
 ) -> Server:
-    """`blockdraft serve`; None is the bundled pair. Unless told otherwise it refuses to run uncompiled."""
-    command = [sys.executable, "-m", "blockdraft", "serve", "--port", "0", "--threads", str(threads)]
-    for name, given in (("--target", target), ("--drafter", drafter)):
-        command += [] if given is None else [name, str(given)]
-    return Server([*command, *(("--compile", "on") if compiled else ()), *more], log, threads)
+    """`blockdraft serve`, or another module with its command line. It refuses to run uncompiled."""
+    command = [sys.executable, "-m", module, "serve", "--port", "0", "--threads", str(threads), "--compile", "on"]
+    return Server([*command, "--target", str(target), "--drafter", str(drafter), *more], log, threads)
 
 
 def llama(model: Path, drafter: Path | None, log: Path, threads: int, parallel: int, length: int) -> Server:
