@@ -88,8 +88,8 @@ def _environment() -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def small(serve: Callable[..., Server]) -> Server:
-    """The bundled pair as it is."""
-    return serve(PAIR / "target")
+    """The bundled pair as it is, which drafts whether it pays or not."""
+    return serve(PAIR / "target", "--block-size", "4")
 
 
 @pytest.fixture(scope="session")
@@ -98,7 +98,7 @@ def with_tools(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFa
     its own accord is not looked at, but what it must say."""
     folder = tmp_path_factory.mktemp("models")
     subprocess.run([PYTHON, "-m", "benchmarks.server.tiny", str(folder)], env=_environment(), cwd=ROOT, check=True)
-    return serve(folder / "pair")
+    return serve(folder / "pair", "--block-size", "4")
 
 
 if sys.version_info < (3, 11):

@@ -9,7 +9,7 @@ from served import KEY, MODEL, Server
 
 langchain_openai = pytest.importorskip("langchain_openai", reason="make test-clients installs the clients")
 
-QUESTION = "Tom has 3 boxes of 12 pens. He gives away 5 pens. How many are left?"
+QUESTION = "What is 3 + 4?"
 
 
 class Weather(BaseModel):
@@ -28,7 +28,7 @@ def model_of(server: Server, **more: Any) -> Any:
 def test_invoke_and_stream(small: Server) -> None:
     model = model_of(small, stream_usage=True)
     whole = model.invoke(QUESTION)
-    assert "31" in whole.content and whole.usage_metadata["output_tokens"] > 0
+    assert "7" in whole.content and whole.usage_metadata["output_tokens"] > 0
     parts = list(model.stream(QUESTION))
     assert "".join(part.content for part in parts) == whole.content
     assert sum((part.usage_metadata or {}).get("output_tokens", 0) for part in parts) == (
@@ -40,7 +40,7 @@ def test_invoke_and_stream(small: Server) -> None:
 
 def test_the_responses_api(small: Server) -> None:
     found = model_of(small, use_responses_api=True).invoke(QUESTION)
-    assert "31" in found.text
+    assert "7" in found.text
 
 
 @pytest.mark.parametrize("streamed", [False, True])

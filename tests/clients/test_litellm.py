@@ -8,7 +8,7 @@ from served import KEY, MODEL, WEATHER, Server
 
 litellm = pytest.importorskip("litellm", reason="make test-clients installs the clients")
 
-QUESTION = [{"role": "user", "content": "Tom has 3 boxes of 12 pens. He gives away 5 pens. How many are left?"}]
+QUESTION = [{"role": "user", "content": "What is 3 + 4?"}]
 
 
 def given(server: Server, provider: str = "openai") -> dict[str, Any]:
@@ -25,7 +25,7 @@ def given(server: Server, provider: str = "openai") -> dict[str, Any]:
 def test_a_chat_whole_and_streamed(small: Server) -> None:
     whole = litellm.completion(messages=QUESTION, **given(small))
     said = whole.choices[0].message.content
-    assert "31" in said
+    assert "7" in said
     parts = list(
         litellm.completion(messages=QUESTION, stream=True, stream_options={"include_usage": True}, **given(small))
     )
@@ -40,7 +40,7 @@ def test_completions(small: Server) -> None:
 
 def test_messages_of_anthropic(small: Server) -> None:
     asked = given(small, "anthropic") | {"api_base": small.url}
-    assert "31" in litellm.completion(messages=QUESTION, **asked).choices[0].message.content
+    assert "7" in litellm.completion(messages=QUESTION, **asked).choices[0].message.content
 
 
 def test_tools(with_tools: Server) -> None:

@@ -12,7 +12,7 @@ from served import KEY, MODEL, WEATHER, Server
 
 openai = pytest.importorskip("openai", reason="make test-clients installs the clients")
 
-QUESTION = [{"role": "user", "content": "Tom has 3 boxes of 12 pens. He gives away 5 pens. How many are left?"}]
+QUESTION = [{"role": "user", "content": "What is 3 + 4?"}]
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 48}
 TOOL = {"type": "function", "function": {"name": "weather", "description": "Of a city.", "parameters": WEATHER}}
 
@@ -35,7 +35,7 @@ def test_models(client: Any) -> None:
 def test_a_chat_whole_and_streamed(client: Any) -> None:
     whole = client.chat.completions.create(messages=QUESTION, **GREEDY)
     said = whole.choices[0].message.content
-    assert "31" in said and whole.choices[0].finish_reason == "stop" and whole.model == MODEL
+    assert "7" in said and whole.choices[0].finish_reason == "stop" and whole.model == MODEL
     assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
     events = list(
         client.chat.completions.create(
@@ -186,7 +186,7 @@ def test_tools_streamed(tools_client: Any) -> None:
 def test_responses(client: Any) -> None:
     given = {"model": MODEL, "temperature": 0, "max_output_tokens": 48, "input": QUESTION[0]["content"]}
     whole = client.responses.create(**given)
-    assert "31" in whole.output_text and whole.status == "completed" and whole.usage.output_tokens > 0
+    assert "7" in whole.output_text and whole.status == "completed" and whole.usage.output_tokens > 0
     events = list(client.responses.create(stream=True, **given))
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
     assert events[0].type == "response.created" and events[-1].type == "response.completed"
