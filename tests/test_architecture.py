@@ -42,6 +42,8 @@ PUBLIC_NAMES = {
     "Drafter",
     "Drafting",
     "Engine",
+    "Grammar",
+    "RequestDrafting",
     "SamplingParams",
     "Target",
     "load_drafter",

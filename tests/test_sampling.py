@@ -1,4 +1,5 @@
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -333,3 +334,53 @@ def test_looking_at_one_node_leaves_the_logits_alone() -> None:
     laws = Laws(logits, [SamplingParams(presence_penalty=2.0)], torch.tensor([[1]]), torch.tensor([[-1]]), [[0]], [[1]])
     assert laws.draw([0], [0], None) == [0]
     assert not logits.any()
+
+
+class OnlyLarger:
+    """A token may follow if it is larger than all tokens before it but the anchor."""
+
+    def after(self, tokens: Sequence[int]) -> Tensor | None:
+        allowed = torch.arange(10) > max(tokens, default=-1)
+        return allowed if allowed.any() else None
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=0.6, top_k=3),
+        SamplingParams(temperature=1.7, top_p=0.6, min_p=0.1),
+        SamplingParams(temperature=0.8, presence_penalty=1.0, repetition_penalty=1.4, logit_bias={1: -100, 9: 2.0}),
+        SamplingParams(),
+        SamplingParams(logit_bias={7: 50.0}, repetition_penalty=1e38),
+    ],
+)
+def test_under_rules_p_is_masked_before_anything_is_cut(params: SamplingParams) -> None:
+    """Row 0 has rules and row 1 has none. The reference masks the adjusted logits by hand, node by node."""
+    free = Laws(NODE_LOGITS, [params] * 2, TOKENS, PARENTS, PROMPTS, OUTPUTS)
+    ruled = Laws(NODE_LOGITS, [params] * 2, TOKENS, PARENTS, PROMPTS, OUTPUTS, rules=[OnlyLarger(), None])
+    assert ruled.argmax is None
+    scores = free._scores(*EVERY_NODE).clone()
+    for m, (row, node) in enumerate(zip(*EVERY_NODE, strict=True)):
+        if row == 0:
+            path = said_after(row, node)[len(OUTPUTS[row]) :]
+            scores[m, : max(path, default=-1) + 1] = -torch.inf
+    expected = probabilities(scores[:, None], [params] * 12)[:, 0]
+    torch.testing.assert_close(ruled.probs(*EVERY_NODE), expected)
+    if params.temperature == 0:
+        assert ruled.draw(*EVERY_NODE, None) == scores.argmax(-1).tolist()
+    else:
+        uniforms = torch.rand(2, 6, dtype=torch.float64)
+        assert ruled.draw(*EVERY_NODE, uniforms) == draw(expected[:, None], uniforms.view(12, 1))[:, 0].tolist()
+
+
+def test_where_rules_leave_nothing_there_is_no_law() -> None:
+    logits = NODE_LOGITS.clone()
+    logits[0, 0, :] = -torch.inf
+    logits[0, 0, 2] = 1.0  # which the rules allow
+    logits[0, 1, 2:] = -torch.inf  # all that they allow
+    tokens = TOKENS.clone()
+    tokens[0, 2] = 9  # after which nothing is larger
+    found = Laws(logits, [SamplingParams()] * 2, tokens, PARENTS, PROMPTS, OUTPUTS, rules=[OnlyLarger(), None])
+    assert [found.exists(0, node) for node in range(6)] == [True, False, False, True, False, False]
+    assert all(found.exists(1, node) for node in range(6)) and found.invalid_rows == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -133,12 +133,20 @@ def exact(values: Tensor) -> Tensor:
     return (values.cpu() if values.device.type == "mps" else values).double()
 
 
+class Rules(Protocol):
+    """What may be said in one answer, such as a grammar."""
+
+    def after(self, tokens: Sequence[int]) -> Tensor | None:
+        """The tokens that may follow the output and these, `[V]` bool on the CPU; None where there are none."""
+
+
 class Laws:
     """The target's distribution p after each node of a proposal, computed where it is asked for.
 
     Which tokens are penalised depends on what comes before: after node i these are the prompt, the output, and the
     tokens on the path from the anchor to node i. Each row's logits are adjusted in the order of vLLM (bias, repetition
-    penalty, then presence and frequency penalty) and then cut as in `probabilities`.
+    penalty, then presence and frequency penalty); tokens that the row's rules forbid are left out, and the rest is cut
+    as in `probabilities`.
 
     Args:
         logits_BNV: Logits `[B, N, V]` after each node, any float dtype.
@@ -147,6 +155,7 @@ class Laws:
         prompts: Token ids of each row's prompt.
         outputs: Token ids of each row's output so far. Node 0 is the last token of prompt and output.
         best_BN: Argmax of the logits as in `TargetOutput`, where it is known.
+        rules: One entry a row, None where all may be said; None for no rules at all.
 
     Attributes:
         tokens: The nodes' tokens, a list a row.
@@ -170,12 +179,15 @@ class Laws:
         prompts: Sequence[Sequence[int]],
         outputs: Sequence[Sequence[int]],
         best_BN: Tensor | None = None,
+        rules: Sequence[Rules | None] | None = None,
     ) -> None:
         self._logits, self._params = logits_BNV, params
         self._parents = parents_BN
         self._prompts, self._outputs = prompts, outputs
-        self._adjusted = [_adjusts(p) for p in params]
-        self.draws_ahead = logits_BNV.device.type == "cuda"
+        self._rules = {row: each for row, each in enumerate(rules or ()) if each is not None}
+        self._allowed: dict[tuple[int, int], Tensor | None] = {}
+        self._adjusted = [_adjusts(p) or row in self._rules for row, p in enumerate(params)]
+        self.draws_ahead = logits_BNV.device.type == "cuda" and not self._rules  # which take time at each node
         self._drawn: dict[tuple[int, int], int] = {}
         if best_BN is None:
             self._best, self.tokens = _best_and_own(logits_BNV, tokens_BN)
@@ -187,8 +199,19 @@ class Laws:
 
     def exists(self, row: int, node: int) -> bool:
         """Whether there is a law after a node. There is none where a logit is NaN or +inf, or all are -inf; a single
-        -inf is legal."""
-        return self._best[row][node] != -1
+        -inf is legal. Nor where the rules of a row leave no token that is possible, or forbid the node itself."""
+        return self._best[row][node] != -1 and (row not in self._rules or self._allowed_at(row, node) is not None)
+
+    def _allowed_at(self, row: int, node: int) -> Tensor | None:
+        """The tokens `[V]` that the rules of a row allow after a node; None where none of them is possible."""
+        if (row, node) not in self._allowed:
+            allowed = self._rules[row].after(self._path(row, node)[::-1])
+            if allowed is not None:
+                allowed = allowed.to(self._logits.device)
+                if not bool((self._logits[row, node].isfinite() & allowed).any()):
+                    allowed = None
+            self._allowed[row, node] = allowed
+        return self._allowed[row, node]
 
     def draw(self, rows: Sequence[int], nodes: Sequence[int], uniforms_BN: Tensor | None) -> list[int]:
         """One token after each of these nodes, by the number of the node.
@@ -273,10 +296,16 @@ class Laws:
             at, amounts = _entries(repeated, scores_MV.device)
             scores = scores_MV[at]
             scores = torch.where(scores < 0, scores * amounts, scores / amounts)
-            scores_MV[at] = scores.clamp(max=torch.finfo(scores.dtype).max)  # tiny penalties must not overflow
+            most = torch.finfo(scores.dtype).max
+            scores_MV[at] = scores.clamp(-most, most)  # tiny and huge penalties must not overflow
         if said:
             at, amounts = _entries(said, scores_MV.device)
             scores_MV[at] -= amounts
+        ruled = [m for m, row in enumerate(rows) if row in self._rules] if self._rules else ()
+        for m in ruled:
+            allowed = self._allowed_at(rows[m], nodes[m])
+            assert allowed is not None, "there is no law after this node"
+            scores_MV[m].masked_fill_(~allowed, -torch.inf)
         return scores_MV
 
     def _path(self, row: int, node: int) -> list[int]:

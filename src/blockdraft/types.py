@@ -156,6 +156,8 @@ class SamplingParams:
                     raise UsageError(f"{name} is {count}; it must be from 0 to {MOST_LOGPROBS}, or None.")
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise UsageError(f"grammar is {self.grammar!r}; it must be a Grammar or None.")
+        if self.grammar is not None and self.ignore_eos:
+            raise UsageError("ignore_eos goes on past the end, where a grammar allows nothing; leave out one of them.")
 
 
 @dataclass(frozen=True)

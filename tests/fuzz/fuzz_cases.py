@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
 from fuzz_models import DRAFTERS, FEW_BITS, WAYS, fits_few_bits, has_tokenizer, target_fields
 
-from blockdraft import Drafting, SamplingParams
+from blockdraft import Drafting, Grammar, RequestDrafting, SamplingParams
 
 CASES_PER_MODEL = 20
 LONGEST_PROMPT, LONGEST_ANSWER = 200, 48
 BLOCK_SIZES = {"draft_lm": 8, "prompt_lookup": 16, "none": 1}  # of the others the folder says
 STOPS = ("e", "a", "th", "\n", "ü", " ", "zz")
+# Of characters whose tokens are no end tokens.
+GRAMMARS = ("[a-f]{2,9}(the|in)*[0-9]{1,3}", "(ab|[x-z]+)*7", "[A-Z0-9a-z]+", "the[a-z]{40}")
 
 
 @dataclass
@@ -26,6 +28,7 @@ class Ask:
         after: The request that must have ended before this one is submitted, or None.
         cancel: Whether it is cancelled, some time after it was submitted.
         stream: Whether it is read as a stream, where nothing else is under way.
+        bounds: How far it is drafted for.
     """
 
     prompt: list[int]
@@ -34,6 +37,7 @@ class Ask:
     after: int | None = None
     cancel: bool = False
     stream: bool = False
+    bounds: RequestDrafting | None = None
 
 
 @dataclass
@@ -80,6 +84,7 @@ def case_of(seed: int) -> Case:
             turn_of = None
         ask = Ask(prompt, _params(random, model), turn_of, earlier)
         ask.cancel, ask.stream = random.random() < 0.1, random.random() < 0.1
+        _add_extras(Random(f"{seed} {number}"), model, ask)  # of its own, so that seeds mean what they meant before
         case.asks.append(ask)
     return case
 
@@ -126,3 +131,15 @@ def _params(random: Random, model: int) -> SamplingParams:
     if has_tokenizer(model) and random.random() < 0.3:
         fields["stop"] = tuple(random.sample(STOPS, random.randint(1, 2)))
     return SamplingParams(**fields)
+
+
+def _add_extras(random: Random, model: int, ask: Ask) -> None:
+    if random.random() < 0.3:
+        size, budget = (random.choice((None, random.randint(most, 8))) for most in (1, 0))
+        ask.bounds = RequestDrafting(random.random() < 0.7, size, budget)
+    if random.random() < 0.2:
+        ask.params = replace(ask.params, logprobs=random.randint(0, 5))
+    if random.random() < 0.1:
+        ask.params = replace(ask.params, prompt_logprobs=random.randint(0, 5))
+    if has_tokenizer(model) and random.random() < 0.25:
+        ask.params = replace(ask.params, ignore_eos=False, grammar=Grammar("regex", random.choice(GRAMMARS)))

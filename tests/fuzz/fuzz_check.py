@@ -11,11 +11,14 @@ from fuzz_drive import answers
 from fuzz_models import COMPILED, ROUNDED, Models
 
 from blockdraft import Completion, Engine, SamplingParams, Target
+from blockdraft.engine.grammar import AnswerGrammar
 from blockdraft.proposal import chain
 from blockdraft.sampling import Laws, RandomNumbers
+from blockdraft.types import TokenLogprob
 
 NEAR = 1e-4  # relative; logits closer than this may change places where sums are added up in another order
 TRIES = 64
+LOGPROB_NEAR = 1e-2  # likewise, of numbers up to tens
 
 
 @dataclass
@@ -71,7 +74,7 @@ def run(case: Case, models: Models) -> Outcome:
                 fixed = "auto" not in (drafting.block_size, drafting.tree_budget)
                 if fixed and case.way in COMPILED:  # where neighbours change no bit of a drafter's law
                     again = Engine(target, drafter, 1, drafting)
-                    alone = again.generate([prompts[number]], ask.params)[0]
+                    alone = again.submit(prompts[number], ask.params, drafting=ask.bounds).result()
                     again.close()
                     if _differs(found[number], alone, ask):
                         raise Different(f"{here}:\n{_shown(found[number])}\nbut drawn alone:\n{_shown(alone)}")
@@ -81,6 +84,8 @@ def run(case: Case, models: Models) -> Outcome:
                         f"{here}:\n{_shown(found[number])}\nbut alone and plainly:\n{_shown(twins[number])}"
                     )
                 outcome.near_ties += 1
+            elif not _same_logprobs(found[number], twins[number], len(prompts[number])):
+                raise Different(f"{here}:\n{found[number].logprobs}\nbut alone and plainly\n{twins[number].logprobs}")
             elif case.seed % 5 == 0 and case.way not in ROUNDED:
                 _check_transformers(case, prompts[number], ask.params, twins[number], models, here)
             outcome.requests += 1
@@ -103,6 +108,24 @@ def _differs(found: Completion, twin: Completion, ask: Ask) -> bool:
         return found.token_ids != twin.token_ids[: len(found.token_ids)]
     ends = (found.token_ids, found.finish_reason, found.text) != (twin.token_ids, twin.finish_reason, twin.text)
     return ends or len(found.drafted) != len(found.token_ids)
+
+
+def _same_logprobs(found: Completion, twin: Completion, prompt: int) -> bool:
+    """Of the answer as far as it goes; of the prompt, unless it was cancelled meanwhile."""
+    pairs: list[tuple[TokenLogprob | None, TokenLogprob | None]] = []
+    for ours, theirs, tokens in (
+        (found.logprobs, twin.logprobs, len(found.token_ids)),
+        (found.prompt_logprobs, twin.prompt_logprobs, prompt if found.token_ids else 0),
+    ):
+        if ours is not None and theirs is not None:
+            pairs += zip(ours, theirs, strict=False)
+        if (ours is None) != (theirs is None) or (tokens and ours is not None and len(ours) != tokens):
+            return False
+    return all(
+        ours is theirs is None
+        or (ours and theirs and ours.token_id == theirs.token_id and abs(ours.logprob - theirs.logprob) < LOGPROB_NEAR)
+        for ours, theirs in pairs
+    )
 
 
 def _check_rules(found: Completion, ask: Ask, target: Target, here: str) -> None:
@@ -133,7 +156,10 @@ def _near_tie(
     noise = torch.randn(TRIES, *logits.shape[1:], generator=torch.Generator().manual_seed(0))
     noisy = logits + 0.3 * NEAR * logits.abs().amax() * noise
     node, parent = tokens[:, -1:].expand(TRIES, 1), torch.full((TRIES, 1), -1)
-    laws = Laws(noisy, [params] * TRIES, node, parent, [list(prompt)] * TRIES, [twin.token_ids[:place]] * TRIES)
+    grammar = params.grammar and AnswerGrammar(params.grammar, target)
+    assert grammar is None or all(map(grammar.advance, twin.token_ids[:place]))
+    texts = [list(prompt)] * TRIES, [twin.token_ids[:place]] * TRIES
+    laws = Laws(noisy, [params] * TRIES, node, parent, *texts, rules=[grammar] * TRIES)
     number = RandomNumbers(params.seed).at([place]).expand(TRIES, 1)
     reached = set(laws.draw(range(TRIES), [0] * TRIES, number))
     return {found.token_ids[place], twin.token_ids[place]} <= reached

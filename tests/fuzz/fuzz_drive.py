@@ -22,7 +22,8 @@ def answers(engine: Engine, asks: Sequence[Ask], prompts: Sequence[list[int]]) -
         if ask.after is not None:
             requests[ask.after].result(PATIENCE)
         streams.append([])
-        requests.append(engine.submit(prompt, ask.params, streams[-1].append if ask.stream else None))
+        listener = streams[-1].append if ask.stream else None
+        requests.append(engine.submit(prompt, ask.params, listener, ask.bounds, trace=ask.stream))
         if ask.cancel:
             while ask.stream and not streams[-1]:  # once it has begun
                 time.sleep(0.001)
@@ -39,4 +40,11 @@ def _joined(chunks: Sequence[Chunk], whole: Completion) -> Completion:
     drafted = [guessed for chunk in chunks for guessed in chunk.drafted]
     text, last = "".join(chunk.text for chunk in chunks), chunks[-1]
     assert last.finish_reason is not None and (text, tokens, drafted) == (whole.text, whole.token_ids, whole.drafted)
-    return Completion(text, tokens, last.finish_reason, drafted, last.stats, whole.prompt_tokens, last.failure)
+    logprobs = [one for chunk in chunks for one in chunk.logprobs or ()] if last.logprobs is not None else None
+    cycles = [chunk.cycle for chunk in chunks if chunk.cycle is not None]
+    assert len(cycles) == len(whole.stats.committed)
+    assert all(
+        chunk.cycle.path[0] == 0 and len(chunk.cycle.path) >= len(chunk.token_ids) for chunk in chunks if chunk.cycle
+    )
+    told = last.finish_reason, drafted, last.stats, whole.prompt_tokens, last.failure, logprobs, whole.prompt_logprobs
+    return Completion(text, tokens, *told)

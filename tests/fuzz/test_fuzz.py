@@ -43,6 +43,7 @@ def test_cases_are_of_every_kind() -> None:
     }
     asks = [ask for case in cases for ask in case.asks]
     assert any(ask.cancel for ask in asks) and any(ask.stream for ask in asks) and any(ask.params.stop for ask in asks)
+    assert any(ask.bounds for ask in asks) and any(ask.params.grammar for ask in asks)
     assert {ask.turn_of is None for ask in asks} == {ask.after is None for ask in asks} == {False, True}
     windows = {target_fields(number)[1].get("sliding_window") for number in range(MODELS)}
     assert len(windows) > 3 and None in windows
@@ -58,8 +59,8 @@ def test_an_engine_that_answers_wrongly_is_found(models: Models, monkeypatch: py
     run(case, models)
     submit = Engine.submit
 
-    def wrong(self: Engine, *args: Any) -> Request:
-        request = submit(self, *args)
+    def wrong(self: Engine, *args: Any, **more: Any) -> Request:
+        request = submit(self, *args, **more)
         result = request.result
 
         def changed(timeout: float | None = None) -> Completion:

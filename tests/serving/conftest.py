@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
@@ -19,15 +20,16 @@ from blockdraft.serving.settings import ServeSettings
 from blockdraft.targets import load_target
 from blockdraft.types import Drafting
 
-sys.path.insert(0, str(Path(__file__).parent))  # for scripted_server.py
+sys.path.insert(0, str(Path(__file__).parent))  # for pages.py and scripted_server.py
 
 MODEL = "tiny"
 
 
 @pytest.fixture(scope="session")
-def engine(tiny_target_dir: Path, tiny_drafter_dir: Path) -> Iterator[Engine]:
+def engine(tiny_target_dir: Path) -> Iterator[Engine]:
+    """Drafted for by the target itself, so that guesses are good, and not all of them where it samples."""
     target = load_target(tiny_target_dir, backend="native")
-    drafter = load_drafter(tiny_drafter_dir, target=target)
+    drafter = load_drafter(tiny_target_dir, target=target)
     with Engine(target, drafter, max_batch_size=4, drafting=Drafting(block_size=8), prefix_tokens=512) as made:
         yield made
 
@@ -98,3 +100,39 @@ def make_client(engine: Engine) -> Callable[..., Client]:
 @pytest.fixture
 def client(make_client: Callable[..., Client]) -> Client:
     return make_client()
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """A Chromium of this machine."""
+    from pages import CHROMIUM, chromium
+
+    if CHROMIUM is None:
+        pytest.skip("there is no Chromium on this machine; install chromium")
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture
+def app() -> FastAPI:
+    """The page before scripted answers."""
+    from scripted_server import make_app
+
+    return make_app()
+
+
+@pytest.fixture
+def url(app: FastAPI) -> Iterator[str]:
+    from pages import serve
+
+    with serve(app) as address:
+        yield address
+
+
+@pytest.fixture
+def visit(browser: Any, url: str) -> Iterator[Any]:
+    from pages import Visit
+
+    visit = Visit(browser, url)
+    yield visit
+    visit.close()

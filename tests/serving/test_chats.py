@@ -71,7 +71,9 @@ def test_every_parameter_reaches_the_engine(client: Any, engine: Engine, fields:
         assert completion.text != expected(engine).text  # so that the parameter shows
 
 
-def test_temperature_is_that_of_the_settings_where_none_is_named(make_client: Callable[..., Any], engine: Engine) -> None:
+def test_temperature_is_that_of_the_settings_where_none_is_named(
+    make_client: Callable[..., Any], engine: Engine
+) -> None:
     greedy = make_client(temperature=0.0).chat(max_tokens=40, temperature=None)
     assert greedy["choices"][0]["message"]["content"] == expected(engine).text
     sampled = make_client().chat(max_tokens=40, temperature=None, seed=1)
@@ -177,7 +179,10 @@ def test_statistics_agree_with_each_other(client: Any) -> None:
     assert sum(histogram) == told["num_spec_steps"]
     assert sum(count * cycles for count, cycles in enumerate(histogram)) == accepted
     assert told["num_accepted_draft_tokens"] == accepted
-    assert told["num_draft_tokens"] - accepted == answer["usage"]["completion_tokens_details"]["rejected_prediction_tokens"]
+    assert (
+        told["num_draft_tokens"] - accepted
+        == answer["usage"]["completion_tokens_details"]["rejected_prediction_tokens"]
+    )
     assert told["mean_acceptance_length"] == pytest.approx(1 + accepted / told["num_spec_steps"])
     assert told["num_spec_tokens"] == 7
     assert set(answer["metrics"]["seconds"]) == {"prompt", "draft", "verify", "total"}

@@ -1,137 +1,21 @@
-"""The page, in a Chromium without a window."""
+"""The page before scripted answers."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import re
-import shutil
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from fastapi import FastAPI
-from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
+from pages import QUESTION, Visit, serve, wait_until
+from playwright.sync_api import Browser, expect
 from scripted_server import TEXT, make_app
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
-FLAGS += ["--disable-component-update", "--disable-sync"]
-QUESTION = "How many rolls are left?"
 EVIL = "SAY <img src=x onerror=alert(1)> <script>alert(2)</script> &amp; <b>bold</b>"
-CONTRASTS = """() => {
-  const rgb = (color) => color.match(/[\\d.]+/g).map(Number);
-  const light = (color) => {
-    const linear = (v) => (v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
-    const [r, g, b] = rgb(color).map((v) => linear(v / 255));
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  };
-  const behind = (element) => {
-    if (element.tagName === "text") return getComputedStyle(element.parentNode.querySelector("rect")).fill;
-    const { backgroundColor } = getComputedStyle(element);
-    return rgb(backgroundColor)[3] === 0 ? behind(element.parentElement) : backgroundColor;
-  };
-  const texts = [...document.querySelectorAll("body *")].filter((element) =>
-    [...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim())
-    && element.checkVisibility() && !element.closest(":disabled, script, noscript"));
-  return texts.map((element) => {
-    const style = getComputedStyle(element);
-    const [a, b] = [light(element.tagName === "text" ? style.fill : style.color), light(behind(element))];
-    return [element.textContent.trim().slice(0, 40), (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05)];
-  });
-}"""
 
 pytestmark = pytest.mark.slow
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine; install `chromium`")
-
-
-@contextmanager
-def serve(app: FastAPI) -> Iterator[str]:
-    """Its address, while it runs."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=1))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        wait_until(lambda: server.started)
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/"
-    finally:
-        server.should_exit = True
-        thread.join()
-
-
-def wait_until(true: Callable[[], bool], seconds: float = 20) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.02)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def app() -> FastAPI:
-    return make_app()
-
-
-@pytest.fixture
-def url(app: FastAPI) -> Iterator[str]:
-    with serve(app) as address:
-        yield address
-
-
-class Visit:
-    """A page that was opened, and what it did behind the scenes."""
-
-    def __init__(self, browser: Browser, url: str, **context: Any) -> None:
-        self.page: Page = browser.new_context(**context).new_page()
-        self.complaints: list[str] = []
-        self.hosts: set[str] = set()
-        self.page.on("console", lambda message: self.complaints.append(message.text))
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("dialog", lambda dialog: (self.complaints.append("a dialog"), dialog.dismiss()))
-        self.page.on("request", lambda request: self.hosts.add(httpx.URL(request.url).netloc.decode()))
-        self.url = url
-        self.page.goto(url)
-        expect(self.get("about")).not_to_have_text("Asking the server what it runs…")
-
-    def get(self, name: str) -> Locator:
-        return self.page.locator(f"#{name}")
-
-    def chat(self, text: str) -> None:
-        self.get("message").fill(text)
-        self.get("send").click()
-
-    def race(self, prompt: str = QUESTION, ends: bool = True) -> None:
-        self.get("race-tab").click()
-        self.get("prompt").fill(prompt)
-        self.get("start").click()
-        if ends:
-            expect(self.get("result")).to_be_visible(timeout=20_000)
-            expect(self.get("start")).to_have_text("Race")
-
-    def close(self) -> None:
-        """Nothing was asked of other machines, and the console is empty but for answers that are errors."""
-        self.page.context.close()
-        assert self.hosts == {httpx.URL(self.url).netloc.decode()}
-        assert [line for line in self.complaints if not line.startswith("Failed to load resource")] == []
-
-
-@pytest.fixture
-def visit(browser: Browser, url: str) -> Iterator[Visit]:
-    visit = Visit(browser, url)
-    yield visit
-    visit.close()
 
 
 def test_nothing_but_the_page_itself_may_run(url: str) -> None:
@@ -150,7 +34,6 @@ def test_nothing_but_the_page_itself_may_run(url: str) -> None:
     assert re.findall(r"https?://[^\"]*", response.text) == ["http://www.w3.org/2000/svg"]  # a name, nothing to load
 
 
-@needs_chromium
 class TestChat:
     def test_of_several_turns(self, visit: Visit, app: FastAPI) -> None:
         visit.chat(QUESTION)
@@ -219,7 +102,6 @@ class TestChat:
         assert app.state.requests[1]["prompt"] == f"Once upon {TEXT} The end."
 
 
-@needs_chromium
 class TestRace:
     def test_to_the_end(self, visit: Visit, app: FastAPI) -> None:
         visit.race()
@@ -268,7 +150,7 @@ class TestRace:
         visit.race()
         visit.get("pace").select_option("0.5")
         visit.get("play").click()
-        expect(visit.get("slow")).to_contain_text("500 times slower than they ran")
+        expect(visit.get("how")).to_contain_text("500 times slower than they ran")
         expect(visit.get("tree-words")).to_have_text("Cycle 1: 8 guesses, not yet checked")
         expect(visit.get("result")).to_be_hidden()
         visit.get("play").click()
@@ -315,7 +197,6 @@ class TestRace:
         assert plain["speculation"] == speculation | {"enabled": False}
 
 
-@needs_chromium
 class TestProblems:
     @pytest.mark.parametrize(
         ("prompt", "words"),
@@ -379,79 +260,3 @@ class TestProblems:
         expect(visit.get("drafted").locator(".answer")).to_have_text("")
         visit.race()
         expect(visit.get("verdict")).to_contain_text("equal")
-
-
-@needs_chromium
-class TestAccess:
-    def test_by_keyboard_alone(self, visit: Visit, app: FastAPI) -> None:
-        keys = visit.page.keyboard
-        focused = lambda: visit.page.evaluate("document.activeElement.id || document.activeElement.tagName")  # noqa: E731
-        order = []
-        for _ in range(14):
-            keys.press("Tab")
-            order.append(focused())
-        assert order[:3] == ["theme", "chat-tab", "SUMMARY"]
-        assert order[3:10] == ["drafting", "temperature", "block_size", "tree_budget", "max_tokens", "seed", "backend"]
-        assert order[10:] == ["log", "message", "send", "clear"]
-        keys.press("Shift+Tab")
-        keys.press("Shift+Tab")
-        keys.type("SLOW")
-        keys.press("Control+Enter")
-        expect(visit.get("send")).to_have_text("Stop")
-        keys.press("Escape")
-        expect(visit.get("send")).to_have_text("Send")
-        assert focused() == "message"
-        visit.get("chat-tab").focus()
-        keys.press("ArrowRight")
-        assert focused() == "race-tab"
-        expect(visit.get("race")).to_be_visible()
-        visit.get("prompt").focus()
-        keys.press("Control+Enter")
-        expect(visit.get("result")).to_be_visible(timeout=20_000)
-        assert focused() == "prompt"
-
-    def test_everything_that_takes_input_has_a_name(self, visit: Visit) -> None:
-        visit.chat(QUESTION)
-        for _ in range(2):
-            for element in visit.page.locator("button, input, select, textarea, [tabindex='0']").all():
-                if element.is_visible():
-                    name = re.search(r'^- \w+ "(.+?)"', element.aria_snapshot())
-                    assert name is not None, element.evaluate("element => element.outerHTML")
-            visit.race()
-
-    @pytest.mark.parametrize("scheme", ["light", "dark"])
-    def test_contrast(self, browser: Browser, url: str, scheme: str) -> None:
-        visit = Visit(browser, url, color_scheme=scheme)
-        visit.chat(QUESTION)
-        expect(visit.get("status")).to_contain_text("complete")
-        shown = visit.page.evaluate(CONTRASTS)
-        visit.race()
-        shown += visit.page.evaluate(CONTRASTS)
-        visit.chat("BAD") if visit.get("chat").is_visible() else visit.race("BAD", ends=False)
-        expect(visit.get("problem")).not_to_have_text("")
-        shown += visit.page.evaluate(CONTRASTS)
-        assert len(shown) > 100
-        assert [(text, ratio) for text, ratio in shown if ratio < 4.5] == []
-        visit.close()
-
-    def test_colours_follow_the_system_and_the_button(self, browser: Browser, url: str) -> None:
-        visit = Visit(browser, url, color_scheme="dark")
-        colour = lambda: visit.page.evaluate("getComputedStyle(document.body).backgroundColor")  # noqa: E731
-        dark = colour()
-        visit.page.get_by_role("button", name="Light colours").click()
-        light = colour()
-        assert sum(map(int, re.findall(r"\d+", light))) > 600 > 150 > sum(map(int, re.findall(r"\d+", dark)))
-        visit.page.get_by_role("button", name="Dark colours").click()
-        assert colour() == dark
-        visit.close()
-
-    @pytest.mark.parametrize("width", [320, 480, 768, 1200])
-    def test_no_width_scrolls_sideways(self, browser: Browser, url: str, width: int) -> None:
-        visit = Visit(browser, url, viewport={"width": width, "height": 700})
-        visit.chat(f"{QUESTION} {'x' * 200}")
-        expect(visit.get("status")).to_contain_text("complete")
-        assert visit.page.evaluate("document.documentElement.scrollWidth") == width
-        visit.race()
-        visit.get("step").click()
-        assert visit.page.evaluate("document.documentElement.scrollWidth") == width
-        visit.close()

@@ -15,6 +15,7 @@ from weakref import WeakSet
 from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.engine.controller import Controller
 from blockdraft.engine.costs import Costs, load, path, store
+from blockdraft.engine.grammar import AnswerGrammar
 from blockdraft.engine.memory import Memory
 from blockdraft.engine.request import Chunk, Completion, Request
 from blockdraft.engine.runner import Runner
@@ -148,7 +149,7 @@ class Engine:
 
         Raises:
             UsageError: The prompt is empty or too long for the context, the parameters name tokens that there are not,
-                or the memory does not suffice.
+                the grammar is not one that the target can follow, or the memory does not suffice.
             ClosedError: The engine is closed.
         """
         request = self.request(prompt, params or SamplingParams(), drafting, trace)
@@ -307,7 +308,10 @@ class Engine:
                 f"give the engine more cache_tokens or memory."
             )
         random, bounds = RandomNumbers(params.seed), self.controller.bounds(drafting)
-        return Request(ids, params, frozenset(stops), random, text, slots, drafting=bounds, trace=trace)
+        grammar = None if params.grammar is None else AnswerGrammar(params.grammar, self.target)
+        return Request(
+            ids, params, frozenset(stops), random, text, slots, drafting=bounds, grammar=grammar, trace=trace
+        )
 
     def _requests(self, prompts: Sequence[Prompt], params: Params) -> list[Request]:
         if isinstance(prompts, str):

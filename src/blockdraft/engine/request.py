@@ -6,9 +6,10 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from blockdraft.engine.grammar import AnswerGrammar
 from blockdraft.engine.stats import Stats
 from blockdraft.engine.text import AnswerText
-from blockdraft.errors import BlockdraftError, RequestError, describe
+from blockdraft.errors import BlockdraftError, NumbersError, RequestError, describe
 from blockdraft.sampling import RandomNumbers
 from blockdraft.types import CycleTrace, FinishReason, RequestDrafting, SamplingParams, TokenLogprob
 
@@ -23,6 +24,7 @@ class Request:
         slots: Slots that its row needs, those of guesses included.
         listener: Called with each new chunk of the answer, in the thread that decodes; an exception ends the request.
         drafting: How far it may be drafted for, where that is less than its engine drafts.
+        grammar: How far its answer has come in its grammar, if it has one.
         trace: Whether its chunks tell of their cycles.
         cycle: The last one, where they do, until a chunk tells of it.
         token_ids: The answer so far; its last token is the anchor.
@@ -42,6 +44,7 @@ class Request:
     slots: int = 0
     listener: Callable[[Chunk], object] | None = None
     drafting: RequestDrafting | None = None
+    grammar: AnswerGrammar | None = None
     trace: bool = False
     cycle: CycleTrace | None = None
     token_ids: list[int] = field(default_factory=list)
@@ -95,6 +98,15 @@ class Request:
         error.__cause__ = cause
         self.finish_reason, self.failure = "error", error
 
+    def dead_end(self) -> BlockdraftError:
+        """Why nothing can follow the answer so far."""
+        place = f"after token {len(self.token_ids)} of the answer"
+        why = None if self.grammar is None else self.grammar.dead_end()
+        if why is not None:
+            return RequestError(f"The grammar allows no token {place}: {why}.")
+        allowed = "" if self.grammar is None else ", or not for the tokens that the grammar allows"
+        return NumbersError(f"The target's logits {place} are not finite numbers{allowed}.")
+
     def extend(self, token_ids: Sequence[int], drafted: Sequence[bool], logprobs: Sequence[TokenLogprob] = ()) -> int:
         """Add committed tokens up to a stop token, a stop string or the length limit; returns how many were taken. A
         tokenizer that fails ends the request."""
@@ -112,6 +124,9 @@ class Request:
                 return taken
             if self.remaining == 0:
                 self.finish("length")
+                return taken
+            if self.grammar is not None and not self.grammar.advance(token):
+                self.fail(self.dead_end())
                 return taken
         return len(token_ids)
 

@@ -174,12 +174,13 @@ class Runner:
         cache.commit(path)
         for at, (row, count) in enumerate(zip(rows, counts, strict=True)):
             if at not in lawless:
-                _score_prompt(row, every[at, :count])
+                if scored:
+                    _score_prompt(row, every[at, :count])
                 row.read += count
         for at, token in zip(ready, verdict.bonus if ready else (), strict=True):
             if at not in lawless:
                 request = rows[at].request
-                request.extend([token], [False], _logprobs(request, output.logits[at], [0], [token]))
+                request.extend([token], [False], _logprobs(request, output.logits, at, [0], [token]))
         self._observe(rows, tokens, output.features, path)
         return lawless
 
@@ -210,7 +211,7 @@ class Runner:
                     continue
                 path = verdict.path[place]
                 new = [*(laws.tokens[place][node] for node in path[1:]), verdict.bonus[place]]
-                scores = _logprobs(request, output.logits[place], path, new)
+                scores = _logprobs(request, output.logits, place, path, new)
                 taken = request.extend(new, [True] * (len(new) - 1) + [False], scores)
                 request.stats.committed.append(taken)
                 request.stats.drafted.append(deepest[place])
@@ -268,7 +269,8 @@ class Runner:
         if proposal.q is not None:
             tests = self._fresh(requests)[:, self.drafter.block_size :][:, : proposal.tokens.size(1)]
         prompts, outputs = [request.prompt for request in requests], [request.token_ids for request in requests]
-        laws = Laws(output.logits, params, proposal.tokens, proposal.parents, prompts, outputs, output.best)
+        rules = [request.grammar for request in requests]
+        laws = Laws(output.logits, params, proposal.tokens, proposal.parents, prompts, outputs, output.best, rules)
         return laws, verify(proposal, laws, uniforms, tests)
 
     def _fresh(self, requests: Sequence[Request]) -> Tensor:
@@ -308,11 +310,11 @@ class Runner:
 
 
 def _logprobs(
-    request: Request, logits_NV: Tensor, nodes: Sequence[int], tokens: Sequence[int]
+    request: Request, logits_BNV: Tensor, row: int, nodes: Sequence[int], tokens: Sequence[int]
 ) -> Sequence[TokenLogprob]:
     """Of the tokens after these nodes, if the request asks for them."""
     count = request.params.logprobs
-    return () if count is None else token_logprobs(logits_NV[nodes], tokens, count)
+    return () if count is None else token_logprobs(logits_BNV[row, nodes], tokens, count)
 
 
 def _score_prompt(row: Row, logits_NV: Tensor) -> None:

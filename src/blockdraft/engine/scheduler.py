@@ -316,7 +316,4 @@ class Scheduler:
                 row.request.fail(failed, None if failed is error else error)
             else:
                 if lawless:
-                    at = len(row.request.token_ids)
-                    row.request.fail(
-                        NumbersError(f"The target's logits after token {at} of the answer are not finite numbers.")
-                    )
+                    row.request.fail(row.request.dead_end())

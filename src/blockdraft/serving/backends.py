@@ -58,7 +58,7 @@ class Backends:
         if name is None:
             return self.usual
         if name not in self.names:
-            raise UsageError(f"backend is {name!r}; this server has {', '.join(self.names)}.")
+            raise UsageError(f"speculation.backend is {name!r}; this server has {', '.join(self.names)}.")
         if name not in self._engines:
             with self._lock:
                 if self._closed:

@@ -21,7 +21,7 @@ KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_e
 ANTHROPIC_PATH = "/v1/messages"
 ANTHROPIC_KINDS = {400: "invalid_request_error", 413: "request_too_large", 503: "overloaded_error"} | KINDS
 API_NAMES = {"max_new_tokens": "max_tokens"}  # of the engine's parameters, where clients know them by others
-FIELD = re.compile(r"(\w+) (?:is|holds|names|for) ")
+FIELD = re.compile(r"([\w.]+) (?:is|holds|names|for) ")
 SHOWN = 60  # characters of a value that is refused
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 
 from blockdraft.engine import Chunk
@@ -42,15 +43,17 @@ class Mailbox:
     Args:
         most: Tokens that may wait to be taken.
         joined: Whether chunks that wait are taken as one.
+        seen: Called with each chunk as it comes.
     """
 
-    def __init__(self, most: int, joined: bool) -> None:
+    def __init__(self, most: int, joined: bool, seen: Callable[[Chunk], object]) -> None:
         self._chunks: deque[Chunk] = deque()
-        self._most, self._joined = most, joined
+        self._most, self._joined, self._seen = most, joined, seen
         self._unread = 0
         self._news = asyncio.Event()
 
     def put(self, chunk: Chunk) -> None:
+        self._seen(chunk)
         self._unread += len(chunk.token_ids)
         if self._unread > self._most:
             self._chunks.clear()
@@ -82,4 +85,7 @@ def _as_one(chunks: list[Chunk]) -> Chunk:
         text="".join(chunk.text for chunk in chunks),
         token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
         drafted=tuple(drafted for chunk in chunks for drafted in chunk.drafted),
+        logprobs=None
+        if chunks[-1].logprobs is None
+        else tuple(logprob for chunk in chunks for logprob in chunk.logprobs or ()),
     )

@@ -51,6 +51,7 @@ def chat_text(
             tokenize=False,
             **named,
         )
+        cast(str, text).encode()  # fails at half a character, which JSON inside of JSON may hold
     except Exception as error:  # templates are programs, and fail in all ways at chats that they were not made for
         raise UsageError(
             f"messages cannot be put into the target's chat template: {describe(error)}; change roles or contents."

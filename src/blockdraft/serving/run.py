@@ -6,6 +6,7 @@ import errno
 import socket
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import FrameType
 
 import uvicorn
@@ -25,19 +26,19 @@ def bind(settings: ServeSettings) -> socket.socket:
         UsageError: The address is taken, or none of this machine.
     """
     host, port = settings.host, settings.port
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family, kind, protocol)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise UsageError(
-                f"port is {port}, which is in use at {host}; give another one, or 0 for a free one."
-            ) from error
-        raise UsageError(
-            f"The server cannot listen at {host}, port {port} ({describe(error)}); give others."
-        ) from error
+    with ExitStack() as undo:
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            bound = undo.enter_context(socket.socket(family, kind, protocol))
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                told = f"port is {port}, which is in use at {host}; give another one, or 0 for a free one."
+                raise UsageError(told) from error
+            told = f"The server cannot listen at {host}, port {port} ({describe(error)}); give others."
+            raise UsageError(told) from error
+        undo.pop_all()
     return bound
 
 
@@ -53,6 +54,11 @@ def serve(service: Service, settings: ServeSettings, bound: socket.socket, ready
     Args:
         ready: Called once clients can connect.
     """
+    server_of(service, settings, ready).run(sockets=[bound])
+
+
+def server_of(service: Service, settings: ServeSettings, ready: Callable[[], object]) -> uvicorn.Server:
+    """What `serve` runs."""
     config = uvicorn.Config(
         make_app(service, settings),
         log_level="info" if settings.log_requests else "warning",
@@ -61,7 +67,7 @@ def serve(service: Service, settings: ServeSettings, bound: socket.socket, ready
         lifespan="off",
         timeout_graceful_shutdown=LAST_SECONDS,  # type: ignore[arg-type]
     )
-    _Server(config, service, settings.grace_seconds, ready).run(sockets=[bound])
+    return _Server(config, service, settings.grace_seconds, ready)
 
 
 class _Server(uvicorn.Server):

@@ -20,7 +20,7 @@ from blockdraft.serving.errors import ApiError, as_api_error
 from blockdraft.serving.events import Answered, ChatJob, Event, PromptRead, Reasoning, Speculation, TextJob
 from blockdraft.serving.mailbox import Mailbox, Mailroom
 from blockdraft.serving.merging import merged
-from blockdraft.serving.metrics import Metrics
+from blockdraft.serving.metrics import Meter, Metrics
 from blockdraft.serving.preparing import Prepared, context_of, events_of, finished, prepare
 from blockdraft.serving.prompts import chat_ids, chat_text, tokenizer_of
 from blockdraft.serving.settings import ServeSettings
@@ -102,6 +102,7 @@ class Service:
                 "target": self.backends.target,
                 "drafter": self.backends.drafter,
                 "block_size": size if isinstance(size, int) else engine.drafter.block_size,
+                "tree_budget": engine.controller.most_guesses if engine.drafting.tree_budget else 0,
                 "max_context": self.context,
                 "backends": self.backends.names,
                 "has_chat_template": tokenizer is not None and tokenizer.chat_template is not None,
@@ -171,11 +172,10 @@ class Service:
         meter = self.metrics.begin()
         ready = await self.in_thread(prepare, job, self.backends, self.settings)
         reason, thought, begun = "abort", 0, False
-        async with self._decoding(ready, job.speculation) as (request, box):
+        async with self._decoding(ready, job.speculation, meter) as (request, box):
             try:
                 while True:
                     chunk = await box.take()
-                    meter.chunk(chunk)
                     if chunk.finish_reason == "cancelled":  # by none of those who listen
                         raise ApiError(503, "The server was stopped before the answer ended; ask again.")
                     chunk.checked()
@@ -195,10 +195,12 @@ class Service:
             yield finished(request, ready.engine, called, thought)
 
     @asynccontextmanager
-    async def _decoding(self, ready: Prepared, how: Speculation) -> AsyncIterator[tuple[Request, Mailbox]]:
+    async def _decoding(
+        self, ready: Prepared, how: Speculation, meter: Meter
+    ) -> AsyncIterator[tuple[Request, Mailbox]]:
         """A request while it is decoded, and where its chunks arrive. It is cancelled at the end."""
         self._mail = self._mail or Mailroom()
-        box = Mailbox(self.settings.max_unread, joined=not how.trace)
+        box = Mailbox(self.settings.max_unread, not how.trace, meter.chunk)
         drafting = RequestDrafting(how.enabled, how.block_size, how.tree_budget)
         listener = partial(self._mail.send, box)
         start = partial(ready.engine.submit, ready.prompt, ready.params, listener, drafting, how.trace)

@@ -31,6 +31,8 @@ class ServeSettings:
         max_prompt_tokens: Most tokens of a prompt; None is what the context holds.
         max_answer_tokens: Most tokens of an answer; None is what the context has room for.
         max_unread: Tokens of a streamed answer that wait for a client that reads slowly; with more, it is ended.
+        max_stored: Bytes, about, that the latest answers of /v1/responses may take which are kept in memory, for
+            requests that go on from them; 0 keeps none.
         stall_seconds: Seconds that a client may take nothing of what it is sent before it is given up.
         grace_seconds: Seconds that running answers have to end after the server was told to.
         prefix_tokens: Tokens of ended requests that are remembered, so that the next turn of a chat reads only what is
@@ -56,6 +58,7 @@ class ServeSettings:
     max_prompt_tokens: Count | None = None
     max_answer_tokens: Count | None = None
     max_unread: Count = 4096
+    max_stored: Natural = 64 * 2**20
     stall_seconds: Amount = 60.0
     grace_seconds: Amount = 30.0
     prefix_tokens: Natural | None = None

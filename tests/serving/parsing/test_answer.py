@@ -250,7 +250,7 @@ def test_long_calls_of_deep_and_huge_values(tokenizer: PreTrainedTokenizerFast) 
 
 @pytest.mark.parametrize("template", ["{{ messages }}", "{{ tools }} [TOOL_CALLS]"])
 def test_templates_without_a_known_format_refuse_tools(tokenizer: PreTrainedTokenizerFast, template: str) -> None:
-    with pytest.raises(UsageError, match="tools: the model's chat template"):
+    with pytest.raises(UsageError, match="tools is given, and the model's chat template"):
         parser_of(tokenizer_with(tokenizer, template), TOOLS)
     parser_of(tokenizer, TOOLS, ToolChoice("none"))
 

@@ -34,8 +34,8 @@ def format_of(tokenizer: PreTrainedTokenizerBase) -> Format:
     if not fitting:
         lacks = "has tool calls in an unknown format" if "tools" in template else "takes no tools"
         raise UsageError(
-            f"tools: the model's chat template {lacks}, so it cannot call any; send none, or serve a model whose "
-            f"template has one of the formats {', '.join(formats)}."
+            f"tools is given, and the model's chat template {lacks}; send none, or serve a model whose template has "
+            f"one of the formats {', '.join(formats)}."
         )
     return fitting[0]
 
@@ -64,8 +64,8 @@ def schemas_of(tools: Sequence[dict[str, Any]]) -> Tools:
             raise UsageError(f"tools holds {str(tool)[:80]}; every tool needs a function with a name.")
         schema = function.get("parameters") or {}
         if not isinstance(schema, dict) or not isinstance(schema.get("properties", {}), dict):
-            raise UsageError(f"tools: the parameters of {name} are no JSON schema of an object; give one.")
+            raise UsageError(f"tools holds parameters of {name} that are no JSON schema of an object; give one.")
         if name in schemas:
-            raise UsageError(f"tools: {name} is there twice; give every tool a name of its own.")
+            raise UsageError(f"tools holds {name} twice; give every tool a name of its own.")
         schemas[name] = schema
     return schemas

@@ -1,0 +1,107 @@
+"""Which tokens a grammar lets follow in an answer, by llguidance."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from blockdraft.errors import UsageError
+from blockdraft.targets import Target, without_tokenizer
+from blockdraft.types import Grammar
+
+if TYPE_CHECKING:  # an optional package, loaded by the first request that has a grammar
+    from llguidance import LLMatcher, LLTokenizer
+
+# Between the parts of JSON: a space, or a new line with its indent. Were more allowed, some models would go on with it.
+WHITESPACE = r" |\r?\n[ \t]{0,40}"
+ERROR_LENGTH = 300
+
+_tokenizers: WeakKeyDictionary[Target, LLTokenizer] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+class AnswerGrammar:
+    """How far one answer has come in its grammar. Raises as `Engine.submit` does where the answer cannot begin."""
+
+    def __init__(self, grammar: Grammar, target: Target) -> None:
+        try:
+            from llguidance import LLMatcher, LLParserLimits
+        except ImportError as error:
+            raise UsageError("Grammars take llguidance; run pip install 'blockdraft[server]'.") from error
+        tokenizer = _tokenizer(target)
+        self._vocab_size = target.vocab_size
+        self._ends = torch.zeros(target.vocab_size, dtype=torch.bool)
+        self._ends[[token for token in tokenizer.eos_tokens if token < target.vocab_size]] = True
+        try:
+            compiled = _compile(LLMatcher, grammar)
+        except ValueError as error:
+            raise UsageError(f"The grammar of kind {grammar.kind} is refused: {error}.") from error
+        limits = LLParserLimits(verbose_errors=False)
+        self._matcher = LLMatcher(tokenizer, compiled, log_level=0, limits=limits)
+        if (why := self.dead_end()) is not None:
+            raise UsageError(f"The grammar of kind {grammar.kind} is refused: {why}.")
+
+    def advance(self, token: int) -> bool:
+        """The answer goes on with this token. Returns whether it may."""
+        return self._matcher.consume_token(token)
+
+    def after(self, tokens: Sequence[int]) -> Tensor | None:
+        """The tokens that may follow the answer and these, `[V]` bool on the CPU; None where these may not follow it,
+        or nothing them. After an end token there are only such."""
+        matcher = self._matcher.deep_copy()  # what goes wrong with a guess must not concern the answer
+        for token in tokens:
+            if self._ends[token]:
+                return self._ends
+            if not matcher.consume_token(token):
+                return None
+        return self._mask(matcher)
+
+    def dead_end(self) -> str | None:
+        """Why nothing can follow the answer; None if something can."""
+        matcher = self._matcher.deep_copy()
+        if self._mask(matcher) is not None:
+            return None
+        why = " ".join(matcher.get_error().removesuffix("<non-verbose/>").split())
+        return why[:ERROR_LENGTH] or "no token of the target's goes on as it asks for"
+
+    def _mask(self, matcher: LLMatcher) -> Tensor | None:
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        if matcher.is_error():  # its mask then holds the end tokens
+            return None
+        allowed = torch.from_numpy(np.unpackbits(bits, bitorder="little")[: self._vocab_size].view(bool))
+        return allowed if allowed.any() else None
+
+
+def _compile(matcher: type[LLMatcher], grammar: Grammar) -> str:
+    if grammar.kind == "regex":
+        return matcher.grammar_from_regex(grammar.text)
+    if grammar.kind == "lark":
+        return matcher.grammar_from_lark(grammar.text)
+    schema = grammar.text or '{"type": "object"}'
+    return matcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": WHITESPACE})
+
+
+def _tokenizer(target: Target) -> LLTokenizer:
+    """The target's tokens as llguidance knows them; made once, since that takes long."""
+    from llguidance.hf import from_tokenizer
+
+    with _lock:
+        if target not in _tokenizers:
+            tokenizer = target.tokenizer
+            if tokenizer is None:
+                raise UsageError(f"{without_tokenizer(target)}, so it cannot follow a grammar.")
+            if not isinstance(tokenizer, PreTrainedTokenizerFast):
+                raise UsageError(f"Grammars take a fast tokenizer, and the target's is a {type(tokenizer).__name__}.")
+            known = 1 + max(tokenizer.get_vocab().values())
+            ends: Any = sorted(token for token in target.eos_token_ids if token < min(known, target.vocab_size))
+            if not ends:
+                raise UsageError("The target has no end token, with which an answer under a grammar could end.")
+            _tokenizers[target] = from_tokenizer(tokenizer, max(known, target.vocab_size), ends)
+        return _tokenizers[target]

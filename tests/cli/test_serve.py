@@ -1,0 +1,58 @@
+"""`blockdraft serve`: its options, and what it refuses before it loads anything."""
+
+import sys
+from dataclasses import fields
+
+import pytest
+
+from blockdraft import cli
+from blockdraft.cli.serve import ServeOptions
+from blockdraft.serving.settings import ServeSettings
+
+
+def failing(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    monkeypatch.setattr("sys.argv", ["blockdraft", "serve", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_every_setting_is_an_option_with_its_default() -> None:
+    assert {each.name for each in fields(ServeOptions)} == {each.name for each in fields(ServeSettings)}
+    assert ServeOptions().settings == ServeSettings()
+
+
+def test_options_become_settings() -> None:
+    settings = ServeOptions(backends="native, hf", served_model_name=["a", "b"], allow_host=["x"], api_key="k").settings
+    assert settings.backends == ("native", "hf") and settings.served_model_name == ("a", "b")
+    assert settings.allow_host == ("x",) and settings.api_key == "k"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--host", "0.0.0.0"], "--allow-open"),
+        (["--port", "70000"], "port is 70000"),
+        (["--max-batch-size", "0"], "max_batch_size is 0"),
+        (["--temperature", "-1"], "temperature is -1"),
+        (["--target", "/no/such/model", "--drafter", "none"], "/no/such/model"),
+        (["--target", "Qwen/Qwen3-0.6B"], "No drafter is known"),
+    ],
+)
+def test_what_cannot_be_is_told(
+    arguments: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert told in failing([*arguments, *([] if "--port" in arguments else ["--port", "0"])], monkeypatch, capsys)
+
+
+def test_lacking_packages_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys.modules["blockdraft.cli.serve"], "NEEDED", ("no_such_package",))
+    assert "pip install 'blockdraft[server]'" in failing([], monkeypatch, capsys)
+
+
+def test_the_key_may_come_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("BLOCKDRAFT_API_KEY", " ")
+    assert "api_key is empty" in failing([], monkeypatch, capsys)

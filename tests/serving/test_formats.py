@@ -1,0 +1,145 @@
+"""The other two APIs on a model: they answer what /v1/chat/completions answers."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from conftest import Client
+
+from blockdraft.engine import Engine
+
+USER = {"role": "user", "content": "the ant"}
+# Of Hermes' format; earlier calls and reasoning are of no interest here.
+TEMPLATE = (
+    "{% if tools %}{{ 'In <tool_call>: ' + tools[0]['function']['name'] + '\\n' }}{% endif %}"
+    "{% for message in messages %}"
+    "{% if message['role'] == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] }}"
+    "{% for call in message.tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}{{ '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+SCHEMA = {"type": "object", "properties": {"sky": {"enum": ["blue", "grey"]}}, "required": ["sky"]}
+
+
+@pytest.fixture
+def with_tools(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.target.tokenizer, "chat_template", TEMPLATE)
+
+
+def respond(client: Client, **body: Any) -> dict[str, Any]:
+    answer = client.post("/v1/responses", {"model": "tiny", "input": "the ant", "temperature": 0, **body})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def message(client: Client, **body: Any) -> dict[str, Any]:
+    body = {"model": "tiny", "messages": [USER], "max_tokens": 20, "temperature": 0, **body}
+    answer = client.post("/v1/messages", body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def wires(client: Client, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for block in client.post(path, {**body, "stream": True}).text.strip().split("\n\n"):
+        yield json.loads(block.split("data: ")[1])
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_all_apis_give_one_answer(client: Client, enabled: bool) -> None:
+    how: dict[str, Any] = {"speculation": {"enabled": enabled}}
+    chat = client.chat(max_tokens=20, **how)
+    text, usage = chat["choices"][0]["message"]["content"], chat["usage"]
+    assert text
+    response = respond(client, max_output_tokens=20, **how)
+    assert response["output"][0]["content"][0]["text"] == text
+    assert response["usage"]["input_tokens"] == usage["prompt_tokens"]
+    assert response["usage"]["output_tokens"] == usage["completion_tokens"]
+    claude = message(client, **how)
+    assert claude["content"] == [{"type": "text", "text": text}]
+    assert claude["usage"]["output_tokens"] == usage["completion_tokens"]
+    counted = client.post("/v1/messages/count_tokens", {"model": "tiny", "messages": [USER]}).json()
+    assert counted == {"input_tokens": usage["prompt_tokens"]}
+    body = {"model": "tiny", "input": "the ant", "temperature": 0, "max_output_tokens": 20, **how}
+    deltas = [wire["delta"] for wire in wires(client, "/v1/responses", body) if "delta" in wire]
+    assert "".join(deltas) == text
+    body = {"model": "tiny", "messages": [USER], "max_tokens": 20, "temperature": 0, **how}
+    deltas = [wire["delta"].get("text", "") for wire in wires(client, "/v1/messages", body) if "delta" in wire]
+    assert "".join(deltas) == text
+
+
+def test_a_conversation_goes_on_from_a_response(client: Client) -> None:
+    first = respond(client, max_output_tokens=12)
+    text = first["output"][0]["content"][0]["text"]
+    second = respond(client, input="and?", previous_response_id=first["id"], max_output_tokens=12)
+    messages = [USER, {"role": "assistant", "content": text}, {"role": "user", "content": "and?"}]
+    chat = client.chat(messages=messages, max_tokens=12)
+    assert second["output"][0]["content"][0]["text"] == chat["choices"][0]["message"]["content"]
+    assert second["usage"]["input_tokens_details"]["cached_tokens"] > 0
+
+
+def test_stop_sequences(client: Client) -> None:
+    whole = message(client)["content"][0]["text"]
+    end = whole[5:7]
+    cut = message(client, stop_sequences=[end])
+    assert cut["content"] == [{"type": "text", "text": whole[: whole.index(end)]}]
+    assert (cut["stop_reason"], cut["stop_sequence"]) == ("stop_sequence", end)
+
+
+def test_more_tokens_than_the_context_has(client: Client) -> None:
+    answer = client.post("/v1/responses", {"model": "tiny", "input": "the ant", "max_output_tokens": 10_000})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == "max_output_tokens"
+    assert error["message"].startswith("max_output_tokens is 10000")
+    body = message(client, max_tokens=10_000, logit_bias={"2": -100}, temperature=1, seed=1)
+    assert body["stop_reason"] in ("model_context_window_exceeded", "end_turn")
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.usefixtures("with_tools")
+def test_a_model_is_made_to_call_a_tool(client: Client, enabled: bool) -> None:
+    """Even one that has learnt nothing."""
+    how = {"speculation": {"enabled": enabled}}
+    function = {"name": "paint", "description": "Paints.", "parameters": SCHEMA}
+    chat = client.chat(tools=[{"type": "function", "function": function}], tool_choice="required", **how)
+    [call, *_] = chat["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["name"] == "paint"
+    arguments = json.loads(call["function"]["arguments"])
+    assert arguments["sky"] in ("blue", "grey")
+    choice = {"type": "function", "name": "paint"}
+    response = respond(client, tools=[{"type": "function", **function}], tool_choice=choice, **how)
+    [item] = response["output"]
+    assert (item["type"], item["name"], json.loads(item["arguments"])) == ("function_call", "paint", arguments)
+    tool = {"name": "paint", "description": "Paints.", "input_schema": SCHEMA}
+    claude = message(client, tools=[tool], tool_choice={"type": "tool", "name": "paint"}, max_tokens=100, **how)
+    [block] = claude["content"]
+    assert (block["name"], block["input"], claude["stop_reason"]) == ("paint", arguments, "tool_use")
+
+
+def test_templates_that_take_no_tools_refuse_them(client: Client) -> None:
+    tool = {"type": "function", "name": "paint", "parameters": SCHEMA}
+    error = client.post("/v1/responses", {"model": "tiny", "input": "x", "tools": [tool]}).json()["error"]
+    assert error["param"] == "tools" and "takes no tools" in error["message"]
+    body = {"model": "tiny", "max_tokens": 9, "messages": [USER], "tools": [{"name": "paint", "input_schema": SCHEMA}]}
+    answer = client.post("/v1/messages", body)
+    assert answer.status_code == 400 and "takes no tools" in answer.json()["error"]["message"]
+
+
+@pytest.mark.usefixtures("with_tools")
+def test_templates_that_take_no_system_refuse_it(client: Client) -> None:
+    claude = {"model": "tiny", "max_tokens": 9, "messages": [USER], "system": "Be."}
+    for path, body in (
+        ("/v1/responses", {"model": "tiny", "input": "x", "instructions": "Be."}),
+        ("/v1/messages", claude),
+        ("/v1/messages/count_tokens", claude),
+    ):
+        answer = client.post(path, body)
+        assert answer.status_code == 400 and "no system here" in answer.json()["error"]["message"], answer.text
+
+
+@pytest.mark.usefixtures("with_tools")
+def test_arguments_with_half_a_character(client: Client) -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "paint", "arguments": '{"a": "\\ud800"}'}
+    answer = client.post("/v1/responses", {"model": "tiny", "input": [call], "max_output_tokens": 3})
+    assert answer.status_code == 400 and "chat template" in answer.json()["error"]["message"]

@@ -1,0 +1,225 @@
+"""A running server: clients that leave or stall, signals, and the command that starts it."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from blockdraft.engine import Engine
+from blockdraft.errors import UsageError
+from blockdraft.serving import run
+from blockdraft.serving.backends import Backends
+from blockdraft.serving.service import Service
+from blockdraft.serving.settings import ServeSettings
+
+ENDLESS = {"model": "tiny", "prompt": "abc", "temperature": 0, "ignore_eos": True}
+
+
+class Running:
+    """A server in a thread, whose signals are calls."""
+
+    def __init__(self, engine: Engine, **given: Any) -> None:
+        settings = ServeSettings(port=0, served_model_name=("tiny",), **given)
+        self.service = Service(Backends(engine), settings)
+        self.bound = run.bind(settings)
+        self.url = run.url_of(self.bound)
+        ready = threading.Event()
+        self.server: Any = run.server_of(self.service, settings, ready.set)
+        self.thread = threading.Thread(target=lambda: self.server.run(sockets=[self.bound]))
+        self.thread.start()
+        assert ready.wait(20)
+
+    def signal(self) -> None:
+        self.server.handle_exit(signal.SIGTERM, None)
+
+    def raw(self, body: Any) -> socket.socket:
+        """A connection that has sent a completion and reads what it wants to."""
+        sent = json.dumps(body).encode()
+        connection = socket.create_connection(self.bound.getsockname())
+        head = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
+        connection.sendall("\r\n".join([*head, f"Content-Length: {len(sent)}", "", ""]).encode() + sent)
+        return connection
+
+    def await_active(self, count: int) -> None:
+        ends = time.monotonic() + 20
+        while self.service.admission.active != count:
+            assert time.monotonic() < ends, f"{self.service.admission.active} are active"
+            time.sleep(0.005)
+
+
+@pytest.fixture
+def slow_engine(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """Its cycles take time, so that an answer is seen half done."""
+    step = engine.scheduler.step
+    monkeypatch.setattr(engine.scheduler, "step", lambda: (time.sleep(0.02), step())[1])
+    return engine
+
+
+@pytest.fixture
+def start(slow_engine: Engine) -> Iterator[Callable[..., Running]]:
+    started: list[Running] = []
+
+    def make(**given: Any) -> Running:
+        started.append(Running(slow_engine, **given))
+        return started[-1]
+
+    yield make
+    for one in started:
+        one.signal()
+        one.signal()
+        one.thread.join(20)
+        assert not one.thread.is_alive()
+
+
+def idle(engine: Engine) -> None:
+    ends = time.monotonic() + 20
+    while not engine.scheduler.idle:
+        assert time.monotonic() < ends, "a row is still taken"
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_row(start: Callable[..., Running], slow_engine: Engine, stream: bool) -> None:
+    server = start()
+    with closing(server.raw(ENDLESS | {"stream": stream})) as connection:
+        ends = time.monotonic() + 20
+        while not (slow_engine.scheduler.running and slow_engine.scheduler.running[0].token_ids):
+            assert time.monotonic() < ends
+            time.sleep(0.005)
+        [request] = slow_engine.scheduler.running
+        if stream:
+            assert b"200 OK" in connection.recv(100)
+    idle(slow_engine)
+    assert request.finish_reason == "cancelled" and len(request.token_ids) < 200
+    server.await_active(0)
+
+
+def test_a_client_that_leaves_the_queue_is_forgotten(start: Callable[..., Running], slow_engine: Engine) -> None:
+    server = start(max_queue=8)
+    running = [server.raw(ENDLESS) for _ in range(4)]
+    server.await_active(4)
+    with closing(server.raw(ENDLESS)):
+        server.await_active(5)
+    server.await_active(4)
+    for connection in running:
+        connection.close()
+    idle(slow_engine)
+
+
+def test_a_signal_lets_answers_end(start: Callable[..., Running]) -> None:
+    server = start()
+    answers: list[httpx.Response] = []
+    asking = threading.Thread(
+        target=lambda: answers.append(httpx.post(f"{server.url}/v1/completions", json=ENDLESS | {"max_tokens": 100}))
+    )
+    asking.start()
+    server.await_active(1)
+    server.signal()
+    asking.join(20)
+    assert answers[0].status_code == 200
+    assert answers[0].json()["usage"]["completion_tokens"] == 100
+    server.thread.join(20)
+    assert not server.thread.is_alive()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{server.url}/health")
+
+
+def test_while_it_ends_no_one_else_is_let_in(start: Callable[..., Running]) -> None:
+    server = start()
+    with closing(server.raw(ENDLESS | {"stream": True})) as connection:
+        assert b"200 OK" in connection.recv(100)
+        server.signal()
+        ends = time.monotonic() + 20
+        while httpx.get(f"{server.url}/health").status_code == 200:
+            assert time.monotonic() < ends
+        answer = httpx.post(f"{server.url}/v1/completions", json=ENDLESS)
+        assert answer.status_code == 503 and answer.headers["retry-after"]
+
+
+@pytest.mark.parametrize("twice", [True, False])
+def test_answers_that_do_not_end_in_time_are_told(start: Callable[..., Running], twice: bool) -> None:
+    server = start(grace_seconds=60.0 if twice else 0.2)
+    with closing(server.raw(ENDLESS | {"stream": True})) as stream, closing(server.raw(ENDLESS)) as whole:
+        server.await_active(2)
+        server.signal()
+        if twice:
+            server.signal()
+        told = [b"".join(iter(lambda one=one: one.recv(2**16), b"")).decode() for one in (stream, whole)]
+    assert "200 OK" in told[0] and '"error"' in told[0] and "stopped before" in told[0]
+    assert "503 Service" in told[1] and "stopped before" in told[1]
+    server.thread.join(20)
+    assert not server.thread.is_alive()
+
+
+def test_a_client_that_takes_nothing_is_given_up(
+    start: Callable[..., Running], slow_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answer is far larger than the buffers between, for every token's likeliest neighbours are told."""
+    server = start(stall_seconds=0.3)
+    monkeypatch.setattr("blockdraft.serving.texts.data", lambda body: f"data: {'x' * 2**18}\n\n")
+    with closing(server.raw(ENDLESS | {"stream": True})):
+        server.await_active(1)
+        server.await_active(0)
+        idle(slow_engine)
+
+
+def test_a_port_in_use_is_told() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(UsageError, match=f"port is {port}, which is in use"):
+            run.bind(ServeSettings(port=port))
+    with pytest.raises(UsageError, match="cannot listen at"):
+        run.bind(ServeSettings(host="no.such.host.invalid", api_key="k"))
+
+
+@pytest.mark.slow
+def test_the_command(tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "blockdraft",
+        "serve",
+        "--port",
+        "0",
+        "--self-check",
+        "2",
+        "--served-model-name",
+        "tiny",
+    ]
+    command += ["--target", str(tiny_target_dir), "--drafter", str(tiny_drafter_dir), "--compile", "off"]
+    environment = os.environ | {"BLOCKDRAFT_API_KEY": "secret-key"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert process.stdout is not None
+        told = ""
+        while "Ready" not in told:
+            line = process.stdout.readline()
+            assert line, process.communicate()[1]
+            told += line
+        ready = re.search(r"Ready: (http://127\.0\.0\.1:\d+)/v1", told)
+        assert ready, told
+        assert "0 of 2 greedy answers differ" in told and "Target   target" in told
+        assert "secret-key" not in told and str(tiny_target_dir) not in told
+        assert httpx.get(f"{ready[1]}/v1/models").status_code == 401
+        headers = {"Authorization": "Bearer secret-key"}
+        answer = httpx.post(f"{ready[1]}/v1/completions", json=ENDLESS | {"max_tokens": 5}, headers=headers)
+        assert answer.json()["usage"]["completion_tokens"] == 5
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=30)
+        assert process.returncode == 0, err
+        assert "Traceback" not in err and "secret-key" not in out + err
+    finally:
+        process.kill()
+        process.communicate()

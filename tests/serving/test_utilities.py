@@ -1,0 +1,76 @@
+"""Models, tokens, health, metrics, and the document of the API."""
+
+from typing import Any
+
+import pytest
+
+from blockdraft.engine import Engine
+
+
+def test_models(client: Any, engine: Engine) -> None:
+    listed = client.get("/v1/models").json()
+    assert listed["object"] == "list"
+    [model] = listed["data"]
+    assert model == client.get("/v1/models/tiny").json()
+    assert model["id"] == "tiny" and model["object"] == "model" and model["owned_by"] == "blockdraft"
+    about = model["blockdraft"]
+    assert about["target"] == about["drafter"] == "target"  # the name of the folder alone
+    assert about["backends"] == ["native"] and about["has_chat_template"] is True
+    assert about["max_context"] == engine.target.max_context and about["block_size"] == 8
+    assert about["parameters"] == sum(weight.numel() for _, weight in engine.target.named_weights())
+    assert about["drafter_parameters"] == about["parameters"]
+
+
+def test_tokens_there_and_back(client: Any, engine: Engine) -> None:
+    tokenizer: Any = engine.target.tokenizer
+    told = client.post("/tokenize", {"prompt": "the ant", "return_token_strs": True}).json()
+    assert told["tokens"] == tokenizer("the ant")["input_ids"] and told["count"] == len(told["tokens"])
+    assert told["token_strs"][0] == "the" and told["max_model_len"] == engine.target.max_context
+    assert client.post("/detokenize", {"tokens": told["tokens"]}).json() == {"prompt": "the ant"}
+
+
+def test_tokens_of_a_chat_are_those_that_an_answer_counts(client: Any) -> None:
+    messages = [{"role": "user", "content": "the ant"}]
+    told = client.post("/tokenize", {"model": "tiny", "messages": messages}).json()
+    assert told["count"] == client.chat("the ant", max_tokens=1)["usage"]["prompt_tokens"]
+    assert told["count"] == client.service.count_tokens(messages)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {}),
+        ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}),
+        ("/tokenize", {"prompt": 3}),
+        ("/tokenize", {"messages": []}),
+        ("/detokenize", {}),
+        ("/detokenize", {"tokens": [-1]}),
+        ("/detokenize", {"tokens": [10**6]}),
+        ("/detokenize", {"tokens": ["a"]}),
+    ],
+)
+def test_bad_tokens(client: Any, path: str, body: Any) -> None:
+    assert client.post(path, body).status_code == 400
+
+
+def test_health_tells_when_the_server_ends(client: Any) -> None:
+    assert client.get("/health").json() == {"status": "ok"}
+    client.service.admission.draining = True
+    assert client.get("/health").status_code == 503
+
+
+def test_the_document_names_all_routes_and_no_422(client: Any) -> None:
+    document = client.get("/openapi.json").json()
+    for path in (
+        "/v1/models",
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/tokenize",
+        "/detokenize",
+        "/health",
+        "/metrics",
+    ):
+        assert path in document["paths"]
+    for path, routes in document["paths"].items():
+        for route in routes.values():
+            assert "4XX" in route["responses"] and "422" not in route["responses"], path
