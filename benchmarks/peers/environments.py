@@ -145,7 +145,9 @@ def install(name: str) -> str | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join([*INSTALLERS, *MORE])}; all but {', '.join(MORE)}")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"of {', '.join([*INSTALLERS, *MORE])}; all but {', '.join(MORE)}"
+    )
     names = parser.parse_args().names or list(INSTALLERS)
     unknown = set(names) - {*INSTALLERS, *MORE}
     if unknown:

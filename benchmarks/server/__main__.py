@@ -1,12 +1,12 @@
 """`blockdraft serve` under load: `make bench-server`, or `python -m benchmarks.server [load|soak|faults|fuzz]`.
 
-load    Streams that each send the next request when they have their answer, on the bundled pair and on one four times as
-        wide: our server with drafting and without, our engine without a server, and llama.cpp's llama-server, with
+load    Streams that each send the next request when they have their answer, on the bundled pair and on one four times
+        as wide: our server with drafting and without, our engine without a server, and llama.cpp's llama-server, with
         drafting and without. They take turns; an interrupted run goes on where it was; --anew forgets it. Written to
         --out: runs.csv, server.md, server.png.
 soak    Our server under load for --minutes: its memory by time, and every answer compared. samples.csv, soak.png.
-faults  Our server under load, while clients vanish, read slowly or send garbage, the engine fails, the queue is full, and
-        the server is told to end.
+faults  Our server under load, while clients vanish, read slowly or send garbage, the engine fails, the queue is full,
+        and the server is told to end.
 fuzz    Requests made at random from the server's own OpenAPI document, and broken; none may be answered with 5xx.
         The same command goes on where it was.
 

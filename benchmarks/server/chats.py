@@ -61,9 +61,11 @@ KINDS: tuple[tuple[Callable[[Random], list[Message]], int], ...] = (
 def make(count: int, seed: int = 0) -> list[dict[str, Any]]:
     """So many requests: the chat, and the most tokens of its answer."""
     random, found = Random(seed), list[dict[str, Any]]()
-    for i in range(count):
-        kind, tokens = KINDS[i % len(KINDS)]
-        found.append({"messages": kind(random), "max_tokens": tokens})
+    while len(found) < count:
+        kind, tokens = KINDS[len(found) % len(KINDS)]
+        request = {"messages": kind(random), "max_tokens": tokens}
+        if request not in found:
+            found.append(request)
     return found
 
 

@@ -24,7 +24,20 @@ from benchmarks.server.wire import Exchange, exchange, parse
 MODEL = "random"
 AT_A_TIME, PATIENCE, MOST_FAILURES = 4, 60.0, 20
 KEPT_EVERY = 200  # cases after which the place is kept
-WORDS = ("", "a", "user", "assistant", "\x00", "\ud800", "é" * 20, "<tool_call>", "<think>", "{}", "../../etc", "x" * 5000)
+WORDS = (
+    "",
+    "a",
+    "user",
+    "assistant",
+    "\x00",
+    "\ud800",
+    "é" * 20,
+    "<tool_call>",
+    "<think>",
+    "{}",
+    "../../etc",
+    "x" * 5000,
+)
 ODD = (None, True, False, 0, -1, 1, 2**31, 2**63, 10**30, -(10**30), 0.5, 1e308, float("nan"), float("inf"), "", [], {})
 HEADERS = ({"Content-Type": "text/plain"}, {"Content-Type": ""}, {"Accept": "nothing/x"}, {"Host": "example.org"},
            {"Origin": "https://example.org"}, {"Authorization": "Bearer x"}, {"X-Long": "x" * 5000}, {})  # fmt: skip
@@ -99,7 +112,9 @@ class Maker:
         if kind == "array":
             most = min(schema.get("maxItems", 3), 3)
             items = schema.get("items") or {}
-            return [self.value(items, random, depth + 1) for _ in range(random.randint(schema.get("minItems", 0), most))]
+            return [
+                self.value(items, random, depth + 1) for _ in range(random.randint(schema.get("minItems", 0), most))
+            ]
         if kind == "boolean":
             return random.random() < 0.5
         if kind in ("integer", "number"):
@@ -168,7 +183,9 @@ async def cases(server: Server, maker: Maker, seed: int, first: int, count: int)
             status, said = await send(server.port, case)
             statuses[str(status)] += 1
             if status == 0 or status >= 500:
-                failures.append(f"case {number}, POST {case.path} {case.body[:300]!r} {case.headers}: {status} {said[:200]!r}")
+                failures.append(
+                    f"case {number}, POST {case.path} {case.body[:300]!r} {case.headers}: {status} {said[:200]!r}"
+                )
 
     await asyncio.gather(*(stream() for _ in range(AT_A_TIME)))
     return statuses, failures

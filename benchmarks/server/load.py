@@ -83,7 +83,11 @@ def make_pair(width: int, folder: Path) -> Pair:
 
 def peer(module: str, given: Mapping[str, Any], out: Path, patience: float = 3600.0) -> PeerProcess:
     """A process of this folder that talks as the peers do."""
-    command = [sys.executable, "-c", f"import runpy; runpy.run_module('benchmarks.server.{module}', run_name='__main__')"]
+    command = [
+        sys.executable,
+        "-c",
+        f"import runpy; runpy.run_module('benchmarks.server.{module}', run_name='__main__')",
+    ]
     return PeerProcess(command, given, given.get("threads", 1), out / "logs" / f"{module}.log", patience)
 
 
@@ -214,7 +218,9 @@ def measure(how: LoadSettings, out: Path, runs: Runs) -> dict[str, str]:
             continue
         with tempfile.TemporaryDirectory(dir=out) as folder:
             pair = make_pair(width, Path(folder))
-            with Ways(pair, how, [way for way in how.ways if any(step[2] == way for step in left)], out, Path(folder)) as ways:
+            with Ways(
+                pair, how, [way for way in how.ways if any(step[2] == way for step in left)], out, Path(folder)
+            ) as ways:
                 missing |= ways.missing
                 for way in how.ways:  # its first answers warm it up
                     if way not in ways.missing:
@@ -225,10 +231,9 @@ def measure(how: LoadSettings, out: Path, runs: Runs) -> dict[str, str]:
                     heard, peak = ways.ask(way, streams, how.seconds, 31 * repeat)
                     unequal, problems = ways.judge(heard)
                     found = figures(heard, RAMP * how.seconds, how.seconds)
-                    runs.add(
-                        Run(width, pair.parameters, way, streams, repeat, how.seconds, **asdict(found), answers=len(heard),
-                            unequal=unequal, problems=len(problems), peak_bytes=peak)
-                    )  # fmt: skip
+                    counts = {"answers": len(heard), "unequal": unequal, "problems": len(problems)}
+                    place = (width, pair.parameters, way, streams, repeat, how.seconds)
+                    runs.add(Run(*place, **asdict(found), **counts, peak_bytes=peak))
                     speed = f"{found.tokens_per_second:.0f} tokens/s, {unequal} of {len(heard)} answers differ"
                     said = [f"width {width}, {streams} streams, {way}: {speed}", *problems[:3]]
                     print(f"{'; '.join(said)} ({done + 1} of {len(left)})", file=sys.stderr, flush=True)

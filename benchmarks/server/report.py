@@ -37,8 +37,8 @@ def _at(runs: Sequence[Run], width: int, streams: int) -> list[Run]:
 def page(runs: Sequence[Run], missing: Mapping[str, str]) -> str:
     """What was found, as Markdown."""
     parts = [
-        "Medians of the repeats; ratios are taken within a repeat, with the range of the repeats in brackets. A token's "
-        "time is the mean within an answer, a piece is what arrives at once."
+        "Medians of the repeats; ratios are taken within a repeat, with the range of the repeats in brackets. A "
+        "token's time is the mean within an answer, a piece is what arrives at once."
     ]
     for width in sorted({run.width for run in runs}):
         own = [run for run in runs if run.width == width]

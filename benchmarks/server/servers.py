@@ -112,7 +112,17 @@ def ours(
 def llama(model: Path, drafter: Path | None, log: Path, threads: int, parallel: int, length: int) -> Server:
     """llama-server with room for so many requests of this length. With a drafter it drafts."""
     command = [LLAMA_SERVER, "--model", model, "--host", HOST, "--port", "0", "--threads", threads]
-    command += ["--threads-batch", threads, "--parallel", parallel, "--ctx-size", parallel * length, "--cache-ram", 0, "--no-webui"]
+    command += [
+        "--threads-batch",
+        threads,
+        "--parallel",
+        parallel,
+        "--ctx-size",
+        parallel * length,
+        "--cache-ram",
+        0,
+        "--no-webui",
+    ]
     if drafter is not None:
         command += ["--model-draft", drafter, "--spec-type", "draft-dflash"]
     return Server([str(word) for word in command], log, threads)

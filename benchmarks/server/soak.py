@@ -81,6 +81,8 @@ def metrics(text: str) -> dict[str, float]:
     found = {}
     for line in text.splitlines():
         name, _, value = line.rpartition(" ")
+        if line.startswith("#"):
+            continue
         if name.split("{")[0].endswith(("_running", "_waiting")) and float(value):
             found[name] = float(value)
     return found

@@ -19,7 +19,9 @@ from benchmarks.server.wire import Exchange, exchange, parse
 PATH = "/v1/chat/completions"
 
 
-async def closed_loop(host: str, port: int, bodies: list[bytes], streams: int, seconds: float, first: int) -> list[Heard]:
+async def closed_loop(
+    host: str, port: int, bodies: list[bytes], streams: int, seconds: float, first: int
+) -> list[Heard]:
     """Raises nothing: what went wrong is a `problem` of its request."""
     began, numbers = time.monotonic(), count(first)
     found = list[tuple[int, Exchange]]()

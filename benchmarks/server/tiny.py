@@ -17,15 +17,18 @@ from safetensors.torch import save_file
 from blockdraft import targets
 
 BUNDLED = Path(targets.BUNDLED)
-CONTEXT = 256
+CONTEXT, PAIR_CONTEXT = 256, 4096
 TEMPLATE = """\
 {%- if tools %}{{ '<|im_start|>system\\n# Tools\\n<tools>' }}
 {%- for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor -%}
-{{ '\\n</tools>\\nFor each call answer <tool_call>\\n{"name": NAME, "arguments": OBJECT}\\n</tool_call><|im_end|>\\n' }}{% endif %}
+{{ '\\n</tools>\\nFor each call answer ' }}
+{{- '<tool_call>\\n{"name": NAME, "arguments": OBJECT}\\n</tool_call><|im_end|>\\n' }}{% endif %}
 {%- for message in messages %}
-{%- if message['role'] == 'tool' %}{{ '<|im_start|>user\\n<tool_response>\\n' + message['content'] + '\\n</tool_response>' }}
+{%- if message['role'] == 'tool' %}
+{{- '<|im_start|>user\\n<tool_response>\\n' + message['content'] + '\\n</tool_response>' }}
 {%- else %}{{ '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') }}
-{%- for call in message['tool_calls'] or [] %}{{ '\\n<tool_call>\\n{"name": "' + call['function']['name'] + '", "arguments": ' }}
+{%- for call in message['tool_calls'] or [] %}
+{{- '\\n<tool_call>\\n{"name": "' + call['function']['name'] + '", "arguments": ' }}
 {{- (call['function']['arguments'] | tojson) + '}\\n</tool_call>' }}{% endfor %}{% endif -%}
 {{ '<|im_end|>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}
@@ -43,7 +46,9 @@ def random_target(out: Path, seed: int = 0) -> Path:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(Qwen3Config(**config | SIZES | {"dtype": "float32"}))
-        weights = {name: weight for name, weight in model.state_dict().items() if name != "lm_head.weight"}  # it is tied
+        weights = {
+            name: weight for name, weight in model.state_dict().items() if name != "lm_head.weight"
+        }  # it is tied
     out.mkdir(parents=True, exist_ok=True)
     save_file(weights, out / "model.safetensors", {"format": "pt"})
     (out / "config.json").write_text(json.dumps(model.config.to_dict(), default=str), encoding="utf-8")
@@ -60,8 +65,10 @@ def with_tools(folder: Path) -> Path:
 
 
 def pair_with_tools(out: Path) -> Path:
-    """The bundled target, whose drafter fits it still."""
+    """The bundled target, whose drafter fits it still, with room for long lists of tools."""
     shutil.copytree(BUNDLED, out)
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | {"max_position_embeddings": PAIR_CONTEXT}))
     return with_tools(out)
 
 

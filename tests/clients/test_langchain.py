@@ -31,8 +31,9 @@ def test_invoke_and_stream(small: Server) -> None:
     assert "7" in whole.content and whole.usage_metadata["output_tokens"] > 0
     parts = list(model.stream(QUESTION))
     assert "".join(part.content for part in parts) == whole.content
-    assert sum((part.usage_metadata or {}).get("output_tokens", 0) for part in parts) == (
-        whole.usage_metadata["output_tokens"]
+    assert (
+        sum((part.usage_metadata or {}).get("output_tokens", 0) for part in parts)
+        == (whole.usage_metadata["output_tokens"])
     )
     batch = asyncio.run(model.abatch([QUESTION] * 4))
     assert {answer.content for answer in batch} == {whole.content}
