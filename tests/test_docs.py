@@ -38,12 +38,17 @@ PAGES = sorted(
 # Commands and Python blocks (by their first line) that are parsed and not run, and why.
 PICTURE = "a picture of the decode loop; its names are those of the engine's inside"
 PROCESSES = "starts several processes of accelerate; tests/training/test_devices.py does that"
+SERVE = "serves until it is told to end; tests/serving/test_run.py does that"
 FIT = "takes hours; tests/fit/test_run.py runs the steps"
 NOT_RUN = {
     "blockdraft fit --target MODEL --data prompts.jsonl --hours 2 --out drafter": FIT,
     'blockdraft generate --target MODEL --drafter drafter "..."': FIT,
     "blockdraft train dflash ... --trackers wandb": "sends figures to a service; tests/training/test_trainer.py has a "
     "stand-in for it",
+    "blockdraft serve": SERVE,
+    "blockdraft serve --target MODEL --drafter DRAFTER --port 8001 --served-model-name my-model": SERVE,
+    "blockdraft serve --self-check 8": SERVE,
+    "from openai import OpenAI": "asks a running server, by a package of others; tests/clients does that",
     "proposal = drafter.propose(state, anchor, plan)": PICTURE,
     "blockdraft train dflash recipe.toml --target DIR --data DIR --out DIR --layers 3 --learning-rate 1e-3 "
     "--taps 1,9,17": "names layers that the target that stands in, of 8 layers, does not have",

@@ -1,5 +1,6 @@
 """/v1/chat/completions: what clients get is what the engine says."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -238,3 +239,53 @@ def test_limits_of_the_settings_hold(make_client: Callable[..., Any]) -> None:
         answer = client.post("/v1/chat/completions", {"model": "tiny", "messages": CHAT, **fields})
         assert answer.status_code == 400, answer.text
         assert "at most" in answer.json()["error"]["message"]
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"sky": {"enum": ["blue", "grey"]}, "clouds": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["sky", "clouds"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_answers_keep_to_a_schema(client: Any, temperature: float) -> None:
+    how = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA, "strict": True}}
+    fields = {"response_format": how, "max_tokens": 150, "temperature": temperature, "seed": 3}
+    answer = client.chat(**fields)
+    [choice] = answer["choices"]
+    said = json.loads(choice["message"]["content"])
+    assert said["sky"] in ("blue", "grey") and 0 <= said["clouds"] <= 9
+    assert choice["finish_reason"] == "stop"
+    plain = client.chat(**fields, speculation={"enabled": False})
+    assert plain["choices"] == answer["choices"]
+    assert answer["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 0
+
+
+def test_answers_are_json_objects(client: Any) -> None:
+    text = client.chat(response_format={"type": "json_object"}, max_tokens=20)["choices"][0]["message"]["content"]
+    assert text.lstrip().startswith("{")
+
+
+@pytest.mark.parametrize("schema", [{"type": "nonsense"}, {"$ref": "http://other.example/schema"}, False])
+def test_schemas_that_cannot_be(client: Any, schema: Any) -> None:
+    how = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    body = {"model": "tiny", "messages": CHAT, "response_format": how}
+    answer = client.post("/v1/chat/completions", body)
+    assert answer.status_code == 400, answer.text
+
+
+def test_reasoning_comes_under_both_names(client: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer: Any = engine.target.tokenizer
+    opened = tokenizer.chat_template.replace("assistant\\n", "assistant\\n<think>\\n")
+    assert opened != tokenizer.chat_template
+    monkeypatch.setattr(tokenizer, "chat_template", opened)
+    answer = client.chat(max_tokens=20)
+    message = answer["choices"][0]["message"]
+    assert message["reasoning"] == message["reasoning_content"] != ""
+    assert message["content"] == ""
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 20
+    deltas = [event["choices"][0]["delta"] for event in client.chat_events(max_tokens=20)]
+    for name in ("reasoning", "reasoning_content"):
+        assert "".join(delta.get(name, "") for delta in deltas) == message["reasoning"]

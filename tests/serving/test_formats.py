@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from conftest import Client
+from serving_client import Client
 
 from blockdraft.engine import Engine
 

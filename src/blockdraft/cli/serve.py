@@ -47,6 +47,7 @@ class ServeOptions:
     max_answer_tokens: Annotated[int | None, _of("max_answer_tokens")] = ServeSettings.max_answer_tokens
     max_body: Annotated[int, _of("max_body", metavar="BYTES")] = ServeSettings.max_body
     max_unread: Annotated[int, _of("max_unread", metavar="TOKENS")] = ServeSettings.max_unread
+    max_stored: Annotated[int, _of("max_stored")] = ServeSettings.max_stored
     prefix_tokens: Annotated[int | None, _of("prefix_tokens")] = ServeSettings.prefix_tokens
     temperature: Annotated[float, _of("temperature")] = ServeSettings.temperature
     stall_seconds: Annotated[float, _of("stall_seconds")] = ServeSettings.stall_seconds

@@ -54,7 +54,7 @@ class ServeSettings:
     allow_origin: Texts = ()
     max_batch_size: Count = 16
     max_queue: Natural = 64
-    max_body: Count = 16 * 2**20
+    max_body: Count = 8 * 2**20
     max_prompt_tokens: Count | None = None
     max_answer_tokens: Count | None = None
     max_unread: Count = 4096

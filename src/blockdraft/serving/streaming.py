@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -61,36 +63,45 @@ class EventStream(Response):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._path, self._first, self._events, self._stall = path, first, events, stall_seconds
+        self._since: float | None = None  # when a piece was begun that the client has not taken
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.ensure_future(self._send(send))
         gone = asyncio.ensure_future(_disconnected(receive))
         try:
-            await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
+            while not (sending.done() or gone.done() or self._stalls()):
+                await asyncio.wait({sending, gone}, timeout=self._stall, return_when=asyncio.FIRST_COMPLETED)
         finally:
             await _end(sending)
             await _end(gone)
             await _close(self._events)
 
+    def _stalls(self) -> bool:
+        return self._since is not None and time.monotonic() - self._since > self._stall
+
     async def _send(self, send: Send) -> None:
         async def put(message: dict[str, Any]) -> None:
-            await asyncio.wait_for(send(message), self._stall)
+            self._since = time.monotonic()
+            await send(message)
+            self._since = None
 
-        try:
+        with suppress(OSError):  # the client has gone
             await put({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await put({"type": "http.response.body", "body": self._first.encode(), "more_body": True})
+            await put(_body(self._first))
             try:
                 async for event in self._events:
-                    await put({"type": "http.response.body", "body": event.encode(), "more_body": True})
-            except (asyncio.TimeoutError, OSError):
+                    await put(_body(event))
+            except OSError:
                 raise
             except Exception as error:
                 told = as_api_error(error).body(self._path)
                 name = "event: error\n" if told.get("type") == "error" else ""
-                await put({"type": "http.response.body", "body": (name + data(told)).encode(), "more_body": True})
+                await put(_body(name + data(told)))
             await put({"type": "http.response.body", "body": b"", "more_body": False})
-        except (asyncio.TimeoutError, OSError):
-            return  # the client takes nothing, or has gone; without the last message the connection is closed
+
+
+def _body(event: str) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": event.encode(), "more_body": True}
 
 
 async def _disconnected(receive: Receive) -> None:
