@@ -98,7 +98,7 @@ def with_tools(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFa
     its own accord is not looked at, but what it must say."""
     folder = tmp_path_factory.mktemp("models")
     subprocess.run([PYTHON, "-m", "benchmarks.server.tiny", str(folder)], env=_environment(), cwd=ROOT, check=True)
-    return serve(folder / "pair", "--block-size", "4")
+    return serve(folder / "pair", "--block-size", "4", "--max-answer-tokens", "600")  # it never stops calling
 
 
 if sys.version_info < (3, 11):
