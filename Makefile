@@ -9,7 +9,7 @@ QUESTION = A baker makes 4 trays of 6 rolls. She sells 9 rolls. How many rolls a
 # One thread a worker: the models of the tests are too small to share.
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --maxprocesses 8
 
-.PHONY: demo test check fuzz mutants soak against try-stranger test-peers bench-peers bench-gpu bench-sizes wheel clean
+.PHONY: demo test check fuzz mutants soak against try-stranger test-peers test-clients bench-peers bench-server bench-gpu bench-sizes wheel clean
 
 demo: .venv/.installed
 	.venv/bin/blockdraft generate --compare --tree-budget 16 --backend hf "$(QUESTION)"
@@ -21,14 +21,14 @@ demo: .venv/.installed
 	.venv/bin/blockdraft generate --compare $(WIDE) --quantize int8 "$(QUESTION)"
 
 test: .venv/.installed
-	$(PYTEST) -m "not peers"
+	$(PYTEST) -m "not peers and not clients"
 
 # The quick round before each commit.
 check: .venv/.installed
 	.venv/bin/ruff check src tests recipes benchmarks examples
 	.venv/bin/ruff format --check src tests recipes benchmarks examples
 	.venv/bin/mypy
-	$(PYTEST) -m "not slow and not peers"
+	$(PYTEST) -m "not slow and not peers and not clients"
 
 # Random cases against plain decoding, by hand; SEED=n repeats one.
 MINUTES ?= 60
@@ -55,6 +55,10 @@ against: .venv/.installed
 test-peers: .venv-peers/.installed
 	.venv-peers/bin/python -m pytest -m peers
 
+# Other people's clients against the running server, in an environment of their own, which holds no blockdraft.
+test-clients: .venv/.installed .venv-clients/.installed
+	.venv-clients/bin/python -m pytest --confcutdir tests/clients -o filterwarnings= -m clients tests/clients
+
 # Decoding speed against other implementations; ARGS="--help" lists what can be set.
 bench-peers: .venv/.installed
 	.venv/bin/python -m benchmarks.peers.environments
@@ -64,6 +68,12 @@ bench-peers: .venv/.installed
 bench-sizes: .venv/.installed
 	.venv/bin/python -m benchmarks.peers.environments llama_cpp
 	.venv/bin/python -m benchmarks.sizes $(ARGS)
+
+# The server under load, beside llama.cpp's, which the first run builds: make bench-server ARGS=--quick. ARGS="soak",
+# "faults" and "fuzz" try it otherwise; ARGS="--help".
+bench-server: .venv/.installed
+	.venv/bin/python -m benchmarks.peers.environments llama_server
+	.venv/bin/python -m benchmarks.server $(ARGS)
 
 # Decoding against the limits of a GPU, at the shapes of real models with random weights.
 bench-gpu: .venv/.installed
@@ -90,6 +100,11 @@ wheel: .venv/.installed
 	$(PIP) install --quiet -c .venv-peers/constraints.txt setuptools
 	$(PIP) install --quiet -c .venv-peers/constraints.txt --no-build-isolation -e ".[dev,peers]"
 	$(PIP) uninstall --quiet --yes torchaudio torchvision
+	touch $@
+
+.venv-clients/.installed: tests/clients/requirements.txt
+	$(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/python -m pip --disable-pip-version-check install --quiet -r $<
 	touch $@
 
 # Leaves the environments, those in build/peers too, and what recipes wrote to build/tiny.

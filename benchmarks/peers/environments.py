@@ -87,18 +87,35 @@ def _llama_cpp() -> None:
         with tarfile.open(archive) as packed:
             packed.extractall(home / "unpacking", filter="data")
         (home / "unpacking" / source.name).rename(source)
-    tools = [shutil.which(tool) for tool in ("cmake", "ninja")]
-    if not all(tools):
-        _venv(name, "cmake", "ninja")
-        tools = [str(python(name).with_name(tool)) for tool in ("cmake", "ninja")]
-    cmake, ninja = map(str, tools)
+    cmake, ninja = _tools()
     options = ("-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}", f"-DLLAMA_CPP_SOURCE={source}/vendor/llama.cpp")
     _run(name, cmake, "-S", HERE, "-B", home / "build", *options)
+    _build(name, "llama_peer")
+
+
+def _llama_server() -> None:
+    """llama.cpp's server, beside what else was built from its sources. It takes longer than all the rest."""
+    if failure := install("llama_cpp"):
+        raise NotInstalled(failure)
+    _build("llama_server", "llama-server")
+
+
+def _tools() -> list[str]:
+    """cmake and ninja, from PyPI where the system has none."""
+    tools = [shutil.which(tool) for tool in ("cmake", "ninja")]
+    if not all(tools):
+        _venv("llama_cpp", "cmake", "ninja")
+        tools = [str(python("llama_cpp").with_name(tool)) for tool in ("cmake", "ninja")]
+    return [str(tool) for tool in tools]
+
+
+def _build(name: str, target: str) -> None:
     jobs = os.environ.get("JOBS") or str(os.cpu_count() or 1)
-    _run(name, cmake, "--build", home / "build", "--target", "llama_peer", "-j", jobs)
+    _run(name, _tools()[0], "--build", folder("llama_cpp") / "build", "--target", target, "-j", jobs)
 
 
 INSTALLERS: dict[str, Callable[[], None]] = {"transformers": _transformers, "dflash": _dflash, "llama_cpp": _llama_cpp}
+MORE: dict[str, Callable[[], None]] = {"llama_server": _llama_server}  # made when named
 
 
 def _recipe() -> str:
@@ -117,7 +134,7 @@ def install(name: str) -> str | None:
     done.unlink(missing_ok=True)
     (home / "install.log").unlink(missing_ok=True)
     try:
-        INSTALLERS[name]()
+        (INSTALLERS | MORE)[name]()
     except (NotInstalled, OSError) as error:
         failed.write_text(str(error))
         return str(error)
@@ -128,11 +145,13 @@ def install(name: str) -> str | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(INSTALLERS)}; default: all")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"of {', '.join([*INSTALLERS, *MORE])}; all but {', '.join(MORE)}"
+    )
     names = parser.parse_args().names or list(INSTALLERS)
-    unknown = set(names) - set(INSTALLERS)
+    unknown = set(names) - {*INSTALLERS, *MORE}
     if unknown:
-        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(INSTALLERS)}.")
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join([*INSTALLERS, *MORE])}.")
     for name in names:
         print(f"{name}: installing in {folder(name)}" if why_missing(name) else f"{name}: checking", flush=True)
         failure = install(name)

@@ -19,6 +19,16 @@ class PeerError(Exception):
     """A peer is missing or has failed; the message says why."""
 
 
+def peak_bytes(process: int) -> int:
+    """Most memory that a process has had, files that it reads as memory included; 0 where the system does not tell."""
+    try:
+        status = Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        return 0
+    found = dict(line.split(":", 1) for line in status.splitlines())
+    return 1024 * int(found["VmHWM"].split()[0]) if "VmHWM" in found else 0
+
+
 class PeerProcess:
     """Starts a peer and waits until it has loaded its models.
 
@@ -73,13 +83,7 @@ class PeerProcess:
         return self._read()
 
     def peak_bytes(self) -> int:
-        """Most memory that it has had, files that it reads as memory included; 0 where the system does not tell."""
-        try:
-            status = Path(f"/proc/{self._process.pid}/status").read_text()
-        except OSError:
-            return 0
-        found = dict(line.split(":", 1) for line in status.splitlines())
-        return 1024 * int(found["VmHWM"].split()[0]) if "VmHWM" in found else 0
+        return peak_bytes(self._process.pid)
 
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None

@@ -67,7 +67,8 @@ def _most_new_tokens(settings: ServeSettings, context: int, prompt: int, wanted:
     if room < 1:
         raise ApiError(
             400,
-            f"The prompt has {prompt} tokens, and there is room for {prompt + room}, answer included; shorten it.",
+            f"The prompt has {prompt} tokens, and this model's maximum context length is {prompt + room} tokens, "
+            f"answer included; shorten it.",
             code=code,
         )
     if wanted is None:

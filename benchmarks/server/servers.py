@@ -1,0 +1,128 @@
+"""Servers as processes of their own: ours and llama.cpp's, always on 127.0.0.1."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from benchmarks.peers import environments
+from benchmarks.peers.process import PeerError
+
+ROOT = Path(__file__).parents[2]
+HOST = "127.0.0.1"
+LLAMA_SERVER = environments.folder("llama_cpp") / "build" / "bin" / "llama-server"
+LISTENING = re.compile(r"http://127\.0\.0\.1:(\d+)")
+LONGEST_WORDS = 300
+
+
+class Server:
+    """A server that has said where it listens, and is healthy.
+
+    Args:
+        command: What starts it, at a free port.
+        log: Where everything goes that it prints; an address in it tells its port.
+        patience: Seconds that this may take.
+
+    Attributes:
+        port: Where it listens.
+        process: The running program.
+
+    Raises:
+        PeerError: It did not come up; the message says why.
+    """
+
+    def __init__(self, command: Sequence[str | Path], log: Path, threads: int, patience: float = 300.0) -> None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._log = log
+        path = os.pathsep.join(filter(None, (str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH"))))
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
+        environment |= {"PYTHONUNBUFFERED": "1"}
+        with log.open("w") as out:
+            words = [str(word) for word in command]
+            self.process = psutil.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment, start_new_session=True
+            )
+        try:
+            self.port = self._wait(time.monotonic() + patience)
+        except PeerError:
+            self.close()
+            raise
+
+    def _wait(self, until: float) -> int:
+        while time.monotonic() < until:
+            text = self._log.read_text(errors="replace")
+            if self.process.poll() is not None:
+                told = [line.strip() for line in text.splitlines() if line.strip()] or ["no message"]
+                raise PeerError(f"it ended with {self.process.returncode}: {told[-1]}"[:LONGEST_WORDS])
+            if (found := LISTENING.search(text)) and self._healthy(int(found[1])):
+                return int(found[1])
+            time.sleep(0.1)
+        raise PeerError(f"it did not come up in time; {self._log} has what it said")
+
+    @staticmethod
+    def _healthy(port: int) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://{HOST}:{port}/health", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except urllib.error.HTTPError as error:
+            return error.code != 503  # which says that it is still loading
+        except OSError:
+            return False
+
+    def get(self, path: str) -> bytes:
+        with urllib.request.urlopen(f"http://{HOST}:{self.port}{path}", timeout=60) as answer:
+            found: bytes = answer.read()
+            return found
+
+    def resident(self) -> int:
+        """Bytes of memory that it has now; 0 where it has ended."""
+        try:
+            return int(self.process.memory_info().rss)
+        except psutil.Error:
+            return 0
+
+    def close(self, patience: float = 30.0) -> int:
+        """Tell it to end, and make it where it does not; returns its exit status."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(patience)
+            except psutil.TimeoutExpired:
+                self.process.kill()
+        return int(self.process.wait())
+
+
+def ours(
+    target: Path, drafter: Path | str, log: Path, threads: int, more: Sequence[str] = (), module: str = "blockdraft"
+) -> Server:
+    """`blockdraft serve`, or another module with its command line. It refuses to run uncompiled."""
+    command = [sys.executable, "-m", module, "serve", "--port", "0", "--threads", str(threads), "--compile", "on"]
+    return Server([*command, "--target", str(target), "--drafter", str(drafter), *more], log, threads)
+
+
+def llama(model: Path, drafter: Path | None, log: Path, threads: int, parallel: int, length: int) -> Server:
+    """llama-server with room for so many requests of this length. With a drafter it drafts."""
+    command = [LLAMA_SERVER, "--model", model, "--host", HOST, "--port", "0", "--threads", threads]
+    command += [
+        "--threads-batch",
+        threads,
+        "--parallel",
+        parallel,
+        "--ctx-size",
+        parallel * length,
+        "--cache-ram",
+        0,
+        "--no-webui",
+    ]
+    if drafter is not None:
+        command += ["--model-draft", drafter, "--spec-type", "draft-dflash"]
+    return Server([str(word) for word in command], log, threads)

@@ -1,0 +1,135 @@
+"""What is asked, in which order, and what is made of the runs."""
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks.peers.process import PeerError
+from benchmarks.server import __main__ as program
+from benchmarks.server import chats, offline
+from benchmarks.server.heard import Heard
+from benchmarks.server.load import LoadSettings, Ways, broken, steps
+from benchmarks.server.report import ENGINE, LLAMA, PLAIN, SERVER, WAYS, draw, page, ratios
+from benchmarks.server.runs import Run, Runs
+from benchmarks.server.servers import Server
+from benchmarks.server.soak import metrics
+from blockdraft import Drafting, Engine, SamplingParams, load_drafter, load_target
+
+
+def run(way: str, speed: float, repeat: int = 0, width: int = 4, streams: int = 16, unequal: int = 0) -> Run:
+    times = (0.1, 0.2, 0.01, 0.02, 0.03, 0.04)
+    return Run(width, 75_000_000, way, streams, repeat, 24.0, speed, 9, *times, 10, unequal, 0, 2**30)
+
+
+RUNS = [
+    run(way, speed + repeat, repeat)
+    for way, speed in ((SERVER, 95.0), (PLAIN, 50.0), (ENGINE, 100.0), (LLAMA, 60.0))
+    for repeat in range(3)
+]
+
+
+def test_runs_are_kept_and_read_again(tmp_path: Path) -> None:
+    runs = Runs(tmp_path / "new" / "runs.csv")
+    for each in RUNS:
+        runs.add(each)
+    with runs.path.open("a") as file:
+        file.write("4,75000000,ser")  # cut off
+    assert Runs(runs.path).all == RUNS and Runs(runs.path).had == {each.key for each in RUNS}
+
+
+def test_the_page_says_what_holds(tmp_path: Path) -> None:
+    assert ratios(RUNS, 4, 16, SERVER, ENGINE) == [95 / 100, 96 / 101, 97 / 102]
+    text = page(RUNS, {"llama-server-drafting": "not built"})
+    assert "| 16 | server | 96 |  | 100 / 200 | 10 / 20 | 30 / 40 | 1024 |" in text
+    assert "| server / engine | 4 | 16 | at least 0.9 | 0.95 (0.95 to 0.95) | yes |" in text
+    assert "| server / llama-server | 4 | 16 | at least 2 | 1.57 (1.56 to 1.58) | NO |" in text
+    assert "- llama-server-drafting: not built" in text
+    small = page([replace(each, width=1) for each in RUNS], {})
+    assert "| server / engine | 1 | 16 |  | 0.95 (0.95 to 0.95) | reported |" in small
+    draw(RUNS, tmp_path / "server.png")
+    assert (tmp_path / "server.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_wrong_answers_of_ours_are_failures() -> None:
+    assert broken([*RUNS, run(LLAMA, 1.0, unequal=3)]) == []
+    assert broken([run(PLAIN, 1.0, unequal=3)]) == ["server-plain at 16 streams, width 4: 3 answers differ, 0 failed"]
+
+
+def test_ways_take_turns() -> None:
+    how = LoadSettings(repeats=2, streams=(1, 4), ways=(SERVER, ENGINE))
+    found = steps(how)
+    assert len(set(found)) == len(found) == 8
+    assert [way for _, _, way in found] == [SERVER, ENGINE, ENGINE, SERVER, ENGINE, SERVER, SERVER, ENGINE]
+
+
+def test_no_two_requests_are_the_same() -> None:
+    asked = chats.make(64)
+    assert len({str(each["messages"]) for each in asked}) == 64 and asked == chats.make(64) != chats.make(64, 1)
+    assert {len(each["messages"]) for each in asked} == {1, 5}
+    body = chats.body(asked[0], "m", False)
+    assert body["speculation"] == {"enabled": False} and body["stream_options"] and body["temperature"] == 0
+    assert "speculation" not in chats.body(asked[0], "m", None)
+
+
+def test_an_answer_must_be_its_own() -> None:
+    known = [{"text": "a", "finish": "stop", "tokens": 1}, {"text": "b", "finish": "length", "tokens": 2}]
+    heard = [Heard(0, 0, [], "a", "stop", 1), Heard(1, 0, [], "a", "length", 2), Heard(1, 0, [], "b", "stop", 2)]
+    ways: Any = SimpleNamespace(known=known)
+    assert Ways.judge(ways, [*heard, Heard(0, 0, [], problem="no end")]) == (2, ["no end"])
+
+
+def test_the_engine_alone(tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
+    """The closed loop hears what plain decoding says, and never has more than its streams under way."""
+    target = load_target(tiny_target_dir)
+    drafter = load_drafter(tiny_drafter_dir, target=target)
+    asked = [{"messages": [{"role": "user", "content": text}], "max_tokens": 6} for text in ("One", "Two")]
+    with Engine(target, drafter, 2, Drafting(block_size="auto")) as engine:
+        heard = offline.closed_loop(engine, asked, 2, 0.3, 1)
+    assert heard[0].index == 1 and {each.index for each in heard} == {0, 1} and len(heard) > 2
+    with Engine(target, None, 1) as plain:
+        for each in heard:
+            [said] = plain.generate([asked[each.index]["messages"]], SamplingParams(6))
+            assert (each.text, each.finish, each.tokens) == (said.text, said.finish_reason, len(said.token_ids))
+    for each in heard:
+        under_way = [h for h in heard if h.sent <= each.sent < h.times[-1][0]]
+        assert len(under_way) <= 2 and sum(amount for _, amount in each.times) == each.tokens
+
+
+def test_a_server_that_does_not_come_up_says_why(tmp_path: Path) -> None:
+    with pytest.raises(PeerError, match="it ended with 3: no model"):
+        Server([sys.executable, "-c", "print('no model'); raise SystemExit(3)"], tmp_path / "log", 1)
+    sleeps = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with pytest.raises(PeerError, match="did not come up in time"):
+        Server(sleeps, tmp_path / "log", 1, patience=0.3)
+
+
+def test_gauges_that_are_left() -> None:
+    text = '# TYPE x_running gauge\nx_running 0.0\nx_waiting{model="a b"} 2.0\ny_total 5.0\n'
+    assert metrics(text) == {'x_waiting{model="a b"}': 2.0}
+
+
+def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[LoadSettings] = []
+
+    def measure(how: LoadSettings, out: Path, runs: Runs) -> dict[str, str]:
+        measured.append(how)
+        runs.add(run(SERVER, 1.0, repeat=len(runs.all), unequal=len(runs.all)))
+        return {}
+
+    monkeypatch.setattr(program, "measure", measure)
+    monkeypatch.setattr(program.report, "draw", lambda runs, path: path.touch())
+
+    def asked(*words: str) -> argparse.Namespace:
+        return program.arguments([*words, "--out", str(tmp_path)])
+
+    assert program.run(asked("--quick", "--streams", "2", "--ways", "server,engine")) == []
+    assert (measured[0].streams, measured[0].ways, measured[0].seconds) == ((2,), (SERVER, ENGINE), 4.0)
+    assert len(program.run(asked("--quick"))) == 1  # the second run has a wrong answer
+    with pytest.raises(ValueError, match="other seconds"):
+        program.run(asked())
+    assert program.run(asked("--anew")) == [] and measured[-1] == LoadSettings() and LoadSettings().ways == WAYS
