@@ -384,3 +384,16 @@ def test_where_rules_leave_nothing_there_is_no_law() -> None:
     found = Laws(logits, [SamplingParams()] * 2, tokens, PARENTS, PROMPTS, OUTPUTS, rules=[OnlyLarger(), None])
     assert [found.exists(0, node) for node in range(6)] == [True, False, False, True, False, False]
     assert all(found.exists(1, node) for node in range(6)) and found.invalid_rows == []
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_penalty_makes_the_only_allowed_token_impossible(temperature: float) -> None:
+    params, node = [SamplingParams(temperature=temperature, repetition_penalty=3e38)], torch.tensor([[9]])
+    logits = torch.full((1, 1, 10), -5.0)
+    found = Laws(logits, params, node, torch.tensor([[-1]]), [[9]], [[]], rules=[OnlyNine()])
+    assert found.draw([0], [0], torch.zeros(1, 1, dtype=torch.float64)) == [9]
+
+
+class OnlyNine:
+    def after(self, tokens: Sequence[int]) -> Tensor | None:
+        return torch.arange(10) == 9

@@ -10,7 +10,7 @@ from blockdraft import targets
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.targets import Target, backends, load_target
-from blockdraft.types import Drafting, SamplingParams
+from blockdraft.types import Drafting, RequestDrafting, SamplingParams
 
 PROMPTS = [[7, 60, 33, 12, 9], [5], [40, 41, 42, 40, 41], [(7 * i + 3) % 100 for i in range(90)]]
 GREEDY = SamplingParams(40)
@@ -64,3 +64,21 @@ def test_a_backend_without_trees_is_not_asked_for_any(toy: Target) -> None:
     toy.has_trees = False
     with pytest.raises(ValueError, match="tree_budget is 4, and the backend toy_backend scores chains only"):
         Engine(toy, load_drafter("prompt_lookup", target=toy), drafting=Drafting(tree_budget=4))
+
+
+def test_logprobs_and_bounds_need_nothing_more(toy: Target) -> None:
+    """Its rows cannot be cut, so a prompt is read once in any case; here in parts, beside others."""
+    drafter = load_drafter("prompt_lookup", target=toy)
+    params = SamplingParams(40, logprobs=2, prompt_logprobs=1)
+    [alone] = Engine(toy).generate([PROMPTS[3]], params)
+    with Engine(toy, drafter, 4, Drafting(tree_budget=9), prefill_tokens=32) as engine:
+        bounds = (None, RequestDrafting(enabled=False), RequestDrafting(block_size=3), RequestDrafting(tree_budget=0))
+        requests = [engine.submit(PROMPTS[3], params, drafting=bound) for bound in bounds]
+        for found in (request.result().checked() for request in requests):
+            assert found.token_ids == alone.token_ids
+            for ours, theirs in ((found.logprobs, alone.logprobs), (found.prompt_logprobs, alone.prompt_logprobs)):
+                assert ours and theirs and len(ours) == len(theirs)
+                for one, other in zip(ours, theirs, strict=True):
+                    assert (one is None) == (other is None)
+                    if one and other:
+                        assert one.token_id == other.token_id and one.logprob == pytest.approx(other.logprob, abs=1e-4)

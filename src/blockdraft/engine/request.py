@@ -113,7 +113,8 @@ class Request:
         for taken, (token, guessed) in enumerate(zip(token_ids, drafted, strict=True), start=1):
             self.token_ids.append(token)
             self.drafted.append(guessed)
-            self.logprobs += logprobs[taken - 1 : taken]
+            if logprobs:
+                self.logprobs.append(logprobs[taken - 1])
             try:
                 self.text.push(token)
             except Exception as error:

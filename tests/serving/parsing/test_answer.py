@@ -76,7 +76,7 @@ HERMES = [
     # One call's end and the next one's beginning are missing or broken.
     ('<tool_call>{"name": "f", "arguments": {"a": 1}}', [call("f", '{"a": 1}')]),
     ('<tool_call>{"name": "f", "arguments": {"a": 1}}\n</tool_', [call("f", '{"a": 1}')]),
-    ('<tool_call>{"name": "f", "arguments": {"a": 1}} more', [call("f", '{"a": 1}'), said("more")]),
+    ('<tool_call>{"name": "f", "arguments": {"a": 1}} more\n', [call("f", '{"a": 1}'), said("more\n")]),
     ('<tool_call>{"name": "f", "arg', [said('<tool_call>{"name": "f", "arg')]),
     ("<tool_call> none <tool_c", [said("<tool_call> none <tool_c")]),
     ('a <tool_call>{"name": f}</tool_call> b ', [said('a <tool_call>{"name": f}</tool_call> b ')]),

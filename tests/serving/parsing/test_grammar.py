@@ -97,6 +97,8 @@ def test_valid_calls_are_accepted_and_others_refused(tokens: PreTrainedTokenizer
         write("now", '{"a": 1}'),
         write("now", "{}") + " so",
     ]
+    if template != CODER:
+        bad.append(write("weather", '{"city":   "x"}'))  # a weak model might write spaces for ever
     assert [text for text in bad if accepts(tokens, text, TOOLS, REQUIRED)] == []
     assert accepts(tokens, separator.join(good), TOOLS, REQUIRED)
     assert not accepts(tokens, separator.join(good), TOOLS, REQUIRED, parallel=False)

@@ -69,7 +69,7 @@ class AnswerParser:
     def finish(self) -> list[Part]:
         """What is left when no more text will come."""
         parts = self._parts(final=True)
-        if not self.called and (space := self._said.rest()):
+        if space := self._said.rest():
             parts.append(Text(space))
         return parts
 
