@@ -3,9 +3,9 @@
 The bundled pair, made wider (`sizes/widen.py`), decodes the same prompts plainly, in blocks of several fixed sizes,
 and with "auto", whose stored costs are none, right, halved, doubled, shuffled, each number at random halved, kept or
 doubled, or those of another machine, on which drafts cost nothing or as much as ten tokens. All take turns, prompt by
-prompt; each "auto" goes on from prompt to prompt as one engine does. Speed is tokens over the time of the cycles. A ratio is
-that of a stretch of prompts, over that of the fixed size that was the best in all of them. With `--temperature 2` the
-text cannot be guessed, and the best is plain decoding.
+prompt; each "auto" goes on from prompt to prompt as one engine does. Speed is tokens over the time of the cycles. A
+ratio is that of a stretch of prompts, over that of the fixed size that was the best in all of them. With
+`--temperature 2` the text cannot be guessed, and the best is plain decoding.
 
 It fails where the pair does not run compiled. Written: auto.md and auto.json.
 """

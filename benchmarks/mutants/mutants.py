@@ -111,7 +111,7 @@ def fingerprint(root: Path) -> str:
     digest = hashlib.sha256()
     for part in ("src", "tests"):
         for file in sorted((root / part).rglob("*")):
-            if file.suffix in (".py", ".c", ".h", ".toml", ".json"):
+            if file.suffix in (".py", ".c", ".h", ".html", ".toml", ".json"):
                 digest.update(str(file.relative_to(root)).encode() + file.read_bytes())
     return digest.hexdigest()
 

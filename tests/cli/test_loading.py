@@ -109,7 +109,11 @@ def test_a_target_without_a_drafter_is_told_how_to_get_one(
     assert "blockdraft fit --target some/model --out DIR" in told
 
 
-def test_the_remedy_for_a_gguf_file_names_the_folder_that_it_was_made_from() -> None:
+def test_the_remedy_for_a_gguf_file_names_the_folder_that_it_was_made_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("model.gguf").touch()
     with pytest.raises(ValueError, match="blockdraft fit --target FOLDER --out DIR"):
         need_drafter("model.gguf", None, "or none")
 
@@ -117,11 +121,12 @@ def test_the_remedy_for_a_gguf_file_names_the_folder_that_it_was_made_from() -> 
 def test_a_folder_that_is_not_there_is_told_before_a_drafter_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["blockdraft", "generate", "hi", "--target", str(tmp_path / "absent")])
-    with pytest.raises(SystemExit) as exit_info:
-        cli.main()
-    assert exit_info.value.code == 2
-    assert f"There is no {tmp_path / 'absent'}" in capsys.readouterr().err
+    for absent in (str(tmp_path / "absent"), "absent"):
+        monkeypatch.setattr(sys, "argv", ["blockdraft", "generate", "hi", "--target", absent])
+        with pytest.raises(SystemExit) as exit_info:
+            cli.main()
+        assert exit_info.value.code == 2
+        assert f"There is no {absent}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["fit", "train", "chat"])

@@ -19,6 +19,7 @@ from simulation import (
     Decoding,
     Knowing,
     Lookup,
+    Machine,
     changing,
     constant,
     request,
@@ -84,6 +85,15 @@ def test_close_to_the_best_fixed_size_from_any_costs_for_more_seeds(kind: str, m
     assert sum(late) / len(late) >= 0.985 and min(late) >= 0.95
     assert sum(each < 0.95 for each in early) <= 0.15 * len(early)
     assert sum(each < 0.98 for each in late) <= 0.15 * len(late)
+
+
+def test_more_guesses_are_tried_though_they_are_thought_to_take_too_long() -> None:
+    machine = Machine(draft=0.2, flat=4, node=0.1)
+    plain, points = (0.5e-3,), (tuple((n, machine.seconds(1, n) * (0.5 if n < 2 else 1.3)) for n in range(1, 16)),)
+    wrong = Costs((1,), plain, points, points, NOW)  # a step from one guess to two that is not there
+    decoding = Decoding("chain", machine, constant(0.78, 0.95), wrong)
+    decoding.run(500)
+    assert decoding.run(500).against_best > 0.98
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)

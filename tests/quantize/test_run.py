@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
+from blockdraft.errors import UsageError
 from blockdraft.nn.quantized import QuantizedWeight
 from blockdraft.nn.rounding import rounded
 from blockdraft.proposal import chain_parents
@@ -86,6 +87,12 @@ def test_tables_may_stay_as_they_are(models: dict[str, Path], tmp_path: Path) ->
         assert target.decoder.embedding.bits is None and target.decoder.head.bits is None
         assert torch.equal(target.decoder.embedding.weight, source.decoder.embedding.weight)
         assert ("lm_head.weight" in load_file(tmp_path / name / "model.safetensors")) == (name == "qwen2")
+
+
+def test_transformers_is_not_asked_to_read_rounded_tables(models: dict[str, Path], tmp_path: Path) -> None:
+    quantize(models["llama"], tmp_path / "few")
+    with pytest.raises(UsageError, match="no embedding of 8 bits.*native backend.*--tables keep"):
+        load_target(tmp_path / "few", backend="hf")
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")

@@ -34,229 +34,237 @@ def test_nothing_but_the_page_itself_may_run(url: str) -> None:
     assert re.findall(r"https?://[^\"]*", response.text) == ["http://www.w3.org/2000/svg"]  # a name, nothing to load
 
 
-class TestChat:
-    def test_of_several_turns(self, visit: Visit, app: FastAPI) -> None:
-        visit.chat(QUESTION)
-        answer = visit.page.locator(".turn").nth(1)
-        expect(answer.locator(".answer")).to_have_text(TEXT)
-        assert answer.locator(".guess").first.inner_text() == " baker"
-        assert answer.locator(".fixed").first.inner_text() == " *"
-        expect(answer).to_contain_text("23 tokens, 14 of them accepted guesses, 400 tokens/s, tau 2.75")
-        visit.chat("And then?")
-        expect(visit.page.locator(".turn")).to_have_count(4)
-        expect(visit.get("status")).to_contain_text("complete")
-        assert app.state.requests[1]["messages"] == [
-            {"role": "user", "content": QUESTION},
-            {"role": "assistant", "content": TEXT},
-            {"role": "user", "content": "And then?"},
-        ]
-        visit.get("clear").click()
-        expect(visit.page.locator(".turn")).to_have_count(0)
-        visit.chat("Anew")
-        wait_until(lambda: len(app.state.requests) == 3)
-        assert app.state.requests[2]["messages"] == [{"role": "user", "content": "Anew"}]
+def test_chat_of_several_turns(visit: Visit, app: FastAPI) -> None:
+    visit.chat(QUESTION)
+    answer = visit.page.locator(".turn").nth(1)
+    expect(answer.locator(".answer")).to_have_text(TEXT)
+    assert answer.locator(".guess").first.inner_text() == " baker"
+    assert answer.locator(".fixed").first.inner_text() == " *"
+    expect(answer).to_contain_text("23 tokens, 14 of them accepted guesses, 400 tokens/s, tau 2.75")
+    visit.chat("And then?")
+    expect(visit.page.locator(".turn")).to_have_count(4)
+    expect(visit.get("status")).to_contain_text("complete")
+    assert app.state.requests[1]["messages"] == [
+        {"role": "user", "content": QUESTION},
+        {"role": "assistant", "content": TEXT},
+        {"role": "user", "content": "And then?"},
+    ]
+    visit.get("clear").click()
+    expect(visit.page.locator(".turn")).to_have_count(0)
+    visit.chat("Anew")
+    wait_until(lambda: len(app.state.requests) == 3)
+    assert app.state.requests[2]["messages"] == [{"role": "user", "content": "Anew"}]
 
-    @pytest.mark.parametrize("by", ["Escape", "button"])
-    def test_stopped_answers_stay_as_they_are(self, visit: Visit, app: FastAPI, by: str) -> None:
-        visit.chat("SLOW")
-        expect(visit.page.locator(".turn .answer").nth(1)).to_contain_text("The baker")
-        expect(visit.get("send")).to_have_text("Stop")
-        if by == "Escape":
-            visit.page.keyboard.press("Escape")
-        else:
-            visit.get("send").click()
-        expect(visit.get("send")).to_have_text("Send")
-        expect(visit.get("status")).to_have_text("The answer was stopped.")
-        wait_until(lambda: app.state.running == 0)
-        text = visit.page.locator(".turn .answer").nth(1).inner_text()
-        assert TEXT.startswith(text) and text != TEXT
-        visit.chat("Go on")
-        expect(visit.get("status")).to_contain_text("complete")
-        assert app.state.requests[1]["messages"][1] == {"role": "assistant", "content": text}
 
-    def test_text_of_the_model_is_never_html(self, visit: Visit) -> None:
-        visit.chat(EVIL)
-        expect(visit.page.locator(".turn .answer").nth(1)).to_have_text(EVIL.removeprefix("SAY "))
-        visit.race(EVIL)
-        expect(visit.get("verdict")).to_contain_text("Both texts are equal")
-        assert visit.get("tree").locator("text").all_text_contents()[-1] == "·<b>bold</b>"
-        assert visit.page.locator("img, main script, b").count() == 0
+@pytest.mark.parametrize("by", ["Escape", "button"])
+def test_stopped_answers_stay_as_they_are(visit: Visit, app: FastAPI, by: str) -> None:
+    visit.chat("SLOW")
+    expect(visit.page.locator(".turn .answer").nth(1)).to_contain_text("The baker")
+    expect(visit.get("send")).to_have_text("Stop")
+    if by == "Escape":
+        visit.page.keyboard.press("Escape")
+    else:
+        visit.get("send").click()
+    expect(visit.get("send")).to_have_text("Send")
+    expect(visit.get("status")).to_have_text("The answer was stopped.")
+    wait_until(lambda: app.state.running == 0)
+    text = visit.page.locator(".turn .answer").nth(1).inner_text()
+    assert TEXT.startswith(text) and text != TEXT
+    visit.chat("Go on")
+    expect(visit.get("status")).to_contain_text("complete")
+    assert app.state.requests[1]["messages"][1] == {"role": "assistant", "content": text}
 
-    def test_copy(self, browser: Browser, url: str) -> None:
-        visit = Visit(browser, url, permissions=["clipboard-read", "clipboard-write"])
-        visit.chat(QUESTION)
-        visit.page.get_by_role("button", name="Copy").click()
-        expect(visit.get("status")).to_have_text("Copied.")
-        assert visit.page.evaluate("navigator.clipboard.readText()") == TEXT
+
+def test_text_of_the_model_is_never_html(visit: Visit) -> None:
+    visit.chat(EVIL)
+    expect(visit.page.locator(".turn .answer").nth(1)).to_have_text(EVIL.removeprefix("SAY "))
+    visit.race(EVIL)
+    expect(visit.get("verdict")).to_contain_text("Both texts are equal")
+    assert visit.get("tree").locator("text").all_text_contents()[-1] == "·<b>bold</b>"
+    assert visit.page.locator("img, main script, b").count() == 0
+
+
+def test_copy(browser: Browser, url: str) -> None:
+    visit = Visit(browser, url, permissions=["clipboard-read", "clipboard-write"])
+    visit.chat(QUESTION)
+    visit.page.get_by_role("button", name="Copy").click()
+    expect(visit.get("status")).to_have_text("Copied.")
+    assert visit.page.evaluate("navigator.clipboard.readText()") == TEXT
+    visit.close()
+
+
+def test_models_without_a_chat_template_continue_the_text(browser: Browser) -> None:
+    app = make_app(has_chat_template=False)
+    with serve(app) as url:
+        visit = Visit(browser, url)
+        visit.chat("Once upon ")
+        expect(visit.page.locator(".turn .answer").nth(1)).to_have_text(TEXT)
+        visit.chat(" The end.")
+        expect(visit.page.locator(".turn .answer").nth(3)).to_have_text(TEXT)
         visit.close()
-
-    def test_models_without_a_chat_template_continue_the_text(self, browser: Browser) -> None:
-        app = make_app(has_chat_template=False)
-        with serve(app) as url:
-            visit = Visit(browser, url)
-            visit.chat("Once upon ")
-            expect(visit.page.locator(".turn .answer").nth(1)).to_have_text(TEXT)
-            visit.chat(" The end.")
-            expect(visit.page.locator(".turn .answer").nth(3)).to_have_text(TEXT)
-            visit.close()
-        assert app.state.requests[1]["prompt"] == f"Once upon {TEXT} The end."
+    assert app.state.requests[1]["prompt"] == f"Once upon {TEXT} The end."
 
 
-class TestRace:
-    def test_to_the_end(self, visit: Visit, app: FastAPI) -> None:
-        visit.race()
-        expect(visit.get("verdict")).to_have_text(f"✓ Both texts are equal: 23 tokens, {len(TEXT)} characters.")
-        expect(visit.get("times")).to_contain_text("400 tokens/s, plain decoding 200 tokens/s")
-        expect(visit.get("times")).to_contain_text("2.00 times the speed")
-        for lane, tau in ("drafted", "2.75"), ("plain", "1.00"):
-            assert visit.get(lane).locator(".answer").inner_text() == TEXT
-            assert visit.get(lane).locator("dd").all_inner_texts()[::3] == ["23", tau]
-        drafted, plain = app.state.requests
-        assert drafted["speculation"]["enabled"] and not plain["speculation"]["enabled"]
-        assert drafted["seed"] == plain["seed"]
-        assert app.state.most_running == 1
-
-    def test_tree_and_histogram(self, visit: Visit) -> None:
-        visit.race()
-        nodes = visit.get("tree").locator("g")
-        assert nodes.locator("text").all_text_contents()[:3] == ["⏎The", "·answer", "·is"]
-        kinds = [node.get_attribute("class") for node in nodes.all()]
-        assert kinds == ["anchor", "guess", "guess", "rejected", "rejected", "rejected", "rejected", "fixed"]
-        tops = [node.locator("rect").get_attribute("y") for node in nodes.all()]
-        assert tops[0] == tops[1] == tops[2] == tops[7]  # the path is straight
-        assert len(set(tops)) == 5
-        words = "Cycle 8: 6 guesses, 2 accepted (“ answer is”), then the model's own “ \\boxed{15}.”"
-        expect(visit.get("tree-words")).to_have_text(words)
-        assert visit.get("tree").locator("svg").get_attribute("aria-label") == words
-        rows = visit.get("histogram").locator("tr").all_inner_texts()
-        assert [row.split() for row in rows] == [
-            ["0", "2"],
-            ["1", "2"],
-            ["2", "2"],
-            ["3", "1"],
-            ["4", "0"],
-            ["5", "1"],
-        ]
-
-    def test_first_difference_is_shown(self, visit: Visit) -> None:
-        visit.race("DIFFER")
-        expect(visit.get("verdict")).to_have_text("✗ The texts differ.")
-        at = TEXT.index("15 rolls") + 2
-        expect(visit.get("difference")).to_contain_text(f"From character {at} on")
-        expect(visit.get("difference")).to_contain_text("= 1▸5 rolls left.")
-        expect(visit.get("difference")).to_contain_text("= 1▸6 rolls left.")
-
-    def test_slow_motion(self, visit: Visit) -> None:
-        visit.race()
-        visit.get("pace").select_option("0.5")
-        visit.get("play").click()
-        expect(visit.get("how")).to_contain_text("500 times slower than they ran")
-        expect(visit.get("tree-words")).to_have_text("Cycle 1: 8 guesses, not yet checked")
-        expect(visit.get("result")).to_be_hidden()
-        visit.get("play").click()
-        expect(visit.get("status")).to_have_text("Slow motion is paused.")
-        answer = visit.get("drafted").locator(".answer")
-        shown = answer.inner_text()
-        assert shown == "The"
-        visit.get("step").click()
-        words = "Cycle 1: 8 guesses, 3 accepted (“ baker has 4”), then the model's own “ *”"
-        expect(visit.get("status")).to_have_text(words)
-        assert answer.inner_text() == "The baker has 4 *"
-        assert visit.get("plain").locator(".answer").inner_text() == "The baker"
-        visit.get("pace").select_option("10")
-        visit.get("play").click()
-        expect(visit.get("result")).to_be_visible(timeout=20_000)
-        assert visit.get("plain").locator(".answer").inner_text() == answer.inner_text() == TEXT
-        visit.get("step").click()  # begins anew
-        assert answer.inner_text() == "The"
-
-    def test_stopped_in_either_lane(self, visit: Visit, app: FastAPI) -> None:
-        for requests in 1, 3:  # in the lane that runs first, and in the other
-            visit.race("SLOW", ends=False)
-            wait_until(lambda requests=requests: len(app.state.requests) == requests)
-            expect(visit.get("plain" if requests == 3 else "drafted").locator(".answer")).to_contain_text("The")
-            visit.page.keyboard.press("Escape")
-            expect(visit.get("status")).to_have_text("The race was stopped.")
-            expect(visit.get("start")).to_have_text("Race")
-            expect(visit.get("result")).to_be_hidden()
-            expect(visit.get("replay")).to_be_hidden()
-            wait_until(lambda: app.state.running == 0)
-
-    def test_settings_are_sent(self, visit: Visit, app: FastAPI) -> None:
-        for name, value in ("temperature", "0.7"), ("block_size", "4"), ("tree_budget", "0"), ("max_tokens", "64"):
-            visit.get(name).fill(value)
-        visit.get("seed").fill("7")
-        visit.get("backend").select_option("hf")
-        expect(visit.get("tree_budget-value")).to_have_text("0 (a chain)")
-        visit.race()
-        expect(visit.get("times")).to_contain_text("same seed")
-        body, plain = app.state.requests
-        assert (body["temperature"], body["max_tokens"], body["seed"]) == (0.7, 64, 7)
-        speculation = {"statistics": True, "trace": True, "backend": "hf"}
-        assert body["speculation"] == speculation | {"enabled": True, "block_size": 4, "tree_budget": 0}
-        assert plain["speculation"] == speculation | {"enabled": False}
+def test_race_to_the_end(visit: Visit, app: FastAPI) -> None:
+    visit.race()
+    expect(visit.get("verdict")).to_have_text(f"✓ Both texts are equal: 23 tokens, {len(TEXT)} characters.")
+    expect(visit.get("times")).to_contain_text("400 tokens/s, plain decoding 200 tokens/s")
+    expect(visit.get("times")).to_contain_text("2.00 times the speed")
+    for lane, tau in ("drafted", "2.75"), ("plain", "1.00"):
+        assert visit.get(lane).locator(".answer").inner_text() == TEXT
+        assert visit.get(lane).locator("dd").all_inner_texts()[::3] == ["23", tau]
+    drafted, plain = app.state.requests
+    assert drafted["speculation"]["enabled"] and not plain["speculation"]["enabled"]
+    assert drafted["seed"] == plain["seed"]
+    assert app.state.most_running == 1
 
 
-class TestProblems:
-    @pytest.mark.parametrize(
-        ("prompt", "words"),
-        [
-            ("BUSY", "The server is busy: 64 requests are waiting. Try again in 3 seconds."),
-            ("BAD", "The server refused this (400): max_tokens is 4096; the context holds 1024."),
-            ("BREAK", "The server broke off its answer. Is it still running?"),
-            ("FAIL", "The server could not go on: The model gave NaN."),
-        ],
-    )
-    def test_are_told_in_words(self, visit: Visit, prompt: str, words: str) -> None:
-        visit.chat(prompt)
-        expect(visit.get("problem")).to_have_text(words)
-        expect(visit.get("send")).to_have_text("Send")
-        if prompt in ("BUSY", "BAD"):  # nothing was said, and the question is not lost
-            assert visit.get("message").input_value() == prompt
-            expect(visit.page.locator(".turn")).to_have_count(0)
-        visit.race(prompt, ends=False)
-        expect(visit.get("problem")).to_have_text(words)
-        expect(visit.get("start")).to_have_text("Race")
-        visit.race()
-        expect(visit.get("problem")).to_have_text("")
+def test_tree_and_histogram(visit: Visit) -> None:
+    visit.race()
+    nodes = visit.get("tree").locator("g")
+    assert nodes.locator("text").all_text_contents()[:3] == ["⏎The", "·answer", "·is"]
+    kinds = [node.get_attribute("class") for node in nodes.all()]
+    assert kinds == ["anchor", "guess", "guess", "rejected", "rejected", "rejected", "rejected", "fixed"]
+    tops = [node.locator("rect").get_attribute("y") for node in nodes.all()]
+    assert tops[0] == tops[1] == tops[2] == tops[7]  # the path is straight
+    assert len(set(tops)) == 5
+    words = "Cycle 8: 6 guesses, 2 accepted (“ answer is”), then the model's own “ \\boxed{15}.”"
+    expect(visit.get("tree-words")).to_have_text(words)
+    assert visit.get("tree").locator("svg").get_attribute("aria-label") == words
+    rows = visit.get("histogram").locator("tr").all_inner_texts()
+    assert [row.split() for row in rows] == [
+        ["0", "2"],
+        ["1", "2"],
+        ["2", "2"],
+        ["3", "1"],
+        ["4", "0"],
+        ["5", "1"],
+    ]
 
-    def test_server_gone(self, browser: Browser) -> None:
-        with serve(make_app()) as url:
-            visit = Visit(browser, url)
-            visit.chat(f"SLOW SAY {'again and ' * 99}")
-            expect(visit.page.locator(".turn .answer").nth(1)).to_contain_text("again")
-        expect(visit.get("problem")).to_have_text("The server broke off its answer. Is it still running?")
-        visit.chat("Hello?")
-        expect(visit.get("problem")).to_have_text("The server does not answer. Is it still running?")
-        expect(visit.get("send")).to_have_text("Send")
-        visit.complaints = [line for line in visit.complaints if "ERR_" not in line]
-        visit.close()
 
-    def test_key(self, browser: Browser) -> None:
-        with serve(make_app(key="secret")) as url:
-            context = browser.new_context()
-            page = context.new_page()
-            page.goto(url)
-            expect(page.locator("#problem")).to_have_text("The server asks for an API key.")
-            expect(page.locator("#key")).to_be_focused()
-            page.keyboard.type("wrong")
-            page.keyboard.press("Enter")
-            expect(page.locator("#problem")).to_have_text("The server does not take this API key.")
-            page.locator("#key").fill("secret")
-            page.keyboard.press("Enter")
-            expect(page.locator("#about")).to_contain_text("scripted-target")
-            page.reload()
-            expect(page.locator("#about")).to_contain_text("scripted-target")
-            expect(page.locator("#key-form")).to_be_hidden()
-            assert page.evaluate("Object.values(localStorage).length") == 0
-            context.close()
+def test_first_difference_is_shown(visit: Visit) -> None:
+    visit.race("DIFFER")
+    expect(visit.get("verdict")).to_have_text("✗ The texts differ.")
+    at = TEXT.index("15 rolls") + 2
+    expect(visit.get("difference")).to_contain_text(f"From character {at} on")
+    expect(visit.get("difference")).to_contain_text("= 1▸5 rolls left.")
+    expect(visit.get("difference")).to_contain_text("= 1▸6 rolls left.")
 
-    def test_reload_while_running(self, visit: Visit, app: FastAPI) -> None:
+
+def test_slow_motion(visit: Visit) -> None:
+    visit.race()
+    visit.get("pace").select_option("0.5")
+    visit.get("play").click()
+    expect(visit.get("how")).to_contain_text("500 times slower than they ran")
+    expect(visit.get("tree-words")).to_have_text("Cycle 1: 8 guesses, not yet checked")
+    visit.get("play").click()
+    expect(visit.get("status")).to_have_text("Slow motion is paused.")
+    answer = visit.get("drafted").locator(".answer")
+    shown = answer.inner_text()
+    assert shown == "The"
+    visit.get("step").click()
+    words = "Cycle 1: 8 guesses, 3 accepted (“ baker has 4”), then the model's own “ *”"
+    expect(visit.get("status")).to_have_text(words)
+    assert answer.inner_text() == "The baker has 4 *"
+    assert visit.get("plain").locator(".answer").inner_text() == "The baker"
+    visit.get("pace").select_option("10")
+    visit.get("play").click()
+    expect(visit.get("status")).to_have_text("Slow motion has ended.", timeout=20_000)
+    assert visit.get("plain").locator(".answer").inner_text() == answer.inner_text() == TEXT
+    visit.get("step").click()  # begins anew
+    assert answer.inner_text() == "The"
+
+
+def test_race_stopped_in_either_lane(visit: Visit, app: FastAPI) -> None:
+    for requests in 1, 3:  # in the lane that runs first, and in the other
         visit.race("SLOW", ends=False)
-        wait_until(lambda: app.state.running == 1)
-        visit.page.reload()
-        wait_until(lambda: app.state.running == 0)
+        wait_until(lambda requests=requests: len(app.state.requests) == requests)
+        expect(visit.get("plain" if requests == 3 else "drafted").locator(".answer")).to_contain_text("The")
+        visit.page.keyboard.press("Escape")
+        expect(visit.get("status")).to_have_text("The race was stopped.")
         expect(visit.get("start")).to_have_text("Race")
-        expect(visit.get("drafted").locator(".answer")).to_have_text("")
-        visit.race()
-        expect(visit.get("verdict")).to_contain_text("equal")
+        expect(visit.get("result")).to_be_hidden()
+        expect(visit.get("replay")).to_be_hidden()
+        wait_until(lambda: app.state.running == 0)
+
+
+def test_settings_are_sent(visit: Visit, app: FastAPI) -> None:
+    for name, value in ("temperature", "0.7"), ("block_size", "4"), ("tree_budget", "0"), ("max_tokens", "64"):
+        visit.get(name).fill(value)
+    visit.get("seed").fill("7")
+    visit.get("backend").select_option("hf")
+    expect(visit.get("tree_budget-value")).to_have_text("0 (a chain)")
+    visit.race()
+    expect(visit.get("times")).to_contain_text("same seed")
+    body, plain = app.state.requests
+    assert (body["temperature"], body["max_tokens"], body["seed"]) == (0.7, 64, 7)
+    speculation = {"statistics": True, "trace": True, "backend": "hf"}
+    assert body["speculation"] == speculation | {"enabled": True, "block_size": 4, "tree_budget": 0}
+    assert plain["speculation"] == speculation | {"enabled": False}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ("BUSY", "The server is busy: 64 requests are waiting. Try again in 3 seconds."),
+        ("BAD", "The server refused this (400): max_tokens is 4096; the context holds 1024."),
+        ("BREAK", "The server broke off its answer. Is it still running?"),
+        ("FAIL", "The server could not go on: The model gave NaN."),
+    ],
+)
+def test_problems_are_told_in_words(visit: Visit, prompt: str, words: str) -> None:
+    visit.chat(prompt)
+    expect(visit.get("problem")).to_have_text(words)
+    expect(visit.get("send")).to_have_text("Send")
+    if prompt in ("BUSY", "BAD"):  # nothing was said, and the question is not lost
+        assert visit.get("message").input_value() == prompt
+        expect(visit.page.locator(".turn")).to_have_count(0)
+    visit.race(prompt, ends=False)
+    expect(visit.get("problem")).to_have_text(words)
+    expect(visit.get("start")).to_have_text("Race")
+    visit.race()
+    expect(visit.get("problem")).to_have_text("")
+
+
+def test_server_gone(browser: Browser) -> None:
+    with serve(make_app()) as url:
+        visit = Visit(browser, url)
+        visit.chat(f"SLOW SAY {'again and ' * 99}")
+        expect(visit.page.locator(".turn .answer").nth(1)).to_contain_text("again")
+    expect(visit.get("problem")).to_have_text("The server broke off its answer. Is it still running?")
+    visit.chat("Hello?")
+    expect(visit.get("problem")).to_have_text("The server does not answer. Is it still running?")
+    expect(visit.get("send")).to_have_text("Send")
+    visit.complaints = [line for line in visit.complaints if "ERR_" not in line]
+    visit.close()
+
+
+def test_key(browser: Browser) -> None:
+    with serve(make_app(key="secret")) as url:
+        context = browser.new_context()
+        page = context.new_page()
+        page.goto(url)
+        expect(page.locator("#problem")).to_have_text("The server asks for an API key.")
+        expect(page.locator("#key")).to_be_focused()
+        page.keyboard.type("wrong")
+        page.keyboard.press("Enter")
+        expect(page.locator("#problem")).to_have_text("The server does not take this API key.")
+        page.locator("#key").fill("secret")
+        page.keyboard.press("Enter")
+        expect(page.locator("#about")).to_contain_text("scripted-target")
+        page.reload()
+        expect(page.locator("#about")).to_contain_text("scripted-target")
+        expect(page.locator("#key-form")).to_be_hidden()
+        assert page.evaluate("Object.values(localStorage).length") == 0
+        context.close()
+
+
+def test_reload_while_running(visit: Visit, app: FastAPI) -> None:
+    visit.race("SLOW", ends=False)
+    wait_until(lambda: app.state.running == 1)
+    visit.page.reload()
+    wait_until(lambda: app.state.running == 0)
+    expect(visit.get("start")).to_have_text("Race")
+    expect(visit.get("drafted").locator(".answer")).to_have_text("")
+    visit.race()
+    expect(visit.get("verdict")).to_contain_text("equal")

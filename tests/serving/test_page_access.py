@@ -106,7 +106,26 @@ def test_no_width_scrolls_sideways(browser: Browser, url: str, width: int) -> No
     visit.chat(f"{QUESTION} {'x' * 200}")
     expect(visit.get("status")).to_contain_text("complete")
     assert visit.page.evaluate("document.documentElement.scrollWidth") == width
+    assert visit.get("log").evaluate("log => log.scrollWidth === log.clientWidth")
     visit.race()
     visit.get("step").click()
     assert visit.page.evaluate("document.documentElement.scrollWidth") == width
+    visit.close()
+
+
+@pytest.mark.parametrize("motion", ["reduce", "no-preference"])
+def test_less_motion_shows_only_checked_trees(browser: Browser, url: str, motion: str) -> None:
+    visit = Visit(browser, url, reduced_motion=motion)
+    visit.race()
+    visit.page.evaluate("""() => {
+      const words = document.getElementById("tree-words");
+      window.seen = [];
+      new MutationObserver(() => window.seen.push(words.textContent)).observe(words, { childList: true });
+    }""")
+    visit.get("pace").select_option("5")
+    visit.get("play").click()
+    expect(visit.get("status")).to_have_text("Slow motion has ended.", timeout=20_000)
+    seen = visit.page.evaluate("window.seen")
+    assert any(words.startswith("Cycle 8: ") for words in seen)
+    assert any("not yet checked" in words for words in seen) == (motion != "reduce")
     visit.close()

@@ -83,7 +83,7 @@ def test_race_to_the_end(real: Visit, temperature: str) -> None:
     real.get("pace").select_option("10")
     real.get("step").click()
     real.get("play").click()
-    expect(real.get("result")).to_be_visible(timeout=30_000)
+    expect(real.get("status")).to_have_text("Slow motion has ended.", timeout=30_000)
 
 
 @pytest.mark.usefixtures("slowly")

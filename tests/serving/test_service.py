@@ -159,6 +159,7 @@ def test_a_reader_that_is_too_slow_is_ended(engine: Engine, submitted: list[Requ
         await settle(engine)
 
     in_loop(work)
+    assert submitted[0].finish_reason == "cancelled" and len(submitted[0].token_ids) < 200
 
 
 def test_an_answer_that_fails_leaves_the_others(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,8 @@ def extent(name: str, text: str | None) -> Any:
 def need_drafter(target: str | None, drafter: str | None, otherwise: str) -> None:
     """Raise a UsageError where a target of one's own has no drafter; `otherwise` is what else can be done."""
     if target is not None and drafter is None:
-        if target.startswith(("/", "./", "../", "~")) and not Path(target).expanduser().exists():
+        is_path = target.startswith(("/", "./", "../", "~")) or "/" not in target
+        if is_path and not Path(target).expanduser().exists():
             raise UsageError(f"There is no {target}; --target takes the folder or hub name of a model, or a GGUF file.")
         from blockdraft.formats.gguf import is_gguf
 

@@ -186,10 +186,10 @@ class Controller:
             self._paused = False
             return curve[: usual + 1]
         yields = [self._yields.get(request, self._yield) for request in requests]
-        seconds, promised = curve[usual], tokens[usual]
+        seconds, promised, more = curve[usual], tokens[usual], float(usual)
         if self._knows:  # the drafter sets the number anew in each cycle; its mean stands for it
-            guesses, promised, _ = self._usual[times]
-            seconds = _at(curve, guesses)
+            more, promised, _ = self._usual[times]
+            seconds = _at(curve, more)
         yielded = sum(
             relative * promised if request.drafting is None else min(relative * promised, 1 + self._reach(request))
             for relative, request in zip(yields, requests, strict=True)
@@ -198,7 +198,8 @@ class Controller:
         self._paused = drafting < MARGIN * pausing
         self._rate = max(drafting, pausing)
         usually = plain if self._paused else seconds
-        affordable = max(sum(each < TOO_LONG * usually for each in curve), 2)
+        # One guess more than usual may be tried in any case: that it takes too long may be what is wrong.
+        affordable = max(sum(each < TOO_LONG * usually for each in curve), int(more) + 2)
         if self._lost[NEW] <= 0 and now >= self._next:
             least_plain, least = times.least(now)
             if not self._paused and rows / least_plain > MARGIN * drafting:
@@ -251,7 +252,8 @@ class Controller:
         cycles, self._rested = 1 + self._rested, 0
         self._pace.now += cycles - 1
         rows, drafts, trial = len(requests), plan.block_size > 1, self._trial
-        if seconds is not None:
+        free = [place for place, request in enumerate(requests) if request.drafting is None]
+        if seconds is not None and (free or not drafts):  # else more was drafted than these guesses
             self._pace.learn(rows, guesses if drafts else None, seconds)
         times = self._pace.of(rows)
         plain, curve = times.expected()
@@ -264,7 +266,6 @@ class Controller:
         self._doubt += YIELD_DRIFT * cycles
         tokens = float(rows)
         if drafts:
-            free = [place for place, request in enumerate(requests) if request.drafting is None]
             tokens += sum(lengths[place] for place in range(rows) if place not in free)
             if free:
                 tokens += self._learn_yield(

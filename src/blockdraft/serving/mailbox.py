@@ -44,6 +44,9 @@ class Mailbox:
         most: Tokens that may wait to be taken.
         joined: Whether chunks that wait are taken as one.
         seen: Called with each chunk as it comes.
+
+    Attributes:
+        full: Called when more has come than may wait.
     """
 
     def __init__(self, most: int, joined: bool, seen: Callable[[Chunk], object]) -> None:
@@ -51,12 +54,14 @@ class Mailbox:
         self._most, self._joined, self._seen = most, joined, seen
         self._unread = 0
         self._news = asyncio.Event()
+        self.full: Callable[[], object] = lambda: None
 
     def put(self, chunk: Chunk) -> None:
         self._seen(chunk)
         self._unread += len(chunk.token_ids)
         if self._unread > self._most:
             self._chunks.clear()
+            self.full()
         else:
             self._chunks.append(chunk)
         self._news.set()

@@ -210,6 +210,7 @@ class Service:
         except asyncio.CancelledError:
             starting.add_done_callback(_cancel_started)
             raise
+        box.full = request.cancel
         try:
             yield request, box
         finally:

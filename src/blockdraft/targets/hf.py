@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache as TransformersCache
 
 from blockdraft.errors import UsageError
@@ -266,6 +266,11 @@ def load(path: str | Path, options: LoadOptions) -> HFTarget:
     if options.kv_dtype is not None:
         raise NotCovered("it does not round keys and values")
     folder = checked_folder(path, options.revision)
+    if _has_rounded_tables(path, options.revision):
+        raise NotCovered(
+            "transformers reads no embedding of 8 bits, which this checkpoint has; let the native backend run it, or "
+            "make it anew with blockdraft quantize --tables keep"
+        )
     model, source = load_model(path, options)
     with loading(path):
         tokenizer = load_tokenizer(path, options.revision)
@@ -273,3 +278,11 @@ def load(path: str | Path, options: LoadOptions) -> HFTarget:
         placed: Any = model.to(options.device)  # type: ignore[arg-type]
         placed.requires_grad_(False)
     return HFTarget(placed, tokenizer, folder if folder.exists() else None, options.exact, source)
+
+
+def _has_rounded_tables(path: str | Path, revision: str | None) -> bool:
+    """Whether a checkpoint has a rounded embedding, as `blockdraft quantize` writes it."""
+    with loading(path):
+        config = AutoConfig.from_pretrained(path, revision=revision)
+    groups = (getattr(config, "quantization_config", None) or {}).get("config_groups") or {}
+    return any("embed_tokens" in pattern for group in groups.values() for pattern in group.get("targets") or ())
