@@ -230,6 +230,8 @@ def test_what_exceeds_the_context_is_refused(client: Any, fields: dict[str, Any]
     answer = client.post("/v1/chat/completions", {"model": "tiny", "messages": CHAT, **fields})
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "context_length_exceeded"
+    # by which LiteLLM knows it
+    assert "this model's maximum context length is" in answer.json()["error"]["message"]
 
 
 def test_limits_of_the_settings_hold(make_client: Callable[..., Any]) -> None:

@@ -67,7 +67,7 @@ def _most_new_tokens(settings: ServeSettings, context: int, prompt: int, wanted:
     if room < 1:
         raise ApiError(
             400,
-            f"The prompt has {prompt} tokens, and this model's maximum context length is {prompt + room} tokens, "
+            f"The prompt has {prompt} tokens, and this model's maximum context length is {context} tokens, "
             f"answer included; shorten it.",
             code=code,
         )
@@ -78,8 +78,8 @@ def _most_new_tokens(settings: ServeSettings, context: int, prompt: int, wanted:
     if wanted > room:
         raise ApiError(
             400,
-            f"max_tokens is {wanted}, and the prompt's {prompt} tokens leave room for {room}; ask for at most "
-            f"{room}, or leave it out.",
+            f"max_tokens is {wanted}, the prompt has {prompt} tokens, and this model's maximum context length is "
+            f"{context} tokens; ask for at most {room}, or leave it out.",
             code=code,
             param="max_tokens",
         )
