@@ -38,4 +38,5 @@ def test_whoever_loads_a_target_can_choose_the_backend() -> None:
     assert sum("target" in found for found in names.values()) >= 7
     odd = [name for name, found in names.items() if ("target" in found) != ("backend" in found)]
     assert odd == ["quantize"]  # which reads checkpoints, and decodes on the native backend alone
-    assert [name for name, found in names.items() if "exact" in found] == ["generate", "chat", "bench", "calibrate"]
+    exact = [name for name, found in names.items() if "exact" in found]
+    assert exact == ["generate", "chat", "serve", "bench", "calibrate"]

@@ -146,16 +146,12 @@ def test_a_server_that_ends_takes_no_more_and_tells_those_it_stops(engine: Engin
 def test_a_reader_that_is_too_slow_is_ended(engine: Engine, submitted: list[Request]) -> None:
     async def work() -> None:
         served = service(engine, max_unread=20)
-        answer = served.answers([JOB])
-        await anext(answer)
-        await asyncio.sleep(0)
         ends = time.monotonic() + 20
-        while not submitted[0].finished:  # nobody reads meanwhile
-            assert time.monotonic() < ends
-            await asyncio.sleep(0.01)
         with pytest.raises(ApiError, match="read faster"):
-            async for _ in answer:
-                pass
+            async for _ in served.answers([JOB]):
+                while not submitted[0].finished:  # nobody reads meanwhile
+                    assert time.monotonic() < ends
+                    await asyncio.sleep(0.01)
         await settle(engine)
 
     in_loop(work)

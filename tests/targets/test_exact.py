@@ -109,7 +109,7 @@ def row_dependent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(F, "linear", by_rows)
 
 
-@BACKENDS
+@pytest.mark.parametrize("backend", ["native", pytest.param("hf", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("name", "dtype"), EVERY_MODEL)
 def test_answers_are_those_of_plain_decoding(
     folders: dict[str, Path],  # noqa: F811
