@@ -1,6 +1,6 @@
 """What users may give as settings, and how the rest is refused."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -111,3 +111,54 @@ def test_bad_drafting_is_refused(fields: dict[str, Any], message: str) -> None:
 def test_good_drafting() -> None:
     assert Drafting("auto", "auto") == Drafting(block_size="auto", tree_budget="auto")
     assert type(Drafting(np.int64(4)).block_size) is int  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("min_p", float("nan")),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", float("inf")),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("max_new_tokens", 0),
+        ("seed", -1),
+        ("seed", 2**64),
+    ],
+)
+def test_bad_parameters_are_refused_by_name(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{field} is {value}"):
+        SamplingParams(**{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"logit_bias": {-1: 1.0}}, "names the token -1"),
+        ({"logit_bias": {"5": 1.0}}, "names the token '5'"),
+        ({"logit_bias": {5: 101.0}}, "is 101.0 for token 5"),
+        ({"logit_bias": {5: float("nan")}}, "is nan for token 5"),
+        ({"stop": ""}, "stop holds ''"),
+        ({"stop": ["a", ""]}, "stop holds ''"),
+        ({"stop": [7]}, "stop holds 7"),
+    ],
+)
+def test_bad_biases_and_stops_are_refused(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**fields)  # type: ignore[arg-type]
+
+
+def test_parameters_are_copies_that_no_one_can_change() -> None:
+    bias, stop = {5: 1.0}, ["a"]
+    params = SamplingParams(logit_bias=bias, stop=stop)
+    bias[6], stop[0] = 2.0, "b"
+    assert (params.logit_bias, params.stop) == (((5, 1.0),), ("a",))
+    assert replace(params, temperature=1.0).logit_bias == params.logit_bias
+    assert hash(params) == hash(SamplingParams(logit_bias={5: 1.0}, stop="a"))

@@ -1,136 +1,19 @@
-"""Logits to probabilities, and the only place where tokens are drawn."""
+"""The law of the next token after each node of a proposal."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from blockdraft.sampling.drawing import best_and_own, draw
+from blockdraft.sampling.probabilities import probabilities
 from blockdraft.types import SamplingParams
 
 PART = 2**22  # probabilities that are computed at a time
-# Best tokens that top-k and top-p look at first, and how many times as many next: to sort a whole vocabulary is slow.
-HEAD, MORE = 128, 8
-
-
-def probabilities(logits_BNV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Distributions under each row's temperature, top-k, top-p and min-p, in the order of transformers.
-
-    Args:
-        logits_BNV: Logits `[B, N, V]`, any float dtype.
-        params: One entry a row. Bias and penalties, which depend on the tokens before a node, are left to `Laws`.
-
-    Returns:
-        `[B, N, V]` float32, each row summing to 1; one-hot where the temperature is 0. Of equal logits the lowest
-        token id wins, and top-k and top-p keep the lower ids.
-    """
-    groups: dict[tuple[float, int, float, float], list[int]] = {}
-    for row, p in enumerate(params):
-        groups.setdefault((p.temperature, p.top_k, p.top_p, p.min_p), []).append(row)
-    if len(groups) == 1:
-        return _probabilities(logits_BNV, *next(iter(groups)))
-    probs_BNV = torch.empty_like(logits_BNV, dtype=torch.float32)
-    for settings, rows in groups.items():
-        probs_BNV[rows] = _probabilities(logits_BNV[rows], *settings)
-    return probs_BNV
-
-
-def _probabilities(logits_BNV: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
-    if temperature == 0:
-        best_BN1 = best_tokens(logits_BNV).unsqueeze(-1)
-        return torch.zeros_like(logits_BNV, dtype=torch.float32).scatter_(-1, best_BN1, 1.0)
-    logits_BNV = logits_BNV.float()
-    # The maximum goes first, so that no temperature, however low, overflows.
-    scores_BNV = (logits_BNV - logits_BNV.amax(dim=-1, keepdim=True)) / temperature
-    if top_k == 0 and top_p == 1:
-        probs_BNV = scores_BNV.softmax(dim=-1)
-    else:
-        head = max(HEAD, top_k + 1)
-        probs_BNV = _best_probabilities(scores_BNV.flatten(0, 1), top_k, top_p, head).view_as(scores_BNV)
-    if min_p > 0:
-        probs_BNV = probs_BNV.masked_fill(probs_BNV < min_p * probs_BNV.amax(dim=-1, keepdim=True), 0.0)
-        probs_BNV /= probs_BNV.sum(dim=-1, keepdim=True)
-    return probs_BNV
-
-
-def _best_probabilities(scores_MV: Tensor, top_k: int, top_p: float, head: int) -> Tensor:
-    """Softmax `[M, V]` cut to top-k and top-p, which are looked for among the `head` best tokens if they suffice."""
-    vocabulary = scores_MV.size(-1)
-    scores, ids = scores_MV.topk(min(head, vocabulary), dim=-1)
-    # topk leaves open which of equals comes first; here it is the lower id.
-    ids, by_id = ids.sort(dim=-1)
-    scores, order = scores.gather(-1, by_id).sort(dim=-1, descending=True, stable=True)
-    ids = ids.gather(-1, order)
-    whole = scores[:, :top_k] if top_k else scores_MV
-    probs = (scores - whole.logsumexp(dim=-1, keepdim=True)).exp()
-    if top_k:
-        probs[:, top_k:] = 0.0
-    if top_p < 1:
-        # A token stays if the tokens before it do not reach top_p yet; the first one always stays.
-        probs = probs.masked_fill(probs.cumsum(dim=-1) - probs >= top_p, 0.0)
-    laws_MV = torch.zeros_like(scores_MV).scatter_(-1, ids, probs / probs.sum(dim=-1, keepdim=True))
-    if scores.size(-1) < vocabulary:
-        # What was not looked at scores no more than the last of the head. If that one and its equals are cut, so is
-        # the rest; where they are not, the row needs the whole vocabulary.
-        cut_short = ((scores == scores[:, -1:]) & (probs > 0)).any(dim=-1)
-        if cut_short.any():
-            laws_MV[cut_short] = _best_probabilities(scores_MV[cut_short], top_k, top_p, MORE * head)
-    return laws_MV
-
-
-def best_tokens(logits: Tensor) -> Tensor:
-    """The argmax of the last dimension, int64; of equal logits the lowest token id, of NaNs the first one.
-
-    On a CPU by numpy, whose argmax takes a tenth of the time of torch's.
-    """
-    if logits.device.type != "cpu":
-        return logits.max(dim=-1).indices
-    return torch.from_numpy(np.asarray(_as_numpy(logits).argmax(axis=-1)))
-
-
-def _best_and_own(logits_BNV: Tensor, tokens_BN: Tensor) -> tuple[list[list[int]], list[list[int]]]:
-    """The best token after each node and the node's own. The former is -1 where there is no law: the maximum is NaN if
-    there is one, and -inf if no token is possible."""
-    if logits_BNV.device.type != "cpu":
-        highest, best = logits_BNV.max(dim=-1)
-        # The one time in a greedy cycle that the host waits for a GPU.
-        best_BN, own_BN = torch.stack([best.masked_fill(~highest.isfinite(), -1), tokens_BN]).tolist()
-        return best_BN, own_BN
-    scores_MV = _as_numpy(logits_BNV.flatten(0, 1))
-    best_M = scores_MV.argmax(axis=-1)
-    best_M[~np.isfinite(scores_MV[np.arange(len(best_M)), best_M])] = -1
-    return best_M.reshape(tokens_BN.shape).tolist(), tokens_BN.tolist()
-
-
-def _as_numpy(values: Tensor) -> NDArray[Any]:
-    return (values.float() if values.dtype.itemsize == 2 else values).numpy()  # numpy knows no bfloat16
-
-
-def draw(probs_BNV: Tensor, uniforms_BN: Tensor) -> Tensor:
-    """Draw one token from each distribution by inverting its cumulative sum.
-
-    Args:
-        probs_BNV: Distributions `[B, N, V]`; any positive multiple of one will do.
-        uniforms_BN: Numbers in [0, 1), float64, one a distribution. The same number always gives the same token, so
-            that the caller decides which draws are coupled.
-
-    Returns:
-        Token ids `[B, N]`, int64; never a token of probability 0.
-    """
-    cumulative = exact(probs_BNV).cumsum(dim=-1)
-    # Rounding could push the threshold up to the total, hence past the last token that has mass.
-    share = uniforms_BN.to(cumulative.device).clamp(max=1 - 1e-15).unsqueeze(-1)
-    return torch.searchsorted(cumulative, cumulative[..., -1:] * share, right=True).squeeze(-1)
-
-
-def exact(values: Tensor) -> Tensor:
-    """The same in float64, moved to the CPU from a device that has none."""
-    return (values.cpu() if values.device.type == "mps" else values).double()
 
 
 class Rules(Protocol):
@@ -190,7 +73,7 @@ class Laws:
         self.draws_ahead = logits_BNV.device.type == "cuda" and not self._rules  # which take time at each node
         self._drawn: dict[tuple[int, int], int] = {}
         if best_BN is None:
-            self._best, self.tokens = _best_and_own(logits_BNV, tokens_BN)
+            self._best, self.tokens = best_and_own(logits_BNV, tokens_BN)
         else:
             self._best, self.tokens = best_BN.tolist(), tokens_BN.tolist()
         self.invalid_rows = [row for row, best in enumerate(self._best) if -1 in best]
@@ -328,39 +211,3 @@ def _adjusts(params: SamplingParams) -> bool:
     """Whether the logits of a row depend on more than the model."""
     penalties = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
     return penalties or bool(params.logit_bias)
-
-
-class RandomNumbers:
-    """The uniform numbers of one request: number i decides output token i, whoever asks and how often.
-
-    Because a number belongs to a position and not to a moment, the same seed gives the same tokens with any drafter
-    that chooses its guesses, any block size and any neighbours. Drawn guesses, and the tests whether to accept them,
-    need numbers of their own (`fresh`), so there the tokens of a seed depend on the drafter and only their law does
-    not.
-    """
-
-    CHUNK = 256  # numbers drawn at once; part of what a seed means
-
-    def __init__(self, seed: int | None) -> None:
-        self._seed = int(torch.randint(2**62, ())) if seed is None else seed
-        self._generator = torch.Generator()
-        self._generator.manual_seed(self._seed)
-        self._numbers = np.empty(0)
-
-    def at(self, positions: Sequence[int]) -> Tensor:
-        """Numbers in [0, 1) for these output positions, float64."""
-        while len(self._numbers) <= max(positions):
-            new = torch.rand(self.CHUNK, generator=self._generator, dtype=torch.float64)
-            self._numbers = np.concatenate([self._numbers, new.numpy()])
-        return torch.from_numpy(self._numbers[list(positions)])
-
-    def fresh(self, start: int, count: int) -> Tensor:
-        """Numbers in [0, 1) for what one cycle draws besides the output tokens, `[count]` float64.
-
-        They are independent of those of `at` and of every other start. A longer answer begins like a shorter one.
-
-        Args:
-            start: Output tokens committed before the cycle. Each cycle commits one at least, so none recurs.
-        """
-        bits = np.random.PCG64(np.random.SeedSequence(self._seed, spawn_key=(start,)))
-        return torch.from_numpy(np.random.Generator(bits).random(count))

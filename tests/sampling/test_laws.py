@@ -1,3 +1,5 @@
+"""Tests of the law after each node."""
+
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -6,143 +8,27 @@ import pytest
 import torch
 from torch import Tensor
 from transformers.generation.logits_process import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
 )
 
-from blockdraft import sampling
-from blockdraft.sampling import HEAD, Laws, RandomNumbers, best_tokens, draw, probabilities
+from blockdraft.sampling import Laws, draw, probabilities
+from blockdraft.sampling import laws as laws_module
 from blockdraft.types import SamplingParams
-
-LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0]).log_softmax(-1)
-
-
-def law(**fields: float) -> torch.Tensor:
-    return probabilities(LOGITS.expand(1, 1, -1), [SamplingParams(**fields)])[0, 0]  # type: ignore[arg-type]
-
-
-def test_temperature_divides_the_logits() -> None:
-    torch.testing.assert_close(law(temperature=1.0), LOGITS.exp())
-    torch.testing.assert_close(law(temperature=0.5), (LOGITS / 0.5).softmax(-1))
-
-
-def test_a_very_low_temperature_is_greedy_and_finite() -> None:
-    assert law(temperature=1e-40).tolist() == [1, 0, 0, 0, 0]
-
-
-def test_greedy_is_one_hot_and_breaks_ties_towards_the_lowest_id() -> None:
-    tied = torch.tensor([0.0, 3.0, 3.0]).expand(1, 1, -1)
-    assert probabilities(tied, [SamplingParams()])[0, 0].tolist() == [0.0, 1.0, 0.0]
-
-
-def test_top_k_keeps_the_k_best_renormalised() -> None:
-    kept = LOGITS.exp()[:2]
-    torch.testing.assert_close(law(temperature=1.0, top_k=2), torch.cat([kept / kept.sum(), torch.zeros(3)]))
-    torch.testing.assert_close(law(temperature=1.0, top_k=99), LOGITS.exp())
-
-
-def test_top_p_keeps_the_smallest_set_that_reaches_p() -> None:
-    p = LOGITS.exp()
-    just_two = float(p[0]) + 0.5 * float(p[1])
-    kept = p[:2]
-    torch.testing.assert_close(law(temperature=1.0, top_p=just_two), torch.cat([kept / kept.sum(), torch.zeros(3)]))
-    assert law(temperature=1.0, top_p=1e-6).tolist() == [1, 0, 0, 0, 0]
-
-
-def test_min_p_keeps_what_has_its_share_of_the_best() -> None:
-    p = LOGITS.exp()
-    share = float(p[2] / p[0])
-    kept = torch.where(p >= p[2], p, 0.0)
-    torch.testing.assert_close(law(temperature=1.0, min_p=share * 0.99), kept / kept.sum())
-    assert law(temperature=1.0, min_p=1.0).tolist() == [1, 0, 0, 0, 0]
-
-
-@pytest.mark.parametrize("vocabulary", [60, 3 * HEAD])
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"top_k": 20, "top_p": 0.8},
-        {"top_p": 0.8, "min_p": 0.05},
-        {"top_k": 20, "top_p": 0.8, "min_p": 0.3},
-        {"min_p": 0.1},
-        {"top_k": HEAD + 5},
-        {"top_p": 0.97},  # of the large vocabulary this keeps more than the head
-    ],
-)
-def test_filters_agree_with_transformers(vocabulary: int, fields: dict[str, float]) -> None:
-    logits = torch.randn(4, vocabulary, generator=torch.Generator().manual_seed(0))
-    logits[1] *= 5  # here the head suffices
-    warpers = {"top_k": TopKLogitsWarper, "top_p": TopPLogitsWarper, "min_p": MinPLogitsWarper}
-    processors = [TemperatureLogitsWarper(0.7), *(warpers[name](value) for name, value in fields.items())]
-    scores = LogitsProcessorList(processors)(torch.zeros(4, 1, dtype=torch.long), logits)
-    params = SamplingParams(temperature=0.7, **fields)  # type: ignore[arg-type]
-    torch.testing.assert_close(probabilities(logits.unsqueeze(1), [params] * 4).squeeze(1), scores.softmax(-1))
-
-
-@pytest.mark.parametrize("fields", [{"top_k": 3}, {"top_p": 2.5 / (4 * HEAD)}, {"top_k": HEAD + 3}])
-def test_of_equal_logits_the_lower_ids_are_kept(fields: dict[str, float]) -> None:
-    params = SamplingParams(temperature=1.0, **fields)  # type: ignore[arg-type]
-    kept = probabilities(torch.zeros(1, 1, 4 * HEAD), [params])[0, 0].nonzero().flatten()
-    assert kept.tolist() == list(range(params.top_k or 3))
-
-
-def test_rows_have_their_own_parameters() -> None:
-    both = probabilities(LOGITS.expand(2, 1, -1), [SamplingParams(), SamplingParams(temperature=1.0)])
-    assert both[0, 0].tolist() == [1, 0, 0, 0, 0]
-    torch.testing.assert_close(both[1, 0], LOGITS.exp())
-
-
-def test_no_bit_of_a_law_depends_on_the_neighbours() -> None:
-    logits = torch.randn(5, 2, 2 * HEAD, generator=torch.Generator().manual_seed(0))
-    logits[::2] *= 5  # these rows need the head only, the others the whole vocabulary
-    cut = SamplingParams(temperature=1.0, top_p=0.9)
-    params = [cut, cut, SamplingParams(temperature=1.0), SamplingParams(), cut]
-    together = probabilities(logits, params)
-    for row in range(5):
-        assert torch.equal(together[row], probabilities(logits[row : row + 1], params[row : row + 1])[0])
-
-
-def test_draw_follows_the_law_and_never_draws_what_has_no_mass() -> None:
-    probs = torch.tensor([0.0, 0.5, 0.0, 0.3, 0.2, 0.0])
-    count = 20_000
-    uniforms = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-    drawn = draw(probs.expand(1, count, -1), uniforms[None])
-    torch.testing.assert_close(torch.bincount(drawn[0], minlength=6) / count, probs, atol=1e-3, rtol=0)
-    edges = torch.tensor([[0.0, 1 - 2**-53]], dtype=torch.float64)
-    assert draw(probs.expand(1, 2, -1), edges).tolist() == [[1, 4]]
-
-
-def test_random_numbers_belong_to_positions() -> None:
-    numbers, same = RandomNumbers(7), RandomNumbers(7)
-    assert numbers.at([3, 4]).tolist() == same.at([4, 3]).tolist()[::-1]
-    assert numbers.at(range(10)).tolist() != RandomNumbers(8).at(range(10)).tolist()
-    late = same.at([700])  # asked for early or late, in one go or many
-    assert float(RandomNumbers(7).at(range(701))[700]) == float(late)
-
-
-def test_fresh_numbers_belong_to_a_cycle() -> None:
-    numbers, same = RandomNumbers(7), RandomNumbers(7)
-    numbers.at(range(5))
-    assert numbers.fresh(3, 6).tolist() == same.fresh(3, 6).tolist()
-    assert numbers.fresh(3, 4).tolist() == same.fresh(3, 6).tolist()[:4]
-    streams = torch.stack([RandomNumbers(seed).fresh(start, 999) for seed in (7, 8) for start in (0, 1, 2)])
-    streams = torch.cat([streams, RandomNumbers(7).at(torch.arange(999))[None]])
-    assert streams.dtype == torch.float64 and float(streams.min()) >= 0 and float(streams.max()) < 1
-    assert float((torch.corrcoef(streams) - torch.eye(len(streams))).abs().max()) < 0.15
-    unseeded = RandomNumbers(None)
-    assert unseeded.fresh(0, 3).tolist() == unseeded.fresh(0, 3).tolist() != RandomNumbers(None).fresh(0, 3).tolist()
-
 
 # A tree whose node 0 is the last token of prompt and output.
 TOKENS = torch.tensor([[4, 1, 4, 2, 1, 0], [3, 3, 3, 0, 9, 3]])
+
+
 PARENTS = torch.tensor([[-1, 0, 0, 1, 2, 4], [-1, 0, 1, 2, 0, 4]])
+
+
 PROMPTS, OUTPUTS = [[7, 7, 5, 1], [2, 6, 3]], [[6, 4], []]
+
+
 EVERY_NODE = [0] * 6 + [1] * 6, [*range(6)] * 2
+
+
 NODE_LOGITS = torch.randn(2, 6, 10, generator=torch.Generator().manual_seed(1))
 
 
@@ -244,68 +130,6 @@ def test_rows_without_a_law_are_reported(bad: float, dtype: torch.dtype) -> None
     assert laws(*params, logits=logits).invalid_rows == [0, 1]
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("min_p", -0.1),
-        ("min_p", 1.1),
-        ("min_p", float("nan")),
-        ("repetition_penalty", 0.0),
-        ("repetition_penalty", float("inf")),
-        ("presence_penalty", 2.1),
-        ("frequency_penalty", -2.1),
-        ("temperature", -0.1),
-        ("temperature", float("nan")),
-        ("top_k", -1),
-        ("top_p", 0.0),
-        ("top_p", 1.1),
-        ("max_new_tokens", 0),
-        ("seed", -1),
-        ("seed", 2**64),
-    ],
-)
-def test_bad_parameters_are_refused_by_name(field: str, value: float) -> None:
-    with pytest.raises(ValueError, match=f"{field} is {value}"):
-        SamplingParams(**{field: value})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"logit_bias": {-1: 1.0}}, "names the token -1"),
-        ({"logit_bias": {"5": 1.0}}, "names the token '5'"),
-        ({"logit_bias": {5: 101.0}}, "is 101.0 for token 5"),
-        ({"logit_bias": {5: float("nan")}}, "is nan for token 5"),
-        ({"stop": ""}, "stop holds ''"),
-        ({"stop": ["a", ""]}, "stop holds ''"),
-        ({"stop": [7]}, "stop holds 7"),
-    ],
-)
-def test_bad_biases_and_stops_are_refused(fields: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        SamplingParams(**fields)  # type: ignore[arg-type]
-
-
-def test_parameters_are_copies_that_no_one_can_change() -> None:
-    bias, stop = {5: 1.0}, ["a"]
-    params = SamplingParams(logit_bias=bias, stop=stop)
-    bias[6], stop[0] = 2.0, "b"
-    assert (params.logit_bias, params.stop) == (((5, 1.0),), ("a",))
-    assert replace(params, temperature=1.0).logit_bias == params.logit_bias
-    assert hash(params) == hash(SamplingParams(logit_bias={5: 1.0}, stop="a"))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_best_tokens_are_the_first_of_the_highest(dtype: torch.dtype) -> None:
-    logits = torch.randint(-3, 4, (2, 5, 9), generator=torch.Generator().manual_seed(0)).to(dtype)
-    expected = [[row.tolist().index(max(row.tolist())) for row in rows] for rows in logits]
-    found = best_tokens(logits)
-    assert found.dtype == torch.int64 and found.tolist() == expected
-    logits[1, 2, 4] = torch.nan
-    assert best_tokens(logits)[1, 2] == 4
-    assert best_tokens(logits[0, 0]).tolist() == expected[0][0]
-
-
 def test_tokens_drawn_ahead_are_those_drawn_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(3, 3, 5, generator=generator)
@@ -319,9 +143,9 @@ def test_tokens_drawn_ahead_are_those_drawn_when_asked_for(monkeypatch: pytest.M
     asked, ahead = made(), made()
     assert not asked.draws_ahead  # on a CPU, where it would cost
     ahead.draws_ahead = True
-    monkeypatch.setattr(sampling, "PART", 10)  # two distributions at a time
+    monkeypatch.setattr(laws_module, "PART", 10)  # two distributions at a time
     calls = []
-    monkeypatch.setattr(sampling, "draw", lambda probs, numbers: calls.append(1) or draw(probs, numbers))
+    monkeypatch.setattr(laws_module, "draw", lambda probs, numbers: calls.append(1) or draw(probs, numbers))
     everywhere = [(row, node) for row in range(3) for node in range(3)]
     expected = [asked.draw([row], [node], uniforms)[0] for row, node in everywhere]
     count = len(calls)

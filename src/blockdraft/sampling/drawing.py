@@ -1,0 +1,97 @@
+"""The only place where tokens are chosen or drawn, and the random numbers that decide."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+def best_tokens(logits: Tensor) -> Tensor:
+    """The argmax of the last dimension, int64; of equal logits the lowest token id, of NaNs the first one.
+
+    On a CPU by numpy, whose argmax takes a tenth of the time of torch's.
+    """
+    if logits.device.type != "cpu":
+        return logits.max(dim=-1).indices
+    return torch.from_numpy(np.asarray(_as_numpy(logits).argmax(axis=-1)))
+
+
+def best_and_own(logits_BNV: Tensor, tokens_BN: Tensor) -> tuple[list[list[int]], list[list[int]]]:
+    """The best token after each node and the node's own. The former is -1 where there is no law: the maximum is NaN if
+    there is one, and -inf if no token is possible."""
+    if logits_BNV.device.type != "cpu":
+        highest, best = logits_BNV.max(dim=-1)
+        # The one time in a greedy cycle that the host waits for a GPU.
+        best_BN, own_BN = torch.stack([best.masked_fill(~highest.isfinite(), -1), tokens_BN]).tolist()
+        return best_BN, own_BN
+    scores_MV = _as_numpy(logits_BNV.flatten(0, 1))
+    best_M = scores_MV.argmax(axis=-1)
+    best_M[~np.isfinite(scores_MV[np.arange(len(best_M)), best_M])] = -1
+    return best_M.reshape(tokens_BN.shape).tolist(), tokens_BN.tolist()
+
+
+def _as_numpy(values: Tensor) -> NDArray[Any]:
+    return (values.float() if values.dtype.itemsize == 2 else values).numpy()  # numpy knows no bfloat16
+
+
+def draw(probs_BNV: Tensor, uniforms_BN: Tensor) -> Tensor:
+    """Draw one token from each distribution by inverting its cumulative sum.
+
+    Args:
+        probs_BNV: Distributions `[B, N, V]`; any positive multiple of one will do.
+        uniforms_BN: Numbers in [0, 1), float64, one a distribution. The same number always gives the same token, so
+            that the caller decides which draws are coupled.
+
+    Returns:
+        Token ids `[B, N]`, int64; never a token of probability 0.
+    """
+    cumulative = exact(probs_BNV).cumsum(dim=-1)
+    # Rounding could push the threshold up to the total, hence past the last token that has mass.
+    share = uniforms_BN.to(cumulative.device).clamp(max=1 - 1e-15).unsqueeze(-1)
+    return torch.searchsorted(cumulative, cumulative[..., -1:] * share, right=True).squeeze(-1)
+
+
+def exact(values: Tensor) -> Tensor:
+    """The same in float64, moved to the CPU from a device that has none."""
+    return (values.cpu() if values.device.type == "mps" else values).double()
+
+
+class RandomNumbers:
+    """The uniform numbers of one request: number i decides output token i, whoever asks and how often.
+
+    Because a number belongs to a position and not to a moment, the same seed gives the same tokens with any drafter
+    that chooses its guesses, any block size and any neighbours. Drawn guesses, and the tests whether to accept them,
+    need numbers of their own (`fresh`), so there the tokens of a seed depend on the drafter and only their law does
+    not.
+    """
+
+    CHUNK = 256  # numbers drawn at once; part of what a seed means
+
+    def __init__(self, seed: int | None) -> None:
+        self._seed = int(torch.randint(2**62, ())) if seed is None else seed
+        self._generator = torch.Generator()
+        self._generator.manual_seed(self._seed)
+        self._numbers = np.empty(0)
+
+    def at(self, positions: Sequence[int]) -> Tensor:
+        """Numbers in [0, 1) for these output positions, float64."""
+        while len(self._numbers) <= max(positions):
+            new = torch.rand(self.CHUNK, generator=self._generator, dtype=torch.float64)
+            self._numbers = np.concatenate([self._numbers, new.numpy()])
+        return torch.from_numpy(self._numbers[list(positions)])
+
+    def fresh(self, start: int, count: int) -> Tensor:
+        """Numbers in [0, 1) for what one cycle draws besides the output tokens, `[count]` float64.
+
+        They are independent of those of `at` and of every other start. A longer answer begins like a shorter one.
+
+        Args:
+            start: Output tokens committed before the cycle. Each cycle commits one at least, so none recurs.
+        """
+        bits = np.random.PCG64(np.random.SeedSequence(self._seed, spawn_key=(start,)))
+        return torch.from_numpy(np.random.Generator(bits).random(count))
