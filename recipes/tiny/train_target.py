@@ -3,9 +3,10 @@
 Documents are packed whole into rows that begin with a document, as decoding does; rows are 256 tokens long at first and
 512 for the last 40 % of the steps, when the longer documents join.
 
-The stage `main` reads everything. The stage `finish` goes on from its weights with a lower rate and leaves out what a
-model of this size cannot follow (GSM8K answers of more than three steps, most MATH): after `main` alone 29 % of the
-greedy answers to GSM8K questions repeat themselves, because the model writes steps that lead nowhere.
+The stage `main` reads everything, and for its first quarter mostly what is easy: problems of one or two steps, and
+Python tasks. The stage `finish` goes on from its weights with a lower rate and leaves out what a model of this size
+cannot follow (GSM8K answers of more than three steps, most MATH): after `main` alone 29 % of the greedy answers to
+GSM8K questions repeat themselves, because the model writes steps that lead nowhere.
 
 The stage `settle` comes after `write_answers.py` and reads the model's own answers, from which those that loop have
 been dropped (rejection-sampling fine-tuning): it takes away more of the loops and changes little else.
@@ -19,6 +20,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,14 +30,43 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qw
 from blockdraft.engine import loops
 from blockdraft.training.muon import Muon
 
-# Share of the documents drawn, by kind; in tokens about 38 % GSM8K, 31 % problems, 22 % Python, the rest MATH.
+# Share of the documents drawn, by kind; of program-made problems those of at most EASY_STEPS are "easy".
 MIXTURES = {
-    "main": {"gsm8k": 0.28, "problem": 0.44, "task": 0.17, "algorithms": 0.03, "math": 0.04, "leetcode": 0.04},
-    "finish": {"gsm8k": 0.32, "problem": 0.42, "task": 0.23, "algorithms": 0.02, "math": 0.01},
-    "settle": {"own": 0.75, "gsm8k": 0.1, "problem": 0.05, "task": 0.1},
+    "begin": {"easy": 0.6, "problem": 0.15, "task": 0.2, "gsm8k": 0.05},
+    "main": {
+        "gsm8k": 0.26,
+        "easy": 0.22,
+        "problem": 0.24,
+        "task": 0.17,
+        "algorithms": 0.03,
+        "math": 0.04,
+        "leetcode": 0.04,
+    },
+    "finish": {"gsm8k": 0.32, "easy": 0.22, "problem": 0.2, "task": 0.23, "algorithms": 0.02, "math": 0.01},
+    "settle": {"own": 0.75, "gsm8k": 0.1, "easy": 0.03, "problem": 0.02, "task": 0.1},
 }
+STAGES = [stage for stage in MIXTURES if stage != "begin"]
+BEGINNING = 0.25  # share of the stage `main` in which its mixture comes out of the one that it begins with
+EASY_STEPS = 2
 MAX_STEPS = 3  # of GSM8K answers after the stage `main`
 SHORT, LONG, LONG_SHARE = 256, 512, 0.4
+
+
+def mixture(stage: str, share: float) -> dict[str, float]:
+    """Shares of the documents drawn when so much of a stage is done."""
+    end = MIXTURES[stage]
+    old = max(0.0, 1 - share / BEGINNING) if stage == "main" else 0.0
+    return {kind: old * MIXTURES["begin"].get(kind, 0.0) + (1 - old) * end[kind] for kind in end}
+
+
+def kind_of(row: dict[str, Any]) -> str:
+    """Of a row of the corpus."""
+    kind: str = row["kind"]
+    if (
+        kind == "problem" and row["messages"][1]["content"].count("\n") <= EASY_STEPS
+    ):  # the result has a line of its own
+        return "easy"
+    return kind
 
 
 def tokenized(corpus: Path, tokenizer: PreTrainedTokenizerBase, stage: str) -> dict[str, list[list[int]]]:
@@ -43,14 +74,15 @@ def tokenized(corpus: Path, tokenizer: PreTrainedTokenizerBase, stage: str) -> d
     with corpus.open(encoding="utf-8") as file:
         for line in file:
             row = json.loads(line)
-            if row["kind"] not in MIXTURES[stage]:
+            kind = kind_of(row)
+            if kind not in MIXTURES[stage]:
                 continue
-            if stage != "main" and row["kind"] == "gsm8k" and row["messages"][1]["content"].count("\n") > MAX_STEPS:
+            if stage != "main" and kind == "gsm8k" and row["messages"][1]["content"].count("\n") > MAX_STEPS:
                 continue
             if "text" in row:
-                texts[row["kind"]].append(row["text"] + "<|endoftext|>")
+                texts[kind].append(row["text"] + "<|endoftext|>")
             else:
-                texts[row["kind"]].append(tokenizer.apply_chat_template(row["messages"], tokenize=False))
+                texts[kind].append(tokenizer.apply_chat_template(row["messages"], tokenize=False))
     return {kind: tokenizer(rows)["input_ids"] for kind, rows in texts.items()}
 
 
@@ -72,14 +104,15 @@ def own_answers(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[list[int
 
 
 def packed_rows(
-    documents: dict[str, list[list[int]]], mixture: dict[str, float], seed: int, limit: Callable[[], int]
+    documents: dict[str, list[list[int]]], shares: Callable[[], dict[str, float]], seed: int, limit: Callable[[], int]
 ) -> Iterator[list[int]]:
     """Rows of `limit()` tokens; each begins with a document, and only its last document may be cut."""
     rng = random.Random(seed)
     queues: dict[str, list[list[int]]] = defaultdict(list)
     row: list[int] = []
     while True:
-        kind = rng.choices(list(mixture), list(mixture.values()))[0]
+        now = shares()
+        kind = rng.choices(list(now), list(now.values()))[0]
         if not queues[kind]:
             queues[kind] = rng.sample(documents[kind], len(documents[kind]))
         document = queues[kind].pop()
@@ -107,8 +140,8 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, default=Path("build/tiny/corpus.jsonl"))
     parser.add_argument("--answers", type=Path, default=Path("build/tiny/answers.jsonl"), help="for the stage settle")
     parser.add_argument("--out", type=Path, default=Path("build/tiny/target"), help="holds the tokenizer already")
-    parser.add_argument("--stage", choices=list(MIXTURES), default="main")
-    parser.add_argument("--steps", type=int, default=760)
+    parser.add_argument("--stage", choices=STAGES, default="main")
+    parser.add_argument("--steps", type=int, default=4900)
     parser.add_argument("--tokens-per-step", type=int, default=6144)
     parser.add_argument("--muon-lr", type=float, default=0.02)
     parser.add_argument("--adam-lr", type=float, default=3e-3)
@@ -165,7 +198,12 @@ def main() -> None:
     compiled = torch.compile(loss_of, dynamic=False)
     switch = math.ceil(args.steps * (1 - LONG_SHARE)) if args.stage == "main" else 0
     step = 0
-    rows = packed_rows(documents, MIXTURES[args.stage], args.seed, lambda: (SHORT if step < switch else LONG) + 1)
+    rows = packed_rows(
+        documents,
+        lambda: mixture(args.stage, step / args.steps),
+        args.seed,
+        lambda: (SHORT if step < switch else LONG) + 1,
+    )
     losses, began = [], time.time()
     for step in range(args.steps):
         length = SHORT if step < switch else LONG

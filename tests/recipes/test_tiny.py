@@ -12,7 +12,8 @@ from corpus import clean_gsm8k, documented_functions
 from measure import answer_of
 from paired_answers import pairs
 from python_tasks import python_task
-from train_target import packed_rows
+from solve import problems
+from train_target import MIXTURES, kind_of, mixture, packed_rows
 from word_problems import word_problem
 
 
@@ -64,11 +65,32 @@ def test_answer_is_what_the_last_box_holds() -> None:
 
 def test_rows_begin_with_documents_and_cut_only_the_last() -> None:
     documents = {"gsm8k": [[1, 2, 3], [4, 5]], "problem": [[6, 7]], "task": [[8] * 9]}
-    rows = packed_rows(documents, {"gsm8k": 0.5, "problem": 0.3, "task": 0.2}, 0, lambda: 8)
+    shares = {"gsm8k": 0.5, "problem": 0.3, "task": 0.2}
+    rows = packed_rows(documents, lambda: shares, 0, lambda: 8)
     for _ in range(50):
         row = next(rows)
         assert len(row) == 8 and 8 not in row  # the task is longer than a row
         assert row[0] in (1, 4, 6)
+
+
+def test_the_target_begins_with_what_is_easy() -> None:
+    first, later, last = (mixture("main", share) for share in (0.0, 0.125, 0.25))
+    assert first["easy"] > later["easy"] > last["easy"] and first["leetcode"] == 0
+    assert last == mixture("main", 1.0) == MIXTURES["main"]
+    for shares in (first, later, *MIXTURES.values()):
+        assert abs(sum(shares.values()) - 1) < 1e-9
+    rng = random.Random(5)
+    for _ in range(50):
+        question, answer = word_problem(rng)
+        row = {"kind": "problem", "messages": [{"content": question}, {"content": answer}]}
+        assert kind_of(row) == ("easy" if len(answer.splitlines()) <= 3 else "problem")
+
+
+def test_problems_to_solve_are_new() -> None:
+    first = problems(20)
+    known = frozenset(question for question, _ in first[:10])
+    others = problems(20, known)
+    assert others[:10] == first[10:] and len(set(others)) == 20
 
 
 def test_each_prompt_is_paired_once_with_what_the_target_said_and_what_it_came_with() -> None:

@@ -1,0 +1,68 @@
+"""How many program-made problems a target solves, by their steps: problems of a seed that no corpus is made with.
+
+A problem counts as solved where the box at the end of the greedy answer holds its result.
+"""
+
+import argparse
+import json
+import random
+from collections import Counter
+from pathlib import Path
+
+from corpus import MATHS_REQUEST
+from measure import answer_of
+from word_problems import word_problem
+
+from blockdraft import Engine, SamplingParams, load_target
+from blockdraft.engine import loops
+
+SEED = 20_000_003
+
+
+def problems(count: int, known: frozenset[str] = frozenset()) -> list[tuple[str, str]]:
+    """Problems with their answers, none of them known or twice."""
+    rng, seen, found = random.Random(SEED), set(known), list[tuple[str, str]]()
+    while len(found) < count:
+        question, answer = word_problem(rng)
+        if question not in seen:
+            seen.add(question)
+            found.append((question, answer))
+    return found
+
+
+def read_questions(corpus: Path) -> frozenset[str]:
+    with corpus.open(encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
+    questions = (row["messages"][0]["content"] for row in rows if row["kind"] == "problem")
+    return frozenset(question.removesuffix(MATHS_REQUEST) for question in questions)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", type=Path, default=None, help="default: the bundled target")
+    parser.add_argument("--corpus", type=Path, default=None, help="leave out its problems")
+    parser.add_argument("--count", type=int, default=500)
+    parser.add_argument("--out", type=Path, default=None, help="JSON file for the figures")
+    args = parser.parse_args()
+    asked = problems(args.count, read_questions(args.corpus) if args.corpus else frozenset())
+    with Engine(load_target(args.target, threads="auto"), max_batch_size=32) as engine:
+        said = engine.generate([question + MATHS_REQUEST for question, _ in asked], SamplingParams(200))
+    total, right = Counter[str](), Counter[str]()
+    for (_, answer), completion in zip(asked, said, strict=True):
+        steps = str(len(answer.splitlines()) - 1)
+        total[steps] += 1
+        right[steps] += answer_of(completion.text) == answer_of(answer)
+    easy = sum(right[steps] for steps in "12") / sum(total[steps] for steps in "12")
+    figures = {
+        "problems": len(asked),
+        "solved": {steps: round(right[steps] / total[steps], 3) for steps in sorted(total)},
+        "solved_of_one_or_two_steps": round(easy, 3),
+        "looping": round(sum(loops(completion.token_ids) for completion in said) / len(said), 4),
+    }
+    print(json.dumps(figures, indent=2))
+    if args.out:
+        args.out.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
