@@ -168,6 +168,17 @@ def test_tools_that_must_be_called(tools_client: Any, choice: Any) -> None:
     assert not answer.choices[0].message.tool_calls and answer.usage.prompt_tokens > found.usage.prompt_tokens
 
 
+def test_tools_and_a_form_of_the_text(tools_client: Any) -> None:
+    """Agents send both in each request."""
+    form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": WEATHER, "strict": True}}
+    given: dict[str, Any] = {"tools": [TOOL], "parallel_tool_calls": False, "response_format": form}
+    [choice] = tools_client.chat.completions.create(messages=QUESTION, **given, **GREEDY).choices
+    calls = choice.message.tool_calls or []
+    assert len(calls) <= 1 and choice.finish_reason == ("tool_calls" if calls else "stop")
+    said = calls[0].function.arguments if calls else choice.message.content
+    assert json.loads(said).keys() == {"city", "days"}
+
+
 def test_tools_streamed(tools_client: Any) -> None:
     with tools_client.chat.completions.stream(
         messages=QUESTION, tools=[TOOL], tool_choice="required", parallel_tool_calls=False, **GREEDY

@@ -218,6 +218,7 @@ def test_only_tokens_of_both_target_and_tokenizer_are_possible(
         (Grammar("json_schema", '{"type": "objec"}'), "Invalid type: objec"),
         (Grammar("json_schema", "false"), "Expecting object"),
         (Grammar("json_schema", '{"not": {}}'), "Unimplemented"),
+        (Grammar("json_schema", '{"uniqueItems": true, "format": "path"}'), "Unimplemented"),
         (Grammar("json_schema", '{"enum": []}'), "Unsatisfiable"),
         (Grammar("json_schema", '{"$ref": "http://127.0.0.1/schema"}'), "does not fetch"),
         (Grammar("json_schema", '{"type": "array", "items": ' * 300 + "{}" + "}" * 300), "recursion limit"),
@@ -230,6 +231,14 @@ def test_grammars_that_cannot_be_followed_are_refused(target: Target, grammar: G
     with Engine(target) as engine, pytest.raises(UsageError, match=f"kind {grammar.kind} is refused: .*{message}") as e:
         engine.submit([5], params(grammar))
     assert len(str(e.value)) < 500
+
+
+def test_unknown_formats_say_nothing(target: Target) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": ["x"], "format": "path"}}, "required": ["a"]}
+    closed = json.dumps(schema | {"additionalProperties": False})
+    with Engine(target) as engine:
+        [found] = engine.generate([[5]], params(Grammar("json_schema", closed)))
+    assert json.loads(found.text) == {"a": "x"}
 
 
 def test_a_huge_schema_is_refused_or_followed(target: Target) -> None:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:  # an optional package, loaded by the first request that has a
     from llguidance import LLMatcher, LLTokenizer
 
 # Between the parts of JSON: a space, or a new line with its indent. Were more allowed, some models would go on with it.
-WHITESPACE = r" |\r?\n[ \t]{0,40}"
+# What llguidance cannot express is left out and told, for `compile_schema` to judge.
+JSON_STYLE: Any = {"whitespace_pattern": r" |\r?\n[ \t]{0,40}", "lenient": True}
 ERROR_LENGTH = 300
 
 _tokenizers: WeakKeyDictionary[Target, LLTokenizer] = WeakKeyDictionary()
@@ -31,20 +32,17 @@ class AnswerGrammar:
     """How far one answer has come in its grammar. Raises as `Engine.submit` does where the answer cannot begin."""
 
     def __init__(self, grammar: Grammar, target: Target) -> None:
-        try:
-            from llguidance import LLMatcher, LLParserLimits
-        except ImportError as error:
-            raise UsageError("Grammars take llguidance; run pip install 'blockdraft[server]'.") from error
+        library = _llguidance()
         tokenizer = _tokenizer(target)
         self._vocab_size = target.vocab_size
         self._ends = torch.zeros(target.vocab_size, dtype=torch.bool)
         self._ends[[token for token in tokenizer.eos_tokens if token < target.vocab_size]] = True
         try:
-            compiled = _compile(LLMatcher, grammar)
+            compiled = _compile(grammar)
         except ValueError as error:
             raise UsageError(f"The grammar of kind {grammar.kind} is refused: {error}.") from error
-        limits = LLParserLimits(verbose_errors=False)
-        self._matcher = LLMatcher(tokenizer, compiled, log_level=0, limits=limits)
+        limits = library.LLParserLimits(verbose_errors=False)
+        self._matcher: LLMatcher = library.LLMatcher(tokenizer, compiled, log_level=0, limits=limits)
         if (why := self.dead_end()) is not None:
             raise UsageError(f"The grammar of kind {grammar.kind} is refused: {why}.")
 
@@ -79,13 +77,37 @@ class AnswerGrammar:
         return allowed if allowed.any() else None
 
 
-def _compile(matcher: type[LLMatcher], grammar: Grammar) -> str:
+def _llguidance() -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise UsageError("Grammars take llguidance; run pip install 'blockdraft[server]'.") from error
+    return llguidance
+
+
+def _compile(grammar: Grammar) -> str:
+    matcher: type[LLMatcher] = _llguidance().LLMatcher
     if grammar.kind == "regex":
         return matcher.grammar_from_regex(grammar.text)
     if grammar.kind == "lark":
         return matcher.grammar_from_lark(grammar.text)
-    schema = grammar.text or '{"type": "object"}'
-    return matcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": WHITESPACE})
+    return compile_schema(grammar.text or '{"type": "object"}')
+
+
+def compile_schema(schema: str) -> str:
+    """A JSON schema as llguidance reads it.
+
+    Raises:
+        ValueError: It is none, or holds what cannot be kept to. A format that is unknown says nothing, as the standard
+            has it.
+    """
+    matcher: type[LLMatcher] = _llguidance().LLMatcher
+    compiled = matcher.grammar_from_json_schema(schema, defaults=JSON_STYLE)
+    _, told = matcher.validate_grammar_with_warnings(compiled)
+    lacking = [one for one in told if not one.startswith("Unknown format: ")]
+    if lacking:
+        raise ValueError(" ".join(" ".join(lacking).split())[:ERROR_LENGTH])
+    return compiled
 
 
 def _tokenizer(target: Target) -> LLTokenizer:

@@ -6,11 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from blockdraft.engine import Chunk, Engine, Request
-from blockdraft.errors import UsageError
 from blockdraft.serving.backends import Backends
 from blockdraft.serving.errors import ApiError
 from blockdraft.serving.events import ChatJob, Event, Finished, Text, TextJob, ToolCall, Usage
-from blockdraft.serving.parsing import AnswerParser, grammar_of, parser_of
+from blockdraft.serving.parsing import AnswerParser, grammar_of, parser_of, takes_several_calls
 from blockdraft.serving.prompts import chat_ids, chat_text, text_ids, tokenizer_of
 from blockdraft.serving.settings import ServeSettings
 from blockdraft.types import SamplingParams
@@ -24,6 +23,11 @@ class Prepared:
     prompt: list[int]
     params: SamplingParams
     parser: AnswerParser | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the answer is complete, though the engine may go on."""
+        return self.parser is not None and self.parser.ended
 
 
 def context_of(engine: Engine) -> int:
@@ -43,12 +47,10 @@ def prepare(job: ChatJob | TextJob, backends: Backends, settings: ServeSettings)
         text = chat_text(engine.target, job.messages, job.tools, job.template)
         prompt = chat_ids(engine.target, text)
         tokenizer = tokenizer_of(engine.target)
-        parser = parser_of(tokenizer, job.tools, job.tool_choice, text)
-        calls = grammar_of(tokenizer, job.tools, job.tool_choice, job.parallel_tool_calls, text)
-        if calls is not None:
-            if params.grammar is not None:
-                raise UsageError("response_format and a tool that must be called do not go together; give one.")
-            params = replace(params, grammar=calls)
+        parallel = job.parallel_tool_calls and takes_several_calls(tokenizer)
+        parser = parser_of(tokenizer, job.tools, job.tool_choice, text, parallel)
+        grammar = grammar_of(tokenizer, job.tools, job.tool_choice, parallel, text, params.grammar)
+        params = replace(params, grammar=grammar)
     elif isinstance(job.prompt, str):
         prompt = text_ids(engine.target, job.prompt, job.add_special_tokens)
     else:
@@ -101,7 +103,7 @@ def events_of(chunk: Chunk, parser: AnswerParser | None) -> list[Event]:
     return [Text("", chunk), *events]
 
 
-def finished(request: Request, engine: Engine, called: bool, thought: int) -> Finished:
+def finished(request: Request, ready: Prepared, thought: int) -> Finished:
     accepted = sum(request.drafted)
     usage = Usage(
         len(request.prompt),
@@ -113,7 +115,11 @@ def finished(request: Request, engine: Engine, called: bool, thought: int) -> Fi
     )
     stop = None
     if request.text.stopped:
-        text = tokenizer_of(engine.target).decode(request.token_ids, skip_special_tokens=True)
+        text = tokenizer_of(ready.engine.target).decode(request.token_ids, skip_special_tokens=True)
         stop = min(filter(text.__contains__, request.params.stop), key=text.index)
-    reason: Literal["stop", "length", "tool_calls"] = "stop" if request.finish_reason == "stop" else "length"
-    return Finished("tool_calls" if called and reason == "stop" else reason, usage, request.stats, stop)
+    reason: Literal["stop", "length", "tool_calls"] = "stop"
+    if request.finish_reason == "length" and not ready.ended:
+        reason = "length"
+    elif ready.parser is not None and ready.parser.called:
+        reason = "tool_calls"
+    return Finished(reason, usage, request.stats, stop)

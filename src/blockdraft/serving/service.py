@@ -176,7 +176,7 @@ class Service:
             try:
                 while True:
                     chunk = await box.take()
-                    if chunk.finish_reason == "cancelled":  # by none of those who listen
+                    if chunk.finish_reason == "cancelled" and not ready.ended:  # by none of those who listen
                         raise ApiError(503, "The server was stopped before the answer ended; ask again.")
                     chunk.checked()
                     if isinstance(job, TextJob) and not begun:
@@ -188,11 +188,12 @@ class Service:
                         yield event
                     if chunk.finish_reason is not None:
                         break
-                reason = chunk.finish_reason
+                    if ready.ended:
+                        request.cancel()
+                reason = "stop" if ready.ended else chunk.finish_reason
             finally:
                 meter.end(request, reason)
-            called = ready.parser is not None and ready.parser.called
-            yield finished(request, ready.engine, called, thought)
+            yield finished(request, ready, thought)
 
     @asynccontextmanager
     async def _decoding(

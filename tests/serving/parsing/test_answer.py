@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from blockdraft.errors import UsageError
 from blockdraft.serving.events import Reasoning, Text, ToolCall, ToolChoice
-from blockdraft.serving.parsing import parser_of
+from blockdraft.serving.parsing import parser_of, takes_several_calls
 from blockdraft.serving.parsing.answer import Part
 
 # What matters of templates: the words that tell a format.
@@ -273,3 +273,21 @@ def test_arguments_are_json(tokenizer: PreTrainedTokenizerFast) -> None:
     for name, _, expected in CASES:
         assert name in TEMPLATES
         assert all(isinstance(json.loads(one[2]), dict) for one in expected if one[0] == "call")
+
+
+def test_an_answer_may_end_with_its_first_call(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer = tokenizer_with(tokenizer, TEMPLATES["hermes"])
+    calls = [f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>' for name in "fg"]
+    text = "Well. " + "\n".join(calls) + " So."
+    for pieces in ([text], list(text)):
+        assert joined(parse(tokenizer, pieces, parallel=False)) == [said("Well."), call("f", "{}")]
+        assert len(joined(parse(tokenizer, pieces))) == 4
+    parser = parser_of(tokenizer, TOOLS, parallel=False)
+    ended = [bool(parser.push(one)) and parser.ended for one in text]
+    assert ended.index(True) == len("Well. " + calls[0]) - 1
+
+
+def test_some_templates_take_one_call_a_message(tokenizer: PreTrainedTokenizerFast) -> None:
+    refuses = "{{ raise_exception('This model only supports single tool-calls at once!') }}"
+    assert takes_several_calls(tokenizer_with(tokenizer, TEMPLATES["llama3"]))
+    assert not takes_several_calls(tokenizer_with(tokenizer, TEMPLATES["llama3"] + refuses))

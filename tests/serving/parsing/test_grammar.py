@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from blockdraft.errors import UsageError
 from blockdraft.serving.events import ToolCall, ToolChoice
 from blockdraft.serving.parsing import grammar_of, parser_of
+from blockdraft.types import Grammar
 
 HERMES = "{{ tools }} <tool_call>"
 LLAMA3 = '{{ tools }} {"name": function name, "parameters": dictionary}'
@@ -31,6 +32,14 @@ TOOLS = [
     {"type": "function", "function": {"name": "now"}},
 ]
 REQUIRED = ToolChoice("required")
+SKY = {
+    "type": "object",
+    "properties": {"sky": {"$ref": "#/$defs/sky"}},
+    "required": ["sky"],
+    "additionalProperties": False,
+    "$defs": {"sky": {"enum": ["blue", "grey"]}},
+}
+FORM = Grammar("json_schema", json.dumps(SKY))
 
 
 def hermes(name: str, arguments: str) -> str:
@@ -123,12 +132,59 @@ def test_reasoning_may_come_first(tokens: PreTrainedTokenizerFast, template: str
     assert not accepts(tokens, think + call, *args[2:], prompt_text="<think>\n\n</think>\n\n")
 
 
+@pytest.mark.parametrize("template", [HERMES, CODER])
+def test_a_free_choice_is_between_calls_and_text_of_a_form(tokens: PreTrainedTokenizerFast, template: str) -> None:
+    tokens.chat_template = template + "<think></think>"
+    args: tuple[Any, ...] = (TOOLS, ToolChoice())
+    call, think = FORMATS[template]("now", "{}"), "<think>\nHm, < so\n</think>\n\n"
+    for text in (call, f"{call}\n{call}", '{"sky": "blue"}', '{"sky":"grey"}', '{\n  "sky": "grey"\n}'):
+        assert accepts(tokens, text, *args, content=FORM)
+        assert accepts(tokens, think + text, *args, content=FORM)
+    for text in ("", "Sure.", '{"sky": "red"}', '{"sky": "blue"} ' + call, FORMATS[template]("now", '{"a": 1}')):
+        assert not accepts(tokens, text, *args, content=FORM)
+    assert not accepts(tokens, f"{call}\n{call}", *args, parallel=False, content=FORM)
+    assert accepts(tokens, call, TOOLS, REQUIRED, content=FORM)  # a form is of texts, and there is none
+    assert not accepts(tokens, '{"sky": "blue"}', TOOLS, REQUIRED, content=FORM)
+
+
+def test_reasoning_may_come_before_text_of_a_form(tokens: PreTrainedTokenizerFast) -> None:
+    tokens.chat_template = "<think></think>"
+    args: tuple[Any, ...] = ((), ToolChoice())
+    text, think = '{"sky": "blue"}', "<think>\nHm, < so\n</think>\n\n"
+    for form in (FORM, Grammar("json_object")):
+        assert accepts(tokens, text, *args, content=form)
+        assert accepts(tokens, think + text, *args, content=form)
+        assert accepts(tokens, think.removeprefix("<think>") + text, *args, prompt_text="<think>\n", content=form)
+        assert not accepts(tokens, text, *args, prompt_text="<think>\n", content=form)
+        assert grammar_of(tokens, *args, prompt_text="<think>\n\n</think>\n\n", content=form) == form
+    with pytest.raises(UsageError, match="json_schema is refused: Unimplemented keys"):
+        grammar_of(tokens, *args, content=Grammar("json_schema", '{"uniqueItems": true}'))
+    tokens.chat_template = HERMES
+    assert grammar_of(tokens, TOOLS, ToolChoice("none"), content=FORM) == FORM
+
+
+def test_calls_that_are_json_cannot_be_told_from_text_of_a_form(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = LLAMA3
+    with pytest.raises(UsageError, match="response_format and tools do not go together"):
+        grammar_of(tokenizer, TOOLS, ToolChoice(), content=FORM)
+    assert accepts(tokenizer, llama3("now", "{}"), TOOLS, REQUIRED, content=FORM)
+    assert grammar_of(tokenizer, TOOLS, ToolChoice("none"), content=FORM) == FORM
+
+
 def test_schemas_that_say_more_are_kept(tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer.chat_template = HERMES
     schema = {"properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "boolean"}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
     assert accepts(tokenizer, hermes("f", '{"a": 1, "b": true}'), tools, REQUIRED)
     assert not accepts(tokenizer, hermes("f", '{"a": 1, "b": 2}'), tools, REQUIRED)
+
+
+def test_keywords_that_no_grammar_expresses_are_left_to_the_model(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = HERMES
+    paths = {"type": "array", "items": {"type": "string", "format": "path"}, "uniqueItems": True}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": paths}}}}]
+    assert accepts(tokenizer, hermes("f", '{"a": ["x", "x"]}'), tools, REQUIRED)
+    assert not accepts(tokenizer, hermes("f", '{"a": [1]}'), tools, REQUIRED)
 
 
 def test_a_free_choice_has_no_grammar(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -21,19 +21,21 @@ def parser_of(
     tools: Sequence[dict[str, Any]] = (),
     tool_choice: ToolChoice = FREE,
     prompt_text: str = "",
+    parallel: bool = True,
 ) -> AnswerParser:
     """The parser of one answer, in the format of the chat template.
 
     Args:
         tools: OpenAI's function tools. Without any, or where `tool_choice` forbids calls, what looks like one is text.
         prompt_text: The prompt as text, whose end may have begun the reasoning.
+        parallel: Whether there may be several calls; otherwise the answer ends with the first.
 
     Raises:
         UsageError: The template has no format for calls, or a tool is none.
     """
     schemas = schemas_of(tools)
     form = format_of(tokenizer) if schemas and tool_choice.mode != "none" else None
-    return AnswerParser(form, schemas, thinks(tokenizer), is_thinking(prompt_text))
+    return AnswerParser(form, schemas, thinks(tokenizer), is_thinking(prompt_text), parallel)
 
 
 class AnswerParser:
@@ -45,13 +47,15 @@ class AnswerParser:
     Args:
         form: Format of the calls; None leaves them in the text.
         thinks: Whether the answer may begin with reasoning, `thinking` whether the prompt has begun it.
+        parallel: Whether there may be several calls.
 
     Attributes:
         called: Whether there was a call.
+        ended: Whether that was the only one that there may be; what comes then is no part of the answer.
     """
 
-    def __init__(self, form: Format | None, tools: Tools, thinks: bool, thinking: bool) -> None:
-        self._form, self._tools = form, tools
+    def __init__(self, form: Format | None, tools: Tools, thinks: bool, thinking: bool, parallel: bool = True) -> None:
+        self._form, self._tools, self._parallel = form, tools, parallel
         self._stage = "reasoning" if thinking else "begin" if thinks else "answer"
         self._held = ""
         self._reasoning, self._said = _Trimmed(leading=True), _Trimmed(leading=False)
@@ -60,6 +64,10 @@ class AnswerParser:
     @property
     def called(self) -> bool:
         return self._calls > 0
+
+    @property
+    def ended(self) -> bool:
+        return self.called and not self._parallel
 
     def push(self, text: str) -> list[Part]:
         """What is decided with more text."""
@@ -98,7 +106,7 @@ class AnswerParser:
         if self._form is None:
             text, self._held = self._held, ""
             return self._text(text)
-        while self._held:
+        while self._held and not self.ended:
             at = self._form.find(self._held, self._said.begins_line)
             parts += self._text(self._held[:at])
             self._held = self._held[at:]

@@ -1,12 +1,14 @@
-"""Grammars that leave a model no choice but to call a tool."""
+"""Grammars that leave a model no choice but to call a tool, or to answer in a given form."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from blockdraft.engine.grammar import JSON_STYLE, compile_schema
 from blockdraft.errors import UsageError
 from blockdraft.serving.events import ToolChoice
 from blockdraft.serving.parsing.formats.base import literal
@@ -20,41 +22,71 @@ def grammar_of(
     tool_choice: ToolChoice,
     parallel: bool = True,
     prompt_text: str = "",
+    content: Grammar | None = None,
 ) -> Grammar | None:
-    """What an answer must look like that has to call a tool, in the format of the chat template.
+    """What an answer must look like that has to call a tool, in the format of the chat template, or whose text has to
+    be JSON.
 
     Reasoning may come first where the template knows of it. A named tool is called once, any of several once or, if
-    `parallel`, more often.
+    `parallel`, more often. Where there are tools and none has to be called, the answer is calls or `content`.
 
     Args:
         tools: OpenAI's function tools.
         prompt_text: The prompt as text, whose end may have begun the reasoning.
+        content: JSON that the text must be.
 
     Returns:
-        None where the model may answer without a call.
+        None where the answer may be any text.
 
     Raises:
-        UsageError: The tool is none of `tools`, or the template has no format for calls.
+        UsageError: The tool is none of `tools`, the template has no format for calls, or one that cannot be told from
+            JSON.
     """
-    if tool_choice.mode != "required" and tool_choice.name is None:
-        return None
-    schemas = schemas_of(tools)
     name = tool_choice.name
-    if not schemas:
+    forced = tool_choice.mode == "required" or name is not None
+    schemas = schemas_of(tools) if forced or (content is not None and tool_choice.mode == "auto") else {}
+    if forced and not schemas:
         raise UsageError("tool_choice asks for a call, and there are no tools; send tools, or leave tool_choice out.")
     if name is not None and name not in schemas:
         raise UsageError(f"tool_choice names {name!r}; the tools are {', '.join(schemas)}.")
-    form, added = format_of(tokenizer), set(tokenizer.get_added_vocab())
-    calls = [form.grammar(one, schema, added) for one, schema in schemas.items() if name in (None, one)]
-    again = f" ({literal(form.separator, added)} call)*" if parallel and name is None else ""
-    rules = [f"start: {_thought(tokenizer, prompt_text, added)}call{again}", f"call: {' | '.join(calls)}"]
+    if not schemas and content is None:
+        return None
+    added = set(tokenizer.get_added_vocab())
+    thought = _thought(tokenizer, prompt_text, added)
+    if not schemas and not thought:
+        return content
     # Behind a token that was added, the text before needs no end of its own.
-    rules.append("thought: /(?s:.*)/ " + THOUGHT if THOUGHT in added else f'thought[suffix="{THOUGHT}"]: /(?s:.*)/')
-    return Grammar("lark", "\n".join([*rules, form.rules]))
+    rules = ["thought: /(?s:.*)/ " + THOUGHT if THOUGHT in added else f'thought[suffix="{THOUGHT}"]: /(?s:.*)/']
+    ways = []
+    if schemas:
+        form = format_of(tokenizer)
+        if not forced and not form.marked:
+            raise UsageError(
+                "response_format and tools do not go together with this model, whose calls are JSON as well; leave out "
+                'one of them, or give tool_choice as "required" or "none".'
+            )
+        again = f" ({literal(form.separator, added)} call)*" if parallel and name is None else ""
+        ways.append(f"call{again}")
+        calls = [form.grammar(one, schema, added) for one, schema in schemas.items() if name in (None, one)]
+        rules += [f"call: {' | '.join(calls)}", form.rules]
+    if content is not None and not forced:
+        ways.append("content")
+        rules.append(f"content: {_json(content)}")
+    return Grammar("lark", "\n".join([f"start: {thought}({' | '.join(ways)})", *rules]))
+
+
+def _json(content: Grammar) -> str:
+    """JSON as an expression of Lark, as it would be without tools and reasoning."""
+    text = content.text or '{"type": "object"}'
+    try:
+        compile_schema(text)
+    except ValueError as error:
+        raise UsageError(f"The grammar of kind {content.kind} is refused: {error}.") from error
+    return "%json " + json.dumps({"x-guidance": JSON_STYLE, **json.loads(text)})
 
 
 def _thought(tokenizer: PreTrainedTokenizerBase, prompt_text: str, added: Collection[str]) -> str:
-    """What may come before the calls."""
+    """What may come before the answer."""
     if is_thinking(prompt_text):
         return r"thought /\s*/ "
     if not thinks(tokenizer) or prompt_text.rstrip().endswith(THOUGHT):

@@ -40,6 +40,11 @@ def format_of(tokenizer: PreTrainedTokenizerBase) -> Format:
     return fitting[0]
 
 
+def takes_several_calls(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a message with several calls can be part of a chat; templates of Llama 3 refuse it."""
+    return "single tool-call" not in template_of(tokenizer)
+
+
 def thinks(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether answers may begin with reasoning."""
     return THOUGHT in template_of(tokenizer)

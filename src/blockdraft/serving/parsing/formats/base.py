@@ -12,7 +12,8 @@ Schema: TypeAlias = dict[str, Any]
 # The JSON schema of each tool's arguments, by the tool's name.
 Tools: TypeAlias = Mapping[str, Schema]
 # As templates write it, which is what models have learnt; whitespace without bound would let a weak model write on.
-COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# Keywords that a grammar cannot express are left to the model, since tools are often described by others.
+COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": True}
 # With these beside them, `properties` are not all that a schema may allow.
 OPEN_KEYS = {"additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "$ref"}
 LONGEST_WORD = 12  # characters of JSON whose end may be missing, such as -Infinity; strings aside
@@ -49,6 +50,11 @@ class Format(Protocol):
     @property
     def separator(self) -> str:
         """What stands between two calls."""
+        ...
+
+    @property
+    def marked(self) -> bool:
+        """Whether calls begin with a marker, which no other JSON begins with."""
         ...
 
     @property

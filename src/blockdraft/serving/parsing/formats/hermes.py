@@ -22,7 +22,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class Hermes:
-    separator, rules = "\n", ""
+    separator, marked, rules = "\n", True, ""
 
     def fits(self, template: str) -> bool:
         return OPEN in template and "<function=" not in template

@@ -27,7 +27,7 @@ KEYS = ('"name"', '"type"', '"parameters"', '"arguments"')
 
 
 class Llama3:
-    separator, rules = "; ", ""
+    separator, marked, rules = "; ", False, ""
 
     def fits(self, template: str) -> bool:
         return "<|python_tag|>" in template or '{"name": function name, "parameters":' in template

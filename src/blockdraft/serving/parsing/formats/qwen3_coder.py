@@ -33,7 +33,7 @@ VALUE_END = re.compile(r"</parameter>\s*(?=<parameter=|</function>)")
 
 
 class Qwen3Coder:
-    separator = "\n"
+    separator, marked = "\n", True
     rules = 'parameter_text[suffix="\\n</parameter>\\n"]: /(?s:.*)/'
 
     def fits(self, template: str) -> bool:
