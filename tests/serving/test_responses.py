@@ -60,7 +60,8 @@ def told(service: ScriptedService, **body: Any) -> list[dict[str, Any]]:
 def comparable(response: dict[str, Any]) -> dict[str, Any]:
     """Without what no two responses have in common."""
     items = [{name: value for name, value in item.items() if name != "id"} for item in response["output"]]
-    return {**response, "id": "", "created_at": 0, "output": items}
+    times = {"created_at": 0, "completed_at": response["completed_at"] is not None}
+    return {**response, **times, "id": "", "output": items}
 
 
 @pytest.mark.parametrize(("events", "names"), NAMES)
@@ -95,6 +96,22 @@ def test_a_response() -> None:
     assert usage["input_tokens_details"]["cached_tokens"] == 4
     assert usage["output_tokens_details"]["reasoning_tokens"] == 2
     assert usage["output_tokens_details"]["accepted_prediction_tokens"] == 3
+
+
+def test_a_response_has_all_fields() -> None:
+    """Those that Open Responses demands, whatever the request had."""
+    fields = {
+        *("id", "object", "created_at", "completed_at", "status", "incomplete_details", "model", "instructions"),
+        *("previous_response_id", "output", "error", "tools", "tool_choice", "truncation", "parallel_tool_calls"),
+        *("text", "top_p", "presence_penalty", "frequency_penalty", "top_logprobs", "temperature", "reasoning", "user"),
+        *("usage", "max_output_tokens", "max_tool_calls", "store", "background", "service_tier", "metadata"),
+        *("safety_identifier", "prompt_cache_key"),
+    }
+    body = ask(ScriptedService(ANSWER), prompt_cache_key="k", user="u", safety_identifier="s").json()
+    assert fields <= set(body) and body["completed_at"] >= body["created_at"]
+    assert (body["prompt_cache_key"], body["user"], body["safety_identifier"]) == ("k", "u", "s")
+    cut = ask(ScriptedService([Text("Hel"), finished("length")]), presence_penalty=1).json()
+    assert fields <= set(cut) and cut["completed_at"] is None and cut["presence_penalty"] == 1
 
 
 def test_calls() -> None:
@@ -175,7 +192,7 @@ def test_streams_are_stored_and_others_not_unless_asked() -> None:
 
 
 def test_the_oldest_are_forgotten_when_there_is_no_room() -> None:
-    service = ScriptedService(ANSWER, max_stored=5000)
+    service = ScriptedService(ANSWER, max_stored=7000)
     client = TestClient(app_of(service))
     made = [client.post("/v1/responses", json={"model": "tiny", "input": "x" * 1000}).json()["id"] for _ in range(6)]
     known = [client.get(f"/v1/responses/{one}").status_code == 200 for one in made]
@@ -260,7 +277,8 @@ def test_items_are_messages() -> None:
     )
     call = {"id": "c", "type": "function", "function": {"name": "now", "arguments": {}}}
     assert made.messages == [
-        {"role": "system", "content": "One.\n\nTwo."},
+        {"role": "system", "content": "One."},
+        {"role": "system", "content": "Two."},
         {"role": "user", "content": "a\nb"},
         {"role": "assistant", "content": "", "reasoning_content": "", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c", "content": "Noon."},

@@ -127,8 +127,7 @@ async def streamed(service: Service, job: ChatJob, answer: Answer, keep: Callabl
                 begun = True
                 if answer.end is not None:
                     keep()  # who reads the last event may go on from it at once
-                for wire in wires:
-                    yield _wire(wire)
+                yield "".join(map(_wire, wires))
     except Exception as error:
         if not begun:  # it can still be told by a status of HTTP
             raise

@@ -111,6 +111,7 @@ class Answer:
         self.output = Output()
         self._status, self._number = "in_progress", 0
         self._error: dict[str, Any] | None = None
+        self._completed: int | None = None
         self._most_guesses = most_guesses
         self._fixed = {
             "id": self.id,
@@ -118,22 +119,30 @@ class Answer:
             "created_at": int(time.time()),
             "model": model,
             "background": False,
+            "frequency_penalty": body.frequency_penalty or 0.0,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": None,
             "metadata": body.metadata or {},
             "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "presence_penalty": body.presence_penalty or 0.0,
             "previous_response_id": body.previous_response_id,
+            "prompt_cache_key": body.prompt_cache_key,
             "reasoning": {
                 "effort": body.reasoning.effort if body.reasoning else None,
                 "summary": body.reasoning.summary if body.reasoning else None,
             },
+            "safety_identifier": body.safety_identifier,
+            "service_tier": "default",
             "store": body.store is not False,
             "temperature": temperature if body.temperature is None else body.temperature,
             "text": {"format": body.format.model_dump(by_alias=True, exclude_none=True)},
             "tool_choice": _echo(body),
             "tools": tools_of(body.tools),
+            "top_logprobs": 0,
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",
+            "user": body.user,
         }
 
     def begin(self) -> list[dict[str, Any]]:
@@ -145,6 +154,7 @@ class Answer:
             return [self._numbered(wire) for wire in self.output.add(event)]
         self.end = event
         self._status = "incomplete" if event.reason == "length" else "completed"
+        self._completed = int(time.time()) if self._status == "completed" else None
         wires = [self._numbered(wire) for wire in self.output.end(whole=event.reason != "length")]
         return [*wires, self._about(self._status)]
 
@@ -162,6 +172,7 @@ class Answer:
         return {
             **self._fixed,
             "status": self._status,
+            "completed_at": self._completed,
             "error": self._error,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "output": list(self.output.items),

@@ -89,6 +89,10 @@ class ResponseRequest(Sampled):
     include: list[str] | None = None
     metadata: dict[str, str] | None = None
     truncation: Literal["auto", "disabled"] | None = None
+    # What answers repeat, and nothing else needs.
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
@@ -116,7 +120,7 @@ def job_of(body: ResponseRequest, said: Sequence[dict[str, Any]], temperature: f
         raise UsageError("input is empty; give a text, or a list of items.")
     instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
     return ChatJob(
-        messages=_together([*instructions, *said]),
+        messages=[*instructions, *said],
         params=replace(jobs.sampling(body, temperature), grammar=_grammar(body.format)),
         max_new_tokens=body.max_output_tokens,
         tools=tuple({"type": "function", "function": _without_type(tool)} for tool in tools),
@@ -181,15 +185,6 @@ def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         else:
             joined.append(message)
     return joined
-
-
-def _together(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The system's first messages as one, since many templates take no second."""
-    count = next((n for n, one in enumerate(messages) if one["role"] != "system"), len(messages))
-    if count < 2:
-        return messages
-    text = "\n\n".join(one["content"] for one in messages[:count])
-    return [{"role": "system", "content": text}, *messages[count:]]
 
 
 def _texts(place: str, content: str | Sequence[Part]) -> str:
