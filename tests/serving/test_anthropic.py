@@ -172,6 +172,24 @@ def test_what_a_request_asks_for() -> None:
     assert job(chat_template_kwargs={"enable_thinking": True}).template == {"enable_thinking": True}
 
 
+def test_the_form_of_an_answer_had_another_name() -> None:
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    assert job(output_format=form).params.grammar == Grammar("json_schema", '{"type": "object"}')
+
+
+def test_what_differs_in_each_request_is_left_out() -> None:
+    """So that Claude Code's instructions are read once."""
+    header = "x-anthropic-billing-header: cc_version=2.1.1; cch=1a2b3;"
+    for system in (
+        f"{header}\nBe brief.",
+        [{"type": "text", "text": header}, {"type": "text", "text": "Be brief."}],
+    ):
+        assert job(system=system).messages[0] == {"role": "system", "content": "Be brief."}
+    assert job(system=header).messages == [USER]
+    said = f"What is {header}"
+    assert job(system=said).messages[0]["content"] == said
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -234,7 +252,7 @@ def user(*blocks: dict[str, Any]) -> dict[str, Any]:
     [
         ({"model": "other"}, "model is 'other'"),
         ({"max_tokens": 0}, "max_tokens is 0"),
-        ({"max_tokens": None}, "max_tokens is None"),
+        ({"max_tokens": None}, "max_tokens is missing"),
         ({"messages": []}, "messages is []"),
         ({"messages": [USER, {"role": "assistant", "content": "{"}]}, "messages ends with the assistant's"),
         (user({"type": "image", "source": {"type": "url", "url": "x"}}), "a block of the type 'image'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -12,8 +13,11 @@ from pydantic import Field
 from blockdraft.errors import UsageError
 from blockdraft.serving import jobs
 from blockdraft.serving.events import ChatJob, Speculation, ToolChoice
-from blockdraft.serving.schemas import Body, Sampled, Tokens, Word
+from blockdraft.serving.schemas import MOST_STOPS, Body, Sampled, Tokens, Word
 from blockdraft.types import Grammar
+
+# Claude Code's first line differs in each request: after it nothing of an earlier one could be remembered.
+BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 
 
 class Block(Body):
@@ -84,7 +88,8 @@ class MessagesRequest(CountRequest, Sampled):
     refused = Sampled.refused | CountRequest.refused | {"n": (1,)}
 
     max_tokens: Tokens
-    stop_sequences: Annotated[list[Word], Field(max_length=16)] | None = None
+    stop_sequences: Annotated[list[Word], Field(max_length=MOST_STOPS)] | None = None
+    output_format: OutputFormat | None = None  # the name of output_config.format while that was in its beta
     tool_choice: Choice | None = None
 
 
@@ -99,7 +104,7 @@ def job_of(body: MessagesRequest, temperature: float) -> ChatJob:
     """
     params = jobs.sampling(body, temperature)
     tools = tools_of(body.tools)
-    form = body.output_config.format if body.output_config else None
+    form = (body.output_config and body.output_config.format) or body.output_format
     grammar = None if form is None else Grammar("json_schema", json.dumps(form.schema_))
     if body.messages[-1].role == "assistant":
         raise UsageError(
@@ -161,8 +166,8 @@ def messages_of(body: CountRequest) -> list[dict[str, Any]]:
         UsageError: A block is of a type that no text model reads, or lacks what it must hold.
     """
     messages = list[dict[str, Any]]()
-    if body.system:
-        messages.append({"role": "system", "content": _texts("system", body.system)})
+    if system := BILLING.sub("", _texts("system", body.system or "")):
+        messages.append({"role": "system", "content": system})
     for number, message in enumerate(body.messages):
         place = f"messages.{number}.content"
         if isinstance(message.content, str):
