@@ -139,6 +139,16 @@ def test_contents_may_be_parts(client: Any) -> None:
     assert answer["choices"][0]["message"] == client.chat("the\nant", max_tokens=20)["choices"][0]["message"]
 
 
+def test_refusals_are_texts(client: Any) -> None:
+    parts = [{"type": "refusal", "refusal": "no"}]
+    body = {"model": "tiny", "temperature": 0, "max_tokens": 20}
+    answers = [
+        client.post("/v1/chat/completions", body | {"messages": [*CHAT, {"role": "assistant", "content": content}]})
+        for content in (parts, "no")
+    ]
+    assert answers[0].json()["choices"] == answers[1].json()["choices"]
+
+
 def test_developers_are_the_system(client: Any) -> None:
     answers = []
     for role in ("system", "developer"):
@@ -146,6 +156,20 @@ def test_developers_are_the_system(client: Any) -> None:
         body = {"model": "tiny", "messages": messages, "temperature": 0, "max_tokens": 20}
         answers.append(client.post("/v1/chat/completions", body).json()["choices"])
     assert answers[0] == answers[1]
+
+
+def test_the_systems_first_messages_are_one(client: Any) -> None:
+    """Clients send several, and many templates take one."""
+    rest = [*CHAT, {"role": "system", "content": "c"}]
+    chats = [
+        [{"role": "system", "content": "a"}, {"role": "developer", "content": "b"}, *rest],
+        [{"role": "system", "content": "a\n\nb"}, *rest],
+    ]
+    counts = [client.post("/tokenize", {"messages": chat}).json()["tokens"] for chat in chats]
+    assert counts[0] == counts[1]
+    answers = [client.chat(messages=chat, max_tokens=20) for chat in chats]
+    assert answers[0]["choices"] == answers[1]["choices"]
+    assert answers[0]["usage"]["prompt_tokens"] == len(counts[0])
 
 
 def test_logprobs_are_the_engines(client: Any, engine: Engine) -> None:
@@ -156,7 +180,8 @@ def test_logprobs_are_the_engines(client: Any, engine: Engine) -> None:
     assert [entry["logprob"] for entry in content] == pytest.approx([one.logprob for one in completion.logprobs])
     assert [len(entry["top_logprobs"]) for entry in content] == [2] * 10
     assert [entry["token"] for entry in content] == [entry["top_logprobs"][0]["token"] for entry in content]  # greedy
-    assert bytes(content[0]["bytes"]).decode() == content[0]["token"]
+    whole = [entry for entry in content if entry["bytes"] is not None]  # others are parts of characters
+    assert whole and all(bytes(entry["bytes"]).decode() == entry["token"] for entry in whole)
     events = client.chat_events(max_tokens=10, logprobs=True, top_logprobs=2)
     told = [event["choices"][0]["logprobs"] for event in events]
     assert [entry for one in told if one for entry in one["content"]] == content
@@ -291,3 +316,7 @@ def test_reasoning_comes_under_both_names(client: Any, engine: Engine, monkeypat
     deltas = [event["choices"][0]["delta"] for event in client.chat_events(max_tokens=20)]
     for name in ("reasoning", "reasoning_content"):
         assert "".join(delta.get(name, "") for delta in deltas) == message["reasoning"]
+    # What has to be JSON is the text, and not what comes before it.
+    how = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA}}
+    formed = client.chat(max_tokens=20, response_format=how)["choices"][0]["message"]
+    assert formed["content"] == "" and not formed["reasoning"].startswith("{")

@@ -24,7 +24,7 @@ HUGE = 10**30
         *(("max_tokens", value) for value in (-1, 1.5, "4", HUGE)),
         *(("n", value) for value in (0, -1, 1000, 1.5, HUGE)),
         *(("seed", value) for value in (1.5, "x", HUGE)),
-        *(("stop", value) for value in ("", [""], [1], ["a"] * 40, 5)),
+        *(("stop", value) for value in ("", [""], [1], ["a"] * 65, 5)),
         *(("stop_token_ids", value) for value in ([-1], ["a"], [99999], [HUGE], 3)),
         *(("presence_penalty", value) for value in (-3, 3, "x")),
         *(("frequency_penalty", value) for value in (-3, 3)),
@@ -145,13 +145,20 @@ def test_other_methods_and_paths(client: Any, method: str, path: str, status: in
     assert method == "HEAD" or answer.json()["error"]["message"]
 
 
+def test_a_wrong_base_url_is_told(client: Any) -> None:
+    for path in ("/chat/completions", "/v1/v1/messages"):
+        answer = client.post(path, CHAT)
+        assert answer.status_code == 404 and "end in /v1" in answer.json()["error"]["message"]
+
+
 def test_unknown_fields_are_ignored(client: Any) -> None:
     more = {"user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "frobnicate": [1]}
     assert client.post("/v1/completions", TEXT | more).status_code == 200
 
 
 def test_neutral_values_of_what_we_lack_pass(client: Any) -> None:
-    more = {"suffix": None, "best_of": 1, "use_beam_search": False, "min_tokens": 0, "tools": []}
+    more = {"suffix": "", "audio": None, "ignore_eos": None, "stream_options": {"include_usage": None}}
+    more |= {"best_of": 1, "use_beam_search": False, "min_tokens": 0, "tools": []}
     assert client.post("/v1/completions", TEXT | more).status_code == 200
     assert client.post("/v1/completions", TEXT | {"best_of": 2}).status_code == 400
 

@@ -1,6 +1,7 @@
 """The other two APIs on a model: they answer what /v1/chat/completions answers."""
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,6 +9,8 @@ import pytest
 from serving_client import Client
 
 from blockdraft.engine import Engine
+from blockdraft.serving import preparing, streaming
+from blockdraft.serving.parsing import grammar_of
 
 USER = {"role": "user", "content": "the ant"}
 # Of Hermes' format; earlier calls and reasoning are of no interest here.
@@ -26,6 +29,13 @@ SCHEMA = {"type": "object", "properties": {"sky": {"enum": ["blue", "grey"]}}, "
 @pytest.fixture
 def with_tools(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.target.tokenizer, "chat_template", TEMPLATE)
+
+
+@pytest.fixture
+def slow(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cycles take time, so that what they yield comes in pieces."""
+    step = engine.scheduler.step
+    monkeypatch.setattr(engine.scheduler, "step", lambda: (time.sleep(0.005), step())[1])
 
 
 def respond(client: Client, **body: Any) -> dict[str, Any]:
@@ -115,6 +125,56 @@ def test_a_model_is_made_to_call_a_tool(client: Client, enabled: bool) -> None:
     claude = message(client, tools=[tool], tool_choice={"type": "tool", "name": "paint"}, max_tokens=100, **how)
     [block] = claude["content"]
     assert (block["name"], block["input"], claude["stop_reason"]) == ("paint", arguments, "tool_use")
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.usefixtures("with_tools")
+def test_an_answer_is_a_call_or_text_of_a_form(client: Client, engine: Engine, enabled: bool) -> None:
+    """As agents ask for: tools all along, and the form of the text with which they end."""
+    function = {"name": "paint", "parameters": SCHEMA}
+    form = {"name": "sky", "schema": {**SCHEMA, "additionalProperties": False}}
+    how: dict[str, Any] = {"speculation": {"enabled": enabled}, "max_tokens": 150}
+    how |= {"tools": [{"type": "function", "function": function}], "parallel_tool_calls": False}
+    how |= {"response_format": {"type": "json_schema", "json_schema": form}}
+    for first, called in (("<", True), ("{", False)):
+        assert engine.target.tokenizer is not None
+        [token] = engine.target.tokenizer.encode(first, add_special_tokens=False)
+        [choice] = client.chat(logit_bias={str(token): 100}, **how)["choices"]
+        said = choice["message"]
+        text = said["tool_calls"][0]["function"]["arguments"] if called else said["content"]
+        assert json.loads(text)["sky"] in ("blue", "grey")
+        assert choice["finish_reason"] == ("tool_calls" if called else "stop")
+
+
+@pytest.mark.usefixtures("with_tools", "slow")
+def test_streams_are_not_silent_while_a_call_is_written(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    function = {"name": "paint", "parameters": SCHEMA}
+    chat = {"model": "tiny", "messages": [USER], "tools": [{"type": "function", "function": function}]}
+    response = {"model": "tiny", "input": "the ant", "tools": [{"type": "function", **function}]}
+    how = {"tool_choice": "required", "parallel_tool_calls": False, "temperature": 0, "stream": True}
+    for path, body in (("/v1/chat/completions", chat), ("/v1/responses", response)):
+        for seconds, silent in ((1000.0, True), (-1.0, False)):
+            monkeypatch.setattr(streaming, "QUIET_SECONDS", seconds)
+            text = client.post(path, body | how).text
+            comments = [one for one in text.split("\n\n") if one.startswith(":")]
+            assert "arguments" in text and (not comments) == silent
+
+
+@pytest.mark.usefixtures("with_tools", "slow")
+def test_decoding_ends_with_the_only_call(client: Client, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def several(*given: Any) -> Any:
+        return grammar_of(*given[:3], True, *given[4:])
+
+    monkeypatch.setattr(preparing, "grammar_of", several)  # what makes the model go on calling
+    assert engine.target.tokenizer is not None
+    [token] = engine.target.tokenizer.encode("\n", add_special_tokens=False)
+    tools = [{"type": "function", "function": {"name": "paint", "parameters": SCHEMA}}]
+    how: dict[str, Any] = {"tools": tools, "tool_choice": "required", "logit_bias": {str(token): 100}}
+    many = client.chat(max_tokens=200, **how)
+    assert len(many["choices"][0]["message"]["tool_calls"]) > 1 and many["choices"][0]["finish_reason"] == "length"
+    one = client.chat(max_tokens=200, parallel_tool_calls=False, **how)
+    assert len(one["choices"][0]["message"]["tool_calls"]) == 1 and one["choices"][0]["finish_reason"] == "tool_calls"
+    assert one["usage"]["completion_tokens"] < 200
 
 
 def test_templates_that_take_no_tools_refuse_them(client: Client) -> None:

@@ -185,6 +185,19 @@ def test_a_port_in_use_is_told() -> None:
         run.bind(ServeSettings(host="no.such.host.invalid", api_key="k"))
 
 
+def test_idle_connections_outlive_those_of_clients(start: Callable[..., Running]) -> None:
+    """aiohttp keeps them for 15 seconds, others for a minute."""
+    assert start().server.config.timeout_keep_alive > 60
+
+
+def test_probes_without_a_body(start: Callable[..., Running]) -> None:
+    server = start()
+    for path, status in (("/health", 200), ("/", 200), ("/v1/models", 200), ("/v1/completions", 405)):
+        answer = httpx.head(f"{server.url}{path}")
+        assert answer.status_code == status and answer.content == b""
+        assert httpx.get(f"{server.url}{path}").headers["content-length"] == answer.headers["content-length"]
+
+
 @pytest.mark.slow
 def test_the_command(tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
     command = [

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from blockdraft.engine import Chunk
+from blockdraft.engine.detokenize import REPLACEMENT
 from blockdraft.serving.events import Finished
 from blockdraft.types import TokenLogprob
 
@@ -106,7 +107,9 @@ class Pieces:
         if self._tokenizer is None:
             return f"token_id:{token}"
         if token not in self._known:
-            self._known[token] = str(self._tokenizer.decode([token]))
+            once, twice = (str(self._tokenizer.decode([token] * count)) for count in (1, 2))
+            # Some tokenizers leave out the space before the first word of a text.
+            self._known[token] = twice[len(once) :] if twice.startswith(once) else once
         return self._known[token]
 
     def trace(self, chunk: Chunk) -> dict[str, Any]:
@@ -130,7 +133,9 @@ class Pieces:
     def chat_logprobs(self, values: Sequence[TokenLogprob]) -> dict[str, Any]:
         def entry(token: int, logprob: float) -> dict[str, Any]:
             text = self.text(token)
-            return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode())}
+            # Tokens may be parts of characters, whose text does not tell which.
+            known = None if REPLACEMENT in text else list(text.encode())
+            return {"token": text, "logprob": finite(logprob), "bytes": known}
 
         content = [
             {**entry(one.token_id, one.logprob), "top_logprobs": [entry(*other) for other in one.top]} for one in values

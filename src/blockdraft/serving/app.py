@@ -48,6 +48,12 @@ def make_app(service: Service, settings: ServeSettings) -> FastAPI:
         )
 
     async def fail(request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException) and error.status_code == 404:
+            error = ApiError(
+                404,
+                f"There is nothing at {request.url.path[:80]}; /openapi.json lists what there is. Base URLs end in /v1 "
+                f"for clients of OpenAI's API, and before it for those of Anthropic's.",
+            )
         return as_api_error(error).response(request.url.path)
 
     async def gone(request: Request, error: Exception) -> Response:

@@ -106,8 +106,8 @@ async def streamed_chat(service: Service, jobs: list[ChatJob], model: str, with_
                 yield piece(number, {"tool_calls": [_call(event)]})
             else:
                 delta = _delta(event)
-                if delta or (event.chunk is not None and (how.speculation.trace or event.chunk.logprobs)):
-                    yield piece(number, delta, event.chunk)
+                told = delta or (event.chunk is not None and (how.speculation.trace or event.chunk.logprobs))
+                yield piece(number, delta, event.chunk) if told else ""
     if how.speculation.statistics or with_usage:
         ordered = [ends[number] for number in sorted(ends)]
         last = head.body([], ".chunk") | {"usage": usage_of(ordered, len(jobs)) if with_usage else None}

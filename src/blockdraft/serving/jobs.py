@@ -138,12 +138,12 @@ def _content(number: int, message: Message) -> str:
     if isinstance(message.content, str):
         return message.content
     for part in message.content:
-        if part.type not in ("text", "input_text", "output_text", "refusal") or part.text is None:
+        if part.type not in ("text", "input_text", "output_text", "refusal") or (part.refusal or part.text) is None:
             raise UsageError(
                 f"messages.{number}.content holds a part of the type {part.type[:40]!r}; this model reads texts alone, "
                 f'as {{"type": "text", "text": "..."}}.'
             )
-    return "\n".join(part.text or "" for part in message.content)
+    return "\n".join(part.refusal or part.text or "" for part in message.content)
 
 
 def _arguments(number: int, text: str) -> dict[str, Any]:

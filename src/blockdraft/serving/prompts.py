@@ -29,7 +29,8 @@ def chat_text(
     tools: Sequence[Mapping[str, Any]] = (),
     template: Mapping[str, Any] | None = None,
 ) -> str:
-    """The text that the target's chat template makes of a chat, up to where the answer begins.
+    """The text that the target's chat template makes of a chat, up to where the answer begins. The system's first
+    messages become one, since many templates take no second.
 
     Raises:
         UsageError: There is no template, or it refuses the chat.
@@ -45,7 +46,7 @@ def chat_text(
         raise UsageError(f"chat_template_kwargs names {sorted(reserved)}, which the server sets; leave them out.")
     try:
         text = tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
+            _together(messages),
             tools=[dict(tool) for tool in tools] or None,
             add_generation_prompt=True,
             tokenize=False,
@@ -57,6 +58,14 @@ def chat_text(
             f"messages cannot be put into the target's chat template: {describe(error)}; change roles or contents."
         ) from error
     return cast(str, text)
+
+
+def _together(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    count = next((n for n, one in enumerate(messages) if one["role"] != "system"), len(messages))
+    rest = [dict(one) for one in messages[count:]]
+    if count == 0:
+        return rest
+    return [{**messages[0], "content": "\n\n".join(one["content"] for one in messages[:count])}, *rest]
 
 
 def chat_ids(target: Target, text: str) -> list[int]:

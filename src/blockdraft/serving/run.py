@@ -17,6 +17,8 @@ from blockdraft.serving.service import Service
 from blockdraft.serving.settings import ServeSettings
 
 LAST_SECONDS = 3.0  # that clients have to read how their answers ended
+# That a connection may be idle: longer than clients keep one, so that no request comes just as it is closed.
+IDLE_SECONDS = 75
 
 
 def bind(settings: ServeSettings) -> socket.socket:
@@ -65,6 +67,7 @@ def server_of(service: Service, settings: ServeSettings, ready: Callable[[], obj
         access_log=settings.log_requests,
         server_header=False,
         lifespan="off",
+        timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=LAST_SECONDS,  # type: ignore[arg-type]
     )
     return _Server(config, service, settings.grace_seconds, ready)

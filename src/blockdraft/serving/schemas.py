@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from blockdraft.serving.events import Speculation
 from blockdraft.types import MOST_LOGPROBS
 
-MOST_STOPS = 16
+MOST_STOPS = 64  # editors send a score of them
 MOST_CHOICES = 128
 
 Token = Annotated[int, Field(ge=0, lt=2**63)]
@@ -39,8 +39,9 @@ class Body(BaseModel):
     def _refuse(cls, values: Any) -> Any:
         if isinstance(values, dict):
             for name, neutral in cls.refused.items():
-                if values.get(name) not in (None, [], {}, *neutral):
+                if values.get(name) not in (None, "", [], {}, *neutral):
                     raise ValueError(f"{name} is not supported by this server; leave it out.")
+            return {name: value for name, value in values.items() if value is not None}  # null is nothing given
         return values
 
 
@@ -113,6 +114,7 @@ class Part(Body):
 
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
 class FunctionCall(Body):

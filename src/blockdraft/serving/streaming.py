@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from blockdraft.serving.errors import as_api_error
 
 T = TypeVar("T")
+QUIET_SECONDS = 10.0  # without an event, as while a call is written, after which clients and proxies get a comment
 
 
 class ClientGone(Exception):
@@ -23,8 +24,8 @@ class ClientGone(Exception):
 
 
 def data(value: Any) -> str:
-    """An event of server-sent events."""
-    return f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    """An event of server-sent events, in ASCII: some clients take U+2028 and the like for ends of lines."""
+    return f"data: {json.dumps(value, separators=(',', ':'))}\n\n"
 
 
 async def until_gone(request: Request, work: Awaitable[T]) -> T:
@@ -52,7 +53,8 @@ async def stream(request: Request, events: AsyncIterator[str], stall_seconds: fl
 
 
 class EventStream(Response):
-    """Sends server-sent events as they come; errors meanwhile are one too, of the shape of the path's API.
+    """Sends server-sent events as they come; errors meanwhile are one too, of the shape of the path's API. An empty
+    text is no event, and says that the answer goes on.
 
     The iterator is closed when the client goes away, or takes nothing for so many seconds.
     """
@@ -88,9 +90,12 @@ class EventStream(Response):
         with suppress(OSError):  # the client has gone
             await put({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await put(_body(self._first))
+            sent = time.monotonic()
             try:
                 async for event in self._events:
-                    await put(_body(event))
+                    if event or time.monotonic() > sent + QUIET_SECONDS:
+                        await put(_body(event or ": the answer goes on\n\n"))
+                        sent = time.monotonic()
             except OSError:
                 raise
             except Exception as error:
