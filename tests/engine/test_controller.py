@@ -279,6 +279,8 @@ def test_the_draft_pass_is_as_long_as_the_guesses_that_pay() -> None:
 def test_costs_are_asked_for_once_and_nothing_else_is_run() -> None:
     asked = []
     found = Controller(Lookup(), Drafting("auto"), lambda: asked.append(1))  # type: ignore[arg-type, func-returns-value]
+    found.prepare()
+    assert asked == [1]
     for rows in (1, 2, 4):
         found.plan([request() for _ in range(rows)])
     assert asked == [1]

@@ -146,6 +146,11 @@ class Controller:
         """Whether cycles are drafted at present."""
         return self.most_guesses > 0 and not self._paused
 
+    def prepare(self) -> None:
+        """Read what is stored, which takes some milliseconds, before a request waits for it."""
+        if self.automatic:
+            self._pace.of(1)
+
     def plan(self, requests: Sequence[Request]) -> Plan:
         """The plan of the next cycle of these requests."""
         self._thinks = not (self._rest and requests == self._resting and self._fits(requests))
