@@ -122,6 +122,7 @@ class Engine:
     def scheduler(self) -> Scheduler:
         """Who decides; made at first use, with the stores."""
         if self._scheduler is None:
+            self.controller.prepare()
             runner = Runner(self.target, self.drafter, self.cache_tokens, self.drafting.drawn)
             self._scheduler = Scheduler(
                 runner, self.controller, self.cache_tokens, self.max_batch_size, self.prefix_tokens, self.prefill_tokens
