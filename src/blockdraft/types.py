@@ -167,12 +167,12 @@ class Drafting:
     Attributes:
         block_size: Tokens of a block, anchor included; None is the drafter's trained size. "auto" lets each cycle use
             as many of them as pay, or none.
-        tree_budget: Most guesses of a draft tree, the anchor not counted; 0 drafts chains. "auto" lets each cycle
-            use as many as pay, or none.
+        tree_budget: Most guesses of a draft tree; 0, the usual, drafts chains. "auto" lets each cycle use as many as
+            pay, or none.
         drawn: Draw the guesses of sampled requests at random from the drafter's law, in chains, instead of choosing
             the likeliest. The law of the output stays; which tokens a seed gives then depends on the drafter.
-        draft_window: Committed tokens that a draft pass looks at, the last ones, so that it costs no more in long
-            contexts; None is all of them. Drafters without such a pass ignore it.
+        draft_window: Latest tokens of the text that a draft pass looks at, so that it costs no more in long contexts;
+            None is all of them. Drafters without such a pass ignore it.
     """
 
     block_size: int | Literal["auto"] | None = None

@@ -89,6 +89,24 @@ def test_bad_chats(client: Any, fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "field", "remedy"),
+    [
+        ("/v1/chat/completions", "guided_json", "use response_format"),
+        ("/v1/chat/completions", "json_schema", "use response_format"),
+        ("/v1/chat/completions", "functions", "use tools"),
+        ("/v1/chat/completions", "grammar", "leave it out"),
+        ("/v1/completions", "guided_json", "leave it out"),  # where there is no response_format
+    ],
+)
+def test_what_other_servers_have_is_refused_with_what_does_it_here(
+    client: Any, path: str, field: str, remedy: str
+) -> None:
+    body = CHAT if "chat" in path else TEXT
+    error = client.post(path, body | {field: {"type": "object"}}).json()["error"]
+    assert error["message"] == f"{field} is not supported by this server; {remedy}."
+
+
+@pytest.mark.parametrize(
     "body",
     [
         b"",

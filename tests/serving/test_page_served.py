@@ -72,6 +72,7 @@ def test_chat_of_two_turns(real: Visit, service: Service) -> None:
 @pytest.mark.parametrize("temperature", ["0", "0.8"])
 def test_race_to_the_end(real: Visit, temperature: str) -> None:
     real.get("temperature").fill(temperature)
+    real.get("max_tokens").fill("64")
     real.race("the ant and the bee")
     expect(real.get("verdict")).to_contain_text("✓ Both texts are equal")
     drafted, plain = real.get("drafted"), real.get("plain")

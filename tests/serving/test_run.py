@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
+from blockdraft.cli.serve import tell
 from blockdraft.engine import Engine
 from blockdraft.errors import UsageError
 from blockdraft.serving import run
@@ -183,6 +184,21 @@ def test_a_port_in_use_is_told() -> None:
             run.bind(ServeSettings(port=port))
     with pytest.raises(UsageError, match="cannot listen at"):
         run.bind(ServeSettings(host="no.such.host.invalid", api_key="k"))
+
+
+def test_an_open_address_is_told_as_one_to_call(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ServeSettings(host="0.0.0.0", port=0, api_key="secret-key", served_model_name=("tiny",))
+    with closing(run.bind(settings)) as bound:
+        port = bound.getsockname()[1]
+        assert run.url_of(bound) == f"http://127.0.0.1:{port}"
+        tell(Service(Backends(engine), settings), bound, None)
+    told = capsys.readouterr().out
+    assert f"at port {port} of this machine's address" in told and "--allow-host" in told
+    assert "Bearer KEY" in told and "secret-key" not in told and "0.0.0.0" not in told
+    local = ServeSettings(port=0, served_model_name=("tiny",))
+    with closing(run.bind(local)) as bound:
+        tell(Service(Backends(engine), local), bound, None)
+    assert "Network" not in capsys.readouterr().out
 
 
 @pytest.mark.slow

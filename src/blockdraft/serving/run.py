@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from ipaddress import ip_address
 from types import FrameType
 
 import uvicorn
@@ -43,7 +44,10 @@ def bind(settings: ServeSettings) -> socket.socket:
 
 
 def url_of(bound: socket.socket) -> str:
+    """Where this machine reaches it."""
     host, port = bound.getsockname()[:2]
+    if ip_address(host).is_unspecified:  # all addresses, which is none to call
+        host = "::1" if ":" in host else "127.0.0.1"
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 

@@ -23,16 +23,19 @@ LACKING = (
     *("suffix", "functions", "function_call", "audio", "web_search_options", "guided_json"),
     *("guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "bad_words", "allowed_token_ids"),
     *("prompt_embeds", "grammar", "truncate_prompt_tokens", "logits_processors", "prompt_logprobs"),
+    *("json_schema", "n_predict"),  # of llama-server
 )
 
 
 class Body(BaseModel):
     """Attributes:
     refused: Fields that we lack, with the values that change nothing.
+    instead: Fields that do what some of them are for.
     """
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    instead: ClassVar[dict[str, str]] = {}
 
     @model_validator(mode="before")
     @classmethod
@@ -40,7 +43,8 @@ class Body(BaseModel):
         if isinstance(values, dict):
             for name, neutral in cls.refused.items():
                 if values.get(name) not in (None, [], {}, *neutral):
-                    raise ValueError(f"{name} is not supported by this server; leave it out.")
+                    remedy = f"use {cls.instead[name]}" if name in cls.instead else "leave it out"
+                    raise ValueError(f"{name} is not supported by this server; {remedy}.")
         return values
 
 
@@ -159,6 +163,12 @@ class NamedTool(Body):
 
 
 class ChatRequest(Sampled):
+    instead = dict.fromkeys(("guided_json", "structured_outputs", "json_schema"), "response_format") | {
+        "functions": "tools",
+        "function_call": "tool_choice",
+        "n_predict": "max_tokens",
+    }
+
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     logprobs: bool | None = None

@@ -34,7 +34,7 @@ class Service:
     """Answers jobs with the engines of a server.
 
     Attributes:
-        model_names: Names that requests may give the model, the first of them in answers.
+        model_names: Names that requests may give the model.
         created: When the server began, in seconds since 1970.
         metrics: What it did so far.
         pieces: What single tokens look like.
