@@ -36,6 +36,17 @@ class Admission:
         """Requests that have no row yet, if memory suffices for all rows."""
         return max(0, self.active - self._rows)
 
+    def check(self, count: int) -> None:
+        """Whether there may ever be so many requests at a time.
+
+        Raises:
+            ApiError: There may not.
+        """
+        if count > self._places:
+            raise ApiError(
+                400, f"The request asks for {count} answers, and there is room for {self._places}; ask for fewer."
+            )
+
     @contextmanager
     def places(self, count: int) -> Iterator[None]:
         """Have so many places inside.
@@ -45,10 +56,7 @@ class Admission:
         """
         if self.draining:
             raise ApiError(503, "The server is shutting down; ask again later.", headers={"Retry-After": "5"})
-        if count > self._places:
-            raise ApiError(
-                400, f"The request asks for {count} answers, and there is room for {self._places}; ask for fewer."
-            )
+        self.check(count)
         if self.active + count > self._places:
             wait = min(LONGEST_WAIT, math.ceil(self._seconds * (1 + self.waiting / self._rows)))
             raise ApiError(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from blockdraft.engine import Chunk
@@ -18,11 +19,11 @@ class Growing:
     """One choice: what of it is shown, and how far its text has come.
 
     Args:
-        prompt: The prompt's text, where it is to be echoed.
+        prompt: Looks up the prompt's text, where it is to be echoed.
         silent: Whether the answer is not shown, for no token was asked for; one is decoded all the same.
     """
 
-    def __init__(self, job: TextJob, pieces: Pieces, prompt: str | None, silent: bool) -> None:
+    def __init__(self, job: TextJob, pieces: Pieces, prompt: Callable[[], str] | None, silent: bool) -> None:
         self._pieces, self._prompt, self._silent = pieces, prompt, silent
         self._with_logprobs = job.params.logprobs is not None
         self._length = 0
@@ -32,7 +33,7 @@ class Growing:
         if self._prompt is None:
             return "", None
         known: list[TokenLogprob | None] = read.logprobs or [None] * len(read.ids)
-        return self._shown(self._prompt, list(zip(read.ids, known, strict=True)))
+        return self._shown(self._prompt(), list(zip(read.ids, known, strict=True)))
 
     def answer(self, text: str, chunk: Chunk | None) -> tuple[str, dict[str, Any] | None]:
         """The same of a piece of the answer."""
@@ -47,6 +48,10 @@ class Growing:
         return text, logprobs
 
 
+def _growing(service: Service, job: TextJob, echo: bool, silent: bool) -> Growing:
+    return Growing(job, service.pieces, partial(service.text_of, job.prompt) if echo else None, silent)
+
+
 def _usage(ends: list[Finished], n: int, silent: bool) -> dict[str, Any]:
     usage = usage_of(ends, n)
     if silent:
@@ -58,7 +63,7 @@ async def whole_text(
     service: Service, jobs: list[TextJob], model: str, n: int, echo: bool, silent: bool
 ) -> dict[str, Any]:
     """The answer at once, with a choice for each job; `n` of them each have the same prompt."""
-    growing = [Growing(job, service.pieces, service.text_of(job.prompt) if echo else None, silent) for job in jobs]
+    growing = [_growing(service, job, echo, silent) for job in jobs]
     shown: list[list[tuple[str, dict[str, Any] | None]]] = [[] for _ in jobs]
     ends: dict[int, Finished] = {}
     async with aclosing(service.answers(jobs)) as answers:
@@ -90,7 +95,7 @@ async def streamed_text(
 ) -> AsyncIterator[str]:
     """The same as events, a piece a cycle."""
     head, how = Head("text_completion", "cmpl", model), jobs[0].speculation
-    growing = [Growing(job, service.pieces, service.text_of(job.prompt) if echo else None, silent) for job in jobs]
+    growing = [_growing(service, job, echo, silent) for job in jobs]
     ends: dict[int, Finished] = {}
     async with aclosing(service.answers(jobs)) as answers:
         async for number, event in answers:
