@@ -65,6 +65,7 @@ def server_of(service: Service, settings: ServeSettings, ready: Callable[[], obj
         access_log=settings.log_requests,
         server_header=False,
         lifespan="off",
+        ws="none",
         timeout_graceful_shutdown=LAST_SECONDS,  # type: ignore[arg-type]
     )
     return _Server(config, service, settings.grace_seconds, ready)
