@@ -30,7 +30,7 @@ Quantize: TypeAlias = Literal["int8", "int4", "fp8"]
 KVDtype: TypeAlias = Literal["int8"]
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "error"]
 GrammarKind: TypeAlias = Literal["json_schema", "json_object", "regex", "lark"]
-LEAST, MOST = 1e-30, 1e30  # that a number may be by which laws are divided; float32 makes 0 of a much smaller one
+LEAST, MOST = 1e-30, 1e30  # of temperature, top-p and penalty: much further out float32 makes 0 or infinity of them
 MOST_LOGPROBS = 20  # likely tokens that are reported beside the chosen one
 
 
