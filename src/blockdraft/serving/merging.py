@@ -25,7 +25,7 @@ async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[t
         try:
             async for value in streams[number]:
                 await news.put((number, value))
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):
             raise
         except BaseException as error:  # panics of Rust code are no Exception
             await news.put((number, error))
