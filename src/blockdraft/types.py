@@ -65,7 +65,7 @@ class SamplingParams:
 
     Attributes:
         max_new_tokens: Number of tokens after which the answer is cut, exact to the token.
-        temperature: 0 decodes greedily; otherwise the divisor of the logits.
+        temperature: 0 decodes greedily; otherwise the divisor of the logits, 1e-30 to 1e30.
         top_k: Keep the k most probable tokens; 0 keeps all.
         top_p: Keep the most probable tokens that together reach this probability; 1 keeps all.
         min_p: Keep tokens of at least this share of the best token's probability; 0 keeps all. The order is that of
