@@ -176,6 +176,14 @@ def test_a_client_that_takes_nothing_is_given_up(
         idle(slow_engine)
 
 
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="this system has none")
+def test_connections_whose_client_never_reads_end() -> None:
+    with closing(run.bind(ServeSettings(port=0, stall_seconds=2.5))) as bound:
+        bound.listen()
+        with closing(socket.create_connection(bound.getsockname())), closing(bound.accept()[0]) as connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 2500
+
+
 def test_a_port_in_use_is_told() -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as other:
         port = other.getsockname()[1]

@@ -35,6 +35,11 @@ def bind(settings: ServeSettings) -> socket.socket:
             family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             bound = undo.enter_context(socket.socket(family, kind, protocol))
             bound.setsockopt(socket.SOL_SOCKET, EXCLUSIVE, 1)
+            if hasattr(
+                socket, "TCP_USER_TIMEOUT"
+            ):  # ends those too that are closed, and whose client never reads the rest
+                milliseconds = min(int(1000 * settings.stall_seconds), 2**31 - 1)
+                bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
             bound.bind(address)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
