@@ -153,6 +153,23 @@ def test_a_full_queue_is_told_with_when_to_come_again(engine: Engine) -> None:
     in_loop(work)
 
 
+def test_scores_of_prompts_are_bounded(make_client: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("blockdraft.serving.admission.MOST_SCORES", 12)
+    client = make_client()
+    body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 100, "ignore_eos": True, "echo": True, "logprobs": 2}
+    for fields, status in (
+        ({}, 200),
+        ({"n": 2}, 429),
+        ({"logprobs": 4}, 400),
+        ({"n": 2, "logprobs": 1}, 200),
+        ({}, 200),
+    ):
+        answer = client.post("/v1/completions", body | fields)
+        assert answer.status_code == status, answer.text
+        assert status == 200 or "logprobs" in answer.text or "log-probabilities" in answer.text
+    assert client.post("/v1/completions", body | {"echo": False, "logprobs": 20}).status_code == 200
+
+
 def test_429_has_retry_after(make_client: Callable[..., Any]) -> None:
     client = make_client()
     client.service.admission.active = client.service.settings.places

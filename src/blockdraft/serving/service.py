@@ -222,19 +222,20 @@ class Service:
         drafting = RequestDrafting(how.enabled, how.block_size, how.tree_budget)
         listener = partial(self._mail.send, box)
         start = partial(ready.engine.submit, ready.prompt, ready.params, listener, drafting, how.trace)
-        starting = asyncio.ensure_future(self.in_thread(start))
-        try:
-            request = await asyncio.shield(starting)
-        except asyncio.CancelledError:
-            starting.add_done_callback(_cancel_started)
-            raise
-        box.full = request.cancel
-        if self._stopped:  # while it was submitted
-            request.cancel()
-        try:
-            yield request, box
-        finally:
-            request.cancel()
+        with self.admission.scores(ready.scores):
+            starting = asyncio.ensure_future(self.in_thread(start))
+            try:
+                request = await asyncio.shield(starting)
+            except asyncio.CancelledError:
+                starting.add_done_callback(_cancel_started)
+                raise
+            box.full = request.cancel
+            if self._stopped:  # while it was submitted
+                request.cancel()
+            try:
+                yield request, box
+            finally:
+                request.cancel()
 
 
 def _cancel_started(starting: asyncio.Future[Request]) -> None:
