@@ -212,8 +212,8 @@ def test_where_rules_leave_nothing_there_is_no_law() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_no_penalty_makes_the_only_allowed_token_impossible(temperature: float) -> None:
-    params, node = [SamplingParams(temperature=temperature, repetition_penalty=3e38)], torch.tensor([[9]])
-    logits = torch.full((1, 1, 10), -5.0)
+    params, node = [SamplingParams(temperature=temperature, repetition_penalty=MOST)], torch.tensor([[9]])
+    logits = torch.full((1, 1, 10), -1e10)
     found = Laws(logits, params, node, torch.tensor([[-1]]), [[9]], [[]], rules=[OnlyNine()])
     assert found.draw([0], [0], torch.zeros(1, 1, dtype=torch.float64)) == [9]
 
