@@ -203,6 +203,7 @@ class Decoding:
         kind: One of `DRAFTERS`.
         rows: By cycle.
         slower: By cycle and guesses, what the machine's times are multiplied by.
+        thought: Seconds that planning takes, and learning as well.
     """
 
     def __init__(
@@ -214,13 +215,25 @@ class Decoding:
         seed: int = 0,
         rows: Callable[[int], int] = lambda cycle: 1,
         slower: Callable[[int, int | None], float] = lambda cycle, guesses: 1.0,
+        thought: float = 0.0,
     ) -> None:
         self.drafter, self.drafting = DRAFTERS[kind]
         self.machine, self.text, self.rows, self.slower = machine, text, rows, slower
-        self.controller = Controller(self.drafter, self.drafting, lambda: costs, now=lambda: NOW)  # type: ignore[arg-type]
+        self.controller = Controller(
+            self.drafter,  # type: ignore[arg-type]
+            self.drafting,
+            lambda: costs,
+            now=lambda: NOW,
+            watch=self._watch,
+        )
+        self.thought, self._clock = thought, 0.0
         self.rng = random.Random(seed)
         self.requests = [request() for _ in range(64)]
         self.chosen: list[int | None] = []
+
+    def _watch(self) -> float:
+        self._clock += self.thought
+        return self._clock
 
     def run(self, cycles: int) -> Account:
         account = Account()

@@ -156,14 +156,14 @@ def test_a_new_request_begins_with_what_was_learned_from_others() -> None:
 
 def controller(kind: str = "lookup", costs: Costs | None = None) -> Controller:
     drafter, drafting = DRAFTERS[kind]
-    return Controller(drafter, drafting, lambda: costs, now=lambda: NOW)  # type: ignore[arg-type]
+    return Controller(drafter, drafting, lambda: costs, now=lambda: NOW, watch=lambda: 0.0)  # type: ignore[arg-type]
 
 
 def test_one_decision_serves_the_whole_batch() -> None:
     """An easy row pays for drafting that a hard row alone would not be worth."""
     drafter = Lookup()
     drafter.block_size = 5
-    found = Controller(drafter, Drafting("auto"), lambda: stored(PAIR), now=lambda: NOW)  # type: ignore[arg-type]
+    found = Controller(drafter, Drafting("auto"), lambda: stored(PAIR), now=lambda: NOW, watch=lambda: 0.0)  # type: ignore[arg-type]
     easy, hard = request(), request()
 
     def drafts(requests: list[Request]) -> int:
@@ -311,3 +311,29 @@ def test_while_drafting_is_far_from_paying_most_cycles_are_not_thought_about() -
         decoding.run(1)
     found.plan([request()])  # a new request is thought about at once
     assert found._thinks
+
+
+def test_the_less_time_a_cycle_takes_the_fewer_are_thought_about() -> None:
+    shares = []
+    for thought in (0.0, 5e-6, 100e-6):
+        decoding = Decoding("lookup", PAIR, TEXTS["even"], stored(PAIR), thought=thought)
+        decoding.run(200)
+        thoughts = 0
+        for _ in range(600):
+            decoding.run(1)
+            thoughts += decoding.controller._thinks
+        shares.append(thoughts / 600)
+        assert decoding.run(300).against_best >= 0.98
+    assert shares[0] == 1 and shares[1] > 0.9 and 1 / (REST + 1) < shares[2] < 0.25
+
+
+def test_a_repeated_plan_ends_with_what_is_left_of_the_answer() -> None:
+    decoding = Decoding("lookup", PAIR, TEXTS["even"], stored(PAIR), thought=1e-3)
+    decoding.run(300)
+    found = decoding.controller
+    while not found._rest:
+        decoding.run(1)
+    assert found._repeated is not None and found._repeated.block_size > 2
+    [last] = found._resting
+    object.__setattr__(last.params, "max_new_tokens", len(last.token_ids) + 1)  # one token is left
+    assert found.plan([last]).block_size <= 2 and found._thinks

@@ -36,7 +36,10 @@ TOO_LONG = 2.5  # times the usual cycle: a trial that is expected to take longer
 MOST_LOST = 5.0  # plain cycles that are made up for before there may be another trial
 CLOSE = 0.85  # drafting that yields so much of plain decoding is tried again as it was
 BETWEEN, PATIENCE = 2, 16  # cycles between two trials of new sizes; the same where none was worth while
-REST = 16  # cycles that follow where drafting is far from paying, and that are not thought about: thinking takes time
+REST = 16  # most cycles in a row that are not thought about: thinking takes time
+THOUGHT = 0.02  # share of the time that thinking may take where cycles are as usual
+RECENT = 0.1  # weight of the newest thought in their mean
+SURE = 0.05  # variance of the yields' means from which on they are
 AGAIN, NEW = "again", "new"  # kinds of trial
 
 
@@ -61,6 +64,7 @@ class Controller:
     Args:
         costs: What was stored of the machine, if anything; called when it is first needed.
         now: Seconds since 1970, for the age of the costs.
+        watch: Seconds, for how long thinking takes.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class Controller:
         drafting: Drafting,
         costs: Callable[[], Costs | None],
         now: Callable[[], float] = time.time,
+        watch: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._drafting = drafting
         self._block_size = drafter.block_size
@@ -94,8 +99,11 @@ class Controller:
         self._trial: str | None = None  # what the planned cycle tries
         self._lost = {AGAIN: 0.0, NEW: 0.0}  # seconds in trials that are not yet made up for
         self._next = 0  # cycle before which there is no trial of new sizes
-        self._resting: list[Request] = []  # whose next cycles do not draft either, and teach nothing
+        self._resting: list[Request] = []  # whose next cycles are planned as the last one, and teach nothing
         self._rest = self._rested = 0  # how many they are, and how many they were
+        self._repeated: Plan | None = None  # their plan; None does not draft
+        self._watch = watch
+        self._planning = self._thought = 0.0  # seconds: of the last plan, and a mean of plan and learning
         self._thinks = True  # of the planned cycle
         self._pauses = 0  # cycles thought about in which drafting was far from paying, since it last paid
 
@@ -140,16 +148,26 @@ class Controller:
 
     def plan(self, requests: Sequence[Request]) -> Plan:
         """The plan of the next cycle of these requests."""
+        self._thinks = not (self._rest and requests == self._resting and self._fits(requests))
+        if not self._thinks:
+            self._rest -= 1
+            self._rested += 1
+            return self._repeated or Plan(1, [request.params for request in requests])
+        self._resting, self._rest, self._repeated = [], 0, None
+        began = self._watch()
+        plan = self._plan(requests)
+        self._planning = self._watch() - began
+        return plan
+
+    def _fits(self, requests: Sequence[Request]) -> bool:
+        """Whether the plan that is repeated asks for no more guesses than are of use."""
+        return self._repeated is None or self._repeated.block_size <= 1 + max(map(self._reach, requests))
+
+    def _plan(self, requests: Sequence[Request]) -> Plan:
         params = [request.params for request in requests]
         if all(request.drafting and not request.drafting.enabled for request in requests):
             self._thinks = False
             return Plan(1, params)
-        self._thinks = not (self._rest and requests == self._resting)
-        if not self._thinks:
-            self._rest -= 1
-            self._rested += 1
-            return Plan(1, params)
-        self._resting, self._rest = [], 0
         block_size = self._block_size
         if block_size == 1:
             return Plan(1, params)
@@ -249,6 +267,7 @@ class Controller:
         """
         if not (self.automatic and self._thinks):
             return
+        began = self._watch()
         cycles, self._rested = 1 + self._rested, 0
         self._pace.now += cycles - 1
         rows, drafts, trial = len(requests), plan.block_size > 1, self._trial
@@ -281,6 +300,10 @@ class Controller:
             lost = self._lost[trial] + max(cost - tokens / self._rate, least * cost)
             self._lost[trial] = min(lost, MOST_LOST * plain)
             self._next = self._pace.now + BETWEEN
+        self._thought += RECENT * (self._planning + self._watch() - began - self._thought)
+        if not (trial or self._rest or self._drafting.drawn) and seconds and self._doubt < SURE:
+            self._rest = min(REST, int(self._thought / (THOUGHT * seconds)))
+            self._resting, self._repeated = list(requests), plan if drafts else None
 
     def _learn_yield(
         self,
