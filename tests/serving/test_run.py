@@ -168,6 +168,7 @@ def test_a_client_that_takes_nothing_is_given_up(
     start: Callable[..., Running], slow_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its answer is far larger than the buffers between, for every token's likeliest neighbours are told."""
+    monkeypatch.delattr(socket, "TCP_USER_TIMEOUT", raising=False)  # with which the system would see to it too
     server = start(stall_seconds=0.3)
     monkeypatch.setattr("blockdraft.serving.texts.data", lambda body: f"data: {'x' * 2**18}\n\n")
     with closing(server.raw(ENDLESS | {"stream": True})):
