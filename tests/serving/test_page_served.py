@@ -32,7 +32,6 @@ def service(tiny_target_dir: Path, tiny_drafter_dir: Path) -> Iterator[Service]:
 
 @pytest.fixture
 def real(browser: Browser, service: Service) -> Iterator[Visit]:
-    service._mail = None  # of the event loop before
     with serve(make_app(service, service.settings)) as url:
         visit = Visit(browser, url)
         visit.get("max_tokens").fill("96")

@@ -169,12 +169,21 @@ def test_a_client_that_takes_nothing_is_given_up(
     start: Callable[..., Running], slow_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its answer is far larger than the buffers between, for every token's likeliest neighbours are told."""
+    monkeypatch.delattr(socket, "TCP_USER_TIMEOUT", raising=False)  # with which the system would see to it too
     server = start(stall_seconds=0.3)
     monkeypatch.setattr("blockdraft.serving.texts.data", lambda body: f"data: {'x' * 2**18}\n\n")
     with closing(server.raw(ENDLESS | {"stream": True})):
         server.await_active(1)
         server.await_active(0)
         idle(slow_engine)
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="this system has none")
+def test_connections_whose_client_never_reads_end() -> None:
+    with closing(run.bind(ServeSettings(port=0, stall_seconds=2.5))) as bound:
+        bound.listen()
+        with closing(socket.create_connection(bound.getsockname())), closing(bound.accept()[0]) as connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 2500
 
 
 def test_a_port_in_use_is_told() -> None:

@@ -25,6 +25,12 @@ class Prepared:
     params: SamplingParams
     parser: AnswerParser | None = None
 
+    @property
+    def scores(self) -> int:
+        """Log-probabilities of the prompt's tokens that are asked for."""
+        likely = self.params.prompt_logprobs
+        return 0 if likely is None else len(self.prompt) * (1 + likely)
+
 
 def context_of(engine: Engine) -> int:
     """Tokens that prompt and answer may have together."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import field
+from typing import Annotated
+
+from pydantic import Field
 
 from blockdraft.errors import UsageError
 from blockdraft.settings import Amount, Count, Natural, Texts, settings
@@ -62,7 +65,7 @@ class ServeSettings:
     max_answer_tokens: Count | None = None
     max_unread: Count = 4096
     max_stored: Natural = 64 * 2**20
-    stall_seconds: Amount = 60.0
+    stall_seconds: Annotated[Amount, Field(gt=0)] = 60.0
     grace_seconds: Amount = 30.0
     prefix_tokens: Natural | None = None
     temperature: Amount = 1.0

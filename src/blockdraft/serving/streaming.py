@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from blockdraft.serving.errors import as_api_error
 
 T = TypeVar("T")
+LINE_ENDS = "\x85\u2028\u2029"  # those of Unicode that JSON does not escape
 
 
 class ClientGone(Exception):
@@ -23,8 +24,11 @@ class ClientGone(Exception):
 
 
 def data(value: Any) -> str:
-    """An event of server-sent events."""
-    return f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    """An event of server-sent events, without characters at which some clients end a line."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    for end in LINE_ENDS:
+        text = text.replace(end, f"\\u{ord(end):04x}")
+    return f"data: {text}\n\n"
 
 
 async def until_gone(request: Request, work: Awaitable[T]) -> T:

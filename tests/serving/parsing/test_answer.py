@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from blockdraft.errors import UsageError
 from blockdraft.serving.events import Reasoning, Text, ToolCall, ToolChoice
 from blockdraft.serving.parsing import parser_of
 from blockdraft.serving.parsing.answer import Part
+from blockdraft.serving.parsing.formats import llama3
 
 # What matters of templates: the words that tell a format.
 TEMPLATES = {
@@ -273,3 +275,13 @@ def test_arguments_are_json(tokenizer: PreTrainedTokenizerFast) -> None:
     for name, _, expected in CASES:
         assert name in TEMPLATES
         assert all(isinstance(json.loads(one[2]), dict) for one in expected if one[0] == "call")
+
+
+def test_a_bare_call_begins_a_line() -> None:
+    """As an expression says that takes the square of a text's length."""
+    begins = re.compile(r"\n(?=[\s;]*(?:\{|\Z))")
+    draw = random.Random(0)
+    for _ in range(5000):
+        text = "".join(draw.choices("\n ;{a", k=draw.randrange(9)))
+        line = begins.search(text)
+        assert llama3.FORMAT.find(text, fresh=False) == (line.end() if line else len(text)), text
