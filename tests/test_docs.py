@@ -23,6 +23,8 @@ import blockdraft
 from blockdraft import cli
 from blockdraft.cli.options import extent
 from blockdraft.evaluation.methods import Settings, parse_methods
+from blockdraft.serving.metrics import PREFIX, Metrics
+from blockdraft.serving.schemas import ChatRequest
 from blockdraft.settings import read_settings
 from blockdraft.training.variants import find_variant
 
@@ -48,6 +50,7 @@ NOT_RUN = {
     "blockdraft serve": SERVE,
     "blockdraft serve --target MODEL --drafter DRAFTER --port 8001 --served-model-name my-model": SERVE,
     "blockdraft serve --self-check 8": SERVE,
+    "blockdraft serve --host 0.0.0.0 --allow-host box.local": SERVE,
     "from openai import OpenAI": "asks a running server, by a package of others; tests/clients does that",
     "proposal = drafter.propose(state, anchor, plan)": PICTURE,
     "blockdraft train dflash recipe.toml --target DIR --data DIR --out DIR --layers 3 --learning-rate 1e-3 "
@@ -157,6 +160,25 @@ def test_commands_are_found() -> None:
     launched = Command("x", "accelerate launch --use_fsdp -m blockdraft train ... --device cpu", True)
     assert launched.arguments == ["train", "--device", "cpu"]
     assert len(COMMANDS) >= 20 and "README.md" in PAGES and "docs/training.md" in PAGES
+
+
+def test_bodies_are_requests() -> None:
+    """The server takes the JSON blocks, and knows each of their fields."""
+    blocks = [json.loads(block.text) for block in blocks_of("docs/serve.md") if block.language == "json"]
+    assert len(blocks) == 3
+    for body in blocks:
+        read = ChatRequest(**body).model_dump(by_alias=True, exclude_unset=True)
+        assert read == body
+
+
+def test_figures_are_told() -> None:
+    """Each of the server's metrics stands in the docs, and nothing else does."""
+    gauges = ("num_requests_running", "num_requests_waiting", "drafting_on")
+    families = list(Metrics({name: ("", lambda: 0.0) for name in gauges}).collect())
+    known = {each.name.removeprefix(PREFIX) + "_total" * (each.type == "counter") for each in families}
+    section = (ROOT / "docs/serve.md").read_text(encoding="utf-8").split("## Figures")[1].split("\n## ")[0]
+    first_cells = "".join(line.split("|")[1] for line in section.splitlines() if line.startswith("|"))
+    assert set(re.findall(r"`(\w+)(?:\{\w+\})?`", first_cells)) == known
 
 
 @pytest.fixture

@@ -127,6 +127,10 @@ def test_good_drafting() -> None:
         ("temperature", float("nan")),
         ("top_k", -1),
         ("top_p", 0.0),
+        ("top_p", 1e-46),  # which float32 makes 0 of
+        ("temperature", 1e-46),
+        ("temperature", float("inf")),
+        ("repetition_penalty", 1e-46),
         ("top_p", 1.1),
         ("max_new_tokens", 0),
         ("seed", -1),

@@ -49,6 +49,8 @@ LIMITS = {
     "dict": "a table",
     "mapping": "a table",
     "too_short": "a list that is not empty",
+    "too_long": "a list of at most {max_length}",
+    "string_too_long": "a text of at most {max_length} characters",
     "greater_than_equal": "at least {ge:g}",
     "less_than_equal": "at most {le:g}",
     "literal_error": "{expected}",

@@ -30,6 +30,7 @@ Quantize: TypeAlias = Literal["int8", "int4", "fp8"]
 KVDtype: TypeAlias = Literal["int8"]
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "error"]
 GrammarKind: TypeAlias = Literal["json_schema", "json_object", "regex", "lark"]
+LEAST, MOST = 1e-30, 1e30  # of temperature, top-p and penalty: much further out float32 makes 0 or infinity of them
 MOST_LOGPROBS = 20  # likely tokens that are reported beside the chosen one
 
 
@@ -64,7 +65,7 @@ class SamplingParams:
 
     Attributes:
         max_new_tokens: Number of tokens after which the answer is cut, exact to the token.
-        temperature: 0 decodes greedily; otherwise the divisor of the logits.
+        temperature: 0 decodes greedily; otherwise the divisor of the logits, 1e-30 to 1e30.
         top_k: Keep the k most probable tokens; 0 keeps all.
         top_p: Keep the most probable tokens that together reach this probability; 1 keeps all.
         min_p: Keep tokens of at least this share of the best token's probability; 0 keeps all. The order is that of
@@ -113,16 +114,18 @@ class SamplingParams:
         _check_flag("ignore_eos", self.ignore_eos)
         if self.max_new_tokens < 1:
             raise UsageError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1.")
-        if not 0 <= self.temperature < float("inf"):
-            raise UsageError(f"temperature is {self.temperature}; it must be 0 (greedy) or a positive number.")
+        if self.temperature != 0 and not LEAST <= self.temperature <= MOST:
+            raise UsageError(f"temperature is {self.temperature}; it must be 0 (greedy) or from {LEAST:g} to {MOST:g}.")
         if self.top_k < 0:
             raise UsageError(f"top_k is {self.top_k}; it must be 0 (keep all) or more.")
-        if not 0 < self.top_p <= 1:
-            raise UsageError(f"top_p is {self.top_p}; it must be above 0 and at most 1 (keep all).")
+        if not LEAST <= self.top_p <= 1:
+            raise UsageError(f"top_p is {self.top_p}; it must be from {LEAST:g} to 1 (keep all).")
         if not 0 <= self.min_p <= 1:
             raise UsageError(f"min_p is {self.min_p}; it must be from 0 (keep all) to 1.")
-        if not 0 < self.repetition_penalty < float("inf"):
-            raise UsageError(f"repetition_penalty is {self.repetition_penalty}; it must be above 0; 1 is no penalty.")
+        if not LEAST <= self.repetition_penalty <= MOST:
+            raise UsageError(
+                f"repetition_penalty is {self.repetition_penalty}; it must be from {LEAST:g} to {MOST:g} (1 is none)."
+            )
         for name in ("presence_penalty", "frequency_penalty"):
             if not -2 <= getattr(self, name) <= 2:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be from -2 to 2; 0 is no penalty.")
@@ -167,12 +170,12 @@ class Drafting:
     Attributes:
         block_size: Tokens of a block, anchor included; None is the drafter's trained size. "auto" lets each cycle use
             as many of them as pay, or none.
-        tree_budget: Most guesses of a draft tree, the anchor not counted; 0 drafts chains. "auto" lets each cycle
-            use as many as pay, or none.
+        tree_budget: Most guesses of a draft tree; 0, the usual, drafts chains. "auto" lets each cycle use as many as
+            pay, or none.
         drawn: Draw the guesses of sampled requests at random from the drafter's law, in chains, instead of choosing
             the likeliest. The law of the output stays; which tokens a seed gives then depends on the drafter.
-        draft_window: Committed tokens that a draft pass looks at, the last ones, so that it costs no more in long
-            contexts; None is all of them. Drafters without such a pass ignore it.
+        draft_window: Latest tokens of the text that a draft pass looks at, so that it costs no more in long contexts;
+            None is all of them. Drafters without such a pass ignore it.
     """
 
     block_size: int | Literal["auto"] | None = None

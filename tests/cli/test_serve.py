@@ -32,7 +32,7 @@ def test_options_become_settings() -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--host", "0.0.0.0"], "--allow-open"),
+        (["--host", "0.0.0.0"], "set BLOCKDRAFT_API_KEY, or add --allow-open"),
         (["--port", "70000"], "port is 70000"),
         (["--max-batch-size", "0"], "max_batch_size is 0"),
         (["--temperature", "-1"], "temperature is -1"),

@@ -90,6 +90,8 @@ def test_weights_are_borrowed_not_copied(target: Target, tiny_drafter_dir: Path)
 def test_unknown_drafters_are_refused(tmp_path: Path, target: Target) -> None:
     with pytest.raises(ValueError, match=r"nowhere is no drafter: .*'bundled', 'none', 'prompt_lookup'"):
         load_drafter("nowhere", target=target)
+    with pytest.raises(ValueError, match="fetch it: hf download owner/a-drafter --local-dir DIR"):
+        load_drafter("owner/a-drafter", target=target)
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"]}))
     with pytest.raises(ValueError, match=r"LlamaForCausalLMEagle3.*dflash \(DFlashDraftModel.*draft_lm \(.* more\)"):

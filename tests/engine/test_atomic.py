@@ -12,6 +12,7 @@ from torch import Tensor
 
 from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.engine import Engine
+from blockdraft.engine.logprobs import token_logprobs
 from blockdraft.engine.runner import Runner
 from blockdraft.errors import NumbersError, RequestError
 from blockdraft.proposal import Plan, Proposal, SparseLaw, chain
@@ -65,6 +66,32 @@ def break_forward(target: Target, monkeypatch: pytest.MonkeyPatch, spoil: Callab
         return forward(tokens, parents, cache, *args, **kwargs)
 
     monkeypatch.setattr(target, "forward", broken)
+
+
+@pytest.mark.parametrize("cycle", [0, 1, 2, 39])
+def test_log_probabilities_for_which_there_is_no_memory_cost_nothing(
+    target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch, cycle: int
+) -> None:
+    """Not even where another request has ended in that cycle, and where the prompt was just read."""
+    each = [GREEDY, replace(GREEDY, logprobs=2, prompt_logprobs=1 if cycle == 0 else None), GREEDY]
+    with Engine(target, drafter, 3, Drafting(1)) as engine:
+        expected = engine.generate(PROMPTS, each)
+        calls, found = 0, token_logprobs
+
+        def broken(*arguments: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == cycle + 1:
+                raise MemoryError("full")
+            return found(*arguments)
+
+        monkeypatch.setattr("blockdraft.engine.runner.token_logprobs", broken)
+        for one, other in zip(engine.generate(PROMPTS, each), expected, strict=True):
+            assert one.checked().token_ids == other.token_ids
+            assert (one.finish_reason, one.drafted) == (other.finish_reason, other.drafted)
+            assert [each.token_id for each in one.logprobs or ()] == (one.token_ids if one.logprobs else [])
+            assert len(one.prompt_logprobs or PROMPTS[1]) == len(PROMPTS[1])
+        assert calls > cycle
 
 
 @pytest.mark.parametrize("drafting", [Drafting(1), Drafting(), Drafting(tree_budget=6)], ids=["plain", "chain", "tree"])

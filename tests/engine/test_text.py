@@ -1,3 +1,4 @@
+import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -80,6 +81,32 @@ def test_what_may_begin_a_stop_string_is_held_back(target: Target) -> None:
 def test_a_stop_string_that_begins_anew_inside_itself(target: Target) -> None:
     assert shown(target, "aabc", ("abc",))[0] == ["", "a", "", "", ""]
     assert shown(target, "ababx", ("abx",))[0] == ["", "", "ab", "", "", ""]
+
+
+def test_as_much_is_held_back_as_may_begin_a_stop_string() -> None:
+    draw = random.Random(0)
+    for _ in range(3000):
+        text, stop = ("".join(draw.choices("ab", k=draw.randrange(low, 8))) for low in (0, 1))
+        answer = AnswerText(None, [stop])
+        answer._text = text
+        expected = max(n for n in range(len(stop)) if text.endswith(stop[:n]))
+        assert answer._beginning(stop) == expected, (text, stop)
+
+
+def test_a_long_stop_string_is_not_cut_into_all_its_beginnings() -> None:
+    """With a piece for each of them a token would take seconds."""
+
+    class Counted(str):
+        slices = 0
+
+        def __getitem__(self, at: Any) -> str:
+            Counted.slices += isinstance(at, slice)
+            return super().__getitem__(at)
+
+    stop = Counted("ab" * 500)
+    answer = AnswerText(None, [stop])
+    answer._text = "the end is ab"
+    assert answer._beginning(stop) == 2 and Counted.slices == 0
 
 
 def test_the_stop_string_that_begins_first_cuts(target: Target) -> None:

@@ -14,7 +14,7 @@ from transformers.generation.logits_process import (
 
 from blockdraft.sampling import Laws, draw, probabilities
 from blockdraft.sampling import laws as laws_module
-from blockdraft.types import SamplingParams
+from blockdraft.types import LEAST, MOST, SamplingParams
 
 # A tree whose node 0 is the last token of prompt and output.
 TOKENS = torch.tensor([[4, 1, 4, 2, 1, 0], [3, 3, 3, 0, 9, 3]])
@@ -104,7 +104,7 @@ def test_the_prompt_has_no_presence_and_rows_keep_their_own_penalties() -> None:
 
 
 def test_an_extreme_penalty_does_not_overflow() -> None:
-    probs = laws(*[SamplingParams(temperature=1.0, repetition_penalty=1e-40)] * 2).probs(*EVERY_NODE)
+    probs = laws(*[SamplingParams(temperature=1.0, repetition_penalty=LEAST)] * 2).probs(*EVERY_NODE)
     torch.testing.assert_close(probs.sum(-1), torch.ones(12))
 
 
@@ -176,7 +176,7 @@ class OnlyLarger:
         SamplingParams(temperature=1.7, top_p=0.6, min_p=0.1),
         SamplingParams(temperature=0.8, presence_penalty=1.0, repetition_penalty=1.4, logit_bias={1: -100, 9: 2.0}),
         SamplingParams(),
-        SamplingParams(logit_bias={7: 50.0}, repetition_penalty=1e38),
+        SamplingParams(logit_bias={7: 50.0}, repetition_penalty=MOST),
     ],
 )
 def test_under_rules_p_is_masked_before_anything_is_cut(params: SamplingParams) -> None:
@@ -212,8 +212,8 @@ def test_where_rules_leave_nothing_there_is_no_law() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_no_penalty_makes_the_only_allowed_token_impossible(temperature: float) -> None:
-    params, node = [SamplingParams(temperature=temperature, repetition_penalty=3e38)], torch.tensor([[9]])
-    logits = torch.full((1, 1, 10), -5.0)
+    params, node = [SamplingParams(temperature=temperature, repetition_penalty=MOST)], torch.tensor([[9]])
+    logits = torch.full((1, 1, 10), -1e10)
     found = Laws(logits, params, node, torch.tensor([[-1]]), [[9]], [[]], rules=[OnlyNine()])
     assert found.draw([0], [0], torch.zeros(1, 1, dtype=torch.float64)) == [9]
 

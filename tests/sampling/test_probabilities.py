@@ -12,7 +12,7 @@ from transformers.generation.logits_process import (
 
 from blockdraft.sampling import probabilities
 from blockdraft.sampling.probabilities import HEAD
-from blockdraft.types import SamplingParams
+from blockdraft.types import LEAST, SamplingParams
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0]).log_softmax(-1)
 
@@ -27,7 +27,9 @@ def test_temperature_divides_the_logits() -> None:
 
 
 def test_a_very_low_temperature_is_greedy_and_finite() -> None:
-    assert law(temperature=1e-40).tolist() == [1, 0, 0, 0, 0]
+    for fields in ({}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.1}, {"top_p": LEAST}):
+        assert law(temperature=LEAST, **fields).tolist() == [1, 0, 0, 0, 0]
+    assert law(temperature=1.0, top_p=LEAST).tolist() == [1, 0, 0, 0, 0]
 
 
 def test_greedy_is_one_hot_and_breaks_ties_towards_the_lowest_id() -> None:
@@ -100,3 +102,11 @@ def test_no_bit_of_a_law_depends_on_the_neighbours() -> None:
     together = probabilities(logits, params)
     for row in range(5):
         assert torch.equal(together[row], probabilities(logits[row : row + 1], params[row : row + 1])[0])
+
+
+@pytest.mark.parametrize("top_k", [50, 51, 2**31 - 1])
+def test_to_keep_all_needs_no_search(monkeypatch: pytest.MonkeyPatch, top_k: int) -> None:
+    logits = torch.randn(2, 3, 50, generator=torch.Generator().manual_seed(0))
+    expected = probabilities(logits, [SamplingParams(temperature=0.7)] * 2)
+    monkeypatch.setitem(probabilities.__globals__, "_best_probabilities", None)
+    assert torch.equal(probabilities(logits, [SamplingParams(temperature=0.7, top_k=top_k)] * 2), expected)

@@ -1,7 +1,8 @@
 """A server that answers as the API does, from a script: for what a real model does not do on demand.
 
-The prompt chooses: `SLOW` waits between cycles, `BUSY` is a 429, `BAD` a 400, `BREAK` breaks off, `FAIL` ends with an
-error inside the stream, `DIFFER` answers otherwise without drafting, and `SAY text` says just that.
+The prompt chooses: `SLOW` waits between cycles, `PAUSE` does not draft, `BUSY` is a 429, `BAD` a 400, `BREAK` breaks
+off, `FAIL` ends with an error inside the stream, `DIFFER` answers otherwise without drafting, and `SAY text` says just
+that.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ async def _counted(app: FastAPI, lines: AsyncIterator[str]) -> AsyncIterator[str
 
 
 async def _stream(body: dict[str, Any], prompt: str) -> AsyncIterator[str]:
-    drafting = body["speculation"]["enabled"]
+    drafting = body["speculation"]["enabled"] and "PAUSE" not in prompt
     text = prompt.split("SAY ", 1)[1] if "SAY " in prompt else TEXT
     if "DIFFER" in prompt and not drafting:
         text = text.replace("15 rolls", "16 rolls")
@@ -98,7 +99,8 @@ async def _stream(body: dict[str, Any], prompt: str) -> AsyncIterator[str]:
             yield _event({"error": {"message": "The model gave NaN."}})
             return
     rate = 400.0 if drafting else 200.0
-    yield _event({"choices": [], "usage": {}, "metrics": {"tokens_per_second": rate, "speculative_decoding": {}}})
+    counts = {"num_spec_steps": 8 * drafting, "num_spec_tokens": 15}
+    yield _event({"choices": [], "usage": {}, "metrics": {"tokens_per_second": rate, "speculative_decoding": counts}})
     yield "data: [DONE]\n\n"
 
 

@@ -22,7 +22,6 @@ class Client:
 
     def run(self, work: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> Any:
         async def whole() -> Any:
-            self.service._mail = None  # of the loop before
             transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
             async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
                 return await work(client)

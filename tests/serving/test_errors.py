@@ -2,12 +2,18 @@
 
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from blockdraft.errors import NumbersError, RequestError, UsageError
+from blockdraft.serving.anthropic_schemas import MessagesRequest
+from blockdraft.serving.backends import Backends
 from blockdraft.serving.errors import ApiError, as_api_error
+from blockdraft.serving.responses_schemas import ResponseRequest
+from blockdraft.serving.schemas import Body, ChatRequest, CompletionRequest, DetokenizeRequest
 
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 TEXT: dict[str, Any] = {"model": "tiny", "prompt": "hi", "max_tokens": 4}
@@ -89,6 +95,24 @@ def test_bad_chats(client: Any, fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "field", "remedy"),
+    [
+        ("/v1/chat/completions", "guided_json", "use response_format"),
+        ("/v1/chat/completions", "json_schema", "use response_format"),
+        ("/v1/chat/completions", "functions", "use tools"),
+        ("/v1/chat/completions", "grammar", "leave it out"),
+        ("/v1/completions", "guided_json", "leave it out"),  # where there is no response_format
+    ],
+)
+def test_what_other_servers_have_is_refused_with_what_does_it_here(
+    client: Any, path: str, field: str, remedy: str
+) -> None:
+    body = CHAT if "chat" in path else TEXT
+    error = client.post(path, body | {field: {"type": "object"}}).json()["error"]
+    assert error["message"] == f"{field} is not supported by this server; {remedy}."
+
+
+@pytest.mark.parametrize(
     "body",
     [
         b"",
@@ -115,6 +139,61 @@ def test_bad_bodies(client: Any, body: bytes) -> None:
         answer = client.post(path, content=body, headers={"content-type": "application/json"})
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (ChatRequest, {"messages": [1] * 2000}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [1] * 2000}]}),
+        (ChatRequest, CHAT | {"tools": [1] * 2000}),
+        (ChatRequest, CHAT | {"logit_bias": {str(token): "x" for token in range(2000)}}),
+        (ChatRequest, CHAT | {"stop_token_ids": ["x"] * 2000}),
+        (CompletionRequest, {"prompt": [1.5] * 2000}),
+        (CompletionRequest, {"prompt": [[1.5] * 2000]}),
+        (DetokenizeRequest, {"tokens": ["x"] * 2000}),
+        (MessagesRequest, {"max_tokens": 1, "messages": [1] * 2000}),
+        (MessagesRequest, {"max_tokens": 1, "messages": [{"role": "user", "content": [1] * 2000}]}),
+        (ResponseRequest, {"input": [1] * 2000}),
+        (ResponseRequest, {"input": "a", "metadata": {str(number): number for number in range(2000)}}),
+        (ResponseRequest, {"input": "a", "tools": [1] * 2000}),
+    ],
+)
+def test_the_first_wrong_entry_ends_the_reading(kind: type[Body], fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as found:
+        kind.model_validate({"model": "tiny", **fields})
+    assert found.value.error_count() < 5
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": CHAT["messages"] * 10_001},
+        {"logit_bias": {str(token): 1 for token in range(1025)}},
+        {"stop_token_ids": [1] * 1025},
+        {"stop": "x" * 1001},
+        {"stop": ["x" * 1001]},
+    ],
+)
+def test_what_each_cycle_looks_at_is_bounded(client: Any, fields: dict[str, Any]) -> None:
+    answer = client.post("/v1/chat/completions", CHAT | fields)
+    [field] = fields
+    assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(field)
+    assert "at most" in answer.json()["error"]["message"]
+
+
+def test_too_many_answers_are_refused_before_they_are_thought_of(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("blockdraft.serving.jobs.choices", None)
+    answer = client.post("/v1/completions", TEXT | {"prompt": ["a"] * 5000, "n": 100})
+    assert answer.status_code == 400 and "asks for 500000 answers" in answer.json()["error"]["message"]
+    assert "asks for 128" in client.post("/v1/chat/completions", CHAT | {"n": 128}).json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("token", [2**62, 2**32 + 1, 10**6])
+def test_tokens_that_there_are_not_cannot_be_echoed(client: Any, token: int, stream: bool) -> None:
+    answer = client.post("/v1/completions", TEXT | {"prompt": [token], "echo": True, "stream": stream})
+    assert answer.status_code == 400 and f"Token id {token}" in answer.json()["error"]["message"]
 
 
 def test_other_types_of_body_are_refused(client: Any) -> None:
@@ -220,6 +299,15 @@ def test_no_answer_names_a_place_on_the_disk(client: Any, engine: Any) -> None:
     error = UsageError(f"{path}/tokenizer.json is odd.")
     assert client.service.backends.public(str(error)) == "target/tokenizer.json is odd."
     assert path not in client.get("/v1/models").text + client.get("/openapi.json").text + client.get("/metrics").text
+
+
+def test_places_are_told_from_what_looks_like_them(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for place, text, told in (
+        (".", "It is 1.5. See above.", "It is 1.5. See above."),
+        ("models/small", f"{Path.cwd()}/models/small/x and models/small/y", "small/x and small/y"),
+    ):
+        monkeypatch.setattr(engine.target, "path", Path(place))
+        assert Backends(engine).public(text) == told
 
 
 def test_shapes_by_path() -> None:

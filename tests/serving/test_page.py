@@ -105,6 +105,19 @@ def test_models_without_a_chat_template_continue_the_text(browser: Browser) -> N
     assert app.state.requests[1]["prompt"] == f"Once upon {TEXT} The end."
 
 
+def test_a_server_that_would_not_draft_is_told(visit: Visit) -> None:
+    visit.chat("PAUSE")
+    expect(visit.get("status")).to_contain_text("tau 1.00. Nothing was drafted, since it would not have paid.")
+    visit.get("drafting").uncheck()  # nobody asked for guesses
+    visit.chat("And then?")
+    expect(visit.page.locator(".turn button")).to_have_count(2)
+    expect(visit.get("status")).not_to_contain_text("Nothing was drafted")
+    visit.race("PAUSE")
+    expect(visit.get("times")).to_contain_text("Nothing was drafted")
+    visit.race("A race")
+    expect(visit.get("times")).not_to_contain_text("Nothing was drafted")
+
+
 def test_race_to_the_end(visit: Visit, app: FastAPI) -> None:
     visit.race()
     expect(visit.get("verdict")).to_have_text(f"✓ Both texts are equal: 23 tokens, {len(TEXT)} characters.")

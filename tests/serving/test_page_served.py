@@ -32,7 +32,6 @@ def service(tiny_target_dir: Path, tiny_drafter_dir: Path) -> Iterator[Service]:
 
 @pytest.fixture
 def real(browser: Browser, service: Service) -> Iterator[Visit]:
-    service._mail = None  # of the event loop before
     with serve(make_app(service, service.settings)) as url:
         visit = Visit(browser, url)
         visit.get("max_tokens").fill("96")
@@ -72,6 +71,7 @@ def test_chat_of_two_turns(real: Visit, service: Service) -> None:
 @pytest.mark.parametrize("temperature", ["0", "0.8"])
 def test_race_to_the_end(real: Visit, temperature: str) -> None:
     real.get("temperature").fill(temperature)
+    real.get("max_tokens").fill("64")
     real.race("the ant and the bee")
     expect(real.get("verdict")).to_contain_text("✓ Both texts are equal")
     drafted, plain = real.get("drafted"), real.get("plain")

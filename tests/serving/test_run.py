@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
+from blockdraft.cli.serve import tell
 from blockdraft.engine import Engine
 from blockdraft.errors import UsageError
 from blockdraft.serving import run
@@ -168,12 +169,21 @@ def test_a_client_that_takes_nothing_is_given_up(
     start: Callable[..., Running], slow_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its answer is far larger than the buffers between, for every token's likeliest neighbours are told."""
+    monkeypatch.delattr(socket, "TCP_USER_TIMEOUT", raising=False)  # with which the system would see to it too
     server = start(stall_seconds=0.3)
     monkeypatch.setattr("blockdraft.serving.texts.data", lambda body: f"data: {'x' * 2**18}\n\n")
     with closing(server.raw(ENDLESS | {"stream": True})):
         server.await_active(1)
         server.await_active(0)
         idle(slow_engine)
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="this system has none")
+def test_connections_whose_client_never_reads_end() -> None:
+    with closing(run.bind(ServeSettings(port=0, stall_seconds=2.5))) as bound:
+        bound.listen()
+        with closing(socket.create_connection(bound.getsockname())), closing(bound.accept()[0]) as connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 2500
 
 
 def test_a_port_in_use_is_told() -> None:
@@ -196,6 +206,21 @@ def test_probes_without_a_body(start: Callable[..., Running]) -> None:
         answer = httpx.head(f"{server.url}{path}")
         assert answer.status_code == status and answer.content == b""
         assert httpx.get(f"{server.url}{path}").headers["content-length"] == answer.headers["content-length"]
+
+
+def test_an_open_address_is_told_as_one_to_call(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ServeSettings(host="0.0.0.0", port=0, api_key="secret-key", served_model_name=("tiny",))
+    with closing(run.bind(settings)) as bound:
+        port = bound.getsockname()[1]
+        assert run.url_of(bound) == f"http://127.0.0.1:{port}"
+        tell(Service(Backends(engine), settings), bound, None)
+    told = capsys.readouterr().out
+    assert f"at port {port} of this machine's address" in told and "--allow-host" in told
+    assert "Bearer KEY" in told and "secret-key" not in told and "0.0.0.0" not in told
+    local = ServeSettings(port=0, served_model_name=("tiny",))
+    with closing(run.bind(local)) as bound:
+        tell(Service(Backends(engine), local), bound, None)
+    assert "Network" not in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """Who may call the server."""
 
+import asyncio
+import json
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -38,6 +40,11 @@ def test_both_ways_of_sending_the_key(keyed: Any) -> None:
         assert keyed.get("/v1/models", headers=headers).status_code == 200
         assert keyed.post("/v1/completions", BODY, headers=headers).status_code == 200
     assert keyed.post("/v1/completions", BODY).status_code == 401
+
+
+def test_space_around_the_key_is_none_of_it(make_client: Callable[..., Any]) -> None:
+    client = make_client(api_key=" k\n")
+    assert client.get("/v1/models", headers={"Authorization": "Bearer k"}).status_code == 200
 
 
 def test_page_and_health_need_no_key(keyed: Any) -> None:
@@ -107,6 +114,41 @@ def test_pages_that_are_allowed_may_call(make_client: Callable[..., Any]) -> Non
     assert client.get("/v1/models", headers={"Origin": "https://evil.example", "x-api-key": "k"}).status_code == 403
 
 
+def test_origins_are_told_as_browsers_write_them(make_client: Callable[..., Any]) -> None:
+    client, origin = make_client(allow_origin=("https://UI.example/",)), "https://ui.example"
+    answer = client.get("/v1/models", headers={"Origin": origin})
+    assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == origin
+
+
+def test_bodies_of_all_requests_are_bounded(make_client: Callable[..., Any]) -> None:
+    client = make_client(max_body=1000)
+    sent = json.dumps({**BODY, "user": "x" * 900}).encode()
+
+    async def work(http: Any) -> Any:
+        go_on, held = asyncio.Event(), asyncio.Semaphore(0)
+
+        async def slowly() -> Any:
+            yield sent[:-1]
+            held.release()
+            await go_on.wait()
+            yield sent[-1:]
+
+        async def post(content: Any) -> Any:
+            kind = {"content-type": "application/json"}
+            return await http.post("/v1/completions", content=content, headers=kind)
+
+        others = [asyncio.ensure_future(post(slowly())) for _ in range(16)]
+        for _ in others:
+            await held.acquire()
+        refused = await post(sent)
+        go_on.set()
+        return refused, await asyncio.gather(*others), await post(sent)
+
+    refused, others, later = client.run(work)
+    assert refused.status_code == 429 and refused.headers["retry-after"]
+    assert {one.status_code for one in [*others, later]} == {200}
+
+
 def test_large_bodies_are_refused(make_client: Callable[..., Any]) -> None:
     client = make_client(max_body=1000)
     assert client.post("/v1/completions", {**BODY, "user": "x" * 800}).status_code == 200
@@ -130,5 +172,7 @@ def test_open_addresses_need_a_key_or_a_word() -> None:
         ServeSettings(host=host)
     with pytest.raises(UsageError, match="api_key is empty"):
         ServeSettings(host="0.0.0.0", api_key=" ")
+    with pytest.raises(UsageError, match="stall_seconds is 0"):
+        ServeSettings(stall_seconds=0.0)
     with pytest.raises(UsageError, match="65535"):
         ServeSettings(port=70000)

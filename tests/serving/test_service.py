@@ -1,8 +1,10 @@
 """Places, cancelled answers, failures, and what is counted."""
 
 import asyncio
+import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -14,6 +16,7 @@ from blockdraft.errors import RequestError, UsageError
 from blockdraft.serving.backends import Backends
 from blockdraft.serving.errors import ApiError
 from blockdraft.serving.events import ChatJob, Finished, Speculation, Text, TextJob
+from blockdraft.serving.merging import merged
 from blockdraft.serving.service import Service
 from blockdraft.serving.settings import ServeSettings
 from blockdraft.types import SamplingParams
@@ -92,6 +95,39 @@ def test_being_called_off_while_it_is_submitted_frees_the_row(
     assert [request.cancelled for request in submitted] == [True]
 
 
+def test_what_is_submitted_while_the_server_stops_is_told(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, submit = threading.Event(), engine.submit
+
+    def slow(*arguments: Any) -> Request:
+        begun.set()
+        time.sleep(0.2)
+        return submit(*arguments)
+
+    monkeypatch.setattr(engine, "submit", slow)
+
+    async def work() -> None:
+        served = service(engine)
+
+        async def whole() -> None:
+            async for _ in served.answers([JOB]):
+                pass
+
+        answer = asyncio.ensure_future(whole())
+        await asyncio.to_thread(begun.wait, 20)
+        served.stop()
+        with pytest.raises(ApiError, match="was stopped"):
+            await answer
+        await settle(engine)
+
+    in_loop(work)
+
+
+def test_stopping_makes_no_stores(engine: Engine) -> None:
+    with Engine(engine.target) as unused:
+        service(unused).stop()
+        assert unused._scheduler is None
+
+
 def test_a_full_queue_is_told_with_when_to_come_again(engine: Engine) -> None:
     async def work() -> None:
         served = service(engine, max_batch_size=1, max_queue=2)
@@ -115,6 +151,23 @@ def test_a_full_queue_is_told_with_when_to_come_again(engine: Engine) -> None:
         await settle(engine)
 
     in_loop(work)
+
+
+def test_scores_of_prompts_are_bounded(make_client: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("blockdraft.serving.admission.MOST_SCORES", 12)
+    client = make_client()
+    body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 100, "ignore_eos": True, "echo": True, "logprobs": 2}
+    for fields, status in (
+        ({}, 200),
+        ({"n": 2}, 429),
+        ({"logprobs": 4}, 400),
+        ({"n": 2, "logprobs": 1}, 200),
+        ({}, 200),
+    ):
+        answer = client.post("/v1/completions", body | fields)
+        assert answer.status_code == status, answer.text
+        assert status == 200 or "logprobs" in answer.text or "log-probabilities" in answer.text
+    assert client.post("/v1/completions", body | {"echo": False, "logprobs": 20}).status_code == 200
 
 
 def test_429_has_retry_after(make_client: Callable[..., Any]) -> None:
@@ -170,6 +223,7 @@ def test_an_answer_that_fails_leaves_the_others(engine: Engine, monkeypatch: pyt
             async for _ in bad:
                 pass
         assert [event async for event in good][-1][1].usage.completion == 60
+        assert served.metrics._ended == {"error_500": 1, "length": 1}
         await settle(engine)
 
     in_loop(work)
@@ -228,7 +282,6 @@ def test_other_backends_are_loaded_when_they_are_named(engine: Engine) -> None:
     async def work(backend: str | None) -> None:
         job = TextJob([5, 6], SamplingParams(), 3, Speculation(backend=backend))
         assert len([event async for event in served.answers([job])]) > 1
-        served._mail = None
 
     for backend in (None, "native"):
         in_loop(lambda backend=backend: work(backend))
@@ -238,6 +291,71 @@ def test_other_backends_are_loaded_when_they_are_named(engine: Engine) -> None:
     assert loaded == ["hf"]
     with pytest.raises(UsageError, match="has native, hf"):
         in_loop(lambda: work("abacus"))
+
+
+def test_who_waits_for_a_backend_is_in_nobodys_way(engine: Engine) -> None:
+    """Though there are more of them than threads."""
+    loaded = threading.Event()
+
+    def load() -> Engine:
+        assert loaded.wait(20)
+        return engine
+
+    served = Service(Backends(engine, {"hf": load}), ServeSettings())
+
+    async def whole(backend: str | None) -> int:
+        job = TextJob([5, 6], SamplingParams(), 3, Speculation(backend=backend))
+        return len([event async for event in served.answers([job])])
+
+    async def work() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+        waiting = [asyncio.ensure_future(whole("hf")) for _ in range(4)]
+        await asyncio.sleep(0.05)
+        try:
+            assert await asyncio.wait_for(whole(None), 10)
+            with pytest.raises(UsageError, match="abacus"):
+                await asyncio.wait_for(whole("abacus"), 10)
+            waiting.pop().cancel()
+        finally:
+            loaded.set()
+        assert all(await asyncio.gather(*waiting))
+
+    in_loop(work)
+
+
+def test_a_service_outlives_its_event_loop(engine: Engine) -> None:
+    served = service(engine)
+
+    async def work() -> Any:
+        return [event async for _, event in served.answers([replace(JOB, max_new_tokens=3)])][-1]
+
+    for _ in range(2):
+        assert in_loop(lambda: asyncio.wait_for(work(), 20)).usage.completion == 3
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_what_is_no_exception_ends_all_streams_too(count: int) -> None:
+    class Panic(BaseException):
+        pass
+
+    ended = []
+
+    async def stream(number: int) -> AsyncGenerator[int, None]:
+        try:
+            yield number
+            if number == count - 1:
+                raise Panic
+            await asyncio.sleep(60)
+        finally:
+            ended.append(number)
+
+    async def work() -> None:
+        async for _ in merged([stream(number) for number in range(count)]):
+            pass
+
+    with pytest.raises(Panic):
+        in_loop(lambda: asyncio.wait_for(work(), 10))
+    assert sorted(ended) == list(range(count))
 
 
 def test_chunks_that_wait_are_taken_as_one(engine: Engine) -> None:

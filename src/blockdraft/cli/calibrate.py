@@ -10,17 +10,14 @@ from typing import Annotated
 import typer
 
 from blockdraft.cli.loading import TargetOptions, takes_target
-from blockdraft.cli.options import need_drafter, option
+from blockdraft.cli.options import DrafterPlace, need_drafter, option
 from blockdraft.evaluation.methods import Settings
 
 
 @takes_target
 def calibrate(
     run: TargetOptions,
-    drafter: Annotated[
-        str | None,
-        typer.Option(metavar="DIR|NAME", help="Drafter, as for generate; by default the bundled one."),
-    ] = None,
+    drafter: DrafterPlace = None,
     batch_size: Annotated[int, option(Settings, "batch_size")] = 16,
     anew: Annotated[bool, typer.Option("--anew", help="Measure again, even if there is a measurement.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,

@@ -5,10 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Annotated
 
-import typer
-
 from blockdraft.cli.loading import TargetOptions, takes_target
-from blockdraft.cli.options import SamplingOptions, need_drafter, option
+from blockdraft.cli.options import DrafterPlace, SamplingOptions, need_drafter, option
 from blockdraft.settings import Count, settings
 
 
@@ -29,10 +27,7 @@ class ChatSettings:
 def chat(
     *,
     run: TargetOptions,
-    drafter: Annotated[
-        str | None,
-        typer.Option(metavar="DIR|NAME", help="Drafter, as in `blockdraft generate`; none decodes plainly."),
-    ] = None,
+    drafter: DrafterPlace = None,
     system: Annotated[str | None, option(ChatSettings, "system")] = ChatSettings.system,
     max_new_tokens: Annotated[int, option(ChatSettings, "max_new_tokens")] = ChatSettings.max_new_tokens,
     sampling: SamplingOptions,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from blockdraft.cli.loading import TargetOptions, takes_target
-from blockdraft.cli.options import SamplingOptions, need_drafter, option
+from blockdraft.cli.options import DrafterPlace, SamplingOptions, need_drafter, option
 from blockdraft.errors import UsageError
 from blockdraft.evaluation.methods import Settings
 from blockdraft.types import SamplingParams
@@ -30,15 +30,7 @@ def generate(
     prompt: Annotated[
         str | None, typer.Argument(help="What to answer; without it, or with -, it is read from standard input.")
     ] = None,
-    drafter: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR|NAME",
-            help="Drafter: the folder of a drafter or of a smaller language model with the target's tokens, "
-            "prompt_lookup to guess what the text repeats, none to decode plainly, or bundled to use the one that "
-            "comes along, which fits the bundled target and what was made of it, and is the default there.",
-        ),
-    ] = None,
+    drafter: DrafterPlace = None,
     max_new_tokens: Annotated[int, option(SamplingParams, "max_new_tokens")] = SamplingParams.max_new_tokens,
     sampling: SamplingOptions,
     prompts: Annotated[

@@ -98,13 +98,23 @@ Adapter = Annotated[
 Revision = Annotated[
     str | None, typer.Option(metavar="NAME", help="Branch, tag or commit of the target, where that is a hub name.")
 ]
+DrafterPlace = Annotated[
+    str | None,
+    typer.Option(
+        "--drafter",
+        metavar="DIR|NAME",
+        help="Drafter: the folder of a drafter or of a smaller language model with the target's tokens, "
+        "prompt_lookup to guess what the text repeats, none to decode plainly, or bundled to use the one that "
+        "comes along, which fits the bundled target and what was made of it, and is the default there.",
+    ),
+]
 AutoBlockSize = Annotated[
     str | None,
     typer.Option(
         "--block-size",
         metavar="N|auto",
-        help='Tokens of a block, anchor included. "auto", the default unless there is a tree budget, lets each cycle '
-        "use as many as pay, or none.",
+        help='Tokens of a block: the last one said and the guesses after it. "auto", the default unless there is a '
+        "tree budget, lets each cycle use as many as pay, or none.",
     ),
 ]
 TreeBudget = Annotated[str | None, option(Drafting, "tree_budget", metavar="N|auto")]
@@ -112,7 +122,10 @@ BlockSize = Annotated[str | None, option(Drafting, "block_size", metavar="N|auto
 DraftWindow = Annotated[int | None, option(Drafting, "draft_window", metavar="N")]
 Dtype = Annotated[
     str | None,
-    typer.Option(help="float32, bfloat16 or float16; by default float32 on a CPU and bfloat16 elsewhere."),
+    typer.Option(
+        help="Of weights and arithmetic: float32, bfloat16 or float16; by default float32 on a CPU and bfloat16 "
+        "elsewhere."
+    ),
 ]
 TargetBackend = Annotated[
     Backend,
@@ -168,7 +181,12 @@ Exact = Annotated[
         "A target that is compiled for a CPU is so already; others become slower.",
     ),
 ]
-Device = Annotated[str | None, typer.Option(help="By default the first GPU if there is one, else cpu.")]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        help="Where the target runs, such as cpu or cuda:1; by default the first GPU if there is one, else cpu."
+    ),
+]
 
 
 @dataclass(frozen=True)

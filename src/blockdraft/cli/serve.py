@@ -8,12 +8,18 @@ from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from blockdraft.cli.loading import TargetOptions, takes_target
-from blockdraft.cli.options import AutoBlockSize, DraftWindow, SamplingOptions, TreeBudget, need_drafter, option
+from blockdraft.cli.options import (
+    AutoBlockSize,
+    DrafterPlace,
+    DraftWindow,
+    SamplingOptions,
+    TreeBudget,
+    need_drafter,
+    option,
+)
 from blockdraft.errors import UsageError
-from blockdraft.serving.settings import ServeSettings
+from blockdraft.serving.settings import LOOPBACK, ServeSettings
 from blockdraft.types import DEFAULT_BACKEND
 
 if TYPE_CHECKING:
@@ -24,34 +30,45 @@ if TYPE_CHECKING:
     from blockdraft.types import Drafting
 
 NEEDED = ("fastapi", "uvicorn", "prometheus_client", "llguidance")  # the extra `server`
+NETWORK = "other machines reach it at port {} of this machine's address; by a name after --allow-host NAME"
 
 
 def _of(name: str, **more: Any) -> Any:
-    return option(ServeSettings, name, **more)
+    """The option of a setting, in a part of the help of its own for limits and for who may call."""
+    part = None
+    if name.startswith("max_") or name.endswith("_seconds"):
+        part = "Limits"
+    elif name.startswith("allow_") or name == "api_key":
+        part = "Who may call"
+    return option(ServeSettings, name, rich_help_panel=part, **more)
 
 
 @dataclass(frozen=True)
 class ServeOptions:
     """The settings of a server, as options."""
 
-    host: Annotated[str, _of("host")] = ServeSettings.host
-    port: Annotated[int, _of("port")] = ServeSettings.port
+    host: Annotated[str, _of("host", metavar="ADDRESS")] = ServeSettings.host
+    port: Annotated[int, _of("port", metavar="PORT")] = ServeSettings.port
     api_key: Annotated[str | None, _of("api_key", envvar="BLOCKDRAFT_API_KEY", metavar="KEY")] = None
     served_model_name: Annotated[list[str] | None, _of("served_model_name", metavar="NAME")] = None
     any_model: Annotated[bool, _of("any_model")] = ServeSettings.any_model
     backends: Annotated[str | None, _of("backends", metavar="NAME,NAME")] = None
     self_check: Annotated[int, _of("self_check", metavar="N")] = ServeSettings.self_check
-    max_batch_size: Annotated[int, _of("max_batch_size")] = ServeSettings.max_batch_size
-    max_queue: Annotated[int, _of("max_queue")] = ServeSettings.max_queue
-    max_prompt_tokens: Annotated[int | None, _of("max_prompt_tokens")] = ServeSettings.max_prompt_tokens
-    max_answer_tokens: Annotated[int | None, _of("max_answer_tokens")] = ServeSettings.max_answer_tokens
+    max_batch_size: Annotated[int, _of("max_batch_size", metavar="N")] = ServeSettings.max_batch_size
+    max_queue: Annotated[int, _of("max_queue", metavar="N")] = ServeSettings.max_queue
+    max_prompt_tokens: Annotated[int | None, _of("max_prompt_tokens", metavar="TOKENS")] = (
+        ServeSettings.max_prompt_tokens
+    )
+    max_answer_tokens: Annotated[int | None, _of("max_answer_tokens", metavar="TOKENS")] = (
+        ServeSettings.max_answer_tokens
+    )
     max_body: Annotated[int, _of("max_body", metavar="BYTES")] = ServeSettings.max_body
     max_unread: Annotated[int, _of("max_unread", metavar="TOKENS")] = ServeSettings.max_unread
-    max_stored: Annotated[int, _of("max_stored")] = ServeSettings.max_stored
-    prefix_tokens: Annotated[int | None, _of("prefix_tokens")] = ServeSettings.prefix_tokens
-    temperature: Annotated[float, _of("temperature")] = ServeSettings.temperature
-    stall_seconds: Annotated[float, _of("stall_seconds")] = ServeSettings.stall_seconds
-    grace_seconds: Annotated[float, _of("grace_seconds")] = ServeSettings.grace_seconds
+    max_stored: Annotated[int, _of("max_stored", metavar="BYTES")] = ServeSettings.max_stored
+    prefix_tokens: Annotated[int | None, _of("prefix_tokens", metavar="TOKENS")] = ServeSettings.prefix_tokens
+    temperature: Annotated[float, _of("temperature", metavar="T")] = ServeSettings.temperature
+    stall_seconds: Annotated[float, _of("stall_seconds", metavar="SECONDS")] = ServeSettings.stall_seconds
+    grace_seconds: Annotated[float, _of("grace_seconds", metavar="SECONDS")] = ServeSettings.grace_seconds
     allow_open: Annotated[bool, _of("allow_open")] = ServeSettings.allow_open
     allow_host: Annotated[list[str] | None, _of("allow_host", metavar="NAME")] = None
     allow_origin: Annotated[list[str] | None, _of("allow_origin", metavar="ORIGIN")] = None
@@ -70,10 +87,7 @@ class ServeOptions:
 def serve(
     *,
     run: TargetOptions,
-    drafter: Annotated[
-        str | None,
-        typer.Option(metavar="DIR|NAME", help="Drafter, as in `blockdraft generate`; none decodes plainly."),
-    ] = None,
+    drafter: DrafterPlace = None,
     block_size: AutoBlockSize = None,
     tree_budget: TreeBudget = None,
     draft_window: DraftWindow = None,
@@ -103,7 +117,7 @@ def serve(
         try:
             service = Service(backends, settings)
             checked = _self_check(backends.usual, settings.self_check)
-            server.serve(service, settings, bound, lambda: _tell(service, bound, checked))
+            server.serve(service, settings, bound, lambda: tell(service, bound, checked))
         finally:
             backends.close()
 
@@ -142,7 +156,7 @@ def _self_check(engine: Engine, count: int) -> str | None:
     return f"Self-check: {differ} of {count} greedy answers differ between drafting and plain decoding."
 
 
-def _tell(service: Service, bound: socket.socket, checked: str | None) -> None:
+def tell(service: Service, bound: socket.socket, checked: str | None) -> None:
     """What whoever started the server wants to know; the last line tells programs that clients may come."""
     from blockdraft.serving.run import url_of
 
@@ -155,15 +169,17 @@ def _tell(service: Service, bound: socket.socket, checked: str | None) -> None:
         call = f'{{"model": "{name}", "prompt": "Hello", "max_tokens": 32}}'
     path = "chat/completions" if about["has_chat_template"] else "completions"
     how = engine.drafting
-    extent = f"blocks of {how.block_size or about['block_size']}, trees of {how.tree_budget}"
+    extent = f"trees of up to {how.tree_budget} guesses, " if how.tree_budget else ""
+    extent += f"blocks of {how.block_size or about['block_size']} tokens"
     if "auto" in (how.block_size, how.tree_budget):
-        extent = f"as far as it pays, blocks of at most {about['block_size']}"
+        extent = f"as far as it pays, blocks of at most {about['block_size']} tokens"
     lines = [
         f"Model    {', '.join(service.model_names)}{' (and any other name)' if service.settings.any_model else ''}",
         f"Target   {about['target']}, {about['parameters'] / 1e6:.1f} M parameters, context {about['max_context']}, "
         f"{engine.target.running}",
         f"Drafter  {about['drafter']}, {extent}" if engine.controller.most_guesses else "Drafter  none",
         f"Memory   up to {engine.memory_bytes() / 2**20:.0f} MiB for {engine.max_batch_size} requests at a time",
+        *([] if service.settings.host in LOOPBACK else [f"Network  {NETWORK.format(bound.getsockname()[1])}"]),
         f"Page     {url}/",
         f"Call     curl {url}/v1/{path} -H 'Content-Type: application/json'{key} -d '{call}'",
         *([checked] if checked else []),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
@@ -73,9 +74,11 @@ def _load(path: str | Path | None, target: Target) -> Drafter:
     if str(path) in by_name:
         return known[str(path)].load(None, target)
     if not (folder / "config.json").is_file():
+        of_hub = re.fullmatch(r"[\w-]+/[\w.-]+", str(path)) and not folder.exists()
+        fetch = f" If it is on the hub, fetch it: hf download {path} --local-dir DIR." if of_hub else ""
         raise UsageError(
             f"{folder} is no drafter: a folder with config.json or one of the names {sorted(by_name | {'bundled'})} "
-            "is needed."
+            f"is needed.{fetch}"
         )
     try:
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))

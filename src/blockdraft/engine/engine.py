@@ -253,6 +253,12 @@ class Engine:
         finally:
             request.cancel()
 
+    def cancel(self) -> None:
+        """Cancel all requests that there are. May be called from any thread."""
+        scheduler = self._scheduler  # which this must not make: another thread may be about to
+        if scheduler is not None:
+            scheduler.cancel()
+
     def close(self) -> None:
         """Cancel what still runs, give back the memory, and keep what "auto" has learned of costs for the next engine
         of this pair. Closing again does nothing."""

@@ -170,17 +170,20 @@ class Runner:
             logits = output.logits if len(ready) == len(rows) else output.logits[ready]
             _, verdict = self._verdict([rows[at] for at in ready], anchors, TargetOutput(logits, None, best))
             lawless = [at for at, path in zip(ready, verdict.path, strict=True) if not path]
+        first = {
+            at: token for at, token in zip(ready, verdict.bonus if ready else (), strict=True) if at not in lawless
+        }
+        # Memory may run out here, and whoever has read no token yet can read them again.
+        scores = {at: _logprobs(rows[at].request, output.logits, at, [0], [token]) for at, token in first.items()}
+        known = [_prompt_logprobs(row, every[at, : counts[at]]) for at, row in enumerate(rows)]
         path = [range(0 if at in lawless else count) for at, count in enumerate(counts)]
         cache.commit(path)
         for at, (row, count) in enumerate(zip(rows, counts, strict=True)):
             if at not in lawless:
-                if scored:
-                    _score_prompt(row, every[at, :count])
+                row.request.prompt_logprobs += known[at]
                 row.read += count
-        for at, token in zip(ready, verdict.bonus if ready else (), strict=True):
-            if at not in lawless:
-                request = rows[at].request
-                request.extend([token], [False], _logprobs(request, output.logits, at, [0], [token]))
+        for at, token in first.items():
+            rows[at].request.extend([token], [False], scores[at])
         self._observe(rows, tokens, output.features, path)
         return lawless
 
@@ -201,18 +204,25 @@ class Runner:
             output = self.target.forward(proposal.tokens, proposal.parents, cache, self.drafter.taps)
             timer.mark(FORWARD)
             laws, verdict = self._verdict(rows, proposal, output)
+            deepest = [max(row) for row in proposal.depth_lists]
+            lawless = [place for place, path in enumerate(verdict.path) if not path]
+            new = [
+                [*(laws.tokens[place][node] for node in path[1:]), verdict.bonus[place]]
+                for place, path in enumerate(verdict.path)
+            ]
+            # Memory may run out here, and what has not been committed can be done again.
+            scores = [
+                _logprobs(request, output.logits, place, verdict.path[place], new[place])
+                for place, request in enumerate(requests)
+            ]
             timer.mark(VERIFICATION)
             cache.commit(verdict.path)
             timer.mark(COMMIT)
-            deepest = [max(row) for row in proposal.depth_lists]
-            lawless = [place for place, path in enumerate(verdict.path) if not path]
             for place, request in enumerate(requests):
                 if place in lawless:
                     continue
-                path = verdict.path[place]
-                new = [*(laws.tokens[place][node] for node in path[1:]), verdict.bonus[place]]
-                scores = _logprobs(request, output.logits, place, path, new)
-                taken = request.extend(new, [True] * (len(new) - 1) + [False], scores)
+                guessed = [True] * (len(new[place]) - 1) + [False]
+                taken = request.extend(new[place], guessed, scores[place])
                 request.stats.committed.append(taken)
                 request.stats.drafted.append(deepest[place])
             timer.mark(BOOKKEEPING)
@@ -314,17 +324,18 @@ def _logprobs(
 ) -> Sequence[TokenLogprob]:
     """Of the tokens after these nodes, if the request asks for them."""
     count = request.params.logprobs
-    return () if count is None else token_logprobs(logits_BNV[row, nodes], tokens, count)
+    return () if count is None or not nodes else token_logprobs(logits_BNV[row, nodes], tokens, count)
 
 
-def _score_prompt(row: Row, logits_NV: Tensor) -> None:
-    """Take in how likely the tokens of a prompt were that follow those just read, if the request asks for it."""
+def _prompt_logprobs(row: Row, logits_NV: Tensor) -> Sequence[TokenLogprob | None]:
+    """Of the tokens of a prompt that follow those just read, if the request asks for it."""
     request, first = row.request, row.read + 1
     count = request.params.prompt_logprobs
-    if count is not None:
-        following = request.prompt[first : first + len(logits_NV)]
-        request.prompt_logprobs += [None] if row.read == 0 else []
-        request.prompt_logprobs += token_logprobs(logits_NV[: len(following)], following, count)
+    if count is None:
+        return ()
+    following = request.prompt[first : first + len(logits_NV)]
+    known = token_logprobs(logits_NV[: len(following)], following, count)
+    return [None, *known] if row.read == 0 else known
 
 
 def _traced(proposal: Proposal, tokens: list[list[int]], verdict: Verdict, row: int, seconds: float) -> CycleTrace:

@@ -210,4 +210,8 @@ class AnswerText:
 
     def _beginning(self, stop: str) -> int:
         """Length of the longest end of the text with which this stop string begins."""
-        return next((n for n in range(len(stop) - 1, 0, -1) if self._text.endswith(stop[:n])), 0)
+        end = self._text[max(0, len(self._text) - len(stop) + 1) :]
+        at = end.find(stop[0])
+        while at >= 0 and not stop.startswith(end[at:]):
+            at = end.find(stop[0], at + 1)
+        return len(end) - at if at >= 0 else 0

@@ -43,6 +43,8 @@ def _probabilities(logits_BNV: Tensor, temperature: float, top_k: int, top_p: fl
     logits_BNV = logits_BNV.float()
     # The maximum goes first, so that no temperature, however low, overflows.
     scores_BNV = (logits_BNV - logits_BNV.amax(dim=-1, keepdim=True)) / temperature
+    if top_k >= logits_BNV.size(-1):
+        top_k = 0  # to sort the whole vocabulary would be slow
     if top_k == 0 and top_p == 1:
         probs_BNV = scores_BNV.softmax(dim=-1)
     else:

@@ -36,7 +36,8 @@ def router(service: Service) -> APIRouter:
     async def messages(request: Request, body: MessagesRequest) -> Response:
         name = service.check_model(body.model)
         job = job_of(body, service.settings.temperature)
-        prompt = await service.in_thread(service.count_tokens, job.messages, job.tools, job.template)
+        counting = service.in_thread(service.count_tokens, job.messages, job.tools, job.template)
+        prompt = await until_gone(request, counting)
         # As in Anthropic's API, an answer may be cut by the context before max_tokens: clients ask for 32,000 and more.
         fits = prompt + body.max_tokens <= service.context
         job = replace(job, max_new_tokens=body.max_tokens if fits else None)
@@ -46,11 +47,11 @@ def router(service: Service) -> APIRouter:
         return JSONResponse(await until_gone(request, whole(service, job, answer)))
 
     @routes.post("/v1/messages/count_tokens")
-    async def count_tokens(body: CountRequest) -> dict[str, int]:
+    async def count_tokens(request: Request, body: CountRequest) -> dict[str, int]:
         service.check_model(body.model)
         tools = tools_of(body.tools)
-        count = await service.in_thread(service.count_tokens, messages_of(body), tools, template_of(body))
-        return {"input_tokens": count}
+        counting = service.in_thread(service.count_tokens, messages_of(body), tools, template_of(body))
+        return {"input_tokens": await until_gone(request, counting)}
 
     return routes
 

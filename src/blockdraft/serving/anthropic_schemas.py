@@ -13,7 +13,7 @@ from pydantic import Field
 from blockdraft.errors import UsageError
 from blockdraft.serving import jobs
 from blockdraft.serving.events import ChatJob, Speculation, ToolChoice
-from blockdraft.serving.schemas import MOST_STOPS, Body, Sampled, Tokens, Word
+from blockdraft.serving.schemas import Body, Listed, Sampled, Stops, Tokens, Word
 from blockdraft.types import Grammar
 
 # Claude Code's first line differs in each request: after it nothing of an earlier one could be remembered.
@@ -30,13 +30,13 @@ class Block(Body):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: str | list[Block] | None = None
+    content: str | Listed[Block] | None = None
     is_error: bool | None = None
 
 
 class Message(Body):
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | Listed[Block]
 
 
 class Tool(Body):
@@ -74,9 +74,9 @@ class CountRequest(Body):
     refused = {"mcp_servers": ()}
 
     model: Word
-    messages: Annotated[list[Message], Field(min_length=1)]
-    system: str | list[Block] | None = None
-    tools: list[Tool] | None = None
+    messages: Annotated[Listed[Message], Field(min_length=1)]
+    system: str | Listed[Block] | None = None
+    tools: Listed[Tool] | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -88,7 +88,7 @@ class MessagesRequest(CountRequest, Sampled):
     refused = Sampled.refused | CountRequest.refused | {"n": (1,)}
 
     max_tokens: Tokens
-    stop_sequences: Annotated[list[Word], Field(max_length=MOST_STOPS)] | None = None
+    stop_sequences: Stops | None = None
     output_format: OutputFormat | None = None  # the name of output_config.format while that was in its beta
     tool_choice: Choice | None = None
 
@@ -217,7 +217,7 @@ def _said(place: str, role: str, blocks: list[Block]) -> list[dict[str, Any]]:
     return made
 
 
-def _texts(place: str, content: str | list[Block]) -> str:
+def _texts(place: str, content: str | Listed[Block]) -> str:
     if isinstance(content, str):
         return content
     for block in content:

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from blockdraft.errors import BlockdraftError
 from blockdraft.serving.errors import ApiError, as_api_error
-from blockdraft.serving.security import Guard
+from blockdraft.serving.security import Guard, origins_of
 from blockdraft.serving.service import Service
 from blockdraft.serving.settings import ServeSettings
 from blockdraft.serving.streaming import ClientGone
@@ -44,7 +44,10 @@ def make_app(service: Service, settings: ServeSettings) -> FastAPI:
     app.add_middleware(Guard, settings=settings)
     if settings.allow_origin:  # around the guard, since browsers ask without a key whether they may call
         app.add_middleware(
-            CORSMiddleware, allow_origins=settings.allow_origin, allow_methods=["GET", "POST"], allow_headers=["*"]
+            CORSMiddleware,
+            allow_origins=origins_of(settings),
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
         )
 
     async def fail(request: Request, error: Exception) -> Response:

@@ -70,8 +70,10 @@ class Backends:
     def public(self, text: str) -> str:
         """A text without the places of the models on this machine's disk."""
         for path, name in ((self.usual.target.path, self.target), (self.usual.drafter.path, self.drafter)):
-            for place in {str(path), os.path.abspath(path)} if path else ():
-                text = text.replace(place, name)
+            if path is not None:
+                text = text.replace(os.path.abspath(path), name)
+                if len(Path(path).parts) > 1:  # "." and the like stand in other words too
+                    text = text.replace(str(path), name)
         return text
 
     def close(self) -> None:

@@ -64,6 +64,11 @@ def chat_job(body: ChatRequest, temperature: float) -> ChatJob:
     )
 
 
+def count(body: CompletionRequest) -> int:
+    """How many jobs a completion has, known before they are made: a small body may ask for millions."""
+    return len(_prompts(body.prompt)) * (body.n or 1)
+
+
 def text_jobs(body: CompletionRequest, temperature: float) -> list[TextJob]:
     """The jobs of a completion: the choices of the first prompt, those of the second, and so on."""
     params = sampling(body, temperature)

@@ -13,10 +13,14 @@ from blockdraft.serving.errors import ApiError
 
 class Mailroom:
     """Wakes the event loop once for all chunks that have come since it last looked, however many requests and tokens
-    they are of."""
+    they are of.
+
+    Attributes:
+        loop: That which runs where this is made.
+    """
 
     def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._arrived: deque[tuple[Mailbox, Chunk]] = deque()
         self._woken = False
 
@@ -26,7 +30,7 @@ class Mailroom:
         if not self._woken:
             self._woken = True
             try:
-                self._loop.call_soon_threadsafe(self._deliver)
+                self.loop.call_soon_threadsafe(self._deliver)
             except RuntimeError:  # the loop has ended, and with it all who listened
                 self._arrived.clear()
 

@@ -25,7 +25,9 @@ async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[t
         try:
             async for value in streams[number]:
                 await news.put((number, value))
-        except Exception as error:
+        except (asyncio.CancelledError, GeneratorExit):
+            raise
+        except BaseException as error:  # panics of Rust code are no Exception
             await news.put((number, error))
         else:
             await news.put((number, None))

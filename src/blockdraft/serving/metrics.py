@@ -100,9 +100,11 @@ class Metrics(Collector):
     def begin(self) -> Meter:
         return Meter(self)
 
-    def end(self, request: Request, reason: str, seconds: float) -> None:
+    def end(self, request: Request, reason: str | None, seconds: float) -> None:
+        """What the engine did for a request is done; it has ended for this reason, None where `refused` tells."""
         stats = request.stats
-        self._ended[reason] += 1
+        if reason is not None:
+            self._ended[reason] += 1
         self._whole.add(seconds)
         drafts = [drafted for drafted in stats.drafted if drafted]
         self._sums += Counter(
@@ -157,5 +159,5 @@ class Meter:
             self._metrics._first.add(now - self._began)
         self._has_begun, self._last = True, now
 
-    def end(self, request: Request, reason: str) -> None:
+    def end(self, request: Request, reason: str | None) -> None:
         self._metrics.end(request, reason, time.perf_counter() - self._began)

@@ -33,6 +33,7 @@ def router(service: Service) -> APIRouter:
     @routes.post("/v1/chat/completions", responses=ANSWERS)
     async def chat(request: Request, body: ChatRequest) -> Response:
         name = service.check_model(body.model)
+        service.admission.check(body.n or 1)
         several = jobs.choices(jobs.chat_job(body, service.settings.temperature), body.n)
         if body.stream:
             events = streamed_chat(service, several, name, jobs.with_usage(body))
@@ -42,6 +43,7 @@ def router(service: Service) -> APIRouter:
     @routes.post("/v1/completions", responses=ANSWERS)
     async def complete(request: Request, body: CompletionRequest) -> Response:
         name = service.check_model(body.model)
+        service.admission.check(jobs.count(body))
         several = jobs.text_jobs(body, service.settings.temperature)
         how = body.n or 1, bool(body.echo), body.max_tokens == 0
         if body.stream:

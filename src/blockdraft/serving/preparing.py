@@ -29,6 +29,12 @@ class Prepared:
         """Whether the answer is complete, though the engine may go on."""
         return self.parser is not None and self.parser.ended
 
+    @property
+    def scores(self) -> int:
+        """Log-probabilities of the prompt's tokens that are asked for."""
+        likely = self.params.prompt_logprobs
+        return 0 if likely is None else len(self.prompt) * (1 + likely)
+
 
 def context_of(engine: Engine) -> int:
     """Tokens that prompt and answer may have together."""

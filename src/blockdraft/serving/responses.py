@@ -81,8 +81,9 @@ class Store:
         self._size = 0
 
     def put(self, response_id: str, stored: Stored) -> None:
-        self._kept[response_id] = stored, stored.size
-        self._size += stored.size
+        size = stored.size
+        self._kept[response_id] = stored, size
+        self._size += size
         while self._size > self._room:
             self._size -= self._kept.popitem(last=False)[1][1]
 

@@ -12,7 +12,7 @@ from pydantic import Field
 from blockdraft.errors import UsageError
 from blockdraft.serving import jobs
 from blockdraft.serving.events import ChatJob, Speculation, ToolChoice
-from blockdraft.serving.schemas import Body, Sampled, Tokens
+from blockdraft.serving.schemas import Body, Listed, Sampled, Table, Tokens
 from blockdraft.types import Grammar
 
 TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
@@ -31,12 +31,12 @@ class Item(Body):
 
     type: str = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | list[Part] | None = None
-    summary: list[Part] | None = None
+    content: str | Listed[Part] | None = None
+    summary: Listed[Part] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: str | list[Part] | None = None
+    output: str | Listed[Part] | None = None
 
 
 class Choice(Body):
@@ -45,7 +45,7 @@ class Choice(Body):
     type: str
     name: str | None = None
     mode: Literal["auto", "required"] = "auto"
-    tools: list[dict[str, Any]] = []
+    tools: Listed[dict[str, Any]] = []
 
 
 class Format(Body):
@@ -76,9 +76,9 @@ class ResponseRequest(Sampled):
         "top_logprobs": (0,),
     }
 
-    input: str | list[Item] = ""
+    input: str | Listed[Item] = ""
     instructions: str | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Listed[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | Choice | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: str | None = None
@@ -86,8 +86,8 @@ class ResponseRequest(Sampled):
     max_output_tokens: Tokens | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
-    include: list[str] | None = None
-    metadata: dict[str, str] | None = None
+    include: Listed[str] | None = None
+    metadata: Table[str] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     # What answers repeat, and nothing else needs.
     user: str | None = None

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from ipaddress import ip_address
 from types import FrameType
 
 import uvicorn
@@ -17,8 +18,10 @@ from blockdraft.serving.service import Service
 from blockdraft.serving.settings import ServeSettings
 
 LAST_SECONDS = 3.0  # that clients have to read how their answers ended
-# That a connection may be idle: longer than clients keep one, so that no request comes just as it is closed.
+# That a connection may idle. Clients that keep theirs for less, as most do, never send on one that is just closed.
 IDLE_SECONDS = 75
+# On Windows the usual option would let a second server have the same port.
+EXCLUSIVE = getattr(socket, "SO_EXCLUSIVEADDRUSE", socket.SO_REUSEADDR)
 
 
 def bind(settings: ServeSettings) -> socket.socket:
@@ -32,7 +35,12 @@ def bind(settings: ServeSettings) -> socket.socket:
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             bound = undo.enter_context(socket.socket(family, kind, protocol))
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.setsockopt(socket.SOL_SOCKET, EXCLUSIVE, 1)
+            if hasattr(
+                socket, "TCP_USER_TIMEOUT"
+            ):  # ends those too that are closed, and whose client never reads the rest
+                milliseconds = min(int(1000 * settings.stall_seconds), 2**31 - 1)
+                bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
             bound.bind(address)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
@@ -45,7 +53,10 @@ def bind(settings: ServeSettings) -> socket.socket:
 
 
 def url_of(bound: socket.socket) -> str:
+    """Where this machine reaches it."""
     host, port = bound.getsockname()[:2]
+    if ip_address(host).is_unspecified:  # all addresses, which is none to call
+        host = "::1" if ":" in host else "127.0.0.1"
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
@@ -67,6 +78,7 @@ def server_of(service: Service, settings: ServeSettings, ready: Callable[[], obj
         access_log=settings.log_requests,
         server_header=False,
         lifespan="off",
+        ws="none",
         timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=LAST_SECONDS,  # type: ignore[arg-type]
     )

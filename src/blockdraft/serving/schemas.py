@@ -3,36 +3,56 @@ do not have, are refused."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 
 from blockdraft.serving.events import Speculation
 from blockdraft.types import MOST_LOGPROBS
 
-MOST_STOPS = 64  # editors send a score of them
+MOST_STOPS, LONGEST_STOP = 64, 1000  # editors send a score of them
 MOST_CHOICES = 128
+MOST_ITEMS = 10_000  # of a list, token ids aside
+MOST_NAMED = 1024  # tokens that may be biased or end an answer, which are looked at in each cycle
 
+
+def _few(value: Any, about: ValidationInfo) -> Any:
+    """Refuse a table that is too long before it is read: each entry that is wrong would be an error of its own."""
+    if isinstance(value, dict) and len(value) > MOST_NAMED:
+        raise ValueError(f"{about.field_name} has {len(value)} entries; it may have at most {MOST_NAMED}.")
+    return value
+
+
+T = TypeVar("T")
+# The first wrong entry ends the reading. With an error for each, a body of some MiB would take minutes and gigabytes.
+Listed = Annotated[list[T], Field(fail_fast=True, max_length=MOST_ITEMS)]
+Table = Annotated[dict[str, T], Field(max_length=MOST_NAMED), BeforeValidator(_few)]
 Token = Annotated[int, Field(ge=0, lt=2**63)]
+TokenIds = Annotated[list[Token], Field(fail_fast=True)]
 Tokens = Annotated[int, Field(ge=1, lt=2**31)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Word = Annotated[str, Field(min_length=1)]
+Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+Stops = Annotated[list[Stop], Field(fail_fast=True, max_length=MOST_STOPS)]
 
 
 LACKING = (
     *("suffix", "functions", "function_call", "audio", "web_search_options", "guided_json"),
     *("guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "bad_words", "allowed_token_ids"),
     *("prompt_embeds", "grammar", "truncate_prompt_tokens", "logits_processors", "prompt_logprobs"),
+    *("json_schema", "n_predict"),  # of llama-server
 )
 
 
 class Body(BaseModel):
     """Attributes:
     refused: Fields that we lack, with the values that change nothing.
+    instead: Fields that do what some of them are for.
     """
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    instead: ClassVar[dict[str, str]] = {}
 
     @model_validator(mode="before")
     @classmethod
@@ -40,7 +60,8 @@ class Body(BaseModel):
         if isinstance(values, dict):
             for name, neutral in cls.refused.items():
                 if values.get(name) not in (None, "", [], {}, *neutral):
-                    raise ValueError(f"{name} is not supported by this server; leave it out.")
+                    remedy = f"use {cls.instead[name]}" if name in cls.instead else "leave it out"
+                    raise ValueError(f"{name} is not supported by this server; {remedy}.")
             return {name: value for name, value in values.items() if value is not None}  # null is nothing given
         return values
 
@@ -88,10 +109,10 @@ class Sampled(Body):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=1e6)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Table[Annotated[float, Field(ge=-100, le=100)]] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Word | Annotated[list[Word], Field(max_length=MOST_STOPS)] | None = None
-    stop_token_ids: list[Token] | None = None
+    stop: Stop | Stops | None = None
+    stop_token_ids: Annotated[list[Token], Field(fail_fast=True, max_length=MOST_NAMED)] | None = None
     ignore_eos: bool = False
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -132,9 +153,9 @@ class Message(Body):
     refused = {"function_call": (), "audio": ()}
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
+    content: str | Listed[Part] | None = None
     name: str | None = None
-    tool_calls: list[CalledTool] | None = None
+    tool_calls: Listed[CalledTool] | None = None
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
@@ -161,12 +182,18 @@ class NamedTool(Body):
 
 
 class ChatRequest(Sampled):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    instead = dict.fromkeys(("guided_json", "structured_outputs", "json_schema"), "response_format") | {
+        "functions": "tools",
+        "function_call": "tool_choice",
+        "n_predict": "max_tokens",
+    }
+
+    messages: Annotated[Listed[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = None
+    tools: Listed[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
@@ -176,7 +203,7 @@ class ChatRequest(Sampled):
 class CompletionRequest(Sampled):
     refused = Sampled.refused | {"best_of": (1,), "response_format": ({"type": "text"},), "tools": ()}
 
-    prompt: str | list[str] | list[Token] | list[list[Token]]
+    prompt: str | Listed[str] | TokenIds | Listed[TokenIds]
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     echo: bool | None = None
@@ -188,8 +215,8 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
-    tools: list[Tool] | None = None
+    messages: Listed[Message] | None = None
+    tools: Listed[Tool] | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
@@ -197,4 +224,4 @@ class TokenizeRequest(Body):
 
 class DetokenizeRequest(Body):
     model: str | None = None
-    tokens: list[Token]
+    tokens: TokenIds

@@ -16,6 +16,9 @@ from blockdraft.serving.settings import ServeSettings
 
 OPEN_PATHS = {"/", "/health"}  # that tell nothing and cost nothing
 ANY = "*"
+LARGE = 2**16  # bytes of a body from which on another thread reads it
+LARGEST = 16  # bodies of the largest size that all requests together may have
+LATER = 5  # seconds after which there may be room for more
 
 
 class Guard:
@@ -29,28 +32,32 @@ class Guard:
     def __init__(self, app: ASGIApp, settings: ServeSettings) -> None:
         self._app, self._settings = app, settings
         self._hosts = {host.lower() for host in (*settings.allow_host, settings.host)}
-        self._origins = {origin.lower().rstrip("/") for origin in settings.allow_origin}
-        self._key = None if settings.api_key is None else settings.api_key.encode()
+        self._origins = set(origins_of(settings))
+        self._held = 0  # bytes of the bodies of all requests that there are
+        self._key = None if settings.api_key is None else settings.api_key.strip().encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return  # there are no web sockets, and no one who waits for start and end
         if scope["method"] == "HEAD":  # probes of health send it; uvicorn leaves out the body of what is answered
             scope = {**scope, "method": "GET"}
-        headers = Headers(scope=scope)
+        headers, body = Headers(scope=scope), bytearray()
         try:
             self._check_host(headers)
             self._check_origin(headers)
             if scope["path"] not in OPEN_PATHS:
                 self._check_key(headers)
             if scope["method"] in ("POST", "PUT", "PATCH"):
-                receive = await self._checked_body(headers, receive)
+                await self._read(body, headers, receive)
+                receive = _again(body, receive)
         except ApiError as error:
             await error.response(scope["path"])(scope, receive, send)
         except _Gone:
             pass
         else:
             await self._app(scope, receive, send)
+        finally:
+            self._held -= len(body)
 
     def _check_host(self, headers: Headers) -> None:
         host = _host_of(f"//{headers.get('host', '')}")
@@ -84,13 +91,13 @@ class Guard:
                 headers={"WWW-Authenticate": "Bearer"},
             )
 
-    async def _checked_body(self, headers: Headers, receive: Receive) -> Receive:
-        """What receives the body again, after it was read and checked."""
+    async def _read(self, body: bytearray, headers: Headers, receive: Receive) -> None:
+        """Read and check a body; what is in it counts as held, whatever comes of it."""
         most = self._settings.max_body
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length[:20]) > most:
             raise _too_large(most)
-        body, more = bytearray(), True
+        more = True
         while more:
             try:
                 message = await asyncio.wait_for(receive(), self._settings.stall_seconds)
@@ -98,31 +105,45 @@ class Guard:
                 raise ApiError(408, "The body did not come in time; send it faster.") from None
             if message["type"] == "http.disconnect":
                 raise _Gone
-            body += message.get("body", b"")
+            piece = message.get("body", b"")
+            body += piece
+            self._held += len(piece)
             more = message.get("more_body", False)
             if len(body) > most:
                 raise _too_large(most)
+            if self._held > LARGEST * most:
+                raise ApiError(
+                    429,
+                    f"The bodies of all requests have more than {LARGEST * most} bytes; ask again in {LATER} s.",
+                    headers={"Retry-After": str(LATER)},
+                )
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise ApiError(415, f"The body's type is {kind[:80] or 'not told'}; send it as application/json.")
         await asyncio.to_thread(check_json, bytes(body)) if len(body) > LARGE else check_json(bytes(body))
-        first = True
-
-        async def again() -> Message:
-            nonlocal first
-            if first:
-                first = False
-                return {"type": "http.request", "body": bytes(body), "more_body": False}
-            return await receive()
-
-        return again
-
-
-LARGE = 2**16  # bytes from which on another thread reads
 
 
 class _Gone(Exception):
     """The client left before its request was complete."""
+
+
+def _again(body: bytearray, receive: Receive) -> Receive:
+    """What receives a body that was read, and then what comes after it."""
+    first = True
+
+    async def again() -> Message:
+        nonlocal first
+        if first:
+            first = False
+            return {"type": "http.request", "body": bytes(body), "more_body": False}
+        return await receive()
+
+    return again
+
+
+def origins_of(settings: ServeSettings) -> list[str]:
+    """The origins of other sites' pages that may call, as browsers write them."""
+    return [origin.lower().rstrip("/") for origin in settings.allow_origin]
 
 
 def _too_large(most: int) -> ApiError:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar, overload
@@ -34,7 +35,7 @@ class Service:
     """Answers jobs with the engines of a server.
 
     Attributes:
-        model_names: Names that requests may give the model, the first of them in answers.
+        model_names: Names that requests may give the model.
         created: When the server began, in seconds since 1970.
         metrics: What it did so far.
         pieces: What single tokens look like.
@@ -62,13 +63,16 @@ class Service:
         )
         self.admission = Admission(backends.usual.max_batch_size, settings.places)
         self.created = int(time.time())
+        self._stopped = False
         self._mail: Mailroom | None = None
+        # One thread of its own: whoever waits for minutes in those of `in_thread` would be in the way of all others.
+        self._loader = ThreadPoolExecutor(1, "blockdraft-load")
 
     def stop(self) -> None:
         """Take no more, and end what still runs; who waits for it is told."""
-        self.admission.draining = True
+        self._stopped = self.admission.draining = True
         for engine in self.backends.engines:
-            engine.scheduler.cancel()
+            engine.cancel()
 
     def check_model(self, name: str) -> str:
         """The name by which an answer calls the model that a request named so.
@@ -139,8 +143,16 @@ class Service:
 
     async def in_thread(self, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
         """What takes long, beside the event loop. No message of an error names a place on this machine's disk."""
+        return await self._public(asyncio.to_thread(work, *arguments, **named))
+
+    async def _load(self, backend: str | None) -> None:
+        """Load a backend that is not yet there."""
+        if backend in self.backends.names and not self.backends.is_loaded(backend):
+            await self._public(asyncio.wrap_future(self._loader.submit(self.backends.engine, backend)))
+
+    async def _public(self, work: Awaitable[T]) -> T:
         try:
-            return await asyncio.to_thread(work, *arguments, **named)
+            return await work
         except UsageError as error:
             raise UsageError(self.backends.public(str(error))) from error
 
@@ -170,8 +182,10 @@ class Service:
 
     async def _answer(self, job: ChatJob | TextJob) -> AsyncGenerator[Answered, None]:
         meter = self.metrics.begin()
+        await self._load(job.speculation.backend)
         ready = await self.in_thread(prepare, job, self.backends, self.settings)
-        reason, thought, begun = "abort", 0, False
+        reason: str | None = "abort"
+        thought, begun = 0, False
         async with self._decoding(ready, job.speculation, meter) as (request, box):
             try:
                 while True:
@@ -191,6 +205,9 @@ class Service:
                     if ready.ended:
                         request.cancel()
                 reason = "stop" if ready.ended else chunk.finish_reason
+            except Exception:
+                reason = None  # `answers` counts it
+                raise
             finally:
                 meter.end(request, reason)
             yield finished(request, ready, thought)
@@ -200,22 +217,26 @@ class Service:
         self, ready: Prepared, how: Speculation, meter: Meter
     ) -> AsyncIterator[tuple[Request, Mailbox]]:
         """A request while it is decoded, and where its chunks arrive. It is cancelled at the end."""
-        self._mail = self._mail or Mailroom()
+        if self._mail is None or self._mail.loop is not asyncio.get_running_loop():
+            self._mail = Mailroom()
         box = Mailbox(self.settings.max_unread, not how.trace, meter.chunk)
         drafting = RequestDrafting(how.enabled, how.block_size, how.tree_budget)
         listener = partial(self._mail.send, box)
         start = partial(ready.engine.submit, ready.prompt, ready.params, listener, drafting, how.trace)
-        starting = asyncio.ensure_future(self.in_thread(start))
-        try:
-            request = await asyncio.shield(starting)
-        except asyncio.CancelledError:
-            starting.add_done_callback(_cancel_started)
-            raise
-        box.full = request.cancel
-        try:
-            yield request, box
-        finally:
-            request.cancel()
+        with self.admission.scores(ready.scores):
+            starting = asyncio.ensure_future(self.in_thread(start))
+            try:
+                request = await asyncio.shield(starting)
+            except asyncio.CancelledError:
+                starting.add_done_callback(_cancel_started)
+                raise
+            box.full = request.cancel
+            if self._stopped:  # while it was submitted
+                request.cancel()
+            try:
+                yield request, box
+            finally:
+                request.cancel()
 
 
 def _cancel_started(starting: asyncio.Future[Request]) -> None:

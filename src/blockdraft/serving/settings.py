@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import field
+from typing import Annotated
+
+from pydantic import Field
 
 from blockdraft.errors import UsageError
 from blockdraft.settings import Amount, Count, Natural, Texts, settings
@@ -15,33 +18,36 @@ class ServeSettings:
     """How `blockdraft serve` serves.
 
     Attributes:
-        host: Address to listen at. One that other machines reach needs `api_key`, or `allow_open`.
+        host: Address to listen at. One that other machines reach, such as 0.0.0.0, needs a key, or `--allow-open`.
         port: Port to listen at; 0 takes a free one.
-        api_key: What clients must send as their key; None asks for none.
-        served_model_name: Names that requests may give the model, the first of them in answers; none is the name of
-            the target's folder.
-        any_model: Answer requests that name another model too, instead of with 404.
-        allow_open: Listen at an address that other machines reach without a key.
-        allow_host: More names, as in `Host:`, under which the server may be called; "*" is any. Addresses, localhost
-            and `host` always are.
-        allow_origin: Web pages, such as https://example.org, that may call the server from a browser; "*" is any.
-        max_batch_size: Most requests that are decoded together.
-        max_queue: Most requests that wait for one of these places; more are answered with 429.
-        max_body: Most bytes of a request's body.
+        api_key: Key that clients must send; None asks for none.
+        served_model_name: Name by which requests call the model; repeat the option for more. None is the name of the
+            target's folder, or that on the hub.
+        any_model: Answer requests for a model of any name, instead of 404 for an unknown one.
+        allow_open: Let other machines in without a key.
+        allow_host: Name by which clients may call the server, such as box.local, besides addresses, localhost and
+            `--host`; repeat the option for more, "*" is any.
+        allow_origin: Site, such as https://ui.example, whose pages may call the server from a browser; repeat the
+            option for more, "*" is any.
+        max_batch_size: Most requests that are decoded together; others wait.
+        max_queue: Most requests that wait; more are answered with 429.
+        max_body: Most bytes of a request's body; a larger one is answered with 413.
         max_prompt_tokens: Most tokens of a prompt; None is what the context holds.
         max_answer_tokens: Most tokens of an answer; None is what the context has room for.
-        max_unread: Tokens of a streamed answer that wait for a client that reads slowly; with more, it is ended.
-        max_stored: Bytes, about, that the latest answers of /v1/responses may take which are kept in memory, for
-            requests that go on from them; 0 keeps none.
-        stall_seconds: Seconds that a client may take nothing of what it is sent before it is given up.
-        grace_seconds: Seconds that running answers have to end after the server was told to.
-        prefix_tokens: Tokens of ended requests that are remembered, so that the next turn of a chat reads only what is
-            new; None is what four longest requests have.
-        temperature: Of requests that name none, as in OpenAI's API.
-        self_check: Prompts that are decoded with and without drafting at the start, to count those that differ.
-        backends: What may run the target, such as native,hf; the first one serves, and others are loaded when a request
-            names them. None given is the one of `--backend`.
-        log_requests: Print a line for each request, without what it holds.
+        max_unread: Most tokens of a streamed answer that wait for a client that reads slowly; with more, it is ended.
+        max_stored: About how many bytes of answers of /v1/responses are kept in memory, for requests that go on from
+            them; the oldest are forgotten first, and 0 keeps none.
+        stall_seconds: Seconds that a client may take none of its answer, or send none of its request, before its
+            connection is closed.
+        grace_seconds: Seconds that running answers have to end after Ctrl-C or SIGTERM.
+        prefix_tokens: Tokens of ended requests that stay in memory, so that the next turn of a chat reads only what is
+            new; None is four times the context.
+        temperature: Temperature of requests that name none, as in OpenAI's API; 0 decodes greedily.
+        self_check: Prompts that are decoded with and without drafting before the server is ready; it prints how many
+            answers differ. 0 skips this.
+        backends: What may run the target, such as native,hf. The first serves; another one is loaded when a request
+            names it. None is that of `--backend`, and native,hf for the bundled pair.
+        log_requests: Print a line for each request, with its client, path and status, but no text of it.
     """
 
     host: str = "127.0.0.1"
@@ -59,7 +65,7 @@ class ServeSettings:
     max_answer_tokens: Count | None = None
     max_unread: Count = 4096
     max_stored: Natural = 64 * 2**20
-    stall_seconds: Amount = 60.0
+    stall_seconds: Annotated[Amount, Field(gt=0)] = 60.0
     grace_seconds: Amount = 30.0
     prefix_tokens: Natural | None = None
     temperature: Amount = 1.0
@@ -74,8 +80,8 @@ class ServeSettings:
             raise UsageError("api_key is empty; give a key, or leave it out.")
         if self.host not in LOOPBACK and self.api_key is None and not self.allow_open:
             raise UsageError(
-                f"host is {self.host}, which other machines reach, and there is no key; add --api-key, or --allow-open "
-                f"to let anyone in who reaches it."
+                f"host is {self.host}, which other machines reach, and there is no key; set BLOCKDRAFT_API_KEY, or add "
+                f"--allow-open to let anyone in who reaches it."
             )
 
     @property

@@ -17,6 +17,7 @@ from blockdraft.serving.errors import as_api_error
 
 T = TypeVar("T")
 QUIET_SECONDS = 10.0  # without an event, as while a call is written, after which clients and proxies get a comment
+LINE_ENDS = "\x85\u2028\u2029"  # those of Unicode that JSON does not escape
 
 
 class ClientGone(Exception):
@@ -24,8 +25,11 @@ class ClientGone(Exception):
 
 
 def data(value: Any) -> str:
-    """An event of server-sent events, in ASCII: some clients take U+2028 and the like for ends of lines."""
-    return f"data: {json.dumps(value, separators=(',', ':'))}\n\n"
+    """An event of server-sent events, without characters at which some clients end a line."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    for end in LINE_ENDS:
+        text = text.replace(end, f"\\u{ord(end):04x}")
+    return f"data: {text}\n\n"
 
 
 async def until_gone(request: Request, work: Awaitable[T]) -> T:

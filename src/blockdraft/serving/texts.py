@@ -7,7 +7,7 @@ from contextlib import aclosing
 from typing import Any
 
 from blockdraft.engine import Chunk
-from blockdraft.serving.answers import Head, Pieces, metrics_of, usage_of
+from blockdraft.serving.answers import Head, metrics_of, usage_of
 from blockdraft.serving.events import Finished, PromptRead, Text, TextJob
 from blockdraft.serving.service import Service
 from blockdraft.serving.streaming import data
@@ -18,21 +18,17 @@ class Growing:
     """One choice: what of it is shown, and how far its text has come.
 
     Args:
-        prompt: The prompt's text, where it is to be echoed.
         silent: Whether the answer is not shown, for no token was asked for; one is decoded all the same.
     """
 
-    def __init__(self, job: TextJob, pieces: Pieces, prompt: str | None, silent: bool) -> None:
-        self._pieces, self._prompt, self._silent = pieces, prompt, silent
-        self._with_logprobs = job.params.logprobs is not None
+    def __init__(self, service: Service, job: TextJob, silent: bool) -> None:
+        self._service, self._job, self._silent = service, job, silent
         self._length = 0
 
     def prompt(self, read: PromptRead) -> tuple[str, dict[str, Any] | None]:
-        """Text and log-probabilities of the prompt, as far as they are shown."""
-        if self._prompt is None:
-            return "", None
+        """Text of the prompt, with log-probabilities if they are shown; takes long where there are many."""
         known: list[TokenLogprob | None] = read.logprobs or [None] * len(read.ids)
-        return self._shown(self._prompt, list(zip(read.ids, known, strict=True)))
+        return self._shown(self._service.text_of(self._job.prompt), list(zip(read.ids, known, strict=True)))
 
     def answer(self, text: str, chunk: Chunk | None) -> tuple[str, dict[str, Any] | None]:
         """The same of a piece of the answer."""
@@ -42,7 +38,8 @@ class Growing:
         return self._shown(text, values)
 
     def _shown(self, text: str, values: Any) -> tuple[str, dict[str, Any] | None]:
-        logprobs = self._pieces.text_logprobs(values, self._length) if self._with_logprobs else None
+        shows = self._job.params.logprobs is not None
+        logprobs = self._service.pieces.text_logprobs(values, self._length) if shows else None
         self._length += len(text)
         return text, logprobs
 
@@ -58,13 +55,14 @@ async def whole_text(
     service: Service, jobs: list[TextJob], model: str, n: int, echo: bool, silent: bool
 ) -> dict[str, Any]:
     """The answer at once, with a choice for each job; `n` of them each have the same prompt."""
-    growing = [Growing(job, service.pieces, service.text_of(job.prompt) if echo else None, silent) for job in jobs]
+    growing = [Growing(service, job, silent) for job in jobs]
     shown: list[list[tuple[str, dict[str, Any] | None]]] = [[] for _ in jobs]
     ends: dict[int, Finished] = {}
     async with aclosing(service.answers(jobs)) as answers:
         async for number, event in answers:
             if isinstance(event, PromptRead):
-                shown[number].append(growing[number].prompt(event))
+                if echo:
+                    shown[number].append(await service.in_thread(growing[number].prompt, event))
             elif isinstance(event, Text):
                 shown[number].append(growing[number].answer(event.text, event.chunk))
             elif isinstance(event, Finished):
@@ -90,13 +88,14 @@ async def streamed_text(
 ) -> AsyncIterator[str]:
     """The same as events, a piece a cycle."""
     head, how = Head("text_completion", "cmpl", model), jobs[0].speculation
-    growing = [Growing(job, service.pieces, service.text_of(job.prompt) if echo else None, silent) for job in jobs]
+    growing = [Growing(service, job, silent) for job in jobs]
     ends: dict[int, Finished] = {}
     async with aclosing(service.answers(jobs)) as answers:
         async for number, event in answers:
             text, logprobs, reason, chunk = "", None, None, None
             if isinstance(event, PromptRead):
-                text, logprobs = growing[number].prompt(event)
+                if echo:
+                    text, logprobs = await service.in_thread(growing[number].prompt, event)
             elif isinstance(event, Text):
                 text, logprobs = growing[number].answer(event.text, event.chunk)
                 chunk = event.chunk if how.trace else None

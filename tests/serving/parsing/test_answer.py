@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from blockdraft.errors import UsageError
 from blockdraft.serving.events import Reasoning, Text, ToolCall, ToolChoice
 from blockdraft.serving.parsing import parser_of, takes_several_calls
 from blockdraft.serving.parsing.answer import Part
+from blockdraft.serving.parsing.formats import llama3
 
 # What matters of templates: the words that tell a format.
 TEMPLATES = {
@@ -291,3 +293,13 @@ def test_some_templates_take_one_call_a_message(tokenizer: PreTrainedTokenizerFa
     refuses = "{{ raise_exception('This model only supports single tool-calls at once!') }}"
     assert takes_several_calls(tokenizer_with(tokenizer, TEMPLATES["llama3"]))
     assert not takes_several_calls(tokenizer_with(tokenizer, TEMPLATES["llama3"] + refuses))
+
+
+def test_a_bare_call_begins_a_line() -> None:
+    """As an expression says that takes the square of a text's length."""
+    begins = re.compile(r"\n(?=[\s;]*(?:\{|\Z))")
+    draw = random.Random(0)
+    for _ in range(5000):
+        text = "".join(draw.choices("\n ;{a", k=draw.randrange(9)))
+        line = begins.search(text)
+        assert llama3.FORMAT.find(text, fresh=False) == (line.end() if line else len(text)), text

@@ -22,7 +22,7 @@ from blockdraft.serving.parsing.formats.base import (
 )
 
 BEFORE = re.compile(r"[\s;]*")
-LINE = re.compile(r"\n(?=[\s;]*(?:\{|\Z))")
+LINE = re.compile(r"\n[\s;]*")  # takes all of it, so that a model that writes thousands of empty lines costs no more
 KEYS = ('"name"', '"type"', '"parameters"', '"arguments"')
 
 
@@ -35,8 +35,8 @@ class Llama3:
     def find(self, text: str, fresh: bool) -> int:
         if fresh and BEFORE.sub("", text, count=1)[:1] in ("", "{"):
             return 0
-        line = LINE.search(text)
-        return line.end() if line else len(text)
+        lines = (line for line in LINE.finditer(text) if text[line.end() : line.end() + 1] in ("", "{"))
+        return next((line.start() + 1 for line in lines), len(text))
 
     def read(self, text: str, tools: Tools, final: bool) -> Read | None:
         begin = len(text) - len(BEFORE.sub("", text, count=1))
