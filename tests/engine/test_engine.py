@@ -285,3 +285,11 @@ def test_without_a_drafter_it_decodes_plainly(target: Target) -> None:
 def test_a_drafters_name_is_no_drafter(target: Target) -> None:
     with pytest.raises(UsageError, match="drafter is 'none'; give what load_drafter returns"):
         Engine(target, "none")  # type: ignore[arg-type]
+
+
+def test_stored_costs_are_read_before_the_first_cycle(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = list[Path]()
+    monkeypatch.setattr("blockdraft.engine.engine.load", read.append)  # None: nothing is stored
+    drafter = load_drafter("prompt_lookup", target=target)
+    assert Engine(target, drafter, drafting=Drafting("auto")).scheduler is not None
+    assert len(read) == 1
