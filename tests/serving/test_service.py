@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from blockdraft.errors import RequestError, UsageError
 from blockdraft.serving.backends import Backends
 from blockdraft.serving.errors import ApiError
 from blockdraft.serving.events import ChatJob, Finished, Speculation, Text, TextJob
+from blockdraft.serving.mailbox import PAUSE, Mailroom
 from blockdraft.serving.merging import merged
 from blockdraft.serving.service import Service
 from blockdraft.serving.settings import ServeSettings
@@ -378,3 +380,39 @@ def test_chunks_that_wait_are_taken_as_one(engine: Engine) -> None:
     )
     assert ids == [token for event in traced for token in event.chunk.token_ids]
     assert len(drafted) == 60
+
+
+def test_whoever_counts_weights_leaves_the_cores_to_who_decodes(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A team of idle threads makes every forward of a small model take several times as long."""
+    let_go = list[int]()
+    monkeypatch.setattr("blockdraft.serving.backends.let_team_go", lambda: let_go.append(threading.get_ident()))
+    service(engine)
+    assert let_go == [threading.get_ident()]
+
+
+def test_chunks_come_in_bundles_and_the_last_one_at_once() -> None:
+    async def work() -> None:
+        room, looked = Mailroom(), list[str]()
+        box = SimpleNamespace(put=lambda chunk: looked.append(chunk.text))
+
+        def send(text: str, reason: str | None = None) -> None:
+            room.send(box, SimpleNamespace(text=text, finish_reason=reason))  # type: ignore[arg-type]
+
+        send("a")
+        await asyncio.sleep(0)
+        assert looked == ["a"]
+        send("b")
+        await asyncio.sleep(0)
+        assert looked == ["a"]  # it waits
+        send("c", "stop")
+        await asyncio.sleep(0)
+        assert looked == ["a", "b", "c"]
+        send("d")
+        ends = time.monotonic() + 20
+        while len(looked) < 4:
+            assert time.monotonic() < ends
+            await asyncio.sleep(PAUSE)
+
+    in_loop(work)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from safetensors import safe_open
 
+from blockdraft.cpu.threads import let_team_go
 from blockdraft.engine import Engine
 from blockdraft.errors import ClosedError, UsageError
 
@@ -101,4 +102,7 @@ def weights_of(engine: Engine) -> tuple[int, int]:
     for file in sorted(Path(engine.drafter.path).glob("*.safetensors")) if engine.drafter.path else ():
         with safe_open(file, "pt") as weights:  # a network whose forward is compiled holds its weights no longer
             drafter += sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
-    return sum(weight.numel() for _, weight in engine.target.named_weights()), drafter
+    try:
+        return sum(weight.numel() for _, weight in engine.target.named_weights()), drafter
+    finally:
+        let_team_go()  # weights of few bits are unpacked for this
