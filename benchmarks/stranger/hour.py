@@ -1,9 +1,10 @@
 """What `fit` makes of an hour, beside the recipe that was made by hand: `python -m benchmarks.stranger.hour --help`.
 
-Both make a drafter for the bundled target at the same time, with half of the cores each, and from the same corpus
-(`recipes/tiny/corpus.py`). By hand, the target answers for a fifth of the time, and the drafter is trained on its
-answers for the rest, as `recipes/tiny/drafter.toml` says. Then tau of both is measured on prompts that neither was
-trained on. The status is 1 where that of `fit` is lower. What is done is kept in `--out`.
+Both make a drafter for the bundled target at the same time, with half of the cores each, and from the same prompts
+(those that the recipe draws from what `recipes/tiny/corpus.py` has written). By hand, the target answers for a fifth of
+the time, and the drafter is trained on its answers for the rest, as `recipes/tiny/drafter.toml` says. Then tau of both
+is measured on prompts that neither was trained on. The status is 1 where that of `fit` is lower. What is done is kept
+in `--out`.
 """
 
 from __future__ import annotations
@@ -73,9 +74,23 @@ def by_hand(corpus: Path, seconds: float, out: Path, threads: int) -> None:
     print(f"by hand: {time.monotonic() - began:.0f} of {seconds:.0f} s", flush=True)
 
 
+def recipes_prompts(corpus: Path, out: Path) -> Path:
+    """The prompts that the recipe has answered, as a file."""
+    sys.path.insert(0, str(RECIPE))
+    from write_answers import training_prompts  # type: ignore[import-not-found]
+
+    prompts = out / "prompts.jsonl"
+    with prompts.open("w", encoding="utf-8") as file:
+        for _, prompt, sampled in training_prompts(corpus, seed=1, sampled_share=0.5):
+            if not sampled:
+                file.write(json.dumps({"messages": [{"role": "user", "content": prompt}]}, ensure_ascii=False) + "\n")
+    return prompts
+
+
 def by_fit(corpus: Path, seconds: float, out: Path, threads: int) -> None:
     began, log = time.monotonic(), out / "by-fit.log"
-    command = [*PYTHON, "-m", "blockdraft", "fit", "--data", corpus, "--hours", f"{seconds / 3600:g}"]
+    data = recipes_prompts(corpus, out)
+    command = [*PYTHON, "-m", "blockdraft", "fit", "--data", data, "--hours", f"{seconds / 3600:g}"]
     done(limited([*command, "--out", out / "by-fit"], log, threads), log)
     print(f"fit: {time.monotonic() - began:.0f} of {seconds:.0f} s", flush=True)
 

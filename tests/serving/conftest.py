@@ -45,9 +45,9 @@ def client(make_client: Callable[..., Client]) -> Client:
     return make_client()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """A Chromium of this machine."""
+    """A Chromium of this machine. While it is open, `asyncio.run` fails in this thread: other modules need it."""
     from pages import CHROMIUM, chromium
 
     if CHROMIUM is None:

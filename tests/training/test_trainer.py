@@ -415,6 +415,13 @@ def command(target: Path, data: Path, out: Path, launch: tuple[str, ...] = ("-m"
     return [sys.executable, *launch, "blockdraft", "train", "dflash", *folders, *given]
 
 
+def told_by(started: list[str]) -> str:
+    """What it wrote to stderr."""
+    ended = subprocess.run(started, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stderr
+
+
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
 ENVIRONMENT["PYTHONPATH"] = str(Path(start.__file__).parents[2])
 
@@ -488,11 +495,12 @@ def test_two_processes_have_the_loss_of_one(
     changes = {"objective": "decay=0.5,dpace=0.25,forward_kl=0.25", "optimizer": optimizer}
     # On CPUs too, Accelerate's launcher starts several processes when told that they are many "GPUs".
     kinds = {"ddp": ("--multi_gpu",), "fsdp2": ("--use_fsdp", "--fsdp_version", "2")}
-    launch = ("-m", "accelerate.commands.launch", *kinds[kind], "--num_processes", "2")
+    # Some free port: two of these tests may run at once.
+    launch = ("-m", "accelerate.commands.launch", *kinds[kind], "--num_processes", "2", "--main_process_port", "0")
     one, two = tmp_path / "one", tmp_path / "two"
     subprocess.run(command(tiny_target_dir, tiny_data_dir, one, **changes), check=True, env=ENVIRONMENT)
     started = command(tiny_target_dir, tiny_data_dir, two, (*launch, "-m"), accumulation="2", **changes)
-    told = subprocess.run(started, check=True, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True).stderr
+    told = told_by(started)
     assert f"2 processes ({'fsdp' if kind == 'fsdp2' else 'multi_cpu'})" in told.lower()
     logs = [
         [json.loads(line) for line in (run_folder(out) / "log.jsonl").read_text().splitlines()] for out in (one, two)
@@ -507,8 +515,7 @@ def test_two_processes_have_the_loss_of_one(
     # And they go on from a checkpoint to the same weights.
     (run_folder(two) / "checkpoints" / "step-00000006.pt").unlink()
     shutil.copytree(two, tmp_path / "before")
-    told = subprocess.run(started, check=True, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True).stderr
-    assert "Going on from step 4" in told and same(tmp_path / "before", two)
+    assert "Going on from step 4" in told_by(started) and same(tmp_path / "before", two)
 
 
 def test_tokenizer_fingerprint_is_what_the_data_hold(tiny_target_dir: Path, tiny_data_dir: Path) -> None:
