@@ -16,11 +16,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from conftest import tiny_tokenizer  # noqa: E402
 
 from blockdraft import Drafter, Target, load_drafter, load_target  # noqa: E402
+from blockdraft.formats import Checkpoint, find_layout  # noqa: E402
 from blockdraft.formats.zlab import write_checkpoint  # noqa: E402
 from blockdraft.nn.dflash import DFlashNetwork  # noqa: E402
 from blockdraft.nn.dflash2 import DFlash2Network  # noqa: E402
 from blockdraft.nn.draft_config import DFlash2Config, DraftConfig, DSparkConfig, LayerAttention  # noqa: E402
 from blockdraft.nn.dspark import DSparkNetwork  # noqa: E402
+from blockdraft.nn.medusa import MedusaConfig, MedusaNetwork  # noqa: E402
+from blockdraft.nn.mtp import MTPConfig, MTPNetwork  # noqa: E402
 
 FAMILIES = ("qwen3", "llama", "gemma3_text", "qwen2", "mistral", "gemma2")
 # Arguments of `load_target`.
@@ -37,6 +40,7 @@ FEW_BITS = tuple(way for way, options in WAYS.items() if "quantize" in options)
 ROUNDED = tuple(way for way, options in WAYS.items() if {"quantize", "kv_dtype"} & {*options})
 COMPILED = ("compiled", *ROUNDED)
 DRAFTERS = ("dflash", "dflash2", "dspark", "draft_lm", "prompt_lookup", "none")
+HEADS = ("medusa", "mtp")
 NETWORKS: dict[str, type[DFlashNetwork]] = {
     "dflash": DFlashNetwork,
     "dflash2": DFlash2Network,
@@ -161,6 +165,28 @@ def write_drafter(number: int, kind: str, folder: Path) -> None:
     write_checkpoint(folder, config, network.state_dict())
 
 
+def write_heads(number: int, kind: str, folder: Path) -> None:
+    """Write random heads on the last hidden state of a model."""
+    random, (_, fields) = Random(f"{number} {kind}"), target_fields(number)
+    names = {"hidden_size": "hidden_size", "vocab_size": "vocab_size", "num_target_layers": "num_hidden_layers"}
+    values: dict[str, Any] = {name: fields[theirs] for name, theirs in names.items()}
+    config: Any
+    if kind == "medusa":
+        values |= {"num_heads": random.randint(1, 6), "num_layers": random.randint(1, 2)}
+        config = MedusaConfig(**values, shared_head=random.random() < 0.5)
+    else:
+        kv_heads = random.randint(1, 2)
+        values |= {"num_attention_heads": kv_heads * random.randint(1, 3), "num_key_value_heads": kv_heads}
+        values |= {"intermediate_size": random.randint(20, 90), "head_dim": random.choice((4, 8, 12, 16))}
+        values |= {"rope_theta": 10000.0, "draft_steps": random.randint(1, 6)}
+        config = MTPConfig(**values, normed_feedback=random.random() < 0.5)
+    with torch.random.fork_rng():
+        torch.manual_seed(number)
+        network = MedusaNetwork(config) if kind == "medusa" else MTPNetwork(config)
+        tensors = {name: tensor + 0.2 * torch.randn_like(tensor) for name, tensor in network.state_dict().items()}
+    find_layout(kind).write(folder, Checkpoint(config, tensors), None, ())
+
+
 class Models:
     """Targets and drafters, made when first asked for.
 
@@ -179,6 +205,8 @@ class Models:
         if not path.exists():
             if kind in NETWORKS:
                 write_drafter(number, kind, path)
+            elif kind in HEADS:
+                write_heads(number, kind, path)
             else:
                 write_target(number, path, 0.03 if kind == "draft_lm" else 0.0)
         return path
@@ -189,7 +217,7 @@ class Models:
         return target
 
     def _drafter(self, number: int, way: str, kind: str) -> Drafter:
-        path = self._path(number, kind) if kind == "draft_lm" or kind in NETWORKS else kind
+        path = self._path(number, kind) if kind == "draft_lm" or kind in NETWORKS or kind in HEADS else kind
         return load_drafter(path, target=self.target(number, way))
 
     def _reference(self, number: int) -> Any:

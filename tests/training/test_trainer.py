@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,10 @@ def run(tiny_target_dir: Path, tiny_data_dir: Path) -> Run:
         notes, more = changes.pop("notes", None), int(changes.pop("more", 0))
         other_answers = bool(changes.pop("other_answers", False))
         named = {name.replace("_", "-"): value for name, value in changes.items()}
-        recipe = read_settings(find_variant(variant).recipe_class, flags=BASE | named)
+        kind = find_variant(variant).recipe_class
+        known = {field.name.replace("_", "-") for field in fields(kind)}  # "taps" are not every variant's
+        base = {name: value for name, value in BASE.items() if name in known}
+        recipe = read_settings(kind, flags=base | named)
         telling = Telling(note=notes.append if notes is not None else lambda text: None)  # type: ignore[attr-defined]
         accelerator = make_accelerator(recipe, run_folder(out), "cpu")
         target = load_target(tiny_target_dir, device="cpu")

@@ -23,7 +23,7 @@ from blockdraft.drafters.base import (
     check_refinement,
 )
 from blockdraft.errors import UsageError
-from blockdraft.formats import trained_for
+from blockdraft.formats import find_layout, layout_of, trained_for
 from blockdraft.plugins import plugins
 from blockdraft.targets import Target, other_target_warning
 
@@ -85,6 +85,10 @@ def _load(path: str | Path | None, target: Target) -> Drafter:
         found = raw.get("architectures") or []
     except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
         raise UsageError(f"{folder / 'config.json'} is no JSON object ({error}); fetch or copy it again.") from error
+    if not found:  # some layouts name no architecture, and hold one kind of drafter alone
+        layout = layout_of(raw)
+        alone = [entry for entry in known.values() if layout and [*map(find_layout, entry.layouts)] == [layout]]
+        found = [name for entry in alone for name in entry.architectures[:1]]
     for architecture in found:
         for entry in known.values():
             if architecture in entry.architectures:

@@ -11,11 +11,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from blockdraft.errors import UsageError
+from blockdraft.errors import UsageError, describe
 from blockdraft.formats.find import layout_of
 from blockdraft.formats.stored import open_tensors
 from blockdraft.nn.draft_config import need
@@ -67,6 +68,26 @@ def read_tensors(path: str | Path) -> dict[str, Tensor]:
     return tensors
 
 
+def read_pickle(file: Path) -> dict[str, Tensor]:
+    """The tensors of a file that `torch.save` wrote, on the CPU. Nothing but tensors is read, so no code is run.
+
+    Raises:
+        ValueError: It is broken, or holds something else than tensors by name.
+    """
+    with blaming(file):
+        try:
+            found = torch.load(file, map_location="cpu", weights_only=True)
+        except OSError:
+            raise
+        except Exception as error:  # broken files raise whatever their bytes lead to
+            raise UsageError(
+                f"it holds no tensors that can be read safely ({describe(error)}); copy it again"
+            ) from None
+        sound = isinstance(found, dict) and all(isinstance(tensor, Tensor) for tensor in found.values())
+        need(sound, "what it holds", type(found).__name__, "tensors by name, as state_dict gives them")
+        return {str(name): tensor for name, tensor in found.items()}
+
+
 def check_tensors(expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> None:
     """Raise a ValueError unless just the expected tensors are there, each of its shape."""
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -77,15 +98,20 @@ def check_tensors(expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str,
 
 
 def write_folder(
-    path: str | Path, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], trained_for: str | None = None
+    path: str | Path,
+    raw: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    trained_for: str | None = None,
+    weights: str = "model.safetensors",
 ) -> None:
-    """Write config.json and model.safetensors. The folder appears whole or not at all.
+    """Write config.json and the weights. The folder appears whole or not at all.
 
     Args:
         path: A new or empty folder, or a draft model's, which is replaced as a whole.
         raw: What config.json holds.
         trained_for: As in `Checkpoint`; it goes there too.
         tensors: On any device, contiguous or not.
+        weights: Name of their file; one that ends in `.pt` is a pickle of torch's.
 
     Raises:
         ValueError: The folder holds something else, or the disk is full, or the like.
@@ -98,13 +124,16 @@ def write_folder(
         contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
         raw = raw if trained_for is None else {**raw, TRAINED_FOR: trained_for}
         try:
-            save_file(contiguous, new / "model.safetensors", metadata={"format": "pt"})
+            if weights.endswith(".pt"):
+                torch.save({name: tensor.cpu().clone() for name, tensor in contiguous.items()}, new / weights)
+            else:
+                save_file(contiguous, new / weights, metadata={"format": "pt"})
             (new / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
-        except (OSError, SafetensorError) as error:
+        except (OSError, RuntimeError, SafetensorError) as error:  # torch raises a RuntimeError for a full disk
             raise UsageError(
                 f"{path} cannot be written ({error}); free space, or choose another folder. What was there stays."
             ) from error
-        (new / "model.safetensors").chmod((new / "config.json").stat().st_mode)  # safetensors lets only the owner read
+        (new / weights).chmod((new / "config.json").stat().st_mode)  # safetensors lets only the owner read
         if path.exists():
             path.rename(old)
         try:

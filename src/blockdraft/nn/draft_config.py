@@ -17,31 +17,20 @@ class LayerAttention:
     window: int | None  # sliding window in tokens; None is full attention
 
 
-@dataclass(frozen=True)
-class DraftConfig:
-    """A DFlash v1 draft model, resolved from any variant of config.json. Raises ValueError for what is out of range."""
+@dataclass(frozen=True, kw_only=True)
+class LayerShape:
+    """What a draft layer and its rotary embeddings are built from. Raises ValueError for what is out of range."""
 
     hidden_size: int
     intermediate_size: int
-    num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    vocab_size: int
-    block_size: int  # tokens, anchor included
-    mask_token_id: int
-    taps: tuple[int, ...]  # x is the output of 0-based target layer x; in the order of the columns of `fc`
-    num_target_layers: int
     rope_theta: float
-    layers: tuple[LayerAttention, ...]  # one a draft layer
     rope_scaling: dict[str, Any] | None = None  # `rope_type` and its parameters, without theta; None is plain RoPE
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 40960  # tokens
     attention_bias: bool = False
-    hidden_act: str = "silu"
-    input_embedding_scale: float = 1.0  # factor on the target's embeddings where they enter the drafter
-    output_multiplier: float = 1.0  # factor on the logits, before the soft cap
-    final_logit_softcapping: float | None = None  # c in c * tanh(logits / c); None is no cap
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -52,14 +41,35 @@ class DraftConfig:
                 need(type(value) in (int, float) and 0 < value < math.inf, field.name, value, "a positive number")
             elif kind in ("bool", "str"):
                 need(type(value).__name__ == kind, field.name, value, f"a {kind}")
-        heads, kv_heads, depth = self.num_attention_heads, self.num_key_value_heads, self.num_hidden_layers
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         need(heads % kv_heads == 0, "num_attention_heads", heads, f"a multiple of num_key_value_heads, {kv_heads}")
-        need(self.hidden_act == "silu", "hidden_act", self.hidden_act, "silu, the one that is supported")
         need(self.head_dim % 2 == 0, "head_dim", self.head_dim, "even, for rotary embeddings")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftConfig(LayerShape):
+    """A DFlash v1 draft model, resolved from any variant of config.json. Raises ValueError for what is out of range."""
+
+    num_hidden_layers: int
+    vocab_size: int
+    block_size: int  # tokens, anchor included
+    mask_token_id: int
+    taps: tuple[int, ...]  # x is the output of 0-based target layer x; in the order of the columns of `fc`
+    num_target_layers: int
+    layers: tuple[LayerAttention, ...]  # one a draft layer
+    hidden_act: str = "silu"
+    input_embedding_scale: float = 1.0  # factor on the target's embeddings where they enter the drafter
+    output_multiplier: float = 1.0  # factor on the logits, before the soft cap
+    final_logit_softcapping: float | None = None  # c in c * tanh(logits / c); None is no cap
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        need(self.hidden_act == "silu", "hidden_act", self.hidden_act, "silu, the one that is supported")
         mask, size, tapped = self.mask_token_id, self.vocab_size, self.num_target_layers
         need(mask < size, "mask_token_id", mask, f"below vocab_size, {size}")
         inside = all(whole("a tap", tap, minimum=0) < tapped for tap in self.taps)
         need(inside and len(self.taps) > 0, "taps", self.taps, f"one or more layers below num_target_layers, {tapped}")
+        depth = self.num_hidden_layers
         need(len(self.layers) == depth, "the number of layers", len(self.layers), f"num_hidden_layers, {depth}")
         for layer in self.layers:
             whole("a sliding window", 1 if layer.window is None else layer.window)

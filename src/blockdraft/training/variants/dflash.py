@@ -16,7 +16,7 @@ block_size - 1; with `first_slot = 0` (DSpark, "shifted labels") it is, and K = 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from blockdraft.errors import Complaints, UsageError, counted
 from blockdraft.formats.zlab import read_checkpoint, read_config
 from blockdraft.nn.dflash import DFlashNetwork, DraftLayer
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention, need
+from blockdraft.nn.layers import RMSNorm
 from blockdraft.settings import Count, Layers, Natural, settings
 from blockdraft.targets import Target
 from blockdraft.training.batches import Rows
@@ -78,6 +79,26 @@ class DFlashRecipe(Recipe):
     init: str | None = None
     checkpoint_activations: bool = False
     attention: Literal["auto", "flex", "dense"] = "auto"
+
+
+def fit_norm(norm: RMSNorm, target: Target) -> None:
+    """Scale a new norm in front of the target's head.
+
+    A head of large rows makes firm guesses of any hidden states, and of those of a new network wrong ones: its loss is
+    many times that of even guessing, and the norm is slow to unlearn it.
+    """
+    random = torch.randn(16, target.hidden_size, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        spread = float(target.head(random.to(target.device, target.dtype)).float().std())
+        if spread > LARGE_SPREAD:
+            norm.weight.div_(spread)
+
+
+def new_matrices(network: nn.Module, kept: Callable[[str], bool] = lambda name: False) -> None:
+    """Give a network random matrices, but for those that are to be `kept`."""
+    for name, parameter in network.named_parameters():
+        if parameter.ndim == 2 and not kept(name):
+            nn.init.normal_(parameter, std=parameter.size(1) ** -0.5 if name == "fc.weight" else INIT_STD)
 
 
 R = TypeVar("R", bound=DFlashRecipe)
@@ -164,23 +185,14 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
 
     def new_network(self, config: DraftConfig, vocabulary: Mapping[str, int] | None) -> N:
         network = self.network_class(config)
-        for name, parameter in network.named_parameters():
-            if parameter.ndim == 2 and not self._own(name):
-                nn.init.normal_(parameter, std=parameter.size(1) ** -0.5 if name == "fc.weight" else INIT_STD)
+        new_matrices(network, self._own)
         if self.recipe.init is not None:
             self.warm_start(network, Path(self.recipe.init), vocabulary)
         return cast(N, network)
 
     def fit_head(self, network: N, target: Target) -> None:
-        """A head of large rows makes firm guesses of any hidden states, and of those of a new network wrong ones: its
-        loss is many times that of even guessing, and the norm in front of the head is slow to unlearn it."""
-        if self.recipe.init is not None:
-            return
-        random = torch.randn(16, target.hidden_size, generator=torch.Generator().manual_seed(0))
-        with torch.no_grad():
-            spread = float(target.head(random.to(target.device, target.dtype)).float().std())
-            if spread > LARGE_SPREAD:
-                network.norm.weight.div_(spread)
+        if self.recipe.init is None:
+            fit_norm(network.norm, target)
 
     def warm_start(self, network: DFlashNetwork, path: Path, vocabulary: Mapping[str, int] | None) -> None:
         """Load a checkpoint of this kind, or one of DFlash v1 into what of the network is DFlash v1. The block size may
