@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from blockdraft.drafters import load_drafter
+from blockdraft.formats import read_drafter
 from blockdraft.targets import Target, load_target
 from blockdraft.training.batches import Rows
 from blockdraft.training.export import Format, export
@@ -76,3 +77,17 @@ def test_heads_weigh_less_the_farther_they_look() -> None:
 def test_recipes_are_checked(field: str) -> None:
     with pytest.raises(ValueError, match=f"{field} is 0"):
         MedusaRecipe(**{field: 0})
+
+
+def test_training_begins_with_heads_that_are_there(target: Target, tiny_medusa_dir: Path, tiny_mtp_dir: Path) -> None:
+    variant = MedusaVariant(replace(RECIPE, block_size=4, init=str(tiny_medusa_dir)))
+    network = variant.network(variant.config(target))
+    variant.fit_head(network, target)
+    theirs = read_drafter(tiny_medusa_dir, None, 3).tensors
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in network.state_dict().items())
+    with pytest.raises(ValueError, match="num_heads of .* is 3; it must be that of the recipe and target, 4"):
+        other = replace(variant.recipe, block_size=5)
+        MedusaVariant(other).network(MedusaVariant(other).config(target))
+    with pytest.raises(ValueError, match="the kind of .* is 'MTPConfig'; it must be MedusaConfig"):
+        other = replace(variant.recipe, init=str(tiny_mtp_dir))
+        MedusaVariant(other).network(MedusaVariant(other).config(target))

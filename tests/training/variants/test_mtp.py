@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from blockdraft.drafters import load_drafter
+from blockdraft.formats import read_drafter
 from blockdraft.nn.mtp import MTPNetwork
 from blockdraft.targets import Target, load_target
 from blockdraft.training.batches import Rows
@@ -85,3 +86,14 @@ def test_a_target_without_heads_is_refused(target: Target, monkeypatch: pytest.M
     monkeypatch.setattr(type(target), "shape", {"num_attention_heads": 4, "num_key_value_heads": 2})
     with pytest.raises(ValueError, match="does not say its head_dim, which its MTP head would share"):
         MTPVariant(RECIPE).config(target)
+
+
+def test_training_begins_with_a_head_that_is_there(target: Target, tiny_mtp_dir: Path) -> None:
+    variant = MTPVariant(replace(RECIPE, init=str(tiny_mtp_dir)))  # of three steps, for four
+    config = replace(variant.config(target), rope_scaling=None)
+    network = variant.network(config)
+    variant.fit_head(network, target)
+    theirs = read_drafter(tiny_mtp_dir, None, 3).tensors
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in network.state_dict().items())
+    with pytest.raises(ValueError, match="normed_feedback of .* is True; it must be that of the recipe"):
+        variant.network(replace(config, normed_feedback=False))

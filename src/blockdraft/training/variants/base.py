@@ -35,7 +35,8 @@ The parity test in `tests/training/variants/test_parity.py` runs over every file
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import fields
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -43,6 +44,8 @@ from torch import Tensor, nn
 
 from blockdraft.data.documents import TokenData
 from blockdraft.errors import Complaints
+from blockdraft.formats import read_drafter
+from blockdraft.nn.draft_config import need
 from blockdraft.targets import Target
 from blockdraft.training.batches import Rows
 from blockdraft.training.objectives import Slots, default_gamma, find_objective
@@ -65,6 +68,32 @@ class Choice(NamedTuple):
 
     value: Any
     why: str | None = None
+
+
+def begin_with(
+    network: nn.Module, config: Any, init: str, vocabulary: Mapping[str, int] | None, free: Collection[str] = ()
+) -> None:
+    """Load the weights of a drafter of the same kind into a new network.
+
+    Args:
+        config: Of the network, a dataclass.
+        init: The drafter's folder.
+        free: Fields in which its configuration may differ.
+
+    Raises:
+        ValueError: It cannot be read, or differs in anything else.
+    """
+    found, ours = read_drafter(init, vocabulary, config.num_target_layers), type(config).__name__
+    need(type(found.config) is type(config), f"the kind of {init}", type(found.config).__name__, f"{ours}; use another")
+    for field in fields(config):
+        mine, theirs = getattr(config, field.name), getattr(found.config, field.name)
+        need(
+            mine == theirs or field.name in free,
+            f"{field.name} of {init}",
+            theirs,
+            f"that of the recipe and target, {mine}; change the recipe, or begin without init",
+        )
+    network.load_state_dict(found.tensors)
 
 
 R = TypeVar("R", bound=Recipe)

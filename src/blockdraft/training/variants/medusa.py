@@ -18,7 +18,7 @@ from blockdraft.settings import Amount, Count, Share, settings
 from blockdraft.targets import Target, embedding_and_head
 from blockdraft.training.batches import Rows, features_before
 from blockdraft.training.recipe import Recipe
-from blockdraft.training.variants.base import Variant
+from blockdraft.training.variants.base import Variant, begin_with
 
 
 @settings
@@ -31,6 +31,7 @@ class MedusaRecipe(Recipe):
         layers: Residual blocks of each head.
         share_head: End every head in the target's output projection. Else each has one of its own, which begins as a
             copy, and which is most of the drafter's size.
+        init: Folder of Medusa's heads whose weights training begins with; None begins anew.
     """
 
     block_size: Annotated[int, Field(ge=2)] = 4
@@ -40,6 +41,7 @@ class MedusaRecipe(Recipe):
     warmup: Share = 0.1
     layers: Count = 1
     share_head: bool = False
+    init: str | None = None
 
 
 class MedusaVariant(Variant[MedusaRecipe, MedusaNetwork, MedusaConfig]):
@@ -56,10 +58,13 @@ class MedusaVariant(Variant[MedusaRecipe, MedusaNetwork, MedusaConfig]):
         )
 
     def new_network(self, config: MedusaConfig, vocabulary: Mapping[str, int] | None) -> MedusaNetwork:
-        return MedusaNetwork(config)
+        network = MedusaNetwork(config)
+        if self.recipe.init is not None:
+            begin_with(network, config, self.recipe.init, vocabulary)
+        return network
 
     def fit_head(self, network: MedusaNetwork, target: Target) -> None:
-        if self.recipe.share_head:
+        if self.recipe.share_head or self.recipe.init is not None:
             return
         with torch.no_grad():
             head = embedding_and_head(target)[1]

@@ -21,7 +21,7 @@ from blockdraft.settings import Amount, settings
 from blockdraft.targets import Target
 from blockdraft.training.batches import Rows, features_before
 from blockdraft.training.recipe import Recipe
-from blockdraft.training.variants.base import Variant
+from blockdraft.training.variants.base import Variant, begin_with
 from blockdraft.training.variants.dflash import fit_norm, new_matrices
 
 
@@ -33,11 +33,13 @@ class MTPRecipe(Recipe):
         block_size: Tokens of a block, anchor included: one more than there are steps.
         gamma: Decay constant of the steps' weights; 2 is a factor of 0.6 from each step to the next (arXiv 2509.18362).
         normed_feedback: Whether a step goes on from the last one's output after the final norm, or before it.
+        init: Folder of an MTP head whose weights training begins with, of any number of steps; None begins at random.
     """
 
     block_size: Annotated[int, Field(ge=2)] = 4
     gamma: Amount | None = 2.0
     normed_feedback: bool = True
+    init: str | None = None
 
 
 class MTPVariant(Variant[MTPRecipe, MTPNetwork, MTPConfig]):
@@ -61,10 +63,13 @@ class MTPVariant(Variant[MTPRecipe, MTPNetwork, MTPConfig]):
     def new_network(self, config: MTPConfig, vocabulary: Mapping[str, int] | None) -> MTPNetwork:
         network = MTPNetwork(config)
         new_matrices(network)
+        if self.recipe.init is not None:
+            begin_with(network, config, self.recipe.init, vocabulary, ("draft_steps", "max_position_embeddings"))
         return network
 
     def fit_head(self, network: MTPNetwork, target: Target) -> None:
-        fit_norm(network.norm, target)
+        if self.recipe.init is None:
+            fit_norm(network.norm, target)
 
     def hidden(self, network: MTPNetwork, target: Target, features_BSF: Tensor, rows: Rows) -> Tensor:
         (_, length), count, device = rows.tokens_BS.shape, rows.anchors_BA.size(1), features_BSF.device
