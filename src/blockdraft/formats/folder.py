@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
+import pickle
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -21,6 +23,7 @@ from blockdraft.formats.stored import open_tensors
 from blockdraft.nn.draft_config import need
 
 TRAINED_FOR = "target_fingerprint"  # key of config.json
+PICKLED = "pytorch_model.bin"
 
 
 @contextmanager
@@ -48,23 +51,38 @@ def trained_for(raw: Any) -> str | None:
 
 
 def read_tensors(path: str | Path) -> dict[str, Tensor]:
-    """All tensors of a folder's safetensors files, which may have any names, on the CPU; a prefix `model.` is left out.
+    """All tensors of a folder's safetensors files, which may have any names, or where there are none of its
+    pytorch_model.bin, on the CPU; a prefix `model.` is left out.
 
     Raises:
-        ValueError: There is no such file, one is broken, or two hold the same tensor.
+        ValueError: There is no such file, one is broken or holds more than tensors, or two hold the same tensor.
     """
     tensors: dict[str, Tensor] = {}
     files = sorted(Path(path).glob("*.safetensors"))
+    pickled = Path(path, PICKLED)
     with blaming(Path(path, "config.json")):
-        need(len(files) > 0, "*.safetensors", None, "beside it; copy the drafter's weights there")
-    for file in files:
+        need(len(files) > 0 or pickled.is_file(), "*.safetensors", None, "beside it; copy the drafter's weights there")
+    for file in files or [pickled]:
         with blaming(file):
-            for name, stored in open_tensors([str(file)]).items():
+            read = _unpickled(file).items() if file == pickled else open_tensors([str(file)]).items()
+            for name, stored in read:
                 name = name.removeprefix("model.")
                 need(name not in tensors, name, "a repeated tensor", "in one file; keep one copy of the weights")
                 # Copied, so that what is freed is free, and no part of a file that stays mapped.
-                tensors[name] = stored.tensor().clone()
+                tensors[name] = stored if isinstance(stored, Tensor) else stored.tensor().clone()
     return tensors
+
+
+def _unpickled(file: Path) -> dict[str, Tensor]:
+    """The tensors of a file that torch has pickled; nothing else is made of it."""
+    try:
+        found = torch.load(file, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        told = str(error).split("\n", 1)[0]
+        raise UsageError(f"broken, or more than tensors ({told}); copy it again, or get it as safetensors.") from error
+    sound = isinstance(found, dict) and all(isinstance(one, Tensor) for one in found.values())
+    need(sound, "its content", type(found).__name__, "tensors by name")
+    return dict(found)
 
 
 def check_tensors(expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> None:
