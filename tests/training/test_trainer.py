@@ -58,7 +58,9 @@ def run(tiny_target_dir: Path, tiny_data_dir: Path) -> Run:
         notes, more = changes.pop("notes", None), int(changes.pop("more", 0))
         other_answers = bool(changes.pop("other_answers", False))
         named = {name.replace("_", "-"): value for name, value in changes.items()}
-        recipe = read_settings(find_variant(variant).recipe_class, flags=BASE | named)
+        kind = find_variant(variant).recipe_class
+        base = {name: value for name, value in BASE.items() if hasattr(kind, name.replace("-", "_"))}
+        recipe = read_settings(kind, flags=base | named)
         telling = Telling(note=notes.append if notes is not None else lambda text: None)  # type: ignore[attr-defined]
         accelerator = make_accelerator(recipe, run_folder(out), "cpu")
         target = load_target(tiny_target_dir, device="cpu")
