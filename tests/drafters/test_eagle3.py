@@ -102,7 +102,7 @@ class Twin:
         return x + weights["midlayer.mlp.down_proj.weight"] @ (torch.nn.functional.silu(gate) * up)
 
     def logits(self, text: Sequence[int], taps: Tensor, path: Sequence[int], window: int | None = None) -> list[Tensor]:
-        """Over the draft vocabulary, after each of anchor and guesses `path` behind a text with these tapped outputs."""
+        """Over the draft vocabulary, after anchor and each guess in `path` behind a text with these tapped outputs."""
         features, seen = [self.fused(one) for one in taps], list[tuple[Tensor, Tensor]]()
         for place in range(1, len(text)):
             self.row(text[place], features[place - 1], place - 1, seen)
