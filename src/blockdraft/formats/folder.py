@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import json
-import pickle
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.find import layout_of
-from blockdraft.formats.stored import open_tensors
+from blockdraft.formats.stored import Stored, open_tensors, stored
 from blockdraft.nn.draft_config import need
 
 TRAINED_FOR = "target_fingerprint"  # key of config.json
@@ -64,25 +63,27 @@ def read_tensors(path: str | Path) -> dict[str, Tensor]:
         need(len(files) > 0 or pickled.is_file(), "*.safetensors", None, "beside it; copy the drafter's weights there")
     for file in files or [pickled]:
         with blaming(file):
-            read = _unpickled(file).items() if file == pickled else open_tensors([str(file)]).items()
-            for name, stored in read:
+            found = _unpickled(file) if file == pickled else open_tensors([str(file)])
+            for name, one in found.items():
                 name = name.removeprefix("model.")
                 need(name not in tensors, name, "a repeated tensor", "in one file; keep one copy of the weights")
                 # Copied, so that what is freed is free, and no part of a file that stays mapped.
-                tensors[name] = stored if isinstance(stored, Tensor) else stored.tensor().clone()
+                tensors[name] = one.tensor().clone()
     return tensors
 
 
-def _unpickled(file: Path) -> dict[str, Tensor]:
+def _unpickled(file: Path) -> dict[str, Stored]:
     """The tensors of a file that torch has pickled; nothing else is made of it."""
     try:
         found = torch.load(file, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # it fails by many means where the content is something else
         told = str(error).split("\n", 1)[0]
         raise UsageError(f"broken, or more than tensors ({told}); copy it again, or get it as safetensors.") from error
     sound = isinstance(found, dict) and all(isinstance(one, Tensor) for one in found.values())
     need(sound, "its content", type(found).__name__, "tensors by name")
-    return dict(found)
+    return {name: stored(tensor) for name, tensor in found.items()}
 
 
 def check_tensors(expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> None:
