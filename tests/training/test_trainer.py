@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +59,7 @@ def run(tiny_target_dir: Path, tiny_data_dir: Path) -> Run:
         other_answers = bool(changes.pop("other_answers", False))
         named = {name.replace("_", "-"): value for name, value in changes.items()}
         kind = find_variant(variant).recipe_class
-        known = {field.name.replace("_", "-") for field in fields(kind)}  # "taps" are not every variant's
-        base = {name: value for name, value in BASE.items() if name in known}
+        base = {name: value for name, value in BASE.items() if hasattr(kind, name.replace("-", "_"))}
         recipe = read_settings(kind, flags=base | named)
         telling = Telling(note=notes.append if notes is not None else lambda text: None)  # type: ignore[attr-defined]
         accelerator = make_accelerator(recipe, run_folder(out), "cpu")

@@ -23,16 +23,13 @@ def export(
     revision: Revision = None,
     to_format: Annotated[
         str,
-        typer.Option(
-            "--format", metavar="NAME", help="What to write: zlab, speculators, medusa, mtp; docs/export.md says more."
-        ),
+        typer.Option("--format", metavar="NAME", help="What to write: zlab, speculators, or others of docs/export.md."),
     ] = "zlab",
     target_name: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="For speculators and medusa: hub name or folder under which engines find the target; by default as in "
-            "--target.",
+            help="For speculators: hub name or folder under which engines find the target; by default as in --target.",
         ),
     ] = None,
     backend: TargetBackend = DEFAULT_BACKEND,

@@ -23,7 +23,7 @@ from blockdraft.drafters.base import (
     check_refinement,
 )
 from blockdraft.errors import UsageError
-from blockdraft.formats import find_layout, layout_of, trained_for
+from blockdraft.formats import trained_for
 from blockdraft.plugins import plugins
 from blockdraft.targets import Target, other_target_warning
 
@@ -85,18 +85,14 @@ def _load(path: str | Path | None, target: Target) -> Drafter:
         found = raw.get("architectures") or []
     except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
         raise UsageError(f"{folder / 'config.json'} is no JSON object ({error}); fetch or copy it again.") from error
-    if not found:  # some layouts name no architecture, and hold one kind of drafter alone
-        layout = layout_of(raw)
-        alone = [entry for entry in known.values() if layout and [*map(find_layout, entry.layouts)] == [layout]]
-        found = [name for entry in alone for name in entry.architectures[:1]]
-    for architecture in found:
-        for entry in known.values():
-            if architecture in entry.architectures:
-                drafter = entry.load(folder, target)
-                told = other_target_warning(folder, trained_for(raw), target)
-                if told:
-                    logging.getLogger(__name__).warning(told)
-                return drafter
+    kinds = [entry for entry in known.values() if entry.claims(raw)]
+    kinds += [entry for name in found for entry in known.values() if name in entry.architectures]
+    if kinds:
+        drafter = kinds[0].load(folder, target)
+        told = other_target_warning(folder, trained_for(raw), target)
+        if told:
+            logging.getLogger(__name__).warning(told)
+        return drafter
     others = ", ".join(f"{name} ({_few(entry.architectures)})" for name, entry in known.items() if entry.architectures)
     raise UsageError(f"{folder} holds the architecture {found}; the drafters known here are {others}.")
 

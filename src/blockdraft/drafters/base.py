@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
@@ -91,6 +91,7 @@ class Entry:
     Attributes:
         load: Makes the drafter of a folder for a target. One that needs no folder gets None.
         architectures: Names in config.json that it reads. One that has none needs no folder and goes by its file name.
+        claims: Whether a parsed config.json is its own whatever name is there; asked before the names.
         network: Class of its network, as training makes it; None without one.
         layouts: Files of `formats/` that hold it, the one that training writes first.
         variant: File of `training/variants/` that trains it; None where nothing does.
@@ -99,6 +100,7 @@ class Entry:
 
     load: Callable[[Any, Target], Drafter]
     architectures: tuple[str, ...] = ()
+    claims: Callable[[Mapping[str, Any]], bool] = lambda raw: False
     network: type[nn.Module] | None = None
     layouts: tuple[str, ...] = ()
     variant: str | None = None

@@ -222,7 +222,7 @@ def load(
     config, borrowed, head = found.config, found.borrowed, None
     check_fits(config, hidden_size=target.hidden_size, num_layers=target.num_layers, vocab_size=target.vocab_size)
     if borrowed is not None:
-        _check_borrowed(path, borrowed, target)
+        check_borrowed(path, borrowed, target)
         if borrowed.kept is not None and borrowed.head is not None:
             head = ReducedHead(borrowed.head, borrowed.kept, target.vocab_size)
     with torch.device("meta"):
@@ -232,7 +232,7 @@ def load(
     return kind(network, target, diffusion_steps, noise_schedule, path, head, owned=True)
 
 
-def _check_borrowed(path: Path, borrowed: Borrowed, target: Target) -> None:
+def check_borrowed(path: Path, borrowed: Borrowed, target: Target) -> None:
     """Raise a ValueError where a checkpoint's copies of the target's weights are those of another model. Some rows of
     the embedding and some columns of the head are enough to tell; a cut head may have been trained."""
     pairs: dict[str, tuple[Tensor, Tensor]] = {}

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from blockdraft.drafters.base import Entry, read_network
 from blockdraft.drafters.dflash import independent_guesses
+from blockdraft.formats import find_layout
 from blockdraft.machine import send
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.medusa import MedusaNetwork
@@ -87,6 +88,7 @@ def load(path: Path, target: Target) -> MedusaDrafter:
 DRAFTER = Entry(
     load,
     architectures=("MedusaModel",),
+    claims=lambda raw: find_layout("medusa").recognises(raw),  # published files name no architecture
     network=MedusaNetwork,
     layouts=("medusa",),
     variant="medusa",

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.base import Checkpoint
-from blockdraft.formats.folder import blaming, check_tensors, read_config, read_pickle, read_tensors, write_folder
+from blockdraft.formats.folder import blaming, check_tensors, read_config, read_tensors, write_folder
 from blockdraft.nn.draft_config import need, whole
 from blockdraft.nn.medusa import MedusaConfig, MedusaNetwork
 
@@ -32,8 +32,7 @@ class Medusa:
         return "medusa_num_heads" in raw and raw.get("architectures") in (None, [ARCHITECTURE])
 
     def read(self, path: Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
-        raw = read_config(path)
-        tensors = read_pickle(path / WEIGHTS) if (path / WEIGHTS).exists() else read_tensors(path)
+        raw, tensors = read_config(path), read_tensors(path, WEIGHTS)
         with blaming(path):
             config = _config(raw, tensors, num_target_layers)
             check_tensors(_shapes(config), tensors)

@@ -43,7 +43,7 @@ def parse_config(raw: Mapping[str, Any], vocabulary: Mapping[str, int] | None = 
     need(name in known, "architectures", found, f"a list of one of {sorted(known)}, all that is supported")
     architecture = known[name]
     nested = _object("dflash_config", raw.get("dflash_config"))
-    theta, scaling = _rope(raw)
+    theta, scaling = rope_of(raw)
     inert = {**INERT, "target_hidden_size": (raw.get("hidden_size"),), "draft_vocab_size": (raw.get("vocab_size"),)}
     inert |= architecture.inert
     read = READ | architecture.own_keys() | {*architecture.training}
@@ -117,8 +117,8 @@ def _pick(raw: Mapping[str, Any], name: str) -> Any:
     return _agree({name: raw.get(name), f"dflash_config.{name}": (raw.get("dflash_config") or {}).get(name)})
 
 
-def _rope(raw: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:
-    """Theta, and the scaling without it, from the three places that may hold them."""
+def rope_of(raw: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:
+    """Theta, and the scaling without it, from the three places of a config.json that may hold them."""
     thetas, scalings = {"rope_theta": raw.get("rope_theta")}, {}
     for place in ("rope_parameters", "rope_scaling"):
         rope = _object(place, raw.get(place))

@@ -13,15 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blockdraft.nn.draft_config import DraftConfig, LayerShape
-from blockdraft.nn.layers import GatedMLP, RMSNorm, Rotary, rotate
+from blockdraft.nn.draft_config import DraftConfig
+from blockdraft.nn.layers import GatedMLP, RMSNorm, rotate
+from blockdraft.nn.rotary import Rotary
 
 # (layer, queries [B, heads, N, D], keys and values of the block [B, kv_heads, N, D]) -> [B, heads, N, D]
 Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class DraftAttention(nn.Module):
-    def __init__(self, config: LayerShape) -> None:
+    def __init__(self, config: DraftConfig) -> None:
         super().__init__()
         size, bias, self.head_dim = config.hidden_size, config.attention_bias, config.head_dim
         self.q_proj = nn.Linear(size, config.num_attention_heads * self.head_dim, bias=bias)
@@ -43,7 +44,7 @@ class DraftAttention(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    def __init__(self, config: LayerShape) -> None:
+    def __init__(self, config: DraftConfig) -> None:
         super().__init__()
         self.self_attn = DraftAttention(config)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
@@ -75,7 +76,7 @@ class DFlashNetwork(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(self.layer_class(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self._rotary = Rotary(config)
+        self._rotary = Rotary(config.head_dim, config.max_position_embeddings, config.rope_theta, config.rope_scaling)
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin of the positions `[B, N]`, each `[B, N, D]`."""

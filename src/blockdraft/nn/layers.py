@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
-
-from blockdraft.nn.draft_config import LayerShape
 
 
 class RMSNorm(nn.Module):
@@ -34,33 +28,6 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return out
-
-
-class Rotary:
-    """Rotary angles by position. The many kinds of scaling are transformers' business."""
-
-    def __init__(self, shape: LayerShape) -> None:
-        # The frequencies are no buffer of a module, because they must stay float32 when the weights are cast: rounded
-        # to bfloat16, positions blur.
-        rope = {"rope_type": "default", **(shape.rope_scaling or {}), "rope_theta": shape.rope_theta}
-        with torch.device("cpu"):  # also where the weights are still to come
-            rotary = Qwen3RotaryEmbedding(
-                Qwen3Config(
-                    head_dim=shape.head_dim,
-                    max_position_embeddings=shape.max_position_embeddings,
-                    rope_parameters=rope,
-                )
-            )
-        frequencies = cast(Tensor, rotary.inv_freq)
-        self._frequencies, self._scale = {frequencies.device: frequencies}, float(rotary.attention_scaling)
-
-    def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin of the positions `[B, N]`, each `[B, N, D]`."""
-        if positions.device not in self._frequencies:
-            self._frequencies[positions.device] = next(iter(self._frequencies.values())).to(positions.device)
-        angles = positions.unsqueeze(-1).float() * self._frequencies[positions.device]
-        angles = torch.cat([angles, angles], dim=-1)
-        return (angles.cos() * self._scale).to(dtype), (angles.sin() * self._scale).to(dtype)
 
 
 def rms_factor(x: Tensor, eps: float) -> Tensor:

@@ -153,6 +153,7 @@ class Trainer:
         self.recipe = recipe = self.variant.recipe
         vocabulary = target.tokenizer.get_vocab() if target.tokenizer is not None else None
         network = self.variant.network(self.config, vocabulary).to(target.device)
+        self.variant.fit_data(network, data)
         self.variant.fit_head(network, target)
         if told := start.init_note(recipe, target):
             telling.note(told)

@@ -15,7 +15,6 @@ from blockdraft.training.variants import find_variant, variant_names
 from blockdraft.training.variants.base import Variant
 from blockdraft.training.variants.dflash import DFlashFamily, DFlashRecipe, DFlashVariant
 
-FAMILY = [name for name in variant_names() if issubclass(find_variant(name), DFlashFamily)]
 RECIPE = DFlashRecipe(layers=2, taps=(0, 1), block_size=8)
 
 
@@ -51,7 +50,7 @@ def test_initial_weights_follow_from_the_seed(tiny_target_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("factor", [1, 20])
-@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize("name", variant_names())
 def test_a_head_of_large_rows_makes_no_firm_guesses_of_a_new_network(
     name: str, factor: float, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,7 +95,7 @@ def test_warm_start_takes_the_weights_and_allows_another_block_size(
         DFlashVariant(dataclasses.replace(recipe, taps=(0, 2))).network(dataclasses.replace(config, taps=(0, 2)))
 
 
-@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize("name", [name for name in variant_names() if issubclass(find_variant(name), DFlashFamily)])
 def test_every_variant_of_the_family_starts_from_dflash_v1(
     name: str, tiny_target_dir: Path, tiny_drafter_dir: Path
 ) -> None:
@@ -131,9 +130,9 @@ def test_every_variant_trains_a_drafter_that_is_registered_whole(
 ) -> None:
     """Its network is the one registered, and every layout registered holds it and is loaded as that drafter."""
     target, entry = load_target(tiny_target_dir), entry_of_variant(name)
-    kind = find_variant(name)
-    flags = {"layers": "1", "taps": "0,1"} if name in FAMILY else {}
-    variant = kind(read_settings(kind.recipe_class, flags=flags))
+    kind = find_variant(name).recipe_class
+    flags = {name: value for name, value in (("taps", "0,1"), ("layers", "1")) if hasattr(kind, name)}
+    variant = find_variant(name)(read_settings(kind, flags=flags))
     config = variant.config(target)
     network = variant.network(config)
     assert type(network) is entry.network and len(entry.layouts) > 0

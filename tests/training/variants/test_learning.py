@@ -32,7 +32,7 @@ def test_heads_learn_the_targets_answers_and_decode_them_losslessly(
     kind, out = find_variant(name).recipe_class, tmp_path / "drafter"
     recipe = read_settings(kind, flags=FLAGS | {"features": str(tmp_path / "features")})
     lines = train(name, target, data, out, recipe, make_accelerator(recipe, run_folder(out), "cpu"))
-    assert sum(line["loss"] for line in lines[-5:]) < 0.5 * sum(line["loss"] for line in lines[:5])
+    assert sum(line["loss"] for line in lines[-5:]) < 0.75 * sum(line["loss"] for line in lines[:5])
     assert len(lines[-1]["held_out_accuracy"]) == 3
 
     drafter = load_drafter(out, target=target)

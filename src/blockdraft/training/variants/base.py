@@ -156,6 +156,9 @@ class Variant(ABC, Generic[R, N, C]):
             torch.manual_seed(self.recipe.seed)
             return self.new_network(config, vocabulary)
 
+    def fit_data(self, network: N, data: TokenData) -> None:
+        """Called once on a new network, before `fit_head`, for what it has of the data without learning it."""
+
     def fit_head(self, network: N, target: Target) -> None:
         """Called once on a new network, which may be scaled here to what the target's head expects."""
 
@@ -163,9 +166,9 @@ class Variant(ABC, Generic[R, N, C]):
         """Called once before training, such as for recomputing activations. The network's parameters must stay."""
 
     def saved(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors as they are written: on the CPU, in the recipe's `save_dtype`."""
+        """Tensors as they are written: on the CPU, those of numbers with fractions in the recipe's `save_dtype`."""
         dtype = getattr(torch, self.recipe.save_dtype)
-        return {name: tensor.to("cpu", dtype) for name, tensor in tensors.items()}
+        return {n: t.to("cpu", dtype if t.is_floating_point() else t.dtype) for n, t in tensors.items()}
 
     def is_matrix(self, name: str, parameter: Tensor) -> bool:
         """Whether Muon trains this parameter; AdamW trains the others."""
@@ -190,7 +193,8 @@ class Variant(ABC, Generic[R, N, C]):
         """
 
     def logits(self, network: N, target: Target, hidden_CKH: Tensor) -> Tensor:
-        """Logits of a chunk of blocks, `[C, K, V]`: here the target's head."""
+        """Logits of a chunk of blocks, `[C, K, V]`: here the target's head. With another vocabulary than the target's,
+        `losses` and `guesses` have to know of it."""
         return target.head(hidden_CKH.to(target.dtype))
 
     def factors(self) -> Mapping[str, float]:
