@@ -201,6 +201,23 @@ def test_trees_are_those_of_the_twin(
         assert set(paths[1:]) == set(best_paths) and len(paths) == 1 + min(budget, len(expected))
 
 
+def test_a_tree_ends_where_nothing_deeper_would_be_proposed(
+    drafter: Eagle3Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, plan = drafter.new_state(1, 20), Plan(6, [SamplingParams()], 3)
+    observe(drafter, state, [[9, 8, 7]], [taps_of(3, 3)])
+    passes, step = [], drafter._step
+    monkeypatch.setattr(drafter, "_step", lambda *given: passes.append(1) or step(*given))
+    found = []
+    for stop in (lambda levels, budget: False, eagle3._enough):
+        monkeypatch.setattr(eagle3, "_enough", stop)
+        passes.clear()
+        found.append((drafter.propose(state, torch.tensor([40]), plan), len(passes)))
+    (whole, all_passes), (cut, fewer) = found
+    assert torch.equal(whole.tokens, cut.tokens) and torch.equal(whole.parents, cut.parents)
+    assert all_passes == 5 and fewer < 4
+
+
 def test_a_window_hides_what_is_older(drafter: Eagle3Drafter, target: Target) -> None:
     twin, kept = Twin(drafter, target), drafter.network.kept
     texts, taps = [list(range(10, 22)), [31, 5, 6]], [taps_of(12, 5), taps_of(3, 6)]

@@ -131,7 +131,7 @@ class Eagle3Drafter:
             children = (likely.unsqueeze(2) + best.values).flatten(1)
             parents = places.repeat_interleave(width, dim=1)
             levels.append((children, parents, self._kept[best.indices].flatten(1)))
-            if depth == plan.block_size - 2:
+            if depth == plan.block_size - 2 or _enough([level[0] for level in levels], plan.tree_budget):
                 break
             likely, chosen = children.topk(width, dim=1)
             parent = chosen // width
@@ -166,6 +166,14 @@ class Eagle3Drafter:
         slots = [row + max(length - 1, 0) for row, length in zip(state.rows, state.lengths, strict=True)]
         empty = send(torch.tensor([length == 0 for length in state.lengths]), store.device)
         return store[send(torch.tensor(slots), store.device)].masked_fill(empty[:, None], 0).unsqueeze(1)
+
+
+def _enough(levels: Sequence[Tensor], budget: int) -> bool:
+    """Whether all that may follow the last level is less likely than as many guesses as are wanted."""
+    so_far = torch.cat([*levels], dim=1)
+    if so_far.size(1) < budget:
+        return False
+    return bool((levels[-1].amax(dim=1) <= so_far.topk(budget, dim=1).values[:, -1]).all())
 
 
 class OwnRows:

@@ -73,13 +73,13 @@ def parse_config(raw: Mapping[str, Any], vocabulary: Mapping[str, int] | None = 
 def config_dict(config: DraftConfig) -> dict[str, Any]:
     """What config.json holds, for z-lab's `dflash` under transformers 5 and for readers of older layouts. Raises
     ValueError where the layers differ in a way the format has no words for."""
+    architecture = architecture_of(config)
     layers, slides = config.layers, [layer.window is not None for layer in config.layers]
     windows, causal = {layer.window for layer in layers} - {None}, [layer.causal for layer in layers]
     sayable = len(windows) <= 1 and (causal == slides or len({*causal}) == 1)
     need(sayable, "layers", layers, "of one window, and all alike in causality or causal just where they slide")
     raw = {name: value for name, value in asdict(config).items() if name not in ("mask_token_id", "taps", "layers")}
     draft = {"block_size": config.block_size, "mask_token_id": config.mask_token_id, "target_layer_ids": [*config.taps]}
-    architecture = architecture_of(config)
     nested = {name: raw.pop(name) for name in architecture.nested}
     draft |= {**architecture.marks, **{name: value for name, value in nested.items() if value is not None}}
     if causal != slides:  # else the layer types imply it
