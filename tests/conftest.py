@@ -205,11 +205,10 @@ def tiny_mtp_dir(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,
-        rope_theta=10000.0,
         max_position_embeddings=MAX_CONTEXT,
         vocab_size=len(tiny_tokenizer()),
         num_target_layers=TARGET_LAYERS,
-        draft_steps=3,
+        block_size=4,
     )
     with torch.random.fork_rng():
         torch.manual_seed(6)

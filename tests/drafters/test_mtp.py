@@ -18,7 +18,7 @@ from blockdraft.nn.cache import KVCache
 from blockdraft.nn.mtp import MTPNetwork
 from blockdraft.proposal import Plan, Proposal
 from blockdraft.targets import Target, load_target
-from blockdraft.types import Drafting, SamplingParams
+from blockdraft.types import SamplingParams
 
 PROMPT = [7, 60, 33, 12, 9, 21]
 
@@ -131,55 +131,14 @@ def test_a_prompt_of_one_token(twin: Twin, target: Target, tiny_mtp_dir: Path) -
     assert proposal.tokens[0, 1:].tolist() == twin([7, 60], 3)
 
 
-def test_a_window_hides_older_pairs(twin: Twin, target: Target, tiny_mtp_dir: Path) -> None:
-    drafter = load_drafter(tiny_mtp_dir, target=target)
-    tokens = torch.tensor([[7 + i * i % 50 for i in range(12)]])
-    hidden = twin._model.model(tokens).last_hidden_state.detach()
-
-    def guesses(window: int | None, changed: int | None = None) -> Tensor:
-        state, features = drafter.new_state(1, 20), hidden.clone()
-        if changed is not None:
-            features[0, changed] = 1.0
-        drafter.observe(state, tokens, features, [12])
-        assert isinstance(drafter, MTPDrafter)
-        plan = Plan(4, [SamplingParams()], draft_window=window)
-        return drafter._walk(state, torch.tensor([60]), 3, lambda logits, step: logits.argmax(-1), plan.draft_window)[1]
-
-    assert torch.equal(guesses(4), guesses(4, changed=6))  # of the pair at 7, the fifth before the anchor
-    assert not torch.equal(guesses(5), guesses(5, changed=6))
-    assert torch.equal(guesses(None), guesses(100))
-
-
-def test_as_many_guesses_as_pay(target: Target, tiny_mtp_dir: Path) -> None:
+def test_a_tree_holds_the_chain(target: Target, tiny_mtp_dir: Path) -> None:
     drafter = load_drafter(tiny_mtp_dir, target=target)
     state = drafter.new_state(1, 20)
-    drafter.observe(state, torch.tensor([PROMPT]), torch.zeros(1, 6, target.hidden_size), [6])
-
-    def proposed(seconds: list[float]) -> Proposal:
-        return drafter.propose(state, torch.tensor([5]), Plan(4, [SamplingParams()], cycle_seconds=seconds))
-
-    assert proposed([1.0, 9.0, 9.0, 9.0]).tokens.tolist() == [[5]]
-    whole = proposed([1.0, 1.0, 1.0, 1.0])
-    assert whole.tokens.size(1) == 4 and whole.expected is not None and 0 < whole.expected[0] < 3
-
-
-def test_drawn_guesses_follow_their_laws(target: Target, tiny_mtp_dir: Path) -> None:
-    """With one number a depth; a row at temperature 0 has no law."""
-    drafter = load_drafter(tiny_mtp_dir, target=target)
-    state = drafter.new_state(2, 20)
-    features = torch.randn(2, 6, target.hidden_size, generator=torch.Generator().manual_seed(0))
-    drafter.observe(state, torch.tensor([PROMPT, PROMPT]), features, [6, 6])
-    params = [SamplingParams(temperature=1.0), SamplingParams()]
-    draws = torch.tensor([[0.1, 0.5, 0.9]] * 2, dtype=torch.float64)
-    proposal = drafter.propose(state, torch.tensor([5, 5]), Plan(4, params, draws=draws))
-    assert proposal.q is not None and proposal.q[1] is None
-    law = proposal.q[0]
-    assert law is not None
-    for depth in range(3):
-        place = int((law.probs[depth].double().cumsum(dim=-1) > draws[0, depth]).nonzero()[0])
-        assert int(law.ids[depth, place]) == int(proposal.tokens[0, 1 + depth])
-    greedy = drafter.propose(state, torch.tensor([5, 5]), Plan(4, params))
-    assert proposal.tokens[1].tolist() == greedy.tokens[1].tolist()
-    engine = Engine(target, drafter, drafting=Drafting(drawn=True))
-    [answer] = engine.generate([PROMPT], SamplingParams(9, 0.8, seed=1))
-    assert len(answer.token_ids) == 9 or answer.finish_reason == "stop"
+    features = torch.randn(1, 6, target.hidden_size, generator=torch.Generator().manual_seed(0))
+    drafter.observe(state, torch.tensor([PROMPT]), features, [6])
+    chain = drafter.propose(state, torch.tensor([5]), Plan(4, [SamplingParams()])).tokens[0].tolist()
+    tree = drafter.propose(state, torch.tensor([5]), Plan(4, [SamplingParams()], tree_budget=40))
+    tokens, parents, node = tree.tokens[0].tolist(), tree.parents[0].tolist(), 0
+    for token in chain[1:]:
+        [node] = [at for at in range(len(tokens)) if parents[at] == node and tokens[at] == token]
+    assert len(tokens) == 41

@@ -18,6 +18,7 @@ from blockdraft.machine import send
 from blockdraft.nn.attention import attend
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.eagle3 import Eagle3Network
+from blockdraft.nn.rows import RowNetwork
 from blockdraft.proposal import Plan, Proposal, SparseLaw, best_of, chain, chain_laws, cut_laws, next_pays
 from blockdraft.sampling import best_tokens, draw, probabilities
 from blockdraft.targets import Target
@@ -48,7 +49,7 @@ class Eagle3Drafter:
 
     knows_probabilities = knows_lengths = True
 
-    def __init__(self, network: Eagle3Network, target: Target, path: Path | None = None) -> None:
+    def __init__(self, network: RowNetwork, target: Target, path: Path | None = None) -> None:
         self.network = network.to(target.device, target.dtype).eval()
         self.config, self.path = network.config, path
         self.taps, self.block_size = self.config.taps, self.config.block_size
@@ -86,7 +87,7 @@ class Eagle3Drafter:
         if plan.block_size == 1:
             return chain(anchor[:, None])
         drawn = plan.draws is not None and any(params.temperature > 0 for params in plan.params)
-        width = 0 if drawn else min(WIDTH, plan.tree_budget, self.config.draft_vocab_size)
+        width = 0 if drawn else min(WIDTH, plan.tree_budget, len(self._kept))
         rows = OwnRows(self.network, state, self._stores(state)[:2], plan, width or 1)
         feature = self._last_features(state)
         return self._tree(rows, anchor, feature, plan, width) if width else self._chain(rows, anchor, feature, plan)
@@ -150,7 +151,7 @@ class Eagle3Drafter:
         mark(GUESSES)
         hidden = rows(self._target.embed(tokens), feature, within)
         mark(PASS)
-        logits = self.network.logits(hidden)
+        logits = self.network.logits(hidden, self._target.head)
         mark(HEAD)
         return self.network.fed_on(hidden), logits
 
@@ -185,9 +186,7 @@ class OwnRows:
         width: Most rows of a call behind the first.
     """
 
-    def __init__(
-        self, network: Eagle3Network, state: KVCache, stores: Sequence[Tensor], plan: Plan, width: int
-    ) -> None:
+    def __init__(self, network: RowNetwork, state: KVCache, stores: Sequence[Tensor], plan: Plan, width: int) -> None:
         self._network, self._depth, device = network, 0, stores[0].device
         window = max(state.lengths) if plan.draft_window is None else plan.draft_window
         skipped, room = max(min(state.lengths) - window, 0), 1 + width * (plan.block_size - 2)

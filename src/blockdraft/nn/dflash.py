@@ -7,7 +7,7 @@ an `attend` function in.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias, cast
+from typing import Protocol, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +21,27 @@ from blockdraft.nn.rotary import Rotary
 Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
+class LayerShape(Protocol):
+    """What a draft layer is built from; see `DraftConfig`."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def num_key_value_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def rms_norm_eps(self) -> float: ...
+    @property
+    def attention_bias(self) -> bool: ...
+
+
 class DraftAttention(nn.Module):
-    def __init__(self, config: DraftConfig) -> None:
+    def __init__(self, config: LayerShape) -> None:
         super().__init__()
         size, bias, self.head_dim = config.hidden_size, config.attention_bias, config.head_dim
         self.q_proj = nn.Linear(size, config.num_attention_heads * self.head_dim, bias=bias)
@@ -44,7 +63,7 @@ class DraftAttention(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    def __init__(self, config: DraftConfig) -> None:
+    def __init__(self, config: LayerShape) -> None:
         super().__init__()
         self.self_attn = DraftAttention(config)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)

@@ -109,12 +109,18 @@ def check_fields(config: Any, least: Mapping[str, int]) -> None:
             need(type(value).__name__ == kind, field.name, value, f"a {kind}")
 
 
+def check_layer(config: Any) -> None:
+    """Raise a ValueError where a draft layer cannot have such heads."""
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    need(heads % kv_heads == 0, "num_attention_heads", heads, f"a multiple of num_key_value_heads, {kv_heads}")
+    need(config.head_dim % 2 == 0, "head_dim", config.head_dim, "even, for rotary embeddings")
+
+
 def check_shape(config: Any) -> None:
     """Raise a ValueError where heads, activation or taps of a draft network's configuration are out of range."""
-    heads, kv_heads, tapped = config.num_attention_heads, config.num_key_value_heads, config.num_target_layers
-    need(heads % kv_heads == 0, "num_attention_heads", heads, f"a multiple of num_key_value_heads, {kv_heads}")
+    check_layer(config)
+    tapped = config.num_target_layers
     need(config.hidden_act == "silu", "hidden_act", config.hidden_act, "silu, the one that is supported")
-    need(config.head_dim % 2 == 0, "head_dim", config.head_dim, "even, for rotary embeddings")
     inside = all(whole("a tap", tap, minimum=0) < tapped for tap in config.taps)
     limit = f"one or more layers below num_target_layers, {tapped}"
     need(inside and len(config.taps) > 0, "taps", config.taps, limit)

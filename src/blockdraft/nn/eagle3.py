@@ -1,15 +1,10 @@
-"""The EAGLE-3 draft network (arXiv 2503.01840): one decoder layer that guesses a token at a time.
-
-It goes in rows. The row of a token x[s] holds the embedding of x[s] beside a feature of the position before it: what
-`fuse` makes of the target's tapped layers at s - 1 or, where the target has not been there yet, the network's own state
-of the row before. It stands at position s - 1 and guesses x[s + 1].
-"""
+"""The EAGLE-3 draft network (arXiv 2503.01840): one decoder layer that guesses a token at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +12,9 @@ from torch import Tensor, nn
 from blockdraft.nn.draft_config import check_fields, check_shape, need
 from blockdraft.nn.layers import GatedMLP, RMSNorm, rotate
 from blockdraft.nn.rotary import Rotary
+from blockdraft.nn.rows import Attend, RowNetwork
 
 BLOCK_SIZE = 8  # where a checkpoint says nothing: the anchor, and as many guesses as training usually unrolls
-
-# (queries [B, heads, N, D], keys and values of the same rows [B, kv_heads, N, D]) -> [B, heads, N, D]
-Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,13 +90,14 @@ class Eagle3Layer(nn.Module):
         return torch.cat([first, normed.to(first.dtype)], dim=-1)
 
 
-class Eagle3Network(nn.Module):
+class Eagle3Network(RowNetwork):
     """The layer, `fc`, norms and a head of its own; the embedding is the target's.
 
     Names of parameters are the tensor names of the checkpoints of SafeAILab and SpecForge, so `state_dict` is the
     checkpoint, but for `t2d`, which follows from `d2t`.
     """
 
+    config: Eagle3Config
     d2t: Tensor
 
     def __init__(self, config: Eagle3Config) -> None:
@@ -123,7 +117,6 @@ class Eagle3Network(nn.Module):
 
     @property
     def kept(self) -> Tensor:
-        """The target's ids of the draft vocabulary, `[Vd]` int64."""
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def keep(self, tokens: Tensor) -> None:
@@ -131,7 +124,6 @@ class Eagle3Network(nn.Module):
         self.d2t.copy_(tokens - torch.arange(len(tokens), device=tokens.device))
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Features `[..., H]` of the tapped layers' outputs, `[..., m * H]`."""
         if self.config.fc_norm:
             taps = features.chunk(len(self.config.taps), dim=-1)
             features = torch.cat([norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True)], dim=-1)
@@ -140,23 +132,11 @@ class Eagle3Network(nn.Module):
         return cast(Tensor, self.fc(features))
 
     def keys_values(self, embedded: Tensor, feature: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """What later rows see of these; arguments as in `forward`. Keys and values, each `[B, kv_heads, N, D]`."""
         layer = self.midlayer
         rows = layer.beside(embedded, layer.hidden_norm(feature))
         return layer.self_attn.keys_values(rows, *self._rotary(positions, rows.dtype))
 
     def forward(self, embedded: Tensor, feature: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """The network's own states of some rows.
-
-        Args:
-            embedded: `[B, N, H]`, of the rows' tokens.
-            feature: `[B, N, H]`, of the positions before.
-            positions: `[B, N]`, where the features come from.
-            attend: Attention of these rows to those that they see, themselves included.
-
-        Returns:
-            `[B, N, H]`, before the last norm: what `logits` takes, and `fed_on`.
-        """
         layer = self.midlayer
         normed = layer.hidden_norm(feature)
         rows = layer.beside(embedded, normed)
@@ -165,11 +145,9 @@ class Eagle3Network(nn.Module):
         return cast(Tensor, x + layer.mlp(layer.post_attention_layernorm(x)))
 
     def fed_on(self, hidden: Tensor) -> Tensor:
-        """The feature that the next row gets of states `[..., H]`."""
         return cast(Tensor, self.norm(hidden)) if self.config.norm_output else hidden
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Over the draft vocabulary, `[..., Vd]`, of states `[..., H]`."""
+    def logits(self, hidden: Tensor, target_head: Callable[[Tensor], Tensor]) -> Tensor:
         return cast(Tensor, self.lm_head(self.norm(hidden)))
 
 

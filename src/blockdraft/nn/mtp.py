@@ -1,36 +1,44 @@
-"""A multi-token prediction head (DeepSeek-V3, arXiv 2412.19437, section 2.2; Qwen3-Next): one layer that goes on from
-the target's last hidden state, a token at a time.
-
-A place of the text stands for a pair: the token there and the hidden state at the token before it, the input of the
-target's own head. Behind the anchor, the head's own output takes the place of the target's state. The first token of a
-text has no state before it, so no pair is there.
-"""
+"""A multi-token prediction head (DeepSeek-V3, arXiv 2412.19437, section 2.2; Qwen3-Next): a layer that goes on from the
+target's last hidden state, a token at a time. Embedding and output projection are the target's."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from blockdraft.nn.dflash import Attend, DraftLayer
-from blockdraft.nn.draft_config import LayerShape
-from blockdraft.nn.layers import RMSNorm, Rotary, rotate
+from blockdraft.nn.dflash import DraftLayer
+from blockdraft.nn.draft_config import check_fields, check_layer
+from blockdraft.nn.layers import RMSNorm, rotate
+from blockdraft.nn.rotary import Rotary
+from blockdraft.nn.rows import Attend, RowNetwork
 
 
 @dataclass(frozen=True, kw_only=True)
-class MTPConfig(LayerShape):
-    """Attributes:
-    draft_steps: Guesses behind the anchor, for each of which the layer runs once.
-    normed_feedback: Whether a step goes on from the last one's output after the final norm, as in Qwen3-Next, or
-        before it.
-    """
+class MTPConfig:
+    """Raises ValueError for what is out of range."""
 
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
     vocab_size: int
     num_target_layers: int
-    draft_steps: int
-    normed_feedback: bool = True
+    block_size: int  # tokens of a path, anchor included
+    rope_theta: float = 10_000.0
+    rope_scaling: dict[str, Any] | None = None  # `rope_type` and its parameters, without theta; None is plain RoPE
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 40960  # tokens
+    attention_bias: bool = False
+    normed_feedback: bool = True  # the state that is fed on is behind the last norm, as in Qwen3-Next
+
+    def __post_init__(self) -> None:
+        check_fields(self, {"block_size": 2})
+        check_layer(self)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -38,57 +46,48 @@ class MTPConfig(LayerShape):
         return (self.num_target_layers,)
 
 
-class MTPNetwork(nn.Module):
-    """The layer, what leads into it, and the norm behind it; embedding and head are the target's.
+class MTPNetwork(RowNetwork):
+    """Parameter names are those of Qwen3-Next's tensors behind `mtp.`."""
 
-    Parameter names are those of Qwen3-Next's tensors behind `mtp.`.
-    """
+    config: MTPConfig
 
     def __init__(self, config: MTPConfig) -> None:
         super().__init__()
-        self.config = config
-        self.pre_fc_norm_embedding = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.pre_fc_norm_hidden = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.config, size, eps = config, config.hidden_size, config.rms_norm_eps
+        self.pre_fc_norm_embedding = RMSNorm(size, eps)
+        self.pre_fc_norm_hidden = RMSNorm(size, eps)
+        self.fc = nn.Linear(2 * size, size, bias=False)
         self.layers = nn.ModuleList([DraftLayer(config)])
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self._rotary = Rotary(config)
+        self.norm = RMSNorm(size, eps)
+        self._rotary = Rotary(config.head_dim, config.max_position_embeddings, config.rope_theta, config.rope_scaling)
 
-    def context(self, embedded: Tensor, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """What later places attend to of pairs that are known beforehand.
+    @property
+    def kept(self) -> Tensor:
+        return torch.arange(self.config.vocab_size, device=self.fc.weight.device)
 
-        Args:
-            embedded: `[B, N, H]`, the tokens.
-            hidden: `[B, N, H]`, the target's states at the tokens before them.
-            positions: `[B, N]` int64, of the tokens.
+    def fuse(self, features: Tensor) -> Tensor:
+        return features
 
-        Returns:
-            Keys and values, each `[B, kv_heads, N, D]`, keys normed and rotated.
-        """
+    def keys_values(self, embedded: Tensor, feature: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         layer = cast(DraftLayer, self.layers[0])
-        attention, x = layer.self_attn, layer.input_layernorm(self._pair(embedded, hidden))
-        keys, values = (
-            proj(x).unflatten(-1, (-1, attention.head_dim)) for proj in (attention.k_proj, attention.v_proj)
-        )
+        attention, rows = layer.self_attn, layer.input_layernorm(self._rows(embedded, feature))
+        projections = attention.k_proj, attention.v_proj
+        keys, values = (projection(rows).unflatten(-1, (-1, attention.head_dim)) for projection in projections)
         keys = rotate(attention.k_norm(keys), *self._rotary(positions, keys.dtype))
         return keys.transpose(1, 2), values.transpose(1, 2)
 
-    def forward(self, embedded: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
-        """One step.
+    def forward(self, embedded: Tensor, feature: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        rows = self._rows(embedded, feature)
+        angles = self._rotary(positions, rows.dtype)
+        out: Tensor = self.layers[0](rows, *angles, 0, lambda layer, *heads: attend(*heads))
+        return out
 
-        Args:
-            embedded, hidden, positions: As in `context`; behind the anchor `hidden` is what the last step gave back.
-            attend: Attention over the context and these places.
+    def fed_on(self, hidden: Tensor) -> Tensor:
+        return cast(Tensor, self.norm(hidden)) if self.config.normed_feedback else hidden
 
-        Returns:
-            The state for the target's head, which makes the next token of it, and the one for the next step, both
-            `[B, N, H]`.
-        """
-        x = self._pair(embedded, hidden)
-        out: Tensor = self.layers[0](x, *self._rotary(positions, x.dtype), 0, attend)
-        normed: Tensor = self.norm(out)
-        return normed, normed if self.config.normed_feedback else out
+    def logits(self, hidden: Tensor, target_head: Callable[[Tensor], Tensor]) -> Tensor:
+        return target_head(self.norm(hidden))
 
-    def _pair(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        both = torch.cat([self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)], dim=-1)
+    def _rows(self, embedded: Tensor, feature: Tensor) -> Tensor:
+        both = torch.cat([self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(feature)], dim=-1)
         return cast(Tensor, self.fc(both))

@@ -40,11 +40,7 @@ def test_training_pass_equals_draft_pass(
     variant = MTPVariant(replace(RECIPE, normed_feedback=normed_feedback))
     network = random_network(variant, target)
     export(tmp_path / "head", Format("mtp"), network.config, variant.saved(network.state_dict()), target)
-    logits, expected = parity(variant, network, load_drafter(tmp_path / "head", target=target), target)
-    for ours, one in zip(logits, expected, strict=True):
-        drafter: Any = load_drafter(tmp_path / "head", target=target)
-        walked = drafter._walk(one.state, torch.tensor([one.anchor]), 4, lambda found, step: found.argmax(-1), None)
-        torch.testing.assert_close(ours, walked[1][0], atol=1e-4, rtol=1e-4)
+    parity(variant, network, load_drafter(tmp_path / "head", target=target), target)
 
 
 def test_steps_see_what_the_drafter_knows_by_then(target: Target) -> None:
@@ -77,20 +73,14 @@ def test_steps_see_what_the_drafter_knows_by_then(target: Target) -> None:
 def test_the_layer_has_the_targets_shape(target: Target) -> None:
     config = MTPVariant(RECIPE).config(target)
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 2, 8)
-    assert (config.intermediate_size, config.draft_steps, config.taps) == (64, 4, (3,))
+    assert (config.intermediate_size, config.block_size, config.taps) == (64, 5, (3,))
     weights = slot_weights(torch.ones(1, 3, dtype=torch.bool), MTPVariant(RECIPE).gamma)[0]
     torch.testing.assert_close(weights / weights.sum(), torch.tensor([0.51, 0.31, 0.18]), atol=0.01, rtol=0)
 
 
-def test_a_target_without_heads_is_refused(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(target), "shape", {"num_attention_heads": 4, "num_key_value_heads": 2})
-    with pytest.raises(ValueError, match="does not say its head_dim, which its MTP head would share"):
-        MTPVariant(RECIPE).config(target)
-
-
 def test_training_begins_with_a_head_that_is_there(target: Target, tiny_mtp_dir: Path) -> None:
     variant = MTPVariant(replace(RECIPE, init=str(tiny_mtp_dir)))  # of three steps, for four
-    config = replace(variant.config(target), rope_scaling=None)
+    config = variant.config(target)
     network = variant.network(config)
     variant.fit_head(network, target)
     theirs = read_drafter(tiny_mtp_dir, None, 3).tensors

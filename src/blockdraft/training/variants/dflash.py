@@ -16,7 +16,7 @@ block_size - 1; with `first_slot = 0` (DSpark, "shifted labels") it is, and K = 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -96,6 +96,13 @@ def layer_shape(recipe: Any, target: Target) -> dict[str, Any]:
         raise UsageError(f"The target does not say what heads it has; give the drafter's by {', '.join(lacking)}.")
     shared = {name: shape[name] for name in ("rope_theta", "rope_scaling", "rms_norm_eps") if name in shape}
     return {**sizes, "rope_theta": 10_000.0, **shared}
+
+
+def new_matrices(network: nn.Module, kept: Callable[[str], bool] = lambda name: False) -> None:
+    """Give a network random matrices, but for those that are to be `kept`."""
+    for name, parameter in network.named_parameters():
+        if parameter.ndim == 2 and not kept(name):
+            nn.init.normal_(parameter, std=parameter.size(1) ** -0.5 if name == "fc.weight" else INIT_STD)
 
 
 @torch.no_grad()
@@ -178,9 +185,7 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
 
     def new_network(self, config: DraftConfig, vocabulary: Mapping[str, int] | None) -> N:
         network = self.network_class(config)
-        for name, parameter in network.named_parameters():
-            if parameter.ndim == 2 and not self._own(name):
-                nn.init.normal_(parameter, std=parameter.size(1) ** -0.5 if name == "fc.weight" else INIT_STD)
+        new_matrices(network, self._own)
         if self.recipe.init is not None:
             self.warm_start(network, Path(self.recipe.init), vocabulary)
         return cast(N, network)

@@ -14,15 +14,13 @@ from dataclasses import field, replace
 from typing import Annotated, ClassVar
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from blockdraft.data.documents import TokenData
 from blockdraft.data.features import chosen_taps
 from blockdraft.errors import Complaints
 from blockdraft.formats import Checkpoint, check_fits, read_drafter
-from blockdraft.nn.attention import attend
 from blockdraft.nn.draft_config import need
 from blockdraft.nn.eagle3 import BLOCK_SIZE, Eagle3Config, Eagle3Network, default_taps
 from blockdraft.settings import Amount, Count, Layers, settings
@@ -30,8 +28,9 @@ from blockdraft.targets import Target, embedding_and_head
 from blockdraft.training.batches import Rows
 from blockdraft.training.objectives import Slots
 from blockdraft.training.recipe import Recipe
+from blockdraft.training.unrolled import unrolled
 from blockdraft.training.variants.base import Choice, Variant
-from blockdraft.training.variants.dflash import INIT_STD, calm, layer_shape
+from blockdraft.training.variants.dflash import calm, layer_shape, new_matrices
 
 STEP_WEIGHT = 0.8  # of each step, over that of the step before
 DRAFT_VOCAB = 32_000
@@ -125,9 +124,7 @@ class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
         if self.recipe.init is not None:
             network.load_state_dict(self._init(config.num_target_layers).tensors)
             return network
-        for name, parameter in network.named_parameters():
-            if parameter.ndim == 2:
-                nn.init.normal_(parameter, std=parameter.size(1) ** -0.5 if name == "fc.weight" else INIT_STD)
+        new_matrices(network)
         return network
 
     def fit_data(self, network: Eagle3Network, data: TokenData) -> None:
@@ -150,35 +147,10 @@ class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
         return super().is_matrix(name, parameter) and name != "lm_head.weight"
 
     def hidden(self, network: Eagle3Network, target: Target, features_BSF: Tensor, rows: Rows) -> Tensor:
-        fused = network.fuse(features_BSF)
-        begins_BS = rows.positions_BS == 0
-        before_BSH = F.pad(fused[:, :-1], (0, 0, 1, 0)).masked_fill(begins_BS.unsqueeze(-1), 0)
-        embedded = target.embed(rows.tokens_BS).float()
-        keys, values = network.keys_values(embedded, before_BSH, (rows.positions_BS - 1).clamp(min=0))
-        anchors_BA = rows.anchors_BA.clamp(min=0)
-        same_BAS = rows.documents_BS.unsqueeze(1) == rows.documents_BS.gather(1, anchors_BA).unsqueeze(2)
-        places = torch.arange(fused.size(1), device=fused.device)
-        visible = same_BAS & (places < rows.anchors_BA.unsqueeze(2)) & ~begins_BS.unsqueeze(1)
-        own = torch.eye(anchors_BA.size(1), dtype=torch.bool, device=fused.device).expand(len(anchors_BA), -1, -1)
-
-        def attention(queries: Tensor, new_keys: Tensor, new_values: Tensor) -> Tensor:
-            nonlocal keys, values, visible
-            keys, values = torch.cat([keys, new_keys], dim=2), torch.cat([values, new_values], dim=2)
-            visible = torch.cat([visible, own], dim=2)
-            # Under autocast norms leave queries and keys in float32.
-            return attend(queries.to(values.dtype), keys.to(values.dtype), values, visible)
-
-        feature = before_BSH.gather(1, anchors_BA.unsqueeze(2).expand(-1, -1, before_BSH.size(2)))
-        positions_BA = rows.positions_BS.gather(1, anchors_BA) - 1
-        found = []
-        for step, tokens_BA in enumerate(rows.tokens_BAL[:, :, :-1].unbind(dim=2)):
-            positions = (positions_BA + step).clamp(min=0)
-            found.append(network(target.embed(tokens_BA).float(), feature, positions, attention))
-            feature = network.fed_on(found[-1])
-        return torch.stack(found, dim=2)
+        return unrolled(network, target, features_BSF, rows)
 
     def logits(self, network: Eagle3Network, target: Target, hidden_CKH: Tensor) -> Tensor:
-        return network.logits(hidden_CKH)  # over the draft vocabulary
+        return network.logits(hidden_CKH, target.head)  # over the draft vocabulary
 
     def losses(self, network: Eagle3Network, slots: Slots) -> dict[str, Tensor]:
         draft_ids, teacher = _draft_ids(network), slots.teacher_CKV
