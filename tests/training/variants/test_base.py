@@ -50,12 +50,13 @@ def test_initial_weights_follow_from_the_seed(tiny_target_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("factor", [1, 20])
-@pytest.mark.parametrize("name", variant_names())
+@pytest.mark.parametrize("name", sorted({*variant_names()} - {"medusa"}))  # whose heads begin with the target's guesses
 def test_a_head_of_large_rows_makes_no_firm_guesses_of_a_new_network(
     name: str, factor: float, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, recipe = load_target(tiny_target_dir), find_variant(name).recipe_class(taps=(0, 1))
-    variant, head = find_variant(name)(recipe), target.head
+    target, kind = load_target(tiny_target_dir), find_variant(name)
+    recipe = kind.recipe_class(taps=(0, 1)) if hasattr(kind.recipe_class, "taps") else kind.recipe_class()
+    variant, head = kind(recipe), target.head
     monkeypatch.setattr(target, "head", lambda hidden: factor * head(hidden))
     network = variant.network(variant.config(target))
     before = network.norm.weight.clone()

@@ -33,11 +33,10 @@ def random_network(variant: MTPVariant, target: Target) -> MTPNetwork:
     return network.eval()
 
 
-@pytest.mark.parametrize("normed_feedback", [True, False])
-def test_training_pass_equals_draft_pass(
-    normed_feedback: bool, parity: Callable[..., Any], target: Target, tmp_path: Path
+def test_training_pass_equals_draft_pass_before_the_norm(
+    parity: Callable[..., Any], target: Target, tmp_path: Path
 ) -> None:
-    variant = MTPVariant(replace(RECIPE, normed_feedback=normed_feedback))
+    variant = MTPVariant(replace(RECIPE, normed_feedback=False))
     network = random_network(variant, target)
     export(tmp_path / "head", Format("mtp"), network.config, variant.saved(network.state_dict()), target)
     parity(variant, network, load_drafter(tmp_path / "head", target=target), target)
