@@ -1,12 +1,13 @@
 """Which pairs of state and token an MTP head is run on, against its formula in plain loops over the files."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -24,13 +25,25 @@ PROMPT = [7, 60, 33, 12, 9, 21]
 
 
 @pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(tiny_target_dir)
+def target_dir(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Path:
+    """`tiny_target_dir` with uneven weights in its last norm: even ones would hide on which side of it a
+    state is taken, since the head norms it once more."""
+    folder = tmp_path_factory.mktemp("uneven") / "target"
+    shutil.copytree(tiny_target_dir, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = 0.2 + 2 * torch.rand(32, generator=torch.Generator().manual_seed(7))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 @pytest.fixture(scope="module")
-def twin(tiny_target_dir: Path, tiny_mtp_dir: Path) -> "Twin":
-    return Twin(tiny_target_dir, tiny_mtp_dir)
+def target(target_dir: Path) -> Target:
+    return load_target(target_dir)
+
+
+@pytest.fixture(scope="module")
+def twin(target_dir: Path, tiny_mtp_dir: Path) -> "Twin":
+    return Twin(target_dir, tiny_mtp_dir)
 
 
 class Twin:
@@ -108,9 +121,9 @@ def network(folder: Path, normed_feedback: bool = True) -> MTPNetwork:
 
 @pytest.mark.parametrize(("backend", "normed_feedback"), [("native", True), ("native", False), ("hf", True)])
 def test_guesses_are_those_of_the_formula(
-    backend: str, normed_feedback: bool, twin: Twin, tiny_target_dir: Path, tiny_mtp_dir: Path
+    backend: str, normed_feedback: bool, twin: Twin, target_dir: Path, tiny_mtp_dir: Path
 ) -> None:
-    target = load_target(tiny_target_dir, backend=backend)
+    target = load_target(target_dir, backend=backend)
     watched = Watched(network(tiny_mtp_dir, normed_feedback), target)
     [answer] = Engine(target, watched).generate([PROMPT], SamplingParams(12, ignore_eos=True))
     text = PROMPT + answer.token_ids
