@@ -52,7 +52,8 @@ def network_config(
     for key, name in NORMS.items():
         need(not raw.get(key) or name in tensors, name, None, f"among the tensors, since {key} is {raw.get(key)!r}")
     theta, scaling = rope_of(raw)
-    found = {"num_key_value_heads": heads, "head_dim": hidden // heads, "draft_vocab_size": raw.get("vocab_size")}
+    found: dict[str, Any] = {"num_key_value_heads": heads, "head_dim": hidden // heads}
+    found |= {"draft_vocab_size": raw.get("vocab_size")}
     found |= {key: raw[key] for key in (*SIZES, *FLAGS) if raw.get(key) is not None}
     found |= {} if theta is None else {"rope_theta": theta}
     lacking = [key for key in ("intermediate_size", "vocab_size") if key not in found]
