@@ -1,5 +1,7 @@
 """EAGLE-3's guesses against a twin that keeps nothing: it makes every row of a text anew, one at a time."""
 
+import json
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -263,6 +265,16 @@ def test_memory_is_that_of_the_stores(drafter: Eagle3Drafter) -> None:
     observe(drafter, state, [[9], [8]], [taps_of(1, 3), taps_of(1, 4)])
     assert drafter.state_bytes(2, 20) == sum(store.nbytes for store in state._stores())
     assert drafter.weight_bytes() > 4 * 120 * 32
+
+
+def test_early_files_that_call_themselves_a_llama_are_known(
+    tiny_eagle3_dir: Path, target: Target, tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_eagle3_dir, tmp_path / "early")
+    file = tmp_path / "early" / "config.json"
+    raw = json.loads(file.read_text())
+    file.write_text(json.dumps({**raw, "architectures": ["LlamaForCausalLM"]}))
+    assert isinstance(load_drafter(tmp_path / "early", target=target), Eagle3Drafter)
 
 
 def test_a_drafter_of_another_target_is_refused(

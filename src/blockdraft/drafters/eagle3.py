@@ -141,8 +141,8 @@ class Eagle3Drafter:
             own = torch.eye(width, dtype=torch.bool, device=anchor.device).expand(batch, -1, -1)
             ancestors = within.gather(1, parent.unsqueeze(2).expand(-1, -1, within.size(2)))
             within = torch.cat([ancestors, own], dim=2)
-        found = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
-        return best_of(anchor, *found, plan.tree_budget, plan.cycle_seconds, plan.trust)
+        likely, places, tokens = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
+        return best_of(anchor, likely, places, tokens, plan.tree_budget, plan.cycle_seconds, plan.trust)
 
     def _step(
         self, rows: OwnRows, tokens: Tensor, feature: Tensor, within: Tensor | None = None

@@ -49,19 +49,22 @@ def network_config(
     hidden, heads = (whole(key, raw.get(key)) for key in ("hidden_size", "num_attention_heads"))
     own = raw.get("target_hidden_size")
     need(own in (None, hidden), "target_hidden_size", own, f"hidden_size, {hidden}, the one that is supported")
+    kinds = raw.get("layer_types") or ["full_attention"]
+    need(kinds == ["full_attention"], "layer_types", kinds, "one full_attention, which is what is supported")
     for key, name in NORMS.items():
         need(not raw.get(key) or name in tensors, name, None, f"among the tensors, since {key} is {raw.get(key)!r}")
     theta, scaling = rope_of(raw)
-    found = {"num_key_value_heads": heads, "head_dim": hidden // heads, "draft_vocab_size": raw.get("vocab_size")}
+    found: dict[str, Any] = {"num_key_value_heads": heads, "head_dim": hidden // heads}
+    found |= {"draft_vocab_size": raw.get("vocab_size")}
     found |= {key: raw[key] for key in (*SIZES, *FLAGS) if raw.get(key) is not None}
     found |= {} if theta is None else {"rope_theta": theta}
+    found |= {key: name in tensors for key, name in NORMS.items()}
     lacking = [key for key in ("intermediate_size", "vocab_size") if key not in found]
     need(not lacking, lacking[0] if lacking else "", None, "in config.json")
     return Eagle3Config(
         **found,
         rope_scaling=None if scaling is None or scaling["rope_type"] == "default" else scaling,
         qk_norm="midlayer.self_attn.q_norm.weight" in tensors,
-        **{key: name in tensors for key, name in NORMS.items()},
         taps=tuple(taps),
         num_target_layers=num_target_layers,
         **more,

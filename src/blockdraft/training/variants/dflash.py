@@ -94,7 +94,7 @@ def layer_shape(recipe: Any, target: Target) -> dict[str, Any]:
     lacking = [f"--{flags[name].replace('_', '-')}" for name, value in sizes.items() if value is None]
     if lacking:
         raise UsageError(f"The target does not say what heads it has; give the drafter's by {', '.join(lacking)}.")
-    shared = {name: shape[name] for name in ("rope_theta", "rope_scaling", "rms_norm_eps") if name in shape}
+    shared: dict[str, Any] = {n: shape[n] for n in ("rope_theta", "rope_scaling", "rms_norm_eps") if n in shape}
     return {**sizes, "rope_theta": 10_000.0, **shared}
 
 

@@ -104,7 +104,7 @@ class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
         )
 
     def _config_of_init(self, target: Target) -> Eagle3Config:
-        config = self._init(target.num_layers).config
+        config: Eagle3Config = self._init(target.num_layers).config
         check_fits(config, hidden_size=target.hidden_size, num_layers=target.num_layers, vocab_size=target.vocab_size)
         for field_name, name in SHAPE.items():
             ours, theirs = getattr(self.recipe, name), getattr(config, field_name)
