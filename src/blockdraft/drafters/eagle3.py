@@ -60,7 +60,7 @@ class Eagle3Drafter:
 
     def state_bytes(self, batch: int, capacity: int) -> int:
         config = self.config
-        slot = 2 * config.num_key_value_heads * config.head_dim + config.hidden_size
+        slot: int = 2 * config.num_key_value_heads * config.head_dim + config.hidden_size
         return batch * capacity * slot * self._target.dtype.itemsize
 
     def weight_bytes(self) -> int:
