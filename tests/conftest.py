@@ -20,12 +20,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from blockdraft.data.documents import DataWriter, Document, tokenizer_fingerprint
+from blockdraft.formats import Checkpoint, eagle3, find_layout
 from blockdraft.formats.zlab import read_checkpoint, write_checkpoint
 from blockdraft.machine import cache_folder
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.dflash2 import DFlash2Network
 from blockdraft.nn.draft_config import DFlash2Config, DraftConfig, DSparkConfig, LayerAttention
 from blockdraft.nn.dspark import DSparkNetwork
+from blockdraft.nn.eagle3 import Eagle3Config, Eagle3Network
+from blockdraft.nn.medusa import MedusaConfig, MedusaNetwork
+from blockdraft.nn.mtp import MTPConfig, MTPNetwork
 
 if "PYTEST_XDIST_WORKER" not in os.environ and cache_folder().name == "tests-cache":
     shutil.rmtree(cache_folder() / "costs", ignore_errors=True)
@@ -147,6 +151,70 @@ def tiny_dspark_dir(tmp_path_factory: pytest.TempPathFactory, tiny_drafter_dir: 
                 weight += torch.randn_like(weight)
     network.load_state_dict(tensors, strict=False)
     write_checkpoint(folder, config, network.state_dict())
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_eagle3_dir(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Path:
+    """A random EAGLE-3 drafter for `tiny_target_dir` that guesses 5 tokens at most, among 120 of the vocabulary."""
+    folder = tmp_path_factory.mktemp("tiny") / "eagle3"
+    config = Eagle3Config(
+        hidden_size=HIDDEN_SIZE,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=len(tiny_tokenizer()),
+        draft_vocab_size=120,
+        taps=(0, 1),
+        num_target_layers=TARGET_LAYERS,
+        block_size=6,
+        max_position_embeddings=MAX_CONTEXT,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        network = Eagle3Network(config)
+        network.keep(torch.randperm(config.vocab_size)[:120].sort().values)
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter += 0.2 * torch.randn_like(parameter)
+    eagle3.LAYOUT.write(folder, Checkpoint(config, network.state_dict()), None, ())
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_medusa_dir(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Path:
+    """Three random Medusa heads of two blocks for `tiny_target_dir`."""
+    folder = tmp_path_factory.mktemp("tiny") / "medusa"
+    config = MedusaConfig(HIDDEN_SIZE, len(tiny_tokenizer()), TARGET_LAYERS, num_heads=3, num_layers=2)
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        network = MedusaNetwork(config)
+        tensors = {name: weight + 0.3 * torch.randn_like(weight) for name, weight in network.state_dict().items()}
+    find_layout("medusa").write(folder, Checkpoint(config, tensors), None, ())
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_mtp_dir(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Path:
+    """A random MTP head of three steps for `tiny_target_dir`."""
+    folder = tmp_path_factory.mktemp("tiny") / "mtp"
+    config = MTPConfig(
+        hidden_size=HIDDEN_SIZE,
+        intermediate_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=MAX_CONTEXT,
+        vocab_size=len(tiny_tokenizer()),
+        num_target_layers=TARGET_LAYERS,
+        block_size=4,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(6)
+        network = MTPNetwork(config)
+        tensors = {name: weight + 0.2 * torch.randn_like(weight) for name, weight in network.state_dict().items()}
+    find_layout("mtp").write(folder, Checkpoint(config, tensors), None, ())
     return folder
 
 

@@ -72,6 +72,19 @@ def test_there_and_back(
     assert drafted(source, target) == drafted(tmp_path / "there", target) == drafted(tmp_path / "back", target)
 
 
+def test_eagle3_there_and_back(
+    export: Run, tmp_path: Path, target: Target, tiny_eagle3_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export(tiny_eagle3_dir, "--format", "eagle3_speculators", "--out", tmp_path / "there") == 0
+    assert export(tmp_path / "there", "--format", "eagle3", "--out", tmp_path / "back") == 0
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (tiny_eagle3_dir, tmp_path / "back"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    answers = [drafted(folder, target)[0] for folder in (tiny_eagle3_dir, tmp_path / "there", tmp_path / "back")]
+    assert answers[0] == answers[1] == answers[2]
+    assert export(tiny_eagle3_dir, "--out", tmp_path / "zlab") == 2
+    assert "write the drafter in a layout of its own" in capsys.readouterr().err
+
+
 def test_a_reduced_vocabulary_stays_reduced(
     export: Run, tmp_path: Path, target: Target, tiny_drafter_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -93,8 +93,8 @@ def test_unknown_drafters_are_refused(tmp_path: Path, target: Target) -> None:
     with pytest.raises(ValueError, match="fetch it: hf download owner/a-drafter --local-dir DIR"):
         load_drafter("owner/a-drafter", target=target)
     config = tmp_path / "config.json"
-    config.write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"]}))
-    with pytest.raises(ValueError, match=r"LlamaForCausalLMEagle3.*dflash \(DFlashDraftModel.*draft_lm \(.* more\)"):
+    config.write_text(json.dumps({"architectures": ["HydraModel"]}))
+    with pytest.raises(ValueError, match=r"HydraModel.*dflash \(DFlashDraftModel.*draft_lm \(.* more\)"):
         load_drafter(tmp_path, target=target)
     config.write_text("{")
     with pytest.raises(ValueError, match="no JSON object"):

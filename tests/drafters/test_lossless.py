@@ -24,6 +24,9 @@ FOLDERS = {
     "dflash2": "tiny_dflash2_dir",
     "draft_lm": "tiny_lm_dir",
     "dspark": "tiny_dspark_dir",
+    "eagle3": "tiny_eagle3_dir",
+    "medusa": "tiny_medusa_dir",
+    "mtp": "tiny_mtp_dir",
     "none": None,
     "prompt_lookup": None,
 }

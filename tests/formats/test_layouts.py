@@ -8,15 +8,15 @@ from blockdraft.formats import find_layout, layout_of, layouts, read_drafter
 
 
 def test_layouts_go_by_their_file_names() -> None:
-    assert sorted(layouts()) == ["speculators", "zlab"]
+    assert sorted(layouts()) == ["eagle3", "eagle3_speculators", "medusa", "mtp", "speculators", "zlab"]
     assert find_layout("zlab") is layouts()["zlab"]
-    with pytest.raises(ValueError, match="format is 'gguf'; it must be one of zlab, speculators"):
+    with pytest.raises(ValueError, match="format is 'gguf'; it must be one of zlab, speculators, mtp, med"):
         find_layout("gguf")
 
 
 def test_a_folder_is_read_in_its_own_layout(tiny_drafter_dir: Path, tiny_target_dir: Path) -> None:
     assert read_drafter(tiny_drafter_dir, None, 3).config.block_size == 8
-    with pytest.raises(ValueError, match=r"config\.json is no drafter's; there are speculators, zlab"):
+    with pytest.raises(ValueError, match=r"config\.json is no drafter's; there are eagle3, .*, speculators, zlab"):
         read_drafter(tiny_target_dir, None, 3)
 
 
@@ -26,3 +26,4 @@ def test_what_is_no_drafters() -> None:
     assert layout_of({"architectures": ["DFlashDraftModel"]}) is layouts()["zlab"]
     ours = {"architectures": ["DFlashDraftModel"], "speculators_model_type": "dflash"}
     assert layout_of(ours) is layouts()["speculators"]
+    assert layout_of({**ours, "speculators_model_type": "eagle3"}) is layouts()["eagle3_speculators"]

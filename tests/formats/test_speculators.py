@@ -133,7 +133,7 @@ def test_what_equals_the_defaults_of_transformers_may_be_absent() -> None:
 @pytest.mark.parametrize(
     ("raw", "told"),
     [
-        (changed(speculators_model_type="eagle3"), r"speculators_model_type is 'eagle3'; it must be one of \['dflash'"),
+        (changed(speculators_model_type="mtp"), r"speculators_model_type is 'mtp'; it must be one of \['dflash'"),
         (changed(sample_from_anchor=True), "sample_from_anchor is True; it must be False; another convention"),
         (changed(aux_hidden_state_layer_ids=None), "aux_hidden_state_layer_ids is absent"),
         (changed(aux_hidden_state_layer_ids=[0, 2, 6]), r"aux_hidden_state_layer_ids is \[0, 2, 6\]; .* from 1 to 7"),

@@ -72,7 +72,8 @@ def run(case: Case, models: Models) -> Outcome:
             if drafting.drawn and ask.params.temperature > 0:
                 _check_rules(found[number], ask, target, here)
                 fixed = "auto" not in (drafting.block_size, drafting.tree_budget)
-                if fixed and case.way in COMPILED:  # where neighbours change no bit of a drafter's law
+                # Where neighbours change no bit of a drafter's law.
+                if fixed and case.way in COMPILED and case.drafter != "eagle3":
                     again = Engine(target, drafter, 1, drafting)
                     alone = again.submit(prompts[number], ask.params, drafting=ask.bounds).result()
                     again.close()

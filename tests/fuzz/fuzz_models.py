@@ -16,11 +16,15 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from conftest import tiny_tokenizer  # noqa: E402
 
 from blockdraft import Drafter, Target, load_drafter, load_target  # noqa: E402
+from blockdraft.formats import Checkpoint, eagle3, find_layout  # noqa: E402
 from blockdraft.formats.zlab import write_checkpoint  # noqa: E402
 from blockdraft.nn.dflash import DFlashNetwork  # noqa: E402
 from blockdraft.nn.dflash2 import DFlash2Network  # noqa: E402
 from blockdraft.nn.draft_config import DFlash2Config, DraftConfig, DSparkConfig, LayerAttention  # noqa: E402
 from blockdraft.nn.dspark import DSparkNetwork  # noqa: E402
+from blockdraft.nn.eagle3 import Eagle3Config, Eagle3Network  # noqa: E402
+from blockdraft.nn.medusa import MedusaConfig, MedusaNetwork  # noqa: E402
+from blockdraft.nn.mtp import MTPConfig, MTPNetwork  # noqa: E402
 
 FAMILIES = ("qwen3", "llama", "gemma3_text", "qwen2", "mistral", "gemma2")
 # Arguments of `load_target`.
@@ -37,11 +41,13 @@ FEW_BITS = tuple(way for way, options in WAYS.items() if "quantize" in options)
 ROUNDED = tuple(way for way, options in WAYS.items() if {"quantize", "kv_dtype"} & {*options})
 COMPILED = ("compiled", *ROUNDED)
 DRAFTERS = ("dflash", "dflash2", "dspark", "draft_lm", "prompt_lookup", "none")
+LATER = ("eagle3", "medusa", "mtp")  # cases of which came later than seeds with the others
 NETWORKS: dict[str, type[DFlashNetwork]] = {
     "dflash": DFlashNetwork,
     "dflash2": DFlash2Network,
     "dspark": DSparkNetwork,
 }
+TRAINED = (*NETWORKS, *LATER)  # what has a folder that is written here
 MAX_CONTEXT = 512
 LOUD = 7  # words
 KEPT = 3  # models in memory at a time
@@ -118,6 +124,39 @@ def write_target(number: int, folder: Path, disturbed: float = 0.0) -> None:
         tiny_tokenizer().save_pretrained(folder)
 
 
+def write_eagle3(number: int, folder: Path) -> None:
+    """Write a random EAGLE-3 drafter for a model, which guesses among the loud words and some others."""
+    random, (_, fields) = Random(f"{number} eagle3"), target_fields(number)
+    kv_heads, target_layers, size = random.randint(1, 2), fields["num_hidden_layers"], fields["vocab_size"]
+    kept = sorted({*range(LOUD), *random.sample(range(size), random.randint(1, size))})
+    norm = random.choice(("", "fc_norm", "norm_before_fc"))
+    config = Eagle3Config(
+        hidden_size=fields["hidden_size"],
+        intermediate_size=random.randint(20, 90),
+        num_attention_heads=kv_heads * random.randint(1, 3),
+        num_key_value_heads=kv_heads,
+        head_dim=random.choice((4, 8, 12, 16)),
+        vocab_size=size,
+        draft_vocab_size=len(kept),
+        taps=tuple(random.sample(range(target_layers), random.randint(1, target_layers))),
+        num_target_layers=target_layers,
+        block_size=random.randint(2, 12),
+        max_position_embeddings=MAX_CONTEXT,
+        norm_before_residual=random.random() < 0.5,
+        norm_output=random.random() < 0.5,
+        **{norm: True} if norm else {},
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(number)
+        network = Eagle3Network(config)
+        network.keep(torch.tensor(kept))
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter += 0.2 * torch.randn_like(parameter)
+            network.lm_head.weight[LOUD:] *= 0.1  # as in the targets
+    eagle3.LAYOUT.write(folder, Checkpoint(config, network.state_dict()), None, ())
+
+
 def write_drafter(number: int, kind: str, folder: Path) -> None:
     """Write a random drafter of the DFlash family for a model."""
     random, (_, fields) = Random(f"{number} {kind}"), target_fields(number)
@@ -161,6 +200,28 @@ def write_drafter(number: int, kind: str, folder: Path) -> None:
     write_checkpoint(folder, config, network.state_dict())
 
 
+def write_heads(number: int, kind: str, folder: Path) -> None:
+    """Write random heads on the last hidden state of a model."""
+    random, (_, fields) = Random(f"{number} {kind}"), target_fields(number)
+    names = {"hidden_size": "hidden_size", "vocab_size": "vocab_size", "num_target_layers": "num_hidden_layers"}
+    values: dict[str, Any] = {name: fields[theirs] for name, theirs in names.items()}
+    config: Any
+    if kind == "medusa":
+        values |= {"num_heads": random.randint(1, 6), "num_layers": random.randint(1, 2)}
+        config = MedusaConfig(**values, shared_head=random.random() < 0.5)
+    else:
+        kv_heads = random.randint(1, 2)
+        values |= {"num_attention_heads": kv_heads * random.randint(1, 3), "num_key_value_heads": kv_heads}
+        values |= {"intermediate_size": random.randint(20, 90), "head_dim": random.choice((4, 8, 12, 16))}
+        values |= {"block_size": random.randint(2, 7)}
+        config = MTPConfig(**values, normed_feedback=random.random() < 0.5)
+    with torch.random.fork_rng():
+        torch.manual_seed(number)
+        network = MedusaNetwork(config) if kind == "medusa" else MTPNetwork(config)
+        tensors = {name: tensor + 0.2 * torch.randn_like(tensor) for name, tensor in network.state_dict().items()}
+    find_layout(kind).write(folder, Checkpoint(config, tensors), None, ())
+
+
 class Models:
     """Targets and drafters, made when first asked for.
 
@@ -177,8 +238,12 @@ class Models:
     def _path(self, number: int, kind: str) -> Path:
         path = self._folder / f"{number}-{kind}"
         if not path.exists():
-            if kind in NETWORKS:
+            if kind == "eagle3":
+                write_eagle3(number, path)
+            elif kind in NETWORKS:
                 write_drafter(number, kind, path)
+            elif kind in LATER:
+                write_heads(number, kind, path)
             else:
                 write_target(number, path, 0.03 if kind == "draft_lm" else 0.0)
         return path
@@ -189,7 +254,7 @@ class Models:
         return target
 
     def _drafter(self, number: int, way: str, kind: str) -> Drafter:
-        path = self._path(number, kind) if kind == "draft_lm" or kind in NETWORKS else kind
+        path = self._path(number, kind) if kind == "draft_lm" or kind in TRAINED else kind
         return load_drafter(path, target=self.target(number, way))
 
     def _reference(self, number: int) -> Any:

@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 
 from blockdraft.drafters import load_drafter
-from blockdraft.formats import Borrowed, speculators, zlab
+from blockdraft.formats import Borrowed, read_drafter, speculators, zlab
 from blockdraft.nn.draft_config import LayerAttention
+from blockdraft.nn.eagle3 import Eagle3Config, Eagle3Network
+from blockdraft.proposal import Plan
 from blockdraft.targets import Target, embedding_and_head, load_target
-from blockdraft.training.export import Format, convert
+from blockdraft.training.export import Format, convert, export
+from blockdraft.types import SamplingParams
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of its imports
@@ -122,3 +125,40 @@ def test_we_read_what_they_write(
     assert found == config and own.kept is None
     assert all(torch.equal(theirs_again[name], tensors[name]) for name in tensors)
     assert type(load_drafter(tmp_path / "again", target=target)) is type(load_drafter(source, target=target))
+
+
+@pytest.mark.parametrize(
+    "flags", [{}, {"norm_before_residual": True}, {"norm_before_fc": True}, {"qk_norm": True, "draft_vocab_size": 265}]
+)
+def test_eagle3(tmp_path: Path, target: Target, tiny_target_dir: Path, flags: dict[str, Any]) -> None:
+    """The guesses that they make in their unrolled training are those that ours makes in drafting; and back."""
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_target_layers": target.num_layers}
+    sizes |= {"hidden_size": target.hidden_size, "intermediate_size": 48, "vocab_size": target.vocab_size}
+    config = Eagle3Config(**{**sizes, "draft_vocab_size": 60, "taps": (1, 0), "rope_theta": 5e4, **flags})
+    torch.manual_seed(7)
+    network = Eagle3Network(config)
+    network.keep(torch.randperm(target.vocab_size)[: config.draft_vocab_size].sort().values)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter += 0.2 * torch.randn_like(parameter)
+    written = Format("eagle3_speculators", str(tiny_target_dir), ARCHITECTURES)
+    export(tmp_path / "ours", written, config, network.state_dict(), target)
+    model, drafter = theirs(tmp_path / "ours"), load_drafter(tmp_path / "ours", target=target)
+    seen = set()
+    for anchor in range(1, CONTEXT - 7):
+        features = torch.randn(1, CONTEXT, 2 * target.hidden_size)
+        tokens = torch.randint(4, target.vocab_size, (1, CONTEXT + 1))
+        state = drafter.new_state(1, CONTEXT)
+        drafter.observe(state, tokens[:, :anchor], features[:, :anchor], [anchor])
+        proposal = drafter.propose(state, tokens[:, anchor], Plan(8, [SamplingParams()]))
+        tokens[:, anchor : anchor + 8] = proposal.tokens  # their steps get the tokens of the text
+        with torch.no_grad():
+            found = model(features, tokens[:, 1:], torch.zeros(1, CONTEXT, dtype=torch.long), ttt_steps=7)
+        guesses = network.kept[torch.stack([step[0, anchor - 1] for step in found])].tolist()
+        assert proposal.tokens[0, 1:].tolist() == guesses
+        seen |= {*guesses}
+    assert len(seen) > 5
+    model.save_pretrained(tmp_path / "again")
+    again = read_drafter(tmp_path / "again", None, target.num_layers)
+    assert again.config == config
+    assert all(torch.equal(again.tensors[name], tensor) for name, tensor in network.state_dict().items())

@@ -1,8 +1,9 @@
 import random
 
 import pytest
+import torch
 
-from blockdraft.proposal import best_count
+from blockdraft.proposal import best_count, next_pays
 
 
 def test_best_count_is_the_best_of_all_counts_whatever_the_times() -> None:
@@ -44,3 +45,11 @@ def test_trust_scales_what_is_expected() -> None:
         rates = [(2 + trust * sum(sum(row[:n]) for row in rows)) / seconds[n] for n in range(4)]
         assert best_count(rows, seconds, trust) == rates.index(max(rates))
     assert best_count(rows, seconds, 0.1) == 0 < best_count(rows, seconds, 1.0)
+
+
+def test_another_guess_is_taken_to_be_as_likely_as_the_last() -> None:
+    expected, survival = torch.tensor([0.5, 0.0]), torch.tensor([0.5, 0.0])  # the second row gets no guesses
+    # Of one guess a row 2.5 tokens, of two 3.
+    assert next_pays(expected, survival, 1, [1.0, 1.0, 1.19])
+    assert not next_pays(expected, survival, 1, [1.0, 1.0, 1.2])
+    assert not next_pays(expected, survival, 1, [1.0, 1.0, 1.19], trust=0.5)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockdraft.proposal import Proposal, best_count, best_first, depths, lattice_tree, paying_tree
+from blockdraft.proposal import Proposal, best_count, best_first, best_of, depths, lattice_tree, paying_tree
 
 ANCHOR = torch.tensor([7])
 
@@ -209,3 +209,43 @@ def test_impossible_candidates_of_a_lattice_are_left_out() -> None:
     assert proposal.parents.tolist() == [[-1, 0, 1, 1]]
     nothing = lattice_tree(ANCHOR, torch.full((1, 2, 3, 3), torch.nan), ids, 5)
     assert nothing.tokens.tolist() == [[7]]
+
+
+def grown(depth: int, width: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Candidates of two rows, grown level by level: each has `width` children of random chances."""
+    generator = torch.Generator().manual_seed(seed)
+    log_probs, parents, begin = torch.zeros(2, 0), [-1], 0
+    places: list[int] = []
+    for level in range(depth):
+        new = [parent for parent in parents for _ in range(width)]
+        before = torch.zeros(2, len(new)) if level == 0 else log_probs[:, new]
+        log_probs = torch.cat([log_probs, before - 3 * torch.rand(2, len(new), generator=generator)], dim=1)
+        places += new
+        parents, begin = list(range(begin, begin + len(new))), begin + len(new)
+    return log_probs, torch.tensor([places, places]), torch.arange(100, 100 + len(places)).expand(2, -1)
+
+
+@pytest.mark.parametrize("budget", [1, 5, 12, 99])
+def test_of_grown_guesses_the_likeliest_are_taken_with_their_parents(budget: int) -> None:
+    log_probs, parents, tokens = grown(depth=3, width=3, seed=1)
+    log_probs[1, 4:] = -torch.inf
+    log_probs[1, 3] = torch.nan
+    proposal = best_of(torch.tensor([7, 8]), log_probs, parents, tokens, budget)
+    for row, count in enumerate((min(budget, 39), min(budget, 3))):
+        kept = log_probs[row].where(~log_probs[row].isnan(), -torch.inf).topk(count).indices.tolist()
+        found, before = proposal.tokens[row].tolist(), proposal.parents[row].tolist()
+        assert found[: 1 + count] == [7 + row, *(100 + guess for guess in kept)]
+        for node in range(1, 1 + count):
+            parent = int(parents[row, found[node] - 100])
+            assert found[before[node]] == (100 + parent if parent >= 0 else 7 + row)
+        assert before[1 + count :] == [-1] * (len(before) - 1 - count)
+
+
+def test_grown_guesses_are_cut_to_those_that_pay() -> None:
+    log_probs, parents, tokens = grown(depth=3, width=3, seed=2)
+    seconds = [1 + 0.1 * n for n in range(40)]
+    cut = best_of(torch.tensor([7, 8]), log_probs, parents, tokens, 39, seconds, trust=0.8)
+    worth = log_probs.exp().sort(dim=-1, descending=True).values.tolist()
+    count = best_count(worth, seconds, 0.8)
+    assert 0 < count < 39 and cut.tokens.shape == (2, 1 + count)
+    assert cut.expected == pytest.approx([sum(row[:count]) for row in worth])

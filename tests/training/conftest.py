@@ -1,16 +1,19 @@
 """What tests of the trainer and of its variants share."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
+from blockdraft.data.documents import DataWriter, Document, tokenizer_fingerprint
 from blockdraft.data.features import tapped_features
-from blockdraft.drafters import Drafter
+from blockdraft.drafters import Drafter, load_drafter
+from blockdraft.engine import Engine
 from blockdraft.proposal import Plan
-from blockdraft.targets import Target
+from blockdraft.targets import Target, load_target
 from blockdraft.training.batches import Rows
 from blockdraft.training.objectives import Slots
 from blockdraft.training.variants import Variant
@@ -74,6 +77,32 @@ def check_parity(
     logits = variant.logits(network, target, hidden)
     assert torch.equal(variant.guesses(network, Slots(hidden, logits, blocks, taught)), guesses)
     return logits, expected
+
+
+class Answered(NamedTuple):
+    """Prompts, how they are answered, and plain decoding's answers, which are also data to learn from in `folder`."""
+
+    prompts: list[list[int]]
+    params: list[SamplingParams]
+    answers: list[list[int]]
+    folder: Path
+
+
+@pytest.fixture(scope="session")
+def answered(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Answered:
+    target = load_target(tiny_target_dir)
+    assert target.tokenizer is not None
+    prompts = [[5 + i, 9, 90 - i] for i in range(16)]
+    params = [SamplingParams(16 + i % 5, 0.0 if i % 3 else 0.3, seed=i) for i in range(16)]
+    plain = Engine(target, load_drafter("none", target=target), max_batch_size=3).generate(prompts, params)
+    folder = tmp_path_factory.mktemp("answered") / "data"
+    writer = DataWriter(folder, {"tokenizer": tokenizer_fingerprint(target.tokenizer)})
+    writer.begin()
+    for row, (prompt, one) in enumerate(zip(prompts, plain, strict=True)):
+        ids = torch.tensor(prompt + one.token_ids)
+        writer.add(row, [Document(ids, torch.arange(len(ids)) >= len(prompt))])
+    writer.finish()
+    return Answered(prompts, params, [one.token_ids for one in plain], folder)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from blockdraft import Engine, load_drafter, load_target
-from blockdraft.data.documents import DataWriter, Document, read_data, tokenizer_fingerprint
+from blockdraft.data.documents import read_data
 from blockdraft.formats import layouts
 from blockdraft.settings import read_settings
 from blockdraft.training import checkpoints
@@ -20,7 +20,6 @@ from blockdraft.training.devices import make_accelerator
 from blockdraft.training.export import Format, convert, export
 from blockdraft.training.trainer import Telling, run_folder, train
 from blockdraft.training.variants import find_variant, variant_names
-from blockdraft.types import SamplingParams
 
 ROOMS = {"nn": "nn", "formats": "formats", "drafters": "drafters", "variants": "training.variants"}
 FLAGS = {"block-size": "5", "length": "40", "batch": "4", "anchors": "6", "held-out": "6", "learning-rate": "1e-2"}
@@ -64,29 +63,18 @@ def test_it_is_found_in_every_room() -> None:
 
 @pytest.mark.slow
 def test_it_learns_the_targets_answers_and_decodes_them_losslessly(
-    run: Run, tmp_path: Path, tiny_target_dir: Path
+    run: Run, tmp_path: Path, tiny_target_dir: Path, answered: Any
 ) -> None:
     target = load_target(tiny_target_dir)
-    assert target.tokenizer is not None
-    prompts = [[5 + i, 9, 90 - i] for i in range(16)]
-    params = [SamplingParams(16 + i % 5, 0.0 if i % 3 else 0.3, seed=i) for i in range(16)]
-    plain = Engine(target, load_drafter("none", target=target), max_batch_size=3).generate(prompts, params)
-    writer = DataWriter(tmp_path / "data", {"tokenizer": tokenizer_fingerprint(target.tokenizer)})
-    writer.begin()
-    for row, (prompt, one) in enumerate(zip(prompts, plain, strict=True)):
-        ids = torch.tensor(prompt + one.token_ids)
-        writer.add(row, [Document(ids, torch.arange(len(ids)) >= len(prompt))])
-    writer.finish()
-
     out = tmp_path / "drafter"
     changes = {"steps": "40", "objective": "decay=0.5,forward_kl=0.5", "held-out": "2", "eval-every": "0", "batch": "2"}
-    lines = run(out, data=tmp_path / "data", **changes)
+    lines = run(out, data=answered.folder, **changes)
     assert sum(line["loss"] for line in lines[-5:]) < 0.75 * sum(line["loss"] for line in lines[:5])
     assert 1 <= lines[-1]["tau"] <= 5 and len(lines[-1]["held_out_accuracy"]) == 4
     drafter = load_drafter(out, target=target)
     assert type(drafter).__name__ == "ToyDrafter" and drafter.block_size == 5
-    drafted = Engine(target, drafter, max_batch_size=3).generate(prompts, params)
-    assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]
+    drafted = Engine(target, drafter, max_batch_size=3).generate(answered.prompts, answered.params)
+    assert [one.token_ids for one in drafted] == answered.answers
     assert sum(one.tau for one in drafted) > 1.15 * len(
         drafted
     )  # it was right often, and so observed several at a time

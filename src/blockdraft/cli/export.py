@@ -23,7 +23,7 @@ def export(
     revision: Revision = None,
     to_format: Annotated[
         str,
-        typer.Option("--format", metavar="NAME", help="What to write: zlab, speculators; docs/export.md says more."),
+        typer.Option("--format", metavar="NAME", help="What to write: zlab, speculators, or others of docs/export.md."),
     ] = "zlab",
     target_name: Annotated[
         str | None,

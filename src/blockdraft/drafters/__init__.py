@@ -85,14 +85,14 @@ def _load(path: str | Path | None, target: Target) -> Drafter:
         found = raw.get("architectures") or []
     except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
         raise UsageError(f"{folder / 'config.json'} is no JSON object ({error}); fetch or copy it again.") from error
-    for architecture in found:
-        for entry in known.values():
-            if architecture in entry.architectures:
-                drafter = entry.load(folder, target)
-                told = other_target_warning(folder, trained_for(raw), target)
-                if told:
-                    logging.getLogger(__name__).warning(told)
-                return drafter
+    kinds = [entry for entry in known.values() if entry.claims(raw)]
+    kinds += [entry for name in found for entry in known.values() if name in entry.architectures]
+    if kinds:
+        drafter = kinds[0].load(folder, target)
+        told = other_target_warning(folder, trained_for(raw), target)
+        if told:
+            logging.getLogger(__name__).warning(told)
+        return drafter
     others = ", ".join(f"{name} ({_few(entry.architectures)})" for name, entry in known.items() if entry.architectures)
     raise UsageError(f"{folder} holds the architecture {found}; the drafters known here are {others}.")
 

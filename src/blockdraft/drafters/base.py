@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
 from blockdraft.errors import UsageError
+from blockdraft.formats import check_fits, read_drafter
 from blockdraft.nn.draft_config import DraftConfig
 from blockdraft.proposal import Plan, Proposal
 from blockdraft.targets import Target
@@ -89,6 +91,7 @@ class Entry:
     Attributes:
         load: Makes the drafter of a folder for a target. One that needs no folder gets None.
         architectures: Names in config.json that it reads. One that has none needs no folder and goes by its file name.
+        claims: Whether a parsed config.json is its own whatever name is there; asked before the names.
         network: Class of its network, as training makes it; None without one.
         layouts: Files of `formats/` that hold it, the one that training writes first.
         variant: File of `training/variants/` that trains it; None where nothing does.
@@ -97,10 +100,32 @@ class Entry:
 
     load: Callable[[Any, Target], Drafter]
     architectures: tuple[str, ...] = ()
+    claims: Callable[[Mapping[str, Any]], bool] = lambda raw: False
     network: type[nn.Module] | None = None
     layouts: tuple[str, ...] = ()
     variant: str | None = None
     drafter: Callable[[Any, Target], Drafter] | None = None
+
+
+N = TypeVar("N", bound=nn.Module)
+
+
+def read_network(path: Path, target: Target, kind: Callable[[Any], N]) -> N:
+    """The network of a folder, in the target's dtype and on its device.
+
+    Args:
+        kind: Makes it of the configuration that the folder holds.
+
+    Raises:
+        ValueError: The folder cannot be read, or its drafter is not for this target.
+    """
+    found = read_drafter(path, target.tokenizer.get_vocab() if target.tokenizer else None, target.num_layers)
+    sizes = {"hidden_size": target.hidden_size, "num_layers": target.num_layers, "vocab_size": target.vocab_size}
+    check_fits(found.config, **sizes)
+    with torch.device("meta"):
+        network = kind(found.config)
+    network.load_state_dict(found.tensors, assign=True)
+    return network.to(target.device, target.dtype)
 
 
 @runtime_checkable

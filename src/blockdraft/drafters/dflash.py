@@ -119,17 +119,7 @@ class DFlashDrafter:
 
     def _guess(self, anchor: Tensor, hidden: Tensor, logits: Tensor, plan: Plan) -> Proposal:
         """A proposal from the D slots behind the anchors: their hidden states `[B, D, H]` and logits `[B, D, V]`."""
-        if plan.draws is not None and any(params.temperature > 0 for params in plan.params):
-            return drawn_chain(anchor, logits, plan)
-        if plan.tree_budget == 0 and plan.cycle_seconds is None:
-            return chain(torch.cat([anchor[:, None], best_tokens(logits)], dim=1))
-        log_probs = log_probabilities(logits, plan.params)
-        if plan.tree_budget > 0 and plan.cycle_seconds is not None:
-            return paying_tree(anchor, log_probs, plan.tree_budget, plan.cycle_seconds, plan.trust)
-        ranks = min(plan.tree_budget, logits.size(-1)) or 1
-        best = log_probs.topk(ranks, dim=-1)
-        budget = plan.tree_budget or plan.block_size - 1
-        return best_first(anchor, best.values, best.indices, budget, plan.cycle_seconds, plan.trust)
+        return independent_guesses(anchor, logits, plan)
 
     def _refined_pass(self, state: KVCache, anchor: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
         """Hidden states `[B, D, H]` and logits `[B, D, V]` of the D = block_size - 1 guesses after the last draft pass.
@@ -167,6 +157,26 @@ class DFlashDrafter:
         logits = self.network.adjust_logits(logits)
         mark(HEAD)
         return hidden, logits
+
+
+def independent_guesses(anchor: Tensor, logits: Tensor, plan: Plan) -> Proposal:
+    """A proposal of guesses whose laws do not depend on each other: as many as the plan asks for.
+
+    Args:
+        anchor: `[B]` int64.
+        logits: `[B, D, V]` of the D places behind the anchors.
+    """
+    if plan.draws is not None and any(params.temperature > 0 for params in plan.params):
+        return drawn_chain(anchor, logits, plan)
+    if plan.tree_budget == 0 and plan.cycle_seconds is None:
+        return chain(torch.cat([anchor[:, None], best_tokens(logits)], dim=1))
+    log_probs = log_probabilities(logits, plan.params)
+    if plan.tree_budget > 0 and plan.cycle_seconds is not None:
+        return paying_tree(anchor, log_probs, plan.tree_budget, plan.cycle_seconds, plan.trust)
+    ranks = min(plan.tree_budget, logits.size(-1)) or 1
+    best = log_probs.topk(ranks, dim=-1)
+    budget = plan.tree_budget or plan.block_size - 1
+    return best_first(anchor, best.values, best.indices, budget, plan.cycle_seconds, plan.trust)
 
 
 def drawn_chain(anchor: Tensor, logits: Tensor, plan: Plan) -> Proposal:
@@ -212,7 +222,7 @@ def load(
     config, borrowed, head = found.config, found.borrowed, None
     check_fits(config, hidden_size=target.hidden_size, num_layers=target.num_layers, vocab_size=target.vocab_size)
     if borrowed is not None:
-        _check_borrowed(path, borrowed, target)
+        check_borrowed(path, borrowed, target)
         if borrowed.kept is not None and borrowed.head is not None:
             head = ReducedHead(borrowed.head, borrowed.kept, target.vocab_size)
     with torch.device("meta"):
@@ -222,7 +232,7 @@ def load(
     return kind(network, target, diffusion_steps, noise_schedule, path, head, owned=True)
 
 
-def _check_borrowed(path: Path, borrowed: Borrowed, target: Target) -> None:
+def check_borrowed(path: Path, borrowed: Borrowed, target: Target) -> None:
     """Raise a ValueError where a checkpoint's copies of the target's weights are those of another model. Some rows of
     the embedding and some columns of the head are enough to tell; a cut head may have been trained."""
     pairs: dict[str, tuple[Tensor, Tensor]] = {}

@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from blockdraft.drafters.base import Entry
 from blockdraft.errors import UsageError
-from blockdraft.proposal import Plan, Proposal, SparseLaw, chain, chain_laws, cut_laws
+from blockdraft.proposal import Plan, Proposal, SparseLaw, chain, chain_laws, cut_laws, next_pays
 from blockdraft.sampling import best_tokens, draw, probabilities
 from blockdraft.targets import Cache, Target, load_target
 from blockdraft.timing import GUESSES, PASS, mark
@@ -160,10 +160,8 @@ class DraftLMDrafter:
         expected = torch.zeros(len(room), device=anchor.device)  # guesses of each row, times their survival
         survival = torch.tensor([float(free > 0) for free in room], device=anchor.device)
         for depth in range(max(room) if seconds is None else min(max(room), len(seconds) - 1)):
-            if seconds:  # the next guess is taken to be as likely as the last
-                now, more = (len(room) + plan.trust * float(x.sum()) for x in (expected, expected + survival))
-                if more / seconds[depth + 1] <= now / seconds[depth]:
-                    break
+            if seconds and not next_pays(expected, survival, depth, seconds, plan.trust):
+                break
             if depth == 0:
                 logits = self._read(state, known)
             else:

@@ -11,16 +11,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.find import layout_of
-from blockdraft.formats.stored import open_tensors
+from blockdraft.formats.stored import Stored, open_tensors, stored
 from blockdraft.nn.draft_config import need
 
 TRAINED_FOR = "target_fingerprint"  # key of config.json
+PICKLED = "pytorch_model.bin"
 
 
 @contextmanager
@@ -47,24 +49,42 @@ def trained_for(raw: Any) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def read_tensors(path: str | Path) -> dict[str, Tensor]:
-    """All tensors of a folder's safetensors files, which may have any names, on the CPU; a prefix `model.` is left out.
+def read_tensors(path: str | Path, pickle: str = PICKLED) -> dict[str, Tensor]:
+    """All tensors of a folder's safetensors files, which may have any names, or where there are none of the file
+    `pickle`, on the CPU; a prefix `model.` is left out.
 
     Raises:
-        ValueError: There is no such file, one is broken, or two hold the same tensor.
+        ValueError: There is no such file, one is broken or holds more than tensors, or two hold the same tensor.
     """
     tensors: dict[str, Tensor] = {}
     files = sorted(Path(path).glob("*.safetensors"))
+    pickled = Path(path, pickle)
     with blaming(Path(path, "config.json")):
-        need(len(files) > 0, "*.safetensors", None, "beside it; copy the drafter's weights there")
-    for file in files:
+        need(len(files) > 0 or pickled.is_file(), "*.safetensors", None, "beside it; copy the drafter's weights there")
+    for file in files or [pickled]:
         with blaming(file):
-            for name, stored in open_tensors([str(file)]).items():
+            found = _unpickled(file) if file == pickled else open_tensors([str(file)])
+            for name, one in found.items():
                 name = name.removeprefix("model.")
                 need(name not in tensors, name, "a repeated tensor", "in one file; keep one copy of the weights")
                 # Copied, so that what is freed is free, and no part of a file that stays mapped.
-                tensors[name] = stored.tensor().clone()
+                tensors[name] = one.tensor().clone()
     return tensors
+
+
+def _unpickled(file: Path) -> dict[str, Stored]:
+    """The tensors of a file that torch has pickled; nothing else is made of it."""
+    try:
+        found = torch.load(file, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # it fails by many means where the content is something else
+        told = str(error).split("\n", 1)[0]
+        raise UsageError(f"broken, or more than tensors ({told}); copy it again, or get it as safetensors.") from error
+    named = isinstance(found, dict) and all(isinstance(name, str) for name in found)
+    sound = named and all(isinstance(one, Tensor) for one in found.values())
+    need(sound, "its content", type(found).__name__, "tensors by name")
+    return {name: stored(tensor) for name, tensor in found.items()}
 
 
 def check_tensors(expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> None:
@@ -77,7 +97,11 @@ def check_tensors(expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str,
 
 
 def write_folder(
-    path: str | Path, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], trained_for: str | None = None
+    path: str | Path,
+    raw: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    trained_for: str | None = None,
+    pickle: str | None = None,
 ) -> None:
     """Write config.json and model.safetensors. The folder appears whole or not at all.
 
@@ -86,6 +110,7 @@ def write_folder(
         raw: What config.json holds.
         trained_for: As in `Checkpoint`; it goes there too.
         tensors: On any device, contiguous or not.
+        pickle: Name of a file that torch pickles, for readers that know no safetensors; it is written instead.
 
     Raises:
         ValueError: The folder holds something else, or the disk is full, or the like.
@@ -98,13 +123,17 @@ def write_folder(
         contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
         raw = raw if trained_for is None else {**raw, TRAINED_FOR: trained_for}
         try:
-            save_file(contiguous, new / "model.safetensors", metadata={"format": "pt"})
+            if pickle is None:
+                save_file(contiguous, new / "model.safetensors", metadata={"format": "pt"})
+            else:
+                torch.save({name: tensor.cpu().clone() for name, tensor in contiguous.items()}, new / pickle)
             (new / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
-        except (OSError, SafetensorError) as error:
+        except (OSError, RuntimeError, SafetensorError) as error:  # a RuntimeError is torch's for a full disk
             raise UsageError(
                 f"{path} cannot be written ({error}); free space, or choose another folder. What was there stays."
             ) from error
-        (new / "model.safetensors").chmod((new / "config.json").stat().st_mode)  # safetensors lets only the owner read
+        for file in new.glob("*.safetensors"):
+            file.chmod((new / "config.json").stat().st_mode)  # safetensors lets only the owner read
         if path.exists():
             path.rename(old)
         try:

@@ -16,20 +16,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
-from blockdraft.errors import UsageError
 from blockdraft.formats.architectures import Architecture, architecture_of, by_name, tensor_shapes
 from blockdraft.formats.base import Borrowed, Checkpoint
 from blockdraft.formats.folder import blaming, check_tensors, read_config, read_tensors, write_folder
-from blockdraft.formats.gguf import is_gguf
+from blockdraft.formats.speculators_config import ids_of, layer_config, named, taps_of
+from blockdraft.formats.vocabulary import kept_tokens, vocabulary_maps
 from blockdraft.formats.zlab import one_dtype
 from blockdraft.formats.zlab_config import config_dict as zlab_config_dict
 from blockdraft.formats.zlab_config import parse_config as parse_zlab_config
 from blockdraft.nn.draft_config import DraftConfig, need
-
-VERSION = "0.9.0"  # of the release whose keys are written
-
 
 # Fields of a configuration that the format has no key for, so that only these values can be written.
 UNSAID = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None}
@@ -77,12 +73,8 @@ def parse_config(raw: Mapping[str, Any], num_target_layers: int) -> tuple[DraftC
     told = "; another convention puts every guess one token off"
     from_anchor = raw.get("sample_from_anchor", kind.from_anchor)
     need(from_anchor is kind.from_anchor, "sample_from_anchor", from_anchor, f"{kind.from_anchor}{told}")
-    ids = raw.get("aux_hidden_state_layer_ids")
-    need(isinstance(ids, list), "aux_hidden_state_layer_ids", ids, "a list of target layers")
-    entered = all(type(i) is int and 0 < i < num_target_layers for i in ids or ())
-    limit = f"from 1 to {num_target_layers - 1}: neither the embeddings nor the last layer's output can be tapped here"
-    need(entered, "aux_hidden_state_layer_ids", ids, limit)
-    layers = _layer_config(raw.get("transformer_layer_config"))
+    taps = taps_of(raw, "aux_hidden_state_layer_ids", num_target_layers)
+    layers = layer_config(raw.get("transformer_layer_config"))
     own = {name: raw.get(name) for name in architecture.own_keys()}
     config = parse_zlab_config(
         {
@@ -95,7 +87,7 @@ def parse_config(raw: Mapping[str, Any], num_target_layers: int) -> tuple[DraftC
             "dflash_config": {
                 "block_size": raw.get("block_size"),
                 "mask_token_id": raw.get("mask_token_id"),
-                "target_layer_ids": [i - 1 for i in ids or ()],
+                "target_layer_ids": taps,
                 **own,
             },
         }
@@ -110,11 +102,6 @@ def config_dict(
     config: DraftConfig, target_name: str | None, target_architectures: Sequence[str], draft_vocab_size: int
 ) -> dict[str, Any]:
     """What config.json holds. Raises ValueError where the format has no words for the configuration."""
-    if target_name is not None and is_gguf(target_name):
-        raise UsageError(
-            f"The speculators format names the target, and its readers load no {target_name}; export with "
-            "--target-name, the folder or hub name of the model that the file was made from."
-        )
     architecture = architecture_of(config)
     kind = architecture.speculator
     others = f"one of {sorted(model_types())} in the speculators format; keep z-lab's layout (--format zlab)"
@@ -127,29 +114,16 @@ def config_dict(
     sliding = {layer.causal for layer in config.layers if layer.window is not None}
     sayable = not any(layer.causal for layer in full) and len(sliding) <= 1
     need(sayable, "layers", config.layers, "bidirectional where they are full, and alike in causality where they slide")
-    last = config.num_target_layers - 1
-    remedy = f"below the last target layer, {last}, which this format cannot list; train with other --taps for it, or "
-    remedy += "keep z-lab's layout"
-    need(max(config.taps) < last, "a tap", max(config.taps), remedy)
     flat, fields = zlab_config_dict(config), asdict(config)
     return {
         "architectures": [kind.name],
-        "speculators_model_type": kind.model_type,
-        "speculators_version": VERSION,
-        "speculators_config": {
-            "algorithm": kind.model_type,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [
-                {"proposal_type": "greedy", "speculative_tokens": config.block_size - (not kind.from_anchor)}
-            ],
-            "verifier": {"name_or_path": target_name, "architectures": [*target_architectures]},
-        },
+        **named(kind.model_type, config.block_size - (not kind.from_anchor), target_name, target_architectures),
         "transformer_layer_config": {name: flat[name] for name in LAYER_KEYS},
         "draft_vocab_size": draft_vocab_size,
         "target_hidden_size": config.hidden_size,
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
-        "aux_hidden_state_layer_ids": [tap + 1 for tap in config.taps],
+        "aux_hidden_state_layer_ids": ids_of(config),
         "sliding_window_non_causal": sliding == {False},
         "sample_from_anchor": kind.from_anchor,
         "tie_word_embeddings": False,
@@ -172,7 +146,7 @@ def read_checkpoint(path: str | Path, num_target_layers: int) -> tuple[DraftConf
         optional = ("embed_tokens.weight",) if reduced else ("embed_tokens.weight", "lm_head.weight", "t2d", "d2t")
         expected = _shapes(config, size)
         check_tensors({n: s for n, s in expected.items() if n in tensors or n not in optional}, tensors)
-        kept = _kept(tensors.pop("t2d", None), tensors.pop("d2t", None))
+        kept = kept_tokens(tensors.pop("t2d", None), tensors.pop("d2t", None))
         for name in _rows(config):
             if kept is None:
                 break
@@ -215,25 +189,12 @@ def write_checkpoint(
     size = config.vocab_size
     if borrowed.kept is not None:
         kept, size = borrowed.kept.cpu(), len(borrowed.kept)
-        written["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, kept, True)
-        written["d2t"] = kept - torch.arange(size)
-        _kept(written["t2d"], written["d2t"])
+        written |= vocabulary_maps(kept, config.vocab_size)
         for name in _rows(config):
             written[name] = written[name][kept.to(written[name].device)]
     check_tensors(_shapes(config, size, maps=borrowed.kept is not None), written)
     raw = {**config_dict(config, target_name, target_architectures, size), "dtype": dtype}
     write_folder(path, raw, written, trained_for)
-
-
-def _layer_config(raw: Any) -> dict[str, Any]:
-    """The draft layers' configuration. The format leaves out what equals the defaults of transformers."""
-    need(isinstance(raw, Mapping), "transformer_layer_config", raw, "a JSON object")
-    settings = {**raw}
-    kind = settings.pop("model_type", "qwen3")
-    try:
-        return {**AutoConfig.for_model(kind, **settings).to_dict()}
-    except Exception as error:  # transformers checks values by many means
-        raise UsageError(f"transformer_layer_config of the type {kind!r} cannot be read: {error}") from error
 
 
 def _shapes(config: DraftConfig, draft_vocab_size: int, maps: bool = True) -> dict[str, tuple[int, ...]]:
@@ -249,17 +210,6 @@ def _rows(config: DraftConfig) -> tuple[str, ...]:
     """The drafter's own tensors with a row for each token of the draft vocabulary."""
     kind = architecture_of(config).speculator
     return () if kind is None else kind.rows
-
-
-def _kept(t2d: Tensor | None, d2t: Tensor | None) -> Tensor | None:
-    """The target's ids of the draft vocabulary. Raises ValueError where the two maps contradict each other."""
-    if t2d is None or d2t is None:
-        need(t2d is None and d2t is None, "one of t2d and d2t", None, "there where the other is")
-        return None
-    ids = d2t.long() + torch.arange(len(d2t))
-    marked = t2d.nonzero().flatten()
-    need(torch.equal(ids, marked), "d2t", d2t[:5].tolist(), "offsets to the tokens that t2d marks, in ascending order")
-    return ids
 
 
 class Speculators:

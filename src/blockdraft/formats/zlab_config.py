@@ -43,7 +43,7 @@ def parse_config(raw: Mapping[str, Any], vocabulary: Mapping[str, int] | None = 
     need(name in known, "architectures", found, f"a list of one of {sorted(known)}, all that is supported")
     architecture = known[name]
     nested = _object("dflash_config", raw.get("dflash_config"))
-    theta, scaling = _rope(raw)
+    theta, scaling = rope_of(raw)
     inert = {**INERT, "target_hidden_size": (raw.get("hidden_size"),), "draft_vocab_size": (raw.get("vocab_size"),)}
     inert |= architecture.inert
     read = READ | architecture.own_keys() | {*architecture.training}
@@ -73,13 +73,13 @@ def parse_config(raw: Mapping[str, Any], vocabulary: Mapping[str, int] | None = 
 def config_dict(config: DraftConfig) -> dict[str, Any]:
     """What config.json holds, for z-lab's `dflash` under transformers 5 and for readers of older layouts. Raises
     ValueError where the layers differ in a way the format has no words for."""
+    architecture = architecture_of(config)
     layers, slides = config.layers, [layer.window is not None for layer in config.layers]
     windows, causal = {layer.window for layer in layers} - {None}, [layer.causal for layer in layers]
     sayable = len(windows) <= 1 and (causal == slides or len({*causal}) == 1)
     need(sayable, "layers", layers, "of one window, and all alike in causality or causal just where they slide")
     raw = {name: value for name, value in asdict(config).items() if name not in ("mask_token_id", "taps", "layers")}
     draft = {"block_size": config.block_size, "mask_token_id": config.mask_token_id, "target_layer_ids": [*config.taps]}
-    architecture = architecture_of(config)
     nested = {name: raw.pop(name) for name in architecture.nested}
     draft |= {**architecture.marks, **{name: value for name, value in nested.items() if value is not None}}
     if causal != slides:  # else the layer types imply it
@@ -117,8 +117,8 @@ def _pick(raw: Mapping[str, Any], name: str) -> Any:
     return _agree({name: raw.get(name), f"dflash_config.{name}": (raw.get("dflash_config") or {}).get(name)})
 
 
-def _rope(raw: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:
-    """Theta, and the scaling without it, from the three places that may hold them."""
+def rope_of(raw: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:
+    """Theta, and the scaling without it, from the three places of a config.json that may hold them."""
     thetas, scalings = {"rope_theta": raw.get("rope_theta")}, {}
     for place in ("rope_parameters", "rope_scaling"):
         rope = _object(place, raw.get(place))

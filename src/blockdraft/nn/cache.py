@@ -170,10 +170,10 @@ class KVCache:
             nodes = copied.select(-4, place)[..., length : length + count, :]
             memory[..., row + length : row + length + count, :] = nodes
 
-    def layer(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
-        """All slots of a layer, `[heads, slots, D]` of keys and of values like these, `[B, heads, N, D]`."""
+    def layer(self, layer: int, *nodes: Tensor) -> tuple[Tensor, ...]:
+        """All slots of a layer, `[heads, slots, D]` of keys, values or what else is like these, `[B, heads, N, D]`."""
         if layer not in self._layers:
-            self._layers[layer] = tuple(_zeros((t.size(1), self._slots, t.size(3)), t) for t in (keys, values))
+            self._layers[layer] = tuple(_zeros((t.size(1), self._slots, t.size(3)), t) for t in nodes)
         return self._layers[layer]
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

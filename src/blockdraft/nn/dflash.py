@@ -7,23 +7,41 @@ an `attend` function in.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias, cast
+from typing import Protocol, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from blockdraft.nn.draft_config import DraftConfig
 from blockdraft.nn.layers import GatedMLP, RMSNorm, rotate
+from blockdraft.nn.rotary import Rotary
 
 # (layer, queries [B, heads, N, D], keys and values of the block [B, kv_heads, N, D]) -> [B, heads, N, D]
 Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
+class LayerShape(Protocol):
+    """What a draft layer is built from; see `DraftConfig`."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def num_key_value_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def rms_norm_eps(self) -> float: ...
+    @property
+    def attention_bias(self) -> bool: ...
+
+
 class DraftAttention(nn.Module):
-    def __init__(self, config: DraftConfig) -> None:
+    def __init__(self, config: LayerShape) -> None:
         super().__init__()
         size, bias, self.head_dim = config.hidden_size, config.attention_bias, config.head_dim
         self.q_proj = nn.Linear(size, config.num_attention_heads * self.head_dim, bias=bias)
@@ -45,7 +63,7 @@ class DraftAttention(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    def __init__(self, config: DraftConfig) -> None:
+    def __init__(self, config: LayerShape) -> None:
         super().__init__()
         self.self_attn = DraftAttention(config)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
@@ -77,27 +95,11 @@ class DFlashNetwork(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(self.layer_class(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        # The many kinds of rotary scaling are transformers' business. The frequencies are no buffer of this module,
-        # because they must stay float32 when the weights are cast: rounded to bfloat16, positions blur.
-        rope = {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta}
-        with torch.device("cpu"):  # also where the weights are still to come
-            rotary = Qwen3RotaryEmbedding(
-                Qwen3Config(
-                    head_dim=config.head_dim,
-                    max_position_embeddings=config.max_position_embeddings,
-                    rope_parameters=rope,
-                )
-            )
-        frequencies = cast(Tensor, rotary.inv_freq)
-        self._frequencies, self._rope_scale = {frequencies.device: frequencies}, float(rotary.attention_scaling)
+        self._rotary = Rotary(config.head_dim, config.max_position_embeddings, config.rope_theta, config.rope_scaling)
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin of the positions `[B, N]`, each `[B, N, D]`."""
-        if positions.device not in self._frequencies:
-            self._frequencies[positions.device] = next(iter(self._frequencies.values())).to(positions.device)
-        angles = positions.unsqueeze(-1).float() * self._frequencies[positions.device]
-        angles = torch.cat([angles, angles], dim=-1)
-        return (angles.cos() * self._rope_scale).to(dtype), (angles.sin() * self._rope_scale).to(dtype)
+        return self._rotary(positions, dtype)
 
     def context_weights(self) -> tuple[Tensor, Tensor | None, Tensor]:
         """Key and value projections of all layers in one matrix, their biases, and the key norms' scales."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -44,22 +45,10 @@ class DraftConfig:
     final_logit_softcapping: float | None = None  # c in c * tanh(logits / c); None is no cap
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value, kind = getattr(self, field.name), field.type
-            if kind == "int":
-                whole(field.name, value, minimum={"block_size": 2, "mask_token_id": 0}.get(field.name, 1))
-            elif kind == "float" or (kind == "float | None" and value is not None):
-                need(type(value) in (int, float) and 0 < value < math.inf, field.name, value, "a positive number")
-            elif kind in ("bool", "str"):
-                need(type(value).__name__ == kind, field.name, value, f"a {kind}")
-        heads, kv_heads, depth = self.num_attention_heads, self.num_key_value_heads, self.num_hidden_layers
-        need(heads % kv_heads == 0, "num_attention_heads", heads, f"a multiple of num_key_value_heads, {kv_heads}")
-        need(self.hidden_act == "silu", "hidden_act", self.hidden_act, "silu, the one that is supported")
-        need(self.head_dim % 2 == 0, "head_dim", self.head_dim, "even, for rotary embeddings")
-        mask, size, tapped = self.mask_token_id, self.vocab_size, self.num_target_layers
+        check_fields(self, {"block_size": 2, "mask_token_id": 0})
+        check_shape(self)
+        mask, size, depth = self.mask_token_id, self.vocab_size, self.num_hidden_layers
         need(mask < size, "mask_token_id", mask, f"below vocab_size, {size}")
-        inside = all(whole("a tap", tap, minimum=0) < tapped for tap in self.taps)
-        need(inside and len(self.taps) > 0, "taps", self.taps, f"one or more layers below num_target_layers, {tapped}")
         need(len(self.layers) == depth, "the number of layers", len(self.layers), f"num_hidden_layers, {depth}")
         for layer in self.layers:
             whole("a sliding window", 1 if layer.window is None else layer.window)
@@ -105,6 +94,36 @@ class DSparkConfig(DraftConfig):
             sound = one_each and all(type(t) in (int, float) and 0 < t < math.inf for t in temperatures)
             need(sound, "confidence_temperatures", temperatures, f"{self.block_size} positive numbers, one a slot")
             object.__setattr__(self, "confidence_temperatures", tuple(temperatures))
+
+
+def check_fields(config: Any, least: Mapping[str, int]) -> None:
+    """Raise a ValueError where a field of a dataclass is of another kind than declared, or where a number is not
+    positive. `least` names whole numbers that have another minimum than 1."""
+    for field in fields(config):
+        value, kind = getattr(config, field.name), field.type
+        if kind == "int":
+            whole(field.name, value, minimum=least.get(field.name, 1))
+        elif kind == "float" or (kind == "float | None" and value is not None):
+            need(type(value) in (int, float) and 0 < value < math.inf, field.name, value, "a positive number")
+        elif kind in ("bool", "str"):
+            need(type(value).__name__ == kind, field.name, value, f"a {kind}")
+
+
+def check_layer(config: Any) -> None:
+    """Raise a ValueError where a draft layer cannot have such heads."""
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    need(heads % kv_heads == 0, "num_attention_heads", heads, f"a multiple of num_key_value_heads, {kv_heads}")
+    need(config.head_dim % 2 == 0, "head_dim", config.head_dim, "even, for rotary embeddings")
+
+
+def check_shape(config: Any) -> None:
+    """Raise a ValueError where heads, activation or taps of a draft network's configuration are out of range."""
+    check_layer(config)
+    tapped = config.num_target_layers
+    need(config.hidden_act == "silu", "hidden_act", config.hidden_act, "silu, the one that is supported")
+    inside = all(whole("a tap", tap, minimum=0) < tapped for tap in config.taps)
+    limit = f"one or more layers below num_target_layers, {tapped}"
+    need(inside and len(config.taps) > 0, "taps", config.taps, limit)
 
 
 def default_taps(num_target_layers: int, count: int) -> tuple[int, ...]:

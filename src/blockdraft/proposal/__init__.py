@@ -1,11 +1,11 @@
 """What a drafter hands to the target: a tree of guesses."""
 
 from blockdraft.proposal.bounds import cut
-from blockdraft.proposal.budget import best_count
+from blockdraft.proposal.budget import best_count, next_pays
 from blockdraft.proposal.drawn import LAW_SIZE, chain_laws, cut_laws
 from blockdraft.proposal.plan import Plan
 from blockdraft.proposal.proposal import Proposal, SparseLaw, chain, chain_parents, depths, is_chain, tree_mask
-from blockdraft.proposal.tree import best_first, lattice_tree, paying_tree
+from blockdraft.proposal.tree import best_first, best_of, lattice_tree, paying_tree
 
 __all__ = [
     "LAW_SIZE",
@@ -14,6 +14,7 @@ __all__ = [
     "SparseLaw",
     "best_count",
     "best_first",
+    "best_of",
     "chain",
     "chain_laws",
     "chain_parents",
@@ -22,6 +23,7 @@ __all__ = [
     "depths",
     "is_chain",
     "lattice_tree",
+    "next_pays",
     "paying_tree",
     "tree_mask",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from torch import Tensor
 
 
 def best_count(path_probs: Sequence[Sequence[float]], cycle_seconds: Sequence[float], trust: float = 1.0) -> int:
@@ -30,3 +31,19 @@ def best_count(path_probs: Sequence[Sequence[float]], cycle_seconds: Sequence[fl
         gains = row[: len(tokens) - 1]
         tokens[1 : 1 + len(gains)] += trust * np.asarray(gains)
     return int(np.argmax(tokens.cumsum() / cycle_seconds[: len(tokens)]))
+
+
+def next_pays(
+    expected_B: Tensor, survival_B: Tensor, count: int, cycle_seconds: Sequence[float], trust: float = 1.0
+) -> bool:
+    """Whether one more guess a row pays, behind chains of `count` guesses that are made one after the other.
+
+    It is taken to be as likely as the last one.
+
+    Args:
+        expected_B: Guesses of each row that are expected to be accepted.
+        survival_B: The chance that all of them are; 0 for a row that gets no more.
+        cycle_seconds, trust: As in `Plan`.
+    """
+    now, more = (len(found) + trust * float(found.sum()) for found in (expected_B, expected_B + survival_B))
+    return more / cycle_seconds[count + 1] > now / cycle_seconds[count]

@@ -1,4 +1,4 @@
-"""Draft trees: of all guesses that one draft pass makes possible, those that are most likely to be accepted."""
+"""Draft trees: of all guesses that the draft passes make possible, those that are most likely to be accepted."""
 
 from __future__ import annotations
 
@@ -88,6 +88,39 @@ def lattice_tree(
     return build(budget) if cycle_seconds is None else _paying(build, budget)
 
 
+def best_of(
+    anchor_B: Tensor,
+    log_probs_BG: Tensor,
+    parents_BG: Tensor,
+    tokens_BG: Tensor,
+    budget: int,
+    cycle_seconds: Sequence[float] | None = None,
+    trust: float = 1.0,
+) -> Proposal:
+    """The best of the guesses of a tree that has been grown level by level (EAGLE-2, arXiv 2406.16858).
+
+    Args:
+        anchor_B: `[B]` int64.
+        log_probs_BG: Of each guess's whole path, so that none is likelier than its parent; -inf is no guess.
+        parents_BG: Int64, the place of the guess before, which is a smaller one; -1 for those behind the anchor.
+        tokens_BG: Int64.
+        budget, cycle_seconds, trust: As for `best_first`.
+    """
+    best, order = log_probs_BG.where(~log_probs_BG.isnan(), -inf).sort(dim=-1, descending=True, stable=True)
+    rows = []
+    for log_probs, guesses, parents in zip(
+        best[:, :budget].tolist(), order[:, :budget].tolist(), parents_BG.tolist(), strict=True
+    ):
+        places, nodes = {-1: 0}, list[tuple[float, int, int]]()
+        for log_prob, guess in zip(log_probs, guesses, strict=True):
+            if log_prob == -inf:
+                break
+            nodes.append((-log_prob, places[parents[guess]], guess))
+            places[guess] = len(nodes)
+        rows.append(nodes)
+    return _proposal(anchor_B, rows, tokens_BG, cycle_seconds, trust)
+
+
 def _proposal(
     anchor_B: Tensor,
     rows: Sequence[list[tuple[float, int, int]]],
@@ -95,7 +128,8 @@ def _proposal(
     cycle_seconds: Sequence[float] | None,
     trust: float,
 ) -> Proposal:
-    """The trees that `_grow` made, cut to the count that pays best; guess g of a row has token `tokens_BG[row, g]`."""
+    """The trees of nodes as `_grow` makes them, cut to the count that pays best; guess g of a row has the token
+    `tokens_BG[row, g]`."""
     count = max(len(nodes) for nodes in rows)
     expected = None
     if cycle_seconds is not None:

@@ -51,6 +51,14 @@ class Rows(NamedTuple):
     taught_BAK: Tensor
 
 
+def features_before(features_BSF: Tensor, rows: Rows) -> Tensor:
+    """Features of the token before each anchor, `[B, A, F]`; 0 where the anchor is the first of its document."""
+    before_BA = (rows.anchors_BA - 1).clamp(min=0)
+    first_BA = rows.positions_BS.gather(1, rows.anchors_BA.clamp(min=0)) == 0
+    found = features_BSF.gather(1, before_BA.unsqueeze(-1).expand(-1, -1, features_BSF.size(2)))
+    return found.masked_fill(first_BA.unsqueeze(-1), 0)
+
+
 @dataclass(frozen=True)
 class Batch:
     """Attributes:

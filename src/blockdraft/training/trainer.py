@@ -153,6 +153,7 @@ class Trainer:
         self.recipe = recipe = self.variant.recipe
         vocabulary = target.tokenizer.get_vocab() if target.tokenizer is not None else None
         network = self.variant.network(self.config, vocabulary).to(target.device)
+        self.variant.fit_data(network, data)
         self.variant.fit_head(network, target)
         if told := start.init_note(recipe, target):
             telling.note(told)
@@ -177,9 +178,10 @@ class Trainer:
         self.fixed = Batches(documents, held_out, recipe, slots).fixed(self.rows)
         if prompts is None:
             self.prompts = held_out_prompts(documents, held_out, recipe.eval_prompts)
-        taps = self.config.taps
+        self.taps = taps = self.config.taps
         if self.variant.needs_teacher:
-            taps = (*taps, target.num_layers)
+            if target.num_layers not in taps:
+                self.taps = taps = (*taps, target.num_layers)
             start.check_teacher(target, documents[trained[0]].tokens)
         self.width = len(taps) * target.hidden_size
         self.source = open_source(recipe.features, target, data, documents, taps, telling.progress)
@@ -265,8 +267,11 @@ class Trainer:
 
     def _forward(self, rows: Batch) -> Sums:
         features = features_of(rows, self.source, self.width, self.target)
-        tapped = len(self.config.taps) * self.target.hidden_size
-        teacher = features[:, :, tapped:] if self.variant.needs_teacher else None
+        size, teacher = self.target.hidden_size, None
+        tapped = len(self.config.taps) * size
+        if self.variant.needs_teacher:
+            begin = self.taps.index(self.target.num_layers) * size
+            teacher = features[:, :, begin : begin + size]
         sums: Sums = self.module(features[:, :, :tapped], teacher, *rows.on(self.target.device))
         return Sums(*sums)
 

@@ -13,7 +13,7 @@ from blockdraft.targets import load_target
 from blockdraft.training.export import Format, export
 from blockdraft.training.variants import find_variant, variant_names
 from blockdraft.training.variants.base import Variant
-from blockdraft.training.variants.dflash import DFlashRecipe, DFlashVariant
+from blockdraft.training.variants.dflash import DFlashFamily, DFlashRecipe, DFlashVariant
 
 RECIPE = DFlashRecipe(layers=2, taps=(0, 1), block_size=8)
 
@@ -50,12 +50,13 @@ def test_initial_weights_follow_from_the_seed(tiny_target_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("factor", [1, 20])
-@pytest.mark.parametrize("name", variant_names())
+@pytest.mark.parametrize("name", sorted({*variant_names()} - {"medusa"}))  # whose heads begin with the target's guesses
 def test_a_head_of_large_rows_makes_no_firm_guesses_of_a_new_network(
     name: str, factor: float, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, recipe = load_target(tiny_target_dir), find_variant(name).recipe_class(taps=(0, 1))
-    variant, head = find_variant(name)(recipe), target.head
+    target, kind = load_target(tiny_target_dir), find_variant(name)
+    recipe = kind.recipe_class(taps=(0, 1)) if hasattr(kind.recipe_class, "taps") else kind.recipe_class()
+    variant, head = kind(recipe), target.head
     monkeypatch.setattr(target, "head", lambda hidden: factor * head(hidden))
     network = variant.network(variant.config(target))
     before = network.norm.weight.clone()
@@ -95,8 +96,10 @@ def test_warm_start_takes_the_weights_and_allows_another_block_size(
         DFlashVariant(dataclasses.replace(recipe, taps=(0, 2))).network(dataclasses.replace(config, taps=(0, 2)))
 
 
-@pytest.mark.parametrize("name", variant_names())
-def test_every_variant_starts_from_dflash_v1(name: str, tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
+@pytest.mark.parametrize("name", [name for name in variant_names() if issubclass(find_variant(name), DFlashFamily)])
+def test_every_variant_of_the_family_starts_from_dflash_v1(
+    name: str, tiny_target_dir: Path, tiny_drafter_dir: Path
+) -> None:
     target = load_target(tiny_target_dir)
     kind = find_variant(name)
     variant = kind(kind.recipe_class(layers=2, taps=(0, 1), block_size=8, init=str(tiny_drafter_dir)))
@@ -117,8 +120,8 @@ def test_terms_and_gamma() -> None:
 
 
 def test_unknown_variant() -> None:
-    with pytest.raises(ValueError, match="'medusa' is unknown; there are dflash"):
-        find_variant("medusa")
+    with pytest.raises(ValueError, match="'hydra' is unknown; there are dflash"):
+        find_variant("hydra")
     assert issubclass(find_variant("dflash"), Variant)
 
 
@@ -128,7 +131,9 @@ def test_every_variant_trains_a_drafter_that_is_registered_whole(
 ) -> None:
     """Its network is the one registered, and every layout registered holds it and is loaded as that drafter."""
     target, entry = load_target(tiny_target_dir), entry_of_variant(name)
-    variant = find_variant(name)(read_settings(find_variant(name).recipe_class, flags={"layers": "1", "taps": "0,1"}))
+    kind = find_variant(name).recipe_class
+    flags = {name: value for name, value in (("taps", "0,1"), ("layers", "1")) if hasattr(kind, name)}
+    variant = find_variant(name)(read_settings(kind, flags=flags))
     config = variant.config(target)
     network = variant.network(config)
     assert type(network) is entry.network and len(entry.layouts) > 0

@@ -35,7 +35,8 @@ The parity test in `tests/training/variants/test_parity.py` runs over every file
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import fields
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -43,6 +44,8 @@ from torch import Tensor, nn
 
 from blockdraft.data.documents import TokenData
 from blockdraft.errors import Complaints
+from blockdraft.formats import read_drafter
+from blockdraft.nn.draft_config import need
 from blockdraft.targets import Target
 from blockdraft.training.batches import Rows
 from blockdraft.training.objectives import Slots, default_gamma, find_objective
@@ -65,6 +68,32 @@ class Choice(NamedTuple):
 
     value: Any
     why: str | None = None
+
+
+def begin_with(
+    network: nn.Module, config: Any, init: str, vocabulary: Mapping[str, int] | None, free: Collection[str] = ()
+) -> None:
+    """Load the weights of a drafter of the same kind into a new network.
+
+    Args:
+        config: Of the network, a dataclass.
+        init: The drafter's folder.
+        free: Fields in which its configuration may differ.
+
+    Raises:
+        ValueError: It cannot be read, or differs in anything else.
+    """
+    found, ours = read_drafter(init, vocabulary, config.num_target_layers), type(config).__name__
+    need(type(found.config) is type(config), f"the kind of {init}", type(found.config).__name__, f"{ours}; use another")
+    for field in fields(config):
+        mine, theirs = getattr(config, field.name), getattr(found.config, field.name)
+        need(
+            mine == theirs or field.name in free,
+            f"{field.name} of {init}",
+            theirs,
+            f"that of the recipe and target, {mine}; change the recipe, or begin without init",
+        )
+    network.load_state_dict(found.tensors)
 
 
 R = TypeVar("R", bound=Recipe)
@@ -127,6 +156,9 @@ class Variant(ABC, Generic[R, N, C]):
             torch.manual_seed(self.recipe.seed)
             return self.new_network(config, vocabulary)
 
+    def fit_data(self, network: N, data: TokenData) -> None:
+        """Called once on a new network, before `fit_head`, for what it has of the data without learning it."""
+
     def fit_head(self, network: N, target: Target) -> None:
         """Called once on a new network, which may be scaled here to what the target's head expects."""
 
@@ -134,9 +166,9 @@ class Variant(ABC, Generic[R, N, C]):
         """Called once before training, such as for recomputing activations. The network's parameters must stay."""
 
     def saved(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors as they are written: on the CPU, in the recipe's `save_dtype`."""
+        """Tensors as they are written: on the CPU, those of numbers with fractions in the recipe's `save_dtype`."""
         dtype = getattr(torch, self.recipe.save_dtype)
-        return {name: tensor.to("cpu", dtype) for name, tensor in tensors.items()}
+        return {n: t.to("cpu", dtype if t.is_floating_point() else t.dtype) for n, t in tensors.items()}
 
     def is_matrix(self, name: str, parameter: Tensor) -> bool:
         """Whether Muon trains this parameter; AdamW trains the others."""
@@ -161,7 +193,8 @@ class Variant(ABC, Generic[R, N, C]):
         """
 
     def logits(self, network: N, target: Target, hidden_CKH: Tensor) -> Tensor:
-        """Logits of a chunk of blocks, `[C, K, V]`: here the target's head."""
+        """Logits of a chunk of blocks, `[C, K, V]`: here the target's head. With another vocabulary than the target's,
+        `losses` and `guesses` have to know of it."""
         rows = hidden_CKH.to(target.dtype).flatten(0, 1)  # blocks that are slices would be multiplied one by one
         logits: Tensor = target.head(rows).unflatten(0, hidden_CKH.shape[:2])
         return logits

@@ -16,7 +16,7 @@ block_size - 1; with `first_slot = 0` (DSpark, "shifted labels") it is, and K = 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -84,6 +84,40 @@ R = TypeVar("R", bound=DFlashRecipe)
 N = TypeVar("N", bound=DFlashNetwork)
 
 
+def layer_shape(recipe: Any, target: Target) -> dict[str, Any]:
+    """Fields of a configuration that say how its layers are made: as the recipe says, or as the target's are. Raises
+    ValueError where neither says it."""
+    shape = {"intermediate_size": 3 * target.hidden_size, **target.shape}
+    flags = {"intermediate_size": "intermediate_size", "num_attention_heads": "heads"}
+    flags |= {"num_key_value_heads": "kv_heads", "head_dim": "head_dim"}
+    sizes: dict[str, Any] = {name: getattr(recipe, flag) or shape.get(name) for name, flag in flags.items()}
+    lacking = [f"--{flags[name].replace('_', '-')}" for name, value in sizes.items() if value is None]
+    if lacking:
+        raise UsageError(f"The target does not say what heads it has; give the drafter's by {', '.join(lacking)}.")
+    shared: dict[str, Any] = {n: shape[n] for n in ("rope_theta", "rope_scaling", "rms_norm_eps") if n in shape}
+    return {**sizes, "rope_theta": 10_000.0, **shared}
+
+
+def new_matrices(network: nn.Module, kept: Callable[[str], bool] = lambda name: False) -> None:
+    """Give a network random matrices, but for those that are to be `kept`."""
+    for name, parameter in network.named_parameters():
+        if parameter.ndim == 2 and not kept(name):
+            nn.init.normal_(parameter, std=parameter.size(1) ** -0.5 if name == "fc.weight" else INIT_STD)
+
+
+@torch.no_grad()
+def calm(norm: Tensor, target: Target) -> None:
+    """Scale the norm in front of a head like the target's, so that a new network makes no firm guesses.
+
+    A head of large rows makes firm guesses of any hidden states, and of those of a new network wrong ones: its loss is
+    many times that of even guessing, and the norm is slow to unlearn it.
+    """
+    random = torch.randn(16, target.hidden_size, generator=torch.Generator().manual_seed(0))
+    spread = float(target.head(random.to(target.device, target.dtype)).float().std())
+    if spread > LARGE_SPREAD:
+        norm.div_(spread)
+
+
 class DFlashFamily(Variant[R, N, DraftConfig]):
     """What all variants of the DFlash family do.
 
@@ -130,21 +164,8 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
         complaints.check()
         recipe = replace(self.recipe, **{name: choice.value for name, choice in settled.items()})
         assert recipe.layers is not None and recipe.mask_token_id is not None
-        shape = {"intermediate_size": 3 * target.hidden_size, **target.shape}
-        sizes: dict[str, Any] = {
-            "intermediate_size": recipe.intermediate_size or shape["intermediate_size"],
-            "num_attention_heads": recipe.heads or shape.get("num_attention_heads"),
-            "num_key_value_heads": recipe.kv_heads or shape.get("num_key_value_heads"),
-            "head_dim": recipe.head_dim or shape.get("head_dim"),
-        }
-        flags = dict(zip(sizes, ("intermediate_size", "heads", "kv_heads", "head_dim"), strict=True))
-        lacking = [f"--{flags[name].replace('_', '-')}" for name, value in sizes.items() if value is None]
-        if lacking:
-            raise UsageError(f"The target does not say what heads it has; give the drafter's by {', '.join(lacking)}.")
-        shared = {name: shape[name] for name in ("rope_theta", "rope_scaling", "rms_norm_eps") if name in shape}
         made = self.network_class.config_class(
-            **sizes,
-            **{"rope_theta": 10_000.0, **shared},
+            **layer_shape(recipe, target),
             **self.own_config(target),
             hidden_size=target.hidden_size,
             num_hidden_layers=recipe.layers,
@@ -164,23 +185,14 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
 
     def new_network(self, config: DraftConfig, vocabulary: Mapping[str, int] | None) -> N:
         network = self.network_class(config)
-        for name, parameter in network.named_parameters():
-            if parameter.ndim == 2 and not self._own(name):
-                nn.init.normal_(parameter, std=parameter.size(1) ** -0.5 if name == "fc.weight" else INIT_STD)
+        new_matrices(network, self._own)
         if self.recipe.init is not None:
             self.warm_start(network, Path(self.recipe.init), vocabulary)
         return cast(N, network)
 
     def fit_head(self, network: N, target: Target) -> None:
-        """A head of large rows makes firm guesses of any hidden states, and of those of a new network wrong ones: its
-        loss is many times that of even guessing, and the norm in front of the head is slow to unlearn it."""
-        if self.recipe.init is not None:
-            return
-        random = torch.randn(16, target.hidden_size, generator=torch.Generator().manual_seed(0))
-        with torch.no_grad():
-            spread = float(target.head(random.to(target.device, target.dtype)).float().std())
-            if spread > LARGE_SPREAD:
-                network.norm.weight.div_(spread)
+        if self.recipe.init is None:
+            calm(network.norm.weight, target)
 
     def warm_start(self, network: DFlashNetwork, path: Path, vocabulary: Mapping[str, int] | None) -> None:
         """Load a checkpoint of this kind, or one of DFlash v1 into what of the network is DFlash v1. The block size may

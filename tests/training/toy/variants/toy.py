@@ -10,7 +10,7 @@ from torch import Tensor
 
 from blockdraft.settings import Layers, settings
 from blockdraft.targets import Target
-from blockdraft.training.batches import Rows
+from blockdraft.training.batches import Rows, features_before
 from blockdraft.training.recipe import Recipe
 from blockdraft.training.variants.base import Variant
 
@@ -35,10 +35,7 @@ class ToyVariant(Variant[ToyRecipe, ToyNetwork, ToyConfig]):
         return ToyNetwork(config)
 
     def hidden(self, network: ToyNetwork, target: Target, features_BSF: Tensor, rows: Rows) -> Tensor:
-        before_BA = (rows.anchors_BA - 1).clamp(min=0)
-        first_BA = rows.positions_BS.gather(1, rows.anchors_BA.clamp(min=0)) == 0  # with nothing before it
-        feature_BAF = features_BSF.gather(1, before_BA.unsqueeze(-1).expand(-1, -1, features_BSF.size(2)))
-        hidden = network.begin(feature_BAF.masked_fill(first_BA.unsqueeze(-1), 0))
+        hidden = network.begin(features_before(features_BSF, rows))
         found = []
         for embedded in target.embed(rows.tokens_BAL[:, :, :-1]).float().unbind(dim=2):
             hidden = network.step(hidden, embedded)

@@ -1,0 +1,66 @@
+"""What every config.json in the format of vllm-project/speculators has, whatever the kind of drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import AutoConfig
+
+from blockdraft.errors import UsageError
+from blockdraft.formats.gguf import is_gguf
+from blockdraft.nn.draft_config import need
+
+VERSION = "0.9.0"  # of the release whose keys are written
+
+
+def named(
+    model_type: str, guesses: int, target_name: str | None, target_architectures: Sequence[str]
+) -> dict[str, Any]:
+    """The keys of any config.json of this format: what it holds, and of which target. Raises ValueError where readers
+    cannot load that."""
+    if target_name is not None and is_gguf(target_name):
+        raise UsageError(
+            f"The speculators format names the target, and its readers load no {target_name}; export with "
+            "--target-name, the folder or hub name of the model that the file was made from."
+        )
+    return {
+        "speculators_model_type": model_type,
+        "speculators_version": VERSION,
+        "speculators_config": {
+            "algorithm": model_type,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": guesses}],
+            "verifier": {"name_or_path": target_name, "architectures": [*target_architectures]},
+        },
+    }
+
+
+def taps_of(raw: Mapping[str, Any], key: str, num_target_layers: int) -> tuple[int, ...]:
+    """The taps that a key lists by the layers that they enter. Raises ValueError where it lists others."""
+    ids = raw.get(key)
+    need(isinstance(ids, list), key, ids, "a list of target layers")
+    entered = all(type(i) is int and 0 < i < num_target_layers for i in ids or ())
+    limit = f"from 1 to {num_target_layers - 1}: neither the embeddings nor the last layer's output can be tapped here"
+    need(entered, key, ids, limit)
+    return tuple(i - 1 for i in ids or ())
+
+
+def ids_of(config: Any) -> list[int]:
+    """The layers that a configuration's taps enter. Raises ValueError where one is the output of the last layer."""
+    last = config.num_target_layers - 1
+    remedy = f"below the last target layer, {last}, which this format cannot list; train with other --taps for it, or "
+    remedy += "keep the layout that training writes"
+    need(max(config.taps) < last, "a tap", max(config.taps), remedy)
+    return [tap + 1 for tap in config.taps]
+
+
+def layer_config(raw: Any) -> dict[str, Any]:
+    """The draft layers' configuration, whole: the format leaves out what equals the defaults of transformers."""
+    need(isinstance(raw, Mapping), "transformer_layer_config", raw, "a JSON object")
+    settings = {**raw}
+    kind = settings.pop("model_type", "qwen3")
+    try:
+        return {**AutoConfig.for_model(kind, **settings).to_dict()}
+    except Exception as error:  # transformers checks values by many means
+        raise UsageError(f"transformer_layer_config of the type {kind!r} cannot be read: {error}") from error

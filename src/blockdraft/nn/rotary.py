@@ -1,0 +1,39 @@
+"""Rotary angles of draft networks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+
+class Rotary:
+    """cos and sin of positions. The many kinds of scaling are transformers' business.
+
+    The frequencies are no buffer of a module, because they must stay float32 when the weights are cast: rounded to
+    bfloat16, positions blur.
+
+    Args:
+        scaling: `rope_type` and its parameters, without theta; None is plain RoPE.
+    """
+
+    def __init__(self, head_dim: int, max_positions: int, theta: float, scaling: Mapping[str, Any] | None) -> None:
+        rope = {"rope_type": "default", **(scaling or {}), "rope_theta": theta}
+        with torch.device("cpu"):  # also where the weights are still to come
+            rotary = Qwen3RotaryEmbedding(
+                Qwen3Config(head_dim=head_dim, max_position_embeddings=max_positions, rope_parameters=rope)
+            )
+        frequencies = cast(Tensor, rotary.inv_freq)
+        self._frequencies, self._scale = {frequencies.device: frequencies}, float(rotary.attention_scaling)
+
+    def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin of the positions `[B, N]`, each `[B, N, D]`."""
+        if positions.device not in self._frequencies:
+            self._frequencies[positions.device] = next(iter(self._frequencies.values())).to(positions.device)
+        angles = positions.unsqueeze(-1).float() * self._frequencies[positions.device]
+        angles = torch.cat([angles, angles], dim=-1)
+        return (angles.cos() * self._scale).to(dtype), (angles.sin() * self._scale).to(dtype)

@@ -1,0 +1,50 @@
+"""Networks that guess a token at a time, run as they draft: row after row behind every anchor at once.
+
+Letters: B rows of the batch, S tokens of one, A anchors of one, K steps, H hidden size, F = m * H.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from blockdraft.nn.attention import attend
+from blockdraft.nn.rows import RowNetwork
+from blockdraft.targets import Target
+from blockdraft.training.batches import Rows
+
+
+def unrolled(network: RowNetwork, target: Target, features_BSF: Tensor, rows: Rows) -> Tensor:
+    """The network's own states `[B, A, K, H]` of the anchors' rows and the K - 1 behind each.
+
+    The anchor's row has the target's feature, and the others what the network feeds on; all have the tokens of the
+    data. Each sees the rows of its document's tokens before the anchor, which are made of the target's features, and
+    its own block's up to itself.
+    """
+    fused = network.fuse(features_BSF)
+    begins_BS = rows.positions_BS == 0
+    before_BSH = F.pad(fused[:, :-1], (0, 0, 1, 0)).masked_fill(begins_BS.unsqueeze(-1), 0)
+    embedded = target.embed(rows.tokens_BS).float()
+    keys, values = network.keys_values(embedded, before_BSH, (rows.positions_BS - 1).clamp(min=0))
+    anchors_BA = rows.anchors_BA.clamp(min=0)
+    same_BAS = rows.documents_BS.unsqueeze(1) == rows.documents_BS.gather(1, anchors_BA).unsqueeze(2)
+    places = torch.arange(fused.size(1), device=fused.device)
+    visible = same_BAS & (places < rows.anchors_BA.unsqueeze(2)) & ~begins_BS.unsqueeze(1)
+    own = torch.eye(anchors_BA.size(1), dtype=torch.bool, device=fused.device).expand(len(anchors_BA), -1, -1)
+
+    def attention(queries: Tensor, new_keys: Tensor, new_values: Tensor) -> Tensor:
+        nonlocal keys, values, visible
+        keys, values = torch.cat([keys, new_keys], dim=2), torch.cat([values, new_values], dim=2)
+        visible = torch.cat([visible, own], dim=2)
+        # Under autocast norms leave queries and keys in float32.
+        return attend(queries.to(values.dtype), keys.to(values.dtype), values, visible)
+
+    feature = before_BSH.gather(1, anchors_BA.unsqueeze(2).expand(-1, -1, before_BSH.size(2)))
+    positions_BA = rows.positions_BS.gather(1, anchors_BA) - 1
+    found = []
+    for step, tokens_BA in enumerate(rows.tokens_BAL[:, :, :-1].unbind(dim=2)):
+        positions = (positions_BA + step).clamp(min=0)
+        found.append(network(target.embed(tokens_BA).float(), feature, positions, attention))
+        feature = network.fed_on(found[-1])
+    return torch.stack(found, dim=2)

@@ -1,0 +1,68 @@
+"""MTP heads on disk."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from blockdraft.drafters import load_drafter
+from blockdraft.formats import Checkpoint, layout_of, layouts, read_drafter
+from blockdraft.targets import load_target
+from blockdraft.training.export import Format, convert
+
+
+def test_tensors_have_qwen3_nexts_names_and_norms(tiny_mtp_dir: Path) -> None:
+    written, found = load_file(tiny_mtp_dir / "model.safetensors"), read_drafter(tiny_mtp_dir, None, 3)
+    assert {name for name in written if "layers" not in name} == {
+        "mtp.fc.weight",
+        "mtp.norm.weight",
+        "mtp.pre_fc_norm_embedding.weight",
+        "mtp.pre_fc_norm_hidden.weight",
+    }
+    assert "mtp.layers.0.self_attn.q_proj.weight" in written and "mtp.layers.0.input_layernorm.weight" in written
+    for name in ("norm", "pre_fc_norm_hidden", "layers.0.self_attn.k_norm", "layers.0.post_attention_layernorm"):
+        torch.testing.assert_close(written[f"mtp.{name}.weight"] + 1, found.tensors[f"{name}.weight"])
+    assert torch.equal(written["mtp.fc.weight"], found.tensors["fc.weight"])
+
+
+def test_there_and_back(tmp_path: Path, tiny_mtp_dir: Path, tiny_target_dir: Path) -> None:
+    found, target = read_drafter(tiny_mtp_dir, None, 3), load_target(tiny_target_dir)
+    half = {name: tensor.bfloat16() for name, tensor in found.tensors.items()}
+    checkpoint = Checkpoint(found.config, half, trained_for="abc")
+    layouts()["mtp"].write(tmp_path / "head", checkpoint, None, [])
+    again = read_drafter(tmp_path / "head", None, 3)
+    assert (again.config, again.trained_for) == (found.config, "abc")
+    assert all(torch.equal(again.tensors[name], half[name]) for name in half)
+    convert(tiny_mtp_dir, tmp_path / "copy", Format("mtp"), target)
+    assert type(load_drafter(tmp_path / "copy", target=target)).__name__ == "MTPDrafter"
+    with pytest.raises(ValueError, match="is a MTPConfig, for which z-lab's layout"):
+        convert(tiny_mtp_dir, tmp_path / "other", Format("zlab"), target)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"block_size": 1}, "block_size is 1; it must be a whole number of at least 2"),
+        ({"block_size": None}, "block_size is absent"),
+        ({"normed_feedback": 1}, "normed_feedback is 1"),
+        ({"num_key_value_heads": 3}, "num_attention_heads is 4; it must be a multiple of num_key_value_heads, 3"),
+        ({"intermediate_size": 60}, "mtp.layers.0.mlp.gate_proj.weight: expected .60, 32., found .64, 32."),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes: dict[str, Any], told: str, tmp_path: Path, tiny_mtp_dir: Path) -> None:
+    raw = json.loads((tiny_mtp_dir / "config.json").read_text()) | changes
+    kept = {name: value for name, value in raw.items() if value is not None or name not in changes}
+    (tmp_path / "config.json").write_text(json.dumps(kept))
+    save_file(load_file(tiny_mtp_dir / "model.safetensors"), tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=told):
+        read_drafter(tmp_path, None, 3)
+
+
+def test_it_goes_by_its_architecture(tiny_drafter_dir: Path) -> None:
+    assert layout_of({"architectures": ["MTPDraftModel"]}) is layouts()["mtp"]
+    assert layout_of({"architectures": ["Qwen3NextForCausalLM"], "num_nextn_predict_layers": 1}) is None
+    with pytest.raises(ValueError, match="is a DraftConfig, for which the layout of MTP heads has no words"):
+        layouts()["mtp"].check(read_drafter(tiny_drafter_dir, None, 3).config, None, [])
