@@ -27,7 +27,7 @@ LAYERS = [
     {"training", "evaluation"},
     {"compat", "fit"},
     {"quantize"},
-    {"serving"},
+    {"serving", "deploy"},
     {"cli"},
 ]
 HEIGHT = {name: height for height, group in enumerate(LAYERS) for name in group}

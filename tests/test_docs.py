@@ -55,6 +55,8 @@ NOT_RUN = {
     "blockdraft bench --url http://localhost:8000 --prompts gsm8k.jsonl --concurrency 1,8,64 --temperature 0,1 --out "
     "results": ASKS,
     "blockdraft bench --url http://localhost:8000 --against http://localhost:8001 --prompts gsm8k.jsonl": ASKS,
+    "blockdraft doctor --target MODEL --drafter DRAFTER --prompts chats.jsonl": "takes half a minute; "
+    "tests/deploy/test_doctor.py examines the same pair",
     "from openai import OpenAI": "asks a running server, by a package of others; tests/clients does that",
     "proposal = drafter.propose(state, anchor, plan)": PICTURE,
     "blockdraft train dflash recipe.toml --target DIR --data DIR --out DIR --layers 3 --learning-rate 1e-3 "

@@ -16,6 +16,7 @@ from blockdraft.cli.cache import cache
 from blockdraft.cli.calibrate import calibrate
 from blockdraft.cli.chat import chat
 from blockdraft.cli.data import data
+from blockdraft.cli.doctor import doctor
 from blockdraft.cli.env import env
 from blockdraft.cli.export import export
 from blockdraft.cli.features import features
@@ -56,6 +57,7 @@ _add(train, TRAIN, cls=RecipeCommand)
 _add(export, TRAIN)
 _add(bench, MEASURE)
 _add(calibrate, MEASURE)
+_add(doctor, MEASURE)
 _add(env, OTHER)
 app.add_typer(cache, name="cache", rich_help_panel=OTHER)
 
