@@ -73,6 +73,8 @@ def _load(path: str | Path | None, target: Target) -> Drafter:
     by_name = {name for name, entry in known.items() if not entry.architectures}
     if str(path) in by_name:
         return known[str(path)].load(None, target)
+    if is_gguf(folder):
+        return _loaded(entry_of(gguf_names(folder)), folder, target, None)
     if not (folder / "config.json").is_file():
         of_hub = re.fullmatch(r"[\w-]+/[\w.-]+", str(path)) and not folder.exists()
         fetch = f" If it is on the hub, fetch it: hf download {path} --local-dir DIR." if of_hub else ""

@@ -32,7 +32,7 @@ from blockdraft.targets.checkpoint import checked_folder, load_text
 from blockdraft.targets.exact import check_exact
 from blockdraft.targets.families import NotCovered
 from blockdraft.targets.fingerprint import other_target_warning, target_fingerprint
-from blockdraft.targets.gguf import load_gguf_text
+from blockdraft.targets.gguf import gguf_architecture, load_gguf_text, tokenizer_metadata, write_gguf_target
 from blockdraft.targets.native_files import HEAD, SOURCE, TABLE, OpenCheckpoint, open_checkpoint
 from blockdraft.types import DEFAULT_BACKEND, DEFAULT_COMPILE, Backend, Compile, KVDtype, Quantize
 
@@ -190,11 +190,14 @@ __all__ = [
     "as_target",
     "checked_folder",
     "embedding_and_head",
+    "gguf_architecture",
     "load_target",
     "load_target_text",
     "open_checkpoint",
     "target_fingerprint",
     "other_target_warning",
+    "tokenizer_metadata",
     "transformers_model",
     "without_tokenizer",
+    "write_gguf_target",
 ]
