@@ -158,7 +158,8 @@ def test_gguf(
     assert file.tokenizer is not None and folder.tokenizer is not None
     assert file.tokenizer.get_vocab() == folder.tokenizer.get_vocab()
     assert file.tokenizer.chat_template == folder.tokenizer.chat_template
-    assert file.eos_token_ids == folder.eos_token_ids and file.max_context == folder.max_context
+    assert file.eos_token_ids == folder.eos_token_ids | {0}  # <|endoftext|> ends answers of any GGUF file
+    assert file.max_context == folder.max_context
     assert drafted(tiny_drafter_dir, folder) == drafted(out / "drafter-f32.gguf", file)
 
 

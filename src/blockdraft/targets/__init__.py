@@ -29,6 +29,7 @@ from blockdraft.targets.base import (
     without_tokenizer,
 )
 from blockdraft.targets.checkpoint import checked_folder, load_text
+from blockdraft.targets.describe import Description, describe_target
 from blockdraft.targets.exact import check_exact
 from blockdraft.targets.families import NotCovered
 from blockdraft.targets.fingerprint import other_target_warning, target_fingerprint
@@ -180,6 +181,7 @@ __all__ = [
     "SOURCE",
     "TABLE",
     "Cache",
+    "Description",
     "LoadOptions",
     "NotCovered",
     "OpenCheckpoint",
@@ -189,6 +191,7 @@ __all__ = [
     "TargetText",
     "as_target",
     "checked_folder",
+    "describe_target",
     "embedding_and_head",
     "gguf_architecture",
     "load_target",

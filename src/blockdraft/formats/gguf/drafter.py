@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from blockdraft.errors import UsageError
@@ -30,6 +29,7 @@ from blockdraft.types import GGUFWeights
 ARCHITECTURE = "dflash"
 MASK = "tokenizer.ggml.mask_token_id"
 OWN = "blockdraft."  # keys of ours, which llama.cpp does not look at
+TRAINED_FOR = f"{OWN}target_fingerprint"
 HEAD, TOKENS = "output.weight", "d2t"
 # From names of tensors in z-lab's layout to those of llama.cpp; of layers without `layers.N.` and `blk.N.`. An
 # architecture may have more of its own.
@@ -152,7 +152,7 @@ def write_drafter(path: Path, drafter: Checkpoint, tokenizer: Mapping[str, Any],
         assert drafter.borrowed is not None and drafter.borrowed.head is not None
         tensors |= {HEAD: stored(drafter.borrowed.head), TOKENS: stored(kept)}
     if drafter.trained_for is not None:
-        metadata[f"{OWN}target_fingerprint"] = drafter.trained_for
+        metadata[TRAINED_FOR] = drafter.trained_for
     write_gguf(path, ARCHITECTURE, metadata, tensors, weights)
 
 
@@ -164,6 +164,11 @@ def _rows(config: DraftConfig) -> tuple[str, ...]:
 
 def is_drafter(file: GGUFFile) -> bool:
     return file.metadata.get("general.architecture") == ARCHITECTURE
+
+
+def gguf_trained_for(file: GGUFFile) -> str | None:
+    """`Checkpoint.trained_for`."""
+    return file.metadata.get(TRAINED_FOR)
 
 
 def drafter_config(file: GGUFFile, num_target_layers: int | None = None) -> DraftConfig:
@@ -231,8 +236,8 @@ def _scaling(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def read_gguf_drafter(path: str | Path, num_target_layers: int | None = None) -> Checkpoint:
-    """Read a drafter, its weights in float32 or as the file has them. Errors as in `drafter_config`, and where tensors
-    are absent or of types that are not read."""
+    """Read a drafter, its weights in float32. Errors as in `drafter_config`, and where tensors are absent or of types
+    that are not read."""
     file = open_gguf(path)
     config = drafter_config(file, num_target_layers)
     shapes, tensors = tensor_shapes(config), dict[str, Tensor]()
@@ -250,10 +255,10 @@ def read_gguf_drafter(path: str | Path, num_target_layers: int | None = None) ->
             rows = tensors[name]
             tensors[name] = rows.new_zeros(config.vocab_size, rows.size(1)).index_copy_(0, kept, rows)
     check_tensors(shapes, tensors)
-    return Checkpoint(config, tensors, borrowed, file.metadata.get(f"{OWN}target_fingerprint"))
+    return Checkpoint(config, tensors, borrowed, gguf_trained_for(file))
 
 
 def _tensor(file: GGUFFile, name: str) -> Tensor:
-    with torch.no_grad():
-        found = file.tensors[name].read()
-        return found.dequantize() if isinstance(found, QuantizedWeight) else found
+    found = file.tensors[name].read()
+    found = found.dequantize() if isinstance(found, QuantizedWeight) else found
+    return found.float() if found.is_floating_point() else found
