@@ -25,7 +25,7 @@ LAYERS = [
     {"engine"},
     {"data"},
     {"training", "evaluation"},
-    {"compat", "fit"},
+    {"compat", "fit", "inspection"},
     {"quantize"},
     {"serving", "deploy"},
     {"cli"},

@@ -22,6 +22,7 @@ from blockdraft.cli.export import export
 from blockdraft.cli.features import features
 from blockdraft.cli.fit import fit
 from blockdraft.cli.generate import generate
+from blockdraft.cli.inspect import inspect as inspect_checkpoint
 from blockdraft.cli.prompts import prompts
 from blockdraft.cli.quantize import quantize
 from blockdraft.cli.serve import serve
@@ -58,6 +59,7 @@ _add(export, TRAIN)
 _add(bench, MEASURE)
 _add(calibrate, MEASURE)
 _add(doctor, MEASURE)
+_add(inspect_checkpoint, OTHER)
 _add(env, OTHER)
 app.add_typer(cache, name="cache", rich_help_panel=OTHER)
 

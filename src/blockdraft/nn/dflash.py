@@ -22,6 +22,21 @@ from blockdraft.nn.layers import GatedMLP, RMSNorm, rotate
 Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
+def rotary_frequencies(config: DraftConfig) -> tuple[Tensor, float]:
+    """Radians a position of each pair of channels `[D / 2]` float32, and a factor on cosine and sine."""
+    # The many kinds of rotary scaling are transformers' business.
+    rope = {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta}
+    with torch.device("cpu"):  # also where the weights are still to come
+        rotary = Qwen3RotaryEmbedding(
+            Qwen3Config(
+                head_dim=config.head_dim,
+                max_position_embeddings=config.max_position_embeddings,
+                rope_parameters=rope,
+            )
+        )
+    return cast(Tensor, rotary.inv_freq), float(rotary.attention_scaling)
+
+
 class DraftAttention(nn.Module):
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
@@ -77,19 +92,10 @@ class DFlashNetwork(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(self.layer_class(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        # The many kinds of rotary scaling are transformers' business. The frequencies are no buffer of this module,
-        # because they must stay float32 when the weights are cast: rounded to bfloat16, positions blur.
-        rope = {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta}
-        with torch.device("cpu"):  # also where the weights are still to come
-            rotary = Qwen3RotaryEmbedding(
-                Qwen3Config(
-                    head_dim=config.head_dim,
-                    max_position_embeddings=config.max_position_embeddings,
-                    rope_parameters=rope,
-                )
-            )
-        frequencies = cast(Tensor, rotary.inv_freq)
-        self._frequencies, self._rope_scale = {frequencies.device: frequencies}, float(rotary.attention_scaling)
+        # No buffer of this module, because they must stay float32 when the weights are cast: rounded to bfloat16,
+        # positions blur.
+        frequencies, self._rope_scale = rotary_frequencies(config)
+        self._frequencies = {frequencies.device: frequencies}
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin of the positions `[B, N]`, each `[B, N, D]`."""
