@@ -50,7 +50,7 @@ def doctor(
     of the checkpoint: taps and slots off by one, windows, causality, rotary base, precision. The exit code is 1 where
     it finds a fault.
     """
-    need_drafter(run.target, drafter, "name its folder")
+    need_drafter(run.target, drafter, "leave --target out for the bundled pair")
     texts = [prompt for one in read_prompt_sets(prompts, limit) for prompt in one.prompts] if prompts else None
 
     from blockdraft.cli import display

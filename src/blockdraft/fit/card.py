@@ -18,7 +18,7 @@ from blockdraft.fit.prompts import HELD_OUT
 from blockdraft.fit.steps import Step, Where
 from blockdraft.formats import find_layout, read_drafter
 from blockdraft.formats.gguf import is_gguf
-from blockdraft.training.trainer import run_folder
+from blockdraft.training.records import run_folder
 
 README, PICTURE = "README.md", "fit.png"
 EXPORTED = "speculators"

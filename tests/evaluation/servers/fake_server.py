@@ -66,10 +66,14 @@ class FakeServer:
         self.running = self.most_at_once = 0
         self.counts: Counter[str] = Counter()
         self.app = FastAPI()
+        self.app.get("/health")(self.health)
         self.app.get("/metrics")(self.metrics)
         self.app.get("/v1/models")(self.models)
         self.app.post("/v1/chat/completions")(self.answer)
         self.app.post("/v1/completions")(self.answer)
+
+    def health(self) -> Response:
+        return Response()
 
     def metrics(self) -> Response:
         if self.engine is None:

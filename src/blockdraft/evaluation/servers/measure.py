@@ -169,6 +169,7 @@ async def _about(client: Client, prompt: str, settings: LoadSettings) -> About:
             raise UsageError(f"{client.url} does not answer a prompt ({heard[-1].problem}).")
     after = await client.metrics()
     counter, told = cached_tokens(snapshots[1], after), heard[1].cached
+    on: bool | None
     if after is not None and after.caches is not None:
         on, how = after.caches, "the label enable_prefix_caching of its metric vllm:cache_config_info"
     elif counter is not None:

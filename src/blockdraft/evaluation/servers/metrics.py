@@ -13,8 +13,13 @@ from blockdraft.errors import UsageError
 
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp", "blockdraft": "blockdraft"}
 # Tokens of prompts that were not read again.
-CACHED = ("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total", "sglang:cached_tokens_total")
-CACHED += ("llamacpp:prompt_tokens_cached_total", "blockdraft:prompt_tokens_cached_total")
+CACHED = (
+    "vllm:prefix_cache_hits_total",
+    "vllm:gpu_prefix_cache_hits_total",
+    "sglang:cached_tokens_total",
+    "llamacpp:prompt_tokens_cached_total",
+    "blockdraft:prompt_tokens_cached_total",
+)
 
 
 @dataclass(frozen=True)
