@@ -53,6 +53,7 @@ def diagnosis(target: Target, folder: Path) -> Diagnosis:
     return examine(target, folder, PROMPTS, SMALL)
 
 
+@pytest.mark.slow
 def test_a_good_pair(target: Target) -> None:
     found = diagnosis(target, BUNDLED)
     assert (found.fault, found.remedy, found.alike) == (None, "", 1.0)

@@ -102,7 +102,8 @@ def generate(
     if ids is None:
         raise UsageError("There is no prompt; give inputs or input_ids, [batch, length].")
     check_token_ids(ids)
-    config, _ = model._prepare_generation_config(generation_config, **of_config)
+    of_model: Any = model  # its generation is a mixin of each model's class
+    config, _ = of_model._prepare_generation_config(generation_config, **of_config)
     _check(config)
     stops = [config.eos_token_id] if isinstance(config.eos_token_id, int) else list(config.eos_token_id or ())
     pad = config.pad_token_id

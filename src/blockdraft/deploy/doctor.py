@@ -34,7 +34,8 @@ from blockdraft.types import Drafting, SamplingParams
 ROWS = 4  # answers at a time
 CHUNK = 16  # anchors of a draft pass
 SURE = 4.0  # standard errors by which a reading must be better
-GAIN = 0.1  # and the share of accepted guesses
+GAIN = 0.1  # share of the right guesses by which it must be better too
+LEAST = 0.05  # and right guesses
 NOTHING = 0.1  # S_1 below which a drafter guesses nothing of this target
 ALIKE = 0.9  # share of the cycles in which decoding and the drafter alone must accept as many guesses
 
@@ -166,10 +167,10 @@ def conclude(
     usual = runs[0].sum(1).double()
     better = []
     for reading, run in zip(ways[1:], runs[1:], strict=True):
-        gain = run.sum(1).double() - usual
-        error = float(gain.std()) / len(gain) ** 0.5 if len(gain) > 1 else float("inf")
-        if float(gain.mean()) > max(SURE * error, GAIN * float(usual.mean()), 0.02):
-            better.append((float(gain.mean()), reading))
+        gains = run.sum(1).double() - usual
+        gain, error = float(gains.mean()), float(gains.std()) / len(gains) ** 0.5
+        if gain > max(SURE * error, GAIN * float(usual.mean()), LEAST):
+            better.append((gain, reading))
     if better:
         best = max(gain for gain, _ in better)
         gain, reading = next(pair for pair in better if pair[0] >= 0.9 * best)  # of those that are alike the plainest
@@ -220,8 +221,8 @@ class Bench:
         kind = _entry(self.config)
         assert kind.network is not None and kind.variant is not None
         self._kind = cast("type[DFlashNetwork]", kind.network)
-        variant = find_variant(kind.variant)
-        self._variant: Any = variant(variant.recipe_class(block_size=self.config.block_size))
+        variant: Any = find_variant(kind.variant)
+        self._variant = variant(variant.recipe_class(block_size=self.config.block_size))
         self.first_slot = int(self._variant.first_slot)
         self.other_target = other_target_warning(path, self._found.trained_for, target)
         self._features: dict[tuple[tuple[int, ...], Tensor], Tensor] = {}
