@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import errno
-import inspect
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
+from inspect import getdoc
 from typing import Annotated, Any
 
 import typer
@@ -40,7 +40,7 @@ RUN, TRAIN, MEASURE, OTHER = "Run models", "Make a drafter of your own", "Measur
 
 def _add(command: Callable[..., None], panel: str, **settings: Any) -> None:
     """Its docstring is the help, which would keep the line breaks of the source from the second paragraph on."""
-    paragraphs = (inspect.getdoc(command) or "").split("\n\n")
+    paragraphs = (getdoc(command) or "").split("\n\n")
     told = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     app.command(rich_help_panel=panel, help=told, **settings)(command)
 
