@@ -293,9 +293,9 @@ def test_sentencepiece_is_written_and_read_back(family: str, spaced: bool) -> No
     merges = generate_merges(vocab, {token: -float(i) for token, i in vocab.items()})
     made: Any = GemmaTokenizer if family == "gemma2" else LlamaTokenizer
     wanted = made(vocab=vocab, merges=merges, **({} if family == "gemma2" else {"add_prefix_space": spaced}))
-    said, note = tokenizer_metadata(as_text(wanted, vocab[specials[1]]), len(vocab), family)
+    said, note = tokenizer_metadata(as_text(wanted, vocab[specials[1]]), len(wanted), family)
     assert note is None and said["tokenizer.ggml.model"] == "llama"
-    assert said["tokenizer.ggml.add_bos_token"] and not said["tokenizer.ggml.add_eos_token"]
+    assert said["tokenizer.ggml.add_bos_token"] is (wanted("a")["input_ids"][0] == wanted.bos_token_id)
     kinds = dict(zip(said["tokenizer.ggml.tokens"], said["tokenizer.ggml.token_type"], strict=True))
     assert (kinds["<unk>"], kinds["<0x0A>"], kinds[specials[2]]) == (
         TokenType.UNKNOWN,
