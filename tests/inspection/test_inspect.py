@@ -50,8 +50,11 @@ def test_a_drafter(variant: Variant) -> None:
     }
     said = found.conventions
     assert (said["block_size"], said["guesses"]) == (8, 7)
-    ours, entered, llama_cpp, hidden = said["taps"].values()
-    assert ours == [0, 1] and entered == llama_cpp == hidden == [1, 2]
+    outputs, entered = [0, 1], [1, 2]
+    assert said["taps"] == {
+        **dict.fromkeys(("blockdraft", "zlab"), outputs),
+        **dict.fromkeys(("vllm_sglang", "speculators", "llama_cpp"), entered),
+    }
     assert said["layers"] == [{"causal_in_block": True, "window": 16}, {"causal_in_block": False, "window": None}]
     assert said["rope"] == {"theta": 10000.0, "scaling": None}
     assert said["mask_token"] == {"id": 3, "token": None} and said["vocabulary"] == {"target": 265, "guessed": 265}
@@ -61,6 +64,7 @@ def test_a_drafter(variant: Variant) -> None:
     )
     assert found.about["bytes"] == (folder / "model.safetensors").stat().st_size
     assert found.about["key_value_bytes_per_token"]["bfloat16"] == 2 * 2 * 2 * 2 * 8  # layers, both, bytes, heads, size
+    assert found.starts["blockdraft"].line == f"blockdraft serve --target TARGET --drafter {folder}"
     assert not found.fits and json.loads(json.dumps(found.as_dict()))["what"] == "drafter"
 
 
@@ -177,7 +181,8 @@ def test_an_adapter(tmp_path: Path) -> None:
 
 
 def test_the_bundled_drafter() -> None:
-    assert inspect("bundled").about["architecture"] == "DFlashDraftModel"
+    found = inspect("bundled")
+    assert found.about["architecture"] == "DFlashDraftModel" and verdicts(found)["fingerprint"] is True
 
 
 def test_wrong_places(variant: Variant, tiny_target_dir: Path, tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ def test_texts_and_chats(server: Server, prompts: list[list[int]]) -> None:
     assert post(server, "/tokenize", {"content": text})["tokens"] == tokenizer(text)["input_ids"]
 
 
-FEW = (20, 60, 100, 140, 180)  # tokens of which answers are made, so that random guesses are often right
+FEW = (20, 60)  # the tokens that answers are made of, so that random guesses are often right
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +181,7 @@ def few_words(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -
     folder = tmp_path_factory.mktemp("few")
     model = Qwen3ForCausalLM.from_pretrained(tiny_target_dir)
     with torch.no_grad():
-        model.lm_head.weight[list(FEW)] *= 8
+        model.lm_head.weight[list(FEW)] *= 30
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(tiny_target_dir).save_pretrained(folder)
     return folder
@@ -237,14 +237,15 @@ def test_every_kind_of_drafter(variant: str, few_words: Path, tmp_path: Path, re
     asked = torch.randint(5, 200, (16, 40), generator=draws).tolist()
     ours = Ours(asked, few_words, tmp_path / "drafter", 48, ignore_eos=True)
     kind = "draft-dspark" if "DSpark" in variant else "draft-dflash"
-    cycles = 0
+    cycles = []
     with peer(done.target, tmp_path / "log", done.drafter, kind, 8 if "DSpark" in variant else 7) as theirs:
         for prompt, tokens in zip(asked, ours.tokens, strict=True):
             answer = theirs.ask("decode", {"prompt": prompt, "max_new_tokens": 48, "stops": []})
             assert answer["tokens"] == tokens
-            cycles += answer["cycles"]
-    assert ours.tau > 1.2
-    assert cycles == pytest.approx(sum(map(len, ours.committed)), rel=NEAR)
+            cycles.append(answer["cycles"])
+    own = [*map(len, ours.committed)]
+    assert len({*own}) > 3  # so that equal counts mean something
+    assert sum(a == b for a, b in zip(cycles, own, strict=True)) >= 0.9 * len(own), (cycles, own)
 
 
 def test_rounded_pairs_load(files: tuple[Path, Path], tmp_path: Path) -> None:

@@ -15,6 +15,9 @@ from blockdraft.cli.options import Revision
 if TYPE_CHECKING:
     from blockdraft.inspection import Report
 
+TAPS = (
+    "taps: blockdraft and z-lab name the layers whose outputs are read, from 0; the others the layers that these enter"
+)
 MARKS = {True: ("yes", "green"), False: ("no", "bold red"), None: ("not known", "")}
 
 
@@ -62,6 +65,8 @@ def show(report: Report) -> None:
     for title, facts in (("", report.about), ("wants", report.wants), ("conventions", report.conventions)):
         if facts:
             table = Table(title=title or None, title_justify="left", box=box.SIMPLE, show_header=False, pad_edge=False)
+            if "taps" in facts:
+                table.caption, table.caption_justify = TAPS, "left"
             for name, value in rows(facts):
                 table.add_row(name, value)
             console.print(table)

@@ -106,7 +106,7 @@ def _run(fit: Fit, dry_run: bool, note: Callable[[str], None]) -> list[str]:
             note(line)
     run_steps(steps, folder, note)
     methods = write_card(fit.where, plan, steps, done_steps(folder), fit.sources, lines)
-    elsewhere = engines(fit.where, plan.variant, plan.recipe["block_size"])
+    elsewhere = engines(fit.where)
     return [
         _outcome(methods),
         f"{fit.where.out} is the drafter; its README.md has the figures.",

@@ -13,6 +13,7 @@ from blockdraft.formats.gguf.drafter import drafter_metadata
 from blockdraft.nn.draft_config import DraftConfig
 
 ZLAB, SPECULATORS, GGUF = "zlab", "speculators", "gguf"
+OURS = "blockdraft"
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def starts(
         return shlex.join(["blockdraft", "export", drafter, *model, "--format", to, "--out", f"{to}-drafter"])
 
     return {
-        "blockdraft": Start(shlex.join(ours)),
+        OURS: Start(shlex.join(ours)),
         "vLLM": _vllm(config, layout, drafter, target, export(ZLAB), export(SPECULATORS)),
         "SGLang": _sglang(config, layout, drafter, target, export(ZLAB)),
         "llama.cpp": _llama_cpp(config, layout, drafter, target_gguf, export(GGUF)),

@@ -87,14 +87,16 @@ def _report(
         "key_value_bytes_per_token": {"float32": 4 * values, "bfloat16": 2 * values},
     }
     own = {name: getattr(config, name) for name in sorted(architecture.own_keys())}
+    taps, entered = [*config.taps], [tap + 1 for tap in config.taps]
     conventions = {
         "block_size": config.block_size,
         "guesses": architecture.guesses(config),
         "taps": {
-            "outputs of layers, from 0 (blockdraft, z-lab, SGLang's config)": [*config.taps],
-            "layers entered (speculators, vLLM, SGLang inside)": [tap + 1 for tap in config.taps],
-            "layers entered (llama.cpp)": [tap + 1 for tap in config.taps],
-            "hidden_states of transformers": [tap + 1 for tap in config.taps],
+            "blockdraft": taps,
+            "zlab": taps,
+            "vllm_sglang": entered,
+            "speculators": entered,
+            "llama_cpp": entered,
         },
         "layers": [{"causal_in_block": layer.causal, "window": layer.window} for layer in config.layers],
         "rope": {"theta": config.rope_theta, "scaling": config.rope_scaling},
@@ -115,8 +117,9 @@ def _report(
     checks = () if target is None else tuple(_checks(config, layers_known, wants["fingerprint"], words, target))
     named = str(wants["name"] or "TARGET") if target is None else target.path
     is_file = target is not None and named.endswith(".gguf")
-    given = [] if target is None and wants["name"] is None else ["--target", named]
-    lines = starts(config, layout, path, "TARGET" if is_file else named, given, named if is_file else None)
+    lines = starts(
+        config, layout, path, "TARGET" if is_file else named, ["--target", named], named if is_file else None
+    )
     return Report(path, "drafter", layout, about, wants, conventions, checks, lines)
 
 

@@ -18,6 +18,7 @@ from blockdraft.formats.gguf.drafter import is_drafter
 from blockdraft.formats.stored import open_tensors
 from blockdraft.inspection.base import Report
 from blockdraft.inspection.drafters import gguf_report, layout_report
+from blockdraft.targets import BUNDLED as BUNDLED_TARGET
 from blockdraft.targets import Description, describe_target
 
 ADAPTER = "adapter_config.json"
@@ -35,6 +36,8 @@ def inspect(path: str | Path, target: str | Path | None = None, revision: str | 
         UsageError: There is nothing there that is known, or it cannot be read.
     """
     place = BUNDLED if str(path) == "bundled" else Path(path)
+    if target is None and place == BUNDLED:
+        target = BUNDLED_TARGET
     given = None if target is None else describe_target(target, revision)
     if is_gguf(place):
         if is_drafter(file := open_gguf(place)):
