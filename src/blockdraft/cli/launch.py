@@ -64,12 +64,12 @@ def launch(
     sampling = [SamplingParams(max_new_tokens, each, seed=seed) for each in temperatures(temperature)]
     sets = read_prompt_sets(prompts, limit) if prompts else [SAMPLES]
 
-    from blockdraft.deploy.launch import Engine, command
+    from blockdraft.deploy.launch import Running, command
     from blockdraft.evaluation.servers import report
     from blockdraft.evaluation.servers.measure import Place
 
     loading.quiet()
-    line = command(engine, target, drafter, settings.port, keep, more or ())
+    line = command(engine, target, drafter, settings.port, keep, more or (), loading.tell)
     if dry_run:
         print(shlex.join(line))
         return
@@ -77,7 +77,7 @@ def launch(
         report.check_folder(out, overwrite)
     print(shlex.join(line), file=sys.stderr, flush=True)
     try:
-        with Engine(line, settings.port, settings.patience) as running:
+        with Running(line, settings.port, settings.patience) as running:
             arguments = {"command": line, "max_new_tokens": max_new_tokens, "temperatures": temperature, "seed": seed}
             measure_servers([Place(running.url)], sets, sampling, chosen, arguments, out, overwrite, as_json)
             if keep:

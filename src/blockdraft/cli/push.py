@@ -52,7 +52,7 @@ def push(
     known = known_of(Path(drafter), bench, data)
     with TemporaryDirectory() as scratch:
         folder = Path(scratch, "repository") if out is None else out
-        prepare(drafter, target, folder, repo, known, licence)
+        prepare(drafter, target, folder, repo, known, licence, loading.tell)
         if out is not None:
             print(f"{out}: {', '.join(sorted(file.name for file in out.iterdir()))}", file=sys.stderr)
         if repo is not None:

@@ -6,7 +6,7 @@ import shlex
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -14,8 +14,8 @@ from types import TracebackType
 import httpx
 import psutil
 
+from blockdraft.deploy.pair import checked_pair
 from blockdraft.errors import UsageError
-from blockdraft.inspection import inspect
 
 HOST = "127.0.0.1"
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
@@ -27,7 +27,13 @@ STDERR = 2
 
 
 def command(
-    engine: str, target: str, drafter: str, port: int, prefix_caching: bool = False, more: Sequence[str] = ()
+    engine: str,
+    target: str,
+    drafter: str,
+    port: int,
+    prefix_caching: bool = False,
+    more: Sequence[str] = (),
+    note: Callable[[str], None] = lambda text: None,
 ) -> list[str]:
     """What starts an engine with a pair, after a check that the two go together.
 
@@ -37,18 +43,14 @@ def command(
         drafter: Folder.
         prefix_caching: Whether the engine caches prefixes as it usually does.
         more: Further options of the engine, which come last.
+        note: As in `checked_pair`.
 
     Raises:
         ValueError: The drafter cannot be read, does not fit the target, or the engine does not read it.
     """
     if engine not in ENGINES:
         raise UsageError(f"engine is {engine!r}; it must be one of {', '.join(ENGINES)}.")
-    report = inspect(drafter, target)
-    if report.what != "drafter":
-        raise UsageError(f"{drafter} is no drafter but a {report.what}; give the folder of a drafter.")
-    wrong = [f"{check.name} ({check.said})" for check in report.fits if check.holds is False]
-    if wrong:
-        raise UsageError(f"{drafter} does not go with {target}: {'; '.join(wrong)}. Use a drafter made for it.")
+    report = checked_pair(drafter, target, note)
     start = report.starts[ENGINES[engine]]
     if start.line is None:
         remedy = "" if start.remedy is None else f" Write it anew: {start.remedy}"
@@ -57,8 +59,8 @@ def command(
     return [*found, *([] if prefix_caching else NO_PREFIXES[engine]), *more]
 
 
-class Engine:
-    """A running engine, for `with`, which ends it. What it prints goes to standard error.
+class Running:
+    """An engine that was started, for `with`, which ends it. What it prints goes to standard error.
 
     Args:
         line: Its command.
@@ -121,7 +123,7 @@ class Engine:
                 each.kill()
         self.process.wait()
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> Running:
         return self
 
     def __exit__(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -13,11 +13,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from blockdraft.compat.generate import write_custom_generate
+from blockdraft.deploy.pair import checked_pair
 from blockdraft.errors import UsageError, counted, describe
 from blockdraft.fit.steps import Where
 from blockdraft.formats import find_layout, read_config
 from blockdraft.formats.engines import starts
-from blockdraft.inspection import Report, inspect
+from blockdraft.inspection import Report
 from blockdraft.training.records import run_folder
 
 CARD = "README.md"
@@ -70,7 +71,13 @@ def _json(folder: Path, name: str, needed: bool) -> Mapping[str, Any] | None:
 
 
 def prepare(
-    drafter: str | Path, target: str, out: Path, repo: str | None, known: Known, licence: str | None = None
+    drafter: str | Path,
+    target: str,
+    out: Path,
+    repo: str | None,
+    known: Known,
+    licence: str | None = None,
+    note: Callable[[str], None] = lambda text: None,
 ) -> None:
     """Write a folder that can be pushed. It appears whole or not at all.
 
@@ -80,18 +87,14 @@ def prepare(
         out: New or empty.
         repo: Name on the hub, such as "me/my-drafter", where it is known.
         licence: For the card, as the hub names it.
+        note: As in `checked_pair`.
 
     Raises:
         ValueError: It is no drafter, does not fit the target, or `out` is taken or cannot be written.
     """
     if repo is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
         raise UsageError(f"repo is {repo!r}; it must be OWNER/NAME.")
-    report = inspect(drafter, target)
-    if report.what != "drafter" or not Path(drafter).is_dir():
-        raise UsageError(f"{drafter} is no drafter's folder; give one, in z-lab's layout or that of speculators.")
-    wrong = [f"{check.name} ({check.said})" for check in report.fits if check.holds is False]
-    if wrong:
-        raise UsageError(f"{drafter} does not go with {target}: {'; '.join(wrong)}. Name the target it was made for.")
+    report = checked_pair(drafter, target, note)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} holds other files; choose a new or empty folder.")
     card = model_card(report, Path(drafter), target, repo, known, licence)
@@ -199,7 +202,7 @@ def _data(known: Known) -> Iterator[str]:
 
 
 def _use(report: Report, drafter: Path, target: str, repo: str) -> Iterator[str]:
-    yield "With [blockdraft](https://pypi.org/project/blockdraft/):"
+    yield "With blockdraft:"
     config, _ = find_layout(report.layout).config(read_config(drafter), None, report.wants["layers"])
     given = ["--target", target]
     lines = starts(config, report.layout, repo, target, given)
