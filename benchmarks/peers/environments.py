@@ -125,7 +125,12 @@ MORE: dict[str, Callable[[], None]] = {"llama_server": _llama_server, "llama_too
 
 def _recipe() -> str:
     """Changes with what an environment is made from."""
-    made_from = (Path(__file__), ROOT / "constraints.txt", HERE / "CMakeLists.txt", HERE / "adapters/llama_peer.cpp")
+    made_from = [
+        Path(__file__),
+        ROOT / "constraints.txt",
+        HERE / "CMakeLists.txt",
+        *sorted(HERE.glob("adapters/*.cpp")),
+    ]
     return hashlib.sha256(b"".join(path.read_bytes() for path in made_from)).hexdigest()
 
 

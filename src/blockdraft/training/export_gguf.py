@@ -113,12 +113,12 @@ def export_gguf(
         raise UsageError(f"type is {weights!r}; it must be one of {', '.join(get_args(GGUFWeights))}.")
     if is_gguf(target):
         raise UsageError(f"{target} is a GGUF file already; give the folder that it was made from.")
-    files = [Path(out) / f"{part}-{weights}.gguf" for part in ("target", "drafter")]
+    of_target, of_drafter = (Path(out) / f"{part}-{weights}.gguf" for part in ("target", "drafter"))
     with gguf_source(target, revision, adapter) as source:
         found = source.read_drafter(drafter)
         with new_files(Path(out)) as folder:
-            source.write_drafter(folder / files[1].name, found, weights)
-            source.write_target(folder / files[0].name, weights)
+            source.write_drafter(folder / of_drafter.name, found, weights)
+            source.write_target(folder / of_target.name, weights)
         architecture, fingerprint = gguf_architecture(source.checkpoint), source.checkpoint.source_fingerprint
     notes = [] if source.note is None else [source.note]
     if found.trained_for not in (None, fingerprint):
@@ -131,5 +131,5 @@ def export_gguf(
             f"llama.cpp may not draft for this target: in its release of October 2026 its {architecture} models do not "
             f"hand out what a drafter reads, as {' and '.join(DRAFTED)} do. Each file decodes by itself."
         )
-    line = llama_cpp_line(found.config, str(files[1]), str(files[0]))
-    return ExportedGGUF(*files, tuple(notes), line)
+    line = llama_cpp_line(found.config, str(of_drafter), str(of_target))
+    return ExportedGGUF(of_target, of_drafter, tuple(notes), line)

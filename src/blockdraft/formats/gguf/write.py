@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,7 @@ def new_files(folder: Path) -> Iterator[Path]:
 
 
 def _put(writer: GGUFWriter, key: str, value: Any) -> None:
-    add = {
+    add: dict[type, Callable[[str, Any], None]] = {
         bool: writer.add_bool,
         int: writer.add_uint32,
         float: writer.add_float32,

@@ -107,7 +107,7 @@ def _scores(spelled: Mapping[int, str], size: int, merges: Sequence[tuple[str, .
 
 def _nearest_split(tokenizer: PreTrainedTokenizerBase) -> str:
     """The known way to cut text that agrees on the most texts, `SPLITS`' first of equals."""
-    backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
+    backend: Any = tokenizer.backend_tokenizer
     spelled = _spelled_out(tokenizer)
     whole, composed = bool(spelled["model"].get("ignore_merges")), "NFC" in json.dumps(spelled.get("normalizer"))
 
