@@ -9,7 +9,7 @@ QUESTION = A baker makes 4 trays of 6 rolls. She sells 9 rolls. How many rolls a
 # One thread a worker: the models of the tests are too small to share.
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --maxprocesses 8
 
-.PHONY: demo test check fuzz mutants soak against try-stranger test-peers test-clients bench-peers bench-server bench-gpu bench-sizes wheel clean
+.PHONY: demo test check fuzz mutants soak against try-stranger test-peers test-clients test-llamacpp bench-peers bench-server bench-gpu bench-sizes wheel clean
 
 demo: .venv/.installed
 	.venv/bin/blockdraft generate --compare --tree-budget 16 --backend hf "$(QUESTION)"
@@ -21,14 +21,14 @@ demo: .venv/.installed
 	.venv/bin/blockdraft generate --compare $(WIDE) --quantize int8 "$(QUESTION)"
 
 test: .venv/.installed
-	$(PYTEST) -m "not peers and not clients"
+	$(PYTEST) -m "not peers and not clients and not llamacpp"
 
 # The quick round before each commit.
 check: .venv/.installed
 	.venv/bin/ruff check src tests recipes benchmarks examples
 	.venv/bin/ruff format --check src tests recipes benchmarks examples
 	.venv/bin/mypy
-	$(PYTEST) -m "not slow and not peers and not clients"
+	$(PYTEST) -m "not slow and not peers and not clients and not llamacpp"
 
 # Random cases against plain decoding, by hand; SEED=n repeats one.
 MINUTES ?= 60
@@ -58,6 +58,11 @@ test-peers: .venv-peers/.installed
 # Other people's clients against the running server, in an environment of their own, which holds no blockdraft.
 test-clients: .venv/.installed .venv-clients/.installed
 	.venv-clients/bin/python -m pytest --confcutdir tests/clients -o filterwarnings= -m clients tests/clients
+
+# GGUF files that we write, in llama.cpp, which the first run builds.
+test-llamacpp: .venv/.installed
+	.venv/bin/python -m benchmarks.peers.environments llama_cpp llama_server llama_tool
+	.venv/bin/python -m pytest -m llamacpp tests/llamacpp
 
 # Decoding speed against other implementations; ARGS="--help" lists what can be set.
 bench-peers: .venv/.installed

@@ -25,9 +25,9 @@ LAYERS = [
     {"engine"},
     {"data"},
     {"training", "evaluation"},
-    {"compat", "fit"},
+    {"compat", "fit", "inspection"},
     {"quantize"},
-    {"serving"},
+    {"serving", "deploy"},
     {"cli"},
 ]
 HEIGHT = {name: height for height, group in enumerate(LAYERS) for name in group}

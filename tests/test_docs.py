@@ -40,6 +40,7 @@ PAGES = sorted(
 # Commands and Python blocks (by their first line) that are parsed and not run, and why.
 PICTURE = "a picture of the decode loop; its names are those of the engine's inside"
 PROCESSES = "starts several processes of accelerate; tests/training/test_devices.py does that"
+ASKS = "asks running servers; tests/cli/test_bench_server.py has such"
 SERVE = "serves until it is told to end; tests/serving/test_run.py does that"
 FIT = "takes hours; tests/fit/test_run.py runs the steps"
 NOT_RUN = {
@@ -51,6 +52,16 @@ NOT_RUN = {
     "blockdraft serve --target MODEL --drafter DRAFTER --port 8001 --served-model-name my-model": SERVE,
     "blockdraft serve --self-check 8": SERVE,
     "blockdraft serve --host 0.0.0.0 --allow-host box.local": SERVE,
+    "blockdraft bench --url http://localhost:8000 --prompts gsm8k.jsonl --concurrency 1,8,64 --temperature 0,1 --out "
+    "results": ASKS,
+    "blockdraft bench --url http://localhost:8000 --against http://localhost:8001 --prompts gsm8k.jsonl": ASKS,
+    "blockdraft launch sglang --target TARGET --drafter DRAFTER --prompts chats.jsonl --out results -- --tp 2": ""
+    "starts an engine of others; tests/deploy/test_launch.py has one that stands in for it",
+    "blockdraft push DRAFTER --target TARGET --repo me/my-drafter --license apache-2.0": "sends files to the hub; "
+    "tests/deploy/test_push.py has a stand-in for it",
+    "output = base_model.generate(": "writes into the cache of transformers; tests/compat/test_generate.py has its own",
+    "blockdraft doctor --target MODEL --drafter DRAFTER --prompts chats.jsonl": "takes half a minute; "
+    "tests/deploy/test_doctor.py examines the same pair",
     "from openai import OpenAI": "asks a running server, by a package of others; tests/clients does that",
     "proposal = drafter.propose(state, anchor, plan)": PICTURE,
     "blockdraft train dflash recipe.toml --target DIR --data DIR --out DIR --layers 3 --learning-rate 1e-3 "

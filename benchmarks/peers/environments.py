@@ -76,11 +76,9 @@ def _dflash() -> None:
 
 def _llama_cpp() -> None:
     name, home = "llama_cpp", folder("llama_cpp")
-    # What the converter imports besides its own gguf package; its pins are too old for the tokenizers of today.
-    _venv(name, "torch", "transformers", "sentencepiece", "pyyaml", "tqdm", "requests")
     if not list(home.glob("*.tar.gz")):
         source_only = ("--no-deps", "--no-binary", "llama-cpp-python", LLAMA_CPP_PYTHON)
-        _run(name, python(name), "-m", "pip", "--disable-pip-version-check", "download", "-d", home, *source_only)
+        _run(name, sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "-d", home, *source_only)
     [archive] = home.glob("*.tar.gz")
     source = home / archive.name.removesuffix(".tar.gz")
     if not source.exists():
@@ -100,6 +98,13 @@ def _llama_server() -> None:
     _build("llama_server", "llama-server")
 
 
+def _llama_tool() -> None:
+    """llama.cpp's own example of speculative decoding, as the tests run it."""
+    if failure := install("llama_cpp"):
+        raise NotInstalled(failure)
+    _build("llama_tool", "llama-speculative-simple")
+
+
 def _tools() -> list[str]:
     """cmake and ninja, from PyPI where the system has none."""
     tools = [shutil.which(tool) for tool in ("cmake", "ninja")]
@@ -115,12 +120,17 @@ def _build(name: str, target: str) -> None:
 
 
 INSTALLERS: dict[str, Callable[[], None]] = {"transformers": _transformers, "dflash": _dflash, "llama_cpp": _llama_cpp}
-MORE: dict[str, Callable[[], None]] = {"llama_server": _llama_server}  # made when named
+MORE: dict[str, Callable[[], None]] = {"llama_server": _llama_server, "llama_tool": _llama_tool}  # made when named
 
 
 def _recipe() -> str:
     """Changes with what an environment is made from."""
-    made_from = (Path(__file__), ROOT / "constraints.txt", HERE / "CMakeLists.txt", HERE / "adapters/llama_peer.cpp")
+    made_from = [
+        Path(__file__),
+        ROOT / "constraints.txt",
+        HERE / "CMakeLists.txt",
+        *sorted(HERE.glob("adapters/*.cpp")),
+    ]
     return hashlib.sha256(b"".join(path.read_bytes() for path in made_from)).hexdigest()
 
 

@@ -21,6 +21,7 @@ class Peer:
 
     Attributes:
         environment: Its folder under build/peers, or `OURS`.
+        speaks_here: Whether its adapter runs in our environment nevertheless.
         adapter: File in adapters/ that speaks for it.
         does: What a reader of the table wants to know.
         options: Told to the adapter.
@@ -31,13 +32,14 @@ class Peer:
     adapter: str
     does: str
     options: dict[str, Any] = field(default_factory=dict)
+    speaks_here: bool = False
 
     @property
     def is_ours(self) -> bool:
         return self.environment == OURS
 
     def command(self) -> list[str]:
-        python = sys.executable if self.is_ours else str(environments.python(self.environment))
+        python = sys.executable if self.is_ours or self.speaks_here else str(environments.python(self.environment))
         return [python, str(Path(__file__).parent / "adapters" / self.adapter)]
 
     def why_missing(self) -> str | None:
@@ -49,7 +51,7 @@ def _transformers(name: str, mode: str, does: str) -> Peer:
 
 
 def _llama(name: str, does: str, **options: Any) -> Peer:
-    return Peer(name, "llama_cpp", "llama_cpp.py", does, options)
+    return Peer(name, "llama_cpp", "llama_cpp.py", does, options, speaks_here=True)
 
 
 def _ours(name: str, does: str, **options: Any) -> Peer:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers import environments
+from benchmarks.peers.adapters.llama_cpp import Failed, as_gguf
 from benchmarks.peers.process import PeerError, PeerProcess, peak_bytes
 from benchmarks.server import chats
 from benchmarks.server.heard import Heard, figures
@@ -24,15 +24,10 @@ from benchmarks.sizes.pairs import parameters
 from benchmarks.sizes.widen import DRAFTER, TARGET, widen
 from blockdraft.settings import settings
 
-ADAPTERS = Path(environments.__file__).parent / "adapters"
 MODEL = "target"  # as our server names it
 LENGTH = 640  # tokens that the longest request has room for
 RAMP = 0.25  # share of a load before anything counts
 EXACT = (SERVER, PLAIN, ENGINE)  # ways whose answers must be those of plain decoding
-AS_GGUF = (
-    "import json, sys; sys.path.insert(0, sys.argv[1]); from llama_cpp import as_gguf; given = json.loads(sys.argv[2]);"
-    "print(as_gguf(given['model'], given, None, given['of']))"
-)
 
 
 @settings
@@ -115,12 +110,10 @@ def known_answers(alone: PeerProcess, pair: Pair, how: LoadSettings, out: Path) 
 
 def gguf(model: Path, dtype: str, folder: Path, of: Path | None = None) -> Path:
     """The GGUF file of a model folder, or of a drafter of this target; raises PeerError."""
-    given = {"model": str(model), "dtype": dtype, "models": str(folder), "threads": 1, "of": of and str(of)}
-    command = [str(environments.python("llama_cpp")), "-c", AS_GGUF, str(ADAPTERS), json.dumps(given)]
-    made = subprocess.run(command, capture_output=True, text=True)
-    if made.returncode:
-        raise PeerError(f"llama.cpp's converter failed: {made.stderr.strip().splitlines()[-1]}")
-    return Path(made.stdout.strip().splitlines()[-1])
+    try:
+        return as_gguf(str(model), {"dtype": dtype, "models": str(folder)}, target=of and str(of))
+    except Failed as failed:
+        raise PeerError(str(failed)) from failed
 
 
 class Ways:

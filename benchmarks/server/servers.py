@@ -109,7 +109,15 @@ def ours(
     return Server([*command, "--target", str(target), "--drafter", str(drafter), *more], log, threads)
 
 
-def llama(model: Path, drafter: Path | None, log: Path, threads: int, parallel: int, length: int) -> Server:
+def llama(
+    model: Path,
+    drafter: Path | None,
+    log: Path,
+    threads: int,
+    parallel: int,
+    length: int,
+    more: Sequence[str] = (),
+) -> Server:
     """llama-server with room for so many requests of this length. With a drafter it drafts."""
     command = [LLAMA_SERVER, "--model", model, "--host", HOST, "--port", "0", "--threads", threads]
     command += [
@@ -125,4 +133,4 @@ def llama(model: Path, drafter: Path | None, log: Path, threads: int, parallel: 
     ]
     if drafter is not None:
         command += ["--model-draft", drafter, "--spec-type", "draft-dflash"]
-    return Server([str(word) for word in command], log, threads)
+    return Server([*(str(word) for word in command), *more], log, threads)

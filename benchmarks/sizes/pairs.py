@@ -96,7 +96,7 @@ def _random_pair(shape: Shape, folder: Path) -> tuple[Path, Path]:
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(target)
     save_file(_random(wanted), target / "model.safetensors", {"format": "pt"})
-    for file in TARGET.iterdir():  # the words do not matter, but llama.cpp's converter wants a tokenizer
+    for file in TARGET.iterdir():  # the words do not matter, but a GGUF file holds a tokenizer
         if file.name.startswith("tokenizer"):
             shutil.copy(file, target / file.name)
     write_checkpoint(drafter, draft_config(shape), _random(network))

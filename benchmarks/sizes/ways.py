@@ -109,7 +109,7 @@ def start(process: Way, served: list[Way], given: dict[str, Any], patience: floa
         options: dict[str, Any] = {"compiled": True, "ways": {way.method: drafting(way.method) for way in served}}
         settings = given | OUR_KINDS[process.kind][1]
     else:
-        command = [str(environments.python("llama_cpp")), str(ADAPTERS / "llama_cpp.py")]
+        command = [sys.executable, str(ADAPTERS / "llama_cpp.py")]
         options = {"weights": _rounding(process.kind)}
         if process.method != PLAIN:
             guesses = int(process.method.partition(":")[2])

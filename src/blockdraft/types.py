@@ -28,6 +28,9 @@ CPU_BLOCK_SIZE = 4
 # Of a target's weights.
 Quantize: TypeAlias = Literal["int8", "int4", "fp8"]
 KVDtype: TypeAlias = Literal["int8"]
+# What matrices of GGUF files are rounded to; by default no number of a model in bfloat16 changes.
+GGUFWeights: TypeAlias = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
+DEFAULT_GGUF_WEIGHTS: GGUFWeights = "bf16"
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "error"]
 GrammarKind: TypeAlias = Literal["json_schema", "json_object", "regex", "lark"]
 LEAST, MOST = 1e-30, 1e30  # of temperature, top-p and penalty: much further out float32 makes 0 or infinity of them

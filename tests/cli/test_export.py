@@ -152,3 +152,69 @@ def test_another_name_for_the_target(export: Run, tmp_path: Path, tiny_drafter_d
     assert json.loads((out / "config.json").read_text())["speculators_config"]["verifier"]["name_or_path"] == (
         "Qwen/Qwen3-8B"
     )
+
+
+def test_gguf(
+    export: Run, tmp_path: Path, tiny_target_dir: Path, tiny_drafter_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both files say what they were made from: the target answers as before, and so does the drafter draft."""
+    out = tmp_path / "out"
+    for weights in ("f32", "q8_0"):
+        assert export(tiny_drafter_dir, "--format", "gguf", "--type", weights, "--out", out) == 0
+        assert f"-m {out}/target-{weights}.gguf -md {out}/drafter-{weights}.gguf --spec-type draft-dflash" in (
+            capsys.readouterr().err
+        )
+    assert {file.name for file in out.iterdir()} == {
+        f"{part}-{weights}.gguf" for part in ("target", "drafter") for weights in ("f32", "q8_0")
+    }
+    folder, file = load_target(tiny_target_dir), load_target(out / "target-f32.gguf")
+    assert file.tokenizer is not None and folder.tokenizer is not None
+    assert file.tokenizer.get_vocab() == folder.tokenizer.get_vocab()
+    assert file.tokenizer.chat_template == folder.tokenizer.chat_template
+    assert file.eos_token_ids == folder.eos_token_ids | {0}  # <|endoftext|> ends answers of any GGUF file
+    assert file.max_context == folder.max_context
+    assert drafted(tiny_drafter_dir, folder) == drafted(out / "drafter-f32.gguf", file)
+
+
+def test_a_gguf_drafter_goes_back(export: Run, tmp_path: Path, tiny_drafter_dir: Path) -> None:
+    assert export(tiny_drafter_dir, "--format", "gguf", "--type", "f32", "--out", tmp_path / "gguf") == 0
+    assert export(tmp_path / "gguf" / "drafter-f32.gguf", "--out", tmp_path / "back") == 0
+    (config, tensors), (again, others) = (zlab.read_checkpoint(path) for path in (tiny_drafter_dir, tmp_path / "back"))
+    assert config == again and all(torch.equal(tensors[name], others[name]) for name in tensors)
+
+
+def test_a_gguf_drafter_of_another_target(
+    export: Run, tmp_path: Path, tiny_drafter_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, tensors = zlab.read_checkpoint(tiny_drafter_dir)
+    zlab.write_checkpoint(tmp_path / "other", config, tensors, trained_for="0123456789abcdef")
+    assert export(tmp_path / "other", "--format", "gguf", "--out", tmp_path / "out") == 0
+    told = capsys.readouterr().err
+    assert "was trained for another target (fingerprint 0123456789abcdef)" in told
+    assert (tmp_path / "out" / "drafter-bf16.gguf").is_file()
+
+
+def test_refusals_of_gguf(
+    export: Run, tmp_path: Path, tiny_drafter_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is left of what was begun."""
+    config, tensors = zlab.read_checkpoint(tiny_drafter_dir)
+    zlab.write_checkpoint(tmp_path / "last", replace(config, taps=(0, 2)), tensors)
+    zlab.write_checkpoint(tmp_path / "deep", replace(config, num_target_layers=4), tensors)
+    (tmp_path / "file").touch()
+    out = tmp_path / "out"
+    for args, told in (
+        ((tmp_path / "last", "--format", "gguf", "--out", out), "a tap is 2; it must be below the target's last layer"),
+        ((tmp_path / "deep", "--format", "gguf", "--out", out), "num_target_layers is 4; it must be the target's, 3"),
+        ((tiny_drafter_dir, "--format", "gguf", "--type", "q5_k", "--out", out), "type is 'q5_k'; it must be one of"),
+        ((tiny_drafter_dir, "--format", "gguf", "--out", tmp_path / "file"), "file is a file; choose a folder"),
+        ((tiny_drafter_dir, "--type", "f32", "--out", out), "--type f32 goes with --format gguf; leave it out"),
+        (
+            (tiny_drafter_dir, "--format", "gguf", "--target-name", "x", "--out", out),
+            "--target-name is x, which does not go with --format gguf",
+        ),
+        ((tiny_drafter_dir, "--format", "gguf", "--target", "m.gguf", "--out", out), "m.gguf is a GGUF file already"),
+    ):
+        assert export(*args) == 2
+        assert told in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"last", "deep", "file"}

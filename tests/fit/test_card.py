@@ -26,7 +26,7 @@ def test_other_engines_are_not_told_to_load_a_gguf_file(tmp_path: Path, tiny_dra
     out = tmp_path / "out"
     shutil.copytree(tiny_drafter_dir, out)
     assert not any(line.startswith("blockdraft export") for line in usage(Where(out, "m.gguf")))
-    told = " ".join(engines(Where(out, "m.gguf"), "dflash", 8).values())
+    told = " ".join(engines(Where(out, "m.gguf")).values())
     assert "m.gguf" not in told and "TARGET" in told
 
 

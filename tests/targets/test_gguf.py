@@ -1,6 +1,5 @@
 """Targets of GGUF files against the models of transformers that the files were made from."""
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -9,138 +8,12 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
-from gguf_writer import random_blocks, tiny, write_gguf
-from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from gguf_models import MODELS, SMALL, model_of, scores
+from gguf_writer import random_blocks, write_gguf
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from blockdraft.errors import UsageError
-from blockdraft.proposal import chain
-from blockdraft.targets import Target, load_target, load_target_text, open_checkpoint
-
-SMALL: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 12,  # so that heads * head_dim is not the hidden size
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-3,
-    "initializer_range": 0.25,
-    "tie_word_embeddings": False,
-    "pad_token_id": None,
-    "eos_token_id": None,
-    "bos_token_id": None,
-}
-# Of 3 layers and more: 7, of which the 6th sees everything, is what Gemma 3 takes.
-NEAR, FAR = "sliding_attention", "full_attention"
-CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
-
-
-def llama3_factors(factor: float, longest: int, theta: float, size: int) -> np.ndarray:
-    """What llama.cpp's converter writes for the rotary embeddings of Llama 3, with frequencies 1 to 4 in between."""
-    waves = 2 * math.pi * theta ** (torch.arange(0, size, 2).double() / size)
-    smooth = (longest / waves - 1) / 3
-    between = 1 / ((1 - smooth) / factor + smooth)
-    return torch.where(waves < longest / 4, 1.0, torch.where(waves > longest, factor, between)).float().numpy()
-
-
-def rotary(**parameters: Any) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_theta": 500.0, **parameters}}
-
-
-# What differs from SMALL, what the file says besides, and its tensors besides.
-MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, np.ndarray]]] = {
-    "llama": ({}, {}, {}),
-    "llama-odd": (
-        {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4, "tie_word_embeddings": True},
-        {},
-        {},
-    ),
-    "llama-linear": (
-        rotary(rope_type="linear", factor=4.0),
-        {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
-        {},
-    ),
-    "llama-old-linear": (rotary(rope_type="linear", factor=4.0), {"rope.scale_linear": 4.0}, {}),
-    "llama-unscaled": (rotary(), {"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, {}),
-    "llama-yarn": (
-        rotary(rope_type="yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=20.0),
-        {
-            "rope.scaling.type": "yarn",
-            "rope.scaling.factor": 4.0,
-            "rope.scaling.original_context_length": 16,
-            "rope.scaling.yarn_beta_fast": 20.0,
-        },
-        {},
-    ),
-    "llama-llama3": (
-        rotary(
-            rope_type="llama3",
-            factor=4.0,
-            low_freq_factor=1.0,
-            high_freq_factor=4.0,
-            original_max_position_embeddings=16,
-        ),
-        {},
-        {"rope_freqs.weight": llama3_factors(4.0, 16, 500.0, 12)},
-    ),
-    "mistral": ({"sliding_window": None}, {}, {}),
-    "qwen2": (
-        {"tie_word_embeddings": True, "head_dim": 8},
-        {"attention.key_length": None, "attention.value_length": None},
-        {},
-    ),
-    "qwen3": ({}, {"attention.head_count_kv": [2, 2, 2]}, {}),
-    "gemma": ({"tie_word_embeddings": True}, {}, {}),
-    "gemma2": (
-        {
-            "tie_word_embeddings": True,
-            "sliding_window": 4,
-            "layer_types": [NEAR, FAR, NEAR],
-            "query_pre_attn_scalar": 12,
-        }
-        | CAPS,
-        {"attention.sliding_window": 4, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
-        {},
-    ),
-    "gemma3_text": (
-        {
-            "num_hidden_layers": 7,
-            "sliding_window": 4,
-            "layer_types": [*[NEAR] * 5, FAR, NEAR],
-            "query_pre_attn_scalar": 12,
-            "rope_parameters": {
-                FAR: {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
-                NEAR: {"rope_type": "default", "rope_theta": 50.0},
-            },
-        },
-        {
-            "attention.sliding_window": 4,
-            "rope.freq_base_swa": 50.0,
-            "rope.scaling.type": "linear",
-            "rope.scaling.factor": 8.0,
-        },
-        {},
-    ),
-    "gemma3_text-pattern": (
-        {"sliding_window": 4, "layer_types": [NEAR, FAR, FAR], "query_pre_attn_scalar": 12},
-        {"attention.sliding_window": 4, "attention.sliding_window_pattern": [True, False, False]},
-        {},
-    ),
-}
-
-
-def model_of(name: str, **differences: Any) -> PreTrainedModel:
-    fields = SMALL | MODELS[name][0] | differences
-    return tiny(AutoConfig.for_model(name.partition("-")[0], **fields))
-
-
-def scores(target: Target, tokens: Tensor) -> Tensor:
-    cache = target.new_cache(1, tokens.size(1))
-    return target.forward(tokens, chain(tokens).parents, cache).logits
+from blockdraft.targets import load_target, load_target_text, open_checkpoint
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -23,7 +23,7 @@ from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import open_gguf
-from blockdraft.targets import BUNDLED, load_target, load_target_text
+from blockdraft.targets import BUNDLED, TargetText, load_target, load_target_text, tokenizer_metadata
 from blockdraft.targets.gguf.tokenizer import SPLITS, gguf_tokenizer
 from blockdraft.types import SamplingParams
 
@@ -265,3 +265,66 @@ def test_a_file_without_tokenizer(tmp_path: Path) -> None:
     config = Qwen3Config(vocab_size=40, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, head_dim=16)
     write_gguf(tmp_path / "m.gguf", tiny(config))
     assert load_target_text(tmp_path / "m.gguf").tokenizer_reason == "m.gguf: the file holds none"
+
+
+def as_text(tokenizer: PreTrainedTokenizerBase, *ends: int) -> TargetText:
+    return TargetText(None, tokenizer, 128, frozenset(ends))
+
+
+@pytest.mark.parametrize("pre", ["qwen2", "deepseek-r1-qwen", "gpt-2", "smollm", "llama-bpe", "tekken"])
+def test_bytes_are_written_and_read_back(pre: str) -> None:
+    """The way to cut text is found out by trying."""
+    wanted = bundled_like(pre)
+    said, note = tokenizer_metadata(as_text(wanted, 2), len(wanted) + 3, "qwen3")
+    assert said["tokenizer.ggml.pre"] == pre and note is None
+    assert said["tokenizer.ggml.tokens"][-1] == f"[PAD{len(wanted) + 2}]"
+    found = gguf_tokenizer(said)
+    for text in (*TEXTS, "a <think> of two words"):
+        assert found(text)["input_ids"] == wanted(text)["input_ids"], text
+    assert found.get_vocab() == wanted.get_vocab() and found.chat_template == wanted.chat_template
+    assert (found.eos_token, found.pad_token, found.mask_token) == ("<|im_end|>", "<|endoftext|>", "<|mask|>")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("spaced", [True, False])
+def test_sentencepiece_is_written_and_read_back(family: str, spaced: bool) -> None:
+    specials = ["<pad>", "<eos>", "<bos>", "<unk>"] if family == "gemma2" else ["<unk>", "<s>", "</s>"]
+    vocab = pieces_of(TEXTS[:3], specials)
+    merges = generate_merges(vocab, {token: -float(i) for token, i in vocab.items()})
+    made: Any = GemmaTokenizer if family == "gemma2" else LlamaTokenizer
+    wanted = made(vocab=vocab, merges=merges, **({} if family == "gemma2" else {"add_prefix_space": spaced}))
+    said, note = tokenizer_metadata(as_text(wanted, vocab[specials[1]]), len(wanted), family)
+    assert note is None and said["tokenizer.ggml.model"] == "llama"
+    assert said["tokenizer.ggml.add_bos_token"] is (wanted("a")["input_ids"][0] == wanted.bos_token_id)
+    kinds = dict(zip(said["tokenizer.ggml.tokens"], said["tokenizer.ggml.token_type"], strict=True))
+    assert (kinds["<unk>"], kinds["<0x0A>"], kinds[specials[2]]) == (
+        TokenType.UNKNOWN,
+        TokenType.BYTE,
+        TokenType.CONTROL,
+    )
+    found = gguf_tokenizer({**said, "general.architecture": family})
+    for text in TEXTS:
+        assert found(text)["input_ids"] == wanted(text)["input_ids"], text
+
+
+def test_tokenizers_that_have_no_name() -> None:
+    """Those that cut rare texts otherwise are written with a note, others are refused."""
+    rare, other = bundled_like("qwen2"), bundled_like("qwen2")
+    rare.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split("\u00a0", "isolated"), SPLITS["qwen2"].pre_tokenizer()]
+    )
+    said, note = tokenizer_metadata(as_text(rare, 2), len(rare), "qwen3")
+    assert said["tokenizer.ggml.pre"] in ("qwen2", "deepseek-r1-qwen")
+    assert note is None or "rare texts become other tokens there" in note
+    other.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split("o", "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    with pytest.raises(UsageError, match="cannot be written as GGUF. It cuts text otherwise than any"):
+        tokenizer_metadata(as_text(other, 2), len(other), "qwen3")
+    with pytest.raises(UsageError, match=r"The tokens \[7, 8\] end answers too, for which GGUF has no place"):
+        tokenizer_metadata(as_text(bundled_like("qwen2"), 2, 4, 5, 7, 8), 5000, "qwen3")
+    with pytest.raises(UsageError, match="has the id 40.., and its embedding 300 rows"):
+        tokenizer_metadata(as_text(bundled_like("qwen2"), 2), 300, "qwen3")
+    words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, "a")))
+    with pytest.raises(UsageError, match="is of the kind WordLevel; tokenizers of byte pairs"):
+        tokenizer_metadata(as_text(words), 300, "qwen3")

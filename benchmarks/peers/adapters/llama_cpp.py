@@ -1,4 +1,4 @@
-"""llama.cpp: writes the models as GGUF with llama.cpp's own converter, then becomes the program that decodes."""
+"""llama.cpp: writes the models as GGUF files, then becomes the program that decodes."""
 
 from __future__ import annotations
 
@@ -11,34 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-HOME = Path(sys.prefix).parent  # the environment lies beside the sources and what was built from them
+from blockdraft.training.export_gguf import gguf_source
+
+HOME = Path(__file__).parents[3] / "build" / "peers" / "llama_cpp"
 PROGRAM = HOME / "build" / "llama_peer"
 TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
-# Run inside llama.cpp's folder. Its converter knows pre-tokenizers by a hash of what they do to a test text and refuses
-# others; the benchmark passes token ids, so any entry does where the tokenizer is not on the list.
-CONVERT = """
-import sys
-sys.path[:0] = [{source!r}, {source!r} + "/gguf-py"]
-import convert_hf_to_gguf
-from conversion.base import TextModel
-known = TextModel.get_vocab_base_pre
-def pre_tokenizer(self, tokenizer):
-    try:
-        return known(self, tokenizer)
-    except NotImplementedError:
-        return "qwen2"
-TextModel.get_vocab_base_pre = pre_tokenizer
-convert_hf_to_gguf.main()
-"""
 
 
 class Failed(Exception):
     pass
-
-
-def source() -> Path:
-    [found] = HOME.glob("llama_cpp_python-*/vendor/llama.cpp")
-    return found
 
 
 def as_gguf(model: str, settings: dict[str, Any], weights: str | None = None, target: str | None = None) -> Path:
@@ -47,20 +28,36 @@ def as_gguf(model: str, settings: dict[str, Any], weights: str | None = None, ta
     Args:
         weights: What they are rounded to, by llama.cpp's own quantiser; None leaves them in the dtype.
         target: Of a drafter.
+
+    Raises:
+        Failed: It cannot be made.
     """
     dtype = settings["dtype"]
     home = Path(settings.get("models") or HOME / "models")
     exact = home / f"{digest(model)}-{dtype}.gguf"
-    convert = [sys.executable, "-c", CONVERT.format(source=str(source())), model, "--outtype", TYPES[dtype]]
-    convert += ["--target-model-dir", target] if target else []
-    _make(exact, lambda out: [*convert, "--outfile", str(out)], f"llama.cpp's converter does not take {model}")
+    _make(exact, lambda out: _write(model, out, TYPES[dtype], target))
     if weights is None:
         return exact
     rounded = home / f"{digest(model)}-{weights}.gguf"
     given = {"quantize": str(exact), "weights": weights, "threads": settings["threads"]}
-    failure = f"llama.cpp's quantiser does not make {weights} of {model}"
-    _make(rounded, lambda out: [str(PROGRAM), json.dumps(given | {"to": str(out)})], failure)
+    _make(rounded, lambda out: _round(model, given | {"to": str(out)}))
     return rounded
+
+
+def _write(model: str, out: Path, weights: Any, target: str | None) -> None:
+    try:
+        with gguf_source(target or model) as source:
+            if target is None:
+                source.write_target(out, weights)
+            else:
+                source.write_drafter(out, source.read_drafter(model), weights)
+    except ValueError as error:
+        raise Failed(str(error)) from error
+
+
+def _round(model: str, given: dict[str, Any]) -> None:
+    if subprocess.run([str(PROGRAM), json.dumps(given)], stdout=sys.stderr).returncode:
+        raise Failed(f"llama.cpp's quantiser does not make {given['weights']} of {model}")
 
 
 def digest(model: str) -> str:
@@ -73,17 +70,17 @@ def digest(model: str) -> str:
     return found.hexdigest()[:16]
 
 
-def _make(path: Path, command: Callable[[Path], list[str]], failure: str) -> None:
-    """Let a command write a file, unless it is there; the command is told the name of the unfinished one."""
+def _make(path: Path, write: Callable[[Path], None]) -> None:
+    """Let a file be written, unless it is there, under another name until it is whole."""
     if path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-    ended = subprocess.run(command(unfinished), stdout=sys.stderr)
-    if ended.returncode or not unfinished.exists():
+    try:
+        write(unfinished)
+        unfinished.replace(path)
+    finally:
         unfinished.unlink(missing_ok=True)
-        raise Failed(failure)
-    unfinished.replace(path)
 
 
 def main() -> None:

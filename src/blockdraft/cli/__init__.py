@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import errno
-import inspect
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
+from inspect import getdoc
 from typing import Annotated, Any
 
 import typer
@@ -16,12 +16,16 @@ from blockdraft.cli.cache import cache
 from blockdraft.cli.calibrate import calibrate
 from blockdraft.cli.chat import chat
 from blockdraft.cli.data import data
+from blockdraft.cli.doctor import doctor
 from blockdraft.cli.env import env
 from blockdraft.cli.export import export
 from blockdraft.cli.features import features
 from blockdraft.cli.fit import fit
 from blockdraft.cli.generate import generate
+from blockdraft.cli.inspect import inspect as inspect_checkpoint
+from blockdraft.cli.launch import launch
 from blockdraft.cli.prompts import prompts
+from blockdraft.cli.push import push
 from blockdraft.cli.quantize import quantize
 from blockdraft.cli.serve import serve
 from blockdraft.cli.train import RecipeCommand, train
@@ -39,7 +43,7 @@ RUN, TRAIN, MEASURE, OTHER = "Run models", "Make a drafter of your own", "Measur
 
 def _add(command: Callable[..., None], panel: str, **settings: Any) -> None:
     """Its docstring is the help, which would keep the line breaks of the source from the second paragraph on."""
-    paragraphs = (inspect.getdoc(command) or "").split("\n\n")
+    paragraphs = (getdoc(command) or "").split("\n\n")
     told = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     app.command(rich_help_panel=panel, help=told, **settings)(command)
 
@@ -47,6 +51,7 @@ def _add(command: Callable[..., None], panel: str, **settings: Any) -> None:
 _add(generate, RUN)
 _add(chat, RUN)
 _add(serve, RUN)
+_add(launch, RUN)
 _add(quantize, RUN)
 _add(fit, TRAIN)
 _add(prompts, TRAIN)
@@ -54,8 +59,11 @@ _add(data, TRAIN)
 _add(features, TRAIN)
 _add(train, TRAIN, cls=RecipeCommand)
 _add(export, TRAIN)
+_add(push, TRAIN)
 _add(bench, MEASURE)
 _add(calibrate, MEASURE)
+_add(doctor, MEASURE)
+_add(inspect_checkpoint, OTHER)
 _add(env, OTHER)
 app.add_typer(cache, name="cache", rich_help_panel=OTHER)
 

@@ -1,16 +1,19 @@
-"""`blockdraft bench`: methods against each other on prompt sets."""
+"""`blockdraft bench`: methods against each other on prompt sets, or servers under load."""
 
 from __future__ import annotations
 
 import secrets
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from blockdraft.cli.bench_server import ServerOptions, check_options, measure_servers, temperatures
 from blockdraft.cli.loading import TargetOptions, takes_target
 from blockdraft.cli.options import BlockSize, DraftWindow, extent, need_drafter, option
+from blockdraft.errors import UsageError
 from blockdraft.evaluation.methods import CHAINS, DRAWN, PLAIN, TREES, Settings, parse_methods
 from blockdraft.evaluation.prompts import read_prompt_sets
 from blockdraft.types import SamplingParams
@@ -18,6 +21,8 @@ from blockdraft.types import SamplingParams
 
 @takes_target
 def bench(
+    *,
+    context: typer.Context,
     run: TargetOptions,
     prompts: Annotated[
         list[Path],
@@ -45,7 +50,7 @@ def bench(
     ] = None,
     limit: Annotated[int | None, option(Settings, "limit")] = Settings.limit,
     max_new_tokens: Annotated[int, option(SamplingParams, "max_new_tokens")] = SamplingParams.max_new_tokens,
-    temperature: Annotated[float, option(SamplingParams, "temperature")] = SamplingParams.temperature,
+    temperature: Annotated[str, option(SamplingParams, "temperature", metavar="T")] = str(SamplingParams.temperature),
     top_k: Annotated[int, option(SamplingParams, "top_k")] = SamplingParams.top_k,
     top_p: Annotated[float, option(SamplingParams, "top_p")] = SamplingParams.top_p,
     seed: Annotated[
@@ -72,22 +77,29 @@ def bench(
     ] = True,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the results that the folder holds.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON instead of tables.")] = False,
+    server: ServerOptions,
 ) -> None:
     """Measure methods of decoding against each other: speed, acceptance, and whether the output stays the same.
 
-    All methods decode the same prompts in turns. Progress goes to standard error.
+    All methods decode the same prompts in turns. Progress goes to standard error. With --url it measures a running
+    server of any engine instead, and writes server.json and server.csv.
     """
+    check_options(context, server.url is not None)
+    seed = secrets.randbits(32) if seed is None else seed
+    sampling = [SamplingParams(max_new_tokens, each, top_k, top_p, seed=seed) for each in temperatures(temperature)]
+    if server.url is not None:
+        given = {**asdict(server), "prompts": [str(path) for path in prompts], "limit": limit, "seed": seed}
+        given |= {"max_new_tokens": max_new_tokens, "top_k": top_k, "top_p": top_p, "temperatures": temperature}
+        sets = read_prompt_sets(prompts, limit)
+        measure_servers(server.places(), sets, sampling, server.settings(), given, out, overwrite, as_json)
+        return
+    if len(sampling) != 1:
+        raise UsageError(f"temperature is {temperature!r}; several are for --url alone, so give one.")
+    [params] = sampling
     settings = Settings(limit, batch_size, repeats, extent("tree_budget", tree_budget))
     chosen = parse_methods(methods, drafter, extent("block_size", block_size), settings.tree_budget, draft_window)
     if any(method.drafter is None for method in chosen):
         need_drafter(run.target, drafter, "name other methods")
-    params = SamplingParams(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=secrets.randbits(32) if seed is None else seed,
-    )
     sets = read_prompt_sets(prompts, limit)
 
     from blockdraft.cli import display
@@ -117,7 +129,7 @@ def bench(
         "drafter": drafter,
         "limit": limit,
         "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
+        "temperature": params.temperature,
         "top_k": top_k,
         "top_p": top_p,
         "seed": params.seed,

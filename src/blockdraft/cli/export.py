@@ -1,21 +1,29 @@
-"""`blockdraft export`: a drafter in the format of another engine."""
+"""`blockdraft export`: a drafter in the format of another engine, for llama.cpp together with its target."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 
 from blockdraft.cli import loading
 from blockdraft.cli.options import Adapter, Revision, TargetBackend, TargetFolder
-from blockdraft.types import DEFAULT_BACKEND
+from blockdraft.errors import UsageError
+from blockdraft.types import DEFAULT_BACKEND, DEFAULT_GGUF_WEIGHTS, GGUFWeights
+
+GGUF = "gguf"
 
 
 def export(
     drafter: Annotated[
-        str, typer.Argument(metavar="DRAFTER", help="The folder of a drafter, in any format that `generate` reads.")
+        str,
+        typer.Argument(
+            metavar="DRAFTER",
+            help="A drafter in any format that `generate` reads, as a folder or GGUF file, or bundled, the one that "
+            "comes along.",
+        ),
     ],
     out: Annotated[str, typer.Option(metavar="DIR", help="Where to write; new, empty or a draft model's folder.")],
     target: TargetFolder = None,
@@ -23,8 +31,19 @@ def export(
     revision: Revision = None,
     to_format: Annotated[
         str,
-        typer.Option("--format", metavar="NAME", help="What to write: zlab, speculators, or others of docs/export.md."),
+        typer.Option(
+            "--format", metavar="NAME", help="What to write: zlab, speculators, gguf, or others of docs/export.md."
+        ),
     ] = "zlab",
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            "--type",
+            metavar="|".join(get_args(GGUFWeights)),
+            help=f"For gguf: what matrices are rounded to; by default {DEFAULT_GGUF_WEIGHTS}, which changes no number "
+            "of a model in bfloat16.",
+        ),
+    ] = None,
     target_name: Annotated[
         str | None,
         typer.Option(
@@ -38,12 +57,40 @@ def export(
 
     The folder appears whole or not at all. Weights keep their dtype; the speculators format adds copies of the target's
     embedding and head.
+
+    The format gguf writes two files for llama.cpp, drafter-TYPE.gguf and target-TYPE.gguf.
     """
+    from blockdraft.drafters import BUNDLED
     from blockdraft.formats import find_layout
     from blockdraft.training.export import convert, format_for
 
+    if drafter == "bundled":
+        drafter = str(BUNDLED)
+    if to_format == GGUF:
+        for name, given in (("target-name", target_name), ("backend", backend if backend != DEFAULT_BACKEND else None)):
+            if given is not None:
+                raise UsageError(f"--{name} is {given}, which does not go with --format {GGUF}; leave it out.")
+        _write_gguf(drafter, Path(out), target, weights or DEFAULT_GGUF_WEIGHTS, revision, adapter)
+        return
+    if weights is not None:
+        raise UsageError(f"--type {weights} goes with --format {GGUF}; leave it out, since weights keep their dtype.")
     find_layout(to_format)
     loaded = loading.load(target, device="cpu", backend=backend, adapter=adapter, revision=revision)
     convert(drafter, out, format_for(to_format, loaded, target, target_name, revision), loaded)
     size = sum(file.stat().st_size for file in Path(out).iterdir())
     print(f"{out}: {size / 1e6:,.1f} MB in the {to_format} format", file=sys.stderr)
+
+
+def _write_gguf(
+    drafter: str, out: Path, target: str | None, weights: str, revision: str | None, adapter: str | None
+) -> None:
+    from blockdraft.targets import BUNDLED
+    from blockdraft.training.export_gguf import export_gguf
+
+    loading.quiet()
+    done = export_gguf(drafter, out, target or BUNDLED, weights, revision, adapter)  # type: ignore[arg-type]
+    for note in done.notes:
+        print(f"Note: {note}", file=sys.stderr)
+    for file in (done.target, done.drafter):
+        print(f"{file}: {file.stat().st_size / 1e6:,.1f} MB", file=sys.stderr)
+    print(f"To use them: {done.line}", file=sys.stderr)

@@ -70,6 +70,11 @@ def quiet() -> None:
     logging.disable_progress_bar()
 
 
+def tell(text: str) -> None:
+    """A line on standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def load(
     path: str | None,
     dtype: str | None = None,
@@ -84,5 +89,5 @@ def load(
     quiet()
     target = load_target(path, dtype, device, backend, **how)
     if target.backend_reason is not None:
-        print(f"The target runs on transformers (backend hf): {target.backend_reason}.", file=sys.stderr, flush=True)
+        tell(f"The target runs on transformers (backend hf): {target.backend_reason}.")
     return target

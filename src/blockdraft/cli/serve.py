@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from blockdraft.serving.service import Service
     from blockdraft.types import Drafting
 
-NEEDED = ("fastapi", "uvicorn", "prometheus_client", "llguidance")  # the extra `server`
+NEEDED = ("fastapi", "uvicorn", "llguidance")  # the extra `server`
 NETWORK = "other machines reach it at port {} of this machine's address; by a name after --allow-host NAME"
 
 

@@ -131,7 +131,8 @@ def _train(
         from blockdraft.training.devices import make_accelerator
         from blockdraft.training.export import format_for
         from blockdraft.training.objectives import find_objective
-        from blockdraft.training.trainer import FINISH, Telling, run_folder, train
+        from blockdraft.training.records import run_folder
+        from blockdraft.training.trainer import FINISH, Telling, train
     except ModuleNotFoundError as error:
         raise UsageError(f"Training takes {error.name}; run pip install 'blockdraft[train]'.") from error
 

@@ -51,3 +51,28 @@ def check_token_ids(input_ids: Tensor) -> None:
         raise UsageError(f"input_ids has the shape {shape}; give [batch, length], for one prompt [1, length].")
     if input_ids.is_floating_point() or input_ids.is_complex():
         raise UsageError(f"input_ids is of {input_ids.dtype}; give token ids, such as torch.int64.")
+
+
+def without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
+    """The token ids of each row of `[B, L]` without those that the mask, of the same shape, hides.
+
+    Raises:
+        ValueError: No row, a mask of another shape, or one that hides a whole row or tokens between others.
+    """
+    rows: list[list[int]] = input_ids.tolist()
+    if not rows:
+        raise UsageError("input_ids holds no prompt; give at least one.")
+    if attention_mask is None:
+        return rows
+    if attention_mask.shape != input_ids.shape:
+        shapes = f"{list(attention_mask.shape)} and input_ids {list(input_ids.shape)}"
+        raise UsageError(f"attention_mask has the shape {shapes}; they must be equal.")
+    prompts = []
+    for number, (row, kept) in enumerate(zip(rows, attention_mask.bool().tolist(), strict=True)):
+        if True not in kept:
+            raise UsageError(f"Row {number}'s attention_mask hides the whole prompt; leave at least one token.")
+        first, count = kept.index(True), sum(kept)
+        if not all(kept[first : first + count]):
+            raise UsageError(f"Row {number}'s attention_mask hides tokens between others; only padding can be hidden.")
+        prompts.append(row[first : first + count])
+    return prompts

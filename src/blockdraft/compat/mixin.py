@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from blockdraft.compat.adapt import check_token_ids, engine_for, stops_of
+from blockdraft.compat.adapt import check_token_ids, engine_for, stops_of, without_padding
 from blockdraft.drafters import (
     DIFFUSION_STEPS,
     NOISE_SCHEDULE,
@@ -145,7 +145,7 @@ class DFlashGenerationMixin:
                 refuses.
         """
         check_token_ids(input_ids)
-        prompts = _without_padding(input_ids, attention_mask)
+        prompts = without_padding(input_ids, attention_mask)
         temperature, top_k, top_p = _sampling(do_sample, temperature, top_k, top_p)
         stops = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id or ())
         params = [
@@ -176,26 +176,6 @@ class DFlashGenerationMixin:
         if own is None and self.target.tokenizer is not None:
             own = self.target.tokenizer.pad_token_id
         return own if own is not None else next(iter(stops or sorted(self.target.eos_token_ids)), 0)
-
-
-def _without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
-    rows: list[list[int]] = input_ids.tolist()
-    if not rows:
-        raise UsageError("input_ids holds no prompt; give at least one.")
-    if attention_mask is None:
-        return rows
-    if attention_mask.shape != input_ids.shape:
-        shapes = f"{list(attention_mask.shape)} and input_ids {list(input_ids.shape)}"
-        raise UsageError(f"attention_mask has the shape {shapes}; they must be equal.")
-    prompts = []
-    for number, (row, kept) in enumerate(zip(rows, attention_mask.bool().tolist(), strict=True)):
-        if True not in kept:
-            raise UsageError(f"Row {number}'s attention_mask hides the whole prompt; leave at least one token.")
-        first, count = kept.index(True), sum(kept)
-        if not all(kept[first : first + count]):
-            raise UsageError(f"Row {number}'s attention_mask hides tokens between others; only padding can be hidden.")
-        prompts.append(row[first : first + count])
-    return prompts
 
 
 def _sampling(

@@ -10,7 +10,10 @@ from queue import SimpleQueue
 from threading import Event
 from typing import Any, Protocol
 
+import httpx
+
 from blockdraft.data.rows import Message
+from blockdraft.data.settings import SERVER_KEY
 from blockdraft.engine import Chunk, Engine, Request
 from blockdraft.errors import UsageError
 from blockdraft.types import SamplingParams
@@ -18,7 +21,6 @@ from blockdraft.types import SamplingParams
 RETRIES = 6
 FIRST_WAIT = 1.0  # seconds before the first retry, twice as long before each further one
 REQUEST_SECONDS = 1800.0
-SERVER_KEY = "BLOCKDRAFT_SERVER_KEY"
 
 
 @dataclass(frozen=True)
@@ -99,10 +101,6 @@ class ServerAnswerer:
     """
 
     def __init__(self, url: str, model: str, at_once: int, template_args: dict[str, Any]) -> None:
-        try:
-            import httpx
-        except ImportError as error:
-            raise UsageError("A server takes `httpx`; pip install 'blockdraft[train]' brings it.") from error
         self._broken: tuple[type[Exception], ...] = (httpx.TransportError, httpx.InvalidURL)
         key = os.environ.get(SERVER_KEY)
         self._url, self._model, self.at_once = url.rstrip("/"), model, at_once

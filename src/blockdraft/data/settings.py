@@ -14,6 +14,7 @@ FeatureDtype: TypeAlias = Literal["bfloat16", "float16", "float32"]
 
 CONTINUED = 64  # tokens of each text, where a target without a chat template goes on with texts
 LONGEST = 3072  # the paper's sequences (arXiv 2602.06036), where the target's context is not shorter
+SERVER_KEY = "BLOCKDRAFT_SERVER_KEY"  # environment variable with the key for servers that are asked
 
 
 @settings

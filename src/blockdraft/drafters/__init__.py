@@ -6,9 +6,9 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from torch import nn
 
@@ -24,6 +24,9 @@ from blockdraft.drafters.base import (
 )
 from blockdraft.errors import UsageError
 from blockdraft.formats import trained_for
+from blockdraft.formats.architectures import architecture_of
+from blockdraft.formats.gguf import is_gguf, open_gguf
+from blockdraft.formats.gguf.drafter import drafter_config, gguf_trained_for
 from blockdraft.plugins import plugins
 from blockdraft.targets import Target, other_target_warning
 
@@ -46,9 +49,9 @@ def load_drafter(path: str | Path | None = None, *, target: Target) -> Drafter:
     """Load the drafter of a target.
 
     Args:
-        path: The folder of a drafter or of a smaller language model with the target's tokens, or the name of a drafter
-            that needs no folder ("none" decodes plainly). None or "bundled" is the bundled drafter, which fits the
-            bundled target and what was made of it.
+        path: The folder or GGUF file of a drafter, the folder of a smaller language model with the target's tokens, or
+            the name of a drafter that needs no folder ("none" decodes plainly). None or "bundled" is the bundled
+            drafter, which fits the bundled target and what was made of it.
         target: The target that it will draft for; dtype and device are taken from it. Where the drafter says that it
             was trained for another one of the same shape, a warning is logged.
 
@@ -73,11 +76,33 @@ def _load(path: str | Path | None, target: Target) -> Drafter:
     by_name = {name for name, entry in known.items() if not entry.architectures}
     if str(path) in by_name:
         return known[str(path)].load(None, target)
+    said, source = _said(folder, target) if is_gguf(folder) else _said_by_folder(folder, str(path), by_name)
+    found = said["architectures"]
+    kinds = [entry for entry in known.values() if entry.claims(said)]
+    kinds += [entry for name in found for entry in known.values() if name in entry.architectures]
+    if kinds:
+        drafter = kinds[0].load(folder, target)
+        told = other_target_warning(folder, source, target)
+        if told:
+            logging.getLogger(__name__).warning(told)
+        return drafter
+    others = ", ".join(f"{name} ({_few(entry.architectures)})" for name, entry in known.items() if entry.architectures)
+    raise UsageError(f"{folder} holds the architecture {found}; the drafters known here are {others}.")
+
+
+def _said(file: Path, target: Target) -> tuple[dict[str, Any], str | None]:
+    """What a GGUF file says, as a config.json would, and which target it was trained for."""
+    header = open_gguf(file)
+    names = architecture_of(drafter_config(header, target.num_layers)).names[:1]
+    return {"architectures": names}, gguf_trained_for(header)
+
+
+def _said_by_folder(folder: Path, path: str, by_name: Collection[str]) -> tuple[dict[str, Any], str | None]:
     if not (folder / "config.json").is_file():
-        of_hub = re.fullmatch(r"[\w-]+/[\w.-]+", str(path)) and not folder.exists()
+        of_hub = re.fullmatch(r"[\w-]+/[\w.-]+", path) and not folder.exists()
         fetch = f" If it is on the hub, fetch it: hf download {path} --local-dir DIR." if of_hub else ""
         raise UsageError(
-            f"{folder} is no drafter: a folder with config.json or one of the names {sorted(by_name | {'bundled'})} "
+            f"{folder} is no drafter: a folder with config.json or one of the names {sorted({*by_name, 'bundled'})} "
             f"is needed.{fetch}"
         )
     try:
@@ -85,16 +110,7 @@ def _load(path: str | Path | None, target: Target) -> Drafter:
         found = raw.get("architectures") or []
     except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
         raise UsageError(f"{folder / 'config.json'} is no JSON object ({error}); fetch or copy it again.") from error
-    kinds = [entry for entry in known.values() if entry.claims(raw)]
-    kinds += [entry for name in found for entry in known.values() if name in entry.architectures]
-    if kinds:
-        drafter = kinds[0].load(folder, target)
-        told = other_target_warning(folder, trained_for(raw), target)
-        if told:
-            logging.getLogger(__name__).warning(told)
-        return drafter
-    others = ", ".join(f"{name} ({_few(entry.architectures)})" for name, entry in known.items() if entry.architectures)
-    raise UsageError(f"{folder} holds the architecture {found}; the drafters known here are {others}.")
+    return {**raw, "architectures": found}, trained_for(raw)
 
 
 def drafter_of(network: nn.Module, target: Target) -> NetworkDrafter:

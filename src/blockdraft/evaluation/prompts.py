@@ -21,6 +21,22 @@ class PromptSet:
     prompts: tuple[str, ...]
 
 
+# For where none are given.
+SAMPLES = PromptSet(
+    "samples",
+    (
+        "What is 17 plus 25?",
+        "Write a Python function that reverses a list.",
+        "Name three things that float.",
+        "A train goes 60 km in 45 minutes. How fast is it?",
+        "Explain in one sentence why the sky is blue.",
+        "Write a Python function that counts the vowels of a text.",
+        "Tom has 3 boxes of 12 eggs and breaks 5. How many are whole?",
+        "Translate 'good morning' into French.",
+    ),
+)
+
+
 def read_prompt_sets(paths: Sequence[Path], limit: int | None = None) -> list[PromptSet]:
     """Read prompt files.
 

@@ -17,11 +17,12 @@ from blockdraft.fit.plan import Plan
 from blockdraft.fit.prompts import HELD_OUT
 from blockdraft.fit.steps import Step, Where
 from blockdraft.formats import find_layout, read_drafter
+from blockdraft.formats.engines import OURS, starts
 from blockdraft.formats.gguf import is_gguf
-from blockdraft.training.trainer import run_folder
+from blockdraft.training.records import run_folder
 
 README, PICTURE = "README.md", "fit.png"
-EXPORTED = "speculators"
+WRITTEN, EXPORTED = "zlab", "speculators"
 METHODS = {
     "none": "plain decoding",
     "dflash": "drafts of whole blocks",
@@ -55,17 +56,13 @@ def _can_be_exported(drafter: Path, target: str | None) -> bool:
     return True
 
 
-def engines(where: Where, variant: str, block_size: int) -> dict[str, str]:
-    """How other engines are started with it; those that read this kind of drafter, as docs/export.md has it."""
+def engines(where: Where) -> dict[str, str]:
+    """How other engines that read it as it is are started with it."""
     theirs = where.target is not None and not is_gguf(where.target)
-    target, out = str(where.target) if theirs else "TARGET", str(where.out)
-    config = {"method": "dflash", "model": out, "num_speculative_tokens": block_size - 1}
-    lines = {"vLLM": shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(config)])}
-    if variant == "dflash":
-        sglang = ["python", "-m", "sglang.launch_server", "--model-path", target, "--speculative-algorithm", "DFLASH"]
-        sglang += ["--speculative-draft-model-path", out, "--speculative-num-draft-tokens", str(block_size)]
-        lines["SGLang"] = shlex.join(sglang)
-    return lines
+    layers = json.loads((where.out / "config.json").read_text(encoding="utf-8"))["num_target_layers"]
+    config = read_drafter(where.out, None, layers).config
+    lines = starts(config, WRITTEN, str(where.out), str(where.target) if theirs else "TARGET")
+    return {name: each.line for name, each in lines.items() if each.line is not None and name != OURS}
 
 
 def write_card(
@@ -89,7 +86,7 @@ def write_card(
     recipe, name = plan.recipe, where.target or "the bundled target"
     local = where.target is None or Path(where.target).exists()
     machine = bench["hardware"]["gpu"] or bench["hardware"]["cpu"]
-    elsewhere = engines(where, plan.variant, recipe["block_size"])
+    elsewhere = engines(where)
     text = [
         "---",
         *([] if local else [f"base_model: {where.target}"]),

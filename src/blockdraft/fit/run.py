@@ -29,7 +29,7 @@ from blockdraft.fit.settings import FitSettings, PromptSettings
 from blockdraft.fit.steps import Where, done_steps, make_steps, run_steps
 from blockdraft.folders import held
 from blockdraft.targets import Target, checked_folder, load_target, without_tokenizer
-from blockdraft.training.trainer import run_folder
+from blockdraft.training.records import run_folder
 from blockdraft.training.variants import find_variant
 from blockdraft.types import DEFAULT_BACKEND
 
@@ -106,7 +106,7 @@ def _run(fit: Fit, dry_run: bool, note: Callable[[str], None]) -> list[str]:
             note(line)
     run_steps(steps, folder, note)
     methods = write_card(fit.where, plan, steps, done_steps(folder), fit.sources, lines)
-    elsewhere = engines(fit.where, plan.variant, plan.recipe["block_size"])
+    elsewhere = engines(fit.where)
     return [
         _outcome(methods),
         f"{fit.where.out} is the drafter; its README.md has the figures.",

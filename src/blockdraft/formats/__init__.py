@@ -10,10 +10,14 @@ from blockdraft.errors import UsageError
 from blockdraft.formats.base import Borrowed, Checkpoint, Layout, check_fits
 from blockdraft.formats.find import find_layout, layout_of, layouts
 from blockdraft.formats.folder import check_writable, clear_remains, read_config, trained_for
+from blockdraft.formats.gguf import is_gguf
+from blockdraft.formats.gguf.drafter import read_gguf_drafter
 
 
 def read_drafter(path: str | Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
-    """Read a folder of any layout. For arguments and errors see `Layout.read`."""
+    """Read a folder of any layout, or a GGUF file. For arguments and errors see `Layout.read`."""
+    if is_gguf(path):
+        return read_gguf_drafter(path, num_target_layers)
     raw = read_config(path)
     layout = layout_of(raw)
     if layout is None:

@@ -57,6 +57,16 @@ class Layout(Protocol):
     def recognises(self, raw: Mapping[str, Any]) -> bool:
         """Whether a parsed config.json is of this layout."""
 
+    def config(
+        self, raw: Mapping[str, Any], vocabulary: Mapping[str, int] | None, num_target_layers: int | None
+    ) -> tuple[Any, bool]:
+        """The configuration of a parsed config.json, and whether the number of target layers in it is known: where the
+        file does not say it, None stands for as many as the taps need. For the others see `read`.
+
+        Raises:
+            ValueError: The file lacks a value, or asks for the unsupported.
+        """
+
     def read(self, path: Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
         """Read a folder.
 

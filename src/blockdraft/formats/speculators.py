@@ -218,6 +218,13 @@ class Speculators:
     def recognises(self, raw: Mapping[str, Any]) -> bool:
         return "speculators_model_type" in raw
 
+    def config(
+        self, raw: Mapping[str, Any], vocabulary: Mapping[str, int] | None, num_target_layers: int | None
+    ) -> tuple[DraftConfig, bool]:
+        ids = raw.get("aux_hidden_state_layer_ids")
+        least = 1 + max((i for i in ids if type(i) is int), default=0) if isinstance(ids, list) else 1
+        return parse_config(raw, num_target_layers or least)[0], num_target_layers is not None
+
     def read(self, path: Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
         return Checkpoint(*read_checkpoint(path, num_target_layers))
 

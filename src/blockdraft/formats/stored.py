@@ -12,8 +12,8 @@ from torch import Tensor
 
 from blockdraft.nn.quantized import QuantizedWeight
 
-KINDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-FLOATS = {*KINDS.values(), "F64"}
+KINDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
+FLOATS = {kind for dtype, kind in KINDS.items() if dtype.is_floating_point} | {"F64"}
 FEW_BITS = "few bits"
 
 

@@ -71,6 +71,11 @@ class ZLab:
         found = raw.get("architectures")
         return "speculators_model_type" not in raw and isinstance(found, list) and any(n in by_name() for n in found)
 
+    def config(
+        self, raw: Mapping[str, Any], vocabulary: Mapping[str, int] | None, num_target_layers: int | None
+    ) -> tuple[DraftConfig, bool]:
+        return parse_config(raw, vocabulary), True
+
     def read(self, path: Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
         return Checkpoint(*read_checkpoint(path, vocabulary))
 

@@ -11,8 +11,23 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 
+def rotary_frequencies(
+    head_dim: int, max_positions: int, theta: float, scaling: Mapping[str, Any] | None
+) -> tuple[Tensor, float]:
+    """Radians a position of each pair of channels `[head_dim / 2]` float32, and a factor on cosine and sine.
+
+    The many kinds of scaling are transformers' business. Arguments as of `Rotary`.
+    """
+    rope = {"rope_type": "default", **(scaling or {}), "rope_theta": theta}
+    with torch.device("cpu"):  # also where the weights are still to come
+        rotary = Qwen3RotaryEmbedding(
+            Qwen3Config(head_dim=head_dim, max_position_embeddings=max_positions, rope_parameters=rope)
+        )
+    return cast(Tensor, rotary.inv_freq), float(rotary.attention_scaling)
+
+
 class Rotary:
-    """cos and sin of positions. The many kinds of scaling are transformers' business.
+    """cos and sin of positions.
 
     The frequencies are no buffer of a module, because they must stay float32 when the weights are cast: rounded to
     bfloat16, positions blur.
@@ -22,13 +37,8 @@ class Rotary:
     """
 
     def __init__(self, head_dim: int, max_positions: int, theta: float, scaling: Mapping[str, Any] | None) -> None:
-        rope = {"rope_type": "default", **(scaling or {}), "rope_theta": theta}
-        with torch.device("cpu"):  # also where the weights are still to come
-            rotary = Qwen3RotaryEmbedding(
-                Qwen3Config(head_dim=head_dim, max_position_embeddings=max_positions, rope_parameters=rope)
-            )
-        frequencies = cast(Tensor, rotary.inv_freq)
-        self._frequencies, self._scale = {frequencies.device: frequencies}, float(rotary.attention_scaling)
+        frequencies, self._scale = rotary_frequencies(head_dim, max_positions, theta, scaling)
+        self._frequencies = {frequencies.device: frequencies}
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin of the positions `[B, N]`, each `[B, N, D]`."""

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from blockdraft.cpu.threads import let_team_go
 from blockdraft.engine import Engine
 from blockdraft.errors import ClosedError, UsageError
+from blockdraft.formats.gguf import is_gguf, open_gguf
 
 PACKAGE = Path(__file__).parents[1]
 BUNDLED = "blockdraft-pair"
@@ -98,8 +99,10 @@ def name_of(path: Path | None, otherwise: str) -> str:
 
 def weights_of(engine: Engine) -> tuple[int, int]:
     """Number of weights of the target and of the drafter."""
-    drafter = 0
-    for file in sorted(Path(engine.drafter.path).glob("*.safetensors")) if engine.drafter.path else ():
+    drafter, path = 0, engine.drafter.path
+    if path is not None and is_gguf(path):
+        drafter = sum(math.prod(tensor.shape) for tensor in open_gguf(path).tensors.values())
+    for file in sorted(Path(path).glob("*.safetensors")) if path else ():
         with safe_open(file, "pt") as weights:  # a network whose forward is compiled holds its weights no longer
             drafter += sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
     try:

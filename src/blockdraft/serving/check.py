@@ -6,20 +6,11 @@ from dataclasses import replace
 from itertools import cycle, islice
 
 from blockdraft.engine import Engine
+from blockdraft.evaluation.prompts import SAMPLES
 from blockdraft.types import RequestDrafting, SamplingParams
 
 LENGTH = 64  # tokens of an answer at most
 ROWS, TREE_BUDGET = 4, 16  # of the engine that is tried; guesses, where the server itself chooses their number
-SUBJECTS = (
-    "What is 17 plus 25?",
-    "Write a Python function that reverses a list.",
-    "Name three things that float.",
-    "A train goes 60 km in 45 minutes. How fast is it?",
-    "Explain in one sentence why the sky is blue.",
-    "Write a Python function that counts the vowels of a text.",
-    "Tom has 3 boxes of 12 eggs and breaks 5. How many are whole?",
-    "Translate 'good morning' into French.",
-)
 
 
 def answers_differ(engine: Engine, count: int) -> int:
@@ -31,7 +22,7 @@ def answers_differ(engine: Engine, count: int) -> int:
     """
     room = engine.target.max_context // 2
     params = SamplingParams(max_new_tokens=max(1, min(LENGTH, room)))
-    prompts = [f"{text} ({number})" for number, text in enumerate(islice(cycle(SUBJECTS), count))]
+    prompts = [f"{text} ({number})" for number, text in enumerate(islice(cycle(SAMPLES.prompts), count))]
     size, budget = engine.drafting.block_size, engine.drafting.tree_budget
     always = replace(
         engine.drafting,

@@ -29,10 +29,11 @@ from blockdraft.targets.base import (
     without_tokenizer,
 )
 from blockdraft.targets.checkpoint import checked_folder, load_text
+from blockdraft.targets.describe import Description, describe_target
 from blockdraft.targets.exact import check_exact
 from blockdraft.targets.families import NotCovered
 from blockdraft.targets.fingerprint import other_target_warning, target_fingerprint
-from blockdraft.targets.gguf import load_gguf_text
+from blockdraft.targets.gguf import gguf_architecture, load_gguf_text, tokenizer_metadata, write_gguf_target
 from blockdraft.targets.native_files import HEAD, SOURCE, TABLE, OpenCheckpoint, open_checkpoint
 from blockdraft.types import DEFAULT_BACKEND, DEFAULT_COMPILE, Backend, Compile, KVDtype, Quantize
 
@@ -180,6 +181,7 @@ __all__ = [
     "SOURCE",
     "TABLE",
     "Cache",
+    "Description",
     "LoadOptions",
     "NotCovered",
     "OpenCheckpoint",
@@ -189,12 +191,16 @@ __all__ = [
     "TargetText",
     "as_target",
     "checked_folder",
+    "describe_target",
     "embedding_and_head",
+    "gguf_architecture",
     "load_target",
     "load_target_text",
     "open_checkpoint",
     "target_fingerprint",
     "other_target_warning",
+    "tokenizer_metadata",
     "transformers_model",
     "without_tokenizer",
+    "write_gguf_target",
 ]

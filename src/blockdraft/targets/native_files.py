@@ -177,12 +177,14 @@ class OpenCheckpoint:
     """A checkpoint whose tensors are read one at a time.
 
     Attributes:
+        config: As transformers reads it.
         raw: What config.json holds.
         files: Its other files, such as those of the tokenizer.
         source_fingerprint: Of its weights, or with an adapter of those that this was made for.
     """
 
     wanted: DecoderConfig
+    config: PretrainedConfig
     raw: dict[str, Any]
     tensors: Mapping[str, Stored]
     files: Sequence[Path]
@@ -191,9 +193,12 @@ class OpenCheckpoint:
 
 @contextmanager
 def open_checkpoint(
-    path: str | Path, revision: str | None = None, adapter: str | Path | None = None
+    path: str | Path, revision: str | None = None, adapter: str | Path | None = None, doing: str = "rounded"
 ) -> Iterator[OpenCheckpoint]:
     """A checkpoint of a family that the native decoder knows, on the CPU, without reading its weights whole.
+
+    Args:
+        doing: What is to be done to it, for messages.
 
     Raises:
         UsageError: The decoder does not know it, it is quantised already, or as in `load_target`.
@@ -212,12 +217,12 @@ def open_checkpoint(
         wanted = decoder_config(config)
         tensors, source = open_weights(path, wanted, config, options)
     except NotCovered as refused:
-        raise UsageError(f"{path} cannot be rounded, because the native decoder cannot run it: {refused}.") from refused
+        raise UsageError(f"{path} cannot be {doing}, because the native decoder cannot run it: {refused}.") from refused
     raw = json.loads(Path(str(found[0])).read_text(encoding="utf-8"))
     with loading(path):
         if source is None:
             source = weights_fingerprint((name, tensors[name].tensor()) for name in wanted.tensor_shapes())
-    yield OpenCheckpoint(wanted, raw, tensors, [Path(file) for file in found[1:] if file is not None], source)
+    yield OpenCheckpoint(wanted, config, raw, tensors, [Path(file) for file in found[1:] if file is not None], source)
 
 
 def few_bits_of(config: PretrainedConfig, options: LoadOptions) -> Mapping[str, Any] | None:

@@ -12,6 +12,11 @@ from typing import Any
 SMOOTHING = 0.9  # of the curve of training figures, from one step to the next
 
 
+def run_folder(out: Path) -> Path:
+    """Where recipe, log, curves and checkpoints of the run lie that writes a drafter to `out`."""
+    return out.with_name(f"{out.name}.run")
+
+
 class Records:
     """`log.jsonl`: a line a step, with the figures of an evaluation where there was one.
 

@@ -34,7 +34,7 @@ from blockdraft.training.loss import DraftLoss, Sums, term_weights
 from blockdraft.training.measure import encoded, held_out_prompts, measured_tau
 from blockdraft.training.optimizers import make_optimizers, set_rate
 from blockdraft.training.recipe import Recipe
-from blockdraft.training.records import Records, draw
+from blockdraft.training.records import Records, draw, run_folder
 from blockdraft.training.schedule import Schedule
 from blockdraft.training.settle import FEW_STEPS, settle
 from blockdraft.training.sources import features_of, open_source
@@ -57,11 +57,6 @@ class Telling:
 
 
 FINISH = "finish"  # a file in the run's folder
-
-
-def run_folder(out: Path) -> Path:
-    """Where recipe, log, curves and checkpoints of the run lie that writes a drafter to `out`."""
-    return out.with_name(f"{out.name}.run")
 
 
 def train(

@@ -1,4 +1,4 @@
-"""How llama.cpp's files are made; what makes them is llama.cpp's."""
+"""How llama.cpp's files are made; what rounds them is llama.cpp's."""
 
 import json
 import subprocess
@@ -8,48 +8,51 @@ from typing import Any
 import pytest
 
 from benchmarks.peers.adapters import llama_cpp
+from blockdraft.formats.gguf import open_gguf
 
 
 @pytest.fixture
-def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """What would have been run; it writes the files that are asked for, unless a model is named so."""
-    asked: list[list[str]] = []
+def commands(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What the quantiser would have been asked; it writes a file in any case, and fails where threads are 0."""
+    asked: list[dict[str, Any]] = []
 
     def run(command: list[str], **others: Any) -> Any:
-        asked.append(command)
-        is_quantiser = command[0] == str(llama_cpp.PROGRAM)
-        out = Path(json.loads(command[1])["to"] if is_quantiser else command[command.index("--outfile") + 1])
-        out.write_bytes(b"half of it")
-        return subprocess.CompletedProcess(command, int("no good" in str(command)))
+        assert command[0] == str(llama_cpp.PROGRAM)
+        asked.append(json.loads(command[1]))
+        Path(asked[-1]["to"]).write_bytes(b"half of it")
+        return subprocess.CompletedProcess(command, int(not asked[-1]["threads"]))
 
     monkeypatch.setattr(llama_cpp.subprocess, "run", run)
-    monkeypatch.setattr(llama_cpp, "source", lambda: tmp_path)
     return asked
 
 
-def model(folder: Path, weights: bytes) -> str:
-    folder.mkdir()
-    (folder / "model.safetensors").write_bytes(weights)
-    return str(folder)
-
-
-def test_files_are_made_once_for_each_kind_of_weights(tmp_path: Path, commands: list[list[str]]) -> None:
+def test_files_are_made_once_for_each_kind_of_weights(
+    tmp_path: Path, commands: list[dict[str, Any]], tiny_target_dir: Path, tiny_drafter_dir: Path
+) -> None:
     settings = {"dtype": "bfloat16", "threads": 2, "models": str(tmp_path / "gguf")}
-    one, other = model(tmp_path / "one", b"1"), model(tmp_path / "other", b"2")
-    found = {
-        llama_cpp.as_gguf(*given)
-        for _ in range(2)
-        for given in ((one, settings), (one, settings, "Q4_0"), (one, settings, "Q8_0"), (other, settings, None, one))
-    }
-    assert len(found) == len(commands) == 4 and all(path.exists() for path in found)
-    converted, rounded, _, drafter = commands
-    assert converted[converted.index("--outtype") + 1] == "bf16" and "--target-model-dir" not in converted
-    assert json.loads(rounded[1])["weights"] == "Q4_0" and Path(json.loads(rounded[1])["quantize"]).exists()
-    assert drafter[drafter.index("--target-model-dir") + 1] == one
+    target, drafter = str(tiny_target_dir), str(tiny_drafter_dir)
+    given = (
+        (target, settings),
+        (target, settings, "Q4_0"),
+        (target, settings, "Q8_0"),
+        (drafter, settings, None, target),
+    )
+    found = {llama_cpp.as_gguf(*each): None for _ in range(2) for each in given}
+    assert len(found) == 4 and len(commands) == 2
+    exact, rounded, _, of_drafter = found
+    assert open_gguf(exact).metadata["general.architecture"] == "qwen3"
+    assert open_gguf(exact).tensors["blk.0.attn_q.weight"].kind == "BF16"
+    assert open_gguf(of_drafter).metadata["general.architecture"] == "dflash"
+    assert commands[0]["weights"] == "Q4_0" and commands[0]["quantize"] == str(exact)
+    assert rounded.read_bytes() == b"half of it"
 
 
-def test_what_failed_leaves_nothing(tmp_path: Path, commands: list[list[str]]) -> None:
-    settings = {"dtype": "bfloat16", "threads": 2, "models": str(tmp_path / "gguf")}
-    with pytest.raises(llama_cpp.Failed, match="converter does not take"):
-        llama_cpp.as_gguf(model(tmp_path / "no good", b"1"), settings)
-    assert list((tmp_path / "gguf").iterdir()) == []
+def test_what_failed_leaves_nothing(
+    tmp_path: Path, commands: list[dict[str, Any]], tiny_target_dir: Path, tiny_drafter_dir: Path
+) -> None:
+    settings = {"dtype": "bfloat16", "threads": 0, "models": str(tmp_path / "gguf")}
+    with pytest.raises(llama_cpp.Failed, match="quantiser does not make Q8_0"):
+        llama_cpp.as_gguf(str(tiny_target_dir), settings, "Q8_0")
+    with pytest.raises(llama_cpp.Failed, match="dflash is none of its families|cannot be exported|cannot be loaded"):
+        llama_cpp.as_gguf(str(tiny_drafter_dir), settings)
+    assert [file.suffix for file in (tmp_path / "gguf").iterdir()] == [".gguf"]

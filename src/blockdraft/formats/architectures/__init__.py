@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from blockdraft.errors import UsageError
-from blockdraft.formats.architectures.base import Architecture, Shapes, Speculator
+from blockdraft.formats.architectures.base import Architecture, LlamaCpp, Shapes, Speculator
 from blockdraft.plugins import plugins
 
 
@@ -29,4 +29,4 @@ def tensor_shapes(config: object) -> Shapes:
     return architecture_of(config).shapes(config)
 
 
-__all__ = ["Architecture", "Shapes", "Speculator", "architecture_of", "by_name", "tensor_shapes"]
+__all__ = ["Architecture", "LlamaCpp", "Shapes", "Speculator", "architecture_of", "by_name", "tensor_shapes"]

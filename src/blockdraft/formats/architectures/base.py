@@ -31,6 +31,24 @@ class Speculator:
 
 
 @dataclass(frozen=True)
+class LlamaCpp:
+    """How llama.cpp has an architecture, beside what all of them have.
+
+    Attributes:
+        speculator: Its `--spec-type`.
+        names: Names of its own tensors, by ours; of layers without `blk.N.` and `layers.N.`.
+        written: Its own values, by keys without the architecture. Raises UsageError for what llama.cpp cannot run.
+        read: The fields of its own of a configuration, from such values and the shapes of all tensors; None where the
+            file is of another kind. Raises UsageError for the unsupported.
+    """
+
+    speculator: str
+    names: Mapping[str, str] = field(default_factory=dict)
+    written: Callable[[Any], dict[str, Any]] = lambda config: {}
+    read: Callable[[Mapping[str, Any], Shapes], dict[str, Any] | None] = lambda values, shapes: {}
+
+
+@dataclass(frozen=True)
 class Architecture:
     """What is an architecture's own in config.json and among the tensors.
 
@@ -44,6 +62,8 @@ class Architecture:
         inert: Values of further keys that go with this architecture, as in `zlab_config.INERT`.
         training: Keys of `dflash_config` that matter to training only.
         speculator: What it is in the speculators format; None where that has no word for it.
+        llama_cpp: What it is in GGUF files; None where llama.cpp does not read it.
+        vllm, sglang: What these engines call it in z-lab's layout; None where they do not read it so.
     """
 
     names: tuple[str, ...]
@@ -55,6 +75,13 @@ class Architecture:
     inert: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     training: tuple[str, ...] = ()
     speculator: Speculator | None = None
+    llama_cpp: LlamaCpp | None = None
+    vllm: str | None = None
+    sglang: str | None = None
+
+    def guesses(self, config: DraftConfig) -> int:
+        """Most guesses of a block."""
+        return config.block_size - (self.speculator is None or not self.speculator.from_anchor)
 
     def own_keys(self) -> set[str]:
         """Keys of config.json that DFlash v1 does not have."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from blockdraft.formats.architectures.base import Architecture, Shapes, Speculator
+from blockdraft.formats.architectures.base import Architecture, LlamaCpp, Shapes, Speculator
 from blockdraft.nn.draft_config import DraftConfig
 
 
@@ -30,5 +30,11 @@ def dflash_shapes(config: DraftConfig) -> Shapes:
 
 
 ARCHITECTURE = Architecture(
-    ("DFlashDraftModel",), DraftConfig, dflash_shapes, speculator=Speculator("dflash", "DFlashSpeculator")
+    ("DFlashDraftModel",),
+    DraftConfig,
+    dflash_shapes,
+    speculator=Speculator("dflash", "DFlashSpeculator"),
+    llama_cpp=LlamaCpp("draft-dflash"),
+    vllm="dflash",
+    sglang="DFLASH",
 )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
-from blockdraft.formats.architectures.base import Architecture, Shapes
+from blockdraft.formats.architectures.base import Architecture, LlamaCpp, Shapes
 from blockdraft.formats.architectures.dflash import dflash_shapes
-from blockdraft.nn.draft_config import DFlash2Config
+from blockdraft.nn.draft_config import DFlash2Config, need
 
 # z-lab's files and their readers keep all that is the drafter's own in dflash_config.
 NESTED: tuple[str, ...] = ("block_size", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
@@ -48,4 +49,35 @@ def _convolutions(config: DFlash2Config) -> list[str]:
     return [f"layers.{i}.{part}_conv" for i in range(config.num_hidden_layers) for part in ("attention", "mlp")]
 
 
-ARCHITECTURE = Architecture(("DFlash2DraftModel",), DFlash2Config, dflash2_shapes, NESTED, _adapted)
+LLAMA_CPP = {
+    "attention_conv.base_kernel": "attn_conv_base",
+    "attention_conv.kernel_projection.weight": "attn_conv_proj.weight",
+    "mlp_conv.base_kernel": "ffn_conv_base",
+    "mlp_conv.kernel_projection.weight": "ffn_conv_proj.weight",
+    "candidate_selector.hidden_projection.weight": "selector_hidden.weight",
+    "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
+    "candidate_selector.successor_codebook": "selector_successor.weight",
+}
+SELECTOR = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")  # llama.cpp's keys, and fields
+
+
+def _written(config: DFlash2Config) -> dict[str, Any]:
+    top, hidden = config.selector_top_k, config.hidden_size
+    least = top * (top + 1)  # numbers of a slot, which are handed out in the place of its hidden state
+    need(hidden >= least, "hidden_size", hidden, f"at least {least} in llama.cpp where selector_top_k is {top}")
+    return {name: getattr(config, name) for name in SELECTOR}
+
+
+def _read(values: Mapping[str, Any], shapes: Shapes) -> dict[str, Any] | None:
+    return {name: values.get(name) for name in SELECTOR} if "selector_hidden.weight" in shapes else None
+
+
+ARCHITECTURE = Architecture(
+    ("DFlash2DraftModel",),
+    DFlash2Config,
+    dflash2_shapes,
+    NESTED,
+    _adapted,
+    llama_cpp=LlamaCpp("draft-dflash", LLAMA_CPP, _written, _read),
+    vllm="dflash",
+)

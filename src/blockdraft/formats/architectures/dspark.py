@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
-from blockdraft.formats.architectures.base import Architecture, Shapes, Speculator
+from blockdraft.formats.architectures.base import Architecture, LlamaCpp, Shapes, Speculator
 from blockdraft.formats.architectures.dflash import dflash_shapes
-from blockdraft.nn.draft_config import DSparkConfig
+from blockdraft.nn.draft_config import DSparkConfig, need
 
 
 def dspark_shapes(config: DSparkConfig) -> Shapes:
@@ -32,6 +33,31 @@ def _adapted(config: DSparkConfig, tensors: Mapping[str, Tensor]) -> dict[str, T
     return found
 
 
+LLAMA_CPP = {
+    "markov_head.markov_w1.weight": "markov_w1.weight",
+    "markov_head.markov_w2.weight": "markov_w2.weight",
+    "confidence_head.proj.weight": "conf_proj.weight",
+    "confidence_head.proj.bias": "conf_proj.bias",
+}
+
+
+def _written(config: DSparkConfig) -> dict[str, Any]:
+    confident, temperatures = config.enable_confidence_head, config.confidence_temperatures
+    sees = config.confidence_head_with_markov or not confident
+    need(sees, "confidence_head_with_markov", config.confidence_head_with_markov, "true in llama.cpp")
+    need(temperatures is None, "confidence_temperatures", temperatures, "absent in llama.cpp")
+    return {"sample_from_anchor": True, "has_confidence_head": confident}
+
+
+def _read(values: Mapping[str, Any], shapes: Shapes) -> dict[str, Any] | None:
+    if "markov_w1.weight" not in shapes:
+        return None
+    from_anchor = values.get("sample_from_anchor")
+    need(from_anchor is not False, "sample_from_anchor", from_anchor, "true; the other convention is not supported")
+    rank = shapes["markov_w1.weight"][1]
+    return {"markov_rank": rank, "enable_confidence_head": "conf_proj.weight" in shapes}
+
+
 ARCHITECTURE = Architecture(
     ("DSparkDraftModel", "Qwen3DSparkModel"),
     DSparkConfig,
@@ -43,4 +69,5 @@ ARCHITECTURE = Architecture(
     training=("confidence_head_alpha", "num_anchors"),
     # The head's second factor scores successors.
     speculator=Speculator("dspark", "DSparkSpeculator", from_anchor=True, rows=("markov_head.markov_w2.weight",)),
+    llama_cpp=LlamaCpp("draft-dspark", LLAMA_CPP, _written, _read),
 )

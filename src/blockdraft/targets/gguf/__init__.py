@@ -1,7 +1,9 @@
-"""GGUF files as targets of the native decoder: configuration, tensors and tokenizer, each from what the file says."""
+"""GGUF files as targets of the native decoder, read and written: configuration, tensors and tokenizer."""
 
 from __future__ import annotations
 
 from blockdraft.targets.gguf.checkpoint import load_gguf_text, read_gguf
+from blockdraft.targets.gguf.tokenizer_metadata import tokenizer_metadata
+from blockdraft.targets.gguf.write import gguf_architecture, write_gguf_target
 
-__all__ = ["load_gguf_text", "read_gguf"]
+__all__ = ["gguf_architecture", "load_gguf_text", "read_gguf", "tokenizer_metadata", "write_gguf_target"]

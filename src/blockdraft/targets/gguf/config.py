@@ -1,4 +1,4 @@
-"""From the metadata of a GGUF file to a configuration of transformers.
+"""From the metadata of a GGUF file to a configuration of transformers, and back.
 
 The mapping that transformers has of its own leaves out windows, soft-caps and scaled rotary embeddings.
 """
@@ -12,6 +12,8 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from blockdraft.formats.gguf import GGUFFile
+from blockdraft.formats.gguf.rope import rope_metadata
+from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.targets.families import NotCovered
 
 # From an architecture of llama.cpp to a family of ours.
@@ -23,6 +25,7 @@ FAMILIES = {
     "gemma2": "gemma2",
     "gemma3": "gemma3_text",
 }
+ARCHITECTURES = {family: name for name, family in FAMILIES.items()} | {"mistral": "llama"}
 ROPE_BASE = 10000.0  # llama.cpp's, where a file names none
 GEMMA2_WINDOW, GEMMA2_CAPS = 4096, (50.0, 30.0)  # likewise, of attention and logits
 WIDE_GEMMA_LAYERS = {"gemma2": 46, "gemma3": 62}  # of the models of 27B, whose scores are scaled otherwise
@@ -135,3 +138,37 @@ def gemma_fields(name: str, get: Get, fields: Mapping[str, Any]) -> dict[str, An
         return found | {"attn_logit_softcapping": get("attn_logit_softcapping", caps[0]) or None}
     near = {"rope_type": "default", "rope_theta": get("rope.freq_base_swa", ROPE_BASE)}
     return found | {"rope_parameters": {"full_attention": fields["rope_parameters"], "sliding_attention": near}}
+
+
+def gguf_metadata(config: PretrainedConfig, wanted: DecoderConfig) -> dict[str, Any]:
+    """What a file says of a model that the native decoder knows, by keys without the architecture, which is one of
+    `ARCHITECTURES`. What it cannot say is left out.
+
+    Raises:
+        UsageError: There are no words for its rotary embeddings.
+    """
+    rope: Mapping[str, Any] = config.rope_parameters
+    full = rope.get("full_attention") or rope
+    found: dict[str, Any] = {
+        "vocab_size": wanted.vocab_size,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": wanted.hidden_size,
+        "block_count": len(wanted.layers),
+        "feed_forward_length": wanted.intermediate_size,
+        "attention.head_count": wanted.num_heads,
+        "attention.head_count_kv": wanted.num_kv_heads,
+        "attention.key_length": wanted.head_dim,
+        "attention.value_length": wanted.head_dim,
+        "attention.layer_norm_rms_epsilon": float(wanted.norm_eps),
+        "rope.dimension_count": wanted.head_dim,
+        **rope_metadata(full["rope_theta"], full),
+    }
+    if wanted.post_norms:  # Gemma 2 and 3
+        windows = [kind.window for kind in wanted.layers]
+        found |= {"attention.sliding_window": config.sliding_window}
+        found |= {"attention.sliding_window_pattern": [size is not None for size in windows]}
+        caps = {"attn_logit_softcapping": wanted.attention_softcap, "final_logit_softcapping": wanted.final_softcap}
+        found |= {key: float(cap) for key, cap in caps.items() if cap is not None}
+        if "sliding_attention" in rope:
+            found["rope.freq_base_swa"] = float(rope["sliding_attention"]["rope_theta"])
+    return found

@@ -1,8 +1,10 @@
-"""The tensors of a GGUF file by the names that our decoder knows."""
+"""The tensors of a GGUF file by the names that our decoder knows, and the other way round."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import gguf
 import torch
@@ -10,11 +12,12 @@ from torch import Tensor
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import FLOATS, READERS, GGUFFile, GGUFTensor
+from blockdraft.formats.gguf.rope import ROPE_FACTORS, rope_factors
+from blockdraft.formats.stored import Stored, stored
 from blockdraft.nn.decoder_config import DecoderConfig, LayerKind, Rope
 from blockdraft.nn.quantized import QuantizedWeight
 from blockdraft.targets.families import NotCovered
 
-ROPE_FACTORS = "rope_freqs.weight"
 LLAMA_QUANTIZE = "make another with llama-quantize, from the model in F16 or BF16: Q4_0, Q8_0, Q4_K_M or Q6_K"
 
 
@@ -40,9 +43,7 @@ class GGUFWeights:
         heads = self.interleaved.get(name)
         if heads is None:
             return weight
-        rows = weight.shape[0]
-        # llama.cpp turns neighbours of a head's channels together, and we those that are half a head apart.
-        order = torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).reshape(-1)
+        order = paired(weight.shape[0], heads)
         return weight.rows(order) if isinstance(weight, QuantizedWeight) else weight[order]
 
 
@@ -53,7 +54,7 @@ def decoder_weights(file: GGUFFile, config: DecoderConfig) -> GGUFWeights:
         NotCovered: One is absent or has another shape, or there are some that the decoder does not know.
         UsageError: Some are of types that are not read.
     """
-    names = our_names(file, config)
+    names = our_names(file.metadata["general.architecture"], config)
     strange = sorted(set(file.tensors) - set(names.values()) - {ROPE_FACTORS})
     if strange:
         raise NotCovered(f"it holds tensors that the decoder does not know, such as {strange[0]}")
@@ -72,13 +73,20 @@ def decoder_weights(file: GGUFFile, config: DecoderConfig) -> GGUFWeights:
             if len({tensor.kind in FLOATS for tensor in own}) > 1:
                 said = ", ".join(f"{tensor.name} ({tensor.kind})" for tensor in own)
                 raise UsageError(f"{file.path}: of {said} all must be of few bits, or none; {LLAMA_QUANTIZE}.")
-    paired = {}
-    if file.metadata["general.architecture"] == "llama":
-        for name in weights:
-            for part, heads in (("q_proj", config.num_heads), ("k_proj", config.num_kv_heads)):
-                if f".{part}." in name:
-                    paired[name] = heads
-    return GGUFWeights(weights, paired)
+    heads = interleaved(file.metadata["general.architecture"], config)
+    return GGUFWeights(weights, heads)
+
+
+def interleaved(architecture: str, config: DecoderConfig) -> dict[str, int]:
+    """Heads of the tensors, by our names, whose rows lie in pairs in files of this architecture."""
+    counts = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads} if architecture == "llama" else {}
+    return {name: heads for name in config.tensor_shapes() for part, heads in counts.items() if f".{part}." in name}
+
+
+def paired(rows: int, heads: int) -> Tensor:
+    """The rows of such a tensor in our order: llama.cpp turns neighbours of a head's channels together, and we those
+    that are half a head apart."""
+    return torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).reshape(-1)
 
 
 def check_kinds(file: GGUFFile) -> None:
@@ -96,11 +104,42 @@ def check_kinds(file: GGUFFile) -> None:
         )
 
 
-def our_names(file: GGUFFile, config: DecoderConfig) -> dict[str, str]:
-    """The names in a GGUF file of a decoder's tensors."""
+def our_names(architecture: str, config: DecoderConfig) -> dict[str, str]:
+    """The names of a decoder's tensors in GGUF files of this architecture."""
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
-    known = gguf.get_tensor_name_map(kinds[file.metadata["general.architecture"]], len(config.layers))
+    known = gguf.get_tensor_name_map(kinds[architecture], len(config.layers))
     return {name: known.get_name(name, (".weight", ".bias")) or name for name in config.tensor_shapes()}
+
+
+def gguf_tensors(
+    architecture: str, config: DecoderConfig, tensors: Mapping[str, Stored], factors_of: float | None
+) -> dict[str, Stored]:
+    """A decoder's tensors as files of this architecture have them, by their names there.
+
+    Args:
+        tensors: By our names.
+        factors_of: The base of rotary embeddings that a file says by a factor for each frequency; None leaves them out.
+    """
+    names, heads, found = our_names(architecture, config), interleaved(architecture, config), dict[str, Stored]()
+    for ours, theirs in names.items():
+        tensor = tensors[ours]
+        if ours in heads:
+            tensor = replace(tensor, read=partial(_interleave, tensor, heads[ours]))
+        elif config.norm_plus_one and ours.endswith("norm.weight"):
+            tensor = replace(tensor, kind="F32", read=partial(_plus_one, tensor))
+        found[theirs] = tensor
+    if factors_of is not None:
+        frequencies = torch.tensor(config.layers[0].rope.inverse_frequencies)
+        found[ROPE_FACTORS] = stored(rope_factors(factors_of, frequencies))
+    return found
+
+
+def _interleave(tensor: Stored, heads: int) -> Tensor:
+    return tensor.tensor()[paired(tensor.shape[0], heads).argsort()]
+
+
+def _plus_one(tensor: Stored) -> Tensor:
+    return tensor.tensor().float() + 1
 
 
 def fitted(config: DecoderConfig, file: GGUFFile) -> DecoderConfig:

@@ -23,9 +23,14 @@ class ToyLayout:
     def recognises(self, raw: Mapping[str, Any]) -> bool:
         return raw.get("architectures") == [NAME]
 
+    def config(
+        self, raw: Mapping[str, Any], vocabulary: Mapping[str, int] | None, num_target_layers: int | None
+    ) -> tuple[Any, bool]:
+        own = {name: value for name, value in raw.items() if name not in OTHERS}
+        return ToyConfig(**{**own, "taps": tuple(own["taps"])}), True
+
     def read(self, path: Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
-        raw = {name: value for name, value in read_config(path).items() if name not in OTHERS}
-        config = ToyConfig(**{**raw, "taps": tuple(raw["taps"])})
+        config, _ = self.config(read_config(path), vocabulary, num_target_layers)
         tensors = read_tensors(path)
         check_tensors({name: tuple(one.shape) for name, one in ToyNetwork(config).state_dict().items()}, tensors)
         return Checkpoint(config, tensors)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import re
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from torch import Tensor
 
 from blockdraft.errors import UsageError
+from blockdraft.formats.gguf.blocks import INDICES, READERS
 from blockdraft.nn.quantized import QuantizedWeight
 
 SUFFIX = ".gguf"
@@ -59,7 +60,7 @@ class GGUFTensor:
     place: int
 
     def read(self) -> Tensor | QuantizedWeight:
-        """Its numbers, where the type is one of `READERS`."""
+        """Its numbers, where the type is one of `READERS` or `INDICES`."""
         values, size = GGML_QUANT_SIZES[GGMLQuantizationType[self.kind]]
         rows, inputs = self.shape[:-1], self.shape[-1]
         shape = (*rows, inputs // values, size)
@@ -68,7 +69,7 @@ class GGUFTensor:
         if hasattr(self.file, "madvise"):  # what was read of the file need not stay in this process's memory
             begin = self.place - self.place % mmap.PAGESIZE
             self.file.madvise(mmap.MADV_DONTNEED, begin, self.place + count - begin)
-        return READERS[self.kind](torch.from_numpy(raw).view(shape))
+        return (READERS | INDICES)[self.kind](torch.from_numpy(raw).view(shape))
 
 
 @dataclass(frozen=True)
@@ -211,7 +212,7 @@ class _Cursor:
 
 def _bytes(name: str, kind: str, shape: tuple[int, ...]) -> int:
     """Of a tensor; 0 where its type is not read."""
-    if kind not in READERS:
+    if kind not in READERS | INDICES:
         return 0
     values, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     if not shape or shape[-1] % values:
@@ -220,62 +221,3 @@ def _bytes(name: str, kind: str, shape: tuple[int, ...]) -> int:
     for extent in shape:
         count *= extent
     return count // values * size
-
-
-# Each takes the bytes of a tensor, `[rows, blocks, bytes of a block]` uint8.
-
-
-def _float(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    return lambda raw: raw.flatten(-2).view(dtype)
-
-
-def _halves(raw: Tensor) -> Tensor:
-    """Pairs of bytes as float16, `[..., 2 n]` to `[..., n]`."""
-    return raw.contiguous().view(torch.float16)
-
-
-def _q4_0(raw: Tensor) -> QuantizedWeight:
-    codes = torch.cat([raw[..., 2:] & 15, raw[..., 2:] >> 4], -1).view(torch.int8) - 8
-    return QuantizedWeight(codes.flatten(1), _halves(raw[..., :2]).flatten(1), None, 4)
-
-
-def _q8_0(raw: Tensor) -> QuantizedWeight:
-    return QuantizedWeight(raw[..., 2:].flatten(1).view(torch.int8), _halves(raw[..., :2]).flatten(1), None, 8)
-
-
-def _q4_k(raw: Tensor) -> QuantizedWeight:
-    """8 groups of 32 a block. Scale and offset of a group are factors of the block times numbers of 6 bits."""
-    factors = _halves(raw[..., :4]).float()
-    low, mins, high = raw[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
-    scales = torch.cat([low & 63, high & 15 | low >> 2 & 48], -1)
-    mins = torch.cat([mins & 63, high >> 4 | mins >> 2 & 48], -1)
-    parts = raw[..., 16:].unflatten(-1, (4, 32))
-    codes = torch.stack([parts & 15, parts >> 4], -2)  # low halves of bytes are one group, high ones the next
-    offset = -(factors[..., 1:] * mins)
-    return QuantizedWeight(
-        codes.flatten(1).view(torch.int8), (factors[..., :1] * scales).flatten(1), offset.flatten(1), 4
-    )
-
-
-def _q6_k(raw: Tensor) -> QuantizedWeight:
-    """16 groups of 16 a block, with codes of 6 bits."""
-    low, high, scales = (
-        raw[..., :128].unflatten(-1, (2, 1, 64)),
-        raw[..., 128:192].unflatten(-1, (2, 1, 32)),
-        raw[..., 192:208],
-    )
-    low = (low >> torch.tensor([[0], [4]], dtype=torch.uint8) & 15).flatten(-3)
-    high = (high >> torch.tensor([[0], [2], [4], [6]], dtype=torch.uint8) & 3).flatten(-3)
-    codes = (low | high << 4).view(torch.int8) - 32
-    scale = _halves(raw[..., 208:]).float() * scales.contiguous().view(torch.int8)
-    return QuantizedWeight(codes.flatten(1), scale.flatten(1), None, 8)
-
-
-FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-READERS: dict[str, Callable[[Tensor], Tensor | QuantizedWeight]] = {
-    **{kind: _float(dtype) for kind, dtype in FLOATS.items()},
-    "Q4_0": _q4_0,
-    "Q8_0": _q8_0,
-    "Q4_K": _q4_k,
-    "Q6_K": _q6_k,
-}

@@ -1,0 +1,97 @@
+"""`blockdraft doctor`: what is wrong where guesses are refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from blockdraft.cli.loading import TargetOptions, takes_target
+from blockdraft.cli.options import need_drafter, option
+from blockdraft.deploy.settings import DoctorSettings
+from blockdraft.evaluation.methods import Settings
+from blockdraft.evaluation.prompts import SAMPLES, read_prompt_sets
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from blockdraft.deploy.doctor import Diagnosis
+
+SHOWN_POSITIONS = 4  # of S_i; the JSON has all
+
+
+@takes_target
+def doctor(
+    *,
+    run: TargetOptions,
+    drafter: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="The folder of a drafter of the DFlash family; by default the bundled one."),
+    ] = None,
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="What to answer, as for `blockdraft bench`, best of the kind that the drafter was trained on. By "
+            "default a few questions. Windows show only in texts that are longer.",
+        ),
+    ] = None,
+    limit: Annotated[int | None, option(Settings, "limit")] = Settings.limit,
+    settings: DoctorSettings,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Find out why a drafter's guesses are refused.
+
+    It decodes some prompts, asks the drafter again at the same places of the finished texts, and tries other readings
+    of the checkpoint: taps and slots off by one, windows, causality, rotary base, precision. The exit code is 1 where
+    it finds a fault.
+    """
+    need_drafter(run.target, drafter, "leave --target out for the bundled pair")
+    texts = [prompt for one in read_prompt_sets(prompts, limit) for prompt in one.prompts] if prompts else None
+
+    from blockdraft.cli import display
+    from blockdraft.deploy.doctor import examine
+    from blockdraft.drafters import BUNDLED
+
+    target = run.load()
+    with display.progress("readings") as progress:
+        found = examine(target, drafter or BUNDLED, texts or SAMPLES.prompts, settings, progress)
+    if as_json:
+        print(json.dumps(asdict(found), indent=2))
+    else:
+        show(display.terminal() if sys.stdout.isatty() else display.plain(), found)
+    if found.fault is not None:
+        raise typer.Exit(1)
+
+
+def show(console: Console, found: Diagnosis) -> None:
+    """Print what was found."""
+    from rich import box
+    from rich.table import Table
+
+    lines = box.SIMPLE if console.is_terminal else None
+    console.print(f"{found.cycles} cycles, of which {100 * found.alike:.0f} % accept as many guesses as the drafter")
+    console.print("alone guesses right at the same places.\n")
+    table = Table(box=lines, pad_edge=False)
+    table.add_column("")
+    table.add_column(f"S_1..S_{SHOWN_POSITIONS} %", justify="right")
+    table.add_row("decoding", _percents(found.decoded))
+    table.add_row("the drafter alone", _percents(found.own))
+    console.print(table)
+    console.print()
+    table = Table(box=lines, pad_edge=False)
+    table.add_column("reading of the checkpoint", overflow="fold")
+    for header in ("right guesses", f"S_1..S_{SHOWN_POSITIONS} %"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for each in found.tried:
+        table.add_row(each.told, f"{each.accepted:.2f}", _percents(each.by_position))
+    console.print(table)
+    console.print(f"\n{f'Fault: {found.fault}. ' if found.fault else ''}{found.finding} {found.remedy}", markup=False)
+
+
+def _percents(shares: tuple[float, ...]) -> str:
+    return " ".join(f"{100 * share:.0f}" for share in shares[:SHOWN_POSITIONS])

@@ -1,0 +1,107 @@
+"""`blockdraft inspect`: what a checkpoint is, whether a target fits, and how engines are started with it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from blockdraft.cli import loading
+from blockdraft.cli.options import Revision
+
+if TYPE_CHECKING:
+    from blockdraft.inspection import Report
+
+TAPS = (
+    "taps: blockdraft and z-lab name the layers whose outputs are read, from 0; the others the layers that these enter"
+)
+MARKS = {True: ("yes", "green"), False: ("no", "bold red"), None: ("not known", "")}
+
+
+def inspect(
+    path: Annotated[
+        str,
+        typer.Argument(
+            metavar="DIR|FILE",
+            help="A drafter, a target or an adapter, as a folder or GGUF file; bundled is the drafter that comes "
+            "along.",
+        ),
+    ],
+    target: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="A target, as a folder, hub name or GGUF file, that the drafter may fit."),
+    ] = None,
+    revision: Revision = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+) -> None:
+    """Show what a checkpoint is: its kind, its conventions, its size, and how each engine is started with it.
+
+    Nothing is loaded. Where a target is given and the drafter does not fit it, the exit code is 1. Where the output is
+    no terminal, it is JSON.
+    """
+    from blockdraft.inspection import inspect as look
+
+    loading.quiet()
+    report = look(path, target, revision)
+    if as_json or not sys.stdout.isatty():
+        print(json.dumps(report.as_dict(), indent=2))
+    else:
+        show(report)
+    if any(check.holds is False for check in report.fits):
+        raise typer.Exit(1)
+
+
+def show(report: Report) -> None:
+    from rich import box
+    from rich.table import Table
+
+    from blockdraft.cli import display
+
+    console = display.terminal()
+    console.print(f"[bold]{report.what}[/bold], {report.layout}: {report.path}", soft_wrap=True)
+    for title, facts in (("", report.about), ("wants", report.wants), ("conventions", report.conventions)):
+        if facts:
+            table = Table(title=title or None, title_justify="left", box=box.SIMPLE, show_header=False, pad_edge=False)
+            if "taps" in facts:
+                table.caption, table.caption_justify = TAPS, "left"
+            for name, value in rows(facts):
+                table.add_row(name, value)
+            console.print(table)
+    if report.fits:
+        table = Table(title="fits", title_justify="left", box=box.SIMPLE, show_header=False, pad_edge=False)
+        for check in report.fits:
+            mark, style = MARKS[check.holds]
+            table.add_row(check.name, mark, check.said, style=style)
+        console.print(table)
+    for engine, start in report.starts.items():
+        console.print(f"[bold]{engine}[/bold]: {start.reason}" if start.line is None else f"[bold]{engine}[/bold]")
+        for line in (start.line, start.remedy):
+            if line is not None:
+                console.print(f"  {line}", soft_wrap=True, markup=False)
+
+
+def rows(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Names and values in words; what is absent is left out."""
+    for name, value in facts.items():
+        name = f"{prefix}{name.replace('_', ' ')}"
+        if isinstance(value, Mapping):
+            yield from rows(value, f"{name}: ")
+        elif isinstance(value, list) and value and isinstance(value[0], Mapping):
+            for number, each in enumerate(value):
+                yield (
+                    f"{name}: {number}",
+                    ", ".join(f"{key.replace('_', ' ')} {_word(one)}" for key, one in each.items()),
+                )
+        elif value is not None:
+            yield name, _word(value)
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "none"}[value]
+    if isinstance(value, int):
+        return f"{value:,}"
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

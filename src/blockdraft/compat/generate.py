@@ -1,0 +1,203 @@
+"""`model.generate(..., custom_generate=FOLDER, drafter=...)` of plain transformers, with the engine behind it.
+
+Such a folder, or repository of the hub, is made by `write_custom_generate`; it calls `generate` below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from blockdraft.compat.adapt import check_token_ids, engine_for, stops_of, without_padding
+from blockdraft.drafters import Drafter, load_drafter
+from blockdraft.engine import Engine
+from blockdraft.errors import UsageError, describe
+from blockdraft.targets import Target, as_target
+from blockdraft.types import SamplingParams
+
+GENERATE = '''"""Lossless decoding with a drafter: model.generate(..., custom_generate=THIS, trust_remote_code=True)."""
+
+from blockdraft.compat.generate import generate as decode
+
+DRAFTER = {drafter!r}  # a folder or hub name; an argument `drafter` of generate names another
+
+
+def generate(model, drafter=DRAFTER, **arguments):
+    return decode(model, drafter=drafter, **arguments)
+'''
+# Settings of a GenerationConfig that are heeded, or that do not change the output.
+HEEDED = {"max_length", "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
+HEEDED |= {"eos_token_id", "pad_token_id", "bos_token_id", "num_return_sequences"}
+HEEDED |= {"use_cache", "cache_implementation", "max_cache_len", "compile_config", "disable_compile", "early_stopping"}
+HEEDED |= {"length_penalty", "transformers_version", "prefill_chunk_size", "low_memory", "_from_model_config"}
+HEEDED |= {name for name in GenerationConfig().to_dict() if "assistant" in name or "lookbehind" in name}
+
+LOADED = "_blockdraft"  # attribute of a model
+
+
+class Loaded:
+    """What was loaded for a model at its first call. It goes with the model, and is not copied or saved with it."""
+
+    def __init__(self) -> None:
+        self.target: Target | None = None
+        self.drafters: dict[str, Drafter] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Loaded, ()
+
+
+def write_custom_generate(folder: Path, drafter: str | None = None) -> None:
+    """Write what `custom_generate=folder` takes.
+
+    Args:
+        drafter: Folder or hub name of the drafter that is used where a call names none.
+    """
+    own = folder / "custom_generate"
+    own.mkdir(parents=True, exist_ok=True)
+    (own / "generate.py").write_text(GENERATE.format(drafter=drafter), encoding="utf-8")
+    (own / "requirements.txt").write_text(f"blockdraft>={version('blockdraft')}\n", encoding="utf-8")
+
+
+@torch.no_grad()
+def generate(
+    model: PreTrainedModel,
+    inputs: Tensor | None = None,
+    generation_config: GenerationConfig | None = None,
+    *,
+    drafter: str | Path | None,
+    streamer: Any = None,
+    seed: int | None = None,
+    synced_gpus: bool | None = None,
+    **given: Any,
+) -> Tensor:
+    """Continue a batch of prompts as `model.generate` does: greedily with the same tokens, else from the same law.
+
+    Args:
+        inputs: `[B, L]`; `input_ids` is the same.
+        drafter: Folder or hub name of a drafter, or the name of one that needs none, such as "prompt_lookup".
+        streamer: As in transformers, for one prompt.
+        seed: Row i draws with `seed + i`; None draws the seeds from torch's generator.
+        given: Fields of a GenerationConfig, and `attention_mask`.
+
+    Returns:
+        `[B, L + longest]` int64: the prompts as they came in, then the answers, filled up with the pad token.
+
+    Raises:
+        ValueError: An argument or a setting that is not supported, or a drafter that does not fit.
+    """
+    if drafter is None:
+        raise UsageError("drafter is not given; name its folder or hub name, as in generate(..., drafter=DIR).")
+    given = {name: value for name, value in given.items() if value is not None}
+    of_config = {name: given.pop(name) for name in set(given) & set(GenerationConfig().to_dict())}
+    ids, mask = given.pop("input_ids", inputs), given.pop("attention_mask", None)
+    given = {name: value for name, value in given.items() if not (hasattr(value, "__len__") and len(value) == 0)}
+    if given or synced_gpus:
+        raise UsageError(f"{', '.join(given) or 'synced_gpus'} is not supported with a drafter; leave it out.")
+    if ids is None:
+        raise UsageError("There is no prompt; give inputs or input_ids, [batch, length].")
+    check_token_ids(ids)
+    of_model: Any = model  # its generation is a mixin of each model's class
+    config, _ = of_model._prepare_generation_config(generation_config, **of_config)
+    _check(config)
+    stops = [config.eos_token_id] if isinstance(config.eos_token_id, int) else list(config.eos_token_id or ())
+    pad = config.pad_token_id
+    if mask is None and pad is not None and pad not in stops:
+        mask = ids.ne(pad)  # as transformers does
+    count = config.num_return_sequences or 1
+    ids = ids.repeat_interleave(count, dim=0)
+    prompts = without_padding(ids, None if mask is None else mask.repeat_interleave(count, dim=0))
+    target, chosen = _pair(model, drafter)
+    longest = _new_tokens(model, generation_config, config, ids.size(1), "max_length" in of_config)
+    params = [
+        SamplingParams(
+            longest,
+            **_sampling(config),
+            repetition_penalty=config.repetition_penalty or 1.0,
+            seed=None if seed is None else seed + row,
+            stop_token_ids=stops_of(stops, target),
+            ignore_eos=True,
+        )
+        for row in range(len(prompts))
+    ]
+    engine = engine_for(target, chosen, prompts, longest)
+    if streamer is None:
+        answers = [completion.checked().token_ids for completion in engine.generate(prompts, params)]
+    elif len(prompts) == 1:
+        answers = [[token for part in _streamed(engine, prompts[0], params[0], ids, streamer) for token in part]]
+    else:
+        raise UsageError(f"There are {len(prompts)} prompts and a streamer; it takes one, so call once for each.")
+    width = max(map(len, answers))
+    filler = pad if pad is not None else next(iter(stops), 0)
+    filled = torch.tensor([answer + [filler] * (width - len(answer)) for answer in answers], device=ids.device)
+    return torch.cat([ids.long(), filled], dim=1)
+
+
+def _check(config: GenerationConfig) -> None:
+    """Raise a UsageError for what would change the output and is not supported."""
+    usual = GenerationConfig._get_default_generation_params()
+    for name, value in config.to_dict().items():
+        if name not in HEEDED and value is not None and value != usual.get(name, False):
+            raise UsageError(f"{name} is {value!r}, which is not supported with a drafter; leave it out.")
+
+
+def _sampling(config: GenerationConfig) -> dict[str, Any]:
+    """Temperature and cuts as the engine takes them."""
+    if not config.do_sample:
+        return {}
+    names = ("temperature", "top_k", "top_p", "min_p")
+    return {name: value for name in names if (value := getattr(config, name)) is not None}
+
+
+def _new_tokens(
+    model: PreTrainedModel, given: GenerationConfig | None, config: GenerationConfig, prompt: int, named: bool
+) -> int:
+    """Most tokens of an answer, by the rules of transformers."""
+    if config.max_new_tokens is not None:
+        return int(config.max_new_tokens)
+    limit = int(config.max_length)
+    if named or (given is not None and given.max_length is not None) or model.generation_config.max_length is not None:
+        if limit <= prompt:
+            raise UsageError(f"max_length is {limit} and the prompt has {prompt} tokens; give max_new_tokens.")
+        return limit - prompt
+    return limit  # the default counts new tokens
+
+
+def _pair(model: PreTrainedModel, drafter: str | Path) -> tuple[Target, Drafter]:
+    kept = model.__dict__.setdefault(LOADED, Loaded())
+    if kept.target is None:
+        kept.target = as_target(model)
+    if str(drafter) not in kept.drafters:
+        kept.drafters[str(drafter)] = load_drafter(_folder(drafter), target=kept.target)
+    return kept.target, kept.drafters[str(drafter)]
+
+
+def _folder(drafter: str | Path) -> str | Path:
+    """Where a drafter lies; one of the hub is fetched."""
+    if "/" not in str(drafter) or Path(drafter).exists():
+        return drafter
+    from huggingface_hub import snapshot_download
+
+    try:
+        return str(snapshot_download(str(drafter), allow_patterns=["*.json", "*.safetensors"]))
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"drafter is {str(drafter)!r}, which is no folder here and cannot be fetched from the hub "
+            f"({describe(error)}); give the folder of a drafter."
+        ) from error
+
+
+def _streamed(
+    engine: Engine, prompt: list[int], params: SamplingParams, ids: Tensor, streamer: Any
+) -> Iterator[list[int]]:
+    streamer.put(ids.cpu())
+    for chunk in engine.stream(prompt, params):
+        if chunk.checked().token_ids:
+            streamer.put(torch.tensor(chunk.token_ids))
+        yield list(chunk.token_ids)
+    streamer.end()

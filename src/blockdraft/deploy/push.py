@@ -1,0 +1,227 @@
+"""A drafter's repository on the hub: its files, a model card, and what transformers' `custom_generate` takes."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from blockdraft.compat.generate import write_custom_generate
+from blockdraft.deploy.pair import checked_pair
+from blockdraft.errors import UsageError, counted, describe
+from blockdraft.fit.steps import Where
+from blockdraft.formats import find_layout, read_config
+from blockdraft.formats.engines import starts
+from blockdraft.inspection import Report
+from blockdraft.training.records import run_folder
+
+CARD = "README.md"
+LOCAL = "DRAFTER"  # where the card has people fetch it to
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of how a drafter came about and how well it does, from folders beside it or as it was named.
+
+    Attributes:
+        bench: What `blockdraft bench --out` wrote.
+        log: Lines of its training run.
+        data: The manifest of its training data.
+    """
+
+    bench: Mapping[str, Any] | None
+    log: tuple[Mapping[str, Any], ...]
+    data: Mapping[str, Any] | None
+
+
+def known_of(drafter: Path, bench: Path | None = None, data: Path | None = None) -> Known:
+    """Look for what `blockdraft fit` and `blockdraft train` leave beside a drafter.
+
+    Args:
+        bench, data: Folders of results and of training data, in place of those.
+
+    Raises:
+        ValueError: A folder that is named lacks its file, or a file is broken.
+    """
+    fitted = Where(drafter, None).folder
+    log = run_folder(drafter) / "log.jsonl"
+    lines = log.read_text(encoding="utf-8").splitlines() if log.is_file() else []
+    return Known(
+        _json(bench or fitted / "bench", "results.json", bench is not None),
+        tuple(json.loads(line) for line in lines),
+        _json(data or fitted / "data", "data.json", data is not None),
+    )
+
+
+def _json(folder: Path, name: str, needed: bool) -> Mapping[str, Any] | None:
+    file = folder / name
+    if not file.is_file() and not needed:
+        return None
+    try:
+        found: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{file} cannot be read ({describe(error)}); give the folder that holds it.") from error
+    return found
+
+
+def prepare(
+    drafter: str | Path,
+    target: str,
+    out: Path,
+    repo: str | None,
+    known: Known,
+    licence: str | None = None,
+    note: Callable[[str], None] = lambda text: None,
+) -> None:
+    """Write a folder that can be pushed. It appears whole or not at all.
+
+    Args:
+        drafter: Folder of a drafter.
+        target: Folder or hub name of its target, which must fit.
+        out: New or empty.
+        repo: Name on the hub, such as "me/my-drafter", where it is known.
+        licence: For the card, as the hub names it.
+        note: As in `checked_pair`.
+
+    Raises:
+        ValueError: It is no drafter, does not fit the target, or `out` is taken or cannot be written.
+    """
+    if repo is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
+        raise UsageError(f"repo is {repo!r}; it must be OWNER/NAME.")
+    report = checked_pair(drafter, target, note)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out} holds other files; choose a new or empty folder.")
+    card = model_card(report, Path(drafter), target, repo, known, licence)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
+            new = Path(scratch, "new")
+            new.mkdir()
+            for file in (Path(drafter) / "config.json", *sorted(Path(drafter).glob("*.safetensors"))):
+                shutil.copyfile(file, new / file.name)
+            (new / CARD).write_text(card, encoding="utf-8")
+            write_custom_generate(new, repo)
+            if out.exists():
+                out.rmdir()
+            new.rename(out)
+    except OSError as error:
+        raise UsageError(f"{out} cannot be written ({describe(error)}).") from error
+
+
+def upload(folder: Path, repo: str, private: bool) -> str:
+    """Push a folder to a model repository, which is made where there is none; returns its address. Raises ValueError
+    where the hub refuses or cannot be reached."""
+    hub = import_module("huggingface_hub")
+    try:
+        api = hub.HfApi()
+        url = str(api.create_repo(repo, private=private, exist_ok=True))
+        api.upload_folder(repo_id=repo, folder_path=folder, commit_message="A drafter for blockdraft")
+    except (OSError, ValueError) as error:  # what the hub's client and its transport raise
+        raise UsageError(
+            f"{repo} could not be pushed ({describe(error)}); `hf auth login` tells the hub who you are."
+        ) from error
+    return url
+
+
+def model_card(report: Report, drafter: Path, target: str, repo: str | None, known: Known, licence: str | None) -> str:
+    """The README.md of the repository."""
+    is_hub_name = not Path(target).exists()
+    said = report.conventions
+    head = ["---", *([f"base_model: {target}"] if is_hub_name else []), *([f"license: {licence}"] if licence else [])]
+    head += ["library_name: blockdraft", "tags: [speculative-decoding, dflash, custom_generate]", "---"]
+    taps = ", ".join(map(str, next(iter(said["taps"].values()))))
+    lines = [
+        *head,
+        f"# A drafter for {target if is_hub_name else Path(target).name}",
+        "",
+        "It guesses what its target will say, which then says the same in fewer steps: greedy answers are the target's "
+        "own, token by token, and sampled ones have its law.",
+        "",
+        f"{report.about['architecture']} with {counted(report.about['layers'], 'layer')} and "
+        f"{report.about['parameters'] / 1e6:,.1f} M parameters, in the {report.layout} layout; blocks of "
+        f"{said['block_size']} tokens, taps on the outputs of layers {taps} (from 0).",
+        "",
+        "## Measured",
+        "",
+        *_measured(known),
+        "",
+        "## Training data",
+        "",
+        *_data(known),
+        "",
+        "## Use",
+        "",
+        *_use(report, drafter, target if is_hub_name else "TARGET", repo or "OWNER/NAME"),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _measured(known: Known) -> Iterator[str]:
+    if known.bench is not None:
+        how = known.bench["arguments"]
+        yield "| | prompts | tokens/s | speed-up | tau | same answers |"
+        yield "|---|---|---|---|---|---|"
+        for name, one in known.bench["methods"].items():
+            cells = [str(one["prompts"])]
+            for key, form in (("tokens_per_second", "{:.0f}"), ("speedup", "{:.2f}"), ("tau", "{:.2f}")):
+                cells.append("-" if one[key] is None else form.format(one[key]))
+            cells.append("-" if one["identical"] is None else f"{100 * one['identical']:.0f} %")
+            yield f"| {name} | {' | '.join(cells)} |"
+        machine = known.bench["hardware"]["gpu"] or known.bench["hardware"]["cpu"]
+        yield ""
+        yield (
+            f"By `blockdraft bench`, temperature {how['temperature']:g}, answers of up to {how['max_new_tokens']} "
+            f"tokens, {how['running']}, {machine}. tau: tokens of a cycle."
+        )
+        return
+    taus = [line["tau"] for line in known.log if line.get("tau") is not None]
+    if taus:
+        yield f"tau {taus[-1]:.2f} on held-out prompts at the end of training: tokens of a cycle, greedily."
+    else:
+        yield "Not measured. `blockdraft bench` does it."
+
+
+def _data(known: Known) -> Iterator[str]:
+    if known.data is None:
+        yield "Not recorded."
+        return
+    counts = known.data["counts"]
+    who = (known.data.get("written_by") or {}).get("writer", "")
+    writer = {"target": "the target's own answers", "server": "answers of a server"}.get(who)
+    sources = ", ".join(Path(str(source)).name for source in (known.data.get("arguments") or {}).get("sources") or ())
+    yield (
+        f"{counts['documents']:,} documents of {counts['tokens']:,} tokens, {counts['supervised']:,} of them learned "
+        f"from: {writer or 'texts as they were'}{f', from {sources}' if sources else ''}."
+    )
+
+
+def _use(report: Report, drafter: Path, target: str, repo: str) -> Iterator[str]:
+    yield "With blockdraft:"
+    config, _ = find_layout(report.layout).config(read_config(drafter), None, report.wants["layers"])
+    given = ["--target", target]
+    lines = starts(config, report.layout, repo, target, given)
+    ours = starts(config, report.layout, LOCAL, target, given)["blockdraft"].line or ""
+    yield from _block(f"hf download {repo} --local-dir {LOCAL}", ours)
+    yield "With transformers, where blockdraft is installed:"
+    yield from _block(
+        f'model.generate(**inputs, custom_generate="{repo}", trust_remote_code=True, max_new_tokens=256)', kind="python"
+    )
+    for engine, start in lines.items():
+        if engine == "blockdraft":
+            continue
+        if start.line is not None:
+            yield f"With {engine}:"
+            yield from _block(start.line)
+        elif start.remedy is not None:
+            yield f"With {engine}, {start.reason}:"
+            yield from _block(f"hf download {repo} --local-dir {LOCAL}", start.remedy.replace(repo, LOCAL))
+
+
+def _block(*lines: str, kind: str = "") -> Iterator[str]:
+    yield from ("", f"```{kind}", *lines, "```", "")

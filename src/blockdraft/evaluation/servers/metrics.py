@@ -1,0 +1,114 @@
+"""What servers count at /metrics: guesses and what became of them, and tokens of prompts that were in a cache."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from blockdraft.errors import UsageError
+
+ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp", "blockdraft": "blockdraft"}
+# Tokens of prompts that were not read again.
+CACHED = (
+    "vllm:prefix_cache_hits_total",
+    "vllm:gpu_prefix_cache_hits_total",
+    "sglang:cached_tokens_total",
+    "llamacpp:prompt_tokens_cached_total",
+    "blockdraft:prompt_tokens_cached_total",
+)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Counters at one moment.
+
+    Attributes:
+        prefix: What the names of this engine's metrics begin with; None for an engine that is not known here.
+        values: By name, one for each combination of labels.
+        accepted_at: How often the guess at each place, from 0 on, was accepted.
+        caches: Whether the server says that it caches prefixes; None where it does not say.
+    """
+
+    prefix: str | None
+    values: Mapping[str, Sequence[float]]
+    accepted_at: Mapping[int, float]
+    caches: bool | None = None
+
+    @property
+    def engine(self) -> str | None:
+        return None if self.prefix is None else ENGINES[self.prefix]
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Attributes:
+    tau: Tokens of a cycle; None where the server does not count.
+    by_position: S_1, S_2, ...; empty likewise.
+    """
+
+    tau: float | None = None
+    by_position: tuple[float, ...] = ()
+
+
+def parse(text: str) -> Snapshot:
+    """Read what /metrics says. Raises ValueError where it is not in Prometheus' format."""
+    values: dict[str, list[float]] = defaultdict(list)
+    accepted_at: dict[int, float] = defaultdict(float)
+    caches = None
+    try:
+        for sample in (sample for family in text_string_to_metric_families(text) for sample in family.samples):
+            values[sample.name].append(sample.value)
+            if sample.name.endswith(":spec_decode_num_accepted_tokens_per_pos_total"):
+                accepted_at[int(sample.labels["position"])] += sample.value
+            if sample.name == "vllm:cache_config_info" and "enable_prefix_caching" in sample.labels:
+                caches = sample.labels["enable_prefix_caching"].lower() == "true"
+    except (ValueError, KeyError) as error:
+        raise UsageError(f"/metrics is not in Prometheus' format ({error}).") from error
+    prefix = next((prefix for prefix in ENGINES if any(name.startswith(f"{prefix}:") for name in values)), None)
+    return Snapshot(prefix, values, accepted_at, caches)
+
+
+def acceptance(before: Snapshot | None, after: Snapshot | None) -> Acceptance:
+    """What was accepted between two moments. SGLang tells of its newest cycles alone, and of no positions."""
+    if before is None or after is None or after.prefix is None:
+        return Acceptance()
+    if after.prefix == "sglang":
+        lengths = [value for value in after.values.get("sglang:spec_accept_length", ()) if value]
+        return Acceptance(fmean(lengths) if lengths else None)
+    drafts, accepted = (
+        grown(before, after, f"{after.prefix}:spec_decode_num_{name}_total") for name in ("drafts", "accepted_tokens")
+    )
+    if drafts is None or accepted is None:
+        return Acceptance()
+    cycles, tokens = (grown(before, after, f"blockdraft:num_{name}_total") for name in ("cycles", "cycle_tokens"))
+    if not cycles or tokens is None:  # the others count cycles that drafted, and no others
+        cycles, tokens = drafts, drafts + accepted
+    places = range(max(after.accepted_at, default=-1) + 1)
+    counts = [after.accepted_at.get(i, 0.0) - before.accepted_at.get(i, 0.0) for i in places]
+    return Acceptance(tokens / cycles, tuple(count / cycles for count in counts)) if cycles else Acceptance(1.0)
+
+
+def grown(before: Snapshot, after: Snapshot, name: str) -> float | None:
+    """By how much a counter has grown; None where the server has none of this name. One that a server shows from its
+    first event on began at 0."""
+    return sum(after.values[name]) - sum(before.values.get(name, ())) if name in after.values else None
+
+
+def drafted(before: Snapshot | None, after: Snapshot | None) -> bool:
+    """Whether the server is known to have drafted between two moments."""
+    found = acceptance(before, after)
+    return found.tau is not None and (found.tau > 1 or any(found.by_position))
+
+
+def cached_tokens(before: Snapshot | None, after: Snapshot | None) -> tuple[str, float] | None:
+    """The counter of cached tokens and by how much it has grown; None where the server has none."""
+    for name in CACHED if before is not None and after is not None else ():
+        assert before is not None and after is not None
+        count = grown(before, after, name)
+        if count is not None:
+            return name, count
+    return None

@@ -1,0 +1,13 @@
+"""GGUF files, llama.cpp's format: `files.py` reads them, `write.py` writes them, `drafter.py` knows drafters in them.
+
+What is in a target's file, and its tokenizer, are known to `targets/gguf`.
+"""
+
+from __future__ import annotations
+
+from blockdraft.formats.gguf.blocks import FLOATS, READERS
+from blockdraft.formats.gguf.files import GGUFFile, GGUFTensor, is_gguf, open_gguf, read_header
+from blockdraft.formats.gguf.write import new_files, write_gguf
+
+__all__ = ["FLOATS", "READERS", "GGUFFile", "GGUFTensor", "is_gguf", "new_files", "open_gguf", "read_header"]
+__all__ += ["write_gguf"]

@@ -1,0 +1,72 @@
+"""Types of tensors in GGUF files: their bytes as tensors or as a `QuantizedWeight` of the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from blockdraft.nn.quantized import QuantizedWeight
+
+Reader: TypeAlias = Callable[[Tensor], Tensor | QuantizedWeight]
+
+# Each takes the bytes of a tensor, `[rows, blocks, bytes of a block]` uint8.
+
+
+def _plain(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    return lambda raw: raw.flatten(-2).view(dtype)
+
+
+def _halves(raw: Tensor) -> Tensor:
+    """Pairs of bytes as float16, `[..., 2 n]` to `[..., n]`."""
+    return raw.contiguous().view(torch.float16)
+
+
+def _q4_0(raw: Tensor) -> QuantizedWeight:
+    codes = torch.cat([raw[..., 2:] & 15, raw[..., 2:] >> 4], -1).view(torch.int8) - 8
+    return QuantizedWeight(codes.flatten(1), _halves(raw[..., :2]).flatten(1), None, 4)
+
+
+def _q8_0(raw: Tensor) -> QuantizedWeight:
+    return QuantizedWeight(raw[..., 2:].flatten(1).view(torch.int8), _halves(raw[..., :2]).flatten(1), None, 8)
+
+
+def _q4_k(raw: Tensor) -> QuantizedWeight:
+    """8 groups of 32 a block. Scale and offset of a group are factors of the block times numbers of 6 bits."""
+    factors = _halves(raw[..., :4]).float()
+    low, mins, high = raw[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
+    scales = torch.cat([low & 63, high & 15 | low >> 2 & 48], -1)
+    mins = torch.cat([mins & 63, high >> 4 | mins >> 2 & 48], -1)
+    parts = raw[..., 16:].unflatten(-1, (4, 32))
+    codes = torch.stack([parts & 15, parts >> 4], -2)  # low halves of bytes are one group, high ones the next
+    offset = -(factors[..., 1:] * mins)
+    return QuantizedWeight(
+        codes.flatten(1).view(torch.int8), (factors[..., :1] * scales).flatten(1), offset.flatten(1), 4
+    )
+
+
+def _q6_k(raw: Tensor) -> QuantizedWeight:
+    """16 groups of 16 a block, with codes of 6 bits."""
+    low, high, scales = (
+        raw[..., :128].unflatten(-1, (2, 1, 64)),
+        raw[..., 128:192].unflatten(-1, (2, 1, 32)),
+        raw[..., 192:208],
+    )
+    low = (low >> torch.tensor([[0], [4]], dtype=torch.uint8) & 15).flatten(-3)
+    high = (high >> torch.tensor([[0], [2], [4], [6]], dtype=torch.uint8) & 3).flatten(-3)
+    codes = (low | high << 4).view(torch.int8) - 32
+    scale = _halves(raw[..., 208:]).float() * scales.contiguous().view(torch.int8)
+    return QuantizedWeight(codes.flatten(1), scale.flatten(1), None, 8)
+
+
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+READERS: dict[str, Reader] = {
+    **{kind: _plain(dtype) for kind, dtype in FLOATS.items()},
+    "Q4_0": _q4_0,
+    "Q8_0": _q8_0,
+    "Q4_K": _q4_k,
+    "Q6_K": _q6_k,
+}
+INDICES: dict[str, Reader] = {"I64": _plain(torch.int64)}  # of no weights

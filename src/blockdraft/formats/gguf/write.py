@@ -1,0 +1,130 @@
+"""Writing GGUF files, one tensor at a time, so that no more than that is in memory."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGML_QUANT_SIZES, GGML_QUANT_VERSION, GGMLQuantizationType, GGUFWriter, LlamaFileType, quantize
+
+from blockdraft.errors import UsageError
+from blockdraft.folders import held
+from blockdraft.formats.stored import Stored
+from blockdraft.types import GGUFWeights
+
+FILE_TYPES = {
+    "f32": LlamaFileType.ALL_F32,
+    "f16": LlamaFileType.MOSTLY_F16,
+    "bf16": LlamaFileType.MOSTLY_BF16,
+    "q8_0": LlamaFileType.MOSTLY_Q8_0,
+    "q4_0": LlamaFileType.MOSTLY_Q4_0,
+}
+TABLES = ("token_embd.weight", "output.weight")  # in which 4 bits cost the most and save the least
+PARTIAL = ".partial"
+
+
+def write_gguf(
+    path: Path, architecture: str, metadata: Mapping[str, Any], tensors: Mapping[str, Stored], weights: GGUFWeights
+) -> None:
+    """Write one file.
+
+    Args:
+        metadata: Values by their keys: whole numbers of 32 bits without a sign, float32, texts, and lists of these.
+        tensors: By their names, in the order of the file.
+        weights: What matrices are rounded to, by the package gguf. With q4_0, embedding and head get 8 bits. Vectors
+            and all that is no matrix stay float32, and whole numbers what they are.
+
+    Raises:
+        UsageError: A matrix has rows, or numbers, that cannot be written so.
+    """
+    kinds = {name: _kind(name, tensor, weights) for name, tensor in tensors.items()}
+    writer = GGUFWriter(path, architecture)
+    writer.add_file_type(FILE_TYPES[weights])
+    if weights.startswith("q"):
+        writer.add_quantization_version(GGML_QUANT_VERSION)
+    for key, value in metadata.items():
+        _put(writer, key, value)
+    for name, tensor in tensors.items():
+        values, size = GGML_QUANT_SIZES[kinds[name]]
+        count = math.prod(tensor.shape) // values * size
+        writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), count, kinds[name])
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for name, tensor in tensors.items():
+            writer.write_tensor_data(_rounded(name, tensor, kinds[name]))
+    finally:
+        writer.close()
+
+
+@contextmanager
+def new_files(folder: Path) -> Iterator[Path]:
+    """A folder for files that move to `folder` together if all goes well, over those of the same names; else nothing is
+    left of them.
+
+    Raises:
+        UsageError: The folder is none or cannot be written, or another process writes there.
+    """
+    folder = folder.absolute()
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder} is a file; choose a folder for --out.")
+    scratch, made = folder / PARTIAL, not folder.exists()
+    with held(folder, "exporting"):
+        try:
+            shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed
+            scratch.mkdir(parents=True)
+            yield scratch
+            for file in sorted(scratch.iterdir()):
+                file.replace(folder / file.name)
+        except OSError as error:
+            raise UsageError(f"{folder} cannot be written ({error}); nothing of it is left.") from error
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+            if made:
+                with suppress(OSError):  # where something was written
+                    folder.rmdir()
+
+
+def _put(writer: GGUFWriter, key: str, value: Any) -> None:
+    add: dict[type, Callable[[str, Any], None]] = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+        list: writer.add_array,
+    }
+    add[type(value)](key, value)
+
+
+def _kind(name: str, tensor: Stored, weights: GGUFWeights) -> GGMLQuantizationType:
+    """The type that a tensor is written in."""
+    if tensor.kind == "I64":
+        return GGMLQuantizationType.I64
+    if len(tensor.shape) != 2 or tensor.shape[0] == 1 or not name.endswith(".weight"):
+        return GGMLQuantizationType.F32
+    kind = GGMLQuantizationType[("q8_0" if weights == "q4_0" and name in TABLES else weights).upper()]
+    values, _ = GGML_QUANT_SIZES[kind]
+    if tensor.shape[1] % values:
+        raise UsageError(
+            f"{name} has rows of {tensor.shape[1]} numbers, and {kind.name} rounds {values} at a time; use bf16, f16 "
+            "or f32."
+        )
+    return kind
+
+
+def _rounded(name: str, tensor: Stored, kind: GGMLQuantizationType) -> np.ndarray[Any, Any]:
+    found = tensor.tensor()
+    if kind == GGMLQuantizationType.I64:
+        return found.numpy()
+    numbers = np.ascontiguousarray(found.to(torch.float32).numpy())
+    if kind == GGMLQuantizationType.F16 and np.abs(numbers).max() > np.finfo(np.float16).max:
+        raise UsageError(f"{name} holds {np.abs(numbers).max():g}, for which f16 has no place; use bf16 or f32.")
+    rounded: np.ndarray[Any, Any] = quantize(numbers, kind)
+    return rounded

@@ -1,0 +1,178 @@
+"""What can be said of a drafter: its conventions, the target that it wants, and whether a given one is that."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from blockdraft.errors import UsageError
+from blockdraft.formats import Layout, trained_for
+from blockdraft.formats.architectures import architecture_of, tensor_shapes
+from blockdraft.formats.engines import starts
+from blockdraft.formats.folder import blaming
+from blockdraft.formats.gguf import GGUFFile
+from blockdraft.formats.gguf.drafter import drafter_config, gguf_trained_for
+from blockdraft.formats.stored import open_tensors
+from blockdraft.inspection.base import Check, Report
+from blockdraft.nn.draft_config import DraftConfig
+from blockdraft.targets import Description
+
+TOKENS = "tokenizer.ggml.tokens"
+
+
+def layout_report(path: Path, name: str, layout: Layout, raw: Mapping[str, Any], target: Description | None) -> Report:
+    """A folder of one of the layouts. Raises UsageError where it is incomplete or asks for the unsupported."""
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise UsageError(f"{path} has no weights (*.safetensors) beside config.json; copy them there.")
+    vocabulary = target.text.tokenizer.get_vocab() if target is not None and target.text.tokenizer else None
+    with blaming(path / "config.json"):
+        config, layers_known = layout.config(raw, vocabulary, None if target is None else _layers(target))
+    with blaming(path):
+        tensors = open_tensors([str(file) for file in files])
+    kinds: dict[str, int] = {}
+    for tensor in tensors.values():
+        kinds[tensor.kind] = kinds.get(tensor.kind, 0) + math.prod(tensor.shape)
+    kept = raw.get("draft_vocab_size") or config.vocab_size
+    verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
+    size = sum(file.stat().st_size for file in files)
+    wants = {"name": verifier.get("name_or_path"), "fingerprint": trained_for(raw)}
+    return _report(str(path), name, config, layers_known, kinds, size, int(kept), wants, target, None)
+
+
+def gguf_report(file: GGUFFile, target: Description | None) -> Report:
+    """A GGUF file. Raises UsageError where it lacks a value or asks for the unsupported."""
+    entered = file.metadata.get("dflash.target_layers") or [0]
+    own = file.metadata.get("blockdraft.num_target_layers")
+    known = own or (None if target is None else _layers(target))
+    config = drafter_config(file, known or max(entered) + 1)
+    kinds: dict[str, int] = {}
+    for tensor in file.tensors.values():
+        kinds[tensor.kind] = kinds.get(tensor.kind, 0) + math.prod(tensor.shape)
+    kept = file.tensors["d2t"].shape[0] if "d2t" in file.tensors else config.vocab_size
+    size = sum(part.stat().st_size for part in file.parts)
+    wants = {"name": None, "fingerprint": gguf_trained_for(file)}
+    words = file.metadata[TOKENS]
+    return _report(str(file.path), "gguf", config, known is not None, kinds, size, kept, wants, target, words)
+
+
+def _report(
+    path: str,
+    layout: str,
+    config: DraftConfig,
+    layers_known: bool,
+    kinds: Mapping[str, int],
+    size: int,
+    kept: int,
+    wants: dict[str, Any],
+    target: Description | None,
+    words: list[str] | None,
+) -> Report:
+    architecture = architecture_of(config)
+    values = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    about = {
+        "architecture": architecture.names[0],
+        "layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "heads": config.num_attention_heads,
+        "key_value_heads": config.num_key_value_heads,
+        "head_size": config.head_dim,
+        "context": config.max_position_embeddings,
+        "parameters": sum(math.prod(shape) for shape in tensor_shapes(config).values()),
+        "weights": dict(kinds),
+        "bytes": size,
+        "key_value_bytes_per_token": {"float32": 4 * values, "bfloat16": 2 * values},
+    }
+    own = {name: getattr(config, name) for name in sorted(architecture.own_keys())}
+    taps, entered = [*config.taps], [tap + 1 for tap in config.taps]
+    conventions = {
+        "block_size": config.block_size,
+        "guesses": architecture.guesses(config),
+        "taps": {
+            "blockdraft": taps,
+            "zlab": taps,
+            "vllm_sglang": entered,
+            "speculators": entered,
+            "llama_cpp": entered,
+        },
+        "layers": [{"causal_in_block": layer.causal, "window": layer.window} for layer in config.layers],
+        "rope": {"theta": config.rope_theta, "scaling": config.rope_scaling},
+        "mask_token": {"id": config.mask_token_id, "token": _word(config.mask_token_id, words, target)},
+        "vocabulary": {"target": config.vocab_size, "guessed": kept},
+        "embedding_scale": config.input_embedding_scale,
+        "logits_multiplier": config.output_multiplier,
+        "logits_softcap": config.final_logit_softcapping,
+        **({architecture.names[0]: own} if own else {}),
+    }
+    wants = {
+        "name": wants["name"],
+        "layers": config.num_target_layers if layers_known else None,
+        "hidden_size": config.hidden_size,
+        "vocabulary": config.vocab_size,
+        "fingerprint": wants["fingerprint"],
+    }
+    checks = () if target is None else tuple(_checks(config, layers_known, wants["fingerprint"], words, target))
+    named = str(wants["name"] or "TARGET") if target is None else target.path
+    is_file = target is not None and named.endswith(".gguf")
+    lines = starts(
+        config, layout, path, "TARGET" if is_file else named, ["--target", named], named if is_file else None
+    )
+    return Report(path, "drafter", layout, about, wants, conventions, checks, lines)
+
+
+def _layers(target: Description) -> int:
+    return int(target.config.num_hidden_layers)
+
+
+def _word(number: int, words: list[str] | None, target: Description | None) -> str | None:
+    if words is not None:
+        return words[number] if number < len(words) else None
+    if target is None or target.text.tokenizer is None:
+        return None
+    found: Any = target.text.tokenizer.convert_ids_to_tokens(number)
+    return None if found is None else str(found)
+
+
+def _checks(
+    config: DraftConfig, layers_known: bool, fingerprint: str | None, words: list[str] | None, target: Description
+) -> list[Check]:
+    theirs = {"hidden size": target.config.hidden_size, "vocabulary": target.config.vocab_size}
+    ours = {"hidden size": config.hidden_size, "vocabulary": config.vocab_size}
+    if layers_known:
+        theirs["layers"], ours["layers"] = _layers(target), config.num_target_layers
+    found = [
+        Check(name, ours[name] == theirs[name], f"{ours[name]} here, {theirs[name]} in the target") for name in ours
+    ]
+    inside = max(config.taps) < _layers(target)
+    found.append(Check("taps", inside, f"the highest is {max(config.taps)} of {_layers(target)} layers, from 0"))
+    longest = target.text.max_context
+    told = f"{config.max_position_embeddings} here, {longest} in the target"
+    found.append(Check("context", config.max_position_embeddings >= longest, told))
+    found += [_tokenizer(words, target), _mask(config, target)]
+    own = target.fingerprint()
+    same = None if fingerprint is None or own is None else fingerprint == own
+    said = f"{fingerprint or 'not known'} here, {own or 'not known'} in the target"
+    return [*found, Check("fingerprint", same, said)]
+
+
+def _tokenizer(words: list[str] | None, target: Description) -> Check:
+    if words is None:
+        return Check("tokenizer", None, "the drafter holds none")
+    if target.text.tokenizer is None:
+        return Check("tokenizer", None, "the target has none")
+    wrong = [
+        token for token, number in target.text.tokenizer.get_vocab().items() if words[number : number + 1] != [token]
+    ]
+    said = "the same tokens" if not wrong else f"{len(wrong)} tokens differ, such as {wrong[0]!r}"
+    return Check("tokenizer", not wrong, said)
+
+
+def _mask(config: DraftConfig, target: Description) -> Check:
+    """The mask stands for what is not said yet, so no text should hold it."""
+    ends = config.mask_token_id in target.text.eos_token_ids
+    word = _word(config.mask_token_id, None, target)
+    said = f"{config.mask_token_id} is {'no token of its tokenizer' if word is None else repr(word)}"
+    return Check("mask token", not ends, f"{said}{', which ends answers' if ends else ''}")

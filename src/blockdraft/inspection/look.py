@@ -1,0 +1,132 @@
+"""Telling what a folder or file holds."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from blockdraft.drafters import BUNDLED
+from blockdraft.errors import UsageError
+from blockdraft.formats import layout_of, layouts, read_config
+from blockdraft.formats.engines import Start
+from blockdraft.formats.gguf import is_gguf, open_gguf
+from blockdraft.formats.gguf.drafter import is_drafter
+from blockdraft.formats.stored import open_tensors
+from blockdraft.inspection.base import Report
+from blockdraft.inspection.drafters import gguf_report, layout_report
+from blockdraft.targets import BUNDLED as BUNDLED_TARGET
+from blockdraft.targets import Description, describe_target
+
+ADAPTER = "adapter_config.json"
+
+
+def inspect(path: str | Path, target: str | Path | None = None, revision: str | None = None) -> Report:
+    """Say what a checkpoint is.
+
+    Args:
+        path: A folder, a GGUF file, the hub name of a target, or "bundled", the drafter that comes along.
+        target: What a drafter is to go with: folder, hub name or GGUF file.
+        revision: Of a hub name.
+
+    Raises:
+        UsageError: There is nothing there that is known, or it cannot be read.
+    """
+    place = BUNDLED if str(path) == "bundled" else Path(path)
+    if target is None and place == BUNDLED:
+        target = BUNDLED_TARGET
+    given = None if target is None else describe_target(target, revision)
+    if is_gguf(place):
+        if is_drafter(file := open_gguf(place)):
+            return gguf_report(file, given)
+        return _target(place, describe_target(place), given)
+    if not place.exists():
+        return _target(path, describe_target(path, revision), given)
+    if not place.is_dir():
+        raise UsageError(f"{place} is neither a folder nor a GGUF file (.gguf); give the folder that it lies in.")
+    if (place / ADAPTER).is_file():
+        return _adapter(place, given)
+    if not (place / "config.json").is_file():
+        raise UsageError(f"{place} holds no checkpoint: there is no config.json and no {ADAPTER}{_instead(place)}.")
+    raw = read_config(place)
+    if (layout := layout_of(raw)) is not None:
+        name = next(name for name, one in layouts().items() if one is layout)
+        return layout_report(place, name, layout, raw, given)
+    return _target(place, describe_target(place), given)
+
+
+def _instead(place: Path) -> str:
+    """What else the folder holds that could have been meant."""
+    files = sorted(place.glob("*.gguf"))
+    if files:
+        return f"; give one of its files, such as {files[0]}"
+    inside = sorted(place.glob("*/config.json")) + sorted(place.glob(f"*/{ADAPTER}"))
+    return f"; did you mean {inside[0].parent}?" if inside else ""
+
+
+def _target(path: str | Path, found: Description, given: Description | None) -> Report:
+    if given is not None:
+        raise UsageError(f"{path} is a target itself; leave --target out, or give a drafter to compare with it.")
+    config, name = found.config, str(path)
+    rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
+    few = found.few_bits or {}
+    about: dict[str, Any] = {
+        "architecture": [*(getattr(config, "architectures", None) or [config.model_type])][0],
+        "layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "heads": config.num_attention_heads,
+        "key_value_heads": getattr(config, "num_key_value_heads", config.num_attention_heads),
+        "vocabulary": config.vocab_size,
+        "context": found.text.max_context,
+        "rope": dict(rope),
+        "tied_head": bool(getattr(config, "tie_word_embeddings", False)),
+        "quantised": {key: few[key] for key in ("quant_method", "bits", "group_size", "format") if key in few} or None,
+        "weights": dict(found.kinds),
+        "bytes": found.bytes,
+        "chat_template": bool(found.text.tokenizer is not None and found.text.tokenizer.chat_template),
+        "tokenizer": None if found.text.tokenizer is None else len(found.text.tokenizer),
+        "runs": "native" if found.reason is None else f"hf: {found.reason}",
+        "fingerprint": found.fingerprint(),
+    }
+    if found.text.tokenizer_reason is not None:
+        about["tokenizer_reason"] = found.text.tokenizer_reason
+    if found.wanted is not None:
+        wanted = found.wanted
+        values = 2 * len(wanted.layers) * wanted.num_kv_heads * wanted.head_dim
+        about |= {
+            "parameters": sum(math.prod(shape) for shape in wanted.tensor_shapes().values()),
+            "key_value_bytes_per_token": {"float32": 4 * values, "bfloat16": 2 * values},
+        }
+    ours = {"blockdraft": Start(shlex.join(["blockdraft", "chat", "--target", name, "--drafter", "none"]))}
+    if is_gguf(path):
+        return Report(name, "target", "gguf", about, starts={**ours, "llama.cpp": Start(f"llama-server -m {name}")})
+    served = {"vLLM": ["vllm", "serve", name], "SGLang": ["python", "-m", "sglang.launch_server", "--model-path", name]}
+    lines = {engine: Start(shlex.join(line)) for engine, line in served.items()}
+    remedy = shlex.join(["blockdraft", "export", "DRAFTER", "--target", name, "--format", "gguf", "--out", "DIR"])
+    lines["llama.cpp"] = Start(None, "it reads GGUF files", remedy)
+    return Report(name, "target", "transformers", about, starts={**ours, **lines})
+
+
+def _adapter(place: Path, given: Description | None) -> Report:
+    try:
+        raw = json.loads((place / ADAPTER).read_text(encoding="utf-8"))
+        kind = raw["peft_type"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{place / ADAPTER} is no adapter's ({error!r}); copy or fetch it again.") from error
+    files = sorted(place.glob("*.safetensors"))
+    tensors = open_tensors([str(file) for file in files])
+    base = raw.get("base_model_name_or_path")
+    about = {
+        "architecture": kind,
+        "rank": raw.get("r"),
+        "alpha": raw.get("lora_alpha"),
+        "modules": sorted(raw.get("target_modules") or []),
+        "parameters": sum(math.prod(tensor.shape) for tensor in tensors.values()),
+        "bytes": sum(file.stat().st_size for file in files),
+    }
+    target = str(base or "TARGET") if given is None else given.path
+    line = ["blockdraft", "chat", "--target", target, "--adapter", str(place), "--drafter", "none"]
+    return Report(str(place), "adapter", "peft", about, {"name": base}, starts={"blockdraft": Start(shlex.join(line))})

@@ -1,0 +1,100 @@
+"""What can be said of a target without loading it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
+
+from blockdraft.errors import UsageError
+from blockdraft.formats.gguf import is_gguf, open_gguf
+from blockdraft.formats.stored import open_tensors
+from blockdraft.nn.decoder_config import DecoderConfig
+from blockdraft.targets.base import TargetText
+from blockdraft.targets.checkpoint import checked_folder, load_text, loading
+from blockdraft.targets.families import NotCovered, decoder_config
+from blockdraft.targets.gguf import load_gguf_text
+from blockdraft.targets.gguf.checkpoint import understanding
+from blockdraft.targets.gguf.config import gguf_config
+from blockdraft.targets.native_files import SOURCE, open_checkpoint, weight_files
+
+
+@dataclass(frozen=True)
+class Description:
+    """A target.
+
+    Attributes:
+        path: Folder, hub name or file.
+        config: Of its text model, as transformers has it.
+        few_bits: What its configuration says of how it was quantised; None where it was not.
+        kinds: Types of its tensors, with the number of values in each.
+        bytes: Of its files of weights; 0 where they are not in safetensors.
+        wanted: Its decoder, where the native one runs it.
+        reason: Why the native decoder does not run it; None where it does.
+        fingerprint: Reads the weights and gives what drafters carry; None where that is not known.
+    """
+
+    path: str
+    config: PretrainedConfig
+    text: TargetText
+    few_bits: Mapping[str, Any] | None
+    kinds: Mapping[str, int]
+    bytes: int
+    wanted: DecoderConfig | None
+    reason: str | None
+    fingerprint: Callable[[], str | None]
+
+
+def describe_target(path: str | Path, revision: str | None = None) -> Description:
+    """Read headers and small files alone.
+
+    Args:
+        path: A model folder, hub name or GGUF file.
+
+    Raises:
+        UsageError: No such place, or files that cannot be read.
+    """
+    if is_gguf(path):
+        text = load_gguf_text(path, revision)
+        file = open_gguf(path)
+        with understanding(path):
+            config = gguf_config(file)
+        kinds = _counted((tensor.kind, tensor.shape) for tensor in file.tensors.values())
+        size, few = sum(part.stat().st_size for part in file.parts), None
+    else:
+        checked_folder(path, revision)
+        with loading(path):
+            config = AutoConfig.from_pretrained(path, revision=revision)
+            files = weight_files(path, revision)
+            kinds = _counted((tensor.kind, tensor.shape) for tensor in open_tensors(files).values())
+            size = sum(Path(file).stat().st_size for file in files)
+        text, few = load_text(path, revision), getattr(config, "quantization_config", None)
+    wanted, reason = None, None
+    try:
+        wanted = decoder_config(config)
+    except NotCovered as refused:
+        reason = str(refused)
+
+    def fingerprint() -> str | None:
+        if few:
+            return str(few.get(SOURCE) or "") or None
+        if is_gguf(path) or wanted is None or not size:
+            return None
+        try:
+            with open_checkpoint(path, revision, doing="read") as source:
+                return source.source_fingerprint
+        except UsageError:  # its tensors have other names
+            return None
+
+    return Description(str(path), config.get_text_config(), text, few, kinds, size, wanted, reason, fingerprint)
+
+
+def _counted(tensors: Any) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for kind, shape in tensors:
+        found[kind] = found.get(kind, 0) + math.prod(shape)
+    return found

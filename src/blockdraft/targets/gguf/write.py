@@ -1,0 +1,67 @@
+"""Targets as GGUF files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from blockdraft.errors import UsageError
+from blockdraft.formats.gguf import open_gguf, write_gguf
+from blockdraft.formats.gguf.rope import IN_FACTORS
+from blockdraft.nn.decoder_config import DecoderConfig, LayerKind
+from blockdraft.targets.families import NotCovered, decoder_config
+from blockdraft.targets.gguf.config import ARCHITECTURES, gguf_config, gguf_metadata
+from blockdraft.targets.gguf.tensors import fitted, gguf_tensors
+from blockdraft.targets.native_files import OpenCheckpoint
+from blockdraft.types import GGUFWeights
+
+
+def gguf_architecture(source: OpenCheckpoint) -> str:
+    """What llama.cpp calls the architecture of a target."""
+    return ARCHITECTURES[source.config.model_type]
+
+
+def write_gguf_target(path: Path, source: OpenCheckpoint, tokenizer: Mapping[str, Any], weights: GGUFWeights) -> None:
+    """Write a target, of which no more than a tensor at a time is in memory.
+
+    Args:
+        tokenizer: As values by their keys, with other values that the file is to have.
+        weights: As in the package's `write_gguf`.
+
+    Raises:
+        UsageError: The file would not say all of how the model computes, or as in the package's `write_gguf`.
+    """
+    name, config = gguf_architecture(source), source.config
+    said = {f"{name}.{key}": value for key, value in gguf_metadata(config, source.wanted).items()}
+    rope = config.rope_parameters
+    by_factors = rope.get("rope_type") in IN_FACTORS
+    tensors = gguf_tensors(name, source.wanted, source.tensors, float(rope["rope_theta"]) if by_factors else None)
+    write_gguf(path, name, {**tokenizer, **said}, tensors, weights)
+    _check(path, source.wanted)
+
+
+def _check(path: Path, wanted: DecoderConfig) -> None:
+    """Raise a UsageError unless what a file says makes this decoder."""
+    file, wrong = open_gguf(path), ""
+    try:
+        found = fitted(decoder_config(gguf_config(file)), file)
+    except NotCovered as refused:
+        wrong = str(refused)
+    else:
+        wanted = replace(wanted, norm_plus_one=False)  # the one is in the weights
+        names = [each.name for each in fields(wanted) if each.name != "layers"]
+        other = [name for name in names if getattr(found, name) != getattr(wanted, name)]
+        if not all(map(_alike, found.layers, wanted.layers)):
+            other.append("windows or rotary embeddings")
+        wrong = f"it would lose {', '.join(other)}" if other else ""
+    if wrong:
+        raise UsageError(f"The target cannot be written as a GGUF file, for llama.cpp has no words for it: {wrong}.")
+
+
+def _alike(one: LayerKind, two: LayerKind) -> bool:
+    pairs = zip(one.rope.inverse_frequencies, two.rope.inverse_frequencies, strict=True)
+    same = all(math.isclose(a, b, rel_tol=1e-5) for a, b in pairs)
+    return one.window == two.window and math.isclose(one.rope.scale, two.rope.scale, rel_tol=1e-6) and same

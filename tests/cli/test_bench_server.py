@@ -1,0 +1,141 @@
+"""`blockdraft bench --url`: scripted servers, and our own with a tiny model."""
+
+import csv
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from fake_server import FakeServer, serve
+
+from blockdraft import cli
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+    """Runs `blockdraft bench` on two prompts."""
+    prompts = tmp_path / "first.jsonl"
+    prompts.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+
+    def blockdraft_bench(*args: object) -> Result:
+        words = ["blockdraft", "bench", "--prompts", prompts, *args]
+        monkeypatch.setattr(sys, "argv", [str(word) for word in words])
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as exited:
+            code = int(exited.code or 0)
+        return Result(code, *capsys.readouterr())
+
+    return blockdraft_bench
+
+
+@pytest.fixture
+def fake() -> Iterator[str]:
+    with FakeServer(key="secret").served() as url:
+        yield url
+
+
+def test_written_and_printed(bench: Run, fake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BLOCKDRAFT_SERVER_KEY", "secret")
+    out = tmp_path / "out"
+    options = (
+        "--url",
+        fake,
+        "--out",
+        out,
+        "--concurrency",
+        "1,2",
+        "--temperature",
+        "0,1",
+        "--requests",
+        3,
+        "--seed",
+        3,
+    )
+    result = bench(*options)
+    assert (result.code, result.err.splitlines()[-1]) == (0, "first, temperature 1, 2 at a time: 12 of 12 requests")
+    assert "fake-model" in result.out and " 2.50 " in result.out
+    found = json.loads((out / "server.json").read_text())
+    assert [(one["temperature"], one["concurrency"]) for one in found["levels"]] == [(0, 1), (0, 2), (1, 1), (1, 2)]
+    assert found["arguments"]["seed"] == 3 and found["arguments"]["concurrency"] == [1, 2]
+    assert "secret" not in json.dumps(found)
+    assert len(list(csv.DictReader((out / "server.csv").read_text().splitlines()))) == 4
+    again = bench(*options)
+    assert again.code == 2 and "server.json exists" in again.err
+    assert json.loads(bench(*options, "--overwrite", "--json").out)["servers"]["url"]["engine"] == "vLLM"
+
+
+def test_failed_requests_end_in_1(bench: Run, tmp_path: Path) -> None:
+    more = tmp_path / "more.jsonl"
+    more.write_text('{"prompt": "FAIL"}\n{"prompt": "long enough to be asked first"}\n')
+    with FakeServer().served() as url:
+        result = bench("--prompts", more, "--url", url, "--concurrency", 1)
+    assert result.code == 1 and "2 requests failed: status 500" in result.out
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--url", "http://x", "--methods", "none"], "--methods says how blockdraft decodes"),
+        (["--url", "http://x", "--drafter", "d"], "--drafter says how"),
+        (["--url", "http://x", "--profile"], "--profile says how"),
+        (["--against", "http://x"], "--against is about a server; add --url"),
+        (["--concurrency", "4"], "--concurrency is about a server"),
+        (["--url", "http://x", "--concurrency", "0"], "concurrency is '0'; it must be at least 1"),
+        (["--url", "http://x", "--concurrency", "65"], "at most 64"),
+        (["--url", "http://x", "--temperature", "hot"], "temperature is 'hot'"),
+        (["--temperature", "0,1"], "several are for --url alone"),
+        (["--url", "http://127.0.0.1:9"], "cannot be reached"),
+        (["--url", "nonsense"], "nonsense cannot be reached"),
+    ],
+)
+def test_bad_input(bench: Run, args: list[str], message: str) -> None:
+    result = bench(*args)
+    assert (result.code, result.out) == (2, "") and result.err.startswith("error: ")
+    assert message in result.err and "Traceback" not in result.err
+
+
+@pytest.mark.slow
+def test_our_own_server(bench: Run, tiny_target_dir: Path, tiny_drafter_dir: Path, own_cache: Path) -> None:
+    """It drafts, by its metrics, and says what a server says that does not."""
+    pytest.importorskip("fastapi")
+    from blockdraft.drafters import load_drafter
+    from blockdraft.engine import Engine
+    from blockdraft.serving.app import make_app
+    from blockdraft.serving.backends import Backends
+    from blockdraft.serving.service import Service
+    from blockdraft.serving.settings import ServeSettings
+    from blockdraft.targets import load_target
+    from blockdraft.types import Drafting
+
+    def app(drafter: object, **drafting: Any) -> Any:
+        target = load_target(tiny_target_dir, device="cpu")
+        engine = Engine(target, load_drafter(str(drafter), target=target), 4, Drafting(**drafting))
+        settings = ServeSettings(prefix_tokens=0)
+        return make_app(Service(Backends(engine), settings), settings)
+
+    with serve(app(tiny_drafter_dir, block_size=8)) as url, serve(app("none")) as other:
+        options = ("--url", url, "--against", other, "--max-new-tokens", 12, "--concurrency", "1,4", "--json")
+        result = bench(*options, "--temperature", "0,1")
+    assert result.code == 0, result.err
+    found = json.loads(result.out)
+    assert found["equality"] == {"prompts": 2, "identical": 2, "differences": []}
+    assert [about["engine"] for about in found["servers"].values()] == ["blockdraft"] * 2
+    assert [about["prefix_caching"] for about in found["servers"].values()] == [False, False]
+    assert len(found["levels"]) == 8
+    for level in found["levels"]:
+        assert level["failed"] == 0 and level["tokens_per_second"] > 0
+        drafts = level["server"] == "url"
+        assert bool(level["acceptance_by_position"]) == drafts and level["tau"] >= 1

@@ -1,0 +1,138 @@
+"""`model.generate(..., custom_generate=FOLDER, drafter=...)` of plain transformers gives its own tokens."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, MinLengthLogitsProcessor, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from blockdraft.compat import generate as custom
+from blockdraft.drafters import load_drafter
+from blockdraft.errors import UsageError
+
+PAD, EOS = 95, 94
+PROMPTS = torch.tensor([[PAD, PAD, 5, 17, 3, 80], [9, 8, 61, 2, 30, 31]])
+MASK = (PROMPTS != PAD).long()
+
+
+@pytest.fixture
+def decode(
+    model: PreTrainedModel, drafter_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Tensor]:
+    """`model.generate` with a folder of its own for each test."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    custom.write_custom_generate(tmp_path / "folder")
+
+    def generate(inputs: Tensor = PROMPTS, of: PreTrainedModel = model, **given: Any) -> Tensor:
+        given = {"drafter": str(drafter_dir), **given}
+        return of.generate(inputs, custom_generate=str(tmp_path / "folder"), trust_remote_code=True, **given)
+
+    return generate
+
+
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
+def test_greedy_tokens_are_those_of_generate(
+    model: PreTrainedModel, decode: Callable[..., Tensor], good_guesses: None
+) -> None:
+    answer = model.generate(PROMPTS, attention_mask=MASK, max_new_tokens=24)
+    ends = [int(answer[0, 12]), int(answer[1, 18])]
+    for given in (
+        {"max_new_tokens": 24},
+        {"max_new_tokens": 24, "eos_token_id": ends, "pad_token_id": PAD},
+        {"max_length": 20},
+        {},  # 20 new tokens
+        {"max_new_tokens": 9, "repetition_penalty": 1.7, "do_sample": False},
+        {"generation_config": GenerationConfig(max_new_tokens=7, eos_token_id=ends[0], pad_token_id=PAD)},
+    ):
+        theirs = model.generate(PROMPTS, attention_mask=MASK, **given)
+        assert torch.equal(decode(attention_mask=MASK, **given), theirs), given
+    assert PAD in decode(attention_mask=MASK, max_new_tokens=24, eos_token_id=ends, pad_token_id=PAD)[:, 6:]
+
+
+def test_padding_is_found_as_transformers_finds_it(model: PreTrainedModel, decode: Callable[..., Tensor]) -> None:
+    given = {"max_new_tokens": 8, "pad_token_id": PAD, "eos_token_id": EOS}
+    assert torch.equal(decode(**given), model.generate(PROMPTS, **given))
+    assert not torch.equal(decode(**given), decode(max_new_tokens=8))
+
+
+def test_what_was_loaded_serves_again_and_is_not_copied(
+    model: PreTrainedModel, decode: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads = []
+    monkeypatch.setattr(
+        custom, "load_drafter", lambda *given, **more: loads.append(given) or load_drafter(*given, **more)
+    )
+    twin = copy.deepcopy(model)
+    first = decode(of=twin, max_new_tokens=4)
+    assert torch.equal(first, decode(of=twin, max_new_tokens=4)) and len(loads) == 1
+    assert torch.equal(first, decode(of=copy.deepcopy(twin), max_new_tokens=4)) and len(loads) == 2
+
+
+def test_sampling(decode: Callable[..., Tensor]) -> None:
+    given = {"max_new_tokens": 12, "do_sample": True, "temperature": 2.0, "top_k": 30, "attention_mask": MASK}
+    one, same, other = (decode(**given, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(one, same) and not torch.equal(one, other)
+    twice = decode(**given, seed=1, num_return_sequences=2)
+    assert twice.shape[0] == 4 and torch.equal(twice[0, 6:], one[0, 6:]) and not torch.equal(twice[0], twice[1])
+    torch.manual_seed(4)
+    first = decode(**given)
+    assert not torch.equal(first, decode(**given))
+    torch.manual_seed(4)
+    assert torch.equal(first, decode(**given))
+
+
+class Heard(BaseStreamer):
+    def __init__(self) -> None:
+        self.put_tokens: list[int] = []
+        self.ended = False
+
+    def put(self, value: Tensor) -> None:
+        self.put_tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.ended = True
+
+
+def test_streamer(decode: Callable[..., Tensor]) -> None:
+    streamer = Heard()
+    answer = decode(PROMPTS[1:], max_new_tokens=10, streamer=streamer)
+    assert streamer.ended and streamer.put_tokens == answer[0].tolist()
+    with pytest.raises(UsageError, match="2 prompts and a streamer"):
+        decode(max_new_tokens=4, streamer=Heard())
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"drafter": None}, "drafter is not given"),
+        ({"num_beams": 3}, "num_beams is 3, which is not supported"),
+        ({"return_dict_in_generate": True}, "return_dict_in_generate is True"),
+        ({"stop_strings": ["a"]}, "stop_strings is"),
+        ({"min_new_tokens": 3}, "min_new_tokens is 3"),
+        ({"no_repeat_ngram_size": 2}, "no_repeat_ngram_size is 2"),
+        ({"logits_processor": LogitsProcessorList([MinLengthLogitsProcessor(3, 1)])}, "logits_processor is not supp"),
+        ({"prefix_allowed_tokens_fn": lambda *_: [1]}, "prefix_allowed_tokens_fn is not supported"),
+        ({"max_length": 6}, "max_length is 6 and the prompt has 6 tokens"),
+        ({"drafter": "no/such"}, "'no/such', which is no folder here"),
+    ],
+)
+def test_what_is_not_supported_is_refused(decode: Callable[..., Tensor], given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        decode(**given)
+
+
+def test_the_folders_own_drafter(
+    model: PreTrainedModel, drafter_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    custom.write_custom_generate(tmp_path / "own", str(drafter_dir))
+    answer = model.generate(PROMPTS, custom_generate=str(tmp_path / "own"), trust_remote_code=True, max_new_tokens=5)
+    assert answer.shape == (2, 11)
+    assert (tmp_path / "own/custom_generate/requirements.txt").read_text().startswith("blockdraft>=")

@@ -1,0 +1,174 @@
+"""Command lines against what was recorded of the engines, and an engine that stands in for them."""
+
+import json
+import socket
+import stat
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from blockdraft import cli
+from blockdraft.deploy import launch
+from blockdraft.deploy.launch import Running, command
+from blockdraft.errors import UsageError
+from blockdraft.formats import zlab
+from blockdraft.targets import load_target
+from blockdraft.training.export import convert, format_for
+
+FAKE_SERVER = Path(__file__).parents[1] / "evaluation" / "servers"
+SCHEMAS = json.loads((Path(__file__).parent / "engine_schemas.json").read_text())
+FAKE = f"""#!{sys.executable}
+import sys
+sys.path.insert(0, {str(FAKE_SERVER)!r})
+import uvicorn
+from fake_server import FakeServer
+port = int(sys.argv[sys.argv.index("--port") + 1])
+print("loading weights", flush=True)
+uvicorn.run(FakeServer().app, port=port, log_level="error")
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """Puts a script on the path under the name vllm."""
+
+    def write(script: str) -> Path:
+        file = tmp_path / "bin" / "vllm"
+        file.parent.mkdir()
+        file.write_text(script)
+        file.chmod(file.stat().st_mode | stat.S_IEXEC)
+        monkeypatch.setenv("PATH", f"{file.parent}:/usr/bin:/bin")
+        return file
+
+    return write
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def check_recorded(engine: str, line: list[str]) -> dict[str, Any]:
+    """Every option is one of the engine's; returns vLLM's speculative configuration, whose keys are its own too."""
+    known = SCHEMAS[engine]
+    assert [word for word in line if word.startswith("--") and word not in known["flags"]] == []
+    if engine == "sglang":
+        assert line[line.index("--speculative-algorithm") + 1] in known["algorithms"]
+        return {}
+    said: dict[str, Any] = json.loads(line[line.index("--speculative-config") + 1])
+    assert set(said) <= set(known["fields"]) and said["method"] in known["methods"]
+    return said
+
+
+def test_vllm(tiny_target_dir: Path, tiny_drafter_dir: Path, tiny_dflash2_dir: Path) -> None:
+    for drafter in (tiny_drafter_dir, tiny_dflash2_dir):
+        line = command("vllm", str(tiny_target_dir), str(drafter), 8001)
+        said = check_recorded("vllm", line)
+        assert line[:3] == ["vllm", "serve", str(tiny_target_dir)] and "--no-enable-prefix-caching" in line
+        assert said == {"method": "dflash", "model": str(drafter), "num_speculative_tokens": 7}
+        assert line[line.index("--port") + 1] == "8001"
+    assert "--no-enable-prefix-caching" not in command("vllm", str(tiny_target_dir), str(tiny_drafter_dir), 1, True)
+
+
+def test_sglang(tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
+    line = command("sglang", str(tiny_target_dir), str(tiny_drafter_dir), 8001, more=["--tp", "2"])
+    assert line[-2:] == ["--tp", "2"]
+    check_recorded("sglang", line[:-2])
+    assert line[:3] == ["python", "-m", "sglang.launch_server"] and {"--enable-metrics", "--disable-radix-cache"} <= {
+        *line
+    }
+    assert line[line.index("--speculative-num-draft-tokens") + 1] == "8"  # the anchor included
+    assert "--disable-radix-cache" not in command("sglang", str(tiny_target_dir), str(tiny_drafter_dir), 1, True)
+
+
+def test_pairs_that_do_not_fit(tmp_path: Path, tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
+    target = str(tiny_target_dir)
+    config, tensors = zlab.read_checkpoint(tiny_drafter_dir)
+    zlab.write_checkpoint(tmp_path / "deep", replace(config, num_target_layers=9), tensors)
+    with pytest.raises(UsageError, match=r"does not go with .*: layers \(9 here, 3 in the target\)"):
+        command("vllm", target, str(tmp_path / "deep"), 8000)
+    zlab.write_checkpoint(tmp_path / "other", config, tensors, trained_for="0123456789abcdef")
+    notes = list[str]()
+    assert command("vllm", target, str(tmp_path / "other"), 8000, note=notes.append)
+    assert len(notes) == 1 and "may not be for" in notes[0] and "fingerprint (0123456789abcdef here" in notes[0]
+    loaded = load_target(tiny_target_dir, device="cpu")
+    convert(tiny_drafter_dir, tmp_path / "speculators", format_for("speculators", loaded, target), loaded)
+    assert command("vllm", target, str(tmp_path / "speculators"), 1)[:3] == [
+        "vllm",
+        "serve",
+        str(tmp_path / "speculators"),
+    ]
+    with pytest.raises(UsageError, match="SGLang cannot be started .* Write it anew: blockdraft export"):
+        command("sglang", target, str(tmp_path / "speculators"), 8000)
+    with pytest.raises(UsageError, match="is a target itself"):
+        command("vllm", target, target, 8000)
+    with pytest.raises(UsageError, match="engine is 'llama'"):
+        command("llama", target, str(tiny_drafter_dir), 8000)
+
+
+def test_engines_that_do_not_come_up(program: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    with pytest.raises(UsageError, match="no-such-engine cannot be started .* --dry-run"):
+        Running(["no-such-engine"], port, 5)
+    file = program("#!/bin/sh\necho out of memory >&2\nexit 3\n")
+    with pytest.raises(UsageError, match="vllm ended with status 3 before it answered"):
+        Running([str(file)], port, 20)
+    monkeypatch.setattr(launch, "POLL_SECONDS", 0.01)
+    file.write_text("#!/bin/sh\nsleep 60 & echo $! > $0.child\nwait\n")
+    with pytest.raises(UsageError, match="did not answer at .*/health in 0.3 s"):
+        Running([str(file)], port, 0.3)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", port))
+        other.listen()
+        with pytest.raises(UsageError, match=f"port is {port}, where something listens"):
+            Running([str(file)], port, 5)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *args: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["blockdraft", "launch", *map(str, args)])
+    try:
+        cli.main()
+    except SystemExit as exited:
+        return int(exited.code or 0)
+    return 0
+
+
+def test_dry_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tiny_target_dir: Path, tiny_drafter_dir: Path
+) -> None:
+    pair = ("--target", tiny_target_dir, "--drafter", tiny_drafter_dir)
+    assert run(monkeypatch, "vllm", *pair, "--dry-run", "--port", 9, "--", "--tensor-parallel-size", 2) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"vllm serve {tiny_target_dir} --speculative-config") and out.endswith(
+        "--port 9 --no-enable-prefix-caching --tensor-parallel-size 2\n"
+    )
+    assert run(monkeypatch, "vllm", *pair, "--port", 0) == 2
+    assert "port is 0; it must be at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_started_and_measured(
+    program: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    tiny_target_dir: Path,
+    tiny_drafter_dir: Path,
+) -> None:
+    program(FAKE)
+    port, out = free_port(), tmp_path / "out"
+    options = ("--port", port, "--concurrency", 2, "--requests", 4, "--limit", 2, "--out", out, "--json")
+    assert run(monkeypatch, "vllm", "--target", tiny_target_dir, "--drafter", tiny_drafter_dir, *options) == 0
+    captured = capfd.readouterr()
+    found = json.loads(captured.out)
+    assert found["servers"]["url"]["engine"] == "vLLM" and found["levels"][0]["tau"] == 2.5
+    assert found["arguments"]["command"][:2] == ["vllm", "serve"] and (out / "server.csv").exists()
+    assert "loading weights" in captured.err
+    with pytest.raises(httpx.ConnectError):  # it is gone
+        httpx.get(f"http://127.0.0.1:{port}/health")

@@ -1,0 +1,184 @@
+"""Folders for the hub, and a client that stands in for its own."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from blockdraft import cli
+from blockdraft.deploy.push import Known, known_of, prepare, upload
+from blockdraft.errors import UsageError
+from blockdraft.formats import zlab
+
+BENCH = {
+    "methods": {
+        "none": {"prompts": 8, "tokens_per_second": 100.4, "speedup": 1.0, "tau": 1.0, "identical": 1.0},
+        "dflash": {"prompts": 8, "tokens_per_second": None, "speedup": 1.91, "tau": 2.345, "identical": 1.0},
+    },
+    "arguments": {"temperature": 0.0, "max_new_tokens": 128, "running": "native, compiled"},
+    "hardware": {"gpu": None, "cpu": "A Processor"},
+}
+DATA = {
+    "counts": {"documents": 1200, "tokens": 90000, "supervised": 60000},
+    "written_by": {"writer": "target"},
+    "arguments": {"sources": ["/home/me/chats.jsonl"]},
+}
+NOTHING = Known(None, (), None)
+
+
+class FakeHub:
+    """Stands in for `huggingface_hub.HfApi`."""
+
+    calls: list[tuple[str, dict[str, Any], list[str]]] = []
+    refuses = False
+
+    def create_repo(self, repo: str, **given: Any) -> str:
+        if self.refuses:
+            raise OSError("401 Unauthorized")
+        self.calls.append(("create", {"repo": repo, **given}, []))
+        return f"https://hub/{repo}"
+
+    def upload_folder(self, **given: Any) -> None:
+        files = sorted(str(path.relative_to(given["folder_path"])) for path in Path(given["folder_path"]).rglob("*.*"))
+        self.calls.append(("upload", given, files))
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> type[FakeHub]:
+    monkeypatch.setattr(FakeHub, "calls", [])
+    monkeypatch.setattr(FakeHub, "refuses", False)
+    monkeypatch.setattr(huggingface_hub, "HfApi", FakeHub)
+    return FakeHub
+
+
+def test_a_folder_and_its_card(tmp_path: Path, tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
+    known = Known(BENCH, (), DATA)
+    prepare(tiny_drafter_dir, str(tiny_target_dir), tmp_path / "out", "me/tiny-dflash", known, "mit")
+    out = tmp_path / "out"
+    assert {file.name for file in out.iterdir()} == {"README.md", "config.json", "custom_generate", "model.safetensors"}
+    assert (out / "model.safetensors").read_bytes() == (tiny_drafter_dir / "model.safetensors").read_bytes()
+    assert "DRAFTER = 'me/tiny-dflash'" in (out / "custom_generate/generate.py").read_text()
+    card = (out / "README.md").read_text()
+    head = card.split("---")[1]
+    assert (
+        "license: mit" in head and "library_name: blockdraft" in head and "base_model" not in head
+    )  # of a local target
+    assert "| none | 8 | 100 | 1.00 | 1.00 | 100 % |" in card and "| dflash | 8 | - | 1.91 | 2.35 | 100 % |" in card
+    assert "A Processor" in card and "blocks of 8 tokens, taps on the outputs of layers 0, 1" in card
+    assert "1,200 documents" in card and "the target's own answers, from chats.jsonl" in card and "/home/me" not in card
+    for line in (
+        "hf download me/tiny-dflash --local-dir DRAFTER",
+        "blockdraft serve --target TARGET --drafter DRAFTER",
+        'custom_generate="me/tiny-dflash"',
+        "vllm serve TARGET --speculative-config",
+        "--speculative-draft-model-path me/tiny-dflash",
+        "blockdraft export DRAFTER --target TARGET --format gguf",
+    ):
+        assert line in card, line
+    assert str(tmp_path) not in card and str(tiny_target_dir) not in card
+
+
+def test_what_is_not_known_is_said_so(tmp_path: Path, tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
+    prepare(tiny_drafter_dir, str(tiny_target_dir), tmp_path / "one", None, NOTHING)
+    card = (tmp_path / "one/README.md").read_text()
+    assert "Not measured." in card and "Not recorded." in card and "OWNER/NAME" in card
+    log = ({"step": 1, "tau": 1.2}, {"step": 2, "tau": 2.5}, {"step": 3, "tau": None})
+    prepare(tiny_drafter_dir, str(tiny_target_dir), tmp_path / "two", None, Known(None, log, None))
+    assert "tau 2.50 on held-out prompts" in (tmp_path / "two/README.md").read_text()
+
+
+def test_what_lies_beside_a_drafter_is_found(tmp_path: Path) -> None:
+    drafter = tmp_path / "drafter"
+    assert known_of(drafter) == NOTHING
+    for name, content in (
+        ("fit/bench/results.json", BENCH),
+        ("fit/data/data.json", DATA),
+        ("run/log.jsonl", {"tau": 2}),
+    ):
+        file = tmp_path / f"drafter.{name}"
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps(content) + "\n")
+    assert known_of(drafter) == Known(BENCH, ({"tau": 2},), DATA)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/results.json").write_text('{"mine": 1}')
+    assert known_of(drafter, bench=tmp_path / "other").bench == {"mine": 1}
+    with pytest.raises(UsageError, match=r"other/data.json cannot be read"):
+        known_of(drafter, data=tmp_path / "other")
+
+
+def test_refused(tmp_path: Path, tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
+    target = str(tiny_target_dir)
+    config, tensors = zlab.read_checkpoint(tiny_drafter_dir)
+    zlab.write_checkpoint(tmp_path / "deep", replace(config, num_target_layers=9), tensors)
+    for drafter, repo, message in (
+        (tmp_path / "deep", None, "does not go with"),
+        (tiny_drafter_dir, "just-a-name", "it must be OWNER/NAME"),
+        (tmp_path / "nowhere", None, "nowhere"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            prepare(drafter, target, tmp_path / "out", repo, NOTHING)
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/mine").write_text("x")
+    with pytest.raises(UsageError, match="holds other files"):
+        prepare(tiny_drafter_dir, target, tmp_path / "full", None, NOTHING)
+    assert [file.name for file in (tmp_path / "full").iterdir()] == ["mine"]
+
+
+def test_upload(tmp_path: Path, hub: type[FakeHub]) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert upload(tmp_path, "me/mine", private=True) == "https://hub/me/mine"
+    assert hub.calls[0][1] == {"repo": "me/mine", "private": True, "exist_ok": True}
+    assert hub.calls[1][1]["repo_id"] == "me/mine" and hub.calls[1][2] == ["config.json"]
+    hub.refuses = True
+    with pytest.raises(UsageError, match="401 Unauthorized.*hf auth login"):
+        upload(tmp_path, "me/mine", private=False)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *args: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["blockdraft", "push", *map(str, args)])
+    try:
+        cli.main()
+    except SystemExit as exited:
+        return int(exited.code or 0)
+    return 0
+
+
+def test_commands(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    hub: type[FakeHub],
+    tiny_target_dir: Path,
+    tiny_drafter_dir: Path,
+) -> None:
+    pair = (tiny_drafter_dir, "--target", tiny_target_dir)
+    assert run(monkeypatch, *pair) == 2 and "add --repo OWNER/NAME, --out DIR" in capsys.readouterr().err
+    assert run(monkeypatch, *pair, "--out", tmp_path / "out") == 0 and not hub.calls
+    assert "README.md, config.json, custom_generate, model.safetensors" in capsys.readouterr().err
+    assert run(monkeypatch, *pair, "--repo", "me/mine") == 0
+    assert capsys.readouterr().out == "https://hub/me/mine\n"
+    assert [call[0] for call in hub.calls] == ["create", "upload"]
+    assert "custom_generate/generate.py" in hub.calls[1][2]
+
+
+@pytest.mark.slow
+def test_the_folder_serves_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_target_dir: Path, tiny_drafter_dir: Path
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    folder = tmp_path / "out"
+    prepare(tiny_drafter_dir, str(tiny_target_dir), folder, None, NOTHING)
+    model = AutoModelForCausalLM.from_pretrained(tiny_target_dir)
+    prompt = torch.tensor([[7, 60, 41, 33], [50, 51, 9, 8]])
+    drafted = model.generate(
+        prompt, custom_generate=str(folder), drafter=str(folder), trust_remote_code=True, max_new_tokens=12
+    )
+    assert drafted.tolist() == model.generate(prompt, max_new_tokens=12).tolist()

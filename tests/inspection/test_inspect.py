@@ -1,0 +1,217 @@
+"""What is said of tiny checkpoints of each kind."""
+
+import json
+import shlex
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from blockdraft.errors import UsageError
+from blockdraft.formats import Borrowed, speculators, zlab
+from blockdraft.inspection import Report, inspect
+from blockdraft.nn.draft_config import LayerAttention
+from blockdraft.targets import embedding_and_head, load_target
+from blockdraft.training.export_gguf import export_gguf
+
+Variant = Callable[..., Path]
+
+
+@pytest.fixture
+def variant(tmp_path: Path, tiny_drafter_dir: Path) -> Variant:
+    """Writes `tiny_drafter_dir` with another configuration, for this target's fingerprint."""
+
+    def write(name: str = "drafter", trained_for: str | None = None, **differences: Any) -> Path:
+        config, tensors = zlab.read_checkpoint(tiny_drafter_dir)
+        zlab.write_checkpoint(tmp_path / name, replace(config, **differences), tensors, trained_for)
+        return tmp_path / name
+
+    return write
+
+
+def verdicts(report: Report) -> dict[str, bool | None]:
+    return {check.name: check.holds for check in report.fits}
+
+
+def test_a_drafter(variant: Variant) -> None:
+    folder = variant(layers=(LayerAttention(True, 16), LayerAttention(False, None)), trained_for="0123456789abcdef")
+    found = inspect(folder)
+    assert (found.what, found.layout, found.about["architecture"]) == ("drafter", "zlab", "DFlashDraftModel")
+    assert found.wants == {
+        "name": None,
+        "layers": 3,
+        "hidden_size": 32,
+        "vocabulary": 265,
+        "fingerprint": "0123456789abcdef",
+    }
+    said = found.conventions
+    assert (said["block_size"], said["guesses"]) == (8, 7)
+    outputs, entered = [0, 1], [1, 2]
+    assert said["taps"] == {
+        **dict.fromkeys(("blockdraft", "zlab"), outputs),
+        **dict.fromkeys(("vllm_sglang", "speculators", "llama_cpp"), entered),
+    }
+    assert said["layers"] == [{"causal_in_block": True, "window": 16}, {"causal_in_block": False, "window": None}]
+    assert said["rope"] == {"theta": 10000.0, "scaling": None}
+    assert said["mask_token"] == {"id": 3, "token": None} and said["vocabulary"] == {"target": 265, "guessed": 265}
+    weights = load_file(folder / "model.safetensors")
+    assert (
+        found.about["parameters"] == sum(weight.numel() for weight in weights.values()) == found.about["weights"]["F32"]
+    )
+    assert found.about["bytes"] == (folder / "model.safetensors").stat().st_size
+    assert found.about["key_value_bytes_per_token"]["bfloat16"] == 2 * 2 * 2 * 2 * 8  # layers, both, bytes, heads, size
+    assert found.starts["blockdraft"].line == f"blockdraft serve --target TARGET --drafter {folder}"
+    assert not found.fits and json.loads(json.dumps(found.as_dict()))["what"] == "drafter"
+
+
+def test_commands(variant: Variant, tiny_target_dir: Path) -> None:
+    folder, target = variant(), str(tiny_target_dir)
+    lines = inspect(folder, target).starts
+    assert lines["blockdraft"].line == f"blockdraft serve --target {target} --drafter {folder}"
+    words = shlex.split(str(lines["vLLM"].line))
+    assert words[:4] == ["vllm", "serve", target, "--speculative-config"]
+    assert json.loads(words[4]) == {"method": "dflash", "model": str(folder), "num_speculative_tokens": 7}
+    sglang = f"--model-path {target} --speculative-algorithm DFLASH --speculative-draft-model-path {folder}"
+    assert f"{sglang} --speculative-num-draft-tokens 8" in str(lines["SGLang"].line)
+    assert lines["llama.cpp"].line is None
+    assert f"blockdraft export {folder} --target {target} --format gguf" in str(lines["llama.cpp"].remedy)
+    mixed = variant("mixed", layers=(LayerAttention(True, 16), LayerAttention(False, None)))
+    refused = inspect(mixed, target).starts["llama.cpp"]
+    assert refused.line is refused.remedy is None and "must be the same for all in llama.cpp" in str(refused.reason)
+
+
+def test_the_other_kinds(tiny_dflash2_dir: Path, tiny_dspark_dir: Path, tiny_target_dir: Path) -> None:
+    second, spark = (inspect(path, tiny_target_dir) for path in (tiny_dflash2_dir, tiny_dspark_dir))
+    assert second.conventions["guesses"] == 7 and second.conventions["DFlash2DraftModel"]["selector_top_k"] == 5
+    assert second.starts["SGLang"].line is None
+    assert spark.conventions["guesses"] == 8  # the anchor's slot guesses too
+    assert spark.conventions["DSparkDraftModel"]["markov_rank"] == 4
+    assert spark.starts["vLLM"].line is None and "--format speculators" in str(spark.starts["vLLM"].remedy)
+
+
+def test_a_target_that_fits_and_others(variant: Variant, tiny_target_dir: Path, tmp_path: Path) -> None:
+    own = load_target(tiny_target_dir, device="cpu").source_fingerprint
+    found = inspect(variant("own", own), tiny_target_dir)
+    assert verdicts(found) == {
+        "hidden size": True,
+        "vocabulary": True,
+        "layers": True,
+        "taps": True,
+        "context": True,
+        "tokenizer": None,
+        "mask token": True,
+        "fingerprint": True,
+    }
+    assert found.conventions["mask_token"]["token"] == "<|mask|>"
+    for name, differences, wrong in (
+        ("deep", {"num_target_layers": 5, "taps": (0, 4)}, {"layers", "taps"}),
+        ("masked", {"mask_token_id": 2}, {"mask token"}),
+        ("short", {"max_position_embeddings": 64}, {"context"}),
+        ("other", {"trained_for": "0123456789abcdef"}, {"fingerprint"}),
+    ):
+        report = inspect(variant(name, **{"trained_for": own, **differences}), tiny_target_dir)
+        assert {check for check, holds in verdicts(report).items() if holds is False} == wrong, name
+
+
+def test_speculators(variant: Variant, tiny_target_dir: Path, tmp_path: Path) -> None:
+    """The number of target layers is the target's own; a cut vocabulary is told."""
+    config, tensors = zlab.read_checkpoint(variant())
+    embedding, head = embedding_and_head(load_target(tiny_target_dir))
+    kept = torch.arange(0, 265, 5)
+    own = Borrowed(embedding.detach(), head.detach()[kept], kept)
+    speculators.write_checkpoint(tmp_path / "s", config, tensors, own, "owner/model", ["Qwen3ForCausalLM"])
+    found = inspect(tmp_path / "s")
+    assert found.layout == "speculators" and found.wants["name"] == "owner/model" and found.wants["layers"] is None
+    assert found.conventions["vocabulary"] == {"target": 265, "guessed": 53}
+    assert found.starts["vLLM"].line == f"vllm serve {tmp_path / 's'}"
+    assert found.starts["blockdraft"].line == f"blockdraft serve --target owner/model --drafter {tmp_path / 's'}"
+    assert found.starts["SGLang"].remedy is not None
+    given = inspect(tmp_path / "s", tiny_target_dir)
+    assert given.wants["layers"] == 3 and verdicts(given)["layers"] is True
+
+
+def test_gguf(variant: Variant, tiny_target_dir: Path, tmp_path: Path) -> None:
+    folder = variant(layers=(LayerAttention(False, 16),) * 2)
+    done = export_gguf(folder, tmp_path / "gguf", tiny_target_dir, "q8_0")
+    drafter, target = inspect(done.drafter, done.target), inspect(done.target)
+    plain = inspect(folder, tiny_target_dir)
+    assert (drafter.what, drafter.layout, target.what, target.layout) == ("drafter", "gguf", "target", "gguf")
+    assert drafter.conventions == plain.conventions
+    assert verdicts(drafter)["tokenizer"] is True and False not in verdicts(drafter).values()
+    assert drafter.starts["llama.cpp"].line == done.line
+    assert drafter.starts["vLLM"].remedy is not None
+    assert set(target.about["weights"]) == {"Q8_0", "F32"} and target.about["fingerprint"] is None
+    assert target.about["parameters"] == inspect(tiny_target_dir).about["parameters"]
+
+
+def test_a_target(tiny_target_dir: Path) -> None:
+    found = inspect(tiny_target_dir)
+    assert (found.what, found.layout, found.about["architecture"]) == ("target", "transformers", "Qwen3ForCausalLM")
+    weights = load_file(tiny_target_dir / "model.safetensors")
+    assert found.about["parameters"] == sum(weight.numel() for weight in weights.values())
+    assert found.about["fingerprint"] == load_target(tiny_target_dir, device="cpu").source_fingerprint
+    assert found.about["runs"] == "native" and found.about["quantised"] is None and found.about["chat_template"]
+    assert found.starts["vLLM"].line == f"vllm serve {tiny_target_dir}"
+
+
+def test_a_quantised_target(tiny_target_dir: Path, tmp_path: Path) -> None:
+    from blockdraft.quantize.run import quantize
+    from blockdraft.quantize.settings import QuantizeSettings
+
+    quantize(tiny_target_dir, tmp_path / "q", QuantizeSettings(bits=4))
+    found = inspect(tmp_path / "q")
+    assert found.what == "target" and found.about["quantised"]["quant_method"] == "compressed-tensors"
+    assert found.about["fingerprint"] == inspect(tiny_target_dir).about["fingerprint"]
+    assert found.about["bytes"] < inspect(tiny_target_dir).about["bytes"]
+
+
+def test_an_adapter(tmp_path: Path) -> None:
+    raw = {"peft_type": "LORA", "base_model_name_or_path": "owner/model", "r": 4, "lora_alpha": 8}
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**raw, "target_modules": ["v_proj", "q_proj"]}))
+    save_file({"a": torch.zeros(4, 8), "b": torch.zeros(8, 4)}, tmp_path / "adapter_model.safetensors")
+    found = inspect(tmp_path)
+    assert (found.what, found.layout, found.wants) == ("adapter", "peft", {"name": "owner/model"})
+    assert found.about["parameters"] == 64 and found.about["modules"] == ["q_proj", "v_proj"]
+    line = f"blockdraft chat --target owner/model --adapter {tmp_path} --drafter none"
+    assert found.starts["blockdraft"].line == line
+
+
+def test_the_bundled_drafter() -> None:
+    found = inspect("bundled")
+    assert found.about["architecture"] == "DFlashDraftModel" and verdicts(found)["fingerprint"] is True
+
+
+def test_wrong_places(variant: Variant, tiny_target_dir: Path, tmp_path: Path) -> None:
+    empty, run, bare = (tmp_path / name for name in ("empty", "run", "bare"))
+    for folder in (empty, run, bare):
+        folder.mkdir()
+    variant("run/step")
+    bare.joinpath("config.json").write_text((variant("whole") / "config.json").read_text())
+    broken = variant("broken")
+    raw = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps({**raw, "rope_theta": 5.0}))
+    (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03\0\0\0")
+    (tmp_path / "note.txt").touch()
+    (tmp_path / "list").mkdir()
+    (tmp_path / "list" / "adapter_config.json").write_text("[]")
+    for place, said in (
+        (empty, "holds no checkpoint: there is no config.json and no adapter_config.json"),
+        (run, f"did you mean {run / 'step'}"),
+        (bare, r"has no weights \(\*.safetensors\) beside config.json"),
+        (broken, "broken/config.json: rope_theta is 5.0 but rope_parameters.rope_theta is 10000.0"),
+        (tmp_path / "cut.gguf", "is corrupt or cut short"),
+        (tmp_path / "note.txt", "is neither a folder nor a GGUF file"),
+        (tmp_path / "list", "is no adapter's"),
+        (tmp_path / "nowhere" / "at" / "all", "There is no folder"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            inspect(place)
+    (empty / "a.gguf").touch()
+    with pytest.raises(UsageError, match="give one of its files, such as .*a.gguf"):
+        inspect(empty)
+    with pytest.raises(UsageError, match="is a target itself; leave --target out"):
+        inspect(tiny_target_dir, tiny_target_dir)

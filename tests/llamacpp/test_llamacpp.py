@@ -1,0 +1,266 @@
+"""llama.cpp as outside judge of the GGUF files that we write: its tokens, and how many guesses it accepts, are ours."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, Qwen3ForCausalLM
+
+from benchmarks.peers import environments
+from benchmarks.peers.adapters.llama_cpp import PROGRAM
+from benchmarks.peers.process import PeerProcess
+from benchmarks.server import chats
+from benchmarks.server.servers import HOST, LLAMA_SERVER, Server, llama
+from blockdraft.drafters import BUNDLED as DRAFTER
+from blockdraft.drafters import load_drafter
+from blockdraft.engine import Engine
+from blockdraft.formats import Borrowed, Checkpoint, read_drafter, speculators, zlab
+from blockdraft.nn.draft_config import LayerAttention
+from blockdraft.targets import BUNDLED as TARGET
+from blockdraft.targets import load_target
+from blockdraft.training.export_gguf import export_gguf
+from blockdraft.types import Drafting, SamplingParams
+
+pytestmark = pytest.mark.llamacpp
+TOOL = PROGRAM.with_name("llama-speculative-simple")
+PROMPTS, TOKENS, GUESSES = 50, 64, 15
+NEAR = 0.03  # share by which the tokens of a cycle may differ
+F32 = ["--cache-type-k", "f32", "--cache-type-v", "f32", "--cache-type-k-draft", "f32", "--cache-type-v-draft", "f32"]
+
+
+def need(program: Path, name: str) -> None:
+    if not program.exists():
+        why = environments.why_missing(name) or "not there"
+        pytest.skip(f"llama.cpp's {program.name} is missing ({why}); run make test-llamacpp")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The bundled pair in float32: target, drafter."""
+    done = export_gguf(DRAFTER, tmp_path_factory.mktemp("gguf"), TARGET, "f32")
+    return done.target, done.drafter
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    asked = [request["messages"] for request in chats.make(PROMPTS)]
+    return [tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] for chat in asked]
+
+
+class Ours:
+    """What our engine makes of prompts: the tokens, and how many each cycle commits."""
+
+    def __init__(
+        self, prompts: Sequence[Sequence[int]], target: Path, drafter: Path | str, tokens: int = TOKENS, **how: Any
+    ) -> None:
+        loaded = load_target(target, dtype="float32", device="cpu")
+        params = SamplingParams(tokens, temperature=0, **how)
+        with Engine(loaded, load_drafter(drafter, target=loaded), 8, drafting=Drafting()) as engine:
+            done = engine.generate([[*prompt] for prompt in prompts], params)
+        self.tokens = [list(one.token_ids) for one in done]
+        self.committed = [one.stats.committed for one in done]
+
+    @property
+    def tau(self) -> float:
+        return sum(map(sum, self.committed)) / sum(map(len, self.committed))
+
+
+@pytest.fixture(scope="module")
+def ours(prompts: list[list[int]]) -> Ours:
+    return Ours(prompts, TARGET, DRAFTER)
+
+
+def peer(
+    target: Path, log: Path, drafter: Path | None = None, speculator: str = "draft-dflash", guesses: int = GUESSES
+):  # type: ignore[no-untyped-def]
+    need(PROGRAM, "llama_cpp")
+    given: dict[str, Any] = {"model": str(target), "threads": 1, "max_length": 1024, "type": "f32"}
+    if drafter is not None:
+        given |= {"speculator": speculator, "draft": str(drafter), "guesses": guesses}
+    return PeerProcess([str(PROGRAM)], given, 1, log, 120)
+
+
+def compare(answers: Sequence[tuple[list[int], int]], ours: Ours) -> None:
+    """Tokens and cycles of each prompt. llama.cpp scores blocks by other kernels than single tokens, and logits then
+    differ by thousandths, so a few answers may part from its own plain ones; cycles are compared on the others."""
+    equal = [i for i, (tokens, _) in enumerate(answers) if tokens == ours.tokens[i]]
+    assert len(equal) >= 0.94 * PROMPTS
+    cycles = sum(answers[i][1] for i in equal)
+    assert cycles == pytest.approx(sum(len(ours.committed[i]) for i in equal), rel=NEAR)
+
+
+def test_tokens(files: tuple[Path, Path], prompts: list[list[int]], ours: Ours, tmp_path: Path) -> None:
+    with peer(files[0], tmp_path / "log") as theirs:
+        for prompt, tokens in zip(prompts, ours.tokens, strict=True):
+            answer = theirs.ask("decode", {"prompt": prompt, "max_new_tokens": TOKENS, "stops": [2]})
+            assert answer["tokens"] == tokens
+
+
+def test_guesses(files: tuple[Path, Path], prompts: list[list[int]], ours: Ours, tmp_path: Path) -> None:
+    answers = []
+    with peer(files[0], tmp_path / "log", files[1]) as theirs:
+        for prompt in prompts:
+            answers.append(theirs.ask("decode", {"prompt": prompt, "max_new_tokens": TOKENS, "stops": [2]}))
+    assert ours.tau > 2
+    compare([(answer["tokens"], answer["cycles"]) for answer in answers], ours)
+
+
+def test_its_speculative_tool(files: tuple[Path, Path], prompts: list[list[int]]) -> None:
+    """It begins to guess with the last token of the prompt and ends behind so many tokens, and so does the count here.
+    Answers that end earlier are left out: it also counts what is guessed after the end."""
+    need(TOOL, "llama_tool")
+    wanted = 32
+    long = Ours(prompts, TARGET, DRAFTER, wanted + GUESSES + 1)
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    theirs, own = Counter[str](), Counter[str]()
+    chosen = [i for i, tokens in enumerate(long.tokens) if 2 not in tokens][:16]
+    assert len(chosen) > 8
+    for i in chosen:
+        command = [TOOL, "-m", files[0], "-md", files[1], "--spec-type", "draft-dflash", "--spec-draft-n-max", GUESSES]
+        command += ["-n", wanted, "--temp", 0, "-t", 1, "-c", 1024, *F32, "-p", tokenizer.decode(prompts[i])]
+        done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=120)
+        said = done.stdout + done.stderr
+        assert done.returncode == 0, said[-2000:]
+        if tokenizer.decode(long.tokens[i][: wanted - 1]) not in said:  # as in `compare`
+            continue
+        predicted, accepted = (int(re.findall(rf"{name}\s*= (\d+)", said)[-1]) for name in ("n_predict", "n_accept"))
+        theirs.update(answers=1, tokens=predicted, cycles=predicted - accepted)
+        ends = list(accumulate(long.committed[i], initial=1))
+        cycles = next(cycle for cycle, end in enumerate(ends) if end > wanted)
+        own.update(tokens=ends[cycles], cycles=cycles + 1)  # with the one that gave the first token
+    assert theirs["answers"] >= 0.9 * len(chosen)
+    assert theirs["tokens"] / theirs["cycles"] == pytest.approx(own["tokens"] / own["cycles"], rel=NEAR)
+
+
+@pytest.fixture(scope="module")
+def server(files: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    need(LLAMA_SERVER, "llama_server")
+    more = [*F32, "--spec-draft-n-max", str(GUESSES)]
+    found = llama(*files, tmp_path_factory.mktemp("server") / "log", 1, 1, 1024, more)
+    yield found
+    found.close()
+
+
+def post(server: Server, path: str, body: dict[str, Any]) -> Any:
+    request = urllib.request.Request(
+        f"http://{HOST}:{server.port}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return json.loads(answer.read())
+
+
+def test_its_server(server: Server, prompts: list[list[int]], ours: Ours) -> None:
+    answers = []
+    for prompt in prompts:
+        body = {"prompt": prompt, "n_predict": TOKENS, "temperature": 0, "cache_prompt": False, "return_tokens": True}
+        answer = post(server, "/completion", body)
+        tokens = answer["tokens"]
+        answers.append((tokens, len(tokens) - 1 - answer["timings"]["draft_n_accepted"]))
+    compare(answers, ours)
+
+
+def test_texts_and_chats(server: Server, prompts: list[list[int]]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    for request, prompt in zip(chats.make(PROMPTS), prompts, strict=True):
+        made = post(server, "/apply-template", {"messages": request["messages"]})["prompt"]
+        assert made == tokenizer.apply_chat_template(request["messages"], add_generation_prompt=True, tokenize=False)
+        assert post(server, "/tokenize", {"content": made, "parse_special": True})["tokens"] == prompt
+    text = "They're 12345 naïve cafés;\n\tif x == 3:  # 東京 🙂\n"
+    assert post(server, "/tokenize", {"content": text})["tokens"] == tokenizer(text)["input_ids"]
+
+
+FEW = (20, 60)  # the tokens that answers are made of, so that random guesses are often right
+
+
+@pytest.fixture(scope="module")
+def few_words(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`tiny_target_dir` with a head that says few tokens."""
+    folder = tmp_path_factory.mktemp("few")
+    model = Qwen3ForCausalLM.from_pretrained(tiny_target_dir)
+    with torch.no_grad():
+        model.lm_head.weight[list(FEW)] *= 30
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_target_dir).save_pretrained(folder)
+    return folder
+
+
+NEAR_LAYER = LayerAttention(True, 16)
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "v1": ("tiny_drafter_dir", {}),
+    "causal": ("tiny_drafter_dir", {"layers": (LayerAttention(True, None),) * 2}),
+    "windows": ("tiny_drafter_dir", {"layers": (LayerAttention(False, 16), LayerAttention(False, None))}),
+    "causal windows": ("tiny_drafter_dir", {"layers": (NEAR_LAYER, NEAR_LAYER)}),
+    "scaled": ("tiny_drafter_dir", {"input_embedding_scale": 3.0}),
+    "linear": ("tiny_drafter_dir", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+    "yarn": (
+        "tiny_drafter_dir",
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
+    ),
+    "llama3": (
+        "tiny_drafter_dir",
+        {
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            }
+        },
+    ),
+    "reduced": ("tiny_drafter_dir", {}),
+    "DFlash2": ("tiny_dflash2_dir", {}),
+    "DSpark": ("tiny_dspark_dir", {}),
+    "reduced DSpark": ("tiny_dspark_dir", {}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_kind_of_drafter(variant: str, few_words: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Random models: that as many guesses are right as with us says that all is read as it was meant."""
+    name, differences = VARIANTS[variant]
+    found = read_drafter(request.getfixturevalue(name), None, 3)
+    found = Checkpoint(replace(found.config, **differences), found.tensors)
+    if "reduced" in variant:
+        head = Qwen3ForCausalLM.from_pretrained(few_words).lm_head.weight.detach()
+        embedding = Qwen3ForCausalLM.from_pretrained(few_words).model.embed_tokens.weight.detach()
+        kept = torch.arange(0, len(head), 20)
+        own = Borrowed(embedding, head[kept].contiguous(), kept)
+        speculators.write_checkpoint(tmp_path / "drafter", found.config, found.tensors, own, None, [])
+    else:
+        zlab.write_checkpoint(tmp_path / "drafter", found.config, found.tensors)
+    done = export_gguf(tmp_path / "drafter", tmp_path / "gguf", few_words, "f32")
+    draws = torch.Generator().manual_seed(5)
+    asked = torch.randint(5, 200, (16, 40), generator=draws).tolist()
+    ours = Ours(asked, few_words, tmp_path / "drafter", 48, ignore_eos=True)
+    kind = "draft-dspark" if "DSpark" in variant else "draft-dflash"
+    cycles = []
+    with peer(done.target, tmp_path / "log", done.drafter, kind, 8 if "DSpark" in variant else 7) as theirs:
+        for prompt, tokens in zip(asked, ours.tokens, strict=True):
+            answer = theirs.ask("decode", {"prompt": prompt, "max_new_tokens": 48, "stops": []})
+            assert answer["tokens"] == tokens
+            cycles.append(answer["cycles"])
+    own = [*map(len, ours.committed)]
+    assert len({*own}) > 3  # so that equal counts mean something
+    assert sum(a == b for a, b in zip(cycles, own, strict=True)) >= 0.9 * len(own), (cycles, own)
+
+
+def test_rounded_pairs_load(files: tuple[Path, Path], tmp_path: Path) -> None:
+    """Tokens may be others, but both forwards run."""
+    for weights in ("f16", "bf16", "q8_0", "q4_0"):
+        done = export_gguf(DRAFTER, tmp_path, TARGET, weights)  # type: ignore[arg-type]
+        with peer(done.target, tmp_path / "log", done.drafter) as theirs:
+            answer = theirs.ask("decode", {"prompt": [1, 60, 70, 80], "max_new_tokens": 24, "stops": []})
+            assert len(answer["tokens"]) >= 24 and answer["cycles"] < 24

@@ -1,0 +1,79 @@
+"""GGUF files of targets as they are written here: against llama.cpp's own way, and against transformers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf_models import MODELS, SMALL, model_of, scores
+from gguf_writer import write_gguf
+from transformers import AutoConfig
+
+from blockdraft.errors import UsageError
+from blockdraft.formats.gguf import open_gguf
+from blockdraft.targets import load_target, open_checkpoint, write_gguf_target
+
+
+def write(folder: Path, name: str, **differences: Any) -> Path:
+    """A model's folder, and its file."""
+    model_of(name, **differences).save_pretrained(folder)
+    with open_checkpoint(folder) as source:
+        write_gguf_target(folder / "m.gguf", source, {"general.name": "tiny"}, "f32")
+    return folder / "m.gguf"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_written_computes_what_transformers_does(name: str, tmp_path: Path) -> None:
+    """The file that the tests write as llama.cpp's converter does says the same, with the same tensors."""
+    path, twin = write(tmp_path, name), tmp_path / "twin.gguf"
+    model, (_, metadata, extra) = model_of(name), MODELS[name]
+    write_gguf(twin, model, metadata=metadata, extra=extra)
+    found, wanted = open_gguf(path), open_gguf(twin)
+    assert set(found.tensors) == set(wanted.tensors)
+    for tensor, theirs in zip(found.tensors.values(), map(wanted.tensors.get, found.tensors), strict=True):
+        assert theirs is not None
+        torch.testing.assert_close(tensor.read(), theirs.read(), rtol=1e-6, atol=0)
+    other_words = {"llama-old-linear": "rope.scale_linear", "llama-unscaled": "rope.scaling"}
+    for key, value in wanted.metadata.items():
+        if other_words.get(name, "none") not in key:
+            said = found.metadata[key]
+            assert said == (value[0] if isinstance(value, list) and isinstance(said, int) else value), key
+    tokens = torch.randint(0, SMALL["vocab_size"], (1, 40), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        logits = model(tokens).logits
+    target = load_target(path, device="cpu", compile="off")
+    torch.testing.assert_close(scores(target, tokens), logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "differences", "said"),
+    [
+        ("mistral", {"sliding_window": 8}, "it would lose windows"),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, "it would lose windows"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 500.0}},
+            "scaled by dynamic with factor, for which GGUF has no words here; those scaled by linear, yarn, llama3",
+        ),
+        (
+            "llama",
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 16,
+                    "attention_factor": 1.0,
+                    "rope_theta": 500.0,
+                }
+            },
+            "scaled by yarn with attention_factor",
+        ),
+        ("gemma2", {"final_logit_softcapping": None}, "it would lose final_softcap"),
+        ("gemma3_text", {"query_pre_attn_scalar": 20}, "it would lose query_scale"),
+    ],
+)
+def test_what_the_format_cannot_say(name: str, differences: dict[str, Any], said: str, tmp_path: Path) -> None:
+    config = AutoConfig.for_model(name, **SMALL | MODELS[name][0] | differences)
+    assert config.model_type == name
+    with pytest.raises(UsageError, match=said):
+        write(tmp_path, name, **differences)
