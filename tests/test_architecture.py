@@ -27,6 +27,7 @@ LAYERS = [
     {"training", "evaluation"},
     {"compat", "fit"},
     {"quantize"},
+    {"diffusion"},
     {"serving"},
     {"cli"},
 ]
