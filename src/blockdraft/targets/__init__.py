@@ -28,10 +28,10 @@ from blockdraft.targets.base import (
     embedding_and_head,
     without_tokenizer,
 )
-from blockdraft.targets.checkpoint import checked_folder, load_text
+from blockdraft.targets.checkpoint import checked_folder, load_text, load_text_with
 from blockdraft.targets.exact import check_exact
-from blockdraft.targets.families import NotCovered
-from blockdraft.targets.fingerprint import other_target_warning, target_fingerprint
+from blockdraft.targets.families import FAMILIES, NotCovered, decoder_config
+from blockdraft.targets.fingerprint import other_target_warning, target_fingerprint, weights_fingerprint
 from blockdraft.targets.gguf import load_gguf_text
 from blockdraft.targets.native_files import HEAD, SOURCE, TABLE, OpenCheckpoint, open_checkpoint
 from blockdraft.types import DEFAULT_BACKEND, DEFAULT_COMPILE, Backend, Compile, KVDtype, Quantize
@@ -176,6 +176,7 @@ def load_target_text(path: str | Path | None = None, revision: str | None = None
 
 
 __all__ = [
+    "FAMILIES",
     "HEAD",
     "SOURCE",
     "TABLE",
@@ -189,12 +190,15 @@ __all__ = [
     "TargetText",
     "as_target",
     "checked_folder",
+    "decoder_config",
     "embedding_and_head",
     "load_target",
     "load_target_text",
+    "load_text_with",
     "open_checkpoint",
     "target_fingerprint",
     "other_target_warning",
     "transformers_model",
+    "weights_fingerprint",
     "without_tokenizer",
 ]

@@ -191,9 +191,12 @@ class OpenCheckpoint:
 
 @contextmanager
 def open_checkpoint(
-    path: str | Path, revision: str | None = None, adapter: str | Path | None = None
+    path: str | Path, revision: str | None = None, adapter: str | Path | None = None, to_be: str = "rounded"
 ) -> Iterator[OpenCheckpoint]:
     """A checkpoint of a family that the native decoder knows, on the CPU, without reading its weights whole.
+
+    Args:
+        to_be: What is to be done with it, for messages.
 
     Raises:
         UsageError: The decoder does not know it, it is quantised already, or as in `load_target`.
@@ -212,7 +215,7 @@ def open_checkpoint(
         wanted = decoder_config(config)
         tensors, source = open_weights(path, wanted, config, options)
     except NotCovered as refused:
-        raise UsageError(f"{path} cannot be rounded, because the native decoder cannot run it: {refused}.") from refused
+        raise UsageError(f"{path} cannot be {to_be}, because the native decoder cannot run it: {refused}.") from refused
     raw = json.loads(Path(str(found[0])).read_text(encoding="utf-8"))
     with loading(path):
         if source is None:
