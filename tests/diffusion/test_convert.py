@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,14 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from blockdraft.diffusion.convert import convert
 from blockdraft.diffusion.folder import load_model, write_model
-from blockdraft.diffusion.settings import ConvertSettings
+from blockdraft.diffusion.likelihood import likelihood
+from blockdraft.diffusion.model import DiffusionModel
+from blockdraft.diffusion.sampler import Sampler
+from blockdraft.diffusion.settings import ConvertSettings, DiffusionConfig, SampleSettings
+from blockdraft.diffusion.text import Tokens
 from blockdraft.errors import UsageError
-from blockdraft.targets import load_target
+from blockdraft.nn.dit import DiT, DiTConfig
+from blockdraft.targets import TargetText, load_target
 
 
 @pytest.fixture
@@ -202,3 +208,63 @@ def test_other_folders(folder: Path, tiny_target_dir: Path, tmp_path: Path) -> N
         file.unlink()
     with pytest.raises(UsageError, match="has no tokenizer"):
         load_model(folder, "cpu")
+
+
+# The paper's layout
+
+PAPER = {
+    "architectures": ["BD3LM"],
+    "model_type": "bd3lm",
+    "block_size": 4,
+    "model_length": 32,
+    "hidden_dim": 24,
+    "n_blocks": 2,
+    "n_heads": 3,
+    "cond_dim": 8,
+    "vocab_size": 270,
+    "time_conditioning": False,
+}
+
+
+@pytest.fixture
+def paper(tiny_target_dir: Path, tmp_path: Path) -> DiffusionModel:
+    """A model of this layout, written by us; its tokenizer has no mask token, and pads with the end token."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_target_dir)
+    tokenizer.mask_token, tokenizer.pad_token = None, tokenizer.eos_token
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        network = DiT(DiTConfig(**{field.name: PAPER[field.name] for field in fields(DiTConfig)}))
+        for parameter in network.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+    text = TargetText(None, tokenizer, 32, frozenset([tokenizer.eos_token_id]))
+    made = DiffusionModel(network.eval().requires_grad_(False), DiffusionConfig(4, 269, False), text, PAPER)
+    write_model(made, network.state_dict(), tmp_path / "paper")
+    return made
+
+
+def test_the_papers_layout_reads_back(paper: DiffusionModel, tmp_path: Path) -> None:
+    found = load_model(tmp_path / "paper", "cpu")
+    assert found.config == paper.config and found.text.max_context == 32 and found.text.eos_token_ids == {2}
+    tokens, positions = torch.arange(12)[None] + 20, torch.arange(12)[None]
+    one, other = (model.network.logits(model.network.hidden(tokens, positions)) for model in (paper, found))
+    assert torch.equal(one, other)
+    [chunk] = list(Sampler(found, SampleSettings(max_new_tokens=4, ignore_eos=True)).stream([[20, 21, 22, 23]]))
+    assert len(chunk.token_ids) == 4 and 269 not in chunk.token_ids
+    bits = likelihood(found, [Tokens(tokens[0], tokens[0] > 0)]).bits_per_token
+    assert 0 < bits < 1000
+
+
+def test_what_the_paper_leaves_to_its_code(paper: DiffusionModel, tmp_path: Path) -> None:
+    """The published folders have no mask token and no token shift; the former is the last token."""
+    change(tmp_path / "paper/config.json", mask_token_id=None, token_shift=None)
+    assert load_model(tmp_path / "paper", "cpu").config == paper.config
+    change(tmp_path / "paper/config.json", time_conditioning=True)
+    with pytest.raises(UsageError, match="time_conditioning is True, which this network does not know"):
+        load_model(tmp_path / "paper", "cpu")
+    change(tmp_path / "paper/config.json", time_conditioning=False, n_blocks=3)
+    with pytest.raises(UsageError, match="10 tensors do not fit the configuration"):
+        load_model(tmp_path / "paper", "cpu")
+    for file in (tmp_path / "paper").glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(UsageError, match="has no tokenizer; copy that of GPT-2 there"):
+        load_model(tmp_path / "paper", "cpu")

@@ -105,7 +105,7 @@ def _mask_token(text: TargetText, wanted: int | None, size: int) -> tuple[int, b
     names = tokenizer.get_vocab()
     name = next(name for name in (MASK_TOKEN, *(f"<|mask_{i}|>" for i in range(size))) if name not in names)
     tokenizer.add_special_tokens({"mask_token": name})
-    return int(tokenizer.convert_tokens_to_ids(name)), True
+    return tokenizer.get_vocab()[name], True
 
 
 def _other_use(token: int, text: TargetText, tokenizer: PreTrainedTokenizerBase) -> str | None:

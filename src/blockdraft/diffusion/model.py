@@ -79,7 +79,7 @@ def states_about(model: DiffusionModel, noisy_BL: Tensor, clean_BL: Tensor) -> T
     positions = torch.arange(length, device=clean_BL.device).repeat(2)[None]
     visible = training_mask(length, size, clean_BL.device)[None]
     states = model.network.hidden(torch.cat([noisy_BL, clean_BL], dim=1), positions, visible)
-    noisy, clean = states.split(length, dim=1)
+    noisy, clean = states[:, :length], states[:, length:]
     if not model.config.token_shift:
         return noisy
     before = torch.cat([clean[:, :1], clean[:, size - 1 : -1 : size]], dim=1)

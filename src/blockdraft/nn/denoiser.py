@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -67,10 +66,7 @@ class CausalDenoiser(Denoiser):
         super().__init__()
         assert why_not_denoiser(config) is None
         self.config, self.vocab_size = config, config.vocab_size
-        self.model = nn.Module()
-        self.model.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.model.layers = nn.ModuleList(_Layer(config, number) for number in range(len(config.layers)))
-        self.model.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.model = _Body(config)
         if not config.tied_head:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         # No buffer, since it must stay float32 when the weights are cast: rounded to bfloat16, positions blur.
@@ -83,14 +79,22 @@ class CausalDenoiser(Denoiser):
         self._frequencies = self._frequencies.to(tokens.device)
         x: Tensor = self.model.embed_tokens(tokens)
         angles = rope_angles(self.config, self._frequencies, positions, x.dtype)
-        for layer in cast(nn.ModuleList, self.model.layers):
+        for layer in self.model.layers:
             x = layer(x, angles, visible, cache)
         out: Tensor = self.model.norm(x)
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:
         head = self.model.embed_tokens if self.config.tied_head else self.lm_head
-        return F.linear(hidden, cast(Tensor, head.weight))
+        return F.linear(hidden, head.weight)
+
+
+class _Body(nn.Module):
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(_Layer(config, number) for number in range(len(config.layers)))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
 
 class _Layer(nn.Module):

@@ -100,19 +100,7 @@ def load_target(
         raise UsageError(f"backend is {backend!r}; use one of {['auto', *sorted(known)]}.")
     if compile not in get_args(Compile):
         raise UsageError(f"compile is {compile!r}; use one of {sorted(get_args(Compile))}.")
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    try:
-        placed = torch.empty(0, device=device).device
-        if placed.type == "meta":
-            raise RuntimeError("it holds no numbers")
-    except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"Device {device} is not usable here: {str(error).splitlines()[0]}") from error
-    if dtype is None:
-        dtype = torch.float32 if placed.type == "cpu" else torch.bfloat16
-    name = str(dtype).removeprefix("torch.")
-    if name not in DTYPES:
-        raise UsageError(f"dtype is {name!r}; use one of {sorted(DTYPES)}.")
+    placed, kind = device_and_dtype(device, dtype)
     path = BUNDLED if path is None else path
     if isinstance(threads, int):
         if threads < 1:
@@ -125,7 +113,7 @@ def load_target(
     if kv_dtype not in (None, *get_args(KVDtype)):
         raise UsageError(f"kv_dtype is {kv_dtype!r}; use one of {sorted(get_args(KVDtype))}, or None.")
     how = compile, quantize, threads == "auto", exact, revision, adapter, kv_dtype, round_drafters
-    options = LoadOptions(DTYPES[name], placed, *how)
+    options = LoadOptions(kind, placed, *how)
     ranked = sorted((module.RANK, name) for name, module in known.items() if module.RANK is not None)
     reason: NotCovered | None = None
     for name in [backend] if backend != "auto" else [name for _, name in ranked]:
@@ -147,6 +135,26 @@ def load_target(
         let_team_go()
         return target
     raise UsageError(f"No backend runs {path}: {reason}.") from reason
+
+
+def device_and_dtype(
+    device: torch.device | str | None, dtype: torch.dtype | str | None
+) -> tuple[torch.device, torch.dtype]:
+    """Where a model runs and in which arithmetic, given what was asked for; see `load_target`."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        placed = torch.empty(0, device=device).device
+        if placed.type == "meta":
+            raise RuntimeError("it holds no numbers")
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"Device {device} is not usable here: {str(error).splitlines()[0]}") from error
+    if dtype is None:
+        dtype = torch.float32 if placed.type == "cpu" else torch.bfloat16
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise UsageError(f"dtype is {name!r}; use one of {sorted(DTYPES)}.")
+    return placed, DTYPES[name]
 
 
 def as_target(model: PreTrainedModel | Target) -> Target:
@@ -191,6 +199,7 @@ __all__ = [
     "as_target",
     "checked_folder",
     "decoder_config",
+    "device_and_dtype",
     "embedding_and_head",
     "load_target",
     "load_target_text",
