@@ -27,6 +27,7 @@ LAYERS = [
     {"training", "evaluation"},
     {"compat", "fit", "inspection"},
     {"quantize"},
+    {"diffusion"},
     {"serving", "deploy"},
     {"cli"},
 ]

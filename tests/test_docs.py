@@ -75,6 +75,8 @@ NOT_RUN = {
 SMALL = {
     "data": ["--max-new-tokens", "48"],
     "quantize": ["--length", "16", "--tokens", "128", "--held-out", "32"],
+    "diffusion train": ["--steps", "2", "--length", "32", "--batch", "2"],
+    "diffusion generate": ["--max-new-tokens", "6"],
     "bench": ["--limit", "1", "--repeats", "1", "--max-new-tokens", "16"],
     "train": [
         *("--steps", "2", "--length", "64", "--anchors", "4", "--batch", "2", "--held-out", "2"),
@@ -220,7 +222,8 @@ def filled_in(command: Command, number: int) -> list[str]:
     for at, argument in enumerate(arguments):
         if argument == "DIR":
             arguments[at] = stands_for[arguments[at - 1]]
-    return arguments + SMALL.get(arguments[0], []) * ("--show-recipe" not in arguments)
+    small = SMALL.get(arguments[0]) or SMALL.get(" ".join(arguments[:2]), [])
+    return arguments + small * ("--show-recipe" not in arguments)
 
 
 def runnable(page: str) -> list[tuple[Block, list[Command]]]:

@@ -16,6 +16,7 @@ from blockdraft.cli.cache import cache
 from blockdraft.cli.calibrate import calibrate
 from blockdraft.cli.chat import chat
 from blockdraft.cli.data import data
+from blockdraft.cli.diffusion import diffusion
 from blockdraft.cli.doctor import doctor
 from blockdraft.cli.env import env
 from blockdraft.cli.export import export
@@ -65,6 +66,7 @@ _add(calibrate, MEASURE)
 _add(doctor, MEASURE)
 _add(inspect_checkpoint, OTHER)
 _add(env, OTHER)
+app.add_typer(diffusion, name="diffusion", rich_help_panel=RUN)
 app.add_typer(cache, name="cache", rich_help_panel=OTHER)
 
 

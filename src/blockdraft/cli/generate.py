@@ -59,7 +59,7 @@ def generate(
     if prompts is not None and (prompt is not None or compare):
         other = "--compare" if compare else "a prompt"
         raise UsageError(f"--prompts {prompts} and {other} do not go together; leave one of them away.")
-    texts = _read_prompts(prompts) if prompts else [_read_prompt(prompt)]
+    texts = read_prompts(prompts) if prompts else [read_prompt(prompt)]
 
     from blockdraft.cli import display
     from blockdraft.cli.compare import compare_with_plain, slower_note
@@ -130,14 +130,14 @@ def _answer_all(engine: Engine, prompts: list[str], params: SamplingParams) -> N
             print(json.dumps(answer | ({"error": completion.error} if completion.error else {})), flush=True)
 
 
-def _read_prompts(path: Path) -> list[str]:
+def read_prompts(path: Path) -> list[str]:
     from blockdraft.evaluation.prompts import read_prompt_sets
 
     [found] = read_prompt_sets([path])
     return list(found.prompts)
 
 
-def _read_prompt(prompt: str | None) -> str:
+def read_prompt(prompt: str | None) -> str:
     if prompt not in (None, "-"):
         text = str(prompt)
     elif prompt is None and sys.stdin.isatty():

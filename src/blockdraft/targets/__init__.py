@@ -28,11 +28,11 @@ from blockdraft.targets.base import (
     embedding_and_head,
     without_tokenizer,
 )
-from blockdraft.targets.checkpoint import checked_folder, load_text
+from blockdraft.targets.checkpoint import checked_folder, load_text, load_text_with
 from blockdraft.targets.describe import Description, describe_target
 from blockdraft.targets.exact import check_exact
-from blockdraft.targets.families import NotCovered
-from blockdraft.targets.fingerprint import other_target_warning, target_fingerprint
+from blockdraft.targets.families import FAMILIES, NotCovered, decoder_config
+from blockdraft.targets.fingerprint import other_target_warning, target_fingerprint, weights_fingerprint
 from blockdraft.targets.gguf import gguf_architecture, load_gguf_text, tokenizer_metadata, write_gguf_target
 from blockdraft.targets.native_files import HEAD, SOURCE, TABLE, OpenCheckpoint, open_checkpoint
 from blockdraft.types import DEFAULT_BACKEND, DEFAULT_COMPILE, Backend, Compile, KVDtype, Quantize
@@ -101,19 +101,7 @@ def load_target(
         raise UsageError(f"backend is {backend!r}; use one of {['auto', *sorted(known)]}.")
     if compile not in get_args(Compile):
         raise UsageError(f"compile is {compile!r}; use one of {sorted(get_args(Compile))}.")
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    try:
-        placed = torch.empty(0, device=device).device
-        if placed.type == "meta":
-            raise RuntimeError("it holds no numbers")
-    except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"Device {device} is not usable here: {str(error).splitlines()[0]}") from error
-    if dtype is None:
-        dtype = torch.float32 if placed.type == "cpu" else torch.bfloat16
-    name = str(dtype).removeprefix("torch.")
-    if name not in DTYPES:
-        raise UsageError(f"dtype is {name!r}; use one of {sorted(DTYPES)}.")
+    placed, kind = device_and_dtype(device, dtype)
     path = BUNDLED if path is None else path
     if isinstance(threads, int):
         if threads < 1:
@@ -126,7 +114,7 @@ def load_target(
     if kv_dtype not in (None, *get_args(KVDtype)):
         raise UsageError(f"kv_dtype is {kv_dtype!r}; use one of {sorted(get_args(KVDtype))}, or None.")
     how = compile, quantize, threads == "auto", exact, revision, adapter, kv_dtype, round_drafters
-    options = LoadOptions(DTYPES[name], placed, *how)
+    options = LoadOptions(kind, placed, *how)
     ranked = sorted((module.RANK, name) for name, module in known.items() if module.RANK is not None)
     reason: NotCovered | None = None
     for name in [backend] if backend != "auto" else [name for _, name in ranked]:
@@ -148,6 +136,26 @@ def load_target(
         let_team_go()
         return target
     raise UsageError(f"No backend runs {path}: {reason}.") from reason
+
+
+def device_and_dtype(
+    device: torch.device | str | None, dtype: torch.dtype | str | None
+) -> tuple[torch.device, torch.dtype]:
+    """Where a model runs and in which arithmetic, given what was asked for; see `load_target`."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        placed = torch.empty(0, device=device).device
+        if placed.type == "meta":
+            raise RuntimeError("it holds no numbers")
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"Device {device} is not usable here: {str(error).splitlines()[0]}") from error
+    if dtype is None:
+        dtype = torch.float32 if placed.type == "cpu" else torch.bfloat16
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise UsageError(f"dtype is {name!r}; use one of {sorted(DTYPES)}.")
+    return placed, DTYPES[name]
 
 
 def as_target(model: PreTrainedModel | Target) -> Target:
@@ -177,6 +185,7 @@ def load_target_text(path: str | Path | None = None, revision: str | None = None
 
 
 __all__ = [
+    "FAMILIES",
     "HEAD",
     "SOURCE",
     "TABLE",
@@ -191,16 +200,20 @@ __all__ = [
     "TargetText",
     "as_target",
     "checked_folder",
+    "decoder_config",
+    "device_and_dtype",
     "describe_target",
     "embedding_and_head",
     "gguf_architecture",
     "load_target",
     "load_target_text",
+    "load_text_with",
     "open_checkpoint",
     "target_fingerprint",
     "other_target_warning",
     "tokenizer_metadata",
     "transformers_model",
+    "weights_fingerprint",
     "without_tokenizer",
     "write_gguf_target",
 ]

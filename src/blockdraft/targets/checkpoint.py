@@ -144,17 +144,28 @@ def load_text(path: str | Path, revision: str | None = None) -> TargetText:
     Raises:
         ValueError: No such folder or hub name, or files that cannot be read.
     """
-    folder = checked_folder(path, revision)
+    checked_folder(path, revision)
     with loading(path):
-        config, tokenizer = AutoConfig.from_pretrained(path, revision=revision), load_tokenizer(path, revision)
+        config = AutoConfig.from_pretrained(path, revision=revision)
+    return load_text_with(config, path, revision)
+
+
+def load_text_with(config: PretrainedConfig, path: str | Path, revision: str | None = None) -> TargetText:
+    """`load_text` for a configuration that is known, such as that of a folder whose `model_type` transformers does not
+    know."""
+    folder = Path(path)
+    with loading(path):
+        tokenizer = load_tokenizer(path, revision, config)
     ends = end_tokens(load_generation_config(path, revision), config, tokenizer)
     return TargetText(folder if folder.exists() else None, tokenizer, max_context(config), ends)
 
 
-def load_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedTokenizerBase | None:
+def load_tokenizer(
+    path: str | Path, revision: str | None = None, config: PretrainedConfig | None = None
+) -> PreTrainedTokenizerBase | None:
     folder = Path(path)
     has_tokenizer = not folder.exists() or any(folder.glob("tokenizer*")) or any(folder.glob("vocab*"))
-    return AutoTokenizer.from_pretrained(path, revision=revision) if has_tokenizer else None
+    return AutoTokenizer.from_pretrained(path, revision=revision, config=config) if has_tokenizer else None
 
 
 def load_generation_config(path: str | Path, revision: str | None = None) -> GenerationConfig | None:

@@ -21,9 +21,9 @@ from blockdraft.formats.gguf.files import GGUFFile, open_gguf
 from blockdraft.formats.gguf.rope import IN_FACTORS, ROPE_FACTORS, WORDS, rope_factors, rope_metadata
 from blockdraft.formats.gguf.write import write_gguf
 from blockdraft.formats.stored import stored
-from blockdraft.nn.rotary import rotary_frequencies
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention, need
 from blockdraft.nn.quantized import QuantizedWeight
+from blockdraft.nn.rotary import rotary_frequencies
 from blockdraft.types import GGUFWeights
 
 ARCHITECTURE = "dflash"

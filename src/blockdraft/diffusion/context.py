@@ -1,0 +1,91 @@
+"""Texts that grow by whole blocks, as keys and values: each block is computed on top of those before it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from blockdraft.diffusion.mask import block_causal
+from blockdraft.diffusion.model import DiffusionModel, shifted
+from blockdraft.nn.attention import visible_slots
+from blockdraft.nn.cache import KVCache
+
+PIECE = 512  # tokens of a prompt that are read at once, about
+
+
+class Context:
+    """The committed blocks of some rows, which are those of the clean text that a noisy block sees in training.
+
+    Args:
+        rows: Number of rows.
+        capacity: Tokens of a row at most, the block in the making included.
+    """
+
+    def __init__(self, model: DiffusionModel, rows: int, capacity: int) -> None:
+        self._model, self._capacity = model, capacity
+        self._cache = KVCache(rows, capacity)
+        # With a token shift, what is said about the first token of a row's next block.
+        self._before: list[Tensor | None] = [None] * rows
+
+    def length(self, row: int) -> int:
+        """Committed tokens of a row; a multiple of the block size."""
+        return self._cache.of([row * self._capacity]).lengths[0]
+
+    def knows_first(self, row: int) -> bool:
+        """Whether `first` can tell of the first token of the row's next block."""
+        return self._before[row] is not None
+
+    @torch.no_grad()
+    def read(self, row: int, tokens: Sequence[int]) -> None:
+        """Commit whole blocks of known tokens."""
+        size = self._model.config.block_size
+        assert len(tokens) % size == 0
+        step = max(1, PIECE // size) * size
+        for begin in range(0, len(tokens), step):
+            part = torch.tensor(tokens[begin : begin + step])[None]
+            states = self._forward([row], part, block_causal(part.size(1), size))
+            self._commit([row], [part.size(1)], states)
+
+    @torch.no_grad()
+    def look(self, rows: Sequence[int], blocks_RN: Tensor, known: Sequence[bool]) -> Tensor:
+        """One pass over the next block of some rows. Those that are wholly known are committed.
+
+        Args:
+            blocks_RN: Int64 on the CPU, with the mask token where one is not known.
+            known: Which blocks hold none.
+
+        Returns:
+            `[R, N, H]`, what the network thinks of each token that is not known.
+        """
+        count = blocks_RN.size(1)
+        states = self._forward(rows, blocks_RN, torch.ones(count, count, dtype=torch.bool))
+        about = states
+        if self._model.config.token_shift:  # of a row's very first token, which is given, anything will do
+            before = [self.first(row) if self.knows_first(row) else states[i, 0] for i, row in enumerate(rows)]
+            about = shifted(states, torch.stack(before)[:, None], count)
+        self._commit(rows, [count if each else 0 for each in known], states)
+        return about
+
+    def first(self, row: int) -> Tensor:
+        """What the network thinks of the first token of the row's next block, `[H]`, without a pass."""
+        found = self._before[row]
+        assert found is not None
+        return found
+
+    def _forward(self, rows: Sequence[int], tokens_RN: Tensor, within_NN: Tensor) -> Tensor:
+        device, cache = self._model.network.device, self._part(rows)
+        within = within_NN.to(device).expand(len(rows), -1, -1)
+        positions = cache.slots(tokens_RN.size(1), device)
+        visible = visible_slots(cache.lengths, within)
+        return self._model.network.hidden(tokens_RN.to(device), positions, visible, cache)
+
+    def _commit(self, rows: Sequence[int], counts: Sequence[int], states: Tensor) -> None:
+        self._part(rows).commit([range(count) for count in counts])
+        for place, (row, count) in enumerate(zip(rows, counts, strict=True)):
+            if count and self._model.config.token_shift:
+                self._before[row] = states[place, count - 1].clone()
+
+    def _part(self, rows: Sequence[int]) -> KVCache:
+        return self._cache.of([row * self._capacity for row in rows])

@@ -1,0 +1,140 @@
+"""What a block-diffusion model is, and how one is made, trained, measured and sampled."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from blockdraft.errors import UsageError
+from blockdraft.settings import Amount, Count, Natural, Share, settings
+
+
+@settings
+class DiffusionConfig:
+    """What the network itself does not show.
+
+    Attributes:
+        block_size: Tokens of a block. At 1 the model is autoregressive.
+        mask_token_id: Stands for a token that is not known yet.
+        token_shift: Whether what the network says at a token is about the next one, as in causal language models. What
+            is said about the first token of a block is then said at the last one of the block before.
+    """
+
+    block_size: Count
+    mask_token_id: Natural
+    token_shift: bool
+
+
+@settings
+class ConvertSettings:
+    """How a causal language model becomes a block-diffusion model.
+
+    Attributes:
+        block_size: Tokens of a block; 1 leaves the model autoregressive.
+        token_shift: Go on predicting the next token at each token, which needs the least training; else each place
+            predicts its own token.
+        mask_token_id: Token that stands for unknown ones; None is the tokenizer's mask token, or else a new one.
+        seed: Of the embedding of a new mask token.
+    """
+
+    block_size: Count = 8
+    token_shift: bool = True
+    mask_token_id: Natural | None = None
+    seed: Natural = 0
+
+
+@settings
+class LikelihoodSettings:
+    """How the likelihood of a text is measured.
+
+    Attributes:
+        length: Tokens that are read together, the first of which is given; longer texts are cut. None is 512, or the
+            model's context if that is shorter.
+        draws: Draws of the noise for the whole text, which the interval comes from; blocks of one token need none.
+        batch: Rows that are computed at once.
+        seed: Of the noise.
+    """
+
+    length: Annotated[int, Field(ge=2)] | None = None
+    draws: Annotated[int, Field(ge=4)] = 8
+    batch: Count = 8
+    seed: Natural = 0
+
+
+@settings
+class SampleSettings:
+    """How text is sampled.
+
+    Attributes:
+        max_new_tokens: Number of tokens after which an answer is cut, exact to the token.
+        strategy: Which tokens of a block are settled in a pass: first_hitting (one, at random), ancestral=STEPS (those
+            whose time has come, of so many steps), static=N (the N surest), threshold=P (all at least as sure as P),
+            entropy=H (the surest whose entropies add up to no more than H nats beside the largest), or left_to_right.
+        temperature: 0 takes the likeliest token of each place; otherwise the divisor of the logits.
+        top_k: Keep the k most probable tokens; 0 keeps all.
+        top_p: Keep the most probable tokens that together reach this probability; 1 keeps all.
+        seed: Same seed, same tokens; row i of several has the seed + i. None draws one.
+        ignore_eos: Go on past the model's end tokens.
+    """
+
+    max_new_tokens: Count = 128
+    strategy: str = "threshold=0.9"
+    temperature: Amount = 0.0
+    top_k: Natural = 0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    seed: Natural | None = None
+    ignore_eos: bool = False
+
+
+@settings
+class DiffusionRecipe:
+    """How a block-diffusion model is trained. Rate, warm-up, clipping and EMA are those of arXiv 2503.09573.
+
+    Attributes:
+        block_size: Tokens of a block; None is what the model has. The paper trains with one block of the whole length
+            first, and then for the block size that is wanted.
+        length: Tokens of a row; None is 512, or the model's context if that is shorter.
+        batch: Rows of a step.
+        schedule: How the share of masked tokens rises with the time that is drawn for a block.
+        low: Least time that is drawn.
+        high: Largest time that is drawn. Small blocks learn faster from a part of the times, such as 0.45 to 0.95 for
+            blocks of 4.
+        complementary: Learn each row twice at once, masked where it is not masked the other time.
+        learning_rate: Peak learning rate of AdamW.
+        weight_decay: Weight decay of AdamW.
+        warmup: Steps in which the rate rises, after which it stays.
+        clip: Largest norm of the gradient; 0 does not clip.
+        ema: Decay of the running mean of the weights, which is what is written; 0 writes the weights themselves.
+        seed: Of the order of the rows and of the noise.
+        held_out: Share of the rows, the last ones, that is kept back to measure on.
+        eval_every: Steps between measurements; 0 measures at the end alone.
+        save_every: Steps between checkpoints; 0 saves at the end alone.
+        keep: Checkpoints that are kept, the newest ones.
+        save_dtype: Of the weights that are written.
+    """
+
+    block_size: Count | None = None
+    length: Annotated[int, Field(ge=2)] | None = None
+    batch: Count = 16
+    schedule: Literal["linear", "square", "root", "logarithmic", "cosine"] = "linear"
+    low: Share = 0.001
+    high: Share = 1.0
+    complementary: bool = False
+    learning_rate: Amount = 3e-4
+    weight_decay: Amount = 0.0
+    warmup: Natural = 100
+    clip: Amount = 1.0
+    ema: Annotated[float, Field(ge=0, lt=1)] = 0.9999
+    seed: Natural = 0
+    held_out: Share = 0.02
+    eval_every: Natural = 500
+    save_every: Natural = 500
+    keep: Count = 2
+    save_dtype: Literal["float32", "bfloat16"] = "float32"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low <= self.high:
+            raise UsageError(f"low is {self.low} and high {self.high}; give two times with 0 < low <= high <= 1.")
+        if self.complementary and self.schedule != "linear":
+            raise UsageError(f"schedule is {self.schedule!r}; complementary masks take the schedule linear.")

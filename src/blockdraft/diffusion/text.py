@@ -1,0 +1,66 @@
+"""Texts and chats as token ids, and which of them a model is to predict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from blockdraft.data.chats import ChatEncoder
+from blockdraft.data.rows import Row, read_rows
+from blockdraft.data.settings import RowSettings
+from blockdraft.diffusion.model import DiffusionModel
+from blockdraft.errors import UsageError
+
+LONGEST = 512  # tokens of a row, unless more are asked for
+
+
+class Tokens(NamedTuple):
+    """Attributes:
+    ids: `[L]` int64.
+    eligible: `[L]` bool: those that are to be predicted. Others are given, such as what a user says.
+    """
+
+    ids: Tensor
+    eligible: Tensor
+
+
+def read_texts(sources: Sequence[str], rows: RowSettings, model: DiffusionModel) -> list[Tokens]:
+    """The rows of files or datasets: of a text all tokens are to be predicted, of a chat those of the assistant.
+
+    Args:
+        sources, rows: As for `read_rows`.
+
+    Raises:
+        UsageError: A source cannot be read, a row holds the mask token, or a prompt has no answer.
+    """
+    assert model.text.tokenizer is not None
+    encoder = ChatEncoder(model.text.tokenizer, model.text.eos_token_ids)
+    found = []
+    for place, row in read_rows(sources, rows):
+        try:
+            ids, eligible = _encoded(row, encoder)
+        except UsageError as error:
+            raise UsageError(f"{place}: {error}") from error
+        model.check_tokens(ids, place)
+        found.append(Tokens(torch.tensor(ids, dtype=torch.int64), torch.tensor(eligible, dtype=torch.bool)))
+    return found
+
+
+def row_length(model: DiffusionModel, wanted: int | None) -> int:
+    """Tokens of a row. Raises a UsageError where more are wanted than the context holds."""
+    most = model.text.max_context
+    if wanted is not None and wanted > most:
+        raise UsageError(f"length is {wanted}, and the model has a context of {most} tokens; give at most {most}.")
+    return wanted or min(LONGEST, most)
+
+
+def _encoded(row: Row, encoder: ChatEncoder) -> tuple[list[int], list[bool]]:
+    if isinstance(row, str):
+        ids = encoder.text(row)
+        return ids, [True] * len(ids)
+    if any(message["content"] is None for message in row):
+        raise UsageError("this is a prompt without a response, so there is nothing to predict.")
+    return encoder.chat(row)

@@ -1,0 +1,158 @@
+"""Networks of block-diffusion language models: what all of them can do, and a causal language model that became one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from blockdraft.nn.attention import attend
+from blockdraft.nn.cache import KVCache
+from blockdraft.nn.decoder import ACTIVATIONS, rope_angles, rope_frequencies
+from blockdraft.nn.decoder_config import DecoderConfig
+from blockdraft.nn.layers import RMSNorm
+
+
+class Denoiser(nn.Module, ABC):
+    """A transformer that leaves to its caller who may attend to whom. Its parameters go by the names of its checkpoint.
+
+    Attributes:
+        vocab_size: Number of logits, the mask token's included.
+    """
+
+    vocab_size: int
+
+    @abstractmethod
+    def hidden(
+        self, tokens: Tensor, positions: Tensor, visible: Tensor | None = None, cache: KVCache | None = None
+    ) -> Tensor:
+        """What the head makes logits of, `[B, N, H]`.
+
+        Args:
+            tokens: `[B, N]` int64.
+            positions: `[B, N]` int64, or `[1, N]` where the rows share them.
+            visible: `[B or 1, N, T]` bool: token i may see slot j. Without a cache T is N. None lets all see all.
+            cache: Gets keys and values of the tokens behind those that each row has committed; the caller commits.
+        """
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[..., H]` to `[..., V]`."""
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+
+def why_not_denoiser(config: DecoderConfig) -> str | None:
+    """Why `CausalDenoiser` cannot run a decoder; None where it can."""
+    others = {
+        "sliding windows": config.windows != (None,),
+        "soft-caps": config.attention_softcap is not None or config.final_softcap is not None,
+        "norms of what layers add": config.post_norms,
+        "norm weights that begin at 0": config.norm_plus_one,
+        "scaled embeddings": config.embedding_scale != 1,
+    }
+    found = [name for name, has in others.items() if has]
+    return f"it has {' and '.join(found)}, which models of the Llama and Qwen families do not have" if found else None
+
+
+class CausalDenoiser(Denoiser):
+    """The layers of a causal language model of the Llama and Qwen families, without its causal mask."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        assert why_not_denoiser(config) is None
+        self.config, self.vocab_size = config, config.vocab_size
+        self.model = _Body(config)
+        if not config.tied_head:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        # No buffer, since it must stay float32 when the weights are cast: rounded to bfloat16, positions blur.
+        with torch.device("cpu"):  # also where the weights are still to come
+            self._frequencies = rope_frequencies(config)
+
+    def hidden(
+        self, tokens: Tensor, positions: Tensor, visible: Tensor | None = None, cache: KVCache | None = None
+    ) -> Tensor:
+        self._frequencies = self._frequencies.to(tokens.device)
+        x: Tensor = self.model.embed_tokens(tokens)
+        angles = rope_angles(self.config, self._frequencies, positions, x.dtype)
+        for layer in self.model.layers:
+            x = layer(x, angles, visible, cache)
+        out: Tensor = self.model.norm(x)
+        return out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        head = self.model.embed_tokens if self.config.tied_head else self.lm_head
+        return F.linear(hidden, head.weight)
+
+
+class _Body(nn.Module):
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(_Layer(config, number) for number in range(len(config.layers)))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: DecoderConfig, number: int) -> None:
+        super().__init__()
+        self.self_attn = _Attention(config, number)
+        self.mlp = _MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+
+    def forward(
+        self, x: Tensor, angles: list[tuple[Tensor, Tensor]], visible: Tensor | None, cache: KVCache | None
+    ) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), angles, visible, cache)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: DecoderConfig, number: int) -> None:
+        super().__init__()
+        self.number, self.head_dim = number, config.head_dim
+        self.rope = config.ropes.index(config.layers[number].rope)
+        size, bias = config.hidden_size, config.qkv_bias
+        self.q_proj = nn.Linear(size, config.num_heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(size, config.num_kv_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(size, config.num_kv_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_heads * self.head_dim, size, bias=config.output_bias)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(self.head_dim, config.norm_eps)
+            self.k_norm = RMSNorm(self.head_dim, config.norm_eps)
+        self.has_norms = config.qk_norm
+
+    def forward(
+        self, x: Tensor, angles: list[tuple[Tensor, Tensor]], visible: Tensor | None, cache: KVCache | None
+    ) -> Tensor:
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        queries, keys, values = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in projections)
+        if self.has_norms:
+            queries, keys = self.q_norm(queries), self.k_norm(keys)
+        cos, sin = angles[self.rope]
+        queries, keys = (each * cos + each.roll(self.head_dim // 2, dims=-1) * sin for each in (queries, keys))
+        queries, keys, values = (each.transpose(1, 2).to(x.dtype) for each in (queries, keys, values))
+        if cache is not None:
+            keys, values = cache.write(self.number, keys, values)
+        out: Tensor = self.o_proj(attend(queries, keys, values, visible).transpose(1, 2).flatten(-2))
+        return out
+
+
+class _MLP(nn.Module):
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        inner, bias = config.intermediate_size, config.mlp_bias
+        self.gate_proj = nn.Linear(config.hidden_size, inner, bias=bias)
+        self.up_proj = nn.Linear(config.hidden_size, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, config.hidden_size, bias=bias)
+        self.activation = ACTIVATIONS[config.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+        return out

@@ -1,0 +1,169 @@
+"""The network of the paper's own models (arXiv 2503.09573): a transformer with adaptive norms, without dropout.
+
+Its norms are shifted and scaled by what a time embedding says. These models are not told the time, so they all hear of
+time zero; the layers that could make more of it are still there.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from blockdraft.nn.attention import attend
+from blockdraft.nn.cache import KVCache
+from blockdraft.nn.denoiser import Denoiser
+from blockdraft.nn.layers import rotate
+from blockdraft.settings import Count, settings
+
+TIMES = 256  # channels of the embedding of a time
+ROPE_THETA = 10_000.0
+
+
+@settings
+class DiTConfig:
+    """Names and meanings are those of config.json.
+
+    Attributes:
+        vocab_size: The mask token included, which is the last one.
+        model_length: Tokens of a row at most.
+        hidden_dim: Size of a state.
+        n_blocks: Layers.
+        n_heads: Heads of attention.
+        cond_dim: Size of what the norms listen to.
+    """
+
+    vocab_size: Count
+    model_length: Count
+    hidden_dim: Count
+    n_blocks: Count
+    n_heads: Count
+    cond_dim: Count
+
+
+class DiT(Denoiser):
+    """Parameters and buffers go by the names of the published checkpoints."""
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        self.config, self.vocab_size = config, config.vocab_size
+        # The times that were drawn in training, which nothing here asks for.
+        self.register_buffer("sampling_eps_min", torch.tensor(1e-3))
+        self.register_buffer("sampling_eps_max", torch.tensor(1.0))
+        self.backbone = _Backbone(config)
+
+    def hidden(
+        self, tokens: Tensor, positions: Tensor, visible: Tensor | None = None, cache: KVCache | None = None
+    ) -> Tensor:
+        out: Tensor = self.backbone(tokens, positions, visible, cache)
+        return out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.backbone.output_layer.linear(hidden)
+        return out
+
+
+class _Backbone(nn.Module):
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        self.vocab_embed = _Table(config.vocab_size, config.hidden_dim)
+        self.sigma_map = _Times(config.cond_dim)
+        self.rotary_emb = _Rotary(config.hidden_dim // config.n_heads)
+        self.blocks = nn.ModuleList(_Block(config, number) for number in range(config.n_blocks))
+        self.output_layer = _OutputLayer(config)
+
+    def forward(self, tokens: Tensor, positions: Tensor, visible: Tensor | None, cache: KVCache | None) -> Tensor:
+        x = F.embedding(tokens, self.vocab_embed.embedding)
+        heard, turns = F.silu(self.sigma_map(x)), self.rotary_emb(positions, x.dtype)
+        for block in self.blocks:
+            x = block(x, heard, turns, visible, cache)
+        out: Tensor = self.output_layer(x, heard)
+        return out
+
+
+class _Table(nn.Module):
+    def __init__(self, rows: int, size: int) -> None:
+        super().__init__()
+        self.embedding = nn.Parameter(torch.empty(rows, size))
+        nn.init.kaiming_uniform_(self.embedding, a=5**0.5)
+
+
+class _Times(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(TIMES, size), nn.SiLU(), nn.Linear(size, size))
+
+    def forward(self, like: Tensor) -> Tensor:
+        """Of time zero, whose cosines are all 1 and whose sines are 0."""
+        out: Tensor = self.mlp(torch.cat([like.new_ones(TIMES // 2), like.new_zeros(TIMES // 2)]))
+        return out
+
+
+class _Rotary(nn.Module):
+    def __init__(self, head_dim: int) -> None:
+        super().__init__()
+        # The buffer is there for the checkpoint's sake: casting the weights would blur it, so another copy is used.
+        with torch.device("cpu"):
+            self._frequencies = 1 / ROPE_THETA ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+        self.register_buffer("inv_freq", self._frequencies.clone())
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        self._frequencies = self._frequencies.to(positions.device)
+        angles = positions.unsqueeze(-1) * self._frequencies
+        angles = torch.cat([angles, angles], dim=-1)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+class _Norm(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+        normed = F.layer_norm(x.float(), self.weight.shape).to(self.weight.dtype) * self.weight
+        return normed * (1 + scale) + shift
+
+
+class _Block(nn.Module):
+    def __init__(self, config: DiTConfig, number: int) -> None:
+        super().__init__()
+        size, self.number, self.heads = config.hidden_dim, number, config.n_heads
+        self.norm1, self.norm2 = _Norm(size), _Norm(size)
+        self.attn_qkv = nn.Linear(size, 3 * size, bias=False)
+        self.attn_out = nn.Linear(size, size, bias=False)
+        self.mlp = nn.Sequential(nn.Linear(size, 4 * size), nn.GELU("tanh"), nn.Linear(4 * size, size))
+        self.adaLN_modulation = _silent(config.cond_dim, 6 * size)
+
+    def forward(
+        self, x: Tensor, heard: Tensor, turns: tuple[Tensor, Tensor], visible: Tensor | None, cache: KVCache | None
+    ) -> Tensor:
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = self.adaLN_modulation(heard).chunk(6)
+        qkv = self.attn_qkv(self.norm1(x, shift, scale)).unflatten(-1, (3, self.heads, -1))
+        queries, keys = (rotate(qkv[:, :, part], *turns).transpose(1, 2) for part in (0, 1))
+        values = qkv[:, :, 2].transpose(1, 2)
+        if cache is not None:
+            keys, values = cache.write(self.number, keys, values)
+        attended = attend(queries, keys, values, visible).transpose(1, 2).flatten(-2)
+        x = x + gate * self.attn_out(attended)
+        out: Tensor = x + mlp_gate * self.mlp(self.norm2(x, mlp_shift, mlp_scale))
+        return out
+
+
+class _OutputLayer(nn.Module):
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        self.norm_final = _Norm(config.hidden_dim)
+        self.linear = _silent(config.hidden_dim, config.vocab_size)
+        self.adaLN_modulation = _silent(config.cond_dim, 2 * config.hidden_dim)
+
+    def forward(self, x: Tensor, heard: Tensor) -> Tensor:
+        out: Tensor = self.norm_final(x, *self.adaLN_modulation(heard).chunk(2))
+        return out
+
+
+def _silent(inputs: int, outputs: int) -> nn.Linear:
+    """A layer that says nothing before it is trained."""
+    made = nn.Linear(inputs, outputs)
+    nn.init.zeros_(made.weight)
+    nn.init.zeros_(made.bias)
+    return made

@@ -1,0 +1,122 @@
+"""`blockdraft diffusion` on tiny random models."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeAlias
+
+import pytest
+
+from blockdraft import cli
+from blockdraft.cli.diffusion import UNKNOWN
+from blockdraft.diffusion.convert import convert
+from blockdraft.diffusion.settings import ConvertSettings
+
+Run: TypeAlias = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """`run("generate", ...)` is the exit code, what was printed, and what went to standard error."""
+
+    def command(*args: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["blockdraft", "diffusion", *map(str, args)])
+        with pytest.raises(SystemExit) as exit_info:
+            cli.main()
+        return int(exit_info.value.code or 0), *capsys.readouterr()
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("the thing in the inn " * 20)
+    return command
+
+
+@pytest.fixture(scope="session")
+def model(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("diffusion") / "model"
+    convert(tiny_target_dir, folder, ConvertSettings(block_size=4))
+    return folder
+
+
+def test_from_a_target_to_an_answer(tiny_target_dir: Path, run: Run) -> None:
+    code, out, err = run("convert", tiny_target_dir, "--block-size", 4, "--no-token-shift", "--out", "made")
+    assert (code, out) == (0, "") and "made: blocks of 4, without token shift, mask token <|mask|> (id 3)" in err
+    sizes = ("--length", 16, "--batch", 2, "--warmup", 0)
+    given = ("train", "--model", "made", "--data", "text.txt", "--out", "trained", *sizes)
+    code, out, err = run(*given, "--steps", 3)
+    assert (code, out) == (0, "")
+    assert "step 3 of 3, loss " in err and "The model is in trained, " in err and "bits per held-out token" in err
+    code, out, err = run(*given, "--steps", 4)
+    assert code == 0 and "Going on from step 3" in err and "step 4 of 4" in err
+    code, out, err = run("perplexity", "text.txt", "--model", "trained", "--json", "--draws", 4, "--length", 16)
+    found = json.loads(out)
+    assert code == 0 and found["low"] < found["perplexity"] < found["high"] and not found["exact"]
+    assert found["draws"] == 4 and 2 ** found["bits_per_token"] == pytest.approx(found["perplexity"])
+    code, out, err = run("generate", "--model", "trained", "--max-new-tokens", 10, "the thing")
+    assert code == 0 and out.endswith("\n")
+
+
+def test_perplexity_in_words(model: Path, run: Run) -> None:
+    code, out, _ = run("perplexity", "text.txt", "--model", model, "--length", 32)
+    assert code == 0 and out.startswith("perplexity at most ") and "8 draws" in out
+    code, out, _ = run("perplexity", "text.txt", "--model", model, "--length", 32, "--block-size", 1)
+    assert code == 0 and out.startswith("perplexity ") and "at most" not in out and "draws" not in out
+    found = json.loads(run("perplexity", "text.txt", "--model", model, "--block-size", 1, "--json")[1])
+    assert found["exact"] and found["low"] == found["high"] == found["perplexity"]
+
+
+def test_answers_as_json(model: Path, run: Run) -> None:
+    how = ("generate", "--model", model, "--max-new-tokens", 9, "--seed", 1, "--ignore-eos", "--json")
+    code, out, _ = run(*how, "--strategy", "left_to_right", "--show-steps", "hi")
+    found = json.loads(out)
+    assert code == 0 and len(found["token_ids"]) == 9 and found["finish_reason"] == "length"
+    assert found["forwards"] >= 9 and found["tokens_per_forward"] == pytest.approx(9 / found["forwards"])
+    assert found["steps"][-1][-1] is None or found["steps"][-1][-1] == found["token_ids"][-1]
+    assert json.loads(run(*how, "--strategy", "threshold=0", "hi")[1])["forwards"] < found["forwards"]
+
+
+def test_many_prompts(model: Path, run: Run) -> None:
+    Path("prompts.jsonl").write_text('{"prompt": "hi"}\n{"turns": ["a longer one", "x"]}\n')
+    how = ("generate", "--model", model, "--max-new-tokens", 7, "--ignore-eos", "--seed", 3)
+    code, out, _ = run(*how, "--prompts", "prompts.jsonl")
+    found = sorted((json.loads(line) for line in out.splitlines()), key=lambda one: one["index"])
+    assert code == 0 and [one["index"] for one in found] == [0, 1]
+    assert json.loads(run(*how, "--json", "hi")[1])["token_ids"] == found[0]["token_ids"]
+    code, _, err = run(*how, "--prompts", "prompts.jsonl", "hi")
+    assert code == 2 and "--prompts prompts.jsonl and a prompt do not go together" in err
+
+
+def test_shown_steps(model: Path, run: Run) -> None:
+    how = ("generate", "--model", model, "--max-new-tokens", 6, "--ignore-eos", "--strategy", "left_to_right")
+    code, out, err = run(*how, "--show-steps", "hi")
+    assert code == 0 and out == run(*how, "hi")[1]
+    lines = [line for line in err.splitlines() if line.startswith(("'", '"'))]
+    assert len(lines) == 6 and UNKNOWN in lines[0] and lines[0].count(UNKNOWN) >= lines[1].count(UNKNOWN)
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["generate", "--model", "nowhere", "hi"], "nowhere has no config.json of a model"),
+        (["generate", "--model", "MODEL", "--strategy", "x", "hi"], "strategy is 'x'; use one of first_hitting"),
+        (["generate", "--model", "MODEL", "--top-p", "0", "hi"], "top_p is 0.0; it must be greater than 0"),
+        (["generate", "--model", "MODEL", "--max-new-tokens", "900", "hi"], "exceed the model's context of 256"),
+        (["generate", "--model", "MODEL", "--dtype", "int3", "hi"], "dtype is 'int3'"),
+        (["generate", "--model", "MODEL", "--device", "abacus", "hi"], "Device abacus is not usable here"),
+        (["perplexity", "absent.txt", "--model", "MODEL"], "There is no absent.txt"),
+        (["perplexity", "text.txt", "--model", "MODEL", "--draws", "2"], "draws is 2; it must be at least 4"),
+        (["convert", "MODEL", "--out", "x"], "a2d-qwen3"),
+        (["convert", "--mask-token-id", "0", "--out", "x"], "mask_token_id is 0, which ends texts; name a token"),
+        (
+            ["train", "--model", "MODEL", "--data", "text.txt", "--steps", "1", "--out", "x", "--high", "2"],
+            "high is 2.0; it must be at most 1",
+        ),
+        (
+            ["train", "--model", "MODEL", "--data", "text.txt", "--steps", "1", "--out", "x", "--block-size", "999"],
+            "block_size is 999",
+        ),
+    ],
+)
+def test_bad_input(args: list[str], told: str, model: Path, run: Run) -> None:
+    code, out, err = run(*(model if each == "MODEL" else each for each in args))
+    assert (code, out) == (2, "") and told in err and not Path("x").exists()

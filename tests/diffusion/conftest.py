@@ -1,0 +1,40 @@
+"""Tiny random block-diffusion models, made of the tiny target."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeAlias
+
+import pytest
+
+from blockdraft.diffusion.convert import convert
+from blockdraft.diffusion.folder import load_model
+from blockdraft.diffusion.model import DiffusionModel
+from blockdraft.diffusion.settings import ConvertSettings
+
+MakeFolder: TypeAlias = Callable[..., Path]
+MakeModel: TypeAlias = Callable[..., DiffusionModel]
+
+
+@pytest.fixture(scope="session")
+def folder_of(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> MakeFolder:
+    """`folder_of(block_size=4, token_shift=True)` is the folder of such a model."""
+    made: dict[tuple[int, bool], Path] = {}
+
+    def folder(block_size: int = 4, token_shift: bool = True) -> Path:
+        key = block_size, token_shift
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("diffusion") / "model"
+            convert(tiny_target_dir, made[key], ConvertSettings(*key))
+        return made[key]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def model_of(folder_of: MakeFolder) -> MakeModel:
+    """`model_of(block_size=4, token_shift=True)` is such a model, on the CPU in float32."""
+
+    def model(block_size: int = 4, token_shift: bool = True) -> DiffusionModel:
+        return load_model(folder_of(4, token_shift), "cpu", block_size=block_size)
+
+    return model

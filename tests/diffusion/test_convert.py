@@ -1,0 +1,270 @@
+"""From a causal model to a block-diffusion model, and its folder read back."""
+
+import json
+import shutil
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+from blockdraft.diffusion.convert import convert
+from blockdraft.diffusion.folder import load_model, write_model
+from blockdraft.diffusion.likelihood import likelihood
+from blockdraft.diffusion.model import DiffusionModel
+from blockdraft.diffusion.sampler import Sampler
+from blockdraft.diffusion.settings import ConvertSettings, DiffusionConfig, SampleSettings
+from blockdraft.diffusion.text import Tokens
+from blockdraft.errors import UsageError
+from blockdraft.nn.dit import DiT, DiTConfig
+from blockdraft.targets import TargetText, load_target
+
+
+@pytest.fixture
+def source(tiny_target_dir: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny target to change."""
+    return Path(shutil.copytree(tiny_target_dir, tmp_path / "source"))
+
+
+def change(file: Path, **values: Any) -> None:
+    """Of a JSON file; None deletes a key."""
+    raw = json.loads(file.read_text())
+    file.write_text(json.dumps({name: value for name, value in (raw | values).items() if value is not None}))
+
+
+def without_mask_token(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.mask_token = None
+    tokenizer.save_pretrained(folder)
+
+
+def test_weights_stay_and_the_folder_loads(tiny_target_dir: Path, tmp_path: Path) -> None:
+    found = convert(tiny_target_dir, tmp_path / "out", ConvertSettings(block_size=8, token_shift=False))
+    assert (found.mask_token, found.config.mask_token_id, found.is_new) == ("<|mask|>", 3, False)
+    raw = json.loads((tmp_path / "out/config.json").read_text())
+    assert (raw["model_type"], raw["architectures"]) == ("a2d-qwen3", ["A2DQwen3LMHeadModel"])
+    assert (raw["block_size"], raw["mask_token_id"], raw["token_shift"]) == (8, 3, False)
+    model = load_model(tmp_path / "out", "cpu")
+    assert model.config == found.config
+    theirs = Qwen3ForCausalLM.from_pretrained(tiny_target_dir).state_dict()
+    ours = model.network.state_dict()
+    assert theirs.keys() == ours.keys() and all(torch.equal(theirs[name], ours[name]) for name in ours)
+    assert model.text.tokenizer is not None and model.text.eos_token_ids == {2}
+    assert model.text.tokenizer.chat_template is not None
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["out"]  # nothing beside it
+
+
+def test_nobody_takes_it_for_a_causal_model(folder_of: Any) -> None:
+    with pytest.raises(UsageError, match="a2d-qwen3"):
+        load_target(folder_of())
+
+
+def test_a_tokenizer_without_mask_token_gets_one(source: Path, tmp_path: Path) -> None:
+    without_mask_token(source)
+    found = convert(source, tmp_path / "out")
+    assert (
+        found.is_new and found.mask_token == "<|mask_0|>" and found.config.mask_token_id == 265
+    )  # behind the last one
+    model = load_model(tmp_path / "out", "cpu")
+    assert model.network.vocab_size == 266 and model.text.tokenizer.mask_token_id == 265
+    table = load_file(tmp_path / "out/model.safetensors")["model.embed_tokens.weight"]
+    before = load_file(source / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(table[:265], before)
+    assert 0.5 < table[265].norm() / before.norm(dim=1).mean() < 2  # no row that gradients explode at
+    again = convert(source, tmp_path / "again")
+    assert found == again
+    assert torch.equal(load_file(tmp_path / "again/model.safetensors")["model.embed_tokens.weight"], table)
+
+
+def test_a_new_mask_token_takes_a_spare_row(source: Path, tmp_path: Path) -> None:
+    without_mask_token(source)
+    config = Qwen3Config.from_pretrained(source, vocab_size=280)
+    with torch.random.fork_rng():
+        Qwen3ForCausalLM(config).save_pretrained(source)
+    found = convert(source, tmp_path / "out")
+    assert found.config.mask_token_id == 265 and load_model(tmp_path / "out", "cpu").network.vocab_size == 280
+
+
+def test_an_embedding_next_to_nothing_is_drawn_anew(source: Path, tmp_path: Path) -> None:
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.embed_tokens.weight"][3] *= 1e-6
+    save_file(tensors, source / "model.safetensors")
+    convert(source, tmp_path / "out")
+    table = load_file(tmp_path / "out/model.safetensors")["model.embed_tokens.weight"]
+    assert table[3].norm() > 0.3 * table.norm(dim=1).mean()
+    assert torch.equal(table[4:], tensors["model.embed_tokens.weight"][4:])
+
+
+def test_a_mask_token_that_pads_is_replaced(source: Path, tmp_path: Path) -> None:
+    change(source / "tokenizer_config.json", pad_token="<|mask|>")
+    found = convert(source, tmp_path / "out")
+    assert found.is_new and found.config.mask_token_id == 265
+
+
+def test_padding_may_be_the_end_token(source: Path, tmp_path: Path) -> None:
+    change(source / "tokenizer_config.json", pad_token="<|im_end|>")
+    found = convert(source, tmp_path / "out")
+    assert not found.is_new and load_model(tmp_path / "out", "cpu").text.eos_token_ids == {2}
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"mask_token_id": 0}, "mask_token_id is 0, which is the padding token; name a token that no text holds"),
+        ({"mask_token_id": 2}, "mask_token_id is 2, which ends texts"),
+        ({"mask_token_id": 265}, "mask_token_id is 265, and the model has 265 tokens, 0 to 264"),
+        ({"block_size": 300}, "block_size is 300, and .* has a context of 256 tokens"),
+        ({"block_size": 0}, "block_size is 0; it must be at least 1"),
+    ],
+)
+def test_bad_settings(settings: dict[str, Any], told: str, tiny_target_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=told):
+        convert(tiny_target_dir, tmp_path / "out", ConvertSettings(**settings))
+    assert not list(tmp_path.iterdir())
+
+
+def test_models_that_cannot_be_converted(source: Path, folder_of: Any, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="exists already"):
+        convert(source, source)
+    change(source / "config.json", use_sliding_window=True, sliding_window=4, layer_types=["sliding_attention"] * 3)
+    with pytest.raises(UsageError, match="cannot be converted: it has sliding windows"):
+        convert(source, tmp_path / "out")
+    for file in source.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(UsageError, match="has no tokenizer"):
+        convert(source, tmp_path / "out")
+
+
+# The folder
+
+
+@pytest.fixture
+def folder(folder_of: Any, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(folder_of(), tmp_path / "model"))
+
+
+def test_written_and_read_back(model_of: Any, folder: Path) -> None:
+    model = load_model(folder, "cpu", block_size=2)
+    tensors = {name: weight + 1 for name, weight in model.network.state_dict().items()}
+    write_model(model, tensors, folder)  # in place of what is there
+    again = load_model(folder, "cpu")
+    assert again.config.block_size == 2 and again.text.eos_token_ids == model.text.eos_token_ids
+    assert all(torch.equal(weight, tensors[name]) for name, weight in again.network.state_dict().items())
+    write_model(model, {name: weight.bfloat16() for name, weight in tensors.items()}, folder)
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+    assert load_model(folder, "cpu", "bfloat16").network.model.norm.weight.dtype == torch.bfloat16
+
+
+def test_a_failing_disk_leaves_what_was_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_model(folder, "cpu")
+    with monkeypatch.context() as patch, pytest.raises(UsageError, match="cannot be written .*no space"):
+        patch.setattr(
+            "blockdraft.quantize.folder.save_file", lambda *_, **__: (_ for _ in ()).throw(OSError("no space"))
+        )
+        write_model(model, model.network.state_dict(), folder)
+    assert load_model(folder, "cpu").config == model.config
+    assert [file.name for file in folder.parent.iterdir()] == ["model"]
+
+
+def test_the_layouts_of_others(folder: Path) -> None:
+    """dllm does not write the block size, SDAR writes it; neither knows the other keys."""
+    change(folder / "config.json", block_size=None, mask_token_id=None, token_shift=None)
+    with pytest.raises(UsageError, match="config.json lacks block_size; give it by --block-size"):
+        load_model(folder, "cpu")
+    config = load_model(folder, "cpu", block_size=4).config
+    assert (config.mask_token_id, config.token_shift) == (3, False)
+    change(folder / "config.json", model_type="sdar", block_size=16)
+    assert load_model(folder, "cpu").config.block_size == 16
+
+
+def test_weights_that_do_not_all_load_are_no_model(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    for wrong in ({name: None}, {name: tensors[name][:-1].clone()}, {"model.extra": tensors[name].clone()}):
+        changed = {key: value for key, value in (tensors | wrong).items() if value is not None}
+        save_file(changed, folder / "model.safetensors")
+        with pytest.raises(UsageError, match=f"1 tensors do not fit the configuration: {next(iter(wrong))}"):
+            load_model(folder, "cpu")
+    (folder / "model.safetensors").write_bytes(b"short")
+    with pytest.raises(UsageError, match="are corrupt or cut short"):
+        load_model(folder, "cpu")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UsageError, match=r"has no \*.safetensors"):
+        load_model(folder, "cpu")
+
+
+def test_other_folders(folder: Path, tiny_target_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="holds a model of the type 'qwen3', which is no block-diffusion model"):
+        load_model(tiny_target_dir)
+    with pytest.raises(UsageError, match="has no config.json of a model"):
+        load_model(tmp_path / "nowhere")
+    change(folder / "config.json", mask_token_id=400)
+    with pytest.raises(UsageError, match="mask_token_id is 400 in .*, and the model has 265 tokens"):
+        load_model(folder, "cpu")
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(UsageError, match="has no tokenizer"):
+        load_model(folder, "cpu")
+
+
+# The paper's layout
+
+PAPER = {
+    "architectures": ["BD3LM"],
+    "model_type": "bd3lm",
+    "block_size": 4,
+    "model_length": 32,
+    "hidden_dim": 24,
+    "n_blocks": 2,
+    "n_heads": 3,
+    "cond_dim": 8,
+    "vocab_size": 270,
+    "time_conditioning": False,
+}
+
+
+@pytest.fixture
+def paper(tiny_target_dir: Path, tmp_path: Path) -> DiffusionModel:
+    """A model of this layout, written by us; its tokenizer has no mask token, and pads with the end token."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_target_dir)
+    tokenizer.mask_token, tokenizer.pad_token = None, tokenizer.eos_token
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        network = DiT(DiTConfig(**{field.name: PAPER[field.name] for field in fields(DiTConfig)}))
+        for parameter in network.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+    text = TargetText(None, tokenizer, 32, frozenset([tokenizer.eos_token_id]))
+    made = DiffusionModel(network.eval().requires_grad_(False), DiffusionConfig(4, 269, False), text, PAPER)
+    write_model(made, network.state_dict(), tmp_path / "paper")
+    return made
+
+
+def test_the_papers_layout_reads_back(paper: DiffusionModel, tmp_path: Path) -> None:
+    found = load_model(tmp_path / "paper", "cpu")
+    assert found.config == paper.config and found.text.max_context == 32 and found.text.eos_token_ids == {2}
+    tokens, positions = torch.arange(12)[None] + 20, torch.arange(12)[None]
+    one, other = (model.network.logits(model.network.hidden(tokens, positions)) for model in (paper, found))
+    assert torch.equal(one, other)
+    [chunk] = list(Sampler(found, SampleSettings(max_new_tokens=4, ignore_eos=True)).stream([[20, 21, 22, 23]]))
+    assert len(chunk.token_ids) == 4 and 269 not in chunk.token_ids
+    bits = likelihood(found, [Tokens(tokens[0], tokens[0] > 0)]).bits_per_token
+    assert 0 < bits < 1000
+
+
+def test_what_the_paper_leaves_to_its_code(paper: DiffusionModel, tmp_path: Path) -> None:
+    """The published folders have no mask token and no token shift; the former is the last token."""
+    change(tmp_path / "paper/config.json", mask_token_id=None, token_shift=None)
+    assert load_model(tmp_path / "paper", "cpu").config == paper.config
+    change(tmp_path / "paper/config.json", time_conditioning=True)
+    with pytest.raises(UsageError, match="time_conditioning is True, which this network does not know"):
+        load_model(tmp_path / "paper", "cpu")
+    change(tmp_path / "paper/config.json", time_conditioning=False, n_blocks=3)
+    with pytest.raises(UsageError, match="10 tensors do not fit the configuration"):
+        load_model(tmp_path / "paper", "cpu")
+    for file in (tmp_path / "paper").glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(UsageError, match="has no tokenizer; copy that of GPT-2 there"):
+        load_model(tmp_path / "paper", "cpu")

@@ -1,0 +1,122 @@
+"""What the network is asked, and what becomes of its answers."""
+
+from collections.abc import Iterator
+from itertools import combinations
+from math import comb
+
+import pytest
+import torch
+from torch import Tensor
+
+from blockdraft.diffusion.mask import block_causal
+from blockdraft.diffusion.model import DiffusionModel, hide_mask_token, losses, states_about
+from blockdraft.diffusion.noise import Noise, counted_noise
+from blockdraft.errors import UsageError
+
+MASK = 3  # of the tiny tokenizer
+
+
+def some_tokens(rows: int, length: int, seed: int = 0) -> Tensor:
+    return torch.randint(5, 200, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def alone(model: DiffusionModel, tokens: Tensor) -> Tensor:
+    """States of one clean text, or of one whose last block is noisy."""
+    length = len(tokens)
+    visible = block_causal(length, model.config.block_size)[None]
+    return model.network.hidden(tokens[None], torch.arange(length)[None], visible)[0]
+
+
+def slow_states(model: DiffusionModel, noisy: Tensor, clean: Tensor) -> Tensor:
+    """`states_about` of one row, a block at a time."""
+    size, found = model.config.block_size, []
+    for begin in range(0, len(clean), size):
+        end = min(begin + size, len(clean))
+        states = alone(model, torch.cat([clean[:begin], noisy[begin:end]]))[begin:]
+        if model.config.token_shift:
+            before = alone(model, clean[:begin])[-1:] if begin else alone(model, clean[:size])[:1]
+            states = torch.cat([before, states[:-1]])
+        found.append(states)
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 16])
+@pytest.mark.parametrize("shift", [True, False])
+@torch.no_grad()
+def test_one_pass_is_a_pass_for_each_block(model_of, size: int, shift: bool) -> None:
+    model, clean = model_of(size, shift), some_tokens(2, 8)
+    noisy = clean.masked_fill(torch.rand(clean.shape, generator=torch.Generator().manual_seed(1)) < 0.5, MASK)
+    found = states_about(model, noisy, clean)
+    for row in range(2):
+        assert torch.allclose(found[row], slow_states(model, noisy[row], clean[row]), atol=1e-5)
+
+
+@pytest.mark.parametrize("shift", [True, False])
+@torch.no_grad()
+def test_losses(model_of, shift: bool) -> None:
+    """Of masked tokens -log p without the mask token, times the weight; of the others nothing."""
+    model, clean = model_of(4, shift), some_tokens(2, 8)
+    masked = torch.tensor([[0, 1, 1, 0, 1, 0, 0, 1], [0, 0, 0, 0, 0, 1, 0, 0]]).bool()
+    weights = torch.rand(2, 8) * masked
+    states = states_about(model, clean.masked_fill(masked, MASK), clean)
+    logits = model.network.logits(states)
+    logits[..., MASK] = -torch.inf
+    laws = logits.log_softmax(dim=-1)
+    wanted = -laws.gather(-1, clean[..., None]).squeeze(-1) * weights
+    found = losses(model, clean, Noise(masked, weights))
+    assert torch.allclose(found, wanted.masked_fill(~masked, 0), atol=1e-5)
+    assert not losses(model, clean, Noise(torch.zeros_like(masked), weights)).any()
+
+
+def test_gradients_are_those_of_the_loss(model_of) -> None:
+    """Logits that are computed again in the backward pass change nothing."""
+    model, clean = model_of(4, False), some_tokens(1, 8)
+    masked = torch.tensor([[0, 1, 1, 0, 1, 0, 0, 1]]).bool()
+    table = model.network.model.embed_tokens.weight.requires_grad_(True)
+    losses(model, clean, Noise(masked, masked.float())).sum().backward()
+    found = table.grad.clone()
+    table.grad = None
+    logits = model.network.logits(states_about(model, clean.masked_fill(masked, MASK), clean)[masked])
+    kept = torch.arange(logits.size(-1)) != MASK
+    (logits[:, kept].logsumexp(dim=-1) - logits.gather(-1, clean[masked][:, None]).squeeze(-1)).sum().backward()
+    assert torch.allclose(found, table.grad, atol=1e-4) and found.any()
+
+
+def test_the_mask_token_is_never_guessed() -> None:
+    hidden = hide_mask_token(torch.ones(2, 3, dtype=torch.bfloat16), 1)
+    assert hidden.dtype == torch.float32 and hidden.softmax(dim=-1).tolist() == [[0.5, 0, 0.5]] * 2
+
+
+def masks_of(places: list[int], length: int) -> Iterator[tuple[float, Tensor]]:
+    """Every way to mask some of these places, and what its losses weigh in the bound: over n places, with k masked,
+    1 / k in the mean over which ones they are."""
+    for count in range(1, len(places) + 1):
+        for chosen in combinations(places, count):
+            masked = torch.zeros(1, length, dtype=torch.bool)
+            masked[0, list(chosen)] = True
+            yield 1 / count / comb(len(places), count), masked
+
+
+@torch.no_grad()
+def test_draws_of_the_noise_mean_the_bound(model_of) -> None:
+    """Against the sum over all masks of each block."""
+    model, clean = model_of(3, False), some_tokens(1, 6)
+    bound = 0.0
+    for places in ([1, 2], [3, 4, 5]):
+        for weight, masked in masks_of(places, 6):
+            bound += weight * losses(model, clean, Noise(masked, masked.float())).sum().item()
+    eligible = torch.ones(1500, 6, dtype=torch.bool)
+    eligible[:, 0] = False
+    noise = counted_noise(eligible, 3, torch.Generator().manual_seed(0))
+    found = losses(model, clean.repeat(1500, 1), noise).sum(dim=1)
+    error = found.std().item() / 1500**0.5
+    assert found.mean().item() == pytest.approx(bound, abs=4 * error) and error < 0.02 * bound
+
+
+def test_tokens_that_no_text_may_hold(model_of) -> None:
+    model = model_of()
+    model.check_tokens([5, 6], "It")
+    with pytest.raises(UsageError, match=rf"^It holds the mask token \(id {MASK}\)"):
+        model.check_tokens([5, MASK], "It")
+    with pytest.raises(UsageError, match="It holds the token id 5000, and the model has those from 0 to 264 only"):
+        model.check_tokens([5000], "It")

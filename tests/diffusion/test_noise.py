@@ -1,0 +1,102 @@
+"""How many tokens are masked, and what they weigh."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+
+from blockdraft.diffusion.noise import SCHEDULES, counted_noise, stratified, training_noise
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def test_each_stratum_once_in_random_order() -> None:
+    numbers = stratified((16, 64), seeded())
+    assert sorted((numbers.flatten() * 1024).ceil().long().tolist()) == list(range(1, 1025))
+    # The levels of a row spread over all of the interval, and do not rise along it.
+    assert (numbers.std(dim=1) > 0.2).all()
+    assert any(a > b for a, b in pairwise(numbers[0].tolist()))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules(name: str) -> None:
+    """m rises from 0 to 1, and the weight is m' / m."""
+    schedule, t = SCHEDULES[name], torch.linspace(0.05, 0.95, 19, dtype=torch.float64)
+    assert schedule.rate(torch.ones(1, dtype=torch.float64)).item() == pytest.approx(1)
+    assert schedule.rate(torch.full((1,), 1e-9, dtype=torch.float64)).item() == pytest.approx(0, abs=1e-4)
+    slope = (schedule.rate(t + 1e-6) - schedule.rate(t - 1e-6)) / 2e-6
+    assert torch.allclose(schedule.weight(t), slope / schedule.rate(t), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("clip", [(0.001, 1.0), (0.3, 0.8), (1.0, 1.0)])
+def test_a_token_weighs_in_the_mean_what_it_must(name: str, clip: tuple[float, float]) -> None:
+    """Where every token has the loss c, the loss is c times the mean slope of m over the times that are drawn: for all
+    of them c itself, for the linear schedule with any of them."""
+    eligible = torch.ones(4000, 8, dtype=torch.bool)
+    noise = training_noise(eligible, 2, name, clip, seeded())
+    low, high = (SCHEDULES[name].rate(torch.tensor(end, dtype=torch.float64)).item() for end in clip)
+    wanted = (high - low) / (clip[1] - clip[0]) if clip[0] < clip[1] else SCHEDULES[name].weight(torch.ones(1)).item()
+    assert noise.weights.mean().item() == pytest.approx(wanted, rel=0.06)
+    assert torch.equal(noise.weights > 0, noise.masked)
+    if clip == (1.0, 1.0):
+        assert noise.masked.all()
+
+
+def test_the_share_of_masked_tokens_stays_in_the_interval() -> None:
+    noise = training_noise(torch.ones(300, 64, dtype=torch.bool), 64, "linear", (0.45, 0.95), seeded())
+    shares = noise.masked.float().mean(dim=1)
+    assert shares.min() > 0.45 - 0.25 and shares.mean().item() == pytest.approx(0.7, abs=0.02)
+    # One time a block: with many blocks in a row the shares of rows are alike.
+    many = training_noise(torch.ones(300, 64, dtype=torch.bool), 1, "linear", (0.45, 0.95), seeded())
+    assert many.masked.float().mean(dim=1).std() < shares.std() / 2
+
+
+def test_complementary_masks_show_each_token_once() -> None:
+    eligible = torch.rand(50, 12, generator=seeded()) < 0.7
+    noise = training_noise(eligible, 4, "linear", (0.2, 0.9), seeded(), complementary=True)
+    one, other = noise.masked.chunk(2)
+    assert torch.equal(one ^ other, eligible) and not (one & other).any()
+    one_weight, other_weight = noise.weights.chunk(2)
+    t = (1 / one_weight[one]).median()
+    assert 0.2 <= t <= 0.9
+    # Within a block both know the same time: the weights are 1 / t and 1 / (1 - t).
+    for row in range(50):
+        for begin in range(0, 12, 4):
+            first = one_weight[row, begin : begin + 4].max().item()
+            second = other_weight[row, begin : begin + 4].max().item()
+            if first and second:
+                assert 1 / first + 1 / second == pytest.approx(1, rel=1e-5)
+    certain = training_noise(eligible, 4, "linear", (1.0, 1.0), seeded(), complementary=True)
+    assert certain.weights.isfinite().all() and not certain.masked[50:].any()
+
+
+def test_counted_noise() -> None:
+    """Any number of a block's tokens is as likely, any of them are, and in the mean each weighs 1."""
+    eligible = torch.ones(3000, 7, dtype=torch.bool)
+    eligible[:, 0] = False  # blocks of 3, 4 and none but 3 that may be masked
+    noise = counted_noise(eligible, 4, seeded())
+    assert not noise.masked[:, 0].any()
+    assert torch.equal(noise.weights > 0, noise.masked)
+    for begin, able in ((0, 3), (4, 3)):
+        counts = noise.masked[:, begin : begin + 4].sum(dim=1)
+        assert counts.bincount().tolist() == pytest.approx([0] + [3000 / able] * able, abs=150)
+        weights = noise.weights[:, begin : begin + 4].sum(dim=1)
+        assert torch.allclose(weights, torch.tensor(float(able)))
+    assert torch.allclose(noise.weights.mean(dim=0)[1:], torch.ones(6), atol=0.06)
+
+
+def test_blocks_of_one_token_leave_no_choice() -> None:
+    eligible = torch.tensor([[False, True, True, True]])
+    noise = counted_noise(eligible, 1, seeded())
+    assert torch.equal(noise.masked, eligible) and noise.weights.tolist() == [[0, 1, 1, 1]]
+
+
+def test_same_seed_same_noise() -> None:
+    eligible = torch.ones(4, 8, dtype=torch.bool)
+    one, same, other = (training_noise(eligible, 4, "cosine", (0.001, 1.0), seeded(seed)) for seed in (1, 1, 2))
+    assert torch.equal(one.weights, same.weights) and not torch.equal(one.weights, other.weights)
+    assert math.isfinite(one.weights.sum())

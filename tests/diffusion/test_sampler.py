@@ -1,0 +1,173 @@
+"""Text, block by block."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from blockdraft.diffusion.model import DiffusionModel
+from blockdraft.diffusion.sampler import Chunk, Sampler
+from blockdraft.diffusion.settings import SampleSettings
+from blockdraft.diffusion.strategies import STRATEGIES
+from blockdraft.drafters import load_drafter
+from blockdraft.engine import Engine
+from blockdraft.errors import NumbersError, UsageError
+from blockdraft.targets import load_target
+from blockdraft.types import SamplingParams
+
+PROMPTS = [[40, 41, 42], [50, 51, 52, 53, 54, 55, 56, 57], [60], [70, 71, 72, 73, 74, 75]]
+
+
+def answers(
+    model: DiffusionModel, prompts: list[Any], stop: tuple[str, ...] = (), **settings: Any
+) -> list[tuple[list[int], str, Chunk]]:
+    """Tokens, text and last chunk of each answer."""
+    found: list[Any] = [([], "", None) for _ in prompts]
+    for chunk in Sampler(model, SampleSettings(**settings), stop=stop).stream(prompts):
+        tokens, text, _ = found[chunk.row]
+        found[chunk.row] = tokens + list(chunk.token_ids), text + chunk.text, chunk
+    return found
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_blocks_of_one_token_answer_as_the_causal_model(
+    model_of: Any, tiny_target_dir: Path, temperature: float
+) -> None:
+    target = load_target(tiny_target_dir, device="cpu", compile="off")
+    engine = Engine(target, load_drafter("none", target=target))
+    params = SamplingParams(max_new_tokens=24, ignore_eos=True, logit_bias={3: -100})
+    [ours] = answers(model_of(1), [PROMPTS[1]], max_new_tokens=24, ignore_eos=True)
+    [theirs] = engine.generate([PROMPTS[1]], params)
+    engine.close()
+    if temperature == 0:
+        assert ours[0] == list(theirs.token_ids) and ours[1] == theirs.text
+        assert ours[2].forwards == 23  # a pass for each token but the last one
+    else:
+        [one], [two], [other] = (
+            answers(model_of(1), [PROMPTS[1]], max_new_tokens=24, ignore_eos=True, temperature=1.0, seed=seed)
+            for seed in (1, 1, 2)
+        )
+        assert one[0] == two[0] != other[0] != ours[0]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("shift", [True, False])
+def test_rows_are_what_they_are_alone(model_of: Any, strategy: str, shift: bool) -> None:
+    """Prompts of any length, in any company; the seed of row i is the seed + i."""
+    how = {"max_new_tokens": 13, "temperature": 0.7, "strategy": strategy, "ignore_eos": True}
+    model = model_of(4, shift)
+    together = answers(model, PROMPTS, seed=5, **how)
+    for row, prompt in enumerate(PROMPTS):
+        [alone] = answers(model, [prompt], seed=5 + row, **how)
+        assert alone[:2] == together[row][:2] and len(alone[0]) == 13
+        assert alone[2].finish_reason == "length" and 3 not in alone[0]
+
+
+@pytest.mark.parametrize("shift", [True, False])
+def test_passes(model_of: Any, shift: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One a token and one for each block to commit, if one token is settled in each."""
+    model = model_of(4, shift)
+    calls, hidden = [], model.network.hidden
+    monkeypatch.setattr(model.network, "hidden", lambda *given: calls.append(given[0].shape) or hidden(*given))
+    seen: list[tuple[int, ...]] = []
+    how = SampleSettings(max_new_tokens=8, strategy="left_to_right", ignore_eos=True)
+    *_, last = Sampler(model, how).stream([PROMPTS[1]], lambda row, block: seen.append(tuple(block)))
+    known_at_once = 0  # with a shift the first token is known without a pass, but only if it is the only one that lacks
+    assert last.forwards == 8 + 1 - known_at_once == len(calls) - 1  # and one over the prompt
+    lacking = [block.count(None) for block in seen]
+    assert lacking == [3, 2, 1, 0] * 2
+    calls.clear()
+    [fast] = answers(model, [PROMPTS[1]], max_new_tokens=8, strategy="threshold=0", ignore_eos=True)
+    assert fast[2].forwards == 3 == len(calls) - 1 and len(fast[0]) == 8
+
+
+def test_prompts_fill_the_first_block(model_of: Any) -> None:
+    seen: list[tuple[int | None, ...]] = []
+    sampler = Sampler(model_of(4), SampleSettings(max_new_tokens=2, strategy="left_to_right", ignore_eos=True))
+    [chunk] = sampler.stream([[40, 41, 42, 43, 44]], lambda row, block: seen.append(tuple(block)))
+    assert [block[0] for block in seen] == [44, 44] and seen[-1][3] is None
+    assert chunk.token_ids == seen[-1][1:3]  # cut in the middle of a block, which need not be whole
+
+
+def ending(model: DiffusionModel, token: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the model say this token from position 10 on."""
+    hidden, logits = model.network.hidden, model.network.logits
+
+    def marked(tokens: Any, positions: Any, *rest: Any) -> Any:
+        states = hidden(tokens, positions, *rest)
+        return torch.cat([states, (positions >= 10).float().expand(len(states), -1)[..., None]], dim=-1)
+
+    def said(states: Any) -> Any:
+        found = logits(states[..., :-1])
+        found[..., token] = torch.where(states[..., -1] > 0, 1e4, -1e4)
+        return found
+
+    monkeypatch.setattr(model.network, "hidden", marked)
+    monkeypatch.setattr(model.network, "logits", said)
+
+
+@pytest.mark.parametrize("strategy", ["left_to_right", "threshold=0"])
+def test_each_row_ends_where_it_ends(model_of: Any, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end token, which belongs to the tokens and not to the text; the others go on."""
+    model = model_of(4, False)
+    ending(model, 2, monkeypatch)
+    found = answers(model, PROMPTS, max_new_tokens=16, strategy=strategy)
+    for prompt, (tokens, text, chunk) in zip(PROMPTS, found, strict=True):
+        assert len(prompt) + len(tokens) == 11 and tokens[-1] == 2 and chunk.finish_reason == "stop"
+        assert text == model.text.tokenizer.decode(tokens[:-1])
+    on = answers(model, PROMPTS, max_new_tokens=16, strategy=strategy, ignore_eos=True)
+    assert all(len(tokens) == 16 and chunk.finish_reason == "length" for tokens, _, chunk in on)
+
+
+def test_padding_means_nothing(model_of: Any) -> None:
+    """Where padding is the end token, prompts that hold it are read whole, in any company."""
+    model = model_of(4, False)
+    model.text.tokenizer.pad_token = "<|im_end|>"
+    prompts = [[2, 40, 2], [40, 2, 41, 42, 2, 43]]
+    together = answers(model, prompts, max_new_tokens=9, seed=0, ignore_eos=True)
+    for row, prompt in enumerate(prompts):
+        [alone] = answers(model, [prompt], max_new_tokens=9, seed=row, ignore_eos=True)
+        assert alone[0] == together[row][0]
+
+
+def test_stop_texts(model_of: Any) -> None:
+    [plain] = answers(model_of(4), [PROMPTS[1]], max_new_tokens=24, ignore_eos=True)
+    part = plain[1][5:7]
+    [cut] = answers(model_of(4), [PROMPTS[1]], (part,), max_new_tokens=24, ignore_eos=True)
+    assert cut[1] == plain[1][: plain[1].index(part)] and cut[2].finish_reason == "stop"
+    assert plain[0][: len(cut[0])] == cut[0]
+
+
+def test_texts_become_chats(model_of: Any) -> None:
+    model = model_of(4)
+    chat = model.text.tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], add_generation_prompt=True, return_dict=True
+    )["input_ids"]
+    [one], [two] = (answers(model, [prompt], max_new_tokens=6) for prompt in ("hi", chat))
+    assert one[0] == two[0]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "told"),
+    [
+        ([], "The prompt is empty"),
+        ([40, 3], r"The prompt holds the mask token \(id 3\)"),
+        ([40, 9999], "The prompt holds the token id 9999"),
+        ([40] * 250, "The prompt's 250 tokens and max_new_tokens 8, in blocks of 4, exceed .* 256; ask for at most 6"),
+        ([40] * 256, "exceed the model's context of 256; shorten the prompt"),
+    ],
+)
+def test_bad_prompts(model_of: Any, prompt: list[int], told: str) -> None:
+    """Are refused before anything is sampled."""
+    with pytest.raises(UsageError, match=told):
+        Sampler(model_of(4), SampleSettings(max_new_tokens=8)).stream([[40], prompt])
+
+
+def test_bad_numbers(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(4)
+    monkeypatch.setattr(model.network, "logits", lambda states: states.new_full((len(states), 265), torch.nan))
+    with pytest.raises(NumbersError, match="not finite"):
+        list(Sampler(model, SampleSettings()).stream([[40]]))
+    with pytest.raises(UsageError, match="strategy is 'x'"):
+        Sampler(model, SampleSettings(strategy="x"))

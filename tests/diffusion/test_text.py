@@ -1,0 +1,42 @@
+"""Texts and chats as tokens to predict."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blockdraft.data.settings import RowSettings
+from blockdraft.diffusion.text import read_texts, row_length
+from blockdraft.errors import UsageError
+
+
+def test_texts_and_chats(model_of: Any, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("the inn")
+    rows = [{"prompt": "hi", "response": "the"}, {"text": "a"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = model_of()
+    text, chat, short = read_texts([str(tmp_path / "text.txt"), str(tmp_path / "rows.jsonl")], RowSettings(), model)
+    decode = model.text.tokenizer.decode
+    assert decode(text.ids) == "the inn" and text.eligible.all() and len(short.ids) == 1
+    assert decode(chat.ids[chat.eligible]).strip() == "the<|im_end|>"
+    assert decode(chat.ids).startswith("<|im_start|>user\nhi<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"text": "so <|mask|> it is"}, r"row 1 holds the mask token \(id 3\), .* take it out"),
+        ({"prompt": "hi"}, "row 1: this is a prompt without a response"),
+    ],
+)
+def test_rows_that_cannot_be_used(row: Any, told: str, model_of: Any, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    with pytest.raises(UsageError, match=told):
+        read_texts([str(tmp_path / "rows.jsonl")], RowSettings(), model_of())
+
+
+def test_length_of_rows(model_of: Any) -> None:
+    assert row_length(model_of(), None) == 256 and row_length(model_of(), 10) == 10
+    with pytest.raises(UsageError, match="length is 257"):
+        row_length(model_of(), 257)

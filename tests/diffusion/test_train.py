@@ -1,0 +1,185 @@
+"""Training: it learns, and an interrupted run comes to the same weights."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from blockdraft.diffusion.folder import load_model
+from blockdraft.diffusion.likelihood import likelihood
+from blockdraft.diffusion.settings import DiffusionRecipe, LikelihoodSettings
+from blockdraft.diffusion.text import Tokens
+from blockdraft.diffusion.train import _rows, train
+from blockdraft.errors import NumbersError, UsageError
+from blockdraft.training import checkpoints
+from blockdraft.training.trainer import Telling, run_folder
+
+SMALL = {"length": 12, "batch": 4, "warmup": 2, "held_out": 0.1, "save_every": 2, "eval_every": 0, "ema": 0.0}
+
+
+def texts(count: int = 200) -> list[Tokens]:
+    """Five tokens over and over, in two parts."""
+    ids = torch.arange(count) % 5 + 60
+    return [Tokens(part, torch.ones(len(part), dtype=torch.bool)) for part in ids.split(count - 50)]
+
+
+def run(model_of: Any, out: Path, steps: int, telling: Telling | None = None, **changes: Any) -> list[dict[str, Any]]:
+    recipe = DiffusionRecipe(**SMALL | changes)
+    return train(model_of(4), texts(), steps, out, recipe, telling or Telling())
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    return load_file(out / "model.safetensors")
+
+
+def same(one: Path, two: Path) -> bool:
+    theirs = weights(two)
+    return all(torch.equal(weight, theirs[name]) for name, weight in weights(one).items())
+
+
+class Killed(Exception):
+    pass
+
+
+def killing(step: int) -> Telling:
+    """Ends the process, as it were, behind this step."""
+
+    def progress(stage: str, done: int, total: int) -> None:
+        if stage.startswith(f"step {step} "):
+            raise Killed
+
+    return Telling(progress)
+
+
+@pytest.mark.parametrize("ema", [0.0, 0.5])
+def test_interrupted_anywhere(model_of: Any, tmp_path: Path, ema: float) -> None:
+    lines = run(model_of, tmp_path / "whole", 5, ema=ema)
+    for step in (1, 2, 3):
+        with pytest.raises(Killed):
+            run(model_of, tmp_path / "cut", 5, killing(step), ema=ema)
+    again = run(model_of, tmp_path / "cut", 5, ema=ema)
+    assert same(tmp_path / "whole", tmp_path / "cut")
+    timed = {"tokens_per_second"}
+    assert [[v for k, v in line.items() if k not in timed] for line in lines] == [
+        [v for k, v in line.items() if k not in timed] for line in again
+    ]
+    log = [json.loads(line) for line in (run_folder(tmp_path / "cut") / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in log] == [1, 2, 3, 4, 5] and "held_out_bits" in log[-1]
+
+
+def test_a_run_goes_on_behind_its_end(model_of: Any, tmp_path: Path) -> None:
+    run(model_of, tmp_path / "out", 3)
+    notes: list[str] = []
+    run(model_of, tmp_path / "out", 3, Telling(note=notes.append))
+    assert any("has done its 3 steps" in note for note in notes)
+    run(model_of, tmp_path / "out", 4)
+    run(model_of, tmp_path / "whole", 4)
+    assert same(tmp_path / "out", tmp_path / "whole")
+
+
+def test_it_learns(model_of: Any, tmp_path: Path) -> None:
+    how = LikelihoodSettings(length=12, draws=4)
+    before = likelihood(model_of(4), texts(), how).bits_per_token
+    model = model_of(4)
+    recipe = DiffusionRecipe(**SMALL | {"learning_rate": 3e-3})
+    lines = train(model, texts(), 40, tmp_path / "out", recipe)
+    trained = load_model(tmp_path / "out", "cpu")
+    after = likelihood(trained, texts(), how).bits_per_token
+    assert after < before / 3 and lines[-1]["loss"] < lines[0]["loss"] / 2
+    assert likelihood(model, texts(), how).bits_per_token == after  # the network itself is what was written
+    assert lines[-1]["held_out_bits"] == pytest.approx(after, rel=0.5)
+
+
+def test_another_block_size(model_of: Any, tmp_path: Path) -> None:
+    run(model_of, tmp_path / "out", 1, block_size=12)
+    assert load_model(tmp_path / "out", "cpu").config.block_size == 12
+
+
+def test_running_mean(model_of: Any, tmp_path: Path) -> None:
+    """Of the weights behind each step, as far as there are some."""
+    kept = []
+    for steps in (1, 2, 3):
+        run(model_of, tmp_path / f"plain{steps}", steps)
+        kept.append(weights(tmp_path / f"plain{steps}")["model.norm.weight"])
+    run(model_of, tmp_path / "mean", 3, ema=0.15)
+    wanted = model_of(4).network.model.norm.weight
+    for step, own in enumerate(kept):
+        decay = min(0.15, (1 + step) / (10 + step))
+        wanted = decay * wanted + (1 - decay) * own
+    assert torch.allclose(weights(tmp_path / "mean")["model.norm.weight"], wanted, atol=1e-6)
+
+
+def test_each_row_once_in_an_epoch(model_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.Tensor] = []
+
+    def spy(model: Any, ids: torch.Tensor, noise: Any) -> torch.Tensor:
+        seen.append(ids)
+        assert not noise.masked[:, 0].any()
+        return model.network.model.norm.weight.sum() * torch.ones(ids.shape)
+
+    monkeypatch.setattr("blockdraft.diffusion.train.losses", spy)
+    ids = torch.arange(120) + 60
+    train(
+        model_of(4),
+        [Tokens(ids, torch.ones(120, dtype=torch.bool))],
+        5,
+        tmp_path / "out",
+        DiffusionRecipe(**SMALL | {"held_out": 0.0, "complementary": True}),
+    )
+    rows = [row[0].item() for batch in seen for row in batch[:4]]
+    assert sorted(rows[:10]) == sorted(rows[10:]) == list(range(60, 180, 12)) and rows[:10] != rows[10:]
+    assert all(torch.equal(*batch.chunk(2)) for batch in seen)
+
+
+def test_rows() -> None:
+    found = _rows([Tokens(torch.arange(7), torch.arange(7) > 2), Tokens(torch.arange(4), torch.arange(4) > 9)], 5)
+    assert found.ids.tolist() == [[0, 1, 2, 3, 4], [5, 6, 0, 1, 2]]
+    assert found.eligible.int().tolist() == [[0, 0, 0, 1, 1], [0, 1, 0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"length": 250}, "There are 200 tokens, which make 0 rows of 250, 0 of them held out; give more text"),
+        ({"held_out": 1.0}, "which make 16 rows of 12, 16 of them held out"),
+        ({"block_size": 13}, "block_size is 13 and rows have 12 tokens"),
+        ({"length": 300}, "length is 300, and the model has a context of 256"),
+        ({"low": 0.9, "high": 0.5}, "low is 0.9 and high 0.5"),
+        ({"low": 0.0}, "low is 0.0 and high 1.0"),
+        ({"schedule": "cosine", "complementary": True}, "complementary masks take the schedule linear"),
+        ({"schedule": "quick"}, "schedule is 'quick'; it must be 'linear', "),
+    ],
+)
+def test_bad_settings(model_of: Any, tmp_path: Path, changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        run(model_of, tmp_path / "out", 2, **changes)
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_run_is_left_alone(model_of: Any, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run(model_of, out, 2)
+    with pytest.raises(UsageError, match=r"holds a run with learning_rate = 0.0003 \(now 0.1\)"):
+        run(model_of, out, 3, learning_rate=0.1)
+    with pytest.raises(UsageError, match="has done 2 steps, and 1 are asked for"):
+        run(model_of, out, 1)
+    run(model_of, out, 2, save_every=1)  # which changes nothing that is learned
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "file").touch()
+    with pytest.raises(UsageError, match="exists and is no run of this command"):
+        run(model_of, other, 1)
+
+
+def test_a_loss_that_is_no_number(model_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(model_of, tmp_path / "out", 2)
+    monkeypatch.setattr(
+        "blockdraft.diffusion.train.losses", lambda model, ids, noise: model.network.model.norm.weight.sum() / 0
+    )
+    with pytest.raises(NumbersError, match="at step 3 are not both finite"):
+        run(model_of, tmp_path / "out", 3)
+    state = checkpoints.newest(run_folder(tmp_path / "out") / "checkpoints")
+    assert state is not None and state["step"] == 2
