@@ -130,7 +130,7 @@ def _dense(
         probs = scores.softmax(dim=-1, dtype=torch.float32).to(values.dtype)
         from_context = probs[..., :length].flatten(2, 3) @ values_LBKSD[layer]
         from_own = probs[..., length:].unflatten(3, (count, size)) @ own_values
-        out = from_context.view_as(rows) + from_own
+        out: Tensor = from_context.view_as(rows) + from_own
         return out.permute(0, 3, 1, 2, 4, 5).reshape(queries.shape)
 
     return attention

@@ -196,7 +196,8 @@ class Variant(ABC, Generic[R, N, C]):
         """Logits of a chunk of blocks, `[C, K, V]`: here the target's head. With another vocabulary than the target's,
         `losses` and `guesses` have to know of it."""
         rows = hidden_CKH.to(target.dtype).flatten(0, 1)  # blocks that are slices would be multiplied one by one
-        return target.head(rows).unflatten(0, hidden_CKH.shape[:2])
+        logits: Tensor = target.head(rows).unflatten(0, hidden_CKH.shape[:2])
+        return logits
 
     def factors(self) -> Mapping[str, float]:
         """The terms of the loss and their shares in it, in a fixed order."""
