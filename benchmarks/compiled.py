@@ -1,7 +1,9 @@
-"""Times of the compiled kernels: products of weights of few bits by rows, and forwards behind long contexts.
+"""Times of the compiled kernels: products of weights of few bits by rows, and forwards behind long contexts, or with
+weights that are mapped from the cache folder against those that are not.
 
     python -m benchmarks.compiled products [--processors native,x86-64-v3] [--bits 4] [--group 128] [--rows 1,4,8]
     python -m benchmarks.compiled contexts [--contexts 256,8192] [--nodes 1,4,8] [--width 4]
+    python -m benchmarks.compiled mapped [--contexts 256] [--nodes 1,4] [--width 8]
 
 Ways take turns; milliseconds, minimum / median.
 """
@@ -10,22 +12,26 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
 from benchmarks.sizes.widen import TARGET, widen
+from blockdraft.cpu.kept import SWITCH
 from blockdraft.cpu.library import Library
 from blockdraft.cpu.sources import PARALLEL, VECTORS, command, defines
 from blockdraft.nn.packed import PackedLinear
 from blockdraft.nn.quantized import QuantizedWeight
 from blockdraft.proposal import chain_parents
-from blockdraft.targets import load_target
+from blockdraft.targets import Target, load_target
 
 HIDDEN, INNER, LAYERS = 1536, 4608, 8
 SHAPES = ((HIDDEN, 3 * HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, 2 * INNER), (INNER, HIDDEN))  # inputs, outputs
@@ -87,26 +93,41 @@ def contexts(options: argparse.Namespace) -> None:
             "int4, int8 cache": ("int4", "int8"),
         }.items():
             target = load_target(path, "bfloat16", "cpu", "native", "on", quantize, kv_dtype=kept)  # type: ignore[arg-type]
-            for context in map(int, options.contexts.split(",")):
-                cache = target.new_cache(1, context + 64)
-                for begin in range(0, context, 512):  # random text, for keys and values of an ordinary size
-                    count = min(512, context - begin)
-                    text = torch.randint(100, 1000, (1, count))
-                    target.forward(text, chain_parents(1, count), cache, (), torch.tensor([count - 1]))
-                    cache.commit([range(count)])
-                for nodes in map(int, options.nodes.split(",")):
+            for what, run in forwards(target, options):
+                calls[way, what] = run
+        timed(calls, options.rounds)
 
-                    def run(target: object = target, cache: object = cache, nodes: int = nodes) -> None:
-                        tokens = torch.zeros(1, nodes, dtype=torch.int64)
-                        target.forward(tokens, chain_parents(1, nodes), cache)  # type: ignore[attr-defined]
 
-                    calls[way, f"{nodes} behind {context}"] = run
+def forwards(target: Target, options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Forwards of some tokens, behind contexts of random text, for keys and values of an ordinary size."""
+    for context in map(int, options.contexts.split(",")):
+        cache = target.new_cache(1, context + 64)
+        for begin in range(0, context, 512):
+            count = min(512, context - begin)
+            text = torch.randint(100, 1000, (1, count))
+            target.forward(text, chain_parents(1, count), cache, (), torch.tensor([count - 1]))
+            cache.commit([range(count)])
+        for nodes in map(int, options.nodes.split(",")):
+            tokens, parents = torch.zeros(1, nodes, dtype=torch.int64), chain_parents(1, nodes)
+            yield f"{nodes} behind {context}", partial(target.forward, tokens, parents, cache)
+
+
+def mapped(options: argparse.Namespace) -> None:
+    calls: dict[tuple[str, str], Callable[[], object]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = widen(TARGET, Path(folder) / "target", options.width)
+        for quantize in (None, "int8", "int4"):
+            for way, switch in (("mapped", "1"), ("in memory", "0")):
+                with patch.dict(os.environ, {SWITCH: switch}):
+                    target = load_target(path, "bfloat16", "cpu", "native", "on", quantize)
+                for what, run in forwards(target, options):
+                    calls[f"{quantize or 'bfloat16'}, {way}", what] = run
         timed(calls, options.rounds)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("products", "contexts"))
+    parser.add_argument("what", choices=("products", "contexts", "mapped"))
     parser.add_argument("--processors", default="native,x86-64-v3", help="as gcc calls them")
     parser.add_argument("--bits", type=int, default=4, choices=(4, 8))
     parser.add_argument("--group", type=int, default=128)
@@ -118,7 +139,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    products(options) if options.what == "products" else contexts(options)
+    {"products": products, "contexts": contexts, "mapped": mapped}[options.what](options)
 
 
 if __name__ == "__main__":

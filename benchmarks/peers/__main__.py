@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import torch
 
+from benchmarks.command import in_words
 from benchmarks.peers import report
 from benchmarks.peers.environments import BUILD, ROOT
 from benchmarks.peers.figures import differences, figures
@@ -190,14 +191,8 @@ def _name(path: Path) -> str:
 
 
 def main() -> None:
-    try:
+    with in_words():
         run(arguments())
-    except (ValueError, PeerError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-    except KeyboardInterrupt:
-        print("\nInterrupted; the same command goes on from here.", file=sys.stderr)
-        raise SystemExit(130) from None
 
 
 if __name__ == "__main__":

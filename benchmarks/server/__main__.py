@@ -17,20 +17,17 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.process import PeerError
+from benchmarks.command import in_words, settled
 from benchmarks.server import faults, fuzz, report
 from benchmarks.server.load import LoadSettings, broken, measure
 from benchmarks.server.runs import Runs
 from benchmarks.server.soak import soak
-from benchmarks.sizes.__main__ import settled
 from benchmarks.soak.report import table
-from blockdraft.errors import BlockdraftError
 
 ROOT = Path(__file__).parents[2]
 QUICK: dict[str, Any] = {"streams": (1, 4), "repeats": 1, "seconds": 4.0, "requests": 8, "batch": 4, "threads": 1}
@@ -91,14 +88,8 @@ def run(given: argparse.Namespace) -> list[str]:
 
 
 def main() -> None:
-    try:
+    with in_words():
         failures = run(arguments())
-    except (ValueError, PeerError, BlockdraftError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-    except KeyboardInterrupt:
-        print("\nInterrupted; the same command goes on from here.", file=sys.stderr)
-        raise SystemExit(130) from None
     print(*[f"FAILED {failure}" for failure in failures], sep="\n")
     raise SystemExit(bool(failures))
 

@@ -160,7 +160,8 @@ class Ways:
         return llama(model, drafter, log, how.threads, how.batch, LENGTH)
 
     def ask(self, way: str, streams: int, seconds: float, first: int) -> tuple[list[Heard], int]:
-        """Put a way under load; returns what was heard and the most memory of its process."""
+        """Put a way under load; returns what was heard and the most memory of its process. Raises PeerError where that
+        ended, and starts it again."""
         given: dict[str, Any] = {"streams": streams, "seconds": seconds, "first": first}
         if way == ENGINE:
             found = self.alone.ask("load", given | {"requests": self.requests})
@@ -169,7 +170,13 @@ class Ways:
             drafts = {SERVER: True, PLAIN: False}.get(way)
             bodies = [json.dumps(chats.body(request, MODEL, drafts)) for request in self.requests]
             found = self.streams[way].ask("load", given | {"bodies": bodies})
-            peak = peak_bytes(self.servers[way].process.pid)
+            server = self.servers[way]
+            peak = peak_bytes(server.process.pid)
+            if (status := server.process.poll()) is not None:
+                if way in EXACT:
+                    raise ValueError(f"{way} ended with {status} under the load of {streams} streams; see its log.")
+                self._start(way)
+                raise PeerError(f"it ended with {status} under the load of {streams} streams")
         return [Heard(**each) for each in found["heard"]], peak
 
     def judge(self, all_heard: Sequence[Heard]) -> tuple[int, list[str]]:
@@ -215,13 +222,21 @@ def measure(how: LoadSettings, out: Path, runs: Runs) -> dict[str, str]:
                 pair, how, [way for way in how.ways if any(step[2] == way for step in left)], out, Path(folder)
             ) as ways:
                 missing |= ways.missing
+                ended = set[tuple[str, int]]()
                 for way in how.ways:  # its first answers warm it up
                     if way not in ways.missing:
                         ways.ask(way, min(4, max(how.streams)), 0.1 * how.seconds, 0)
                 for done, (repeat, streams, way) in enumerate(left):
                     if way in ways.missing:
                         continue
-                    heard, peak = ways.ask(way, streams, how.seconds, 31 * repeat)
+                    if (way, streams) in ended:
+                        continue
+                    try:
+                        heard, peak = ways.ask(way, streams, how.seconds, 31 * repeat)
+                    except PeerError as error:
+                        ended.add((way, streams))
+                        missing[f"{way} at {streams} streams, width {width}"] = str(error)
+                        continue
                     unequal, problems = ways.judge(heard)
                     found = figures(heard, RAMP * how.seconds, how.seconds)
                     counts = {"answers": len(heard), "unequal": unequal, "problems": len(problems)}

@@ -18,12 +18,12 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import psutil
 
+from benchmarks.command import in_words, settled
 from benchmarks.peers import environments
-from benchmarks.peers.process import PeerError, PeerProcess
+from benchmarks.peers.process import PeerProcess
 from benchmarks.sizes import pairs, report
 from benchmarks.sizes.runs import Runs, measure, steps, tasks
 from benchmarks.sizes.ways import LLAMA, LLAMA_KINDS, OUR_KINDS, Q4_K_ROW, Way, start, ways
@@ -79,20 +79,6 @@ def arguments() -> argparse.Namespace:
 
 def words(text: str) -> list[str]:
     return [each for each in text.split(",") if each]
-
-
-def settled(out: Path, measured: dict[str, Any]) -> None:
-    """Keep what the figures of a folder have in common; raises ValueError where they were measured otherwise."""
-    path = out / "settings.json"
-    if not path.exists():
-        out.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(measured, indent=2), encoding="utf-8")
-    kept = json.loads(path.read_text(encoding="utf-8"))
-    other = [name for name in measured if kept.get(name) != measured[name]]
-    if other:
-        raise ValueError(
-            f"{out} holds figures with other {', '.join(other)}; choose another --out, or add --anew to forget them."
-        )
 
 
 def measure_size(
@@ -165,14 +151,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    try:
+    with in_words():
         run(arguments())
-    except (ValueError, PeerError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-    except KeyboardInterrupt:
-        print("\nInterrupted; the same command goes on from here.", file=sys.stderr)
-        raise SystemExit(130) from None
 
 
 if __name__ == "__main__":

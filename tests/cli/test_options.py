@@ -1,10 +1,14 @@
 from dataclasses import dataclass
+from typing import Literal
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from blockdraft.cli import app
-from blockdraft.cli.options import extent, option
+from blockdraft.cli.options import FieldOptions, RowOptions, extent, option, with_options
+from blockdraft.data.settings import RowSettings
+from blockdraft.settings import Count, settings
 
 
 @dataclass
@@ -24,6 +28,49 @@ class Explained:
 def test_options_are_explained_as_in_the_docstring() -> None:
     assert option(Explained, "size").help == "Of a thing, over two lines; the default is none of these."
     assert option(Explained, "other", metavar="N").help == "Another."
+
+
+@settings
+class Checked:
+    """Something.
+
+    Attributes:
+        size: Of a thing.
+        kind: Of it; None is any.
+    """
+
+    size: Count = 3
+    kind: Literal["round", "flat"] | None = None
+
+
+def test_a_command_takes_all_fields_of_settings_as_options() -> None:
+    taken, program = [], typer.Typer(pretty_exceptions_enable=False)
+
+    @program.command()
+    @with_options
+    def command(*, checked: Checked, rows: RowOptions) -> None:
+        taken.append((checked, rows))
+
+    def run(*arguments: str) -> str:
+        result = CliRunner().invoke(program, arguments)
+        return str(result.exception) if isinstance(result.exception, ValueError) else result.output
+
+    assert run() == "" and taken.pop() == (Checked(), RowOptions())
+    assert run("--size", "5", "--kind", "flat", "--split", "test") == ""
+    assert taken.pop() == (Checked(5, "flat"), RowOptions("test"))
+    told = run("--help")
+    assert "round|flat" in told and "Of it; the default is any." in told and "default: 3" in told
+    assert run("--size", "0") == "size is 0; it must be at least 1."
+    assert run("--kind", "odd") == "kind is 'odd'; it must be 'round' or 'flat'."
+    assert not taken
+
+
+def test_rows() -> None:
+    assert RowOptions().rows() == FieldOptions().rows() == RowSettings()
+    assert RowOptions("test", "main").rows(5) == RowSettings("test", "main", 5)
+    assert FieldOptions(prompt_field="q", response_field="a").rows() == RowSettings(
+        prompt_field="q", response_field="a"
+    )
 
 
 def test_extents() -> None:

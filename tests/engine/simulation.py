@@ -204,6 +204,7 @@ class Decoding:
         rows: By cycle.
         slower: By cycle and guesses, what the machine's times are multiplied by.
         thought: Seconds that planning takes, and learning as well.
+        answer: Cycles after which all requests are new ones; None lets them go on for ever.
     """
 
     def __init__(
@@ -216,6 +217,7 @@ class Decoding:
         rows: Callable[[int], int] = lambda cycle: 1,
         slower: Callable[[int, int | None], float] = lambda cycle, guesses: 1.0,
         thought: float = 0.0,
+        answer: int | None = None,
     ) -> None:
         self.drafter, self.drafting = DRAFTERS[kind]
         self.machine, self.text, self.rows, self.slower = machine, text, rows, slower
@@ -228,7 +230,7 @@ class Decoding:
         )
         self.thought, self._clock = thought, 0.0
         self.rng = random.Random(seed)
-        self.requests = [request() for _ in range(64)]
+        self.answer, self.requests = answer, [request() for _ in range(64)]
         self.chosen: list[int | None] = []
 
     def _watch(self) -> float:
@@ -246,6 +248,8 @@ class Decoding:
 
     def _cycle(self, account: Account) -> None:
         rows = self.rows(len(self.chosen))
+        if self.answer and len(self.chosen) % self.answer == 0:
+            self.requests = [request() for _ in range(64)]
         requests = self.requests[:rows]
         plan = self.controller.plan(requests)
         texts = [self._offered() for _ in requests]

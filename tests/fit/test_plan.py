@@ -14,11 +14,11 @@ from blockdraft.training.variants import find_variant
 TARGET = TargetFacts(8, 224, 4096, 1024, True, 11_000_000, "native, compiled", 4)
 MACHINE = Machine("cpu", 2, 2**34, 2**34, 2**36)
 SPEEDS = Speeds((320, 1280), (0.2, 0.6), {2: 1.2, 4: 1.4, 8: 1.6}, 1_400_000)
-MEASURED = Measured(60.0, 120, 100.0, 0.05, 3000.0, 0.001, 20_000.0, {"dflash": SPEEDS})
+MEASURED = Measured(60.0, 300, 100.0, 0.05, 3000.0, 0.001, 20_000.0, {"dflash": SPEEDS})
 BIG = TargetFacts(36, 4096, 151_936, 40_960, True, 16_000_000_000, "native")
 GPU = Machine("cuda", 16, 2**37, 6 * 2**30, 2**38)
 FAST = Speeds((1024, 4096), (0.1, 0.2), {2: 1.1, 4: 1.1, 8: 1.15}, 1_000_000_000)
-MEASURED_BIG = Measured(200.0, 900, 400.0, 0.0, 2500.0, 0.03, 50_000.0, {"dflash": FAST})
+MEASURED_BIG = Measured(200.0, 1400, 400.0, 0.0, 2500.0, 0.03, 50_000.0, {"dflash": FAST})
 
 
 def plan(hours: float = 1.0, available: int | None = 100_000, **changes: Any) -> Plan:
@@ -48,6 +48,11 @@ def test_more_time_means_more_of_both() -> None:
     assert long.answers > short.answers
     tokens = [one.recipe["steps"] * one.recipe["batch"] * one.recipe["length"] for one in (short, long)]
     assert tokens[1] > 2 * tokens[0]
+
+
+@pytest.mark.parametrize(("longest", "length"), [(40, 256), (300, 320), (321, 384), (5000, 1024)])
+def test_rows_hold_all_but_few_documents(longest: int, length: int) -> None:
+    assert plan(measured=replace(MEASURED, long_document=longest)).recipe["length"] == length
 
 
 def test_slow_answers_leave_room_for_training() -> None:

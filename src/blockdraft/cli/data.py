@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from blockdraft.cli import loading
-from blockdraft.cli.options import Adapter, Device, Dtype, Revision, TargetBackend, TargetFolder, option
+from blockdraft.cli.options import (
+    Adapter,
+    Device,
+    Dtype,
+    FieldOptions,
+    Revision,
+    TargetBackend,
+    TargetFolder,
+    option,
+    with_options,
+)
 from blockdraft.data.settings import DataSettings, RowSettings
 from blockdraft.errors import Complaints, UsageError, counted
 from blockdraft.settings import explain
@@ -23,7 +33,9 @@ if TYPE_CHECKING:
 SAMPLING = DataSettings.sampling
 
 
+@with_options
 def data(
+    *,
     sources: Annotated[
         list[str],
         typer.Argument(
@@ -67,11 +79,7 @@ def data(
     batch_size: Annotated[int, option(DataSettings, "batch_size")] = DataSettings.batch_size,
     length: Annotated[int | None, option(DataSettings, "length")] = DataSettings.length,
     limit: Annotated[int | None, option(RowSettings, "limit")] = RowSettings.limit,
-    split: Annotated[str, option(RowSettings, "split")] = RowSettings.split,
-    subset: Annotated[str | None, option(RowSettings, "subset")] = RowSettings.subset,
-    text_field: Annotated[str | None, option(RowSettings, "text_field")] = RowSettings.text_field,
-    prompt_field: Annotated[str | None, option(RowSettings, "prompt_field")] = RowSettings.prompt_field,
-    response_field: Annotated[str | None, option(RowSettings, "response_field")] = RowSettings.response_field,
+    chosen: FieldOptions,
     chat_template: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Chat template to use instead of the target's own.")
     ] = None,
@@ -111,7 +119,7 @@ def data(
     from blockdraft.targets import load_target_text, target_fingerprint
 
     loading.quiet()
-    rows = RowSettings(split, subset, limit, text_field, prompt_field, response_field)
+    rows = chosen.rows(limit)
     sampling = SamplingParams(max_new_tokens, temperature, top_k, top_p, seed=seed)
     writer: Literal["text", "target", "server"] = "text" if not regenerate else "target" if server is None else "server"
     settings = DataSettings(
@@ -149,7 +157,7 @@ def data(
         answerer = ServerAnswerer(server, model, batch_size, reading.encoder.template_args)
     elif loaded is not None:
         answerer = EngineAnswerer(Engine(loaded, load_drafter(drafter or "none", target=loaded), batch_size))
-    arguments = {"sources": sources, "limit": limit, "split": split, "subset": subset}
+    arguments = {"sources": sources, "limit": limit, "split": rows.split, "subset": rows.subset}
     try:
         with display.progress("rows") as progress:
             manifest = preparation.run(answerer, progress, note, target=str(target or "bundled"), arguments=arguments)

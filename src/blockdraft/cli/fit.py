@@ -8,14 +8,24 @@ from typing import Annotated
 
 import typer
 
-from blockdraft.cli.options import Adapter, Device, Dtype, Revision, TargetBackend, TargetFolder, option
-from blockdraft.data.settings import RowSettings
+from blockdraft.cli.options import (
+    Adapter,
+    Device,
+    Dtype,
+    Revision,
+    RowOptions,
+    TargetBackend,
+    TargetFolder,
+    with_options,
+)
 from blockdraft.errors import UsageError
 from blockdraft.fit.settings import FitSettings
 from blockdraft.types import DEFAULT_BACKEND
 
 
+@with_options
 def fit(
+    *,
     out: Annotated[
         Path,
         typer.Option(
@@ -35,15 +45,8 @@ def fit(
             "answers do not matter. Repeat the option for several. Without any the target writes its prompts itself.",
         ),
     ] = None,
-    hours: Annotated[float, option(FitSettings, "hours")] = FitSettings.hours,
-    variant: Annotated[str | None, option(FitSettings, "variant")] = FitSettings.variant,
-    answers: Annotated[int | None, option(FitSettings, "answers")] = FitSettings.answers,
-    steps: Annotated[int | None, option(FitSettings, "steps")] = FitSettings.steps,
-    max_new_tokens: Annotated[int | None, option(FitSettings, "max_new_tokens")] = FitSettings.max_new_tokens,
-    temperature: Annotated[float | None, option(FitSettings, "temperature")] = FitSettings.temperature,
-    seed: Annotated[int, option(FitSettings, "seed")] = FitSettings.seed,
-    split: Annotated[str, option(RowSettings, "split")] = RowSettings.split,
-    subset: Annotated[str | None, option(RowSettings, "subset")] = RowSettings.subset,
+    settings: FitSettings,
+    rows: RowOptions,
     dtype: Dtype = None,
     device: Device = None,
     backend: TargetBackend = DEFAULT_BACKEND,
@@ -56,7 +59,6 @@ def fit(
     The first start measures target and machine and writes a plan; every later one follows it. Each step is one of the
     other commands and is printed, so it can be run alone.
     """
-    from blockdraft.fit.settings import FitSettings
     from blockdraft.fit.steps import Where
 
     try:
@@ -64,9 +66,8 @@ def fit(
     except ModuleNotFoundError as error:
         raise UsageError(f"Fitting takes {error.name}; run pip install 'blockdraft[train]'.") from error
 
-    settings = FitSettings(hours, variant, answers, steps, max_new_tokens, temperature, seed)  # type: ignore[arg-type]
     where = Where(out, target, dtype, device, None if backend == DEFAULT_BACKEND else backend, adapter, revision)
-    asked = Fit(where, settings, tuple(data or ()), RowSettings(split, subset))
+    asked = Fit(where, settings, tuple(data or ()), rows.rows())
 
     def note(text: str) -> None:
         print(text, file=sys.stderr, flush=True)

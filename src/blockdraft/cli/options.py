@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from types import NoneType
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
+from typer.models import OptionInfo
 
+from blockdraft.data.settings import RowSettings
 from blockdraft.errors import UsageError
 from blockdraft.settings import explain_option
 from blockdraft.types import Backend, Compile, Drafting, SamplingParams
@@ -38,10 +41,9 @@ def with_options(command: Command, last: Callable[[str], bool] = lambda name: Fa
             shown.append(parameter.replace(kind=kind))
             continue
         assert isinstance(owner, type)
-        hints = get_type_hints(owner, include_extras=True)
         groups[parameter.name] = owner, [field.name for field in fields(owner)]
         shown += [
-            inspect.Parameter(each.name, kind, default=each.default, annotation=hints[each.name])
+            inspect.Parameter(each.name, kind, default=each.default, annotation=_annotation(owner, each.name))
             for each in fields(owner)
         ]
     shown.sort(key=lambda parameter: last(parameter.name))
@@ -54,6 +56,21 @@ def with_options(command: Command, last: Callable[[str], bool] = lambda name: Fa
     whole.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
     whole.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
     return whole  # type: ignore[return-value]
+
+
+def _annotation(owner: type, name: str) -> Any:
+    """Of a field, for typer: as it is where it is an option, else one that takes anything of its plain type, since the
+    class checks its values itself."""
+    hint = get_type_hints(owner, include_extras=True)[name]
+    if any(isinstance(each, OptionInfo) for each in getattr(hint, "__metadata__", ())):
+        return hint
+    plain = get_type_hints(owner)[name]
+    kinds = get_args(plain) if NoneType in get_args(plain) else (plain,)
+    kind = next(each for each in kinds if each is not NoneType)
+    choices = get_args(kind) if get_origin(kind) is Literal else ()
+    kind = type(choices[0]) if choices else kind
+    shown = option(owner, name, metavar="|".join(map(str, choices)) or None)
+    return Annotated[kind | None if NoneType in kinds else kind, shown]
 
 
 def extent(name: str, text: str | None) -> Any:
@@ -187,6 +204,26 @@ Device = Annotated[
         help="Where the target runs, such as cpu or cuda:1; by default the first GPU if there is one, else cpu."
     ),
 ]
+
+
+@dataclass(frozen=True)
+class RowOptions:
+    """What of a dataset is read."""
+
+    split: Annotated[str, option(RowSettings, "split")] = RowSettings.split
+    subset: Annotated[str | None, option(RowSettings, "subset")] = RowSettings.subset
+
+    def rows(self, limit: int | None = RowSettings.limit) -> RowSettings:
+        return RowSettings(limit=limit, **asdict(self))
+
+
+@dataclass(frozen=True)
+class FieldOptions(RowOptions):
+    """The same, and where in a row it stands."""
+
+    text_field: Annotated[str | None, option(RowSettings, "text_field")] = RowSettings.text_field
+    prompt_field: Annotated[str | None, option(RowSettings, "prompt_field")] = RowSettings.prompt_field
+    response_field: Annotated[str | None, option(RowSettings, "response_field")] = RowSettings.response_field
 
 
 @dataclass(frozen=True)

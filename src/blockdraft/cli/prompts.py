@@ -9,14 +9,26 @@ from typing import Annotated
 import typer
 
 from blockdraft.cli import loading
-from blockdraft.cli.options import Adapter, Device, Dtype, Revision, TargetBackend, TargetFolder, option
-from blockdraft.data.settings import DataSettings, RowSettings
+from blockdraft.cli.options import (
+    Adapter,
+    Device,
+    Dtype,
+    Revision,
+    RowOptions,
+    TargetBackend,
+    TargetFolder,
+    option,
+    with_options,
+)
+from blockdraft.data.settings import DataSettings
 from blockdraft.errors import Complaints, counted
 from blockdraft.fit.settings import PromptSettings
 from blockdraft.types import DEFAULT_BACKEND
 
 
+@with_options
 def prompts(
+    *,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for prompts.jsonl and held-out.jsonl.")],
     sources: Annotated[
         list[str] | None,
@@ -29,13 +41,8 @@ def prompts(
     target: TargetFolder = None,
     adapter: Adapter = None,
     revision: Revision = None,
-    count: Annotated[int, option(PromptSettings, "count")] = PromptSettings.count,
-    held_out: Annotated[int, option(PromptSettings, "held_out")] = PromptSettings.held_out,
-    prompt_tokens: Annotated[int, option(PromptSettings, "prompt_tokens")] = PromptSettings.prompt_tokens,
-    seed: Annotated[int, option(PromptSettings, "seed")] = PromptSettings.seed,
-    pool: Annotated[int, option(PromptSettings, "pool")] = PromptSettings.pool,
-    split: Annotated[str, option(RowSettings, "split")] = RowSettings.split,
-    subset: Annotated[str | None, option(RowSettings, "subset")] = RowSettings.subset,
+    settings: PromptSettings,
+    chosen: RowOptions,
     batch_size: Annotated[int, option(DataSettings, "batch_size")] = DataSettings.batch_size,
     dtype: Dtype = None,
     device: Device = None,
@@ -55,7 +62,7 @@ def prompts(
     from blockdraft.targets import load_target_text
 
     loading.quiet()
-    settings, rows = PromptSettings(count, held_out, prompt_tokens, seed, pool), RowSettings(split, subset, pool)
+    rows = chosen.rows(settings.pool)
     complaints = Complaints()
     with complaints.noting():
         check_writable(out)

@@ -9,15 +9,16 @@ from typing import Annotated
 import typer
 
 from blockdraft.cli import loading
-from blockdraft.cli.options import Adapter, Revision, option
-from blockdraft.data.settings import RowSettings
+from blockdraft.cli.options import Adapter, FieldOptions, Revision, with_options
 from blockdraft.quantize.settings import CalibrationSettings, QuantizeSettings
 
 OWN = "own"  # text that the target writes itself
 OWN_BATCH = 16
 
 
+@with_options
 def quantize(
+    *,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the new checkpoint, new or empty.")],
     target: Annotated[
         str | None,
@@ -25,10 +26,7 @@ def quantize(
             metavar="[MODEL]", help="A Hugging Face model folder or hub name; by default the bundled target."
         ),
     ] = None,
-    bits: Annotated[int, option(QuantizeSettings, "bits")] = QuantizeSettings.bits,
-    group: Annotated[int | None, option(QuantizeSettings, "group")] = QuantizeSettings.group,
-    tables: Annotated[str, option(QuantizeSettings, "tables", metavar="8|keep")] = QuantizeSettings.tables,
-    zero_points: Annotated[bool, option(QuantizeSettings, "zero_points")] = QuantizeSettings.zero_points,
+    settings: QuantizeSettings,
     calibrate: Annotated[
         list[str] | None,
         typer.Option(
@@ -37,15 +35,8 @@ def quantize(
             "option for several. Or own: the target writes it. Without any, each number is rounded to the nearest.",
         ),
     ] = None,
-    tokens: Annotated[int, option(CalibrationSettings, "tokens")] = CalibrationSettings.tokens,
-    length: Annotated[int, option(CalibrationSettings, "length")] = CalibrationSettings.length,
-    held_out: Annotated[int, option(CalibrationSettings, "held_out")] = CalibrationSettings.held_out,
-    seed: Annotated[int, option(CalibrationSettings, "seed")] = CalibrationSettings.seed,
-    split: Annotated[str, option(RowSettings, "split")] = RowSettings.split,
-    subset: Annotated[str | None, option(RowSettings, "subset")] = RowSettings.subset,
-    text_field: Annotated[str | None, option(RowSettings, "text_field")] = RowSettings.text_field,
-    prompt_field: Annotated[str | None, option(RowSettings, "prompt_field")] = RowSettings.prompt_field,
-    response_field: Annotated[str | None, option(RowSettings, "response_field")] = RowSettings.response_field,
+    measured: CalibrationSettings,
+    rows: FieldOptions,
     adapter: Adapter = None,
     revision: Revision = None,
 ) -> None:
@@ -64,9 +55,6 @@ def quantize(
     from blockdraft.targets import BUNDLED, load_target_text
 
     loading.quiet()
-    settings = QuantizeSettings(bits, group, tables, zero_points)  # type: ignore[arg-type]
-    measured = CalibrationSettings(tokens, length, held_out, seed)
-    rows = RowSettings(split, subset, None, text_field, prompt_field, response_field)
     check_free(out)
     text = None
     if calibrate == [OWN]:
@@ -78,7 +66,7 @@ def quantize(
             text = own_text(engine, measured, progress)
         del loaded, engine
     elif calibrate:
-        text = read_text(calibrate, rows, load_target_text(target, revision), measured)
+        text = read_text(calibrate, rows.rows(), load_target_text(target, revision), measured)
     with display.progress("parts") as progress:
         done = round_checkpoint(BUNDLED if target is None else target, out, settings, text, revision, adapter, progress)
     if done.perplexity is not None:
@@ -89,6 +77,6 @@ def quantize(
         print(looked_at, file=sys.stderr)
     how = "calibrated" if done.is_calibrated else "rounded to the nearest"
     shares = f"{done.bytes / 1e6:,.1f} MB instead of {done.bytes_before / 1e6:,.1f}"
-    print(f"{out}: {bits} bits in groups of {done.group}, {how}, {shares}", file=sys.stderr)
-    if text is None and bits == 4:
+    print(f"{out}: {settings.bits} bits in groups of {done.group}, {how}, {shares}", file=sys.stderr)
+    if text is None and settings.bits == 4:
         print("4 bits lose less with --calibrate FILE, or with --calibrate own.", file=sys.stderr)

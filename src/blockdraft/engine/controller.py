@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from blockdraft.drafters import Drafter
@@ -22,6 +23,7 @@ MOST_GUESSES = 256  # of a tree whose budget is chosen each cycle
 MEMORY = 0.01  # weight of the newest cycle in running means of what all requests share
 YIELD_NOISE = 0.5  # variance of a cycle's tokens over those expected
 YIELD_DRIFT = 2e-4  # what the variance of their mean grows by in a cycle
+YIELD_SPREAD = 0.05  # variance of the means of different requests
 FIRST_GUESS = 0.6  # share of guesses taken to be accepted before any has been tried
 MARGIN = 1.01  # gain below which drafting is not worth its risk
 SPARE_DEPTH = 1.25  # slots of a draft pass over the depth that paid lately
@@ -41,6 +43,18 @@ THOUGHT = 0.02  # share of the time that thinking is to take where cycles are as
 RECENT = 0.1  # weight of the newest thought in their mean
 SURE = 0.05  # variance of the yields' means from which on they are
 AGAIN, NEW = "again", "new"  # kinds of trial
+
+
+class Yield(NamedTuple):
+    """Tokens of a request's cycles over those expected of their size.
+
+    Attributes:
+        variance: Of the mean, after the cycle `at`.
+    """
+
+    mean: float
+    variance: float
+    at: int
 
 
 class Controller:
@@ -84,9 +98,11 @@ class Controller:
         self._clock = now
         self._pace = Pace(self._prior, self.most_guesses)
         # Tokens of a cycle over those expected of its size: of all requests, which a new one begins with, and of each.
-        self._yield: float | None = None
-        self._yields: WeakKeyDictionary[Request, float] = WeakKeyDictionary()
-        self._doubt = YIELD_NOISE  # variance of these means
+        # The first cycles say little, so the mean begins as that of many that yielded what was expected.
+        self._yielded = self._promises = PRIOR
+        self._yields: WeakKeyDictionary[Request, Yield] = WeakKeyDictionary()
+        self._doubt = YIELD_NOISE  # variance of what is learned of all
+        self._begun = False  # whether a drafted cycle has been learned from
         # By number of rows, of a drafter that knows probabilities: mean guesses and tokens of a row, and cycles.
         self._usual: dict[Times, tuple[float, float, int]] = {}
         self._depth = float(self._block_size)  # running mean of the guesses on the longest path
@@ -205,10 +221,10 @@ class Controller:
         plain, curve = times.expected()
         tokens = self._promised
         usual = len(curve) - 1 if self._knows else _best(tokens, curve)
-        if self._yield is None or (self._knows and times not in self._usual):
+        if not self._begun or (self._knows and times not in self._usual):
             self._paused = False
             return curve[: usual + 1]
-        yields = [self._yields.get(request, self._yield) for request in requests]
+        yields = [self._yield_of(request).mean for request in requests]
         seconds, promised, more = curve[usual], tokens[usual], float(usual)
         if self._knows:  # the drafter sets the number anew in each cycle; its mean stands for it
             more, promised, _ = self._usual[times]
@@ -282,7 +298,7 @@ class Controller:
         times = self._pace.of(rows)
         plain, curve = times.expected()
         cost = _at(curve, guesses) if drafts else plain
-        if self._yield is None:
+        if not self._begun:
             self._lost[NEW] = -CREDIT * plain
         for kind, lost in self._lost.items():
             if lost > 0 and kind != trial:
@@ -343,13 +359,23 @@ class Controller:
             promised += share * (1 + sum(lengths) / len(lengths) - promised)
             self._usual[times] = mean, promised, cycles + 1
         for request, length in zip(requests, lengths, strict=True):
-            relative = (1 + length) / promised
-            before = self._yields.get(request, self._yield)
-            self._yields[request] = relative if before is None else before + weight * (relative - before)
-            self._yield = relative if self._yield is None else self._yield + MEMORY * (relative - self._yield)
+            relative, before = (1 + length) / promised, self._yield_of(request)
+            share = before.variance / (before.variance + YIELD_NOISE)  # of the newest in their mean
+            mean = before.mean + share * (relative - before.mean)
+            self._yields[request] = Yield(mean, (1 - share) * before.variance, self._pace.now)
+            self._yielded = (1 - MEMORY) * self._yielded + relative
+            self._promises = (1 - MEMORY) * self._promises + 1
+        self._begun = True
         if not self._knows:
             self._promised = self._tokens()
-        return promised * sum(self._yields[request] for request in requests)
+        return promised * sum(self._yields[request].mean for request in requests)
+
+    def _yield_of(self, request: Request) -> Yield:
+        """What is known of a request by now; a new one begins as all are on average."""
+        found, now = self._yields.get(request), self._pace.now
+        if found is None:
+            return Yield(self._yielded / self._promises, YIELD_SPREAD, now)
+        return found._replace(variance=found.variance + YIELD_DRIFT * (now - found.at), at=now)
 
     def _tokens(self) -> list[float]:
         """Tokens that chains can be expected to yield, by their guesses, from what was accepted at each position.

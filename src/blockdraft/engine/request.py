@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from blockdraft.engine.grammar import AnswerGrammar
 from blockdraft.engine.stats import Stats
 from blockdraft.engine.text import AnswerText
-from blockdraft.errors import BlockdraftError, NumbersError, RequestError, describe
+from blockdraft.errors import BlockdraftError, NumbersError, RequestError, UsageError, describe
 from blockdraft.sampling import RandomNumbers
 from blockdraft.types import CycleTrace, FinishReason, RequestDrafting, SamplingParams, TokenLogprob
 
@@ -103,7 +103,7 @@ class Request:
         place = f"after token {len(self.token_ids)} of the answer"
         why = None if self.grammar is None else self.grammar.dead_end()
         if why is not None:
-            return RequestError(f"The grammar allows no token {place}: {why}.")
+            return UsageError(f"The grammar allows no token {place}: {why}. A simpler grammar may do.")
         allowed = "" if self.grammar is None else ", or not for the tokens that the grammar allows"
         return NumbersError(f"The target's logits {place} are not finite numbers{allowed}.")
 

@@ -66,7 +66,7 @@ class Speeds:
 class Measured:
     """Attributes:
     prompt_tokens, answer_tokens: Of a prompt and an answer on average.
-    longest_prompt: Tokens.
+    long_document: Tokens of a prompt with its answer that few have more than.
     looping: Share of greedy answers that run in circles.
     answer_rate: Tokens/s that the target writes, many answers at a time.
     plain_seconds: Of a token of one answer alone.
@@ -75,7 +75,7 @@ class Measured:
     """
 
     prompt_tokens: float
-    longest_prompt: int
+    long_document: int
     answer_tokens: float
     looping: float
     answer_rate: float

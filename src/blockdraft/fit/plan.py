@@ -135,8 +135,9 @@ def make_plan(
         reasons.append(f"features take {size(feature_bytes)}, so they are not kept but computed in every step")
     used = answers * written + seconds["features"] + (kept / measured.read_rate if features == "memory" else 0.0)
 
-    # Rows so long that no document is cut, and so many of them in a step that there are some hundred steps.
-    length = min(target.context, LONGEST, max(256, 64 * math.ceil((measured.longest_prompt + tokens) / 64)))
+    # Rows so long that few documents are cut, since what a step takes grows with them, and so many of them in a step
+    # that there are some hundred steps.
+    length = min(target.context, LONGEST, max(256, 64 * math.ceil(measured.long_document / 64)))
 
     def step_seconds(rows: int) -> float:
         return speed.step(rows * length) + (0.0 if features else rows * length / measured.read_rate)

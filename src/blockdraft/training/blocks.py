@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from blockdraft.nn.attention import attend
 from blockdraft.nn.dflash import Attend, DFlashNetwork
 from blockdraft.nn.draft_config import LayerAttention
 
@@ -110,16 +109,29 @@ def draft_hidden(
 def _dense(
     network: DFlashNetwork, keys_LBKSD: Tensor, values_LBKSD: Tensor, documents: Tensor, anchors: Tensor
 ) -> Attend:
-    """Each block attends by itself, to a copy of its row's context."""
-    config, count = network.config, anchors.size(1)
-    masks = {kind: dense_mask(documents, anchors, config.block_size, kind) for kind in set(config.layers)}
+    """The blocks of a row attend together to its context and each to its own slots, under one softmax."""
+    config, (batch, count), length = network.config, anchors.shape, documents.size(1)
+    size, kv_heads = config.block_size, config.num_key_value_heads
+    hidden = {
+        kind: ~dense_mask(documents, anchors, size, kind).view(batch, 1, 1, count * size, length + size)
+        for kind in set(config.layers)
+    }
 
     def attention(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        context_keys = keys_LBKSD[layer].repeat_interleave(count, dim=0)
-        context_values = values_LBKSD[layer].repeat_interleave(count, dim=0)
-        keys, values = torch.cat([context_keys, keys], dim=2), torch.cat([context_values, values], dim=2)
-        # Under autocast norms leave queries and keys in float32.
-        return attend(queries.to(values.dtype), keys.to(values.dtype), values, masks[config.layers[layer]])
+        # Query heads of a group and blocks of a row are further rows of their key/value head: [B, K, G, A, N, D].
+        grouped = (batch, count, kv_heads, -1, size, queries.size(-1))
+        own_keys, own_values = (x.view(grouped).permute(0, 2, 3, 1, 4, 5) for x in (keys, values))
+        rows = (queries * queries.size(-1) ** -0.5).view(grouped).permute(0, 2, 3, 1, 4, 5)
+        rows, own_keys = rows.to(values.dtype), own_keys.to(values.dtype)  # under autocast norms leave them in float32
+        to_context = rows.flatten(2, 4) @ keys_LBKSD[layer].to(values.dtype).mT
+        to_own = (rows @ own_keys.mT).flatten(3, 4)
+        scores = torch.cat([to_context.view(*to_own.shape[:4], length), to_own], dim=-1)
+        scores = scores.masked_fill(hidden[config.layers[layer]], -torch.inf)
+        probs = scores.softmax(dim=-1, dtype=torch.float32).to(values.dtype)
+        from_context = probs[..., :length].flatten(2, 3) @ values_LBKSD[layer]
+        from_own = probs[..., length:].unflatten(3, (count, size)) @ own_values
+        out: Tensor = from_context.view_as(rows) + from_own
+        return out.permute(0, 3, 1, 2, 4, 5).reshape(queries.shape)
 
     return attention
 

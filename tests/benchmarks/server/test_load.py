@@ -89,8 +89,10 @@ def test_the_engine_alone(tiny_target_dir: Path, tiny_drafter_dir: Path) -> None
     drafter = load_drafter(tiny_drafter_dir, target=target)
     asked = [{"messages": [{"role": "user", "content": text}], "max_tokens": 6} for text in ("One", "Two")]
     with Engine(target, drafter, 2, Drafting(block_size="auto")) as engine:
-        heard = offline.closed_loop(engine, asked, 2, 0.3, 1)
-    assert heard[0].index == 1 and {each.index for each in heard} == {0, 1} and len(heard) > 2
+        heard, seconds = list[Heard](), 0.3
+        while len(heard) <= 2:  # on a busy machine it takes longer
+            heard, seconds = offline.closed_loop(engine, asked, 2, seconds, 1), 3 * seconds
+    assert heard[0].index == 1 and {each.index for each in heard} == {0, 1}
     with Engine(target, None, 1) as plain:
         for each in heard:
             [said] = plain.generate([asked[each.index]["messages"]], SamplingParams(6))

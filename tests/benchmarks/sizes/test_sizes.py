@@ -48,13 +48,6 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "sizes.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_figures_of_other_settings_are_not_mixed(tmp_path: Path) -> None:
-    for _ in range(2):
-        program.settled(tmp_path, {"tokens": 32, "threads": 2})
-    with pytest.raises(ValueError, match="other tokens; choose another --out, or add --anew"):
-        program.settled(tmp_path, {"tokens": 96, "threads": 2})
-
-
 def test_shapes_are_measured_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for words, widths in (
         ([], "1,2,4,8"),

@@ -162,7 +162,9 @@ class Variant(ABC, Generic[R, N, C]):
 
     def logits(self, network: N, target: Target, hidden_CKH: Tensor) -> Tensor:
         """Logits of a chunk of blocks, `[C, K, V]`: here the target's head."""
-        return target.head(hidden_CKH.to(target.dtype))
+        rows = hidden_CKH.to(target.dtype).flatten(0, 1)  # blocks that are slices would be multiplied one by one
+        logits: Tensor = target.head(rows).unflatten(0, hidden_CKH.shape[:2])
+        return logits
 
     def factors(self) -> Mapping[str, float]:
         """The terms of the loss and their shares in it, in a fixed order."""

@@ -1,0 +1,29 @@
+from pathlib import Path
+
+import pytest
+
+from benchmarks.command import in_words, settled
+from benchmarks.peers.process import PeerError
+from blockdraft.errors import ClosedError
+
+
+def test_figures_of_other_settings_are_not_mixed(tmp_path: Path) -> None:
+    for _ in range(2):
+        settled(tmp_path, {"tokens": 32, "threads": 2})
+    with pytest.raises(ValueError, match="other tokens; choose another --out, or add --anew"):
+        settled(tmp_path, {"tokens": 96, "threads": 2})
+
+
+@pytest.mark.parametrize("error", [ValueError("it is odd"), PeerError("it is odd"), ClosedError("it is odd")])
+def test_errors_are_told_in_a_line(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended, in_words():
+        raise error
+    assert ended.value.code == 2 and capsys.readouterr().err == "error: it is odd\n"
+
+
+def test_bugs_and_interruptions(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(KeyError), in_words():
+        raise KeyError
+    with pytest.raises(SystemExit) as ended, in_words():
+        raise KeyboardInterrupt
+    assert ended.value.code == 130 and "goes on from here" in capsys.readouterr().err
