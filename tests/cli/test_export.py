@@ -15,6 +15,7 @@ from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.formats import Borrowed, speculators, zlab
 from blockdraft.proposal import Plan
+from blockdraft.serving.backends import weights_of
 from blockdraft.targets import Target, embedding_and_head, load_target
 from blockdraft.types import SamplingParams
 
@@ -174,6 +175,11 @@ def test_gguf(
     assert file.eos_token_ids == folder.eos_token_ids | {0}  # <|endoftext|> ends answers of any GGUF file
     assert file.max_context == folder.max_context
     assert drafted(tiny_drafter_dir, folder) == drafted(out / "drafter-f32.gguf", file)
+    counts = [
+        weights_of(Engine(target, load_drafter(drafter, target=target)))
+        for target, drafter in ((folder, tiny_drafter_dir), (file, out / "drafter-f32.gguf"))
+    ]
+    assert counts[0] == counts[1]
 
 
 def test_a_gguf_drafter_goes_back(export: Run, tmp_path: Path, tiny_drafter_dir: Path) -> None:
