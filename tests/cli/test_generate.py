@@ -146,7 +146,9 @@ def test_json(generate: Run, expected: dict[str, Any]) -> None:
     for terminal in (False, True):
         result = generate("hello", "--json", "--tree-budget", 0, "--block-size", 4, terminal=terminal)
         answer = json.loads(result.out)
-        assert (result.code, result.err, answer.keys()) == (0, "", KEYS | {"memory"})
+        # On a machine that is busy by now, drafting may look slow beside what plain cycles took before.
+        assert not result.err or result.err.startswith("Drafting is slower here")
+        assert (result.code, answer.keys()) == (0, KEYS | {"memory"})
         memory = answer["memory"]
         parts = [memory[name] for name in ("weights", "caches", "workspace")]
         assert all(type(part) is int and part > 0 for part in parts) and sum(parts) == memory["planned"]

@@ -77,7 +77,7 @@ def _load(path: str | Path | None, target: Target) -> Drafter:
     if str(path) in by_name:
         return known[str(path)].load(None, target)
     said, source = _said(folder, target) if is_gguf(folder) else _said_by_folder(folder, str(path), by_name)
-    found = said["architectures"]
+    found = said.get("architectures") or []
     kinds = [entry for entry in known.values() if entry.claims(said)]
     kinds += [entry for name in found for entry in known.values() if name in entry.architectures]
     if kinds:
@@ -107,10 +107,11 @@ def _said_by_folder(folder: Path, path: str, by_name: Collection[str]) -> tuple[
         )
     try:
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        found = raw.get("architectures") or []
-    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{folder / 'config.json'} is no JSON object ({error}); fetch or copy it again.") from error
-    return {**raw, "architectures": found}, trained_for(raw)
+    if not isinstance(raw, dict):
+        raise UsageError(f"{folder / 'config.json'} is no JSON object; fetch or copy it again.")
+    return raw, trained_for(raw)
 
 
 def drafter_of(network: nn.Module, target: Target) -> NetworkDrafter:
