@@ -104,10 +104,10 @@ def test_running_mean(model_of: Any, tmp_path: Path) -> None:
     for steps in (1, 2, 3):
         run(model_of, tmp_path / f"plain{steps}", steps)
         kept.append(weights(tmp_path / f"plain{steps}")["model.norm.weight"])
-    run(model_of, tmp_path / "mean", 3, ema=0.15)
+    run(model_of, tmp_path / "mean", 3, ema=0.9)
     wanted = model_of(4).network.model.norm.weight
     for step, own in enumerate(kept):
-        decay = min(0.15, (1 + step) / (10 + step))
+        decay = min(0.9, (1 + step) / (10 + step))
         wanted = decay * wanted + (1 - decay) * own
     assert torch.allclose(weights(tmp_path / "mean")["model.norm.weight"], wanted, atol=1e-6)
 
