@@ -53,6 +53,7 @@ def test_blocks_of_one_token_are_autoregressive_without_shift_too(model_of: Any)
     assert found.exact and found.bits_per_token == pytest.approx(nats / math.log(2) / 7, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_interval_holds_the_bound(model_of: Any) -> None:
     """What very many draws say lies in most of the intervals of few; more draws narrow it."""
     model, texts = model_of(4), [text(17), text(17, 1)]
@@ -72,8 +73,8 @@ def test_interval_of_four_draws() -> None:
     found = _summary(sums, torch.tensor([0, 5, 5]), 10, 2, False)
     around = 3.182 * (5 / 3) ** 0.5 / 2
     assert found.perplexity == pytest.approx(math.exp(2.5)) and found.bits_per_token == pytest.approx(2.5 / math.log(2))
-    assert math.log(found.low) == pytest.approx(2.5 - around, rel=0.01)
-    assert math.log(found.high) == pytest.approx(2.5 + around, rel=0.01)
+    assert math.log(found.low) == pytest.approx(2.5 - around, abs=0.03)
+    assert math.log(found.high) == pytest.approx(2.5 + around, abs=0.03)
 
 
 def test_each_token_counts_once(model_of: Any) -> None:

@@ -80,6 +80,7 @@ def test_a_run_goes_on_behind_its_end(model_of: Any, tmp_path: Path) -> None:
     assert same(tmp_path / "out", tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_it_learns(model_of: Any, tmp_path: Path) -> None:
     how = LikelihoodSettings(length=12, draws=4)
     before = likelihood(model_of(4), texts(), how).bits_per_token
@@ -98,6 +99,7 @@ def test_another_block_size(model_of: Any, tmp_path: Path) -> None:
     assert load_model(tmp_path / "out", "cpu").config.block_size == 12
 
 
+@pytest.mark.slow
 def test_running_mean(model_of: Any, tmp_path: Path) -> None:
     """Of the weights behind each step, as far as there are some."""
     kept = []
