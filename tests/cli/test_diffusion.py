@@ -38,6 +38,7 @@ def model(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return folder
 
 
+@pytest.mark.slow
 def test_from_a_target_to_an_answer(tiny_target_dir: Path, run: Run) -> None:
     code, out, err = run("convert", tiny_target_dir, "--block-size", 4, "--no-token-shift", "--out", "made")
     assert (code, out) == (0, "") and "made: blocks of 4, without token shift, mask token <|mask|> (id 3)" in err

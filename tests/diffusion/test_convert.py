@@ -165,6 +165,16 @@ def test_a_failing_disk_leaves_what_was_there(folder: Path, monkeypatch: pytest.
             "blockdraft.quantize.folder.save_file", lambda *_, **__: (_ for _ in ()).throw(OSError("no space"))
         )
         write_model(model, model.network.state_dict(), folder)
+    with monkeypatch.context() as patch, pytest.raises(UsageError, match="cannot be written .*no more"):
+        rename = Path.rename
+
+        def fail(path: Path, to: Path) -> Path:
+            if path.name.endswith(".partial"):
+                raise OSError("no more")
+            return rename(path, to)
+
+        patch.setattr(Path, "rename", fail)
+        write_model(model, model.network.state_dict(), folder)
     assert load_model(folder, "cpu").config == model.config
     assert [file.name for file in folder.parent.iterdir()] == ["model"]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from blockdraft.diffusion.likelihood import likelihood, t_quantile
+from blockdraft.diffusion.likelihood import _summary, likelihood, t_quantile
 from blockdraft.diffusion.mask import block_causal
 from blockdraft.diffusion.settings import LikelihoodSettings
 from blockdraft.diffusion.text import Tokens
@@ -53,17 +53,28 @@ def test_blocks_of_one_token_are_autoregressive_without_shift_too(model_of: Any)
     assert found.exact and found.bits_per_token == pytest.approx(nats / math.log(2) / 7, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_interval_holds_the_bound(model_of: Any) -> None:
     """What very many draws say lies in most of the intervals of few; more draws narrow it."""
     model, texts = model_of(4), [text(17), text(17, 1)]
-    bound = likelihood(model, texts, LikelihoodSettings(draws=800, seed=99)).perplexity
-    few = [likelihood(model, texts, LikelihoodSettings(draws=4, seed=seed)) for seed in range(20)]
-    assert sum(one.low <= bound <= one.high for one in few) >= 16
-    more = likelihood(model, texts, LikelihoodSettings(draws=100))
-    assert more.high - more.low < sum(one.high - one.low for one in few) / 20 / 3
-    assert more.draws == 100 and not more.exact
+    bound = likelihood(model, texts, LikelihoodSettings(draws=400, seed=99)).perplexity
+    few = [likelihood(model, texts, LikelihoodSettings(draws=4, seed=seed)) for seed in range(12)]
+    assert sum(one.low <= bound <= one.high for one in few) >= 9
+    more = likelihood(model, texts, LikelihoodSettings(draws=60))
+    assert more.high - more.low < sum(one.high - one.low for one in few) / 12 / 3
+    assert more.draws == 60 and not more.exact
     assert more.bits_per_token == pytest.approx(math.log2(more.perplexity))
-    assert likelihood(model, texts, LikelihoodSettings(draws=100)) == more
+    assert likelihood(model, texts, LikelihoodSettings(draws=60)) == more
+
+
+def test_interval_of_four_draws() -> None:
+    """That of Student's t distribution, here around means of 1, 2, 3 and 4 nats a token."""
+    sums = torch.tensor([[0, 5.0, 5], [0, 10, 10], [0, 15, 15], [0, 20, 20]], dtype=torch.float64)
+    found = _summary(sums, torch.tensor([0, 5, 5]), 10, 2, False)
+    around = 3.182 * (5 / 3) ** 0.5 / 2
+    assert found.perplexity == pytest.approx(math.exp(2.5)) and found.bits_per_token == pytest.approx(2.5 / math.log(2))
+    assert math.log(found.low) == pytest.approx(2.5 - around, abs=0.03)
+    assert math.log(found.high) == pytest.approx(2.5 + around, abs=0.03)
 
 
 def test_each_token_counts_once(model_of: Any) -> None:

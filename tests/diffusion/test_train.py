@@ -80,6 +80,7 @@ def test_a_run_goes_on_behind_its_end(model_of: Any, tmp_path: Path) -> None:
     assert same(tmp_path / "out", tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_it_learns(model_of: Any, tmp_path: Path) -> None:
     how = LikelihoodSettings(length=12, draws=4)
     before = likelihood(model_of(4), texts(), how).bits_per_token
@@ -98,16 +99,17 @@ def test_another_block_size(model_of: Any, tmp_path: Path) -> None:
     assert load_model(tmp_path / "out", "cpu").config.block_size == 12
 
 
+@pytest.mark.slow
 def test_running_mean(model_of: Any, tmp_path: Path) -> None:
     """Of the weights behind each step, as far as there are some."""
     kept = []
     for steps in (1, 2, 3):
         run(model_of, tmp_path / f"plain{steps}", steps)
         kept.append(weights(tmp_path / f"plain{steps}")["model.norm.weight"])
-    run(model_of, tmp_path / "mean", 3, ema=0.15)
+    run(model_of, tmp_path / "mean", 3, ema=0.9)
     wanted = model_of(4).network.model.norm.weight
     for step, own in enumerate(kept):
-        decay = min(0.15, (1 + step) / (10 + step))
+        decay = min(0.9, (1 + step) / (10 + step))
         wanted = decay * wanted + (1 - decay) * own
     assert torch.allclose(weights(tmp_path / "mean")["model.norm.weight"], wanted, atol=1e-6)
 
