@@ -210,6 +210,7 @@ def test_how_many_are_drawn_does_not_depend_on_what_is_drawn(drafter: DFlash2Dra
     assert len(counts) == 3
 
 
+@pytest.mark.slow
 def test_drawn_chains_leave_the_targets_law(drafter: DFlash2Drafter) -> None:
     """The first two tokens of many cycles, under a p that shares the candidates with q and else has its own mind."""
     rows, vocabulary = 6000, drafter.config.vocab_size

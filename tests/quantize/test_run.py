@@ -71,6 +71,7 @@ def test_what_is_written_is_the_rounded_model(
     assert (done.group, done.perplexity, done.is_calibrated) == (8, None, False)
 
 
+@pytest.mark.slow
 def test_it_runs_in_any_dtype_and_compiled(models: dict[str, Path], tmp_path: Path) -> None:
     quantize(models["qwen2"], tmp_path / "few")
     tokens = text_of(models["qwen2"]).held_out

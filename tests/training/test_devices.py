@@ -23,6 +23,7 @@ print(kept, faults())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's switch")
 def test_freed_memory_is_reused() -> None:
     answer = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True, timeout=120)

@@ -80,7 +80,13 @@ def same(one: Path, two: Path) -> bool:
 
 
 # Of heads, a test in `variants/` says so at less expense.
-@pytest.mark.parametrize("variant", sorted({*variant_names()} - {"medusa", "mtp"}))
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(name, marks=() if name == "dflash" else pytest.mark.slow)
+        for name in sorted({*variant_names()} - {"medusa", "mtp"})
+    ],
+)
 def test_a_run_learns_and_leaves_a_drafter(variant: str, run: Run, tmp_path: Path, tiny_target_dir: Path) -> None:
     out = tmp_path / "drafter"
     lines = run(out, variant, steps="30", trackers="tensorboard", eval_every="15")

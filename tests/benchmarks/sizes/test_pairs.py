@@ -27,6 +27,7 @@ SMALL = Shape(
 )
 
 
+@pytest.mark.slow
 def test_a_pair_of_random_weights_can_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SHAPES, "small", SMALL)
     folders = pairs.make("small", tmp_path, 64)

@@ -12,6 +12,7 @@ from blockdraft import Engine, SamplingParams, load_drafter, load_target
 QUESTION = "A baker makes 4 trays of 6 rolls. She sells 9 rolls. How many rolls are left?"
 
 
+@pytest.mark.slow
 def test_a_wide_pair_says_the_same_with_the_same_tau(tmp_path: Path) -> None:
     found = []
     for folder in (TARGET.parent, tmp_path):
