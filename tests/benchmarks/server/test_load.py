@@ -83,6 +83,24 @@ def test_an_answer_must_be_its_own() -> None:
     assert Ways.judge(ways, [*heard, Heard(0, 0, [], problem="no end")]) == (2, ["no end"])
 
 
+@pytest.mark.parametrize(("way", "error"), [(LLAMA, PeerError), (SERVER, ValueError)])
+def test_a_server_that_ended_under_load_has_no_figures(way: str, error: type[Exception]) -> None:
+    """Theirs is started again; that ours ends is a failure."""
+    process = SimpleNamespace(pid=1 << 30, poll=lambda: -6)
+    started: list[str] = []
+    ways: Any = SimpleNamespace(
+        requests=chats.make(1),
+        streams={way: SimpleNamespace(ask=lambda *_: {"heard": []})},
+        servers={way: SimpleNamespace(process=process)},
+        _start=started.append,
+    )
+    with pytest.raises(error, match="ended with -6 under the load of 4 streams"):
+        Ways.ask(ways, way, 4, 1.0, 0)
+    assert started == ([LLAMA] if way == LLAMA else [])
+    process.poll = lambda: None
+    assert Ways.ask(ways, way, 4, 1.0, 0) == ([], 0)
+
+
 def test_the_engine_alone(tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
     """The closed loop hears what plain decoding says, and never has more than its streams under way."""
     target = load_target(tiny_target_dir)
