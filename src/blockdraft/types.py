@@ -20,6 +20,7 @@ Prompt: TypeAlias = "str | Sequence[Message] | Sequence[int]"
 # asks them in turn.
 Backend: TypeAlias = str
 DEFAULT_BACKEND: Backend = "auto"
+JOINT = "+"  # between the names of drafters that draft together
 # Of a target's forward: compiled where that is possible, always, or never.
 Compile: TypeAlias = Literal["auto", "on", "off"]
 DEFAULT_COMPILE: Compile = "auto"

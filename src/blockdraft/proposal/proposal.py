@@ -37,12 +37,15 @@ class Proposal:
             every row's guesses were chosen.
         expected: For each row the number of guesses that the drafter's probabilities let expect to be accepted; None
             where that was not computed.
+        chances: For each row the chance of each guess to be accepted with all before it on its path, in the order of
+            the nodes, without those that fill up; None where that was not computed.
     """
 
     tokens: Tensor
     parents: Tensor
     q: tuple[SparseLaw | None, ...] | None = None
     expected: tuple[float, ...] | None = None
+    chances: tuple[tuple[float, ...], ...] | None = None
 
     @cached_property
     def parent_lists(self) -> list[list[int]]:
