@@ -24,7 +24,7 @@ import argparse
 import json
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -254,8 +254,8 @@ def picture(found: Sequence[Figures], times: Times, handover: float, path: Path)
     for each in found:
         lengths = [times.rest * share / (1 - share) for share in shares]  # of a draft
         growth = each.drafts / draft
-        line: Callable[[float], float] = lambda d: speedup(each.hits, times.rest, d, growth * d, handover)  # noqa: B023, E731
-        right.plot(shares, [line(d) for d in lengths], label=f"{each.count} ahead")
+        gains = [speedup(each.hits, times.rest, length, growth * length, handover) for length in lengths]
+        right.plot(shares, gains, label=f"{each.count} ahead")
     right.axhline(1, color="black", linewidth=0.8)
     right.axvline(draft / (times.rest + draft), color="tab:gray", linestyle="--", label="this machine")
     right.set(xlabel="draft's share of a usual cycle", ylabel="speed-up with a device of its own")
@@ -275,9 +275,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--handover", type=float, default=0.05, help="milliseconds a cycle, from device to device")
-    parser.add_argument(
-        "--context", type=int, default=256, help="tokens of the text that is drafted for, for the times"
-    )
+    parser.add_argument("--context", type=int, default=256, help="tokens of the text while times are measured")
     parser.add_argument("--cycles", type=int, default=30, help="cycles that are timed, for each number of drafts")
     parser.add_argument("--out", type=Path, default=Path("build/overlap"))
     args = parser.parse_args(given)

@@ -145,7 +145,8 @@ def test_how_often_matches_come_true_is_learned_from_the_text_alone() -> None:
 
 def test_chances_are_those_of_matches_that_grow_and_of_what_siblings_leave() -> None:
     state = observed([[8, 1, 2, 3, 4, 9, 2, 3, 5]])
-    one, two, three, four = state.texts[0].rates = [0.1, 0.4, 0.5, 0.8]
+    guesses(state, 2)  # has read the text
+    one, two, three, _ = state.texts[0].rates = [0.1, 0.4, 0.5, 0.8]
     found = DRAFTER.propose(state, torch.tensor([2]), plan(4, tree_budget=9))  # matches of one token
     assert found.tokens.tolist() == [[2, 3, 5, 2, 4, 9]]
     assert found.parents.tolist() == [[-1, 0, 1, 2, 1, 4]]
