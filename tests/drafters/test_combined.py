@@ -142,6 +142,15 @@ def test_a_drawn_chain_is_chosen_by_what_such_chains_have_yielded() -> None:
     assert drafter.propose(state, torch.tensor([3, 4]), asked).tokens[1].tolist() == [4, 9, 0, 0]
 
 
+def test_where_one_fails_the_others_hear_nothing_twice(target: Target, tiny_drafter_dir: Path) -> None:
+    drafter = load_drafter(f"prompt_lookup+{tiny_drafter_dir}", target=target)
+    assert isinstance(drafter, CombinedDrafter)
+    state = drafter.new_state(1, 20)
+    with pytest.raises(RuntimeError):
+        drafter.observe(state, torch.tensor([[1, 2]]), torch.zeros(1, 2, 7), [2])  # features of another size
+    assert state.inner[0].texts[0].tokens == []
+
+
 REPEATING = "Read this aloud: one red apple, two green pears. One red apple, two green pears. Then: 1, 2, 3, 4."
 
 

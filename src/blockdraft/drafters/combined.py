@@ -121,7 +121,8 @@ class CombinedDrafter:
             if yields.last is not None and length:  # the anchor and what was accepted of the chain
                 yields.accepted[yields.last] += NEWEST * (length - 1 - yields.accepted[yields.last])
                 yields.last = None
-        for part, inner in zip(self.parts, state.inner, strict=True):
+        # What may fail comes first: where it does, rows are told again one by one, and no one may hear twice.
+        for part, inner in sorted(zip(self.parts, state.inner, strict=True), key=lambda each: each[0].path is None):
             part.observe(inner, tokens, self._features_of(part, features), lengths)
 
     def _features_of(self, part: Drafter, features: Tensor | None) -> Tensor | None:
