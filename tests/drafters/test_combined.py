@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,7 @@ def test_a_chain_is_that_of_the_drafter_that_expects_most() -> None:
 
 
 def test_a_drawn_chain_is_chosen_by_what_such_chains_have_yielded() -> None:
-    """And not by what was drawn. Laws are filled up to the longest row."""
+    """And not by what was drawn."""
     law = SparseLaw(torch.tensor([[8, 9], [8, 9]]), torch.tensor([[0.5, 0.5], [0.5, 0.5]]))
     drawn = Proposal(torch.tensor([[0, 8], [0, 9]]), torch.tensor([[-1, 0], [-1, 0]]), (law, law))
     chains: list[Tree] = [[(5, 0, 0.9), (6, 1, 0.6), (7, 2, 0.5)], [(5, 0, 0.5)]]
@@ -133,13 +134,30 @@ def test_a_drawn_chain_is_chosen_by_what_such_chains_have_yielded() -> None:
     found = drafter.propose(state, torch.tensor([3, 4]), asked)
     assert found.tokens.tolist() == [[3, 5, 6, 7], [4, 9, 0, 0]]
     assert found.q is not None and found.q[0] is None and found.q[1] is not None
-    assert found.q[1].ids.tolist() == [[8, 9]] * 4
+    assert found.q[1].ids.tolist() == [[8, 9]] * 2
     for _ in range(9):  # none of the drawn ones is accepted
         drafter.observe(state, torch.tensor([[1, 5], [1, 0]]), None, [2, 1])
         found = drafter.propose(state, torch.tensor([3, 4]), asked)
     assert found.tokens.tolist() == [[3, 5, 6, 7], [4, 5, 0, 0]] and found.q is None
     state.shrink(20, 5)  # another request
     assert drafter.propose(state, torch.tensor([3, 4]), asked).tokens[1].tolist() == [4, 9, 0, 0]
+
+
+def test_chosen_guesses_stand_beside_a_drawn_chain() -> None:
+    """The chain is whole and comes first; what the text repeats goes on from where the two agree."""
+    law = SparseLaw(torch.tensor([[5, 9]] * 3), torch.tensor([[0.5, 0.5]] * 3))
+    drawn = Proposal(
+        torch.tensor([[0, 5, 9], [0, 4, 9]]), torch.tensor([[-1, 0, 1], [-1, 0, -1]]), (law, None)
+    )  # the second row is greedy and short
+    drafter = CombinedDrafter([Scripted(proposal(LOOKUP, [(4, 0, 0.2), (6, 0, 0.1)])), Scripted(drawn)])
+    asked = plan(4, 2, draws=torch.rand(2, 8))
+    found = drafter.propose(drafter.new_state(2, 20), torch.tensor([3, 4]), asked)
+    assert found.tokens.tolist() == [[3, 5, 9, 6, 7], [4, 4, 6, 0, 0]]
+    assert found.parents.tolist() == [[-1, 0, 1, 1, 3], [-1, 0, 0, -1, -1]]
+    assert found.q is not None and found.q[1] is None
+    assert found.q[0] is not None and found.q[0].ids.tolist() == law.ids.tolist()
+    fewer = drafter.propose(drafter.new_state(2, 20), torch.tensor([3, 4]), replace(asked, tree_budget=2))
+    assert fewer.tokens.tolist() == [[3, 5, 9], [4, 4, 6]]
 
 
 def test_where_one_fails_the_others_hear_nothing_twice(target: Target, tiny_drafter_dir: Path) -> None:

@@ -84,8 +84,11 @@ class CombinedDrafter:
 
     A tree merges theirs: guesses of one path and token are one node. Given its parent, a node is as likely as the
     surest of the drafters that guess it says, and the likeliest nodes are taken. A chain is, in each row, that of the
-    drafter that expects most of its guesses to be accepted. Where guesses are drawn, what a drafter expects is what
-    its chains have yielded in the row so far: a choice by what was drawn would shift the law of the output.
+    drafter that expects most of its guesses to be accepted.
+
+    Where guesses are drawn, the first drafter that can draw does so. A tree has its chain whole, and guesses of the
+    others beside it. For a choice between chains, what it is expected to yield is what its chains have yielded in the
+    row so far: a choice by what was drawn would shift the law of the output.
 
     Args:
         parts: Two or more, each of another kind or folder. Ties go to the first.
@@ -136,13 +139,17 @@ class CombinedDrafter:
     def propose(self, state: CombinedState, anchor: Tensor, plan: Plan) -> Proposal:
         if plan.block_size == 1:
             return chain(anchor[:, None])
-        proposals = [
-            part.propose(inner, anchor, _asked(part, plan)) for part, inner in zip(self.parts, state.inner, strict=True)
-        ]
+        proposals, drawn = list[Proposal](), None
+        for part, inner in zip(self.parts, state.inner, strict=True):
+            asked = _asked(part, plan if drawn is None else replace(plan, draws=None))
+            proposals.append(part.propose(inner, anchor, asked))
+            drawn = proposals[-1] if proposals[-1].q is not None else drawn
         mark(GUESSES)
-        if plan.tree_budget:
+        if not plan.tree_budget:
+            return self._best_chains(state, anchor, proposals)
+        if drawn is None:
             return merged(anchor, proposals, plan)
-        return self._best_chains(state, anchor, proposals)
+        return beside(anchor, drawn, [each for each in proposals if each is not drawn], plan.tree_budget)
 
     def _best_chains(self, state: CombinedState, anchor: Tensor, proposals: Sequence[Proposal]) -> Proposal:
         tokens, parents, chosen = list[list[int]](), list[list[int]](), list[Proposal]()
@@ -157,9 +164,7 @@ class CombinedDrafter:
             chosen.append(proposals[best])
             tokens.append(texts[best][row])
             parents.append(proposals[best].parent_lists[row])
-        count = max(map(len, tokens))
-        laws = [None if each.q is None else each.q[row] for row, each in enumerate(chosen)]
-        q = tuple(law and _longer(law, count) for law in laws)
+        q = tuple(None if each.q is None else each.q[row] for row, each in enumerate(chosen))
         return Proposal(*_filled(anchor, tokens, parents), q if any(law is not None for law in q) else None)
 
 
@@ -169,7 +174,7 @@ def _asked(part: Drafter, plan: Plan) -> Plan:
     block_size = min(plan.block_size, part.block_size)
     draws = None if plan.draws is None else plan.draws[:, : block_size - 1]
     seconds, trust = (plan.cycle_seconds, plan.trust) if plan.tree_budget else (None, 1.0)
-    if seconds is None and draws is None:
+    if seconds is None and (draws is None or plan.tree_budget):
         seconds = [1.0] * (1 + (plan.tree_budget or block_size - 1))
     return replace(plan, block_size=block_size, draws=draws, cycle_seconds=seconds, trust=trust)
 
@@ -210,6 +215,41 @@ def merged(anchor: Tensor, proposals: Sequence[Proposal], plan: Plan) -> Proposa
     tokens = [[0, *(token for _, _, token in nodes[:count])] for nodes in rows]
     parents = [[-1, *(parent for _, parent, _ in nodes[:count])] for nodes in rows]
     return Proposal(*_filled(anchor, tokens, parents), expected=expected)
+
+
+def beside(anchor: Tensor, drawn: Proposal, others: Sequence[Proposal], budget: int) -> Proposal:
+    """A chain whose guesses were drawn, whole, and as many of the others' likeliest guesses as the budget leaves.
+
+    What stands beside the chain may depend on what was drawn, the chain itself may not.
+
+    Args:
+        anchor: `[B]` int64.
+        others: As in `merged`.
+    """
+    chains, texts = drawn.tokens.tolist(), [proposal.tokens.tolist() for proposal in others]
+    rows, above, laws = list[list[int]](), list[list[int]](), list[SparseLaw | None]()
+    for row in range(len(anchor)):
+        parents = [parent for node, parent in enumerate(drawn.parent_lists[row]) if node == 0 or parent >= 0]
+        tokens, law = chains[row][: len(parents)], drawn.q and drawn.q[row]
+        laws.append(law and SparseLaw(law.ids[: len(parents)], law.probs[: len(parents)]))
+        nodes = {(parents[node], tokens[node]): node for node in range(1, len(parents))}
+        trees = [
+            (said[row], proposal.parent_lists[row], _chances(proposal, row))
+            for said, proposal in zip(texts, others, strict=True)
+        ]
+        places = [0]  # here, of the others' nodes
+        for _, parent, token in _likeliest(trees, budget):
+            at = places[parent], token
+            if at not in nodes:
+                if len(tokens) > budget:
+                    break
+                nodes[at] = len(tokens)
+                tokens.append(token)
+                parents.append(at[0])
+            places.append(nodes[at])
+        rows.append(tokens)
+        above.append(parents)
+    return Proposal(*_filled(anchor, rows, above), tuple(laws))
 
 
 def _chances(proposal: Proposal, row: int) -> Sequence[float]:
@@ -257,12 +297,6 @@ def _filled(anchor: Tensor, tokens: list[list[int]], parents: list[list[int]]) -
     filled = torch.tensor([[*row, *[0] * (count - len(row))] for row in tokens]).to(anchor.device)
     filled[:, 0] = anchor
     return filled, torch.tensor([[*row, *[-1] * (count - len(row))] for row in parents])
-
-
-def _longer(law: SparseLaw, count: int) -> SparseLaw:
-    """Laws of a chain for as many nodes as the longest row has; nothing was drawn from those at the end."""
-    nodes = torch.arange(count).clamp(max=len(law.ids) - 1).to(law.ids.device)
-    return SparseLaw(law.ids[nodes], law.probs[nodes])
 
 
 DRAFTER = Entry(lambda parts, target: CombinedDrafter(parts), joins=True)
