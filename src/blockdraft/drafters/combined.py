@@ -7,7 +7,7 @@ is the one of which most is expected.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from pathlib import Path
 
@@ -33,7 +33,7 @@ class Yields:
     """
 
     accepted: list[float]
-    last: int | None = field(default=None)
+    last: int | None = None
 
 
 class CombinedState:
@@ -110,8 +110,8 @@ class CombinedDrafter:
 
     def new_state(self, batch: int, capacity: int) -> CombinedState:
         rows = [place * capacity for place in range(batch)]
-        yields = {row: Yields([FIRST_YIELD] * len(self.parts)) for row in rows}
-        return CombinedState([part.new_state(batch, capacity) for part in self.parts], rows, yields)
+        of_rows = {row: Yields([FIRST_YIELD] * len(self.parts)) for row in rows}
+        return CombinedState([part.new_state(batch, capacity) for part in self.parts], rows, of_rows)
 
     def state_bytes(self, batch: int, capacity: int) -> int:
         return sum(part.state_bytes(batch, capacity) for part in self.parts)
@@ -159,8 +159,7 @@ class CombinedDrafter:
                 min(_hope(proposal, row, known), sum(parent >= 0 for parent in proposal.parent_lists[row]))
                 for proposal, known in zip(proposals, yields.accepted, strict=True)
             ]
-            best = max(range(len(hopes)), key=hopes.__getitem__)
-            yields.last = best
+            yields.last = best = max(range(len(hopes)), key=hopes.__getitem__)
             chosen.append(proposals[best])
             tokens.append(texts[best][row])
             parents.append(proposals[best].parent_lists[row])
