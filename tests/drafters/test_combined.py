@@ -160,12 +160,19 @@ def test_chosen_guesses_stand_beside_a_drawn_chain() -> None:
     assert fewer.tokens.tolist() == [[3, 5, 9], [4, 4, 6]]
 
 
-def test_where_one_fails_the_others_hear_nothing_twice(target: Target, tiny_drafter_dir: Path) -> None:
+def test_where_one_fails_the_others_hear_nothing_twice(
+    target: Target, tiny_drafter_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     drafter = load_drafter(f"prompt_lookup+{tiny_drafter_dir}", target=target)
     assert isinstance(drafter, CombinedDrafter)
     state = drafter.new_state(1, 20)
-    with pytest.raises(RuntimeError):
-        drafter.observe(state, torch.tensor([[1, 2]]), torch.zeros(1, 2, 7), [2])  # features of another size
+
+    def fails(*told: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(drafter.parts[1], "observe", fails)
+    with pytest.raises(MemoryError):
+        drafter.observe(state, torch.tensor([[1, 2]]), None, [2])
     assert state.inner[0].texts[0].tokens == []
 
 

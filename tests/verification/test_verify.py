@@ -80,11 +80,12 @@ def beside(earlier: Tensor, anchor: Tensor, numbers: Tensor) -> Proposal:
     return Proposal(torch.cat([own, torch.stack(others, dim=1)], 1), parents, chain.q)
 
 
-def longer_where_it_agrees(earlier: Tensor, anchor: Tensor, numbers: Tensor) -> Proposal:
-    """Drawn chains that end where a guess is token 0: their length depends on what was drawn."""
+def only_the_likeliest(earlier: Tensor, anchor: Tensor, numbers: Tensor) -> Proposal:
+    """Drawn chains, but none where the first guess is not the likeliest: what was drawn decides whether it stays."""
     chain = drafting(CHAIN, is_drawn=True)(earlier, anchor, numbers)
+    likeliest = drafting(CHAIN, is_drawn=False)(earlier, anchor, numbers).tokens[:, 1]
     parents = chain.parents.clone()
-    parents[chain.tokens[:, 1] == 0, 1:] = -1
+    parents[chain.tokens[:, 1] != likeliest, 1:] = -1
     return replace(chain, parents=parents)
 
 
@@ -232,7 +233,7 @@ def block_up_to_first_rejection(
         (drafting(CHAIN, is_drawn=True), q_of_the_wrong_node),
         (drafting(CHAIN, is_drawn=True), reused_numbers),
         (drafting(CHAIN, is_drawn=False, claims=True), verify),
-        (longer_where_it_agrees, verify),
+        (only_the_likeliest, verify),
         (drafting(CHAIN, is_drawn=True), broken("accept_block", block_with_ratios)),
         (drafting(CHAIN, is_drawn=True), broken("accept_block", block_up_to_first_rejection)),
     ],
