@@ -100,7 +100,8 @@ def test_biases_are_kept_as_pairs() -> None:
         ({"draft_window": "auto"}, "draft_window is 'auto'; it must be a whole number or None"),
         ({"draft_window": 0}, "draft_window is 0"),
         ({"drawn": 1}, "drawn is 1; it must be True or False"),
-        ({"drawn": True, "tree_budget": 3}, "drawn guesses form chains"),
+        ({"drawn": True, "tree_budget": "auto"}, "tree_budget is 'auto'; .*give a number"),
+        ({"drawn": True, "tree_budget": 3, "block_size": "auto"}, "block_size is 'auto'; .*give a number"),
     ],
 )
 def test_bad_drafting_is_refused(fields: dict[str, Any], message: str) -> None:

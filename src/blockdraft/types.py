@@ -20,6 +20,7 @@ Prompt: TypeAlias = "str | Sequence[Message] | Sequence[int]"
 # asks them in turn.
 Backend: TypeAlias = str
 DEFAULT_BACKEND: Backend = "auto"
+JOINT = "+"  # between the names of drafters that draft together
 # Of a target's forward: compiled where that is possible, always, or never.
 Compile: TypeAlias = Literal["auto", "on", "off"]
 DEFAULT_COMPILE: Compile = "auto"
@@ -176,7 +177,8 @@ class Drafting:
         tree_budget: Most guesses of a draft tree; 0, the usual, drafts chains. "auto" lets each cycle use as many as
             pay, or none.
         drawn: Draw the guesses of sampled requests at random from the drafter's law, in chains, instead of choosing
-            the likeliest. The law of the output stays; which tokens a seed gives then depends on the drafter.
+            the likeliest. The law of the output stays; which tokens a seed gives then depends on the drafter. With a
+            tree budget, chosen guesses of the other drafters of a combination stand beside the chain.
         draft_window: Latest tokens of the text that a draft pass looks at, so that it costs no more in long contexts;
             None is all of them. Drafters without such a pass ignore it.
     """
@@ -199,8 +201,9 @@ class Drafting:
                 raise UsageError(f"{name} is {value}; it must be at least {least} ({meaning}).")
             object.__setattr__(self, name, number)
         _check_flag("drawn", self.drawn)
-        if self.drawn and self.tree_budget != 0:
-            raise UsageError(f"tree_budget is {self.tree_budget}; drawn guesses form chains, so it must be 0.")
+        for name in ("block_size", "tree_budget"):
+            if self.drawn and self.tree_budget != 0 and getattr(self, name) == "auto":
+                raise UsageError(f"{name} is 'auto'; trees around drawn guesses have a fixed size, so give a number.")
 
 
 @dataclass(frozen=True)

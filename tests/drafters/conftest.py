@@ -18,3 +18,8 @@ def tiny_lm_dir(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path)
         else:
             (folder / file.name).write_bytes(file.read_bytes())
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_combination(tiny_drafter_dir: Path) -> str:
+    return f"prompt_lookup+{tiny_drafter_dir}"

@@ -18,8 +18,9 @@ from blockdraft.proposal import Plan, Proposal
 from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, SamplingParams
 
-# By file name, the fixture with a small checkpoint; None for a drafter that goes by its name.
+# By file name, the fixture with a small checkpoint or a combination; None for a drafter that goes by its name.
 FOLDERS = {
+    "combined": "tiny_combination",
     "dflash": "tiny_drafter_dir",
     "dflash2": "tiny_dflash2_dir",
     "draft_lm": "tiny_lm_dir",

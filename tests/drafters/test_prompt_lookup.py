@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import torch
 
-from blockdraft.drafters.prompt_lookup import GUESSES_A_TOKEN, LONGEST, RECENT, PromptLookupDrafter, Texts
+from blockdraft.drafters.prompt_lookup import GUESSES_A_TOKEN, LONGEST, RECENT, START, PromptLookupDrafter, Text, Texts
 from blockdraft.proposal import Plan
 from blockdraft.types import SamplingParams
 
@@ -125,3 +125,33 @@ def test_a_row_that_shrinks_knows_what_it_keeps_and_one_that_is_opened_again_not
     state.close(0)
     state.open(0, 20)
     assert guesses(state, 1) == []
+
+
+def test_how_often_matches_come_true_is_learned_from_the_text_alone() -> None:
+    def text(state: Texts) -> Text:
+        guesses(state, 0)
+        return state.texts[0]
+
+    whole = [(i * i) % 7 for i in range(60)]
+    parts = observed([whole[:20]])
+    guesses(parts, 3)
+    rates = text(observed([whole[20:]], parts)).rates
+    assert rates == text(observed([whole])).rates
+    assert text(observed([[1, 2, 3] * 20])).rates[LONGEST - 1] > 0.95 > START[-1]
+    assert text(observed([[1, 2, 1, 3, 1, 4, 1, 5] * 2])).rates[0] < START[0]
+    parts.copy(0, 0, 30)
+    assert text(parts).rates == text(observed([whole[:30]])).rates
+
+
+def test_chances_are_those_of_matches_that_grow_and_of_what_siblings_leave() -> None:
+    state = observed([[8, 1, 2, 3, 4, 9, 2, 3, 5]])
+    guesses(state, 2)  # has read the text
+    one, two, three, _ = state.texts[0].rates = [0.1, 0.4, 0.5, 0.8]
+    found = DRAFTER.propose(state, torch.tensor([2]), plan(4, tree_budget=9))  # matches of one token
+    assert found.tokens.tolist() == [[2, 3, 5, 2, 4, 9]]
+    assert found.parents.tolist() == [[-1, 0, 1, 2, 1, 4]]
+    first = one
+    expected = [first, first * two, first * two * three, first * (1 - two) * two, first * (1 - two) * two * three]
+    assert found.chances is not None and found.chances[0] == pytest.approx(expected)
+    chain = DRAFTER.propose(state, torch.tensor([2]), plan(3))
+    assert chain.chances == (pytest.approx((first, first * two)),)

@@ -52,12 +52,16 @@ def surprise(outputs: list[tuple[int, ...]], model: LlamaForCausalLM) -> float:
 
 # Of a few pairs of seeds this one gives reused numbers away with the fewest rows.
 @pytest.mark.slow
-def test_answers_with_drawn_guesses_have_the_law_of_the_target(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("others", "budget"), [("", 0), ("prompt_lookup+", 0), ("prompt_lookup+", 12)], ids=["alone", "chain", "tree"]
+)
+def test_answers_with_drawn_guesses_have_the_law_of_the_target(tmp_path: Path, others: str, budget: int) -> None:
     """The drafter is another model, so that many guesses are rejected; which ones must not depend on how they were
-    drawn, so the numbers that test them are others than those that drew them."""
+    drawn, so the numbers that test them are others than those that drew them. Combined with another drafter, whose
+    chain is proposed must not depend on it either."""
     target = load_target(write_model(tmp_path / "target", 2))
-    drafter = load_drafter(write_model(tmp_path / "drafter", 3), target=target)
-    engine = Engine(target, drafter, max_batch_size=500, drafting=Drafting(drawn=True))
+    drafter = load_drafter(f"{others}{write_model(tmp_path / 'drafter', 3)}", target=target)
+    engine = Engine(target, drafter, max_batch_size=500, drafting=Drafting(tree_budget=budget, drawn=True))
     params = [SamplingParams(LENGTH, 1.0, seed=seed, ignore_eos=True) for seed in range(ROWS)]
     completions = engine.generate([PROMPT] * ROWS, params)
     model = LlamaForCausalLM.from_pretrained(tmp_path / "target").eval()

@@ -39,6 +39,19 @@ def test_auto_reaches_drafting() -> None:
     ]
 
 
+def test_other_drafters_join_the_one_at_hand() -> None:
+    names = "prompt_lookup+dflash,prompt_lookup+dflash:4,prompt_lookup+dflash-drawn,prompt_lookup+ddtree:64,look+/a+b:5"
+    [_, *found] = parse_methods(names, "D", None, 16)
+    assert [(method.drafter, method.drafting) for method in found] == [
+        ("prompt_lookup+D", Drafting()),
+        ("prompt_lookup+D", Drafting(4)),
+        ("prompt_lookup+D", Drafting(drawn=True)),
+        ("prompt_lookup+D", Drafting(tree_budget=64)),
+        ("look+/a+b", Drafting(5)),
+    ]
+    assert parse_methods("prompt_lookup+ddtree", None, None, 16)[1].drafter == "prompt_lookup+bundled"
+
+
 def test_drawn_guesses_come_in_chains() -> None:
     [_, drawn] = parse_methods("none,dflash-drawn:4", "folder", None, 32)
     assert (drawn.drafter, drawn.drafting) == ("folder", Drafting(4, drawn=True))

@@ -52,3 +52,11 @@ def test_drawn_chains_keep_the_laws_of_what_stays() -> None:
     assert found.q[0] is not None and torch.equal(found.q[0].probs, laws[0].probs[:3])
     none = cut(drawn, [RequestDrafting(enabled=False)] * 3)
     assert none.q is None and none.tokens.tolist() == [[0], [4], [8]]
+
+
+def test_chosen_guesses_beside_a_drawn_chain_get_none_of_its_laws() -> None:
+    law = SparseLaw(torch.arange(4).expand(3, 4), torch.rand(3, 4))  # of the anchor and two drawn guesses
+    beside = Proposal(torch.tensor([[0, 1, 2, 3, 4]]), torch.tensor([[-1, 0, 1, 0, 3]]), (law,))
+    found = cut(beside, [RequestDrafting(block_size=2)])
+    assert (found.tokens.tolist(), found.parent_lists) == ([[0, 1, 3]], [[-1, 0, 0]])
+    assert found.q is not None and found.q[0] is not None and torch.equal(found.q[0].probs, law.probs[:2])

@@ -70,6 +70,25 @@ def drafting(
     return propose
 
 
+def beside(earlier: Tensor, anchor: Tensor, numbers: Tensor) -> Proposal:
+    """Drawn chains with chosen guesses around them, which depend on what was drawn: some hold another token than a
+    drawn guess, some follow the end of the chain, and some each other."""
+    chain = drafting(CHAIN, is_drawn=True)(earlier, anchor, numbers)
+    own = chain.tokens
+    others = [(own[:, 1] + 1) % V, (own[:, 2] + 2) % V, (own[:, 3] + own[:, 1]) % V, own[:, 1], (own[:, 1] + 1) % V]
+    parents = torch.tensor([*CHAIN, 0, 1, 3, 4, 7]).repeat(len(own), 1)
+    return Proposal(torch.cat([own, torch.stack(others, dim=1)], 1), parents, chain.q)
+
+
+def only_the_likeliest(earlier: Tensor, anchor: Tensor, numbers: Tensor) -> Proposal:
+    """Drawn chains, but none where the first guess is not the likeliest: what was drawn decides whether it stays."""
+    chain = drafting(CHAIN, is_drawn=True)(earlier, anchor, numbers)
+    likeliest = drafting(CHAIN, is_drawn=False)(earlier, anchor, numbers).tokens[:, 1]
+    parents = chain.parents.clone()
+    parents[chain.tokens[:, 1] != likeliest, 1:] = -1
+    return replace(chain, parents=parents)
+
+
 def decode(drafter: Drafter, params: SamplingParams, judge: Judge = verify) -> list[list[int]]:
     """The first tokens of many rows after the prompt [0, 0], over as many cycles as it takes."""
     generator = torch.Generator().manual_seed(1)
@@ -123,6 +142,7 @@ DRAFTERS = {
     "chosen tree": drafting(TREE, is_drawn=False, ragged=True),
     "drawn chain": drafting(CHAIN, is_drawn=True, keep=2),
     "drawn chain, ragged and mixed": drafting(CHAIN, is_drawn=True, ragged=True, mixed=True),
+    "drawn chain, chosen beside": beside,
 }
 SETTINGS = {
     "temperature 1": WARM,
@@ -213,6 +233,7 @@ def block_up_to_first_rejection(
         (drafting(CHAIN, is_drawn=True), q_of_the_wrong_node),
         (drafting(CHAIN, is_drawn=True), reused_numbers),
         (drafting(CHAIN, is_drawn=False, claims=True), verify),
+        (only_the_likeliest, verify),
         (drafting(CHAIN, is_drawn=True), broken("accept_block", block_with_ratios)),
         (drafting(CHAIN, is_drawn=True), broken("accept_block", block_up_to_first_rejection)),
     ],
@@ -299,6 +320,24 @@ def test_a_row_without_a_law_leaves_the_others_alone(shape: list[int], is_drawn:
     logits[1, 0, 2] = torch.nan
     verdict = judged(logits)
     assert verdict == Verdict([sound.path[0], [], sound.path[2]], [sound.bonus[0], -1, sound.bonus[2]])
+
+
+def test_the_walk_goes_on_beside_a_drawn_chain() -> None:
+    """The drawn guess 1 is impossible, the chosen guess 2 is certain, and so is what follows it."""
+    law = SparseLaw(torch.tensor([[1], [1]]), torch.ones(2, 1))
+    proposal = Proposal(torch.tensor([[0, 1, 2, 0]]), torch.tensor([[-1, 0, 0, 2]]), (law,))
+    following = torch.tensor([2, 1, 0, 1])  # after each node
+    numbers = torch.full((1, 4), 0.5, dtype=torch.float64)
+
+    def judged(broken: int | None = None) -> Verdict:
+        probs = torch.nn.functional.one_hot(following, V).float()[None]
+        if broken is not None:
+            probs[0, broken] = torch.nan
+        return verify(proposal, laws_of(probs, proposal), numbers, numbers)
+
+    assert judged() == judged(1) == Verdict([[0, 2, 3]], [1])
+    assert judged(3) == Verdict([[0, 2]], [0])  # ends before what has no law
+    assert judged(2) == Verdict([[0]], [2])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -38,7 +38,8 @@ def bench(
             metavar="NAME,...",
             help=f"What to compare: {PLAIN} (plain decoding, always included); {CHAINS} (the drafter's chains) or "
             f"{CHAINS}:8 (in blocks of 8); {DRAWN} (its guesses drawn at random); {TREES} (its trees) or {TREES}:64 "
-            "(of at most 64 guesses); any other drafter by folder or name, with or without a block size.",
+            "(of at most 64 guesses); any other drafter by folder or name, with or without a block size; "
+            f"prompt_lookup+{CHAINS} or prompt_lookup+{TREES}:64, both drafters together.",
         ),
     ] = f"{PLAIN},{CHAINS},{TREES}",
     drafter: Annotated[

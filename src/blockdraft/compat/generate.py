@@ -19,7 +19,7 @@ from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.engine import Engine
 from blockdraft.errors import UsageError, describe
 from blockdraft.targets import Target, as_target
-from blockdraft.types import SamplingParams
+from blockdraft.types import JOINT, SamplingParams
 
 GENERATE = '''"""Lossless decoding with a drafter: model.generate(..., custom_generate=THIS, trust_remote_code=True)."""
 
@@ -178,9 +178,11 @@ def _pair(model: PreTrainedModel, drafter: str | Path) -> tuple[Target, Drafter]
 
 
 def _folder(drafter: str | Path) -> str | Path:
-    """Where a drafter lies; one of the hub is fetched."""
+    """Where a drafter lies, or all of a combination; one of the hub is fetched."""
     if "/" not in str(drafter) or Path(drafter).exists():
         return drafter
+    if JOINT in str(drafter):
+        return JOINT.join(str(_folder(name)) for name in str(drafter).split(JOINT))
     from huggingface_hub import snapshot_download
 
     try:

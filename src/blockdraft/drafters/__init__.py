@@ -21,6 +21,7 @@ from blockdraft.drafters.base import (
     NetworkDrafter,
     State,
     check_refinement,
+    parts_of,
 )
 from blockdraft.errors import UsageError
 from blockdraft.formats import trained_for
@@ -29,6 +30,7 @@ from blockdraft.formats.gguf import is_gguf, open_gguf
 from blockdraft.formats.gguf.drafter import drafter_config, gguf_trained_for
 from blockdraft.plugins import plugins
 from blockdraft.targets import Target, other_target_warning
+from blockdraft.types import JOINT
 
 BUNDLED = Path(__file__).parents[1] / "pair" / "drafter"
 
@@ -51,15 +53,21 @@ def load_drafter(path: str | Path | None = None, *, target: Target) -> Drafter:
     Args:
         path: The folder or GGUF file of a drafter, the folder of a smaller language model with the target's tokens, or
             the name of a drafter that needs no folder ("none" decodes plainly). None or "bundled" is the bundled
-            drafter, which fits the bundled target and what was made of it.
+            drafter, which fits the bundled target and what was made of it. Several of these with a + between them,
+            such as "prompt_lookup+bundled", draft together.
         target: The target that it will draft for; dtype and device are taken from it. Where the drafter says that it
             was trained for another one of the same shape, a warning is logged.
 
     Raises:
-        ValueError: Unknown folder or architecture, unreadable weights, or a drafter of another target.
+        ValueError: Unknown folder or architecture, unreadable weights, a drafter of another target, or a combination
+            with one that is named twice or guesses nothing.
     """
     try:
-        return _load(path, target)
+        names = [path] if path is None else _joined(path)
+        if len(names) == 1:
+            return _load(path, target)
+        [combined] = [entry for entry in entries().values() if entry.joins]
+        return combined.load([_load(name, target) for name in names], target)
     except UsageError as error:
         if path is not None:
             raise
@@ -70,10 +78,25 @@ def load_drafter(path: str | Path | None = None, *, target: Target) -> Drafter:
         let_team_go()
 
 
+def _joined(path: str | Path) -> list[str]:
+    """The names that a combination joins; the path itself where it is none. A folder may have a + in its name."""
+    pieces, names = str(path).split(JOINT), list[str]()
+    while pieces:
+        count = next((n for n in range(len(pieces), 1, -1) if Path(JOINT.join(pieces[:n])).exists()), 1)
+        names.append(JOINT.join(pieces[:count]))
+        del pieces[:count]
+    for name in names if len(names) > 1 else ():
+        if not name:
+            raise UsageError(f"drafter is {str(path)!r}; put a folder or a name on each side of {JOINT}.")
+        if names.count(name) > 1:
+            raise UsageError(f"drafter is {str(path)!r}, which names {name} twice; name it once.")
+    return names
+
+
 def _load(path: str | Path | None, target: Target) -> Drafter:
     folder = BUNDLED if path is None or str(path) == "bundled" else Path(path)
     known = entries()
-    by_name = {name for name, entry in known.items() if not entry.architectures}
+    by_name = {name for name, entry in known.items() if not (entry.architectures or entry.joins)}
     if str(path) in by_name:
         return known[str(path)].load(None, target)
     said, source = _said(folder, target) if is_gguf(folder) else _said_by_folder(folder, str(path), by_name)
@@ -145,4 +168,5 @@ __all__ = [
     "entries",
     "entry_of_variant",
     "load_drafter",
+    "parts_of",
 ]

@@ -71,7 +71,8 @@ class Drafter(Protocol):
 
         Args:
             anchor: `[B]` int64, each row's last committed token.
-            plan: How far to draft; `plan.block_size` is at most `self.block_size`.
+            plan: How far to draft; `plan.block_size` is at most `self.block_size`. A drafter can be combined with
+                others if trees come with their `chances` where there is `plan.cycle_seconds`.
         """
 
     def observe(self, state: Any, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
@@ -89,13 +90,15 @@ class Entry:
     """What a file of this package registers, as its `DRAFTER`: the whole of a kind of drafter.
 
     Attributes:
-        load: Makes the drafter of a folder for a target. One that needs no folder gets None.
+        load: Makes the drafter of a folder for a target. One that needs no folder gets None, one that `joins` others
+            gets these.
         architectures: Names in config.json that it reads. One that has none needs no folder and goes by its file name.
         claims: Whether a parsed config.json is its own whatever name is there; asked before the names.
         network: Class of its network, as training makes it; None without one.
         layouts: Files of `formats/` that hold it, the one that training writes first.
         variant: File of `training/variants/` that trains it; None where nothing does.
         drafter: Class that drafts with a network for a target, called with both; None without a network.
+        joins: Whether it is made of other drafters; it has no name of its own.
     """
 
     load: Callable[[Any, Target], Drafter]
@@ -105,6 +108,13 @@ class Entry:
     layouts: tuple[str, ...] = ()
     variant: str | None = None
     drafter: Callable[[Any, Target], Drafter] | None = None
+    joins: bool = False
+
+
+def parts_of(drafter: Drafter) -> Sequence[Drafter]:
+    """The drafters that one is made of; itself where it is no combination."""
+    parts: Sequence[Drafter] = getattr(drafter, "parts", (drafter,))
+    return parts
 
 
 N = TypeVar("N", bound=nn.Module)

@@ -159,6 +159,7 @@ class DraftLMDrafter:
         guesses, laws = [anchor], list[SparseLaw]()
         expected = torch.zeros(len(room), device=anchor.device)  # guesses of each row, times their survival
         survival = torch.tensor([float(free > 0) for free in room], device=anchor.device)
+        survivals = list[list[float]]()
         for depth in range(max(room) if seconds is None else min(max(room), len(seconds) - 1)):
             if seconds and not next_pays(expected, survival, depth, seconds, plan.trust):
                 break
@@ -177,6 +178,7 @@ class DraftLMDrafter:
                 within = torch.tensor([free > depth for free in room], device=anchor.device)
                 survival = survival * within * logits.float().softmax(dim=-1).gather(1, guess[:, None])[:, 0]
                 expected += survival
+                survivals.append(survival.tolist())
             guesses.append(guess)
         made = len(guesses) - 1
         tokens = torch.stack(guesses, dim=1)
@@ -185,11 +187,13 @@ class DraftLMDrafter:
             state.note(state.texts, [text[:-1] + ids for text, ids in zip(known, read, strict=True)])
         past = torch.arange(made + 1) > torch.tensor(room)[:, None]
         parents = chain(tokens).parents.masked_fill(past, -1)
-        chances = tuple(expected.tolist()) if seconds else None
         if not laws:
-            return Proposal(tokens, parents, expected=chances)
+            if not seconds:
+                return Proposal(tokens, parents)
+            chances = tuple(tuple(each[row] for each in survivals[:free]) for row, free in enumerate(room))
+            return Proposal(tokens, parents, expected=tuple(expected.tolist()), chances=chances)
         drawn_from = SparseLaw(torch.cat([law.ids for law in laws], 1), torch.cat([law.probs for law in laws], 1))
-        return Proposal(tokens, parents, chain_laws(drawn_from, made, plan.params), chances)
+        return Proposal(tokens, parents, chain_laws(drawn_from, made, plan.params))
 
     @torch.no_grad()
     def _read(self, state: DraftState, texts: Sequence[list[int]]) -> Tensor:

@@ -192,10 +192,11 @@ class Controller:
         block_size = self._block_size
         if block_size == 1:
             return Plan(1, params)
+        # A tree is no deeper than it has guesses, and a shorter block makes a cheaper draft pass.
+        block_size = min(block_size, 1 + self.most_guesses)
         if not self._drafting.drawn:  # how a drawn chain is judged must not depend on the other rows
             # Guesses past the length limit would be cut; the anchor is there already.
-            # A tree is no deeper than it has guesses, and a shorter block makes a cheaper draft pass.
-            block_size = min(block_size, 1 + self.most_guesses, 1 + max(map(self._reach, requests)))
+            block_size = min(block_size, 1 + max(map(self._reach, requests)))
         window = self._drafting.draft_window
         budget = 0 if self._drafting.tree_budget == 0 else self.most_guesses
         if not self.automatic:

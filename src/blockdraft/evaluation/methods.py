@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from blockdraft.errors import UsageError
-from blockdraft.types import Drafting
+from blockdraft.types import JOINT, Drafting
 
-PLAIN = "none"
+PLAIN, BUNDLED = "none", "bundled"
 # All draft with the checkpoint at hand: chains (arXiv 2602.06036), chains of guesses drawn at random, and trees of its
 # guesses (arXiv 2604.12989).
 CHAINS, DRAWN, TREES = "dflash", "dflash-drawn", "ddtree"
@@ -44,7 +44,7 @@ class Method:
 
     Attributes:
         name: As it was asked for, such as "ddtree:64".
-        drafter: A checkpoint folder or the name of a drafter that needs none; None is the bundled drafter.
+        drafter: As `load_drafter` takes it; None is the bundled drafter.
         drafting: How far it drafts.
     """
 
@@ -61,7 +61,8 @@ def parse_methods(
     Args:
         names: With commas between them, each with or without a setting behind a colon: `none`; `dflash`, the drafter's
             chains, or `dflash:8` with this block size; `dflash-drawn`, chains of drawn guesses; `ddtree`, its trees,
-            or `ddtree:64` with this budget; any other drafter by folder or name, with or without a block size.
+            or `ddtree:64` with this budget; any other drafter by folder or name, with or without a block size;
+            `prompt_lookup+dflash` and the like, other drafters together with the one at hand, in each of these ways.
         drafter: What `dflash` and `ddtree` draft with, as in `Method`.
         block_size: As in `Drafting`, for methods without one of their own.
         tree_budget: As in `Drafting`, for `ddtree` without one of its own.
@@ -90,6 +91,9 @@ def _method(
     match = re.fullmatch(r"(.+):(\d+|auto)", name)
     kind: str = match[1] if match else name
     setting: Any = match and (match[2] if match[2] == "auto" else int(match[2]))
+    *others, last = kind.split(JOINT)
+    if others and last in (CHAINS, DRAWN, TREES):
+        kind, drafter = last, JOINT.join([*others, drafter or BUNDLED])
     if kind == PLAIN:
         if setting is not None:
             raise UsageError(f"Method {name!r} has a setting, and {PLAIN} drafts nothing; leave the setting away.")

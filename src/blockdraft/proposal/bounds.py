@@ -14,7 +14,8 @@ from blockdraft.types import RequestDrafting
 def cut(proposal: Proposal, bounds: Sequence[RequestDrafting | None]) -> Proposal:
     """The proposal with as many guesses as the request of each row allows; None allows all.
 
-    What is cut depends on the shape of a tree and never on its tokens, so drawn guesses keep their laws.
+    What is cut depends on the shape of a tree and never on its tokens, and drawn guesses come first, so they keep their
+    laws.
     """
     rows = [
         _kept(parents, depths, bound)
@@ -27,11 +28,15 @@ def cut(proposal: Proposal, bounds: Sequence[RequestDrafting | None]) -> Proposa
         parents.append([*(places[before[node]] for node in kept), *[-1] * (count - len(kept))])
     index = torch.tensor([[*kept, *[0] * (count - len(kept))] for kept in rows])
     q = None
-    if proposal.q is not None:  # chains, of which the first nodes stay; one without guesses has no law
-        laws = [law if len(kept) > 1 else None for law, kept in zip(proposal.q, rows, strict=True)]
-        q = tuple(law and SparseLaw(law.ids[:count], law.probs[:count]) for law in laws)
+    if proposal.q is not None:  # of drawn chains the first nodes stay; one without guesses has no law
+        q = tuple(law and _cut_law(law, kept) for law, kept in zip(proposal.q, rows, strict=True))
     tokens = proposal.tokens.gather(1, send(index, proposal.tokens.device))
     return Proposal(tokens, torch.tensor(parents), q if q and any(q) else None, proposal.expected)
+
+
+def _cut_law(law: SparseLaw, kept: Sequence[int]) -> SparseLaw | None:
+    count = sum(node < len(law.ids) for node in kept)
+    return SparseLaw(law.ids[:count], law.probs[:count]) if count > 1 else None
 
 
 def _kept(parents: Sequence[int], depths: Sequence[int], bound: RequestDrafting | None) -> list[int]:

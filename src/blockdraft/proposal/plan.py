@@ -23,7 +23,8 @@ class Plan:
         trust: Accepted guesses over those that the drafter expected, as far as is known; with `cycle_seconds`, expected
             acceptance is multiplied by it.
         draws: `[B, block_size - 1]` float64 in [0, 1): asks for a chain of guesses drawn with these numbers, one a
-            depth. None asks for chosen guesses. A drafter that cannot draw ignores them and returns q None.
+            depth, whatever the tree budget. None asks for chosen guesses. A drafter that cannot draw ignores them and
+            returns q None.
         draft_window: As in `Drafting`.
     """
 

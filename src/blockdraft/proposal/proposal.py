@@ -15,7 +15,8 @@ class SparseLaw:
     """Laws over a few tokens each: node j of a row drew its children from `probs[j]` over `ids[j]`.
 
     Attributes:
-        ids: `[N, K]` int64, distinct tokens; of several rows or depths before there is a proposal, `[..., K]`.
+        ids: `[M, K]` int64, distinct tokens after the first M nodes, of which the last one draws no more; of several
+            rows or depths before there is a proposal, `[..., K]`.
         probs: Of the same shape, float32, each row summing to 1; every other token has probability 0.
     """
 
@@ -32,17 +33,21 @@ class Proposal:
         parents: `[B, N]` int64 on the CPU, whatever the device of the tokens: what shape a tree has is known to the
             host, and no one should have to wait for a GPU to ask. `parents[b, i] < i` for i > 0, and -1 for node 0. A
             row with fewer guesses than the others is filled up with nodes whose parent is -1 too; nothing accepts them.
-        q: For each row the laws that its guesses, a chain, were drawn from at random, each from the law of the node
-            before; None for a row whose guesses were chosen (argmax, top-k, n-gram, ...). None instead of a tuple where
-            every row's guesses were chosen.
+        q: For each row the laws that its guesses were drawn from at random, each from the law of the node before; None
+            for a row whose guesses were chosen (argmax, top-k, n-gram, ...). None instead of a tuple where every row's
+            guesses were chosen. The nodes that have laws, from node 0 on, are a chain, and how many they are must not
+            depend on what was drawn. Nodes behind them were chosen; they may follow any node and depend on all.
         expected: For each row the number of guesses that the drafter's probabilities let expect to be accepted; None
             where that was not computed.
+        chances: For each row the chance of each guess to be accepted with all before it on its path, in the order of
+            the nodes, without those that fill up; None where that was not computed.
     """
 
     tokens: Tensor
     parents: Tensor
     q: tuple[SparseLaw | None, ...] | None = None
     expected: tuple[float, ...] | None = None
+    chances: tuple[tuple[float, ...], ...] | None = None
 
     @cached_property
     def parent_lists(self) -> list[list[int]]:

@@ -131,17 +131,18 @@ def _proposal(
     """The trees of nodes as `_grow` makes them, cut to the count that pays best; guess g of a row has the token
     `tokens_BG[row, g]`."""
     count = max(len(nodes) for nodes in rows)
-    expected = None
+    expected = chances = None
     if cycle_seconds is not None:
         path_probs = [[exp(-cost) for cost, _, _ in nodes] for nodes in rows]
         count = best_count(path_probs, cycle_seconds, trust)
-        expected = tuple(sum(probs[:count]) for probs in path_probs)
+        chances = tuple(tuple(probs[:count]) for probs in path_probs)
+        expected = tuple(map(sum, chances))
     filled = [[(0.0, -1, 0), *nodes[:count], *[(0.0, -1, 0)] * (count - len(nodes))] for nodes in rows]
     parents = torch.tensor([[parent for _, parent, _ in nodes] for nodes in filled])
     guesses = send(torch.tensor([[guess for _, _, guess in nodes] for nodes in filled]), tokens_BG.device)
     tokens = tokens_BG.gather(1, guesses)
     tokens[:, 0] = anchor_B
-    return Proposal(tokens, parents, expected=expected)
+    return Proposal(tokens, parents, expected=expected, chances=chances)
 
 
 def paying_tree(

@@ -11,9 +11,11 @@ from pathlib import Path
 from safetensors import safe_open
 
 from blockdraft.cpu.threads import let_team_go
+from blockdraft.drafters import parts_of
 from blockdraft.engine import Engine
 from blockdraft.errors import ClosedError, UsageError
 from blockdraft.formats.gguf import is_gguf, open_gguf
+from blockdraft.types import JOINT
 
 PACKAGE = Path(__file__).parents[1]
 BUNDLED = "blockdraft-pair"
@@ -33,7 +35,8 @@ class Backends:
     def __init__(self, usual: Engine, others: Mapping[str, Callable[[], Engine]] | None = None) -> None:
         self.usual = usual
         self.target = name_of(usual.target.path, "target")
-        self.drafter = name_of(usual.drafter.path, type(usual.drafter).__name__)
+        self._parts = [(part.path, name_of(part.path, type(part).__name__)) for part in parts_of(usual.drafter)]
+        self.drafter = JOINT.join(name for _, name in self._parts)
         self._engines = {usual.target.backend: usual}
         self._loaders = {name: load for name, load in (others or {}).items() if name not in self._engines}
         self._lock = threading.Lock()
@@ -71,7 +74,7 @@ class Backends:
 
     def public(self, text: str) -> str:
         """A text without the places of the models on this machine's disk."""
-        for path, name in ((self.usual.target.path, self.target), (self.usual.drafter.path, self.drafter)):
+        for path, name in ((self.usual.target.path, self.target), *self._parts):
             if path is not None:
                 text = text.replace(os.path.abspath(path), name)
                 if len(Path(path).parts) > 1:  # "." and the like stand in other words too
@@ -99,12 +102,13 @@ def name_of(path: Path | None, otherwise: str) -> str:
 
 def weights_of(engine: Engine) -> tuple[int, int]:
     """Number of weights of the target and of the drafter."""
-    drafter, path = 0, engine.drafter.path
-    if path is not None and is_gguf(path):
-        drafter = sum(math.prod(tensor.shape) for tensor in open_gguf(path).tensors.values())
-    for file in sorted(Path(path).glob("*.safetensors")) if path else ():
-        with safe_open(file, "pt") as weights:  # a network whose forward is compiled holds its weights no longer
-            drafter += sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
+    drafter = 0
+    for path in (part.path for part in parts_of(engine.drafter) if part.path is not None):
+        if is_gguf(path):
+            drafter += sum(math.prod(tensor.shape) for tensor in open_gguf(path).tensors.values())
+        for file in sorted(Path(path).glob("*.safetensors")):
+            with safe_open(file, "pt") as weights:  # a network whose forward is compiled holds its weights no longer
+                drafter += sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
     try:
         return sum(weight.numel() for _, weight in engine.target.named_weights()), drafter
     finally:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from blockdraft.proposal import Proposal
+from blockdraft.proposal import Proposal, SparseLaw
 from blockdraft.sampling import Laws, draw, exact
 from blockdraft.verification.rules import accept_block
 
@@ -29,13 +29,17 @@ def judge_chains(
     """Paths and bonus tokens of these rows, after whose anchors there are laws.
 
     A chain ends with its first node after which there is no law, as if no more had been guessed. Where that node is
-    accepted its token is the bonus, and what comes after it is for the next cycle to find out.
+    accepted its token is the bonus, and what comes after it is for the next cycle to find out. Chosen guesses beside
+    the chain are not looked at.
     """
     chains = []
     for row in rows:
-        chain = [0]
-        while laws.exists(row, chain[-1]) and (following := children[row].get(chain[-1])):
-            assert len(following) == 1, "drawn guesses form a chain"
+        chain, count = [0], len(_law(proposal, row).ids)
+        while laws.exists(row, chain[-1]):
+            following = [child for child in children[row].get(chain[-1], ()) if child < count]
+            assert len(following) <= 1, "drawn guesses form a chain"
+            if not following:
+                break
             chain += following
         chains.append(chain)
     nodes_RN, is_node_RN = _padded(chains)
@@ -76,12 +80,22 @@ def _at(values_BN: Tensor, rows: list[int], nodes: Tensor) -> Tensor:
     return values_BN.cpu()[torch.tensor(rows)[:, None], nodes]
 
 
+def _law(proposal: Proposal, row: int) -> SparseLaw:
+    law = proposal.q and proposal.q[row]
+    assert law, "the row has drawn guesses"
+    return law
+
+
 def _sparse_laws(rows: list[int], proposal: Proposal) -> tuple[Tensor, Tensor]:
-    """The tokens `[R, N, K]` that q can offer after each node of these rows, and their probabilities."""
-    assert proposal.q is not None
-    laws = [law for row in rows if (law := proposal.q[row]) is not None]
-    ids_RKN = pad_sequence([law.ids.T for law in laws], batch_first=True)
-    q_RKN = exact(pad_sequence([law.probs.T for law in laws], batch_first=True)).cpu()
+    """The tokens `[R, N, K]` that q can offer after each node of these rows, and their probabilities; 0 after nodes
+    behind the chain."""
+    count = proposal.tokens.size(1)
+    laws = [_law(proposal, row) for row in rows]
+    ids_RKN, q_RKN = (
+        pad_sequence([pad(each, (0, 0, 0, count - len(each))).T for each in part], batch_first=True)
+        for part in ([law.ids for law in laws], [law.probs for law in laws])
+    )
+    q_RKN = exact(q_RKN).cpu()
     q_RKN = q_RKN / q_RKN.sum(dim=1, keepdim=True).clamp(min=1e-300)  # a law that nothing was drawn from may be 0
     return ids_RKN.cpu().mT, q_RKN.mT
 

@@ -35,7 +35,8 @@ def verify(proposal: Proposal, laws: Laws, uniforms_BN: Tensor | None, tests_BN:
       At temperature 0 this accepts the longest path of argmax tokens (DFlash, arXiv 2602.06036; DDTree, arXiv
       2604.12989, for trees).
     - Drawn, always a chain: block verification (`rules.accept_block`), which accepts at least as many in expectation
-      as testing token by token.
+      as testing token by token. Where a chain ends, the token after it is settled; if a chosen guess beside the chain
+      holds it, the walk goes on from there as above. So what stands beside may depend on what was drawn.
 
     A row whose walk meets a node without a law gets an empty path and the bonus -1; the others do not notice, nor does
     a row that has such nodes where no walk comes by. A chain of drawn guesses is cut before what follows such a node.
@@ -56,24 +57,32 @@ def verify(proposal: Proposal, laws: Laws, uniforms_BN: Tensor | None, tests_BN:
     drawn = [row for row in range(len(tokens)) if q[row] is not None and laws.exists(row, 0)]
     paths: list[list[int]] = [[0] if q[row] is None else [] for row in range(len(tokens))]
     bonus = [-1] * len(tokens)
-
-    walking = [row for row in range(len(tokens)) if q[row] is None]  # all chosen rows a level at a time
-    while walking:
-        for row in [row for row in walking if not laws.exists(row, paths[row][-1])]:
-            paths[row], bonus[row] = [], -1
-        walking = [row for row in walking if paths[row]]
-        nodes = [paths[row][-1] for row in walking]
-        for row, node, token in zip(walking, nodes, laws.draw(walking, nodes, uniforms_BN), strict=True):
-            matching = [child for child in children[row].get(node, ()) if tokens[row][child] == token]
-            paths[row] += matching[:1]
-            bonus[row] = token
-        walking = [row for row, node in zip(walking, nodes, strict=True) if paths[row][-1] != node]
-
     if drawn:
         assert uniforms_BN is not None and tests_BN is not None, "drawn guesses need numbers"
         judged = judge_chains(drawn, proposal, children, laws, uniforms_BN, tests_BN)
         for row, path, token in zip(drawn, *judged, strict=True):
             paths[row], bonus[row] = path, token
+
+    def goes_on(row: int) -> bool:
+        """Descend to the child that holds the token after the path, if there is one. A row of drawn guesses does not
+        fail for lack of a law: its path ends before, and what follows is for the next cycle to find out."""
+        following = children[row].get(paths[row][-1], ())
+        matching = [child for child in following if tokens[row][child] == bonus[row]]
+        if not matching or (q[row] is not None and not laws.exists(row, matching[0])):
+            return False
+        paths[row].append(matching[0])
+        return True
+
+    # All rows a level at a time.
+    walking = [row for row in range(len(tokens)) if q[row] is None or (paths[row] and goes_on(row))]
+    while walking:
+        for row in [row for row in walking if not laws.exists(row, paths[row][-1])]:
+            paths[row], bonus[row] = [], -1
+        walking = [row for row in walking if paths[row]]
+        nodes = [paths[row][-1] for row in walking]
+        for row, token in zip(walking, laws.draw(walking, nodes, uniforms_BN), strict=True):
+            bonus[row] = token
+        walking = [row for row in walking if goes_on(row)]
     return Verdict(paths, bonus)
 
 

@@ -1,0 +1,318 @@
+"""Would it pay to draft while the target verifies? `python -m benchmarks.overlap --prompts FILE`
+
+Speculative speculative decoding (arXiv 2603.03251) drafts on a device of its own for the k likeliest outcomes of a
+verification, while that runs. Where the real outcome is among them, the next draft is there at once; else it is made
+afterwards, as usual. Nothing of this is built here: it is computed, from what is measured on this machine, how much
+faster such decoding would be, and from which share of the draft in a cycle on.
+
+Measured: how often the outcome, which is how many guesses were accepted and the target's token after them, is among
+the k that the drafter thinks likeliest, by its own probabilities (a prompt set, one request at a time); the time of a
+draft, of k drafts in one batch, and of the rest of a cycle. Computed, with h the share of outcomes that were foreseen:
+
+    cycle = handover + h * max(rest, k drafts) + (1 - h) * (rest + draft)
+
+The blocks drafted ahead are taken to be accepted as far as others. That favours a drafter that reads the target's
+hidden states, since those of the tokens under verification are not known yet; for one that reads tokens only, such as
+a smaller language model, nothing is lost. On one device for both, k drafts come on top of the rest.
+
+Written: overlap.md, overlap.json and overlap.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.command import in_words
+from blockdraft.drafters import Drafter, load_drafter
+from blockdraft.engine import Engine
+from blockdraft.engine.probe import Probe
+from blockdraft.evaluation.prompts import read_prompt_sets
+from blockdraft.machine import wait_for
+from blockdraft.proposal import Plan, Proposal
+from blockdraft.targets import Target, load_target
+from blockdraft.timing import GUESSES, HEAD, PASS, listening
+from blockdraft.types import Drafting, SamplingParams
+
+COUNTS = (1, 2, 4, 8)  # outcomes that are drafted for
+TREE = 256  # guesses among which the likeliest outcomes are looked for
+AHEAD = (PASS, HEAD, GUESSES)  # what of a cycle can be done ahead; keys and values of what was committed cannot
+NOISE = 1.96  # standard deviations of a 95 % interval
+
+Outcome = tuple[int, int]  # guesses accepted, and the target's token after them
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds, medians.
+
+    Attributes:
+        rest: Of a cycle of one request, without its draft.
+        drafts: Of so many drafts in one batch.
+    """
+
+    rest: float
+    drafts: dict[int, float]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of drafting ahead for `count` outcomes.
+
+    Attributes:
+        hits: Share of the cycles whose outcome was foreseen.
+        noise: Half the width of its 95 % interval.
+        drafts: Seconds of so many drafts in one batch.
+        speedup: Over drafting after verification, with a device of its own for the drafter.
+        one_device: The same where both share one.
+        pays: Shares of the draft in a usual cycle between which the former is above 1, with the same hits and the same
+            cost of a batch of drafts over one; None where there are none.
+    """
+
+    count: int
+    hits: float
+    noise: float
+    drafts: float
+    speedup: float
+    one_device: float
+    pays: tuple[float, float] | None
+
+
+def ranked(proposal: Proposal, guesses: Sequence[int], most: int) -> list[Outcome]:
+    """The outcomes of verifying a chain that the drafter thinks likeliest, best first.
+
+    Args:
+        proposal: The drafter's tree behind the same anchor, its first row, with chances.
+        guesses: The chain.
+    """
+    assert proposal.chances is not None, "a drafter that grows trees says how likely its guesses are"
+    tokens, parents = proposal.tokens[0].tolist(), proposal.parent_lists[0]
+    on_chain, found = {0: 0}, list[tuple[float, Outcome]]()  # by node of the chain the guesses accepted there
+    for node, chance in enumerate(proposal.chances[0], start=1):
+        accepted = on_chain.get(parents[node])
+        if accepted is None:
+            continue
+        if accepted < len(guesses) and tokens[node] == guesses[accepted]:
+            on_chain[node] = accepted + 1
+        else:
+            found.append((chance, (accepted, tokens[node])))
+    found.sort(key=lambda each: -each[0])
+    return [outcome for _, outcome in found[:most]]
+
+
+def speedup(hits: float, rest: float, draft: float, drafts: float, handover: float = 0.0) -> float:
+    """Of drafts on a device of their own over drafting after verification; times in any unit."""
+    return (rest + draft) / (handover + hits * max(rest, drafts) + (1 - hits) * (rest + draft))
+
+
+def one_device(hits: float, rest: float, draft: float, drafts: float) -> float:
+    """The same on one device, which does one thing after the other."""
+    return (rest + draft) / (rest + drafts + (1 - hits) * draft)
+
+
+def pays_between(hits: float, growth: float, handover: float) -> tuple[float, float] | None:
+    """Shares of the draft in a usual cycle between which drafts on a device of their own make it faster.
+
+    With the rest of a cycle as the unit and d for a draft, a hit saves 1 + d - max(1, growth * d), and that has to be
+    more than handover / hits.
+
+    Args:
+        growth: Time of a batch of drafts over that of one.
+        handover: Over the rest of a cycle.
+    """
+    least = handover / hits if hits else math.inf
+    if least * growth >= 1:  # not even drafts that take just as long as the rest save enough
+        return None
+    most = (1 - least) / (growth - 1) if growth > 1 else math.inf
+    return least / (1 + least), 1.0 if most == math.inf else most / (1 + most)
+
+
+def figures(cycles: Sequence[tuple[Sequence[Outcome], Outcome]], times: Times, handover: float) -> list[Figures]:
+    """Of each number of drafts that was timed.
+
+    Args:
+        cycles: The outcomes that were thought likeliest, and the real one.
+        handover: Seconds.
+    """
+    found, draft = [], times.drafts[1]
+    for count, drafts in times.drafts.items():
+        hits = sum(real in foreseen[:count] for foreseen, real in cycles) / len(cycles)
+        found.append(
+            Figures(
+                count,
+                hits,
+                NOISE * math.sqrt(hits * (1 - hits) / len(cycles)),
+                drafts,
+                speedup(hits, times.rest, draft, drafts, handover),
+                one_device(hits, times.rest, draft, drafts),
+                pays_between(hits, drafts / draft, handover / times.rest),
+            )
+        )
+    return found
+
+
+class Foreseer:
+    """Drafts chains as another drafter does, and notes which outcomes it thinks likeliest."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+        self.path, self.taps, self.block_size = drafter.path, drafter.taps, drafter.block_size
+        self.knows_probabilities = self.knows_lengths = False
+        self.new_state, self.state_bytes, self.weight_bytes = (
+            drafter.new_state,
+            drafter.state_bytes,
+            drafter.weight_bytes,
+        )
+        self.observe = drafter.observe
+        self.foreseen: list[list[Outcome]] = []
+
+    def propose(self, state: Any, anchor: Tensor, plan: Plan) -> Proposal:
+        tree = Plan(self.block_size, plan.params, TREE, [1.0] * (1 + TREE))  # one token more than is verified
+        said, chain = self._drafter.propose(state, anchor, tree), self._drafter.propose(state, anchor, plan)
+        self.foreseen.append(ranked(said, chain.tokens[0, 1:].tolist(), max(COUNTS)))
+        return chain
+
+
+def measure_outcomes(
+    target: Target, drafter: Drafter, prompts: Sequence[Any], block_size: int, params: SamplingParams
+) -> list[tuple[list[Outcome], Outcome]]:
+    """What was foreseen and what came, cycle by cycle."""
+    found = []
+    with Engine(target, foreseer := Foreseer(drafter), 1, Drafting(block_size)) as engine:
+        for prompt in prompts:
+            foreseer.foreseen.clear()
+            drafted = [
+                (chunk.token_ids, len(chunk.cycle.path) - 1)
+                for chunk in engine.stream(prompt, params, trace=True)
+                if chunk.cycle is not None and len(chunk.cycle.tokens) > 1
+            ]
+            for foreseen, (tokens, accepted) in zip(foreseer.foreseen, drafted, strict=True):
+                if len(tokens) == accepted + 1:  # not cut at the end of the answer
+                    found.append((foreseen, (accepted, tokens[-1])))
+    return found
+
+
+def measure_times(target: Target, drafter: Drafter, block_size: int, context: int, cycles: int) -> Times:
+    """Of this machine, by batches of arbitrary tokens."""
+    rests, drafts = list[float](), dict[int, float]()
+    for count in COUNTS:
+        plan, ahead = Plan(block_size, [SamplingParams()] * count), list[float]()
+        with target.lock:
+            runner, rows = Probe(target, drafter).rows(count, context, (1 + cycles) * block_size)
+            for _ in range(1 + cycles):
+                with listening(lambda: wait_for(target.device)) as seconds:
+                    runner.step(rows, plan)
+                ahead.append(sum(seconds[part] for part in AHEAD))
+                if count == 1:
+                    rests.append(sum(seconds.values()) - ahead[-1])
+        drafts[count] = statistics.median(ahead[1:])
+    return Times(statistics.median(rests[1:]), drafts)
+
+
+def table(found: Sequence[Figures], times: Times, cycles: int) -> str:
+    draft, rest = times.drafts[1], times.rest
+    lines = [
+        f"Of {cycles} cycles. A draft takes {1000 * draft:.2f} ms and the rest of a cycle {1000 * rest:.2f} ms: the "
+        f"draft's share is {draft / (rest + draft):.1%}. With every outcome foreseen, the speed-up would be "
+        f"{speedup(1, rest, draft, draft):.3f}.",
+        "",
+        "| drafts ahead | outcomes foreseen | ms a batch | speed-up, own device | speed-up, one device | "
+        "own device pays where the draft's share is |",
+        "|---|---|---|---|---|---|",
+    ]
+    for each in found:
+        pays = "never" if each.pays is None else f"{each.pays[0]:.1%} to {each.pays[1]:.1%}"
+        lines.append(
+            f"| {each.count} | {each.hits:.1%} ± {each.noise:.1%} | {1000 * each.drafts:.2f} | {each.speedup:.3f} | "
+            f"{each.one_device:.3f} | {pays} |"
+        )
+    return "\n".join(lines)
+
+
+def picture(found: Sequence[Figures], times: Times, handover: float, path: Path) -> None:
+    """Outcomes foreseen, and the speed-up by the draft's share of a cycle, with that of this machine marked."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5))
+    counts = [str(each.count) for each in found]
+    left.bar(counts, [each.hits for each in found], yerr=[each.noise for each in found], capsize=4)
+    left.set(xlabel="drafts ahead", ylabel="share of outcomes foreseen", ylim=(0, 1))
+    draft = times.drafts[1]
+    shares = [n / 200 for n in range(1, 180)]
+    for each in found:
+        lengths = [times.rest * share / (1 - share) for share in shares]  # of a draft
+        growth = each.drafts / draft
+        gains = [speedup(each.hits, times.rest, length, growth * length, handover) for length in lengths]
+        right.plot(shares, gains, label=f"{each.count} ahead")
+    right.axhline(1, color="black", linewidth=0.8)
+    right.axvline(draft / (times.rest + draft), color="tab:gray", linestyle="--", label="this machine")
+    right.set(xlabel="draft's share of a usual cycle", ylabel="speed-up with a device of its own")
+    right.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=Path, action="append", required=True, help="prompt set; may be repeated")
+    parser.add_argument("--target", help="by default the bundled pair's")
+    parser.add_argument("--drafter", help="one that grows trees; by default the bundled one")
+    parser.add_argument("--block-size", type=int, help="tokens verified, at most; by default the drafter's, less one")
+    parser.add_argument("--limit", type=int, default=16, help="prompts of each set")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--handover", type=float, default=0.05, help="milliseconds a cycle, from device to device")
+    parser.add_argument("--context", type=int, default=256, help="tokens of the text while times are measured")
+    parser.add_argument("--cycles", type=int, default=30, help="cycles that are timed, for each number of drafts")
+    parser.add_argument("--out", type=Path, default=Path("build/overlap"))
+    args = parser.parse_args(given)
+    with in_words():
+        run(args)
+
+
+def run(args: argparse.Namespace) -> None:
+    sets = read_prompt_sets(args.prompts, args.limit)
+    target = load_target(args.target)
+    drafter = load_drafter(args.drafter, target=target)
+    block_size = drafter.block_size - 1 if args.block_size is None else args.block_size
+    if not 2 <= block_size < drafter.block_size:
+        raise ValueError(
+            f"--block-size is {block_size}; it must be from 2 to {drafter.block_size - 1}, since the last token of the "
+            "drafter's block foresees what follows the others."
+        )
+    if not drafter.knows_probabilities:
+        raise ValueError(f"{args.drafter} does not say how likely its guesses are; name another --drafter.")
+    torch.set_grad_enabled(False)
+    params = SamplingParams(args.max_new_tokens, args.temperature, seed=0)
+    cycles = measure_outcomes(target, drafter, [p for one in sets for p in one.prompts], block_size, params)
+    if not cycles:
+        raise ValueError("No cycle drafted; raise --max-new-tokens or give other --prompts.")
+    times = measure_times(target, drafter, block_size, args.context, args.cycles)
+    found = figures(cycles, times, args.handover / 1000)
+    args.out.mkdir(parents=True, exist_ok=True)
+    text = table(found, times, len(cycles))
+    facts = {"block_size": block_size, "running": target.running, "device": str(target.device), "cycles": len(cycles)}
+    facts |= {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+    facts |= {"prompts": [str(path) for path in args.prompts], "block_size": block_size}
+    facts |= {"times": asdict(times), "figures": [asdict(each) for each in found]}
+    (args.out / "overlap.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    (args.out / "overlap.md").write_text(text + "\n", encoding="utf-8")
+    picture(found, times, args.handover / 1000, args.out / "overlap.png")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,301 @@
+"""Several drafters that guess for the same target: what the text repeats beside what a model guesses.
+
+They do not know of each other. A tree takes the guesses that are likeliest to be accepted, whoever made them; a chain
+is the one of which most is expected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from blockdraft.drafters.base import Drafter, Entry, State
+from blockdraft.errors import UsageError
+from blockdraft.proposal import Plan, Proposal, SparseLaw, best_count, chain
+from blockdraft.timing import GUESSES, mark
+
+FIRST_YIELD = 1.0  # guesses of a chain taken to be accepted where its drafter does not say and none was tried
+NEWEST = 0.1  # weight of the newest chain in their mean
+
+
+@dataclass
+class Yields:
+    """What one row knows of chains whose drafters do not say how much they expect.
+
+    Attributes:
+        accepted: By drafter the mean of the guesses that were accepted.
+        last: Whose chain was proposed last; None where that has been learned from.
+    """
+
+    accepted: list[float]
+    last: int | None = None
+
+
+class CombinedState:
+    """The states of the drafters, of the same rows."""
+
+    def __init__(self, inner: Sequence[State], rows: Sequence[int], of_rows: dict[int, Yields]) -> None:
+        self.inner = list(inner)
+        self.rows = list(rows)
+        self._of_rows = of_rows
+
+    @property
+    def yields(self) -> list[Yields]:
+        return [self._of_rows[row] for row in self.rows]
+
+    def of(self, rows: Sequence[int]) -> CombinedState:
+        return CombinedState([state.of(rows) for state in self.inner], rows, self._of_rows)
+
+    def open(self, row: int, capacity: int) -> None:
+        for state in self.inner:
+            state.open(row, capacity)
+        self._begin(row)
+
+    def close(self, row: int) -> None:
+        for state in self.inner:
+            state.close(row)
+        del self._of_rows[row]
+
+    def shrink(self, row: int, capacity: int) -> None:
+        for state in self.inner:
+            state.shrink(row, capacity)
+        self._begin(row)
+
+    def copy(self, source: int, row: int, length: int) -> None:
+        for state in self.inner:
+            state.copy(source, row, length)
+
+    def wipe(self, row: int, whole: bool = False) -> None:
+        for state in self.inner:
+            state.wipe(row, whole)
+
+    def _begin(self, row: int) -> None:
+        """A request begins, and must not depend on the one before in this row."""
+        self._of_rows[row] = Yields([FIRST_YIELD] * len(self.inner))
+
+
+class CombinedDrafter:
+    """Drafts with several drafters at once.
+
+    A tree merges theirs: guesses of one path and token are one node. Given its parent, a node is as likely as the
+    surest of the drafters that guess it says, and the likeliest nodes are taken. A chain is, in each row, that of the
+    drafter that expects most of its guesses to be accepted.
+
+    Where guesses are drawn, the first drafter that can draw does so. A tree has its chain whole, and guesses of the
+    others beside it. For a choice between chains, what it is expected to yield is what its chains have yielded in the
+    row so far: a choice by what was drawn would shift the law of the output.
+
+    Args:
+        parts: Two or more, each of another kind or folder. Ties go to the first.
+    """
+
+    knows_probabilities = True
+    knows_lengths = False
+
+    def __init__(self, parts: Sequence[Drafter]) -> None:
+        if len(parts) < 2:
+            raise UsageError(f"A combination has {len(parts)} drafters; join two or more, as in prompt_lookup+bundled.")
+        for part in parts:
+            if part.block_size == 1:
+                raise UsageError(f"{type(part).__name__} guesses nothing; leave it out of the combination.")
+        self.parts = tuple(parts)
+        self.path: Path | None = next((part.path for part in parts if part.path is not None), None)
+        self.taps = tuple(sorted({tap for part in parts for tap in part.taps}))
+        self.block_size = max(part.block_size for part in parts)
+
+    def new_state(self, batch: int, capacity: int) -> CombinedState:
+        rows = [place * capacity for place in range(batch)]
+        of_rows = {row: Yields([FIRST_YIELD] * len(self.parts)) for row in rows}
+        return CombinedState([part.new_state(batch, capacity) for part in self.parts], rows, of_rows)
+
+    def state_bytes(self, batch: int, capacity: int) -> int:
+        return sum(part.state_bytes(batch, capacity) for part in self.parts)
+
+    def weight_bytes(self) -> int:
+        return sum(part.weight_bytes() for part in self.parts)
+
+    def observe(self, state: CombinedState, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
+        for yields, length in zip(state.yields, lengths, strict=True):
+            if yields.last is not None and length:  # the anchor and what was accepted of the chain
+                yields.accepted[yields.last] += NEWEST * (length - 1 - yields.accepted[yields.last])
+                yields.last = None
+        # What may fail comes first: where it does, rows are told again one by one, and no one may hear twice.
+        for part, inner in sorted(zip(self.parts, state.inner, strict=True), key=lambda each: each[0].path is None):
+            part.observe(inner, tokens, self._features_of(part, features), lengths)
+
+    def _features_of(self, part: Drafter, features: Tensor | None) -> Tensor | None:
+        if features is None or not part.taps:
+            return None
+        if part.taps == self.taps:
+            return features
+        by_tap = features.chunk(len(self.taps), dim=-1)
+        return torch.cat([by_tap[self.taps.index(tap)] for tap in part.taps], dim=-1)
+
+    def propose(self, state: CombinedState, anchor: Tensor, plan: Plan) -> Proposal:
+        if plan.block_size == 1:
+            return chain(anchor[:, None])
+        proposals, drawn = list[Proposal](), None
+        for part, inner in zip(self.parts, state.inner, strict=True):
+            asked = _asked(part, plan if drawn is None else replace(plan, draws=None))
+            proposals.append(part.propose(inner, anchor, asked))
+            drawn = proposals[-1] if proposals[-1].q is not None else drawn
+        mark(GUESSES)
+        if not plan.tree_budget:
+            return self._best_chains(state, anchor, proposals)
+        if drawn is None:
+            return merged(anchor, proposals, plan)
+        return beside(anchor, drawn, [each for each in proposals if each is not drawn], plan.tree_budget)
+
+    def _best_chains(self, state: CombinedState, anchor: Tensor, proposals: Sequence[Proposal]) -> Proposal:
+        tokens, parents, chosen = list[list[int]](), list[list[int]](), list[Proposal]()
+        texts = [proposal.tokens.tolist() for proposal in proposals]
+        for row, yields in enumerate(state.yields):
+            hopes = [
+                min(_hope(proposal, row, known), sum(parent >= 0 for parent in proposal.parent_lists[row]))
+                for proposal, known in zip(proposals, yields.accepted, strict=True)
+            ]
+            yields.last = best = max(range(len(hopes)), key=hopes.__getitem__)
+            chosen.append(proposals[best])
+            tokens.append(texts[best][row])
+            parents.append(proposals[best].parent_lists[row])
+        q = tuple(None if each.q is None else each.q[row] for row, each in enumerate(chosen))
+        return Proposal(*_filled(anchor, tokens, parents), q if any(law is not None for law in q) else None)
+
+
+def _asked(part: Drafter, plan: Plan) -> Plan:
+    """What is asked of one drafter. Without times it is given some by which every guess pays, so that it says how
+    likely its guesses are."""
+    block_size = min(plan.block_size, part.block_size)
+    draws = None if plan.draws is None else plan.draws[:, : block_size - 1]
+    seconds, trust = (plan.cycle_seconds, plan.trust) if plan.tree_budget else (None, 1.0)
+    if seconds is None and (draws is None or plan.tree_budget):
+        seconds = [1.0] * (1 + (plan.tree_budget or block_size - 1))
+    return replace(plan, block_size=block_size, draws=draws, cycle_seconds=seconds, trust=trust)
+
+
+def _hope(proposal: Proposal, row: int, known: float) -> float:
+    """Guesses of a chain that are expected to be accepted; `known` is how many were so far."""
+    if proposal.q is not None:
+        return known
+    if proposal.chances is not None:
+        return sum(proposal.chances[row])
+    return known if proposal.expected is None else proposal.expected[row]
+
+
+def merged(anchor: Tensor, proposals: Sequence[Proposal], plan: Plan) -> Proposal:
+    """The tree of the guesses that are likeliest to be accepted, whoever made them.
+
+    Args:
+        anchor: `[B]` int64.
+        proposals: Trees behind these anchors, of chosen guesses, with the chance of each.
+        plan: Says how many nodes a row may have, and by which times they have to pay.
+    """
+    texts = [proposal.tokens.tolist() for proposal in proposals]
+    rows = [
+        _likeliest(
+            [
+                (tokens[row], proposal.parent_lists[row], _chances(proposal, row))
+                for tokens, proposal in zip(texts, proposals, strict=True)
+            ],
+            plan.tree_budget,
+        )
+        for row in range(len(anchor))
+    ]
+    count, expected = plan.tree_budget, None
+    if plan.cycle_seconds is not None:
+        chances = [[chance for chance, _, _ in nodes] for nodes in rows]
+        count = best_count(chances, plan.cycle_seconds, plan.trust)
+        expected = tuple(sum(row[:count]) for row in chances)
+    tokens = [[0, *(token for _, _, token in nodes[:count])] for nodes in rows]
+    parents = [[-1, *(parent for _, parent, _ in nodes[:count])] for nodes in rows]
+    return Proposal(*_filled(anchor, tokens, parents), expected=expected)
+
+
+def beside(anchor: Tensor, drawn: Proposal, others: Sequence[Proposal], budget: int) -> Proposal:
+    """A chain whose guesses were drawn, whole, and as many of the others' likeliest guesses as the budget leaves.
+
+    What stands beside the chain may depend on what was drawn, the chain itself may not.
+
+    Args:
+        anchor: `[B]` int64.
+        others: As in `merged`.
+    """
+    chains, texts = drawn.tokens.tolist(), [proposal.tokens.tolist() for proposal in others]
+    rows, above, laws = list[list[int]](), list[list[int]](), list[SparseLaw | None]()
+    for row in range(len(anchor)):
+        parents = [parent for node, parent in enumerate(drawn.parent_lists[row]) if node == 0 or parent >= 0]
+        tokens, law = chains[row][: len(parents)], drawn.q and drawn.q[row]
+        laws.append(law and SparseLaw(law.ids[: len(parents)], law.probs[: len(parents)]))
+        nodes = {(parents[node], tokens[node]): node for node in range(1, len(parents))}
+        trees = [
+            (said[row], proposal.parent_lists[row], _chances(proposal, row))
+            for said, proposal in zip(texts, others, strict=True)
+        ]
+        places = [0]  # here, of the others' nodes
+        for _, parent, token in _likeliest(trees, budget):
+            at = places[parent], token
+            if at not in nodes:
+                if len(tokens) > budget:
+                    break
+                nodes[at] = len(tokens)
+                tokens.append(token)
+                parents.append(at[0])
+            places.append(nodes[at])
+        rows.append(tokens)
+        above.append(parents)
+    return Proposal(*_filled(anchor, rows, above), tuple(laws))
+
+
+def _chances(proposal: Proposal, row: int) -> Sequence[float]:
+    assert proposal.chances is not None or proposal.tokens.size(1) == 1, "a drafter says how likely its guesses are"
+    return () if proposal.chances is None else proposal.chances[row]
+
+
+def _likeliest(
+    trees: Sequence[tuple[Sequence[int], Sequence[int], Sequence[float]]], budget: int
+) -> list[tuple[float, int, int]]:
+    """Nodes `(chance, parent, token)` behind the anchor, the likeliest first, so that a parent comes before its
+    children.
+
+    Args:
+        trees: Tokens, parents and chances of some drafters' trees of one row; the chances from the first guess on.
+    """
+    # By place and token of a child: its place, and the chance that it is accepted if its parent is.
+    children: list[dict[int, tuple[int, float]]] = [{}]
+    for tokens, parents, guessed in trees:
+        places, chances = [0], [1.0, *guessed]
+        for node in range(1, len(chances)):
+            before = parents[node]
+            siblings, token = children[places[before]], tokens[node]
+            if token not in siblings:
+                siblings[token] = len(children), 0.0
+                children.append({})
+            place, known = siblings[token]
+            share = chances[node] / chances[before] if chances[before] > 0 else 0.0
+            siblings[token] = place, max(known, share)
+            places.append(place)
+    nodes = list[tuple[float, int, int]]()
+    heap = [(-share, place, 0, token) for token, (place, share) in children[0].items()]
+    heapify(heap)
+    while heap and len(nodes) < budget:
+        cost, place, parent, token = heappop(heap)
+        nodes.append((-cost, parent, token))
+        for following, (child, share) in children[place].items():
+            heappush(heap, (cost * share, child, len(nodes), following))
+    return nodes
+
+
+def _filled(anchor: Tensor, tokens: list[list[int]], parents: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """Rows of nodes as tokens on the anchor's device and parents, filled up to one length."""
+    count = max(map(len, tokens))
+    filled = torch.tensor([[*row, *[0] * (count - len(row))] for row in tokens]).to(anchor.device)
+    filled[:, 0] = anchor
+    return filled, torch.tensor([[*row, *[-1] * (count - len(row))] for row in parents])
+
+
+DRAFTER = Entry(lambda parts, target: CombinedDrafter(parts), joins=True)

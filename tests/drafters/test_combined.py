@@ -1,0 +1,252 @@
+"""Combinations: whose guesses a tree or chain takes, and that a wrong choice costs tokens and never changes them."""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from blockdraft.drafters import Drafter, combined, load_drafter, parts_of
+from blockdraft.drafters.combined import CombinedDrafter, merged
+from blockdraft.drafters.prompt_lookup import PromptLookupDrafter
+from blockdraft.engine import Engine
+from blockdraft.errors import UsageError
+from blockdraft.proposal import Plan, Proposal, SparseLaw
+from blockdraft.targets import Target, load_target
+from blockdraft.types import Drafting, SamplingParams
+
+Tree = list[tuple[int, int, float]]  # token, parent and chance of each guess
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_dir: Path) -> Target:
+    return load_target(tiny_target_dir)
+
+
+def proposal(*rows: Tree) -> Proposal:
+    count = 1 + max(map(len, rows))
+    tokens = [[0, *(token for token, _, _ in row), *[0] * (count - 1 - len(row))] for row in rows]
+    parents = [[-1, *(parent for _, parent, _ in row), *[-1] * (count - 1 - len(row))] for row in rows]
+    chances = tuple(tuple(chance for _, _, chance in row) for row in rows)
+    return Proposal(torch.tensor(tokens), torch.tensor(parents), chances=chances)
+
+
+def plan(budget: int, rows: int = 1, **others: Any) -> Plan:
+    return Plan(9, [SamplingParams()] * rows, budget, **others)
+
+
+LOOKUP: Tree = [(5, 0, 0.5), (6, 1, 0.4), (7, 2, 0.36)]
+MODEL: Tree = [(5, 0, 0.6), (8, 0, 0.3), (9, 1, 0.3), (6, 2, 0.15)]
+
+
+def test_equal_guesses_are_one_node_and_the_likeliest_are_taken() -> None:
+    """Behind the node 5, of which the model is surer, the text goes on as likely as it does behind its own."""
+    found = merged(torch.tensor([3]), [proposal(LOOKUP), proposal(MODEL)], plan(7, cycle_seconds=[1.0] * 8))
+    assert found.tokens.tolist() == [[3, 5, 6, 7, 8, 9, 6]]
+    assert found.parents.tolist() == [[-1, 0, 1, 2, 0, 1, 4]]
+    chances = [0.6, 0.6 * 0.8, 0.6 * 0.8 * 0.9, 0.3, 0.3, 0.15]
+    assert found.expected == pytest.approx((sum(chances),))
+    for budget in range(1, 7):
+        fewer = merged(torch.tensor([3]), [proposal(LOOKUP), proposal(MODEL)], plan(budget))
+        assert fewer.tokens.tolist() == [found.tokens[0, : 1 + budget].tolist()] and fewer.expected is None
+        assert fewer.parents.tolist() == [found.parents[0, : 1 + budget].tolist()]
+
+
+def test_rows_are_cut_to_what_pays_for_all_and_filled_up() -> None:
+    anchors, both = torch.tensor([3, 4]), [proposal(LOOKUP, []), proposal(MODEL, [(5, 0, 0.9)])]
+    found = merged(anchors, both, plan(7, 2))
+    assert found.tokens.tolist() == [[3, 5, 6, 7, 8, 9, 6], [4, 5, 0, 0, 0, 0, 0]]
+    assert found.parents.tolist() == [[-1, 0, 1, 2, 0, 1, 4], [-1, 0, -1, -1, -1, -1, -1]]
+    dear = merged(anchors, both, plan(7, 2, cycle_seconds=[1, 1.1, 9, 9, 9, 9, 9, 9]))
+    assert dear.tokens.tolist() == [[3, 5], [4, 5]] and dear.expected == pytest.approx((0.6, 0.9))
+    doubted = merged(anchors, both, plan(7, 2, cycle_seconds=[1, 1.1, 9, 9, 9, 9, 9, 9], trust=0.1))
+    assert doubted.tokens.tolist() == [[3], [4]]
+
+
+class Scripted:
+    """Proposes what it is given, and keeps what it was asked and told."""
+
+    path, knows_probabilities, knows_lengths = None, True, False
+
+    def __init__(self, said: Proposal, block_size: int = 9, taps: tuple[int, ...] = ()) -> None:
+        self.said, self.block_size, self.taps = said, block_size, taps
+        self.asked: list[Plan] = []
+        self.told: list[Tensor | None] = []
+
+    def new_state(self, batch: int, capacity: int) -> Any:
+        return PromptLookupDrafter().new_state(batch, capacity)
+
+    def state_bytes(self, batch: int, capacity: int) -> int:
+        return 10 * batch * capacity
+
+    def weight_bytes(self) -> int:
+        return 7
+
+    def propose(self, state: Any, anchor: Tensor, plan: Plan) -> Proposal:
+        self.asked.append(plan)
+        return self.said
+
+    def observe(self, state: Any, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
+        self.told.append(features)
+
+
+def test_each_is_asked_within_its_block_and_told_its_own_features() -> None:
+    first, second = Scripted(proposal(LOOKUP), 4, (2, 0)), Scripted(proposal(MODEL), 9, (1,))
+    drafter = CombinedDrafter([first, second])
+    assert (drafter.taps, drafter.block_size) == ((0, 1, 2), 9)
+    assert (drafter.weight_bytes(), drafter.state_bytes(2, 3)) == (14, 120)
+    state = drafter.new_state(1, 20)
+    features = torch.arange(6.0).view(1, 1, 6)  # two numbers a layer
+    drafter.observe(state, torch.tensor([[1]]), features, [1])
+    assert [each.told[0].tolist() for each in (first, second)] == [[[[4, 5, 0, 1]]], [[[2, 3]]]]  # type: ignore[union-attr]
+    drafter.propose(state, torch.tensor([3]), plan(7, cycle_seconds=[2.0] * 8, trust=0.5))
+    drafter.propose(state, torch.tensor([3]), plan(0, draws=torch.rand(1, 8)))
+    asked = [each.asked[0] for each in (first, second)]
+    assert [(each.block_size, each.cycle_seconds, each.trust) for each in asked] == [
+        (4, [2.0] * 8, 0.5),
+        (9, [2.0] * 8, 0.5),
+    ]
+    assert [each.asked[1].draws.shape for each in (first, second)] == [(1, 3), (1, 8)]  # type: ignore[union-attr]
+    drafter.propose(state, torch.tensor([3]), Plan(1, [SamplingParams()]))
+    assert len(first.asked) == 2
+
+
+def test_a_chain_is_that_of_the_drafter_that_expects_most() -> None:
+    long: Tree = [(5, 0, 0.5), (6, 1, 0.4), (7, 2, 0.3)]
+    sure = Proposal(torch.tensor([[0, 8], [0, 9]]), torch.tensor([[-1, 0], [-1, 0]]), expected=(0.9, 0.95))
+    drafter = CombinedDrafter([Scripted(proposal(long, [])), Scripted(sure)])
+    found = drafter.propose(drafter.new_state(2, 20), torch.tensor([3, 4]), plan(0, 2))
+    assert found.tokens.tolist() == [[3, 5, 6, 7], [4, 9, 0, 0]] and found.q is None
+    assert found.parents.tolist() == [[-1, 0, 1, 2], [-1, 0, -1, -1]]
+
+
+def test_a_drawn_chain_is_chosen_by_what_such_chains_have_yielded() -> None:
+    """And not by what was drawn."""
+    law = SparseLaw(torch.tensor([[8, 9], [8, 9]]), torch.tensor([[0.5, 0.5], [0.5, 0.5]]))
+    drawn = Proposal(torch.tensor([[0, 8], [0, 9]]), torch.tensor([[-1, 0], [-1, 0]]), (law, law))
+    chains: list[Tree] = [[(5, 0, 0.9), (6, 1, 0.6), (7, 2, 0.5)], [(5, 0, 0.5)]]
+    drafter = CombinedDrafter([Scripted(proposal(*chains)), Scripted(drawn)])
+    state, asked = drafter.new_state(2, 20), plan(0, 2, draws=torch.rand(2, 8))
+    found = drafter.propose(state, torch.tensor([3, 4]), asked)
+    assert found.tokens.tolist() == [[3, 5, 6, 7], [4, 9, 0, 0]]
+    assert found.q is not None and found.q[0] is None and found.q[1] is not None
+    assert found.q[1].ids.tolist() == [[8, 9]] * 2
+    for _ in range(9):  # none of the drawn ones is accepted
+        drafter.observe(state, torch.tensor([[1, 5], [1, 0]]), None, [2, 1])
+        found = drafter.propose(state, torch.tensor([3, 4]), asked)
+    assert found.tokens.tolist() == [[3, 5, 6, 7], [4, 5, 0, 0]] and found.q is None
+    state.shrink(20, 5)  # another request
+    assert drafter.propose(state, torch.tensor([3, 4]), asked).tokens[1].tolist() == [4, 9, 0, 0]
+
+
+def test_chosen_guesses_stand_beside_a_drawn_chain() -> None:
+    """The chain is whole and comes first; what the text repeats goes on from where the two agree."""
+    law = SparseLaw(torch.tensor([[5, 9]] * 3), torch.tensor([[0.5, 0.5]] * 3))
+    drawn = Proposal(
+        torch.tensor([[0, 5, 9], [0, 4, 9]]), torch.tensor([[-1, 0, 1], [-1, 0, -1]]), (law, None)
+    )  # the second row is greedy and short
+    drafter = CombinedDrafter([Scripted(proposal(LOOKUP, [(4, 0, 0.2), (6, 0, 0.1)])), Scripted(drawn)])
+    asked = plan(4, 2, draws=torch.rand(2, 8))
+    found = drafter.propose(drafter.new_state(2, 20), torch.tensor([3, 4]), asked)
+    assert found.tokens.tolist() == [[3, 5, 9, 6, 7], [4, 4, 6, 0, 0]]
+    assert found.parents.tolist() == [[-1, 0, 1, 1, 3], [-1, 0, 0, -1, -1]]
+    assert found.q is not None and found.q[1] is None
+    assert found.q[0] is not None and found.q[0].ids.tolist() == law.ids.tolist()
+    fewer = drafter.propose(drafter.new_state(2, 20), torch.tensor([3, 4]), replace(asked, tree_budget=2))
+    assert fewer.tokens.tolist() == [[3, 5, 9], [4, 4, 6]]
+
+
+def test_where_one_fails_the_others_hear_nothing_twice(
+    target: Target, tiny_drafter_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = load_drafter(f"prompt_lookup+{tiny_drafter_dir}", target=target)
+    assert isinstance(drafter, CombinedDrafter)
+    state = drafter.new_state(1, 20)
+
+    def fails(*told: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(drafter.parts[1], "observe", fails)
+    with pytest.raises(MemoryError):
+        drafter.observe(state, torch.tensor([[1, 2]]), None, [2])
+    assert state.inner[0].texts[0].tokens == []
+
+
+REPEATING = "Read this aloud: one red apple, two green pears. One red apple, two green pears. Then: 1, 2, 3, 4."
+
+
+@pytest.mark.parametrize("drafting", [Drafting(), Drafting(tree_budget=16)], ids=["chain", "tree"])
+def test_both_together_accept_more_than_each_alone_where_text_repeats(drafting: Drafting) -> None:
+    pair = load_target()
+    params, found = SamplingParams(max_new_tokens=64, ignore_eos=True), {}
+    for name in ("none", "prompt_lookup", "bundled", "prompt_lookup+bundled"):
+        [found[name]] = Engine(pair, load_drafter(name, target=pair), drafting=drafting).generate([REPEATING], params)
+    assert len({tuple(completion.token_ids) for completion in found.values()}) == 1
+    tau = {name: completion.tau for name, completion in found.items()}
+    assert tau["prompt_lookup+bundled"] > max(tau["prompt_lookup"], tau["bundled"]) + 0.1 > 1.2, tau
+
+
+def backwards(trees: Any, budget: int) -> list[tuple[float, int, int]]:
+    """The unlikeliest nodes of wrong tokens, all in one chain."""
+    last = [(tokens[node] + 1) % 200 for tokens, _, chances in trees for node in range(len(chances), 0, -1)]
+    return [(1e-9, place, token) for place, token in enumerate(last[: min(budget, 7)])]
+
+
+@pytest.mark.parametrize("drafting", [Drafting(), Drafting(tree_budget=12), Drafting("auto", 12)])
+@pytest.mark.parametrize("broken", ["tree", "choice", "deaf", "features"])
+def test_a_combination_that_is_broken_changes_no_token(
+    broken: str, drafting: Drafting, target: Target, tiny_drafter_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = load_drafter(f"prompt_lookup+{tiny_drafter_dir}", target=target)
+    assert isinstance(drafter, CombinedDrafter)
+    if broken == "tree":
+        monkeypatch.setattr(combined, "_likeliest", backwards)
+    elif broken == "choice":
+        monkeypatch.setattr(combined, "_hope", lambda proposal, row, known: -proposal.tokens.size(1))
+    elif broken == "deaf":  # the lookup hears nothing of the text
+        monkeypatch.setattr(drafter.parts[0], "observe", lambda *told: None)
+    else:
+        monkeypatch.setattr(drafter, "_features_of", lambda part, features: torch.zeros_like(features))
+    prompts = [[(7 * i * i + row) % 60 + 4 for i in range(5 + 4 * row)] for row in range(3)]
+    params = [SamplingParams(16, (0.0, 0.8, 1.0)[row], seed=row, ignore_eos=True) for row in range(3)]
+    found = Engine(target, drafter, 2, drafting).generate(prompts, params)
+    plain = Engine(target).generate(prompts, params)
+    assert [each.token_ids for each in found] == [each.token_ids for each in plain]
+
+
+def test_folders_may_have_the_sign_in_their_names(tmp_path: Path, target: Target, tiny_drafter_dir: Path) -> None:
+    odd = tmp_path / "a+b" / "c++"
+    shutil.copytree(tiny_drafter_dir, odd)
+    assert load_drafter(odd, target=target).path == odd
+
+    def paths(drafter: Drafter) -> list[Path | None]:
+        return [part.path for part in parts_of(drafter)]
+
+    assert paths(load_drafter(f"prompt_lookup+{odd}", target=target)) == [None, odd]
+    assert paths(load_drafter(f"{odd}+prompt_lookup+{tiny_drafter_dir}", target=target)) == [
+        odd,
+        None,
+        tiny_drafter_dir,
+    ]
+    assert paths(load_drafter(odd, target=target)) == [odd]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("prompt_lookup+", r"drafter is 'prompt_lookup\+'; put a folder or a name on each side of \+"),
+        ("prompt_lookup+prompt_lookup", "names prompt_lookup twice"),
+        ("prompt_lookup+none", "NoDrafter guesses nothing; leave it out"),
+        ("prompt_lookup+nowhere", "nowhere is no drafter"),
+        ("combined", "combined is no drafter"),
+    ],
+)
+def test_combinations_of_nothing_are_refused(name: str, message: str, target: Target) -> None:
+    with pytest.raises(UsageError, match=message):
+        load_drafter(name, target=target)
+    with pytest.raises(UsageError, match="has 1 drafters; join two or more"):
+        CombinedDrafter([PromptLookupDrafter()])
