@@ -1,5 +1,5 @@
-"""EAGLE-3, Medusa's heads and MTP heads that learned a tiny target's answers by heart, in some convention; where the file
-says another, the doctor finds which."""
+"""EAGLE-3, Medusa's heads and MTP heads that learned a tiny target's answers by heart, in some convention; where the
+file says another, the doctor finds which."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,13 +1,16 @@
 """Prompts out of the hub's own files."""
 
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pytest
-from conftest import Write
 
 from blockdraft.evaluation.suite.reading import chosen_tasks, read_tasks
 from blockdraft.evaluation.suite.tasks import PAPER, Turns
+
+Write = Callable[[str, Sequence[Mapping[str, Any]]], Path]
 
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 # Of each set a file as the hub has it, a row in it, and what is asked.
@@ -47,8 +50,8 @@ SETS: dict[str, tuple[str, dict[str, object], Turns]] = {
 LIVE_CODE = (
     "You are an expert Python programmer. You will be given a question (problem specification) and will generate a "
     "correct Python program that matches the specification and passes all tests. You will NOT return anything except "
-    "for the program\n\n### Question:\nAdd.\n\n### Format: Use the following code structure:\n```python\nclass A:\n```\n\n"
-    "### Answer: (use the provided format with backticks)"
+    "for the program\n\n### Question:\nAdd.\n\n### Format: Use the following code structure:\n```python\nclass A:\n```\n"
+    "\n### Answer: (use the provided format with backticks)"
 )
 LIVE_CODE_FREE = LIVE_CODE.replace(
     "Use the following code structure", "Write your code in the following format"
