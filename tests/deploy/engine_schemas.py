@@ -9,7 +9,7 @@ SCHEMAS = json.loads((Path(__file__).parent / "engine_schemas.json").read_text()
 
 
 def check_recorded(engine: str, line: list[str], files: Mapping[str, str]) -> dict[str, Any]:
-    """Every option of a command is the engine's own; returns the speculative configuration, whose keys are its own too."""
+    """Every option is the engine's own. Returns the speculative configuration, whose keys are its own too."""
     known = SCHEMAS[engine]
     assert [word for word in line if word.startswith("-") and word not in known["flags"]] == []
     said: dict[str, Any] = {}

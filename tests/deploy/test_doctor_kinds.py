@@ -28,7 +28,7 @@ from blockdraft.types import SamplingParams
 PROMPTS = ["What is this?", "Tell me of the sea.", "Why?", "Count to nine!"]
 HOW = DoctorSettings(max_new_tokens=32, anchors=24)
 GUESSES, STEPS = 3, 120
-OWN = {"eagle3": {"draft_vocab": 200, "taps": (0, 1)}, "mtp": {}, "medusa": {"share_head": True}}
+OWN = {"eagle3": {"draft_vocab": 200, "taps": (0, 1)}, "mtp": {}, "medusa": {}}
 
 Learn = Callable[..., Path]
 

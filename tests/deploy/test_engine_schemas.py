@@ -1,5 +1,5 @@
-"""Every kind of drafter in every layout: what starts each engine is the engine's own language, and who does not run it is
-named with a reason."""
+"""Every kind of drafter in every layout: what starts each engine is the engine's own language, and who does not run it
+is named with a reason."""
 
 import shlex
 from collections.abc import Callable

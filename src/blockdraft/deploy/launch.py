@@ -7,7 +7,7 @@ import shlex
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ import psutil
 
 from blockdraft.deploy.pair import checked_pair
 from blockdraft.errors import UsageError
-from blockdraft.formats.starting import SGLANG, TENSORRT_LLM, TENSORRT_LLM_FILE, VLLM, Start
+from blockdraft.formats.starting import SGLANG, TENSORRT_LLM, TENSORRT_LLM_FILE, VLLM, Start, as_typed
 
 HOST = "127.0.0.1"
 ENGINES = {"vllm": VLLM, "sglang": SGLANG, "trtllm": TENSORRT_LLM}
@@ -50,11 +50,6 @@ class Command:
         for name, content in self.files.items():
             (folder / name).write_text(content + "\n", encoding="utf-8")
         return [str(folder / word) if word in self.files else word for word in self.line]
-
-
-def as_typed(line: str, files: Mapping[str, str]) -> str:
-    """A line behind the commands that write its files."""
-    return "\n".join([*(f"cat > {name} <<'END'\n{content}\nEND" for name, content in files.items()), line])
 
 
 def command(

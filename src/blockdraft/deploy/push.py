@@ -13,7 +13,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from blockdraft.compat.generate import write_custom_generate
-from blockdraft.deploy.launch import as_typed
 from blockdraft.deploy.pair import checked_pair
 from blockdraft.drafters import entries
 from blockdraft.errors import UsageError, counted, describe
@@ -230,7 +229,7 @@ def _use(report: Report, drafter: Path, target: str, repo: str) -> Iterator[str]
             continue
         if start.line is not None:
             yield f"With {engine}:"
-            yield from _block(as_typed(start.line, start.files))
+            yield from _block(start.typed)
         elif start.remedy is not None:
             yield f"With {engine}, {start.reason}:"
             yield from _block(f"hf download {repo} --local-dir {LOCAL}", start.remedy.replace(repo, LOCAL))

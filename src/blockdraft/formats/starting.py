@@ -27,6 +27,17 @@ class Start:
     remedy: str | None = None
     files: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def typed(self) -> str:
+        """The line behind the commands that write its files."""
+        assert self.line is not None
+        return as_typed(self.line, self.files)
+
+
+def as_typed(line: str, files: Mapping[str, str]) -> str:
+    """A line behind the commands that write the files that it names."""
+    return "\n".join([*(f"cat > {name} <<'END'\n{content}\nEND" for name, content in files.items()), line])
+
 
 def vllm(target: str, method: str, drafter: str, guesses: int) -> Start:
     said = {"method": method, "model": drafter, "num_speculative_tokens": guesses}

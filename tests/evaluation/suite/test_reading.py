@@ -50,8 +50,8 @@ SETS: dict[str, tuple[str, dict[str, object], Turns]] = {
 LIVE_CODE = (
     "You are an expert Python programmer. You will be given a question (problem specification) and will generate a "
     "correct Python program that matches the specification and passes all tests. You will NOT return anything except "
-    "for the program\n\n### Question:\nAdd.\n\n### Format: Use the following code structure:\n```python\nclass A:\n```\n"
-    "\n### Answer: (use the provided format with backticks)"
+    "for the program\n\n### Question:\nAdd.\n\n### Format: Use the following code structure:\n```python\nclass A:\n"
+    "```\n\n### Answer: (use the provided format with backticks)"
 )
 LIVE_CODE_FREE = LIVE_CODE.replace(
     "Use the following code structure", "Write your code in the following format"
