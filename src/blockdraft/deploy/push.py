@@ -41,6 +41,21 @@ class Known:
     log: tuple[Mapping[str, Any], ...]
     data: Mapping[str, Any] | None
 
+    @property
+    def taus(self) -> list[float]:
+        """Of the training run, from first to last."""
+        return [line["tau"] for line in self.log if line.get("tau") is not None]
+
+    def lacking(self) -> Iterator[tuple[str, str]]:
+        """What a card will not say, and what to do about it."""
+        if self.bench is None:
+            yield (
+                "how fast it is" if self.taus else "how well it guesses",
+                "add --bench DIR of `blockdraft bench --out`",
+            )
+        if self.data is None:
+            yield "what it was trained on", "add --data DIR, its training data"
+
 
 def known_of(drafter: Path, bench: Path | None = None, data: Path | None = None) -> Known:
     """Look for what `blockdraft fit` and `blockdraft train` leave beside a drafter.
@@ -161,6 +176,7 @@ def model_card(report: Report, drafter: Path, target: str, repo: str | None, kno
         "",
         "## Use",
         "",
+        *([] if is_hub_name else ["TARGET stands for the folder of its target.", ""]),
         *_use(report, drafter, target if is_hub_name else "TARGET", repo or "OWNER/NAME"),
     ]
     return "\n".join(lines) + "\n"
@@ -190,11 +206,10 @@ def _measured(known: Known) -> Iterator[str]:
             f"tokens, {how['running']}, {machine}. tau: tokens of a cycle."
         )
         return
-    taus = [line["tau"] for line in known.log if line.get("tau") is not None]
-    if taus:
-        yield f"tau {taus[-1]:.2f} on held-out prompts at the end of training: tokens of a cycle, greedily."
+    if known.taus:
+        yield f"tau {known.taus[-1]:.2f} on held-out prompts at the end of training: tokens of a cycle, greedily."
     else:
-        yield "Not measured. `blockdraft bench` does it."
+        yield "Not measured yet: `blockdraft bench` measures it."
 
 
 def _data(known: Known) -> Iterator[str]:
@@ -231,8 +246,11 @@ def _use(report: Report, drafter: Path, target: str, repo: str) -> Iterator[str]
             yield f"With {engine}:"
             yield from _block(start.typed)
         elif start.remedy is not None:
-            yield f"With {engine}, {start.reason}:"
+            yield f"With {engine} after an export, since {start.reason}:"
             yield from _block(f"hf download {repo} --local-dir {LOCAL}", start.remedy.replace(repo, LOCAL))
+        else:
+            yield f"Not with {engine}: {start.reason}."
+            yield ""
 
 
 def _block(*lines: str, kind: str = "") -> Iterator[str]:
