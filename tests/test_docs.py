@@ -41,6 +41,7 @@ PAGES = sorted(
 PICTURE = "a picture of the decode loop; its names are those of the engine's inside"
 PROCESSES = "starts several processes of accelerate; tests/training/test_devices.py does that"
 ASKS = "asks running servers; tests/cli/test_bench_server.py has such"
+SUITE = "takes datasets of the hub; tests/cli/test_bench_suite.py has a few rows of some"
 SERVE = "serves until it is told to end; tests/serving/test_run.py does that"
 FIT = "takes hours; tests/fit/test_run.py runs the steps"
 NOT_RUN = {
@@ -57,6 +58,10 @@ NOT_RUN = {
     "blockdraft bench --url http://localhost:8000 --against http://localhost:8001 --prompts gsm8k.jsonl": ASKS,
     "blockdraft launch sglang --target TARGET --drafter DRAFTER --prompts chats.jsonl --out results -- --tp 2": ""
     "starts an engine of others; tests/deploy/test_launch.py has one that stands in for it",
+    "blockdraft bench --suite paper --target Qwen/Qwen3-4B --drafter z-lab/Qwen3-4B-DFlash-b16 --temperature 0,1 --out "
+    "paper": SUITE,
+    "blockdraft bench --suite paper --suite-data DIR --tasks gsm8k,mt-bench --limit 20 --target TARGET --drafter "
+    "DRAFTER --out paper": SUITE,
     "blockdraft push DRAFTER --target TARGET --repo me/my-drafter --license apache-2.0": "sends files to the hub; "
     "tests/deploy/test_push.py has a stand-in for it",
     "output = base_model.generate(": "writes into the cache of transformers; tests/compat/test_generate.py has its own",

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from blockdraft.deploy.doctor import Diagnosis, conclude, examine
-from blockdraft.deploy.readings import Reading, readings
+from blockdraft.deploy.readings import Reading
+from blockdraft.deploy.readings.dflash import readings
 from blockdraft.deploy.settings import DoctorSettings
 from blockdraft.drafters import BUNDLED
 from blockdraft.drafters.dflash import DFlashDrafter
@@ -198,9 +199,9 @@ def test_decoding_at_fault(target: Target, monkeypatch: pytest.MonkeyPatch) -> N
 def test_readings_are_different_and_possible() -> None:
     config = read_config(BUNDLED)
     known = list(readings(config, 1, {"rope_theta": 500_000.0}, torch.bfloat16, 1000))
-    assert len(
-        {(one.config.layers, one.config.taps, one.config.rope_theta, one.shift, one.dtype) for one in known}
-    ) == len(known)
+    assert len({(one.config.layers, one.taps, one.config.rope_theta, one.shift, one.dtype) for one in known}) == len(
+        known
+    )
     thetas = {one.config.rope_theta for one in known if one.fault == "rope"}
     assert thetas == {5e5, 1e6, 1e7}
     windows = {layer.window for one in known if one.fault == "window" for layer in one.config.layers}

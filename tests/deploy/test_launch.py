@@ -3,14 +3,15 @@
 import json
 import socket
 import stat
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
+from engine_schemas import check_recorded
 
 from blockdraft import cli
 from blockdraft.deploy import launch
@@ -21,7 +22,6 @@ from blockdraft.targets import load_target
 from blockdraft.training.export import convert, format_for
 
 FAKE_SERVER = Path(__file__).parents[1] / "evaluation" / "servers"
-SCHEMAS = json.loads((Path(__file__).parent / "engine_schemas.json").read_text())
 FAKE = f"""#!{sys.executable}
 import sys
 sys.path.insert(0, {str(FAKE_SERVER)!r})
@@ -54,37 +54,49 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def check_recorded(engine: str, line: list[str]) -> dict[str, Any]:
-    """Every option is one of the engine's; returns vLLM's speculative configuration, whose keys are its own too."""
-    known = SCHEMAS[engine]
-    assert [word for word in line if word.startswith("--") and word not in known["flags"]] == []
-    if engine == "sglang":
-        assert line[line.index("--speculative-algorithm") + 1] in known["algorithms"]
-        return {}
-    said: dict[str, Any] = json.loads(line[line.index("--speculative-config") + 1])
-    assert set(said) <= set(known["fields"]) and said["method"] in known["methods"]
-    return said
-
-
 def test_vllm(tiny_target_dir: Path, tiny_drafter_dir: Path, tiny_dflash2_dir: Path) -> None:
     for drafter in (tiny_drafter_dir, tiny_dflash2_dir):
-        line = command("vllm", str(tiny_target_dir), str(drafter), 8001)
-        said = check_recorded("vllm", line)
+        found = command("vllm", str(tiny_target_dir), str(drafter), 8001)
+        line, said = found.line, check_recorded("vLLM", found.line, found.files)
         assert line[:3] == ["vllm", "serve", str(tiny_target_dir)] and "--no-enable-prefix-caching" in line
         assert said == {"method": "dflash", "model": str(drafter), "num_speculative_tokens": 7}
         assert line[line.index("--port") + 1] == "8001"
-    assert "--no-enable-prefix-caching" not in command("vllm", str(tiny_target_dir), str(tiny_drafter_dir), 1, True)
+    assert (
+        "--no-enable-prefix-caching" not in command("vllm", str(tiny_target_dir), str(tiny_drafter_dir), 1, True).line
+    )
 
 
 def test_sglang(tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
-    line = command("sglang", str(tiny_target_dir), str(tiny_drafter_dir), 8001, more=["--tp", "2"])
+    found = command("sglang", str(tiny_target_dir), str(tiny_drafter_dir), 8001, more=["--tp", "2"])
+    line = found.line
     assert line[-2:] == ["--tp", "2"]
-    check_recorded("sglang", line[:-2])
+    check_recorded("SGLang", line[:-2], found.files)
     assert line[:3] == ["python", "-m", "sglang.launch_server"] and {"--enable-metrics", "--disable-radix-cache"} <= {
         *line
     }
     assert line[line.index("--speculative-num-draft-tokens") + 1] == "8"  # the anchor included
-    assert "--disable-radix-cache" not in command("sglang", str(tiny_target_dir), str(tiny_drafter_dir), 1, True)
+    assert "--disable-radix-cache" not in command("sglang", str(tiny_target_dir), str(tiny_drafter_dir), 1, True).line
+
+
+def test_tensorrt_llm(tmp_path: Path, tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
+    """Its configuration is a file, in YAML, of which JSON is a part."""
+    found = command("trtllm", str(tiny_target_dir), str(tiny_drafter_dir), 8001)
+    said = check_recorded("TensorRT-LLM", found.line, found.files)
+    assert said == {"decoding_type": "DFlash", "speculative_model": str(tiny_drafter_dir), "max_draft_len": 7}
+    assert json.loads(found.files["trtllm.yaml"])["kv_cache_config"] == {"enable_block_reuse": False}
+    kept = command("trtllm", str(tiny_target_dir), str(tiny_drafter_dir), 8001, True)
+    assert list(json.loads(kept.files["trtllm.yaml"])) == ["speculative_config"]
+    placed = found.placed(tmp_path)
+    assert json.loads(Path(placed[placed.index("--config") + 1]).read_text())["speculative_config"] == said
+    typed = subprocess.run(
+        ["bash", "-c", f'trtllm-serve() {{ echo "$@"; }}\n{found.shell()}'],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert typed.stdout.split() == found.line[1:]
+    assert json.loads((tmp_path / "trtllm.yaml").read_text()) == json.loads(found.files["trtllm.yaml"])
 
 
 def test_pairs_that_do_not_fit(tmp_path: Path, tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
@@ -99,7 +111,7 @@ def test_pairs_that_do_not_fit(tmp_path: Path, tiny_target_dir: Path, tiny_draft
     assert len(notes) == 1 and "may not be for" in notes[0] and "fingerprint (0123456789abcdef here" in notes[0]
     loaded = load_target(tiny_target_dir, device="cpu")
     convert(tiny_drafter_dir, tmp_path / "speculators", format_for("speculators", loaded, target), loaded)
-    assert command("vllm", target, str(tmp_path / "speculators"), 1)[:3] == [
+    assert command("vllm", target, str(tmp_path / "speculators"), 1).line[:3] == [
         "vllm",
         "serve",
         str(tmp_path / "speculators"),

@@ -70,7 +70,9 @@ def test_a_folder_and_its_card(tmp_path: Path, tiny_target_dir: Path, tiny_draft
         "license: mit" in head and "library_name: blockdraft" in head and "base_model" not in head
     )  # of a local target
     assert "| none | 8 | 100 | 1.00 | 1.00 | 100 % |" in card and "| dflash | 8 | - | 1.91 | 2.35 | 100 % |" in card
-    assert "A Processor" in card and "blocks of 8 tokens, taps on the outputs of layers 0, 1" in card
+    assert (
+        "A Processor" in card and "up to 7 tokens at a time and reads the outputs of the target's layers 0, 1" in card
+    )
     assert "1,200 documents" in card and "the target's own answers, from chats.jsonl" in card and "/home/me" not in card
     for line in (
         "hf download me/tiny-dflash --local-dir DRAFTER",
@@ -87,10 +89,48 @@ def test_a_folder_and_its_card(tmp_path: Path, tiny_target_dir: Path, tiny_draft
 def test_what_is_not_known_is_said_so(tmp_path: Path, tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
     prepare(tiny_drafter_dir, str(tiny_target_dir), tmp_path / "one", None, NOTHING)
     card = (tmp_path / "one/README.md").read_text()
-    assert "Not measured." in card and "Not recorded." in card and "OWNER/NAME" in card
+    assert "Not measured yet" in card and "Not recorded." in card and "OWNER/NAME" in card
     log = ({"step": 1, "tau": 1.2}, {"step": 2, "tau": 2.5}, {"step": 3, "tau": None})
     prepare(tiny_drafter_dir, str(tiny_target_dir), tmp_path / "two", None, Known(None, log, None))
     assert "tau 2.50 on held-out prompts" in (tmp_path / "two/README.md").read_text()
+
+
+def test_cards_of_all_kinds(
+    tmp_path: Path, tiny_target_dir: Path, tiny_eagle3_dir: Path, tiny_medusa_dir: Path, tiny_mtp_dir: Path
+) -> None:
+    target = str(tiny_target_dir)
+    for folder, files, tag, lines in (
+        (
+            tiny_eagle3_dir,
+            {"model.safetensors"},
+            "eagle3",
+            (
+                '"method": "eagle3"',
+                "--speculative-algorithm EAGLE3",
+                "decoding_type",
+                "outputs of the target's layers 0, 1",
+            ),
+        ),
+        (
+            tiny_medusa_dir,
+            {"medusa_lm_head.pt"},
+            "medusa",
+            ("Not with SGLang: it runs no Medusa heads", "guesses up to 3"),
+        ),
+        (
+            tiny_mtp_dir,
+            {"model.safetensors"},
+            "mtp",
+            ("Not with vLLM: it runs MTP heads", "what the target's head reads"),
+        ),
+    ):
+        out = tmp_path / tag
+        prepare(folder, target, out, "me/mine", NOTHING)
+        assert {file.name for file in out.iterdir()} == {"README.md", "config.json", "custom_generate", *files}
+        card = (out / "README.md").read_text()
+        assert f"tags: [speculative-decoding, {tag}, custom_generate]" in card
+        for line in (*lines, "blockdraft serve --target TARGET --drafter DRAFTER"):
+            assert line in card, (tag, line)
 
 
 def test_what_lies_beside_a_drafter_is_found(tmp_path: Path) -> None:
@@ -161,7 +201,9 @@ def test_commands(
     pair = (tiny_drafter_dir, "--target", tiny_target_dir)
     assert run(monkeypatch, *pair) == 2 and "add --repo OWNER/NAME, --out DIR" in capsys.readouterr().err
     assert run(monkeypatch, *pair, "--out", tmp_path / "out") == 0 and not hub.calls
-    assert "README.md, config.json, custom_generate, model.safetensors" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "README.md, config.json, custom_generate, model.safetensors" in err
+    assert "does not say how well it guesses; add --bench DIR" in err and "add --data DIR" in err
     assert run(monkeypatch, *pair, "--repo", "me/mine") == 0
     assert capsys.readouterr().out == "https://hub/me/mine\n"
     assert [call[0] for call in hub.calls] == ["create", "upload"]

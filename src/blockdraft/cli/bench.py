@@ -10,7 +10,9 @@ from typing import Annotated
 
 import typer
 
+from blockdraft.cli import bench_suite
 from blockdraft.cli.bench_server import ServerOptions, check_options, measure_servers, temperatures
+from blockdraft.cli.bench_suite import SuiteOptions, measure_suite
 from blockdraft.cli.loading import TargetOptions, takes_target
 from blockdraft.cli.options import BlockSize, DraftWindow, extent, need_drafter, option
 from blockdraft.errors import UsageError
@@ -25,13 +27,13 @@ def bench(
     context: typer.Context,
     run: TargetOptions,
     prompts: Annotated[
-        list[Path],
+        list[Path] | None,
         typer.Option(
             metavar="FILE",
             help='A prompt set, named after the file: lines of {"turns": ["text", ...]}, of which the first turn alone '
             'is used, or of {"prompt": "text"}. Repeat the option for several sets.',
         ),
-    ],
+    ] = None,
     methods: Annotated[
         str,
         typer.Option(
@@ -65,7 +67,11 @@ def bench(
     draft_window: DraftWindow = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Write results.json, acceptance.png and speedup.png into this folder."),
+        typer.Option(
+            metavar="DIR",
+            help="Write results.json, acceptance.png and speedup.png into this folder; with --suite suite.json and "
+            "suite.csv, with --url server.json and server.csv.",
+        ),
     ] = None,
     profile: Annotated[
         bool,
@@ -79,13 +85,30 @@ def bench(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the results that the folder holds.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON instead of tables.")] = False,
     server: ServerOptions,
+    suite: SuiteOptions,
 ) -> None:
     """Measure methods of decoding against each other: speed, acceptance, and whether the output stays the same.
 
     All methods decode the same prompts in turns. Progress goes to standard error. With --url it measures a running
-    server of any engine instead, and writes server.json and server.csv.
+    server of any engine instead, and writes server.json and server.csv. With --suite it measures the sets of a paper,
+    and writes suite.json and suite.csv.
     """
     check_options(context, server.url is not None)
+    bench_suite.check_options(context, suite.suite is not None)
+    if suite.suite is not None:
+        wanted = suite.settings(context)
+        names = methods if bench_suite.given(context, "methods") else bench_suite.METHODS
+        budget = extent("tree_budget", tree_budget)
+        chosen = parse_methods(names, drafter, extent("block_size", block_size), budget, draft_window)
+        if any(method.drafter is None for method in chosen):
+            need_drafter(run.target, drafter, "name other methods")
+        sampling = [
+            SamplingParams(wanted.max_new_tokens, each, top_k, top_p, seed=wanted.seed)
+            for each in temperatures(temperature)
+        ]
+        measure_suite(suite.suite, wanted, run, chosen, drafter, sampling, out, overwrite, as_json)
+        return
+    prompts = prompts or []
     seed = secrets.randbits(32) if seed is None else seed
     sampling = [SamplingParams(max_new_tokens, each, top_k, top_p, seed=seed) for each in temperatures(temperature)]
     if server.url is not None:
@@ -95,7 +118,7 @@ def bench(
         measure_servers(server.places(), sets, sampling, server.settings(), given, out, overwrite, as_json)
         return
     if len(sampling) != 1:
-        raise UsageError(f"temperature is {temperature!r}; several are for --url alone, so give one.")
+        raise UsageError(f"temperature is {temperature!r}; several are for --url and --suite, so give one.")
     [params] = sampling
     settings = Settings(limit, batch_size, repeats, extent("tree_budget", tree_budget))
     chosen = parse_methods(methods, drafter, extent("block_size", block_size), settings.tree_budget, draft_window)

@@ -101,7 +101,9 @@ def temperatures(text: str) -> list[float]:
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:
-        raise UsageError(f"temperature is {text!r}; it must be a number, or for a server several, as in 0,1.") from None
+        raise UsageError(
+            f"temperature is {text!r}; it must be a number, or several where --url or --suite is given, as in 0,1."
+        ) from None
 
 
 def measure_servers(

@@ -30,7 +30,7 @@ def doctor(
     run: TargetOptions,
     drafter: Annotated[
         str | None,
-        typer.Option(metavar="DIR", help="The folder of a drafter of the DFlash family; by default the bundled one."),
+        typer.Option(metavar="DIR", help="A drafter's folder; by default the bundled one."),
     ] = None,
     prompts: Annotated[
         list[Path] | None,
@@ -47,8 +47,8 @@ def doctor(
     """Find out why a drafter's guesses are refused.
 
     It decodes some prompts, asks the drafter again at the same places of the finished texts, and tries other readings
-    of the checkpoint: taps and slots off by one, windows, causality, rotary base, precision. The exit code is 1 where
-    it finds a fault.
+    of the checkpoint: taps, slots and features off by one, windows, causality, halves in another order, norms, draft
+    vocabulary, rotary base, precision. The exit code is 1 where it finds a fault.
     """
     need_drafter(run.target, drafter, "leave --target out for the bundled pair")
     texts = [prompt for one in read_prompt_sets(prompts, limit) for prompt in one.prompts] if prompts else None

@@ -81,6 +81,8 @@ def show(report: Report) -> None:
         for line in (start.line, start.remedy):
             if line is not None:
                 console.print(f"  {line}", soft_wrap=True, markup=False)
+        for name, content in start.files.items():
+            console.print(f"  {name}: {content}", soft_wrap=True, markup=False)
 
 
 def rows(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import secrets
 import shlex
 import sys
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -21,7 +23,9 @@ from blockdraft.types import SamplingParams
 
 
 def launch(
-    engine: Annotated[str, typer.Argument(metavar="vllm|sglang", help="What to start; it must be installed here.")],
+    engine: Annotated[
+        str, typer.Argument(metavar="vllm|sglang|trtllm", help="What to start; it must be installed here.")
+    ],
     target: Annotated[str, typer.Option(metavar="DIR", help="Target: a Hugging Face model folder or hub name.")],
     drafter: Annotated[str, typer.Option(metavar="DIR", help="The folder of a drafter.")],
     more: Annotated[
@@ -54,7 +58,7 @@ def launch(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the results that the folder holds.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON instead of tables.")] = False,
 ) -> None:
-    """Start vLLM or SGLang with a pair, and measure it as `blockdraft bench --url` does.
+    """Start vLLM, SGLang or TensorRT-LLM with a pair, and measure it as `blockdraft bench --url` does.
 
     Whether the two go together is checked first. The engine ends when it is measured, unless --keep is given.
     """
@@ -69,15 +73,17 @@ def launch(
     from blockdraft.evaluation.servers.measure import Place
 
     loading.quiet()
-    line = command(engine, target, drafter, settings.port, keep, more or (), loading.tell)
+    found = command(engine, target, drafter, settings.port, keep, more or (), loading.tell)
     if dry_run:
-        print(shlex.join(line))
+        print(found.shell())
         return
     if out is not None:
         report.check_folder(out, overwrite)
-    print(shlex.join(line), file=sys.stderr, flush=True)
     try:
-        with Running(line, settings.port, settings.patience) as running:
+        with ExitStack() as stack:
+            line = found.placed(Path(stack.enter_context(TemporaryDirectory())))
+            print(shlex.join(line), file=sys.stderr, flush=True)
+            running = stack.enter_context(Running(line, settings.port, settings.patience))
             arguments = {"command": line, "max_new_tokens": max_new_tokens, "temperatures": temperature, "seed": seed}
             measure_servers([Place(running.url)], sets, sampling, chosen, arguments, out, overwrite, as_json)
             if keep:

@@ -50,6 +50,8 @@ def push(
 
     loading.quiet()
     known = known_of(Path(drafter), bench, data)
+    for lacking, remedy in known.lacking():
+        loading.tell(f"The card does not say {lacking}; {remedy}.")
     with TemporaryDirectory() as scratch:
         folder = Path(scratch, "repository") if out is None else out
         prepare(drafter, target, folder, repo, known, licence, loading.tell)

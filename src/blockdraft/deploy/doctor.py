@@ -7,32 +7,23 @@ clearly more in one of them, that is how it was trained.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from blockdraft.data.features import tapped_features
-from blockdraft.deploy.readings import Reading, readings
+from blockdraft.deploy.readings import Reading, bench_of
 from blockdraft.deploy.settings import DoctorSettings
-from blockdraft.drafters import Entry, entries, load_drafter
+from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.engine.text import encode
 from blockdraft.errors import UsageError
-from blockdraft.formats import Checkpoint, read_drafter
-from blockdraft.nn.dflash import DFlashNetwork
-from blockdraft.nn.reduced_head import ReducedHead
 from blockdraft.targets import Target, other_target_warning
-from blockdraft.training.blocks import draft_hidden
-from blockdraft.training.objectives import Slots
-from blockdraft.training.variants import find_variant
 from blockdraft.types import Drafting, SamplingParams
 
 ROWS = 4  # answers at a time
-CHUNK = 16  # anchors of a draft pass
 SURE = 4.0  # standard errors by which a reading must be better
 GAIN = 0.1  # share of the right guesses by which it must be better too
 LEAST = 0.05  # and right guesses
@@ -63,7 +54,7 @@ class Diagnosis:
     decoded, own: S_1, S_2, ... over these cycles: as the engine accepted, and as the drafter guesses on the text.
     alike: Share of the cycles in which both accept as many.
     tried: Readings; the first is that of the configuration.
-    fault: "decoding", "taps", "shift", "window", "causality", "rope", "dtype" or "target"; None where nothing is wrong.
+    fault: "decoding", "target", or that of the reading which is right, such as "taps"; None where nothing is wrong.
     finding: The same in a sentence.
     remedy: What to do.
     """
@@ -109,19 +100,19 @@ def examine(
     """Examine a pair.
 
     Args:
-        drafter: Folder of a drafter of the DFlash family.
+        drafter: Folder or GGUF file of a drafter with a network of its own.
 
     Raises:
         ValueError: The drafter is of another kind, does not fit the target or cannot be read, or the answers hold no
             cycle to look at.
     """
-    bench = Bench(target, Path(drafter))
+    bench, trained_for = bench_of(drafter, target)
     answers = decode(target, drafter, prompts, how.max_new_tokens)
     count = sum(len(each.cycles) for each in answers)
     if not count:
         raise UsageError("The answers are too short to tell anything; give other prompts.")
     longest = max(len(each.tokens) for each in answers)
-    ways = list(readings(bench.config, bench.first_slot, target.shape, target.dtype, longest))
+    ways = list(bench.readings(longest))
     texts = [(each.tokens, each.anchors(how.anchors)) for each in answers]
     runs = list[Tensor]()
     for number, reading in enumerate(ways):
@@ -132,20 +123,17 @@ def examine(
         Tried(one.fault, one.told, float(run.sum(1).double().mean()), tuple(run.double().mean(0).tolist()))
         for one, run in zip(ways, runs, strict=True)
     )
-    own = [
-        [min(run, drafted) for run, (_, drafted, _) in zip(bench.lengths(each), each.cycles, strict=True)]
-        for each in answers
-    ]
     pairs = [
-        (mine, accepted)
-        for each, found in zip(answers, own, strict=True)
-        for mine, (_, _, accepted) in zip(found, each.cycles, strict=True)
+        (min(right, drafted), accepted)
+        for each in answers
+        for right, (_, drafted, accepted) in zip(
+            bench.lengths(each.tokens, [place for place, _, _ in each.cycles]), each.cycles, strict=True
+        )
     ]
     alike = sum(mine == accepted for mine, accepted in pairs) / count
-    told = bench.other_target
+    told = other_target_warning(Path(drafter), trained_for, target)
     fault, finding, remedy = conclude(ways, runs, [mine for mine, _ in pairs], [got for _, got in pairs], alike, told)
-    size = bench.config.block_size
-    decoded, guessed = (tuple(_survival([pair[i] for pair in pairs], size)) for i in (1, 0))
+    decoded, guessed = (tuple(_survival([pair[i] for pair in pairs], bench.block_size)) for i in (1, 0))
     return Diagnosis(count, decoded, guessed, alike, tried, fault, finding, remedy)
 
 
@@ -208,90 +196,3 @@ def decode(target: Target, drafter: str | Path, prompts: Sequence[str], tokens: 
 
 def _survival(accepted: Sequence[int], block_size: int) -> list[float]:
     return [sum(count >= i for count in accepted) / len(accepted) for i in range(1, block_size)]
-
-
-class Bench:
-    """A drafter's network beside its target, as training runs it."""
-
-    def __init__(self, target: Target, path: Path) -> None:
-        vocabulary = target.tokenizer.get_vocab() if target.tokenizer else None
-        self._target = target
-        self._found: Checkpoint = read_drafter(path, vocabulary, target.num_layers)
-        self.config = self._found.config
-        kind = _entry(self.config)
-        assert kind.network is not None and kind.variant is not None
-        self._kind = cast("type[DFlashNetwork]", kind.network)
-        variant: Any = find_variant(kind.variant)
-        self._variant = variant(variant.recipe_class(block_size=self.config.block_size))
-        self.first_slot = int(self._variant.first_slot)
-        self.other_target = other_target_warning(path, self._found.trained_for, target)
-        self._features: dict[tuple[tuple[int, ...], Tensor], Tensor] = {}
-        borrowed, self._head = self._found.borrowed, target.head
-        if borrowed is not None and borrowed.kept is not None and borrowed.head is not None:
-            reduced = ReducedHead(borrowed.head, borrowed.kept, target.vocab_size)
-            self._head = reduced.to(target.device, target.dtype)
-
-    @torch.no_grad()
-    def right(self, reading: Reading, texts: Sequence[tuple[Tensor, Sequence[int]]]) -> Tensor:
-        """`[A, K]` int64 over all anchors, 1 where the k-th guess behind an anchor is the text's own token. K is the
-        same for all readings, and the guesses are the best tokens of each slot by itself.
-
-        Args:
-            texts: Tokens `[S]` and the places of anchors.
-        """
-        count = max(1, self.config.block_size - 2)
-        first = self.first_slot - reading.shift
-        network = self._network(reading)
-        return torch.cat(
-            [
-                (logits[:, first : first + count].argmax(dim=-1) == tokens[:, 1:]).long().cpu()
-                for text in texts
-                for _, logits, tokens in self._passes(network, *text, count)
-            ]
-        )
-
-    @torch.no_grad()
-    def lengths(self, answered: Answered) -> list[int]:
-        """At each cycle's anchor, the right guesses before the first wrong one, guessed as in decoding."""
-        network, count = self._network(Reading("", "", "", self.config)), self._variant.taught_slots
-        slots, found = slice(self.first_slot, self.first_slot + count), list[int]()
-        anchors = [place for place, _, _ in answered.cycles]
-        for hidden, logits, tokens in self._passes(network, answered.tokens, anchors, count):
-            seen = Slots(hidden[:, slots], logits[:, slots], tokens.clamp(min=0), tokens[:, 1:] >= 0)
-            right = self._variant.guesses(network, seen) == tokens[:, 1:]
-            found += right.long().cumprod(dim=1).sum(dim=1).tolist()
-        return found
-
-    def _network(self, reading: Reading) -> DFlashNetwork:
-        dtype = reading.dtype or self._target.dtype
-        network = self._kind(reading.config).to(self._target.device, dtype).eval()
-        network.load_state_dict(self._found.tensors)  # casts
-        return network
-
-    def _passes(
-        self, network: DFlashNetwork, tokens: Tensor, anchors: Sequence[int], count: int
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """For some anchors at a time hidden states `[C, N, H]`, logits `[C, N, V]`, and the anchors' tokens with the
-        `count` tokens behind them, `[C, 1 + count]`, -1 behind the end of the text."""
-        target, taps = self._target, network.config.taps
-        if (taps, tokens) not in self._features:
-            self._features[taps, tokens] = tapped_features(target, taps, [tokens])[0]
-        dtype, device = next(network.parameters()).dtype, target.device
-        features = self._features[taps, tokens].to(dtype)[None]
-        padded = torch.cat([tokens, tokens.new_full((count,), -1)]).to(device)
-        mask = target.embed(torch.tensor(network.config.mask_token_id, device=device)).to(dtype)
-        places = torch.arange(len(tokens), device=device)[None]
-        for some in torch.tensor(anchors, dtype=torch.int64, device=device).split(CHUNK):
-            embedded = target.embed(padded[some]).to(dtype)[None]
-            documents = torch.zeros_like(places)
-            hidden = draft_hidden(network, features, documents, places, some[None], embedded, mask)[0]
-            logits = network.adjust_logits(self._head(hidden.to(target.dtype)))
-            yield hidden, logits, torch.stack([padded[some + k] for k in range(count + 1)], dim=1)
-
-
-def _entry(config: Any) -> Entry:
-    for entry in entries().values():
-        network = entry.network
-        if network is not None and issubclass(network, DFlashNetwork) and network.config_class is type(config):
-            return entry
-    raise UsageError("This drafter is none of the DFlash family, and no other can be examined.")

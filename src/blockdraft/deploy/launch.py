@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -16,14 +18,38 @@ import psutil
 
 from blockdraft.deploy.pair import checked_pair
 from blockdraft.errors import UsageError
+from blockdraft.formats.starting import SGLANG, TENSORRT_LLM, TENSORRT_LLM_FILE, VLLM, Start, as_typed
 
 HOST = "127.0.0.1"
-ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
+ENGINES = {"vllm": VLLM, "sglang": SGLANG, "trtllm": TENSORRT_LLM}
 # Options for figures, and for prompts that are read each time.
-METRICS: dict[str, list[str]] = {"vllm": [], "sglang": ["--enable-metrics"]}
-NO_PREFIXES = {"vllm": ["--no-enable-prefix-caching"], "sglang": ["--disable-radix-cache"]}
+METRICS: dict[str, list[str]] = {"vllm": [], "sglang": ["--enable-metrics"], "trtllm": []}
+NO_PREFIXES = {"vllm": ["--no-enable-prefix-caching"], "sglang": ["--disable-radix-cache"], "trtllm": []}
+NO_REUSE = {"kv_cache_config": {"enable_block_reuse": False}}  # the same in TensorRT-LLM's file
 POLL_SECONDS, GRACE_SECONDS = 0.2, 60.0
 STDERR = 2
+
+
+@dataclass(frozen=True)
+class Command:
+    """What starts an engine.
+
+    Attributes:
+        files: Names and contents of files that the line names.
+    """
+
+    line: list[str]
+    files: dict[str, str]
+
+    def shell(self) -> str:
+        """As one types it."""
+        return as_typed(shlex.join(self.line), self.files)
+
+    def placed(self, folder: Path) -> list[str]:
+        """The line with its files in this folder, into which they are written."""
+        for name, content in self.files.items():
+            (folder / name).write_text(content + "\n", encoding="utf-8")
+        return [str(folder / word) if word in self.files else word for word in self.line]
 
 
 def command(
@@ -34,7 +60,7 @@ def command(
     prefix_caching: bool = False,
     more: Sequence[str] = (),
     note: Callable[[str], None] = lambda text: None,
-) -> list[str]:
+) -> Command:
     """What starts an engine with a pair, after a check that the two go together.
 
     Args:
@@ -56,7 +82,14 @@ def command(
         remedy = "" if start.remedy is None else f" Write it anew: {start.remedy}"
         raise UsageError(f"{ENGINES[engine]} cannot be started with {drafter}: {start.reason}.{remedy}")
     found = [*shlex.split(start.line), "--host", HOST, "--port", str(port), *METRICS[engine]]
-    return [*found, *([] if prefix_caching else NO_PREFIXES[engine]), *more]
+    return Command([*found, *([] if prefix_caching else NO_PREFIXES[engine]), *more], _files(start, prefix_caching))
+
+
+def _files(start: Start, prefix_caching: bool) -> dict[str, str]:
+    files = dict(start.files)
+    if TENSORRT_LLM_FILE in files and not prefix_caching:
+        files[TENSORRT_LLM_FILE] = json.dumps(json.loads(files[TENSORRT_LLM_FILE]) | NO_REUSE)
+    return files
 
 
 class Running:

@@ -14,10 +14,12 @@ from typing import Any
 
 from blockdraft.compat.generate import write_custom_generate
 from blockdraft.deploy.pair import checked_pair
+from blockdraft.drafters import entries
 from blockdraft.errors import UsageError, counted, describe
 from blockdraft.fit.steps import Where
 from blockdraft.formats import find_layout, read_config
 from blockdraft.formats.engines import starts
+from blockdraft.formats.folder import open_folder, weight_files
 from blockdraft.inspection import Report
 from blockdraft.training.records import run_folder
 
@@ -38,6 +40,21 @@ class Known:
     bench: Mapping[str, Any] | None
     log: tuple[Mapping[str, Any], ...]
     data: Mapping[str, Any] | None
+
+    @property
+    def taus(self) -> list[float]:
+        """Of the training run, from first to last."""
+        return [line["tau"] for line in self.log if line.get("tau") is not None]
+
+    def lacking(self) -> Iterator[tuple[str, str]]:
+        """What a card will not say, and what to do about it."""
+        if self.bench is None:
+            yield (
+                "how fast it is" if self.taus else "how well it guesses",
+                "add --bench DIR of `blockdraft bench --out`",
+            )
+        if self.data is None:
+            yield "what it was trained on", "add --data DIR, its training data"
 
 
 def known_of(drafter: Path, bench: Path | None = None, data: Path | None = None) -> Known:
@@ -103,7 +120,8 @@ def prepare(
         with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
             new = Path(scratch, "new")
             new.mkdir()
-            for file in (Path(drafter) / "config.json", *sorted(Path(drafter).glob("*.safetensors"))):
+            weights = weight_files(drafter, find_layout(report.layout).pickle)
+            for file in (Path(drafter) / "config.json", *weights):
                 shutil.copyfile(file, new / file.name)
             (new / CARD).write_text(card, encoding="utf-8")
             write_custom_generate(new, repo)
@@ -134,8 +152,9 @@ def model_card(report: Report, drafter: Path, target: str, repo: str | None, kno
     is_hub_name = not Path(target).exists()
     said = report.conventions
     head = ["---", *([f"base_model: {target}"] if is_hub_name else []), *([f"license: {licence}"] if licence else [])]
-    head += ["library_name: blockdraft", "tags: [speculative-decoding, dflash, custom_generate]", "---"]
-    taps = ", ".join(map(str, next(iter(said["taps"].values()))))
+    architecture = report.about["architecture"]
+    kind = next(name for name, entry in entries().items() if architecture in entry.architectures)
+    head += ["library_name: blockdraft", f"tags: [speculative-decoding, {kind}, custom_generate]", "---"]
     lines = [
         *head,
         f"# A drafter for {target if is_hub_name else Path(target).name}",
@@ -143,9 +162,9 @@ def model_card(report: Report, drafter: Path, target: str, repo: str | None, kno
         "It guesses what its target will say, which then says the same in fewer steps: greedy answers are the target's "
         "own, token by token, and sampled ones have its law.",
         "",
-        f"{report.about['architecture']} with {counted(report.about['layers'], 'layer')} and "
-        f"{report.about['parameters'] / 1e6:,.1f} M parameters, in the {report.layout} layout; blocks of "
-        f"{said['block_size']} tokens, taps on the outputs of layers {taps} (from 0).",
+        f"{architecture} with {counted(report.about['layers'], 'layer')} and "
+        f"{report.about['parameters'] / 1e6:,.1f} M parameters, in the {report.layout} layout. It guesses up to "
+        f"{counted(said['guesses'], 'token')} at a time and reads {_read(said['taps'])}.",
         "",
         "## Measured",
         "",
@@ -157,9 +176,16 @@ def model_card(report: Report, drafter: Path, target: str, repo: str | None, kno
         "",
         "## Use",
         "",
+        *([] if is_hub_name else ["TARGET stands for the folder of its target.", ""]),
         *_use(report, drafter, target if is_hub_name else "TARGET", repo or "OWNER/NAME"),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _read(taps: Mapping[str, Any] | str) -> str:
+    if isinstance(taps, str):
+        return taps
+    return f"the outputs of the target's layers {', '.join(map(str, taps['blockdraft']))} (from 0)"
 
 
 def _measured(known: Known) -> Iterator[str]:
@@ -180,11 +206,10 @@ def _measured(known: Known) -> Iterator[str]:
             f"tokens, {how['running']}, {machine}. tau: tokens of a cycle."
         )
         return
-    taus = [line["tau"] for line in known.log if line.get("tau") is not None]
-    if taus:
-        yield f"tau {taus[-1]:.2f} on held-out prompts at the end of training: tokens of a cycle, greedily."
+    if known.taus:
+        yield f"tau {known.taus[-1]:.2f} on held-out prompts at the end of training: tokens of a cycle, greedily."
     else:
-        yield "Not measured. `blockdraft bench` does it."
+        yield "Not measured yet: `blockdraft bench` measures it."
 
 
 def _data(known: Known) -> Iterator[str]:
@@ -203,7 +228,9 @@ def _data(known: Known) -> Iterator[str]:
 
 def _use(report: Report, drafter: Path, target: str, repo: str) -> Iterator[str]:
     yield "With blockdraft:"
-    config, _ = find_layout(report.layout).config(read_config(drafter), None, report.wants["layers"])
+    layout = find_layout(report.layout)
+    tensors = open_folder(drafter, layout.pickle)
+    config, _ = layout.config(read_config(drafter), tensors, None, report.wants["layers"])
     given = ["--target", target]
     lines = starts(config, report.layout, repo, target, given)
     ours = starts(config, report.layout, LOCAL, target, given)["blockdraft"].line or ""
@@ -217,10 +244,13 @@ def _use(report: Report, drafter: Path, target: str, repo: str) -> Iterator[str]
             continue
         if start.line is not None:
             yield f"With {engine}:"
-            yield from _block(start.line)
+            yield from _block(start.typed)
         elif start.remedy is not None:
-            yield f"With {engine}, {start.reason}:"
+            yield f"With {engine} after an export, since {start.reason}:"
             yield from _block(f"hf download {repo} --local-dir {LOCAL}", start.remedy.replace(repo, LOCAL))
+        else:
+            yield f"Not with {engine}: {start.reason}."
+            yield ""
 
 
 def _block(*lines: str, kind: str = "") -> Iterator[str]:

@@ -62,7 +62,7 @@ def engines(where: Where) -> dict[str, str]:
     layers = json.loads((where.out / "config.json").read_text(encoding="utf-8"))["num_target_layers"]
     config = read_drafter(where.out, None, layers).config
     lines = starts(config, WRITTEN, str(where.out), str(where.target) if theirs else "TARGET")
-    return {name: each.line for name, each in lines.items() if each.line is not None and name != OURS}
+    return {name: each.typed for name, each in lines.items() if each.line is not None and name != OURS}
 
 
 def write_card(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from blockdraft.formats.starting import Start
+from blockdraft.formats.stored import Stored
 from blockdraft.nn.draft_config import need
 
 
@@ -50,21 +52,37 @@ class Layout(Protocol):
 
     Attributes:
         borrows: Whether it holds copies of the target's embedding and head.
+        pickle: File of a folder that holds its tensors where no safetensors file does.
     """
 
     borrows: bool
+    pickle: str
 
     def recognises(self, raw: Mapping[str, Any]) -> bool:
         """Whether a parsed config.json is of this layout."""
 
     def config(
-        self, raw: Mapping[str, Any], vocabulary: Mapping[str, int] | None, num_target_layers: int | None
+        self,
+        raw: Mapping[str, Any],
+        tensors: Mapping[str, Stored],
+        vocabulary: Mapping[str, int] | None,
+        num_target_layers: int | None,
     ) -> tuple[Any, bool]:
         """The configuration of a parsed config.json, and whether the number of target layers in it is known: where the
         file does not say it, None stands for as many as the taps need. For the others see `read`.
 
+        Args:
+            tensors: Of the folder; their shapes are looked at.
+
         Raises:
             ValueError: The file lacks a value, or asks for the unsupported.
+        """
+
+    def starts(self, config: Any, drafter: str, target: str, export: Callable[[str], str]) -> dict[str, Start] | None:
+        """How other engines are started with a drafter of this layout; None where that depends on its architecture.
+
+        Args:
+            export: Gives the command that writes it in another layout.
         """
 
     def read(self, path: Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:

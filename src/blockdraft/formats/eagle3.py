@@ -7,16 +7,26 @@ own, for the tokens that `t2d` and `d2t` keep; the embedding is the target's, th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from blockdraft.formats.base import Borrowed, Checkpoint
-from blockdraft.formats.folder import blaming, check_tensors, read_config, read_tensors, write_folder
+from blockdraft.formats.folder import PICKLED, blaming, check_tensors, read_config, read_tensors, write_folder
+from blockdraft.formats.starting import (
+    LLAMA_CPP,
+    SGLANG,
+    TENSORRT_LLM,
+    VLLM,
+    Start,
+    sglang,
+    tensorrt_llm,
+    vllm,
+)
 from blockdraft.formats.vocabulary import kept_tokens, vocabulary_maps
 from blockdraft.formats.zlab import one_dtype
 from blockdraft.formats.zlab_config import rope_of
@@ -36,14 +46,16 @@ INERT: dict[str, tuple[Any, ...]] = {"num_hidden_layers": (1,), "mlp_bias": (Fal
 INERT |= {"quantization_config": (), "partial_rotary_factor": (1, 1.0), "pretraining_tp": (1,)}
 EAGLE: dict[str, tuple[Any, ...]] = {"use_aux_hidden_state": (True,), "use_input_layernorm_in_first_layer": (True,)}
 EAGLE |= {"use_last_layernorm": (True,), "use_mtp_layernorm": (False,), "parallel_draft_step": (1,)}
+T = TypeVar("T")
+NO_GGUF = "it reads GGUF files, and EAGLE-3 is written into none here; its own convert_hf_to_gguf.py does that"
 UNUSED = ("verifier_lm_head.weight", "verifier_norm.weight")  # they serve training
 
 
 def network_config(
-    raw: Mapping[str, Any], tensors: Mapping[str, Tensor], taps: Sequence[int], num_target_layers: int, **more: Any
+    raw: Mapping[str, Any], tensors: Collection[str], taps: Sequence[int], num_target_layers: int, **more: Any
 ) -> Eagle3Config:
-    """The configuration, from keys as transformers' Llama has them, and from tensors as `renamed` names them. Raises
-    ValueError where a value is lacking or unsupported."""
+    """The configuration, from keys as transformers' Llama has them, and from the tensors' names as `renamed` has them.
+    Raises ValueError where a value is lacking or unsupported."""
     for key, values in INERT.items():
         need(raw.get(key) is None or raw[key] in values, key, raw.get(key), "absent: this value is not supported")
     hidden, heads = (whole(key, raw.get(key)) for key in ("hidden_size", "num_attention_heads"))
@@ -71,7 +83,7 @@ def network_config(
     )
 
 
-def renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def renamed(tensors: Mapping[str, T]) -> dict[str, T]:
     """A checkpoint's tensors by the names of the network's, without what it has no use for."""
     found = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()}
     return {n: t for n, t in found.items() if n not in UNUSED and not n.endswith("rotary_emb.inv_freq")}
@@ -97,6 +109,11 @@ def checkpoint_of(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> Checkp
     if embedding is not None:
         check_tensors({"embed_tokens.weight": (size, config.hidden_size)}, {"embed_tokens.weight": embedding})
     return Checkpoint(config, found, Borrowed(embedding, None, None))
+
+
+def least_layers(ids: Sequence[Any]) -> int:
+    """So many layers a target has at least that has these."""
+    return 1 + max((i for i in ids if type(i) is int), default=0)
 
 
 def tensor_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
@@ -152,6 +169,7 @@ def config_dict(config: Any) -> dict[str, Any]:
 
 
 class Eagle3:
+    pickle = PICKLED
     borrows = False
 
     def recognises(self, raw: Mapping[str, Any]) -> bool:
@@ -159,18 +177,43 @@ class Eagle3:
         names = found if isinstance(found, list) and "speculators_model_type" not in raw else []
         return any(name in ARCHITECTURES or (name == PLAIN and "draft_vocab_size" in raw) for name in names)
 
+    def config(
+        self,
+        raw: Mapping[str, Any],
+        tensors: Mapping[str, Any],
+        vocabulary: Mapping[str, int] | None,
+        num_target_layers: int | None,
+    ) -> tuple[Eagle3Config, bool]:
+        eagle = raw.get("eagle_config") or {}
+        need(isinstance(eagle, Mapping), "eagle_config", eagle, "a JSON object")
+        for key, values in EAGLE.items():
+            known = eagle.get(key) is None or eagle[key] in values
+            need(known, key, eagle.get(key), "absent: this value is not supported")
+        ids, layers = eagle.get(IDS), num_target_layers
+        if not ids:
+            need(layers is not None, IDS, None, "there, or the target be named (--target): it reads the usual layers")
+            ids = default_taps(layers or 0)
+        need(isinstance(ids, list | tuple), IDS, ids, "a list of target layers")
+        layers = layers or least_layers(ids)
+        block_size = raw.get("block_size") or BLOCK_SIZE
+        return network_config(raw, renamed(tensors), ids, layers, block_size=block_size), num_target_layers is not None
+
+    def starts(self, config: Any, drafter: str, target: str, export: Callable[[str], str]) -> dict[str, Start]:
+        guesses, layers = config.block_size - 1, config.num_target_layers
+        usual = layers >= 7 and config.taps == default_taps(layers)
+        taps = {} if usual else {"eagle3_layers_to_capture": [*config.taps]}
+        chain = {"--speculative-num-steps": guesses, "--speculative-eagle-topk": 1}
+        return {
+            VLLM: vllm(target, "eagle3", drafter, guesses),
+            SGLANG: sglang(target, "EAGLE3", drafter, config.block_size, chain),
+            TENSORRT_LLM: tensorrt_llm(target, "Eagle3", drafter, guesses, taps),
+            LLAMA_CPP: Start(None, NO_GGUF),
+        }
+
     def read(self, path: Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
         raw, tensors = read_config(path), renamed(read_tensors(path))
         with blaming(Path(path, "config.json")):
-            eagle = raw.get("eagle_config") or {}
-            need(isinstance(eagle, Mapping), "eagle_config", eagle, "a JSON object")
-            for key, values in EAGLE.items():
-                known = eagle.get(key) is None or eagle[key] in values
-                need(known, key, eagle.get(key), "absent: this value is not supported")
-            ids = eagle.get(IDS) or default_taps(num_target_layers)
-            need(isinstance(ids, list | tuple), IDS, ids, "a list of target layers")
-            block_size = raw.get("block_size") or BLOCK_SIZE
-            config = network_config(raw, tensors, ids, num_target_layers, block_size=block_size)
+            config, _ = self.config(raw, tensors, vocabulary, num_target_layers)
         with blaming(Path(path)):
             return checkpoint_of(config, tensors)
 

@@ -3,7 +3,7 @@ that file's, so it is asked first which folders are its own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +14,21 @@ from blockdraft.formats.base import Checkpoint
 from blockdraft.formats.eagle3 import (
     FLAGS,
     IDS,
+    NO_GGUF,
     NORMS,
     check_kind,
     checkpoint_of,
     layer_keys,
+    least_layers,
     network_config,
     renamed,
     written_tensors,
 )
-from blockdraft.formats.folder import blaming, read_config, read_tensors, write_folder
+from blockdraft.formats.folder import PICKLED, blaming, read_config, read_tensors, write_folder
 from blockdraft.formats.speculators_config import ids_of, layer_config, named, taps_of
-from blockdraft.nn.eagle3 import BLOCK_SIZE, default_taps
+from blockdraft.formats.starting import LLAMA_CPP, SGLANG, TENSORRT_LLM, VLLM, Start, vllm_alone
+from blockdraft.nn.draft_config import need
+from blockdraft.nn.eagle3 import BLOCK_SIZE, Eagle3Config, default_taps
 
 MODEL_TYPE, ARCHITECTURE = "eagle3", "Eagle3Speculator"
 
@@ -46,18 +50,44 @@ def config_dict(config: Any, target_name: str | None, target_architectures: Sequ
 
 
 class Eagle3Speculators:
+    pickle = PICKLED
     borrows = True
 
     def recognises(self, raw: Mapping[str, Any]) -> bool:
         return raw.get("speculators_model_type") == MODEL_TYPE
 
+    def config(
+        self,
+        raw: Mapping[str, Any],
+        tensors: Mapping[str, Any],
+        vocabulary: Mapping[str, int] | None,
+        num_target_layers: int | None,
+    ) -> tuple[Eagle3Config, bool]:
+        ids, layers = raw.get(IDS), num_target_layers
+        if ids is None:
+            need(layers is not None, IDS, None, "there, or the target be named (--target): it reads the usual layers")
+            taps = default_taps(layers or 0)
+        else:
+            layers = layers or least_layers(ids if isinstance(ids, list) else ())
+            taps = taps_of(raw, IDS, layers)
+        own = {key: raw.get(key) for key in (*FLAGS, *NORMS, "draft_vocab_size", "target_hidden_size")}
+        keys = {**layer_config(raw.get("transformer_layer_config")), **own}
+        config = network_config(keys, renamed(tensors), taps, layers or 0, block_size=_block_size(raw))
+        return config, num_target_layers is not None
+
+    def starts(self, config: Any, drafter: str, target: str, export: Callable[[str], str]) -> dict[str, Start]:
+        other = Start(None, "it reads SafeAILab's layout", None if config.qk_norm else export("eagle3"))
+        return {
+            VLLM: vllm_alone(drafter),
+            SGLANG: other,
+            TENSORRT_LLM: other,
+            LLAMA_CPP: Start(None, NO_GGUF),
+        }
+
     def read(self, path: Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
         raw, tensors = read_config(path), renamed(read_tensors(path))
         with blaming(Path(path, "config.json")):
-            taps = default_taps(num_target_layers) if raw.get(IDS) is None else taps_of(raw, IDS, num_target_layers)
-            own = {key: raw.get(key) for key in (*FLAGS, *NORMS, "draft_vocab_size", "target_hidden_size")}
-            layers = {**layer_config(raw.get("transformer_layer_config")), **own}
-            config = network_config(layers, tensors, taps, num_target_layers, block_size=_block_size(raw))
+            config, _ = self.config(raw, tensors, vocabulary, num_target_layers)
         with blaming(Path(path)):
             return checkpoint_of(config, tensors)
 

@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.architectures import architecture_of
+from blockdraft.formats.find import find_layout
 from blockdraft.formats.gguf.drafter import drafter_metadata
+from blockdraft.formats.starting import (
+    LLAMA_CPP,
+    SGLANG,
+    TENSORRT_LLM,
+    VLLM,
+    Start,
+    sglang,
+    tensorrt_llm,
+    vllm,
+    vllm_alone,
+)
 from blockdraft.nn.draft_config import DraftConfig
 
 ZLAB, SPECULATORS, GGUF = "zlab", "speculators", "gguf"
 OURS = "blockdraft"
 
 
-@dataclass(frozen=True)
-class Start:
-    """Attributes:
-    line: What starts the engine; None where it does not read the drafter as it is.
-    reason: Why not.
-    remedy: What writes it so that the engine reads it; None where nothing does.
-    """
-
-    line: str | None
-    reason: str | None = None
-    remedy: str | None = None
-
-
 def starts(
-    config: DraftConfig,
+    config: Any,
     layout: str,
     drafter: str,
     target: str,
@@ -40,22 +38,25 @@ def starts(
     """How to start each engine with a drafter.
 
     Args:
-        layout: How the drafter lies: "zlab", "speculators" or "gguf".
+        config: Of its network.
+        layout: How the drafter lies: a layout's name, or "gguf".
         drafter, target: Folders, hub names or files.
         given: Options that name the target to our commands.
         target_gguf: The target's GGUF file, for llama.cpp.
     """
-    model = [*given]
-    ours = ["blockdraft", "serve", *model, "--drafter", drafter]
 
     def export(to: str) -> str:
-        return shlex.join(["blockdraft", "export", drafter, *model, "--format", to, "--out", f"{to}-drafter"])
+        return shlex.join(["blockdraft", "export", drafter, *given, "--format", to, "--out", f"{to}-drafter"])
 
+    ours = {OURS: Start(shlex.join(["blockdraft", "serve", *given, "--drafter", drafter]))}
+    if layout != GGUF and (own := find_layout(layout).starts(config, drafter, target, export)) is not None:
+        return ours | own
     return {
-        OURS: Start(shlex.join(ours)),
-        "vLLM": _vllm(config, layout, drafter, target, export(ZLAB), export(SPECULATORS)),
-        "SGLang": _sglang(config, layout, drafter, target, export(ZLAB)),
-        "llama.cpp": _llama_cpp(config, layout, drafter, target_gguf, export(GGUF)),
+        **ours,
+        VLLM: _vllm(config, layout, drafter, target, export(ZLAB), export(SPECULATORS)),
+        SGLANG: _sglang(config, layout, drafter, target, export(ZLAB)),
+        TENSORRT_LLM: _tensorrt_llm(config, layout, drafter, target, export(ZLAB)),
+        LLAMA_CPP: _llama_cpp(config, layout, drafter, target_gguf, export(GGUF)),
     }
 
 
@@ -70,10 +71,9 @@ def llama_cpp_line(config: DraftConfig, drafter: str, target: str) -> str:
 def _vllm(config: DraftConfig, layout: str, drafter: str, target: str, to_zlab: str, to_speculators: str) -> Start:
     architecture = architecture_of(config)
     if layout == SPECULATORS:
-        return Start(shlex.join(["vllm", "serve", drafter]))
+        return vllm_alone(drafter)
     if layout == ZLAB and architecture.vllm is not None:
-        said = {"method": architecture.vllm, "model": drafter, "num_speculative_tokens": architecture.guesses(config)}
-        return Start(shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(said)]))
+        return vllm(target, architecture.vllm, drafter, architecture.guesses(config))
     name = architecture.names[0]
     remedy = to_zlab if architecture.vllm is not None else to_speculators if architecture.speculator else None
     return Start(None, f"it reads no {name} in this format", remedy)
@@ -85,9 +85,16 @@ def _sglang(config: DraftConfig, layout: str, drafter: str, target: str, to_zlab
         return Start(None, f"how it is started with {architecture.names[0]} is not known here")
     if layout != ZLAB:
         return Start(None, "it reads z-lab's layout", to_zlab)
-    line = ["python", "-m", "sglang.launch_server", "--model-path", target]
-    line += ["--speculative-algorithm", architecture.sglang, "--speculative-draft-model-path", drafter]
-    return Start(shlex.join([*line, "--speculative-num-draft-tokens", str(config.block_size)]))  # anchor included
+    return sglang(target, architecture.sglang, drafter, config.block_size)
+
+
+def _tensorrt_llm(config: DraftConfig, layout: str, drafter: str, target: str, to_zlab: str) -> Start:
+    architecture = architecture_of(config)
+    if architecture.tensorrt_llm is None:
+        return Start(None, f"how it is started with {architecture.names[0]} is not known here")
+    if layout != ZLAB:
+        return Start(None, "it reads z-lab's layout", to_zlab)
+    return tensorrt_llm(target, architecture.tensorrt_llm, drafter, architecture.guesses(config))
 
 
 def _llama_cpp(config: DraftConfig, layout: str, drafter: str, target: str | None, to_gguf: str) -> Start:

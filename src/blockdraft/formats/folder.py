@@ -50,25 +50,35 @@ def trained_for(raw: Any) -> str | None:
 
 
 def read_tensors(path: str | Path, pickle: str = PICKLED) -> dict[str, Tensor]:
-    """All tensors of a folder's safetensors files, which may have any names, or where there are none of the file
-    `pickle`, on the CPU; a prefix `model.` is left out.
+    """The same as `open_folder`, read, on the CPU."""
+    # Copied, so that what is freed is free, and no part of a file that stays mapped.
+    return {name: one.tensor().clone() for name, one in open_folder(path, pickle).items()}
+
+
+def weight_files(path: str | Path, pickle: str = PICKLED) -> list[Path]:
+    """A folder's safetensors files, which may have any names, or where there are none the file `pickle`, if that is
+    there."""
+    files = sorted(Path(path).glob("*.safetensors"))
+    return files or [file for file in [Path(path, pickle)] if file.is_file()]
+
+
+def open_folder(path: str | Path, pickle: str = PICKLED) -> dict[str, Stored]:
+    """All tensors of a folder's `weight_files`; a prefix `model.` is left out.
 
     Raises:
         ValueError: There is no such file, one is broken or holds more than tensors, or two hold the same tensor.
     """
-    tensors: dict[str, Tensor] = {}
-    files = sorted(Path(path).glob("*.safetensors"))
-    pickled = Path(path, pickle)
+    tensors: dict[str, Stored] = {}
+    files = weight_files(path, pickle)
     with blaming(Path(path, "config.json")):
-        need(len(files) > 0 or pickled.is_file(), "*.safetensors", None, "beside it; copy the drafter's weights there")
-    for file in files or [pickled]:
+        need(len(files) > 0, "*.safetensors", None, "beside it; copy the drafter's weights there")
+    for file in files:
         with blaming(file):
-            found = _unpickled(file) if file == pickled else open_tensors([str(file)])
+            found = open_tensors([str(file)]) if file.suffix == ".safetensors" else _unpickled(file)
             for name, one in found.items():
                 name = name.removeprefix("model.")
                 need(name not in tensors, name, "a repeated tensor", "in one file; keep one copy of the weights")
-                # Copied, so that what is freed is free, and no part of a file that stays mapped.
-                tensors[name] = one.tensor().clone()
+                tensors[name] = one
     return tensors
 
 

@@ -7,7 +7,7 @@ up what a file lacks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +17,43 @@ from torch import Tensor
 from blockdraft.errors import UsageError
 from blockdraft.formats.base import Checkpoint
 from blockdraft.formats.folder import blaming, check_tensors, read_config, read_tensors, write_folder
+from blockdraft.formats.starting import LLAMA_CPP, SGLANG, TENSORRT_LLM, VLLM, Start, nowhere
+from blockdraft.formats.stored import Stored
 from blockdraft.nn.draft_config import need, whole
 from blockdraft.nn.medusa import MedusaConfig, MedusaNetwork
 
 ARCHITECTURE = "MedusaModel"
 WEIGHTS = "medusa_lm_head.pt"
+NOT_RUN = dict.fromkeys((SGLANG, TENSORRT_LLM, LLAMA_CPP), "it runs no Medusa heads that lie beside a model")
+NOT_RUN = {VLLM: "it reads Medusa's heads in a layout of its own, which is not written here", **NOT_RUN}
 
 
 class Medusa:
+    pickle = WEIGHTS
     borrows = False
 
     def recognises(self, raw: Mapping[str, Any]) -> bool:
         # A model that was trained together with its heads has them, and these keys, in its own folder.
         return "medusa_num_heads" in raw and raw.get("architectures") in (None, [ARCHITECTURE])
 
+    def config(
+        self,
+        raw: Mapping[str, Any],
+        tensors: Mapping[str, Tensor] | Mapping[str, Stored],
+        vocabulary: Mapping[str, int] | None,
+        num_target_layers: int | None,
+    ) -> tuple[MedusaConfig, bool]:
+        return _config(
+            raw, tensors, num_target_layers or 1
+        ), "num_target_layers" in raw or num_target_layers is not None
+
+    def starts(self, config: Any, drafter: str, target: str, export: Callable[[str], str]) -> dict[str, Start]:
+        return nowhere(NOT_RUN)
+
     def read(self, path: Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
         raw, tensors = read_config(path), read_tensors(path, WEIGHTS)
         with blaming(path):
-            config = _config(raw, tensors, num_target_layers)
+            config, _ = self.config(raw, tensors, vocabulary, num_target_layers)
             check_tensors(_shapes(config), tensors)
         return Checkpoint(config, tensors)
 
@@ -63,7 +82,9 @@ class Medusa:
         write_folder(path, raw, checkpoint.tensors, checkpoint.trained_for, WEIGHTS)
 
 
-def _config(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], num_target_layers: int) -> MedusaConfig:
+def _config(
+    raw: Mapping[str, Any], tensors: Mapping[str, Tensor] | Mapping[str, Stored], num_target_layers: int
+) -> MedusaConfig:
     """What config.json says, and the tensors where it is silent."""
     layers = whole("medusa_num_layers", raw.get("medusa_num_layers", 1))
     # Published configurations say 2 of files that hold 5 heads.
@@ -73,8 +94,8 @@ def _config(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], num_target_la
     if first is None:
         raise UsageError(f"it lacks 0.0.linear.weight, and begins with {min(tensors)}; give Medusa's heads alone.")
     return MedusaConfig(
-        hidden_size=raw.get("hidden_size", first.size(0)),
-        vocab_size=raw.get("vocab_size") if last is None else last.size(0),  # type: ignore[arg-type]  # None is refused
+        hidden_size=raw.get("hidden_size", first.shape[0]),
+        vocab_size=raw.get("vocab_size") if last is None else last.shape[0],  # type: ignore[arg-type]  # None is refused
         num_target_layers=raw.get("num_target_layers", num_target_layers),
         num_heads=heads,
         num_layers=layers,

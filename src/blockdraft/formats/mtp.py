@@ -3,7 +3,7 @@ Qwen3-Next's checkpoints hold under `mtp.`: norms are kept as what is added to o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -13,28 +13,45 @@ from torch import Tensor
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.base import Checkpoint
-from blockdraft.formats.folder import blaming, check_tensors, read_config, read_tensors, write_folder
+from blockdraft.formats.folder import PICKLED, blaming, check_tensors, read_config, read_tensors, write_folder
+from blockdraft.formats.starting import LLAMA_CPP, SGLANG, TENSORRT_LLM, VLLM, Start, nowhere
 from blockdraft.nn.draft_config import need
 from blockdraft.nn.mtp import MTPConfig, MTPNetwork
 
 ARCHITECTURE = "MTPDraftModel"
 PREFIX = "mtp."
+NOT_RUN = dict.fromkeys(
+    (VLLM, SGLANG, TENSORRT_LLM, LLAMA_CPP), "it runs MTP heads that lie in the target's own checkpoint, and no others"
+)
 
 
 class MTP:
+    pickle = PICKLED
     borrows = False
 
     def recognises(self, raw: Mapping[str, Any]) -> bool:
         return raw.get("architectures") == [ARCHITECTURE]
 
+    def config(
+        self,
+        raw: Mapping[str, Any],
+        tensors: Mapping[str, Any],
+        vocabulary: Mapping[str, int] | None,
+        num_target_layers: int | None,
+    ) -> tuple[MTPConfig, bool]:
+        known = {field.name for field in fields(MTPConfig)}
+        given = {name: value for name, value in raw.items() if name in known}
+        for name in known - {*given} - {"rope_scaling"}:
+            need(False, name, None, "given; write the head with the version that trained it")
+        return MTPConfig(**given), True
+
+    def starts(self, config: Any, drafter: str, target: str, export: Callable[[str], str]) -> dict[str, Start]:
+        return nowhere(NOT_RUN)
+
     def read(self, path: Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
         raw, tensors = read_config(path), read_tensors(path)
-        known = {field.name for field in fields(MTPConfig)}
         with blaming(Path(path, "config.json")):
-            given = {name: value for name, value in raw.items() if name in known}
-            for name in known - {*given} - {"rope_scaling"}:
-                need(False, name, None, "given; write the head with the version that trained it")
-            config = MTPConfig(**given)
+            config, _ = self.config(raw, tensors, vocabulary, num_target_layers)
         with blaming(path):
             check_tensors({PREFIX + name: shape for name, shape in _shapes(config).items()}, tensors)
         return Checkpoint(config, {name.removeprefix(PREFIX): _shifted(name, one, 1) for name, one in tensors.items()})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,9 @@ from torch import Tensor
 from blockdraft.errors import UsageError
 from blockdraft.formats.architectures import architecture_of, by_name, tensor_shapes
 from blockdraft.formats.base import Checkpoint
-from blockdraft.formats.folder import blaming, check_tensors, read_tensors, write_folder
+from blockdraft.formats.folder import PICKLED, blaming, check_tensors, read_tensors, write_folder
 from blockdraft.formats.folder import read_config as read_raw
+from blockdraft.formats.stored import Stored
 from blockdraft.formats.zlab_config import config_dict, parse_config
 from blockdraft.nn.draft_config import DraftConfig, need
 
@@ -65,6 +66,7 @@ def one_dtype(tensors: Mapping[str, Tensor]) -> str:
 
 
 class ZLab:
+    pickle = PICKLED
     borrows = False
 
     def recognises(self, raw: Mapping[str, Any]) -> bool:
@@ -72,9 +74,16 @@ class ZLab:
         return "speculators_model_type" not in raw and isinstance(found, list) and any(n in by_name() for n in found)
 
     def config(
-        self, raw: Mapping[str, Any], vocabulary: Mapping[str, int] | None, num_target_layers: int | None
+        self,
+        raw: Mapping[str, Any],
+        tensors: Mapping[str, Stored],
+        vocabulary: Mapping[str, int] | None,
+        num_target_layers: int | None,
     ) -> tuple[DraftConfig, bool]:
         return parse_config(raw, vocabulary), True
+
+    def starts(self, config: Any, drafter: str, target: str, export: Callable[[str], str]) -> None:
+        """As its architecture says."""
 
     def read(self, path: Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
         return Checkpoint(*read_checkpoint(path, vocabulary))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from blockdraft.formats.engines import Start
+from blockdraft.formats.starting import Start
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,12 @@ from blockdraft.errors import UsageError
 from blockdraft.formats import Layout, trained_for
 from blockdraft.formats.architectures import architecture_of, tensor_shapes
 from blockdraft.formats.engines import starts
-from blockdraft.formats.folder import blaming
+from blockdraft.formats.folder import blaming, open_folder, weight_files
 from blockdraft.formats.gguf import GGUFFile
 from blockdraft.formats.gguf.drafter import drafter_config, gguf_trained_for
-from blockdraft.formats.stored import open_tensors
 from blockdraft.inspection.base import Check, Report
+from blockdraft.inspection.fits import checks_of, layers_of, same_mask, same_tokenizer, word_of
+from blockdraft.inspection.heads import head_report
 from blockdraft.nn.draft_config import DraftConfig
 from blockdraft.targets import Description
 
@@ -24,29 +25,45 @@ TOKENS = "tokenizer.ggml.tokens"
 
 def layout_report(path: Path, name: str, layout: Layout, raw: Mapping[str, Any], target: Description | None) -> Report:
     """A folder of one of the layouts. Raises UsageError where it is incomplete or asks for the unsupported."""
-    files = sorted(path.glob("*.safetensors"))
+    files = weight_files(path, layout.pickle)
     if not files:
         raise UsageError(f"{path} has no weights (*.safetensors) beside config.json; copy them there.")
     vocabulary = target.text.tokenizer.get_vocab() if target is not None and target.text.tokenizer else None
-    with blaming(path / "config.json"):
-        config, layers_known = layout.config(raw, vocabulary, None if target is None else _layers(target))
     with blaming(path):
-        tensors = open_tensors([str(file) for file in files])
+        tensors = open_folder(path, layout.pickle)
+    with blaming(path / "config.json"):
+        config, layers_known = layout.config(raw, tensors, vocabulary, None if target is None else layers_of(target))
     kinds: dict[str, int] = {}
     for tensor in tensors.values():
         kinds[tensor.kind] = kinds.get(tensor.kind, 0) + math.prod(tensor.shape)
     kept = raw.get("draft_vocab_size") or config.vocab_size
     verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
     size = sum(file.stat().st_size for file in files)
-    wants = {"name": verifier.get("name_or_path"), "fingerprint": trained_for(raw)}
-    return _report(str(path), name, config, layers_known, kinds, size, int(kept), wants, target, None)
+    named = verifier.get("name_or_path") or raw.get("base_model_name_or_path")
+    wants = {"name": named, "fingerprint": trained_for(raw)}
+    if isinstance(config, DraftConfig):
+        return _report(str(path), name, config, layers_known, kinds, size, int(kept), wants, target, None)
+    return head_report(str(path), name, config, layers_known, kinds, size, int(kept), wants, target)
+
+
+def _checks(
+    config: DraftConfig,
+    layers_known: bool,
+    fingerprint: str | None,
+    words: list[str] | None,
+    target: Description | None,
+) -> tuple[Check, ...]:
+    if target is None:
+        return ()
+    *found, last = checks_of(config, config.taps, layers_known, fingerprint, target)
+    return (*found, same_tokenizer(words, target), same_mask(config, target), last)
 
 
 def gguf_report(file: GGUFFile, target: Description | None) -> Report:
     """A GGUF file. Raises UsageError where it lacks a value or asks for the unsupported."""
     entered = file.metadata.get("dflash.target_layers") or [0]
     own = file.metadata.get("blockdraft.num_target_layers")
-    known = own or (None if target is None else _layers(target))
+    known = own or (None if target is None else layers_of(target))
     config = drafter_config(file, known or max(entered) + 1)
     kinds: dict[str, int] = {}
     for tensor in file.tensors.values():
@@ -100,7 +117,7 @@ def _report(
         },
         "layers": [{"causal_in_block": layer.causal, "window": layer.window} for layer in config.layers],
         "rope": {"theta": config.rope_theta, "scaling": config.rope_scaling},
-        "mask_token": {"id": config.mask_token_id, "token": _word(config.mask_token_id, words, target)},
+        "mask_token": {"id": config.mask_token_id, "token": word_of(config.mask_token_id, words, target)},
         "vocabulary": {"target": config.vocab_size, "guessed": kept},
         "embedding_scale": config.input_embedding_scale,
         "logits_multiplier": config.output_multiplier,
@@ -114,65 +131,10 @@ def _report(
         "vocabulary": config.vocab_size,
         "fingerprint": wants["fingerprint"],
     }
-    checks = () if target is None else tuple(_checks(config, layers_known, wants["fingerprint"], words, target))
+    checks = _checks(config, layers_known, wants["fingerprint"], words, target)
     named = str(wants["name"] or "TARGET") if target is None else target.path
     is_file = target is not None and named.endswith(".gguf")
     lines = starts(
         config, layout, path, "TARGET" if is_file else named, ["--target", named], named if is_file else None
     )
     return Report(path, "drafter", layout, about, wants, conventions, checks, lines)
-
-
-def _layers(target: Description) -> int:
-    return int(target.config.num_hidden_layers)
-
-
-def _word(number: int, words: list[str] | None, target: Description | None) -> str | None:
-    if words is not None:
-        return words[number] if number < len(words) else None
-    if target is None or target.text.tokenizer is None:
-        return None
-    found: Any = target.text.tokenizer.convert_ids_to_tokens(number)
-    return None if found is None else str(found)
-
-
-def _checks(
-    config: DraftConfig, layers_known: bool, fingerprint: str | None, words: list[str] | None, target: Description
-) -> list[Check]:
-    theirs = {"hidden size": target.config.hidden_size, "vocabulary": target.config.vocab_size}
-    ours = {"hidden size": config.hidden_size, "vocabulary": config.vocab_size}
-    if layers_known:
-        theirs["layers"], ours["layers"] = _layers(target), config.num_target_layers
-    found = [
-        Check(name, ours[name] == theirs[name], f"{ours[name]} here, {theirs[name]} in the target") for name in ours
-    ]
-    inside = max(config.taps) < _layers(target)
-    found.append(Check("taps", inside, f"the highest is {max(config.taps)} of {_layers(target)} layers, from 0"))
-    longest = target.text.max_context
-    told = f"{config.max_position_embeddings} here, {longest} in the target"
-    found.append(Check("context", config.max_position_embeddings >= longest, told))
-    found += [_tokenizer(words, target), _mask(config, target)]
-    own = target.fingerprint()
-    same = None if fingerprint is None or own is None else fingerprint == own
-    said = f"{fingerprint or 'not known'} here, {own or 'not known'} in the target"
-    return [*found, Check("fingerprint", same, said)]
-
-
-def _tokenizer(words: list[str] | None, target: Description) -> Check:
-    if words is None:
-        return Check("tokenizer", None, "the drafter holds none")
-    if target.text.tokenizer is None:
-        return Check("tokenizer", None, "the target has none")
-    wrong = [
-        token for token, number in target.text.tokenizer.get_vocab().items() if words[number : number + 1] != [token]
-    ]
-    said = "the same tokens" if not wrong else f"{len(wrong)} tokens differ, such as {wrong[0]!r}"
-    return Check("tokenizer", not wrong, said)
-
-
-def _mask(config: DraftConfig, target: Description) -> Check:
-    """The mask stands for what is not said yet, so no text should hold it."""
-    ends = config.mask_token_id in target.text.eos_token_ids
-    word = _word(config.mask_token_id, None, target)
-    said = f"{config.mask_token_id} is {'no token of its tokenizer' if word is None else repr(word)}"
-    return Check("mask token", not ends, f"{said}{', which ends answers' if ends else ''}")

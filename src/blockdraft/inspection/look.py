@@ -12,9 +12,9 @@ from typing import Any
 from blockdraft.drafters import BUNDLED
 from blockdraft.errors import UsageError
 from blockdraft.formats import layout_of, layouts, read_config
-from blockdraft.formats.engines import Start
 from blockdraft.formats.gguf import is_gguf, open_gguf
 from blockdraft.formats.gguf.drafter import is_drafter
+from blockdraft.formats.starting import Start
 from blockdraft.formats.stored import open_tensors
 from blockdraft.inspection.base import Report
 from blockdraft.inspection.drafters import gguf_report, layout_report

@@ -63,7 +63,7 @@ class Architecture:
         training: Keys of `dflash_config` that matter to training only.
         speculator: What it is in the speculators format; None where that has no word for it.
         llama_cpp: What it is in GGUF files; None where llama.cpp does not read it.
-        vllm, sglang: What these engines call it in z-lab's layout; None where they do not read it so.
+        vllm, sglang, tensorrt_llm: What these engines call it in z-lab's layout; None where they do not read it so.
     """
 
     names: tuple[str, ...]
@@ -78,6 +78,7 @@ class Architecture:
     llama_cpp: LlamaCpp | None = None
     vllm: str | None = None
     sglang: str | None = None
+    tensorrt_llm: str | None = None
 
     def guesses(self, config: DraftConfig) -> int:
         """Most guesses of a block."""

@@ -37,4 +37,5 @@ ARCHITECTURE = Architecture(
     llama_cpp=LlamaCpp("draft-dflash"),
     vllm="dflash",
     sglang="DFLASH",
+    tensorrt_llm="DFlash",
 )

@@ -1,0 +1,1 @@
+"""The sets that papers on drafting measure, with their prompts, and what a paper reports beside what we measure."""

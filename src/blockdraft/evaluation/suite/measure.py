@@ -1,0 +1,165 @@
+"""A set decoded by all methods, and figures as the paper counts them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from blockdraft.data.chats import ChatEncoder
+from blockdraft.data.rows import Message
+from blockdraft.engine import Engine, loops
+from blockdraft.engine.text import check_request
+from blockdraft.errors import UsageError
+from blockdraft.evaluation.methods import PLAIN
+from blockdraft.evaluation.speed import WARM_UP_TOKENS, Progress, Trial
+from blockdraft.evaluation.suite.tasks import Task, Turns
+from blockdraft.targets import Target, without_tokenizer
+from blockdraft.types import SamplingParams
+
+THINKING = '{"enable_thinking": false}'  # as in the paper; templates that know of no thinking do not look at it
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one method did on one set.
+
+    Attributes:
+        prompts: Of the set; a prompt of several turns has as many answers.
+        answers: Their number.
+        tokens: Of all answers, without the first of each, which the prompt's forward gives.
+        tokens_per_second: Over the time from each answer's first token to its last.
+        speedup: Mean time of a token with plain decoding over that with this method; each answer counts alike.
+        tau: Tokens of a cycle, bonus included: mean over answers of the answer's own mean.
+        identical: Share of the answers that are those of plain decoding, token by token, with the same seed; None for
+            guesses drawn at random, where decoding is not greedy.
+        looping: Share of the answers in which a run of 8 tokens occurs 4 times or more. They count like all others.
+        Speed and tau are None where no answer has more than its first token.
+    """
+
+    task: str
+    temperature: float
+    method: str
+    prompts: int
+    answers: int
+    tokens: int
+    tokens_per_second: float | None
+    speedup: float | None
+    tau: float | None
+    identical: float | None
+    looping: float
+
+
+def chat_encoder(target: Target) -> ChatEncoder:
+    """Raises ValueError where the target has no chat template."""
+    if target.tokenizer is None:
+        raise UsageError(f"{without_tokenizer(target)}; the suite's prompts are texts.")
+    if target.tokenizer.chat_template is None:
+        raise UsageError("The target's tokenizer has no chat template, and the suite asks chats; use a chat model.")
+    return ChatEncoder(target.tokenizer, target.eos_token_ids, THINKING)
+
+
+def check_prompts(target: Target, prompts: Mapping[str, Sequence[Turns]], params: SamplingParams) -> None:
+    """Raise a ValueError, before anything is decoded, where the first turn of a prompt is too long for the target."""
+    encoder = chat_encoder(target)
+    for name, asked in prompts.items():
+        for i, turns in enumerate(asked):
+            _checked(encoder.prompt(_user(turns[0])), params, target, f"Prompt {i + 1} of {name}")
+
+
+def decode_task(
+    engines: Mapping[str, Engine],
+    task: Task,
+    prompts: Sequence[Turns],
+    params: SamplingParams,
+    progress: Progress = lambda stage, done, total: None,
+) -> list[Trial]:
+    """Decode each prompt of a set with all methods, one right after the other, and after a warm-up.
+
+    A later turn is asked behind the answer of plain decoding, which greedily is everyone's.
+
+    Args:
+        engines: By method, `none` among them.
+        params: With a seed, unless decoding is greedy; prompt i has it + i.
+
+    Raises:
+        ValueError: A later turn is too long for the target.
+    """
+    encoder = chat_encoder(engines[PLAIN].target)
+    warm = replace(params, max_new_tokens=min(WARM_UP_TOKENS, params.max_new_tokens))
+    for engine in engines.values():
+        engine.generate([encoder.prompt(_user(prompts[0][0]))], warm)
+    names, trials = [PLAIN, *(name for name in engines if name != PLAIN)], list[Trial]()
+    stage = f"{task.title}, temperature {params.temperature:g}"
+    for i, turns in enumerate(prompts):
+        progress(stage, i, len(prompts))
+        chat, own = list[Message](), params if params.seed is None else replace(params, seed=params.seed + i)
+        for turn, text in enumerate(turns, 1):
+            chat += _user(text)
+            ids = encoder.prompt(chat)
+            _checked(ids, own, engines[PLAIN].target, f"Prompt {i + 1} of {task.name}, turn {turn}")
+            found = [_trial(engines[name], name, task.name, i, ids, own) for name in names]
+            trials += found
+            chat.append({"role": "assistant", "content": found[0].completions[0].text})
+    progress(stage, len(prompts), len(prompts))
+    return trials
+
+
+def _trial(engine: Engine, method: str, task: str, i: int, ids: list[int], params: SamplingParams) -> Trial:
+    began = time.perf_counter()
+    completion = engine.generate([ids], params)[0].checked()
+    return Trial(method, task, (i,), 0, (completion,), time.perf_counter() - began)
+
+
+def _user(text: str) -> list[Message]:
+    return [{"role": "user", "content": text}]
+
+
+def _checked(ids: list[int], params: SamplingParams, target: Target, place: str) -> None:
+    try:
+        check_request(ids, params, target)
+    except UsageError as error:
+        raise UsageError(f"{place}: {error}") from error
+
+
+def rows_of(task: str, temperature: float, trials: Sequence[Trial], drawn: Collection[str] = ()) -> list[Row]:
+    """The figures of each method.
+
+    Args:
+        trials: As of `decode_task`.
+        drawn: Methods whose guesses are drawn at random.
+    """
+    by_method: dict[str, list[Trial]] = {}
+    for trial in trials:
+        by_method.setdefault(trial.method, []).append(trial)
+    plain = by_method[PLAIN]
+    # A method that went wrong may have other answers than the plain ones; only pairs are compared.
+    timed = [i for i in range(len(plain)) if all(own[i].tokens for own in by_method.values())]
+    rows = []
+    for method, own in by_method.items():
+        tokens = [trial.completions[0].token_ids for trial in own]
+        same = [mine == one.completions[0].token_ids for mine, one in zip(tokens, plain, strict=True)]
+        seconds = sum(own[i].decode_seconds for i in timed)
+        rows.append(
+            Row(
+                task,
+                temperature,
+                method,
+                prompts=len({trial.prompts for trial in own}),
+                answers=len(own),
+                tokens=sum(trial.tokens for trial in own),
+                tokens_per_second=sum(own[i].tokens for i in timed) / seconds if timed else None,
+                speedup=_token_seconds([plain[i] for i in timed]) / _token_seconds([own[i] for i in timed])
+                if timed
+                else None,
+                tau=fmean(own[i].completions[0].tau for i in timed) if timed else None,
+                identical=None if temperature and method in drawn else fmean(same),
+                looping=fmean(loops(ids) for ids in tokens),
+            )
+        )
+    return rows
+
+
+def _token_seconds(trials: Sequence[Trial]) -> float:
+    return fmean(trial.decode_seconds / trial.tokens for trial in trials)

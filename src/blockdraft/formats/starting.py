@@ -1,0 +1,75 @@
+"""Command lines and configurations that start other engines with a drafter. The tests hold their options against what
+was recorded of each engine."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+VLLM, SGLANG, TENSORRT_LLM, LLAMA_CPP = "vLLM", "SGLang", "TensorRT-LLM", "llama.cpp"
+TENSORRT_LLM_FILE = "trtllm.yaml"
+
+
+@dataclass(frozen=True)
+class Start:
+    """Attributes:
+    line: What starts the engine; None where it does not read the drafter as it is.
+    reason: Why not.
+    remedy: What writes it so that the engine reads it; None where nothing does.
+    files: Names and contents of files that the line names.
+    """
+
+    line: str | None
+    reason: str | None = None
+    remedy: str | None = None
+    files: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def typed(self) -> str:
+        """The line behind the commands that write its files."""
+        assert self.line is not None
+        return as_typed(self.line, self.files)
+
+
+def as_typed(line: str, files: Mapping[str, str]) -> str:
+    """A line behind the commands that write the files that it names."""
+    return "\n".join([*(f"cat > {name} <<'END'\n{content}\nEND" for name, content in files.items()), line])
+
+
+def vllm(target: str, method: str, drafter: str, guesses: int) -> Start:
+    said = {"method": method, "model": drafter, "num_speculative_tokens": guesses}
+    return Start(shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(said)]))
+
+
+def vllm_alone(drafter: str) -> Start:
+    """For a folder in the speculators format, which names its target."""
+    return Start(shlex.join(["vllm", "serve", drafter]))
+
+
+def sglang(target: str, algorithm: str, drafter: str, tokens: int, more: Mapping[str, int] | None = None) -> Start:
+    """Args:
+    tokens: Of a proposal, anchor included.
+    more: Further options.
+    """
+    line = ["python", "-m", "sglang.launch_server", "--model-path", target]
+    line += ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", drafter]
+    numbers = {**(more or {}), "--speculative-num-draft-tokens": tokens}
+    return Start(shlex.join([*line, *(str(part) for option in numbers.items() for part in option)]))
+
+
+def tensorrt_llm(target: str, kind: str, drafter: str, guesses: int, more: Mapping[str, Any] | None = None) -> Start:
+    """Args:
+    kind: Its `decoding_type`.
+    more: Further keys of its speculative configuration.
+    """
+    said = {"decoding_type": kind, "speculative_model": drafter, "max_draft_len": guesses, **(more or {})}
+    line = shlex.join(["trtllm-serve", target, "--config", TENSORRT_LLM_FILE])
+    return Start(line, files={TENSORRT_LLM_FILE: json.dumps({"speculative_config": said})})  # JSON is YAML
+
+
+def nowhere(reasons: Mapping[str, str]) -> dict[str, Start]:
+    """Engines that do not run a kind of drafter, and why."""
+    return {engine: Start(None, reason) for engine, reason in reasons.items()}

@@ -1,0 +1,74 @@
+"""Whether a drafter goes with a target, one respect at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from blockdraft.inspection.base import Check
+from blockdraft.nn.draft_config import DraftConfig
+from blockdraft.targets import Description
+
+
+def layers_of(target: Description) -> int:
+    return int(target.config.num_hidden_layers)
+
+
+def checks_of(
+    config: Any, taps: Sequence[int], layers_known: bool, fingerprint: str | None, target: Description
+) -> list[Check]:
+    """What any drafter must have of its target.
+
+    Args:
+        config: Of the drafter's network.
+        taps: Layers whose outputs it reads, from 0; none where it reads what the target's head does.
+        layers_known: Whether the number of target layers in `config` is known.
+    """
+    theirs = {"hidden size": target.config.hidden_size, "vocabulary": target.config.vocab_size}
+    ours = {"hidden size": config.hidden_size, "vocabulary": config.vocab_size}
+    if layers_known:
+        theirs["layers"], ours["layers"] = layers_of(target), config.num_target_layers
+    found = [
+        Check(name, ours[name] == theirs[name], f"{ours[name]} here, {theirs[name]} in the target") for name in ours
+    ]
+    if taps:
+        inside = max(taps) < layers_of(target)
+        found.append(Check("taps", inside, f"the highest is {max(taps)} of {layers_of(target)} layers, from 0"))
+    if hasattr(config, "max_position_embeddings"):
+        longest = target.text.max_context
+        told = f"{config.max_position_embeddings} here, {longest} in the target"
+        found.append(Check("context", config.max_position_embeddings >= longest, told))
+    own = target.fingerprint()
+    same = None if fingerprint is None or own is None else fingerprint == own
+    said = f"{fingerprint or 'not known'} here, {own or 'not known'} in the target"
+    return [*found, Check("fingerprint", same, said)]
+
+
+def word_of(number: int, words: list[str] | None, target: Description | None) -> str | None:
+    """A token as a tokenizer spells it, where there is one: the drafter's own words, or the target's."""
+    if words is not None:
+        return words[number] if number < len(words) else None
+    if target is None or target.text.tokenizer is None:
+        return None
+    found: Any = target.text.tokenizer.convert_ids_to_tokens(number)
+    return None if found is None else str(found)
+
+
+def same_tokenizer(words: list[str] | None, target: Description) -> Check:
+    if words is None:
+        return Check("tokenizer", None, "the drafter holds none")
+    if target.text.tokenizer is None:
+        return Check("tokenizer", None, "the target has none")
+    wrong = [
+        token for token, number in target.text.tokenizer.get_vocab().items() if words[number : number + 1] != [token]
+    ]
+    said = "the same tokens" if not wrong else f"{len(wrong)} tokens differ, such as {wrong[0]!r}"
+    return Check("tokenizer", not wrong, said)
+
+
+def same_mask(config: DraftConfig, target: Description) -> Check:
+    """The mask stands for what is not said yet, so no text should hold it."""
+    ends = config.mask_token_id in target.text.eos_token_ids
+    word = word_of(config.mask_token_id, None, target)
+    said = f"{config.mask_token_id} is {'no token of its tokenizer' if word is None else repr(word)}"
+    return Check("mask token", not ends, f"{said}{', which ends answers' if ends else ''}")

@@ -1,0 +1,141 @@
+"""`blockdraft bench --suite` on a tiny random pair: resumed where it ended, and the table."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from blockdraft import cli
+from blockdraft.engine import Engine
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def bench(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    tiny_target_dir: Path,
+    tiny_drafter_dir: Path,
+) -> Run:
+    data = tmp_path / "data"
+    for name, rows in (
+        ("MATH-500/test.jsonl", [{"problem": f"{i}?"} for i in range(3)]),
+        ("mt_bench_prompts/train.jsonl", [{"prompt": ["One.", "Two."]}]),
+    ):
+        (data / name).parent.mkdir(parents=True)
+        (data / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def blockdraft_bench(*args: object) -> Result:
+        pair = ("--target", tiny_target_dir, "--drafter", tiny_drafter_dir, "--device", "cpu", "--compile", "off")
+        size = ("--max-new-tokens", 8, "--tasks", "math500,mt-bench", "--suite-data", data)
+        words = ["blockdraft", "bench", "--suite", "paper", *map(str, (*pair, *size, *args))]
+        monkeypatch.setattr(sys, "argv", words)
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as exited:
+            code = int(exited.code or 0)
+        return Result(code, *capsys.readouterr())
+
+    return blockdraft_bench
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What engines are asked, in order; an answer numbered in `stop` is interrupted."""
+    decode, calls = Engine.generate, list[Any]()
+
+    def generate(self: Engine, prompts: Any, params: Any = None) -> Any:
+        calls.append((prompts[0], params))
+        return decode(self, prompts, params)
+
+    monkeypatch.setattr(Engine, "generate", generate)
+    return calls
+
+
+def test_measured_and_gone_on_with(
+    bench: Run, tmp_path: Path, asked: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    counted = Engine.generate
+
+    def interrupted(self: Engine, prompts: Any, params: Any = None) -> Any:
+        if len(asked) == 12:  # math500 takes 2 to warm up and 6, and MT-Bench 2 and 4
+            raise KeyboardInterrupt
+        return counted(self, prompts, params)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "generate", interrupted)
+        ended = bench("--out", out, "--temperature", "0,1", "--paper-model", "Qwen3-8B")
+    assert ended.code == 130 and f"goes on with what {out} lacks" in ended.err
+    first = json.loads((out / "suite.json").read_text())["rows"]
+    assert [(one["task"], one["method"]) for one in first] == [("math500", "none"), ("math500", "dflash")]
+    asked.clear()
+    done = bench("--out", out, "--temperature", "0,1", "--paper-model", "Qwen3-8B")
+    assert done.code == 0 and len(asked) == 2 + 4 + 8 + 6
+    found = json.loads((out / "suite.json").read_text())
+    assert found["rows"][:2] == first and len(found["rows"]) == 8
+    assert [one["answers"] for one in found["rows"]] == [3, 3, 2, 2] * 2
+    assert {one["identical"] for one in found["rows"]} == {1.0}
+    assert found["paper"]["temperature 1"]["DFlash (16)"]["math500"] == {"speedup": 4.84, "tau": 6.40}
+    assert done.out.count("MATH-500") == 2 and "6.08 / 7.87" in done.out and "4.84 / 6.40" in done.out
+    asked.clear()
+    again = bench("--out", out, "--temperature", "0,1", "--paper-model", "Qwen3-8B", "--json")
+    assert not asked and json.loads(again.out)["rows"] == found["rows"]
+    other = bench("--out", out, "--limit", 1)
+    assert other.code == 2 and "is of another run: limit was None and is 1" in other.err
+    assert bench("--out", out, "--limit", 1, "--overwrite", "--tasks", "math500").code == 0
+    assert len(json.loads((out / "suite.json").read_text())["rows"]) == 2
+
+
+def test_second_turns_follow_the_answer(bench: Run, asked: list[Any], tiny_target_dir: Path) -> None:
+    from transformers import AutoTokenizer
+
+    assert bench("--tasks", "mt-bench", "--seed", 5, "--temperature", 1).code == 0
+    tokenizer = AutoTokenizer.from_pretrained(tiny_target_dir)
+    texts = [tokenizer.decode(prompt) for prompt, _ in asked[2:]]
+    one, two = "<|im_start|>user\nOne.<|im_end|>\n", "<|im_start|>user\nTwo.<|im_end|>\n<|im_start|>assistant\n"
+    assert texts[0] == texts[1] == f"{one}<|im_start|>assistant\n"
+    assert texts[2] == texts[3] and texts[2].startswith(one) and texts[2].endswith(two)
+    assert [params.seed for _, params in asked] == [5] * 6
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--prompts", "x.jsonl"], "--prompts does nothing for --suite"),
+        (["--repeats", "2"], "--repeats does nothing for --suite"),
+        (["--url", "http://localhost:1"], "--suite says how blockdraft decodes"),
+        (["--tasks", "gsm8k"], "GSM8K: there is neither"),
+        (["--limit", "0"], "limit is 0; it must be at least 1"),
+        (["--paper-model", "GPT"], "paper_model is 'GPT'; it must be Qwen3-4B or Qwen3-8B"),
+        (["--max-new-tokens", "400"], "Prompt 1 of math500: The prompt's"),
+        (["--out", "/dev/null"], "/dev/null cannot be written"),
+    ],
+)
+def test_bad_input(bench: Run, args: list[str], message: str) -> None:
+    found = bench(*args)
+    assert (found.code, found.out) == (2, "") and message in found.err, found.err
+
+
+def test_options_without_a_suite(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, message in (
+        (["--tasks", "gsm8k"], "--tasks is about the sets of a paper; add --suite paper"),
+        ([], "There are no prompts"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["blockdraft", "bench", *words])
+        with pytest.raises(SystemExit):
+            cli.main()
+        assert message in capsys.readouterr().err

@@ -1,0 +1,247 @@
+"""EAGLE-3, Medusa's heads and MTP heads that learned a tiny target's answers by heart, in some convention; where the
+file says another, the doctor finds which."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+from blockdraft.data.features import tapped_features
+from blockdraft.deploy.doctor import Diagnosis, examine
+from blockdraft.deploy.readings import bench_of
+from blockdraft.deploy.settings import DoctorSettings
+from blockdraft.drafters import load_drafter
+from blockdraft.engine import Engine
+from blockdraft.engine.text import encode
+from blockdraft.formats import Checkpoint, find_layout
+from blockdraft.targets import Target, load_target
+from blockdraft.training.batches import Rows
+from blockdraft.training.variants import find_variant
+from blockdraft.types import SamplingParams
+
+PROMPTS = ["What is this?", "Tell me of the sea.", "Why?", "Count to nine!"]
+HOW = DoctorSettings(max_new_tokens=32, anchors=24)
+GUESSES, STEPS = 3, 120
+OWN = {"eagle3": {"draft_vocab": 200, "taps": (0, 1)}, "mtp": {}, "medusa": {}}
+
+Learn = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_dir: Path) -> Target:
+    return load_target(tiny_target_dir, device="cpu", compile="off")
+
+
+@pytest.fixture(scope="module")
+def texts(target: Target) -> list[tuple[torch.Tensor, int]]:
+    """Prompts with their answers, and where these begin."""
+    prompts = [encode(prompt, target) for prompt in PROMPTS]
+    with Engine(target, load_drafter("none", target=target)) as engine:
+        answers = engine.generate(prompts, SamplingParams(max_new_tokens=HOW.max_new_tokens))
+    return [(torch.tensor([*p, *a.token_ids]), len(p)) for p, a in zip(prompts, answers, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def learned(target: Target, texts: list[tuple[torch.Tensor, int]]) -> Callable[..., Checkpoint]:
+    """Drafters in some convention.
+
+    Args (of what it returns):
+        lag: Of the features, as in `Reading`.
+        early: By how many tokens each guess comes too early.
+        taps: That are read.
+        changes: Fields of its configuration.
+    """
+
+    @cache
+    def learn(
+        kind: str, lag: int = 0, early: int = 0, taps: tuple[int, ...] | None = None, **changes: Any
+    ) -> Checkpoint:
+        variant: Any = find_variant(kind)
+        variant = variant(variant.recipe_class(block_size=1 + GUESSES, **OWN[kind]))
+        config = replace(variant.config(target), **changes)
+        torch.manual_seed(0)
+        network = variant.network(config)
+        if kind == "eagle3":
+            said = torch.cat([tokens for tokens, _ in texts]).unique()
+            others = torch.tensor([i for i in range(1, target.vocab_size - 1, 1) if i not in said.tolist()])
+            network.keep(torch.cat([said, others[: config.draft_vocab_size - len(said)]]).sort().values)
+            places = {int(token): place for place, token in enumerate(network.kept)}
+        else:
+            torch.nn.init.uniform_(network.norm.weight, 0.2, 3.0) if kind == "mtp" else None
+            places = {i: i for i in range(target.vocab_size)}
+        optimizer = torch.optim.Adam(network.parameters(), 5e-3)
+        batches = []
+        for tokens, first in texts:
+            anchors = torch.arange(first, len(tokens) - GUESSES - 1)
+            features = tapped_features(target, config.taps if taps is None else taps, [tokens])[0]
+            said = torch.stack([tokens[anchors + k] for k in range(GUESSES + 1)], dim=1)
+            labels = torch.stack([tokens[anchors + k - early] for k in range(1, GUESSES + 1)], dim=1)
+            labels.apply_(lambda token: places[token])
+            row = tokens[None]
+            rows = Rows(
+                row,
+                torch.arange(len(tokens))[None],
+                row * 0,
+                anchors[None],
+                said[None],
+                torch.ones_like(labels)[None] > 0,
+            )
+            batches.append((features.roll(lag, dims=0)[None], rows, labels))
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            for features, rows, labels in batches:
+                hidden = variant.hidden(network, target, features, rows)[0]
+                logits = variant.logits(network, target, hidden)
+                F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+            optimizer.step()
+        return Checkpoint(config, {name: one.detach().clone() for name, one in network.state_dict().items()})
+
+    return learn
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    """A drafter's folder, with fields of its configuration that it did not learn in."""
+
+    def written(kind: str, found: Checkpoint, **changes: Any) -> Path:
+        find_layout(kind).write(tmp_path / kind, replace(found, config=replace(found.config, **changes)), None, ())
+        return tmp_path / kind
+
+    return written
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+def diagnosis(target: Target, folder: Path) -> Diagnosis:
+    return examine(target, folder, PROMPTS, HOW)
+
+
+def swap(*names: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for name in names:
+            tensors[name] = torch.cat(tensors[name].chunk(2, dim=1)[::-1], dim=1)
+
+    return change
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "medusa"])
+def test_good_pairs(target: Target, learned: Callable[..., Checkpoint], write: Learn, kind: str) -> None:
+    found = diagnosis(target, write(kind, learned(kind)))
+    assert (found.fault, found.remedy) == (None, "") and found.alike > 0.9
+    assert found.decoded[0] > 0.6 and len(found.decoded) == GUESSES
+
+
+LEARNED = [
+    ("eagle3", {"lag": 1}, "shift", "feature of two tokens before its own"),
+    ("eagle3", {"lag": -1}, "shift", "feature of its own token"),
+    ("mtp", {"lag": 1}, "shift", "feature of two tokens before its own"),
+    ("mtp", {"lag": -1}, "shift", "feature of its own token"),
+    ("mtp", {"taps": (2,)}, "taps", "before its norm"),
+    ("medusa", {"taps": (2,)}, "taps", "before its norm"),
+    ("medusa", {"lag": 1}, "shift", "hidden state of two tokens before"),
+    ("medusa", {"early": 1}, "shift", "head 1 guesses the token behind the anchor"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "how", "fault", "told"), LEARNED)
+def test_learned_otherwise(
+    target: Target,
+    learned: Callable[..., Checkpoint],
+    write: Learn,
+    kind: str,
+    how: dict[str, Any],
+    fault: str,
+    told: str,
+) -> None:
+    found = diagnosis(target, write(kind, learned(kind, **how)))
+    assert found.fault == fault and told in found.finding and found.remedy, found
+
+
+WRITTEN = [
+    ("eagle3", {}, {"taps": (1, 2)}, "taps", "taps [0, 1] in place of [1, 2]"),
+    ("eagle3", {"norm_output": True}, {"norm_output": False}, "feedback", "taken behind the last norm"),
+    ("eagle3", {}, {"norm_before_residual": True}, "norm", "begun before the norm"),
+    ("eagle3", {}, {"rope_theta": 3.0}, "rope", "rope_theta 10000 in place of 3"),
+    ("mtp", {}, {"normed_feedback": False}, "feedback", "taken behind the last norm"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "how", "changes", "fault", "told"), WRITTEN)
+def test_a_wrong_configuration(
+    target: Target,
+    learned: Callable[..., Checkpoint],
+    write: Learn,
+    kind: str,
+    how: dict[str, Any],
+    changes: dict[str, Any],
+    fault: str,
+    told: str,
+) -> None:
+    found = diagnosis(target, write(kind, learned(kind, **how), **changes))
+    assert found.fault == fault and told in found.finding and found.remedy, found
+
+
+@pytest.mark.slow
+def test_halves_in_the_other_order(target: Target, learned: Callable[..., Checkpoint], write: Learn) -> None:
+    names = [f"midlayer.self_attn.{name}_proj.weight" for name in "qkv"]
+    for folder, those in (
+        (write("eagle3", learned("eagle3")), names),
+        (write("mtp", learned("mtp")), ["mtp.fc.weight"]),
+    ):
+        found = diagnosis(target, rewrite(folder, swap(*those)))
+        assert found.fault == "order" and "rows of feature and embedding" in found.finding, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("wrong", "told"), [(1, "d2t one less"), (-1, "d2t one more")])
+def test_a_wrong_vocabulary(
+    target: Target, learned: Callable[..., Checkpoint], write: Learn, wrong: int, told: str
+) -> None:
+    def off(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors["t2d"]  # which would tell
+        tensors["d2t"] += wrong
+
+    found = diagnosis(target, rewrite(write("eagle3", learned("eagle3")), off))
+    assert found.fault == "vocabulary" and told in found.finding and "Write d2t anew" in found.remedy, found
+
+
+@pytest.mark.slow
+def test_norms_kept_otherwise(target: Target, learned: Callable[..., Checkpoint], write: Learn) -> None:
+    def whole(tensors: dict[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if tensor.ndim == 1 and "norm" in name:
+                tensor += 1
+
+    found = diagnosis(target, rewrite(write("mtp", learned("mtp")), whole))
+    assert found.fault == "norm" and "norms that the file keeps whole" in found.finding, found
+
+
+def test_readings_are_different_and_possible(
+    target: Target, tiny_eagle3_dir: Path, tiny_mtp_dir: Path, tiny_medusa_dir: Path, tiny_drafter_dir: Path
+) -> None:
+    faults = {}
+    for folder in (tiny_eagle3_dir, tiny_mtp_dir, tiny_medusa_dir, tiny_drafter_dir):
+        bench, _ = bench_of(folder, target)
+        known = list(bench.readings(100))
+        assert known[0].fault == "" and len({one.told for one in known}) == len(known)
+        faults[folder.name] = {one.fault for one in known} - {""}
+        text = [(torch.arange(5, 25), [8, 15])]
+        shapes = {tuple(bench.right(one, text).shape) for one in known}
+        assert shapes == {(2, {"medusa": 2, "mtp": 3, "eagle3": 5, "drafter": 6}[folder.name])}
+    assert faults["eagle3"] == {"taps", "shift", "vocabulary", "order", "feedback", "norm", "rope"}
+    assert faults["mtp"] == {"taps", "shift", "order", "feedback", "norm", "rope"}
+    assert faults["medusa"] == {"taps", "shift"}
