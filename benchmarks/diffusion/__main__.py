@@ -26,7 +26,7 @@ import psutil
 import torch
 
 from benchmarks.command import in_words, settled
-from benchmarks.diffusion import report
+from benchmarks.diffusion import picture, report
 from benchmarks.diffusion.characters import Corpus
 from benchmarks.diffusion.converted import answers_of, converted, measure, write_answers
 from benchmarks.diffusion.problems import ASKED_SEED, LEARNED_SEED, own_problems, read_problems
@@ -34,7 +34,7 @@ from benchmarks.diffusion.settings import QUICK, ConvertedSettings, StrategySett
 from benchmarks.diffusion.strategies import sample, samples_of
 from benchmarks.diffusion.text import compare, text_runs
 from blockdraft import Drafter, load_drafter, load_target
-from blockdraft.cli import display
+from blockdraft.cli import display, loading
 from blockdraft.errors import UsageError
 from blockdraft.settings import explain, read_settings
 
@@ -54,8 +54,12 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--target", type=Path, metavar="DIR", help="a causal model to convert; by default the bundled target")
     add("--drafter", metavar="DIR", help="of that target, for comparison; by default the bundled one for its target")
     add("--data", type=Path, metavar="FILE", help="answers to learn, as `blockdraft data` takes them")
-    add("--problems", type=Path, metavar="FILE", help='problems in GSM8K\'s form, {"question", "answer"} a line; by '
-        "default those that recipes/tiny makes")
+    add(
+        "--problems",
+        type=Path,
+        metavar="FILE",
+        help='problems in GSM8K\'s form, {"question", "answer"} a line; by default those that recipes/tiny makes',
+    )
     add("--threads", type=int, default=psutil.cpu_count(logical=False) or 1)
     add("--quick", action="store_true", help="some minutes, to see that all works; the figures say nothing")
     add("--anew", action="store_true", help="forget what was measured before")
@@ -78,9 +82,13 @@ def settings_of(kind: type[S], given: argparse.Namespace) -> S:
     return read_settings(kind, flags={**(QUICK[kind] if given.quick else {}), **chosen})
 
 
-def fixed(settings: Any, **more: Any) -> dict[str, Any]:
+def fixed(settings: Any, given: argparse.Namespace, **more: Any) -> dict[str, Any]:
     """What all figures of a part have in common."""
-    return {name: value for name, value in asdict(settings).items() if name not in MAY_GROW} | more
+    return (
+        {name: value for name, value in asdict(settings).items() if name not in MAY_GROW}
+        | {"quick": given.quick}
+        | more
+    )
 
 
 def digest(path: Path | None) -> str | None:
@@ -90,7 +98,7 @@ def digest(path: Path | None) -> str | None:
 def run_text(given: argparse.Namespace, out: Path) -> None:
     settings = settings_of(TextSettings, given)
     corpus = _corpus(given, settings)
-    settled(out, fixed(settings, text=digest(given.text)))
+    settled(out, fixed(settings, given, text=digest(given.text)))
     with display.progress("steps") as progress:
         compare(corpus, settings, out, progress)
 
@@ -98,8 +106,8 @@ def run_text(given: argparse.Namespace, out: Path) -> None:
 def run_strategies(given: argparse.Namespace, out: Path) -> None:
     text, settings = settings_of(TextSettings, given), settings_of(StrategySettings, given)
     corpus, models = _corpus(given, text), out.parent / TEXT
-    settled(models, fixed(text, text=digest(given.text)))
-    settled(out, fixed(settings, threads=given.threads))
+    settled(models, fixed(text, given, text=digest(given.text)))
+    settled(out, fixed(settings, given, threads=given.threads))
     with display.progress("samples") as progress:
         sample(corpus, text, settings, models, text_runs(models).all, out, progress)
 
@@ -113,7 +121,7 @@ def _corpus(given: argparse.Namespace, settings: TextSettings) -> Corpus:
 def run_convert(given: argparse.Namespace, out: Path) -> None:
     settings = settings_of(ConvertedSettings, given)
     sources = {"data": digest(given.data), "problems": digest(given.problems), "target": str(given.target)}
-    settled(out, fixed(settings, **sources))
+    settled(out, fixed(settings, given, **sources))
     asked = read_problems(given.problems) if given.problems else own_problems(settings.asked, ASKED_SEED)
     target, data = load_target(given.target), given.data
     with display.progress("done") as progress:
@@ -147,11 +155,12 @@ def write(out: Path, quick: bool) -> None:
     found = report.Found(runs.all, samples.all, answers.all, quick)
     page = report.page(found)
     (out / "diffusion.md").write_text(page, encoding="utf-8")
-    report.draw(found, out / "diffusion.png")
+    picture.draw(found, out / "diffusion.png")
     print(page)
 
 
 def main() -> None:
+    loading.quiet()
     with in_words():
         run(arguments())
 

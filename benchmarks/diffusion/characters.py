@@ -35,7 +35,7 @@ class Corpus:
         self.tokenizer = _tokenizer(text)
         ids = torch.tensor(self.tokenizer.convert_tokens_to_ids(list(text)), dtype=torch.int64)
         cut = round(len(ids) * (1 - held_out))
-        self.trained, self.held_out = (Tokens(part, torch.ones_like(part, dtype=torch.bool)) for part in ids.tensor_split([cut]))
+        self.trained, self.held_out = (Tokens(part, part >= 0) for part in (ids[:cut], ids[cut:]))
 
     def random_model(self, settings: TextSettings, seed: int, block_size: int, token_shift: bool) -> DiffusionModel:
         """A model that has learned nothing. With one seed its weights are the same, whatever its blocks."""

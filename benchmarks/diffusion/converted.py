@@ -20,7 +20,6 @@ from blockdraft.diffusion.folder import load_model
 from blockdraft.diffusion.model import DiffusionModel
 from blockdraft.diffusion.sampler import Chunk, Sampler
 from blockdraft.diffusion.settings import ConvertSettings, DiffusionRecipe, SampleSettings
-from blockdraft.diffusion.strategies import read_strategy
 from blockdraft.diffusion.text import read_texts
 from blockdraft.diffusion.train import train
 from blockdraft.engine import loops
@@ -99,7 +98,8 @@ def converted(
         keep=1,
     )
     texts = read_texts([str(data)], RowSettings(), model)
-    train(model, texts, settings.tune_steps, tuned, recipe, Telling(lambda told, *of: progress(f"training, {told}", *of)))
+    telling = Telling(lambda told, done, steps: progress(f"training, {told}", done, steps))
+    train(model, texts, settings.tune_steps, tuned, recipe, telling)
     return load_model(tuned, "cpu", "float32")
 
 

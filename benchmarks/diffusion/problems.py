@@ -48,7 +48,9 @@ def read_problems(path: Path) -> list[Problem]:
             form = '{"question": "text", "answer": "text"}'
             raise UsageError(f"{path}, line {number}, is not of the form {form} ({error!r}).") from error
         if not problem.result:
-            raise UsageError(f'{path}, line {number}: the answer has neither a \\boxed{{}} nor "####" before its result.')
+            raise UsageError(
+                f'{path}, line {number}: the answer has neither a \\boxed{{}} nor "####" before its result.'
+            )
         found.append(problem)
     if not found:
         raise UsageError(f"{path} holds no problem.")

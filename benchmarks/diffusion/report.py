@@ -1,4 +1,4 @@
-"""Tables and a picture of all figures."""
+"""What comes out of the figures, and tables of it; `picture.py` draws it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from math import sqrt
-from pathlib import Path
 from statistics import NormalDist, fmean, stdev
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from benchmarks.diffusion.converted import Answer
-from benchmarks.diffusion.strategies import ITSELF, Sample
+from benchmarks.diffusion.strategies import Sample
 from benchmarks.diffusion.text import AUTOREGRESSIVE, TextRun
 
-T = TypeVar("T")
+T, K = TypeVar("T"), TypeVar("K", bound=Hashable)
 TWO_SIDED = NormalDist().inv_cdf(0.975)  # standard errors to either side of a mean, for 95 %
 RUN = 4  # characters of the stretches whose variety is counted
 CLIPPED = " clipped"
@@ -51,9 +50,9 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _groups(rows: Iterable[T], key: Callable[[T], Hashable]) -> dict[Any, list[T]]:
+def groups(rows: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
     """In the order in which they come first."""
-    found: dict[Any, list[T]] = defaultdict(list)
+    found: dict[K, list[T]] = defaultdict(list)
     for row in rows:
         found[key(row)].append(row)
     return dict(found)
@@ -65,19 +64,19 @@ def _around(values: Sequence[float]) -> float:
 
 
 def _text(runs: Sequence[TextRun]) -> str:
-    models, told = _groups(runs, lambda run: run.model), []
-    for (parameters, steps, tokens, scored), own in _groups(
+    models, told = groups(runs, lambda run: run.model), []
+    for (parameters, steps, tokens, scored), own in groups(
         runs, lambda run: (run.parameters, run.steps, run.tokens, run.scored)
     ).items():
         seeds = len({run.seed for run in own})
         told.append(
-            f"{parameters:,} parameters; {tokens:,} characters learned in {steps} steps; {scored:,} held-out characters "
-            f"measured on; {seeds} seed{'s' * (seeds > 1)}."
+            f"{parameters:,} parameters; {tokens:,} characters learned in {steps} steps; {scored:,} held-out characters"
+            f" measured on; {seeds} seed{'s' * (seeds > 1)}."
         )
     told.append(
-        "Bits are the mean of the seeds (lowest to highest), a bound except for blocks of one; the draws of the noise leave "
-        "the bound of one model uncertain by what stands beside it (95 %). The loss varies from step to step by its standard "
-        "deviation in the second half of the training."
+        "Bits are the mean of the seeds (lowest to highest), a bound except for blocks of one; the draws of the noise "
+        "leave the bound of one model uncertain by what stands beside it (95 %). How the loss varies from step to step "
+        "is its standard deviation in the second half of the training."
     )
     rows = []
     for name, own in sorted(models.items(), key=lambda item: fmean(run.bits for run in item[1])):
@@ -103,7 +102,7 @@ def _orders(runs: Sequence[TextRun]) -> list[str]:
     lines = []
     for title, end in (("without clipping", ""), ("with clipping", CLIPPED)):
         names = [EXPECTED[0], *(name + end for name in EXPECTED[1:])]
-        by_seed = _groups((run for run in runs if run.model in names), lambda run: run.seed)
+        by_seed = groups((run for run in runs if run.model in names), lambda run: run.seed)
         whole = [{run.model: run.bits for run in own} for own in by_seed.values() if len(own) == len(names)]
         if not whole:
             continue
@@ -111,8 +110,8 @@ def _orders(runs: Sequence[TextRun]) -> list[str]:
         means = {name: fmean(bits[name] for bits in whole) for name in names}
         order = " < ".join(sorted(names, key=lambda name: means[name]))
         lines.append(
-            f"- Order {title}: {order}. Expected of arXiv 2503.09573: {' < '.join(names)}; so it was with {as_expected} of "
-            f"{len(whole)} seeds."
+            f"- Order {title}: {order}. Expected of arXiv 2503.09573: {' < '.join(names)}; so it was with "
+            f"{as_expected} of {len(whole)} seeds."
         )
     return lines
 
@@ -122,7 +121,7 @@ class Speed:
     """One way of sampling: tokens per forward and second, and bits per character to the judge with their 95 % interval.
 
     Attributes:
-        variety: Of all stretches of 4 characters, the share that differ.
+        variety: Of all stretches of 4 characters, the share that differ, as the mean of the seeds.
     """
 
     tokens_per_forward: float
@@ -135,27 +134,31 @@ class Speed:
 def speed(samples: Sequence[Sample]) -> Speed:
     tokens, bits = sum(one.new_tokens for one in samples), [one.bits for one in samples]
     forwards, seconds = sum(one.forwards for one in samples), sum(one.seconds for one in samples)
-    texts = [json.loads(one.text) for one in samples]
-    stretches = [text[i : i + RUN] for text in texts for i in range(len(text) - RUN + 1)]
     return Speed(
         tokens / forwards if forwards else 0.0,
         tokens / seconds if seconds else 0.0,
         fmean(bits),
         _around(bits),
-        len(set(stretches)) / max(len(stretches), 1),
+        fmean(_variety(own) for own in groups(samples, lambda one: one.seed).values()),
     )
+
+
+def _variety(samples: Sequence[Sample]) -> float:
+    texts = [json.loads(one.text) for one in samples]
+    stretches = [text[i : i + RUN] for text in texts for i in range(len(text) - RUN + 1)]
+    return len(set(stretches)) / max(len(stretches), 1)
 
 
 def _strategies(samples: Sequence[Sample], runs: Sequence[TextRun]) -> str:
     told = (
-        "Each sample was written alone. Its bits per character are those that the autoregressive model of another seed gives "
-        "(of the same one, where there is one only), with the 95 % interval of their mean; fewer are not better where the "
-        f"text runs in circles, which shows in its variety: the share of stretches of {RUN} characters that differ. The bound "
-        "is the model's own, on the held-out text."
+        "Each sample was written alone. Its bits per character are those that the autoregressive model of another seed "
+        "gives (of the same one, where there is one only), with the 95 % interval of their mean. Fewer are not better "
+        f"where the text runs in circles, which shows in its variety: the share of stretches of {RUN} characters that "
+        "differ. The bound is the model's own, on the held-out text."
     )
-    bounds = {name: fmean(run.bits for run in own) for name, own in _groups(runs, lambda run: run.model).items()}
+    bounds = {name: fmean(run.bits for run in own) for name, own in groups(runs, lambda run: run.model).items()}
     rows = []
-    for (model, strategy), own in _groups(samples, lambda one: (one.model, one.strategy)).items():
+    for (model, strategy), own in groups(samples, lambda one: (one.model, one.strategy)).items():
         found = speed(own)
         rows.append(
             [
@@ -169,7 +172,8 @@ def _strategies(samples: Sequence[Sample], runs: Sequence[TextRun]) -> str:
                 str(len(own)),
             ]
         )
-    header = ["model", "strategy", "tokens per forward", "tokens/s", "bits per character", "variety", "bound", "samples"]
+    speeds = ["tokens per forward", "tokens/s"]
+    header = ["model", "strategy", *speeds, "bits per character", "variety", "bound", "samples"]
     return told + "\n\n" + _table(header, rows)
 
 
@@ -187,77 +191,14 @@ def right(answers: Sequence[Answer]) -> tuple[float, float]:
 
 def _converted(answers: Sequence[Answer]) -> str:
     told = (
-        "Greedy answers to problems: the share with the right result (95 % interval), and tokens per forward over those that "
-        "do not run in circles; where a drafter guesses, this is tau, and the answers are the target's own."
+        "Greedy answers to problems: the share with the right result (95 % interval), and tokens per forward over those "
+        "that do not run in circles; where a drafter guesses, this is tau, and the answers are the target's own."
     )
     rows = []
-    for way, own in _groups(answers, lambda one: one.way).items():
+    for way, own in groups(answers, lambda one: one.way).items():
         share, around = right(own)
         shares = (fmean(one.ended for one in own), fmean(one.looping for one in own))
-        cells = [f"{share:.1%} ± {around:.1%}", f"{tokens_per_forward(own):.2f}", *(f"{each:.1%}" for each in shares)]
-        rows.append([way, *cells, str(len(own))])
-    return told + "\n\n" + _table(["way", "right", "tokens per forward", "end by themselves", "run in circles", "answers"], rows)
-
-
-def draw(found: Found, path: Path) -> None:
-    """Bits by block size, quality by speed of each strategy, and right answers by speed, as far as they were measured."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    panels: list[Callable[[Any], None]] = []
-    if found.runs:
-        panels.append(lambda axes: _draw_text(axes, found.runs))
-    if found.samples:
-        panels += [lambda axes: _draw_speed(axes, found.samples, "forward")]
-        panels += [lambda axes: _draw_speed(axes, found.samples, "second")]
-    if found.answers:
-        panels.append(lambda axes: _draw_answers(axes, found.answers))
-    figure, places = plt.subplots(1, len(panels), figsize=(6.5 * len(panels), 5), squeeze=False, layout="constrained")
-    for axes, panel in zip(places[0], panels, strict=True):
-        panel(axes)
-        axes.grid(alpha=0.3)
-    if found.quick:
-        figure.suptitle("A quick run: its models have learned next to nothing", color="tab:red")
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-
-
-def _draw_text(axes: Any, runs: Sequence[TextRun]) -> None:
-    models = _groups(runs, lambda run: run.model)
-    names = [name for name in models if not name.endswith(CLIPPED)]
-    names += [base for name in models if (base := name.removesuffix(CLIPPED)) not in names and name.endswith(CLIPPED)]
-    for end, colour, label, shift in (("", "tab:blue", "all noise learned", -0.1), (CLIPPED, "tab:orange", "clipped", 0.1)):
-        points = [(place, [run.bits for run in models[name + end]]) for place, name in enumerate(names) if name + end in models]
-        if points:
-            middle = [fmean(bits) for _, bits in points]
-            ends = ([fmean(bits) - min(bits) for _, bits in points], [max(bits) - fmean(bits) for _, bits in points])
-            axes.errorbar([x + shift for x, _ in points], middle, ends, fmt="o", color=colour, capsize=4, label=label)
-            for x, bits in points:
-                axes.plot([x + shift] * len(bits), bits, ".", color=colour, alpha=0.4)
-    axes.set_xticks(range(len(names)), names)
-    axes.set(ylabel="bits per held-out character", title="Likelihood by block size (mean, lowest and highest seed)")
-    axes.legend()
-
-
-def _draw_speed(axes: Any, samples: Sequence[Sample], by: str) -> None:
-    for number, (model, own) in enumerate(_groups(samples, lambda one: one.model).items()):
-        if model == ITSELF:
-            axes.axhline(speed(own).bits, color="black", linestyle=":", label=ITSELF)
-            continue
-        for i, (strategy, part) in enumerate(_groups(own, lambda one: one.strategy).items()):
-            found = speed(part)
-            x = found.tokens_per_forward if by == "forward" else found.tokens_per_second
-            axes.errorbar(x, found.bits, found.around, fmt="o", color=f"C{number}", label="" if i else model, alpha=0.8)
-            axes.annotate(strategy, (x, found.bits), textcoords="offset points", xytext=(4, 4), fontsize=7)
-    axes.set(xlabel=f"tokens per {by}", ylabel="bits per character, judged", title=f"Strategies: quality by tokens per {by}")
-    axes.legend(fontsize=8)
-
-
-def _draw_answers(axes: Any, answers: Sequence[Answer]) -> None:
-    for number, (way, own) in enumerate(_groups(answers, lambda one: one.way).items()):
-        x, (share, around) = tokens_per_forward(own), right(own)
-        axes.errorbar(x, 100 * share, 100 * around, fmt="o", color=f"C{number % 10}", capsize=3)
-        axes.annotate(way, (x, 100 * share), textcoords="offset points", xytext=(4, 4), fontsize=8)
-    axes.set(xlabel="tokens per forward", ylabel="right answers, %", title="A converted model beside what it was made of")
+        speed_and_share = [f"{share:.1%} ± {around:.1%}", f"{tokens_per_forward(own):.2f}"]
+        rows.append([way, *speed_and_share, *(f"{each:.1%}" for each in shares), str(len(own))])
+    header = ["way", "right", "tokens per forward", "end by themselves", "run in circles", "answers"]
+    return told + "\n\n" + _table(header, rows)

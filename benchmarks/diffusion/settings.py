@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from blockdraft.diffusion.strategies import read_strategy
 from blockdraft.settings import Amount, Count, Natural, Share, Texts, settings
 
 
@@ -83,6 +84,10 @@ class StrategySettings:
     given: Count = 16
     temperature: Amount = 1.0
 
+    def __post_init__(self) -> None:
+        for strategy in self.strategies:
+            read_strategy(strategy)
+
 
 @settings
 class ConvertedSettings:
@@ -113,6 +118,10 @@ class ConvertedSettings:
     new_tokens: Count = 200
     ways: Texts = ("left_to_right", "static=2", "threshold=0.95", "threshold=0.9", "threshold=0.7", "entropy=0.3")
     together: Count = 16
+
+    def __post_init__(self) -> None:
+        for way in self.ways:
+            read_strategy(way)
 
 
 # In place of the defaults above, for a run of minutes that says nothing but that all works.

@@ -19,7 +19,6 @@ from blockdraft.diffusion.likelihood import likelihood
 from blockdraft.diffusion.model import DiffusionModel
 from blockdraft.diffusion.sampler import Sampler
 from blockdraft.diffusion.settings import LikelihoodSettings, SampleSettings
-from blockdraft.diffusion.strategies import read_strategy
 from blockdraft.diffusion.text import Tokens
 from blockdraft.errors import UsageError
 
@@ -74,8 +73,6 @@ def sample(
         UsageError: There is no autoregressive model, which judges, or none to sample from.
     """
     check_models(settings.sampled)
-    for strategy in settings.strategies:
-        read_strategy(strategy)
     if settings.given >= text.length:
         raise UsageError(f"given is {settings.given}, and rows have {text.length} characters; give fewer.")
     there = {(run.model, run.seed) for run in runs}
@@ -110,8 +107,8 @@ def sample(
             seconds, forwards = time.perf_counter() - began, chunks[-1].forwards
             ids = ids[:given] + [token for chunk in chunks for token in chunk.token_ids]
         judge = model_of(AUTOREGRESSIVE, judges[(judges.index(seed) + 1) % len(judges)])
-        written = json.dumps(corpus.tokenizer.decode(ids[given:]))
-        kept.add([Sample(name, seed, strategy, number, len(ids) - given, forwards, seconds, _bits(judge, ids, given), written)])
+        written, bits = json.dumps(corpus.tokenizer.decode(ids[given:])), _bits(judge, ids, given)
+        kept.add([Sample(name, seed, strategy, number, len(ids) - given, forwards, seconds, bits, written)])
     return kept
 
 

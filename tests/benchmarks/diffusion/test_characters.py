@@ -17,9 +17,12 @@ def test_a_token_is_a_character(text_file: Path, corpus: Corpus) -> None:
 
 def test_models_differ_by_the_seed_alone(corpus: Corpus, tiny: TextSettings) -> None:
     first, other, third = (
-        corpus.random_model(tiny, seed, size, shift) for seed, size, shift in ((0, 1, True), (0, 4, False), (1, 4, False))
+        corpus.random_model(tiny, seed, size, shift)
+        for seed, size, shift in ((0, 1, True), (0, 4, False), (1, 4, False))
     )
-    weights = [torch.cat([weight.flatten() for weight in model.network.parameters()]) for model in (first, other, third)]
+    weights = [
+        torch.cat([weight.flatten() for weight in model.network.parameters()]) for model in (first, other, third)
+    ]
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[1], weights[2])
     assert (other.config.block_size, other.config.token_shift) == (4, False)
     assert other.config.mask_token_id == corpus.tokenizer.convert_tokens_to_ids(MASK)

@@ -10,7 +10,22 @@ from benchmarks.diffusion import __main__ as program
 from benchmarks.diffusion.settings import QUICK, ConvertedSettings, StrategySettings, TextSettings
 
 TINY = ["--models", "autoregressive,block 4", "--seeds", "1", "--steps", "2", "--batch", "2", "--length", "16"]
-TINY += ["--hidden", "16", "--layers", "1", "--heads", "2", "--draws", "4", "--scored", "50", "--threads", "1"]
+TINY += [
+    "--warmup",
+    "1",
+    "--hidden",
+    "16",
+    "--layers",
+    "1",
+    "--heads",
+    "2",
+    "--draws",
+    "4",
+    "--scored",
+    "50",
+    "--threads",
+    "1",
+]
 TINY += ["--sampled", "block 4", "--strategies", "static=2", "--samples", "1", "--given", "4"]
 
 
@@ -29,8 +44,9 @@ def test_options_are_those_of_the_settings() -> None:
         program.settings_of(TextSettings, program.arguments(["--steps", "few"]))
 
 
+@pytest.mark.slow
 def test_parts_one_after_the_other(text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [*TINY, "--out", str(tmp_path)]
+    words = [*TINY, "--quick", "--out", str(tmp_path)]
     with pytest.raises(ValueError, match="give one by --text FILE"):
         program.run(program.arguments(["text", *words]))
     words += ["--text", str(text_file)]
@@ -38,7 +54,7 @@ def test_parts_one_after_the_other(text_file: Path, tmp_path: Path, capsys: pyte
         program.run(program.arguments(["strategies", *words]))
     program.run(program.arguments(["text", *words]))
     assert "strategy" not in capsys.readouterr().out
-    program.run(program.arguments(["strategies", *words, "--quick"]))
+    program.run(program.arguments(["strategies", *words]))
     page = capsys.readouterr().out
     assert page == (tmp_path / "diffusion.md").read_text() + "\n"
     assert "A quick run" in page and "## Bits per character" in page and "| block 4 | static=2 |" in page

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.diffusion.converted import Answer
-from benchmarks.diffusion.report import Found, draw, page, right, speed, tokens_per_forward
+from benchmarks.diffusion.picture import draw
+from benchmarks.diffusion.report import Found, page, right, speed, tokens_per_forward
 from benchmarks.diffusion.strategies import ITSELF, Sample
 from benchmarks.diffusion.text import TextRun
 
@@ -17,7 +18,10 @@ RUNS = [
 ]
 SAMPLES = [
     Sample(ITSELF, 0, "", 0, 8, 0, 0.0, 2.0, '"abcdefgh"'),
-    *(Sample("block 4", 0, "static=2", i, 8, 4, 0.5, 2.5 + i, json.dumps(text)) for i, text in enumerate(["aaaaaaaa", "abababab"])),
+    *(
+        Sample("block 4", 0, "static=2", i, 8, 4, 0.5, 2.5 + i, json.dumps(text))
+        for i, text in enumerate(["aaaaaaaa", "abababab"])
+    ),
 ]
 ANSWERS = [
     *(Answer("autoregressive", i, 11, 10, 10, int(i < 2), 1, 0, '"4"') for i in range(8)),
@@ -41,8 +45,8 @@ def test_the_page_has_every_part() -> None:
 def test_the_order_is_told_as_it_is() -> None:
     names = list(BITS)
     assert (
-        f"- Order without clipping: {' < '.join(names)}. Expected of arXiv 2503.09573: {' < '.join(names)}; so it was with 3 "
-        "of 3 seeds."
+        f"- Order without clipping: {' < '.join(names)}. Expected of arXiv 2503.09573: {' < '.join(names)}; so it was "
+        "with 3 of 3 seeds."
     ) in page(Found(RUNS))
     odd = [replace(run, bits=1.0) if run.model == "whole" and run.seed == 1 else run for run in RUNS]
     assert "whole; so it was with 2 of 3 seeds." in page(Found(odd))

@@ -34,7 +34,10 @@ def test_bits_are_those_of_the_model_that_is_kept(text_folder: Path, corpus: Cor
 
 
 def test_only_the_autoregressive_model_says_the_next_token(text_folder: Path) -> None:
-    shifts = {name: load_model(model_folder(text_folder, name, 0)).config.token_shift for name in ("autoregressive", "block 1")}
+    shifts = {
+        name: load_model(model_folder(text_folder, name, 0)).config.token_shift
+        for name in ("autoregressive", "block 1")
+    }
     assert shifts == {"autoregressive": True, "block 1": False}
     assert [name for name, kind in KINDS.items() if kind.token_shift] == ["autoregressive"]
 
@@ -56,7 +59,10 @@ def test_a_comparison_goes_on_where_it_was(
     assert [run.model for run in text_runs(tmp_path).all] == ["block 4"]
     begun = len(told)
     runs = compare(corpus, few, tmp_path, lambda *each: told.append(each))
-    assert told[begun][0].startswith("autoregressive, seed 0 (2 of 2)") and [each[1:] for each in told[begun:]][-1] == (3, 3)
+    assert told[begun][0].startswith("autoregressive, seed 0 (2 of 2)") and [each[1:] for each in told[begun:]][-1] == (
+        3,
+        3,
+    )
     expected = {run.model: run.bits for run in text_runs(text_folder).all if run.seed == 0}
     assert {run.model: run.bits for run in runs.all} == pytest.approx({name: expected[name] for name in few.models})
     assert not list(tmp_path.rglob("checkpoints"))
