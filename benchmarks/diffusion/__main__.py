@@ -142,10 +142,10 @@ RUN = {TEXT: run_text, STRATEGIES: run_strategies, CONVERT: run_convert}
 def run(given: argparse.Namespace) -> None:
     torch.set_num_threads(given.threads)
     for part in PARTS if given.what == "all" else (given.what,):
-        out = given.out / part
-        if given.anew and out.exists():
-            shutil.rmtree(out)
-        RUN[part](given, out)
+        if given.anew:
+            for old in (TEXT, STRATEGIES) if part == TEXT else (part,):  # samples are of the models
+                shutil.rmtree(given.out / old, ignore_errors=True)
+        RUN[part](given, given.out / part)
         write(given.out, given.quick)
 
 

@@ -191,8 +191,8 @@ def right(answers: Sequence[Answer]) -> tuple[float, float]:
 
 def _converted(answers: Sequence[Answer]) -> str:
     told = (
-        "Greedy answers to problems: the share with the right result (95 % interval), and tokens per forward over those "
-        "that do not run in circles; where a drafter guesses, this is tau, and the answers are the target's own."
+        "Greedy answers to problems: the share with the right result (95 % interval), and tokens per forward over "
+        "those that do not run in circles; where a drafter guesses, this is tau, and the answers are the target's own."
     )
     rows = []
     for way, own in groups(answers, lambda one: one.way).items():
