@@ -28,7 +28,7 @@ import torch
 from benchmarks.command import in_words, settled
 from benchmarks.diffusion import picture, report
 from benchmarks.diffusion.characters import Corpus
-from benchmarks.diffusion.converted import answers_of, converted, measure, write_answers
+from benchmarks.diffusion.converted import TUNED, answers_of, converted, measure, write_answers
 from benchmarks.diffusion.problems import ASKED_SEED, LEARNED_SEED, own_problems, read_problems
 from benchmarks.diffusion.settings import QUICK, ConvertedSettings, StrategySettings, TextSettings
 from benchmarks.diffusion.strategies import sample, samples_of
@@ -133,6 +133,7 @@ def run_convert(given: argparse.Namespace, out: Path) -> None:
         if given.drafter or given.target is None:
             name = Path(given.drafter).name if given.drafter else "DFlash"
             drafters[name] = load_drafter(given.drafter, target=target)
+        drafters["the converted model"] = load_drafter(out / TUNED, target=target)
         measure(target, drafters, model, asked, settings, out, progress)
 
 

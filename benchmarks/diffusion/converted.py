@@ -26,6 +26,7 @@ from blockdraft.engine import loops
 from blockdraft.training.trainer import Telling
 
 PLAIN, DRAFTED = "autoregressive", "drafted by "
+TUNED = "tuned"  # folder of the fine-tuned model
 SAVES = 10  # checkpoints of the fine-tune
 Progress: TypeAlias = Callable[[str, int, int], None]
 
@@ -84,7 +85,7 @@ def converted(
     target: Path | None, data: Path, settings: ConvertedSettings, out: Path, progress: Progress
 ) -> DiffusionModel:
     """The model, fine-tuned on these answers; where that was done before, it is loaded."""
-    begun, tuned = out / "converted", out / "tuned"
+    begun, tuned = out / "converted", out / TUNED
     if not begun.exists():
         convert(target, begun, ConvertSettings(settings.block_size))
     model = load_model(begun, "cpu", "float32")

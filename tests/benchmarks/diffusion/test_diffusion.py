@@ -80,4 +80,5 @@ def test_a_model_is_converted(
     program.run(program.arguments(words))
     page = capsys.readouterr().out
     assert "| autoregressive | 0.0% ± 0.0% | 1.00 |" in page
-    assert f"| drafted by {tiny_drafter_dir.name} |" in page and "| static=2 |" in page
+    assert f"| drafted by {tiny_drafter_dir.name} |" in page and "| drafted by the converted model |" in page
+    assert "| static=2 |" in page
