@@ -90,10 +90,9 @@ def _text(runs: Sequence[TextRun]) -> str:
                 f"{fmean(bits):.3f} ({min(bits):.3f} to {max(bits):.3f})",
                 f"{draws:.3f}" if draws else "exact",
                 f"{fmean(run.loss_deviation for run in own):.3f}",
-                f"{fmean(run.train_seconds for run in own):.0f}",
             ]
         )
-    header = ["model", "block", "noise learned", "bits per character", "draws, ±", "loss varies by", "training, s"]
+    header = ["model", "block", "noise learned", "bits per character", "draws, ±", "loss varies by"]
     return "\n\n".join([" ".join(told), _table(header, rows), "\n".join(_orders(runs))])
 
 

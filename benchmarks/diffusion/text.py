@@ -63,7 +63,6 @@ class TextRun:
         bits: Per character, a bound unless blocks are of one; low and high are the ends of the 95 % interval that the
             draws of the noise leave.
         loss_deviation: Of the loss from step to step, in the second half of the training.
-        train_seconds: Of the steps.
     """
 
     model: str
@@ -79,7 +78,6 @@ class TextRun:
     bits_low: float
     bits_high: float
     loss_deviation: float
-    train_seconds: float
 
 
 def text_runs(out: Path) -> Kept[TextRun]:
@@ -161,5 +159,4 @@ def _run(
         bits_low=math.log2(found.low),
         bits_high=math.log2(found.high),
         loss_deviation=pstdev(losses),
-        train_seconds=sum(settings.batch * length / line["tokens_per_second"] for line in lines),
     )
