@@ -9,7 +9,7 @@ QUESTION = A baker makes 4 trays of 6 rolls. She sells 9 rolls. How many rolls a
 # One thread a worker: the models of the tests are too small to share.
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --maxprocesses 8
 
-.PHONY: demo test lint check fuzz mutants soak against try-stranger test-peers test-clients test-llamacpp bench-peers bench-server bench-gpu bench-sizes wheel clean
+.PHONY: demo test lint check fuzz mutants soak against try-stranger test-peers test-clients test-llamacpp bench-peers bench-server bench-gpu bench-sizes bench-diffusion wheel clean
 
 demo: .venv/.installed
 	.venv/bin/blockdraft generate --compare --tree-budget 16 --backend hf "$(QUESTION)"
@@ -85,6 +85,11 @@ bench-server: .venv/.installed
 # Decoding against the limits of a GPU, at the shapes of real models with random weights.
 bench-gpu: .venv/.installed
 	.venv/bin/python -m benchmarks.gpu $(ARGS)
+
+# Block-diffusion models: block sizes, strategies, and a converted model beside what it was made of. ARGS="--help";
+# ARGS="--quick --text tinyshakespeare.txt" takes ten minutes, the whole hours.
+bench-diffusion: .venv/.installed
+	.venv/bin/python -m benchmarks.diffusion $(ARGS)
 
 # A source archive and a wheel in dist/; the wheel is tried in an environment of its own.
 wheel: .venv/.installed

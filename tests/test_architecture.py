@@ -21,6 +21,7 @@ LAYERS = [
     {"cpu", "cuda"},
     {"formats"},
     {"targets", "verification"},
+    {"denoisers"},
     {"drafters"},
     {"engine"},
     {"data"},

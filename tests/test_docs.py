@@ -75,6 +75,7 @@ NOT_RUN = {
     "--out DIR": PROCESSES,
     "accelerate launch --use_fsdp --num_processes 8 -m blockdraft train ...": PROCESSES,
     "accelerate launch --multi_gpu --num_processes 2 -m blockdraft train ... --device cpu": PROCESSES,
+    "accelerate launch --multi_gpu -m blockdraft diffusion train ...": PROCESSES,
 }
 # Appended where the command is run: a handful of prompts instead of a corpus, and a run of seconds instead of hours.
 SMALL = {

@@ -19,7 +19,8 @@ def test_the_order_of_the_settings_stays() -> None:
         "max_new_tokens temperature top_k top_p min_p logit_bias repetition_penalty presence_penalty frequency_penalty "
         "seed stop_token_ids stop ignore_eos logprobs prompt_logprobs grammar"
     )
-    assert [field.name for field in fields(Drafting)] == ["block_size", "tree_budget", "drawn", "draft_window"]
+    known = "block_size tree_budget drawn draft_window draft_passes"
+    assert " ".join(field.name for field in fields(Drafting)) == known
 
 
 @pytest.mark.parametrize(
@@ -99,6 +100,8 @@ def test_biases_are_kept_as_pairs() -> None:
         ({"tree_budget": -1}, "tree_budget is -1"),
         ({"draft_window": "auto"}, "draft_window is 'auto'; it must be a whole number or None"),
         ({"draft_window": 0}, "draft_window is 0"),
+        ({"draft_passes": 0}, r"draft_passes is 0; it must be at least 1 \(all guesses from one pass"),
+        ({"draft_passes": "auto"}, "draft_passes is 'auto'; it must be a whole number or None"),
         ({"drawn": 1}, "drawn is 1; it must be True or False"),
         ({"drawn": True, "tree_budget": "auto"}, "tree_budget is 'auto'; .*give a number"),
         ({"drawn": True, "tree_budget": 3, "block_size": "auto"}, "block_size is 'auto'; .*give a number"),

@@ -181,22 +181,28 @@ class Drafting:
             tree budget, chosen guesses of the other drafters of a combination stand beside the chain.
         draft_window: Latest tokens of the text that a draft pass looks at, so that it costs no more in long contexts;
             None is all of them. Drafters without such a pass ignore it.
+        draft_passes: Passes over a block of which each settles the surest guesses, so that the next one sees them;
+            None is what the drafter was made with, 1 as a rule. Drafters that guess one token after the other, or
+            cannot take several, ignore it.
     """
 
     block_size: int | Literal["auto"] | None = None
     tree_budget: int | Literal["auto"] = 0
     drawn: bool = False
     draft_window: int | None = None
+    draft_passes: int | None = None
 
     def __post_init__(self) -> None:
         for name, value, least, meaning in (
             ("block_size", self.block_size, 1, "no drafting"),
             ("tree_budget", self.tree_budget, 0, "chains"),
             ("draft_window", self.draft_window, 1, "the newest token alone"),
+            ("draft_passes", self.draft_passes, 1, "all guesses from one pass"),
         ):
-            if (value is None and name != "tree_budget") or (value == "auto" and name != "draft_window"):
+            may_be_auto = not name.startswith("draft_")
+            if (value is None and name != "tree_budget") or (value == "auto" and may_be_auto):
                 continue
-            number = _whole(name, value, " or None" if name == "draft_window" else " or 'auto'")
+            number = _whole(name, value, " or 'auto'" if may_be_auto else " or None")
             if number < least:
                 raise UsageError(f"{name} is {value}; it must be at least {least} ({meaning}).")
             object.__setattr__(self, name, number)

@@ -9,11 +9,16 @@ from typing import TypeAlias
 import pytest
 
 from blockdraft import cli
-from blockdraft.cli.diffusion import UNKNOWN
 from blockdraft.diffusion.convert import convert
+from blockdraft.diffusion.pictures import UNKNOWN
 from blockdraft.diffusion.settings import ConvertSettings
 
 Run: TypeAlias = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(autouse=True)
+def _own_accelerator(fresh_accelerator: None) -> None:
+    """What one test says of devices is nothing to the next."""
 
 
 @pytest.fixture
@@ -95,6 +100,39 @@ def test_shown_steps(model: Path, run: Run) -> None:
     assert len(lines) == 6 and UNKNOWN in lines[0] and lines[0].count(UNKNOWN) >= lines[1].count(UNKNOWN)
 
 
+def test_gaps(model: Path, run: Run) -> None:
+    how = ("generate", "--model", model, "--max-new-tokens", 3, "--infill", "the thing [GAP] in the inn")
+    code, out, err = run(*how, "--seed", 1)
+    assert code == 0 and out.startswith("the thing ") and out.endswith(" in the inn\n")
+    assert "tokens behind the gap share no block with it and are not looked at; --block-size " in err
+    size = int(err.split("--block-size ")[1].split()[0])
+    code, out, err = run(*how, "--json", "--show-steps", "--block-size", size)
+    found = json.loads(out)
+    assert (code, err) == (0, "") and len(found["gap_token_ids"]) == 3 and len(found["token_ids"]) == size
+    assert found["tokens_per_forward"] == pytest.approx(3 / found["forwards"])
+    assert None not in found["steps"][-1] and found["steps"][-1] == found["token_ids"]
+
+
+def test_drawn_steps(model: Path, run: Run) -> None:
+    how = ("generate", "--model", model, "--max-new-tokens", 4, "--ignore-eos", "--steps-file", "steps.gif")
+    code, out, _ = run(*how, "hi")
+    assert code == 0 and out.endswith("\n") and Path("steps.gif").read_bytes().startswith(b"GIF")
+
+
+def test_from_nothing_by_a_recipe(tiny_target_dir: Path, run: Run) -> None:
+    shape = ("--layers", 1, "--hidden-size", 16, "--heads", 2, "--context", 64, "--block-size", 4)
+    code, out, err = run("new", "--like", tiny_target_dir, "--out", "new", *shape)
+    assert (code, out) == (0, "") and "new: blocks of 4, without token shift, mask token <|mask|> (id 3)" in err
+    code, out, _ = run("train", "--show-recipe", "--batch", 2)
+    assert code == 0 and "\nbatch = 2\n" in out and "# Peak learning rate of AdamW." in out
+    Path("recipe.toml").write_text('length = 16\nbatch = 8\nwarmup = 0\nschedule = "cosine"\nheld_out = 0.0\n')
+    given = ("train", "recipe.toml", "--model", "new", "--data", "text.txt", "--out", "trained", "--device", "cpu")
+    code, out, err = run(*given, "--steps", 2, "--batch", 2)
+    assert (code, out) == (0, "") and "The model is in trained; log" in err
+    recipe = Path("trained.run/recipe.toml").read_text()
+    assert "batch = 2\n" in recipe and 'schedule = "cosine"\n' in recipe and "length = 16\n" in recipe
+
+
 @pytest.mark.parametrize(
     ("args", "told"),
     [
@@ -104,13 +142,21 @@ def test_shown_steps(model: Path, run: Run) -> None:
         (["generate", "--model", "MODEL", "--max-new-tokens", "900", "hi"], "exceed the model's context of 256"),
         (["generate", "--model", "MODEL", "--dtype", "int3", "hi"], "dtype is 'int3'"),
         (["generate", "--model", "MODEL", "--device", "abacus", "hi"], "Device abacus is not usable here"),
+        (["generate", "--model", "MODEL", "--infill", "a b"], "has no [GAP], or no text before it"),
+        (["generate", "--model", "MODEL", "--infill", "a [GAP]", "hi"], "--infill and a prompt do not go together"),
+        (["generate", "--model", "MODEL", "--infill", "a [GAP]", "--stop", "x"], "--infill and --stop do not go"),
+        (["generate", "--model", "MODEL", "--prompts", "f", "--steps-file", "a.gif"], "--prompts f and --steps-file do"),
+        (["generate", "--model", "MODEL", "--steps-file", "a.jpg", "hi"], "can be drawn as .gif or .png"),
+        (["new", "--out", "x", "--heads", "3"], "hidden_size is 256 and heads 3"),
+        (["train", "--model", "MODEL", "--steps", "3"], "--data and --out are missing"),
+        (["train", "--schedul", "linear"], "'schedul' is unknown; did you mean schedule?"),
         (["perplexity", "absent.txt", "--model", "MODEL"], "There is no absent.txt"),
         (["perplexity", "text.txt", "--model", "MODEL", "--draws", "2"], "draws is 2; it must be at least 4"),
         (["convert", "MODEL", "--out", "x"], "a2d-qwen3"),
         (["convert", "--mask-token-id", "0", "--out", "x"], "mask_token_id is 0, which ends texts; name a token"),
         (
             ["train", "--model", "MODEL", "--data", "text.txt", "--steps", "1", "--out", "x", "--high", "2"],
-            "high is 2.0; it must be at most 1",
+            "high is '2'; it must be at most 1",
         ),
         (
             ["train", "--model", "MODEL", "--data", "text.txt", "--steps", "1", "--out", "x", "--block-size", "999"],

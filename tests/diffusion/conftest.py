@@ -38,3 +38,8 @@ def model_of(folder_of: MakeFolder) -> MakeModel:
         return load_model(folder_of(4, token_shift), "cpu", block_size=block_size)
 
     return model
+
+
+@pytest.fixture(autouse=True)
+def _own_accelerator(fresh_accelerator: None) -> None:
+    """What one test says of devices is nothing to the next."""

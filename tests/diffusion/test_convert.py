@@ -182,7 +182,7 @@ def test_a_failing_disk_leaves_what_was_there(folder: Path, monkeypatch: pytest.
 def test_the_layouts_of_others(folder: Path) -> None:
     """dllm does not write the block size, SDAR writes it; neither knows the other keys."""
     change(folder / "config.json", block_size=None, mask_token_id=None, token_shift=None)
-    with pytest.raises(UsageError, match="config.json lacks block_size; give it by --block-size"):
+    with pytest.raises(UsageError, match="config.json lacks block_size; write it there, or give --block-size"):
         load_model(folder, "cpu")
     config = load_model(folder, "cpu", block_size=4).config
     assert (config.mask_token_id, config.token_shift) == (3, False)

@@ -171,3 +171,85 @@ def test_bad_numbers(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         list(Sampler(model, SampleSettings()).stream([[40]]))
     with pytest.raises(UsageError, match="strategy is 'x'"):
         Sampler(model, SampleSettings(strategy="x"))
+
+
+# Gaps
+
+
+def filled(model: DiffusionModel, texts: list[list[int | None]], **settings: Any) -> tuple[list[list[int]], Sampler]:
+    sampler = Sampler(model, SampleSettings(seed=3, **settings))
+    found: list[list[int]] = [[] for _ in texts]
+    for chunk in sampler.fill(texts):
+        found[chunk.row] += chunk.token_ids
+    return found, sampler
+
+
+GAPPED = [
+    [40, 41, 42, None, None, None, 50, 51, 52, 53, None, 60],
+    [70, *[None] * 6],
+    [40, 41, 42, 43, 44, None, 45, 46, 47],
+]
+
+
+@pytest.mark.parametrize("shift", [True, False])
+@pytest.mark.parametrize("strategy", ["left_to_right", "threshold=0", "first_hitting"])
+def test_gaps_are_filled_and_nothing_else(model_of: Any, shift: bool, strategy: str) -> None:
+    """In any company, however long the texts are, exactly to their ends."""
+    model = model_of(4, shift)
+    together, sampler = filled(model, GAPPED, strategy=strategy)  # type: ignore[arg-type]
+    for row, (given, found) in enumerate(zip(GAPPED, together, strict=True)):
+        assert len(found) == len(given) and not {2, 3} & {*found}  # no gap ends the text
+        assert all(before in (None, after) for before, after in zip(given, found, strict=True))
+        alone = Sampler(model, SampleSettings(seed=3 + row, strategy=strategy))
+        assert [token for chunk in alone.fill([given]) for token in chunk.token_ids] == found  # type: ignore[list-item]
+        assert sampler.given[row] == given and all(step.settled for step in sampler.history[row])
+
+
+@pytest.mark.parametrize("shift", [True, False])
+def test_a_gap_sees_its_block_and_what_is_before(model_of: Any, shift: bool) -> None:
+    """And not what is behind its block, which may change as it likes."""
+    model = model_of(4, shift)
+
+    def said(text: list[int | None]) -> list[Any]:
+        seen = []
+        logits = model.network.logits
+        model.network.logits = lambda states: seen.append(logits(states)) or seen[-1]  # type: ignore[func-returns-value]
+        try:
+            filled(model, [text], strategy="left_to_right")
+        finally:
+            del model.network.logits
+        return seen
+
+    [one] = said([40, 41, 42, 43, 44, None, 45, 46, 47, 48])
+    [behind] = said([40, 41, 42, 43, 44, None, 45, 46, 90, 91])
+    [within] = said([40, 41, 42, 43, 44, None, 45, 90, 47, 48])
+    [before] = said([90, 41, 42, 43, 44, None, 45, 46, 47, 48])
+    assert torch.equal(one, behind)
+    assert not torch.allclose(one, within) and not torch.allclose(one, before)
+
+
+def test_the_history_of_an_answer(model_of: Any) -> None:
+    """Each pass is kept, and the last ones hold the answer."""
+    sampler = Sampler(model_of(4), SampleSettings(max_new_tokens=8, strategy="left_to_right", ignore_eos=True))
+    seen: list[tuple[int | None, ...]] = []
+    chunks = list(sampler.stream([PROMPTS[1]], lambda row, block: seen.append(tuple(block))))
+    [steps] = sampler.history
+    assert [step.block for step in steps] == seen and [step.begin for step in steps] == [8] * 4 + [12] * 4
+    assert [step.settled for step in steps] == [(0,), (1,), (2,), (3,)] * 2
+    assert steps[3].block + steps[7].block == tuple(token for chunk in chunks for token in chunk.token_ids)
+    list(sampler.stream([PROMPTS[0]]))
+    assert len(sampler.history) == 1 and sampler.given == [PROMPTS[0]]  # of the last call alone
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ([40, 41], "The text has no gap, or begins with one"),
+        ([None, 41], "The text has no gap, or begins with one"),
+        ([3, None], r"The text holds the mask token \(id 3\)"),
+        ([40, *[None] * 260], "The text's 261 tokens, gaps included, in blocks of 4, exceed the model's context of 256; shorten it"),
+    ],
+)
+def test_texts_that_cannot_be_filled(model_of: Any, text: list[int | None], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        filled(model_of(4), [text])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from blockdraft.data.settings import RowSettings
-from blockdraft.diffusion.text import read_texts, row_length
+from blockdraft.diffusion.text import gapped, read_texts, row_length, unseen
 from blockdraft.errors import UsageError
 
 
@@ -40,3 +40,21 @@ def test_length_of_rows(model_of: Any) -> None:
     assert row_length(model_of(), None) == 256 and row_length(model_of(), 10) == 10
     with pytest.raises(UsageError, match="length is 257"):
         row_length(model_of(), 257)
+
+
+def test_texts_with_gaps(model_of: Any) -> None:
+    model = model_of(4)
+    plain = model.text.tokenizer
+    found = gapped("the [GAP] in[GAP]", 3, model)
+    first, second = plain("the ")["input_ids"], plain(" in")["input_ids"]
+    assert found == [*first, None, None, None, *second, None, None, None]
+    for text in ("no gap", "[GAP] text"):
+        with pytest.raises(UsageError, match=r"has no \[GAP\], or no text before it"):
+            gapped(text, 3, model)
+
+
+def test_what_cannot_be_seen_from_a_gap() -> None:
+    tokens = [1, 2, None, None, None, 3, 4, 5, 6, 7]
+    assert unseen(tokens, 4) == (5, 2)  # 3, 4 and 5 share the second block with the gap
+    assert unseen(tokens, 1) == (5, 5) and unseen(tokens, 16) == (5, 0)
+    assert unseen([1, None], 4) == (0, 0)

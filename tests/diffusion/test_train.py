@@ -1,6 +1,10 @@
 """Training: it learns, and an interrupted run comes to the same weights."""
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +12,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from blockdraft.diffusion import train as train_module
 from blockdraft.diffusion.folder import load_model
+from blockdraft.diffusion.intervals import intervals
 from blockdraft.diffusion.likelihood import likelihood
-from blockdraft.diffusion.settings import DiffusionRecipe, LikelihoodSettings
+from blockdraft.diffusion.new import new_model
+from blockdraft.diffusion.settings import DiffusionRecipe, LikelihoodSettings, NewSettings
 from blockdraft.diffusion.text import Tokens
 from blockdraft.diffusion.train import _rows, train
 from blockdraft.errors import NumbersError, UsageError
 from blockdraft.training import checkpoints
+from blockdraft.training.finish import FINISH
 from blockdraft.training.trainer import Telling, run_folder
 
 SMALL = {"length": 12, "batch": 4, "warmup": 2, "held_out": 0.1, "save_every": 2, "eval_every": 0, "ema": 0.0}
@@ -185,3 +193,120 @@ def test_a_loss_that_is_no_number(model_of: Any, tmp_path: Path, monkeypatch: py
         run(model_of, tmp_path / "out", 3)
     state = checkpoints.newest(run_folder(tmp_path / "out") / "checkpoints")
     assert state is not None and state["step"] == 2
+
+
+def test_told_to_finish(model_of: Any, tmp_path: Path) -> None:
+    """It ends behind the step at hand with a whole model, and the same command goes on."""
+    notes: list[str] = []
+
+    def progress(stage: str, done: int, total: int) -> None:
+        if stage.startswith("step 2 "):
+            (run_folder(tmp_path / "out") / FINISH).touch()
+
+    lines = run(model_of, tmp_path / "out", 9, Telling(progress, notes.append), save_every=0)
+    assert len(lines) == 3 and "held_out_bits" in lines[-1] and any("Told to finish at step 3" in note for note in notes)
+    assert not (run_folder(tmp_path / "out") / FINISH).exists()
+    run(model_of, tmp_path / "out", 4, save_every=0)
+    run(model_of, tmp_path / "whole", 4, save_every=0)
+    assert same(tmp_path / "out", tmp_path / "whole")
+
+
+def test_how_long_it_takes_is_told(model_of: Any, tmp_path: Path) -> None:
+    notes: list[str] = []
+    run(model_of, tmp_path / "out", 5, Telling(note=notes.append), batch=None)
+    assert "4 rows a step" in notes[0]
+    assert any(" s a step, so about 1 min for the 2 steps left; touch " in note for note in notes)
+
+
+def test_times_are_searched(model_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every so many steps; what was found is drawn from, told, and known when a run goes on."""
+    clips: list[tuple[float, float]] = []
+    real = train_module.training_noise
+
+    def spy(eligible: Any, size: int, schedule: str, clip: tuple[float, float], *rest: Any) -> Any:
+        clips.append(tuple(clip))
+        return real(eligible, size, schedule, clip, *rest)
+
+    monkeypatch.setattr(train_module, "training_noise", spy)
+    lines = run(model_of, tmp_path / "out", 4, search_every=2, search_batches=2, low=0.2, high=0.9)
+    found = lines[1]["low"], lines[1]["high"]
+    assert clips == [(0.2, 0.9)] * 2 + [found] * 2 and found in intervals() and "low" not in lines[0]
+    with pytest.raises(Killed):
+        run(model_of, tmp_path / "cut", 4, killing(3), search_every=2, search_batches=2, low=0.2, high=0.9)
+    clips.clear()
+    run(model_of, tmp_path / "cut", 4, search_every=2, search_batches=2, low=0.2, high=0.9)
+    assert clips == [found] * 2 and same(tmp_path / "out", tmp_path / "cut")
+
+
+def test_blocks_of_one_token_need_no_search(model_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All their tokens are masked: any other time only adds variance."""
+    seen: list[torch.Tensor] = []
+    real = train_module.losses
+
+    def spy(model: Any, ids: torch.Tensor, noise: Any) -> torch.Tensor:
+        seen.append(noise.masked)
+        return real(model, ids, noise)
+
+    monkeypatch.setattr(train_module, "losses", spy)
+    run(model_of, tmp_path / "out", 1, block_size=1, search_every=1, held_out=0.0)
+    assert seen[0][:, 1:].all() and len(seen) == 1
+
+
+def test_the_papers_network_is_trained_and_read_back(tiny_target_dir: Path, tmp_path: Path) -> None:
+    """With what its checkpoints hold besides weights."""
+    shape = NewSettings(layers=1, hidden_size=16, heads=2, context=32, block_size=4)
+    new_model(tiny_target_dir, tmp_path / "new", shape)
+    model = load_model(tmp_path / "new", "cpu")
+    recipe = DiffusionRecipe(**SMALL | {"low": 0.45, "high": 0.95, "ema": 0.5})
+    train(model, texts(), 2, tmp_path / "out", recipe)
+    trained = load_model(tmp_path / "out", "cpu").network.state_dict()
+    assert trained["sampling_eps_min"].item() == pytest.approx(0.45)
+    assert trained["sampling_eps_max"].item() == pytest.approx(0.95)
+    ours = model.network.state_dict()
+    assert all(torch.equal(ours[name], weight) for name, weight in trained.items() if "sampling" not in name)
+
+
+def test_a_length_that_is_no_multiple_of_the_block(model_of: Any, tmp_path: Path) -> None:
+    """The last block of each row is shorter, and all its tokens count."""
+    [line] = run(model_of, tmp_path / "out", 1, length=13, block_size=5)
+    assert line["loss"] > 0 and line["held_out_bits"] > 0
+
+
+def command(model: Path, data: Path, out: Path, *launch: str) -> list[str]:
+    given = ["--model", model, "--data", data, "--out", out, "--device", "cpu", "--steps", 3, "--save-every", 2]
+    given += ["--length", 12, "--batch", 4, "--warmup", 2, "--ema", 0.5, "--complementary", "true", "--search-every", 2]
+    return [sys.executable, *launch, "-m", "blockdraft", "diffusion", "train", *map(str, given)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_two_processes_learn_what_one_does(kind: str, folder_of: Any, tmp_path: Path) -> None:
+    """Also where each holds a part of the weights, and where they go on from a checkpoint."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    environment["PYTHONPATH"] = str(Path(train_module.__file__).parents[2])
+    data, one, two = tmp_path / "text.txt", tmp_path / "one", tmp_path / "two"
+    data.write_text("the inn in the thing. " * 30)
+
+    def told_by(started: list[str]) -> str:
+        ended = subprocess.run(started, env=environment, capture_output=True, text=True, timeout=500)
+        assert ended.returncode == 0, ended.stderr
+        return ended.stderr
+
+    # On CPUs too, Accelerate's launcher starts several processes when told that they are many "GPUs".
+    kinds = {"ddp": ("--multi_gpu",), "fsdp2": ("--use_fsdp", "--fsdp_version", "2")}
+    launch = ("-m", "accelerate.commands.launch", *kinds[kind], "--num_processes", "2", "--main_process_port", "0")
+    told_by(command(folder_of(), data, one))
+    started = command(folder_of(), data, two, *launch)
+    assert f"2 processes ({'fsdp' if kind == 'fsdp2' else 'multi_cpu'})" in told_by(started).lower()
+    logs = [
+        [json.loads(line) for line in (run_folder(out) / "log.jsonl").read_text().splitlines()] for out in (one, two)
+    ]
+    assert len(logs[0]) == len(logs[1]) == 3
+    for ours, theirs in zip(*logs, strict=True):
+        for name in ours.keys() - {"tokens_per_second"}:
+            assert theirs[name] == pytest.approx(ours[name], rel=1e-3)
+    for name, tensor in weights(one).items():
+        torch.testing.assert_close(weights(two)[name], tensor, rtol=1e-2, atol=2e-4)
+    (run_folder(two) / "checkpoints" / "step-00000003.pt").unlink()
+    shutil.copytree(two, tmp_path / "before")
+    assert "Going on from step 2" in told_by(started) and same(tmp_path / "before", two)

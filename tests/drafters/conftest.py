@@ -4,6 +4,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from blockdraft.diffusion.convert import convert
+from blockdraft.diffusion.settings import ConvertSettings
+
+
+@pytest.fixture(scope="session")
+def tiny_block_dir(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Path:
+    """`tiny_target_dir` with blocks of 5 tokens, of which it was never taught."""
+    folder = tmp_path_factory.mktemp("tiny") / "blocks"
+    convert(tiny_target_dir, folder, ConvertSettings(block_size=5))
+    return folder
+
 
 @pytest.fixture(scope="session")
 def tiny_lm_dir(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Path:

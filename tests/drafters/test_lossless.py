@@ -20,6 +20,7 @@ from blockdraft.types import Drafting, SamplingParams
 
 # By file name, the fixture with a small checkpoint or a combination; None for a drafter that goes by its name.
 FOLDERS = {
+    "block_diffusion": "tiny_block_dir",
     "combined": "tiny_combination",
     "dflash": "tiny_drafter_dir",
     "dflash2": "tiny_dflash2_dir",

@@ -26,8 +26,9 @@ from blockdraft.settings import read_settings
 from blockdraft.targets import Target, target_fingerprint
 from blockdraft.training import checkpoints, start
 from blockdraft.training.devices import make_accelerator
+from blockdraft.training.finish import FINISH
 from blockdraft.training.records import Records
-from blockdraft.training.trainer import FINISH, Telling, run_folder, train
+from blockdraft.training.trainer import Telling, run_folder, train
 from blockdraft.training.variants import find_variant, variant_names
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerator")

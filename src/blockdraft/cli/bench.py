@@ -14,7 +14,7 @@ from blockdraft.cli import bench_suite
 from blockdraft.cli.bench_server import ServerOptions, check_options, measure_servers, temperatures
 from blockdraft.cli.bench_suite import SuiteOptions, measure_suite
 from blockdraft.cli.loading import TargetOptions, takes_target
-from blockdraft.cli.options import BlockSize, DraftWindow, extent, need_drafter, option
+from blockdraft.cli.options import BlockSize, DraftPasses, DraftWindow, extent, need_drafter, option
 from blockdraft.errors import UsageError
 from blockdraft.evaluation.methods import CHAINS, DRAWN, PLAIN, TREES, Settings, parse_methods
 from blockdraft.evaluation.prompts import read_prompt_sets
@@ -65,6 +65,7 @@ def bench(
     block_size: BlockSize = None,
     tree_budget: Annotated[str, option(Settings, "tree_budget", metavar="N|auto")] = str(Settings.tree_budget),
     draft_window: DraftWindow = None,
+    draft_passes: DraftPasses = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -121,7 +122,8 @@ def bench(
         raise UsageError(f"temperature is {temperature!r}; several are for --url and --suite, so give one.")
     [params] = sampling
     settings = Settings(limit, batch_size, repeats, extent("tree_budget", tree_budget))
-    chosen = parse_methods(methods, drafter, extent("block_size", block_size), settings.tree_budget, draft_window)
+    sizes = extent("block_size", block_size), settings.tree_budget
+    chosen = parse_methods(methods, drafter, *sizes, draft_window, draft_passes)
     if any(method.drafter is None for method in chosen):
         need_drafter(run.target, drafter, "name other methods")
     sets = read_prompt_sets(prompts, limit)
@@ -162,6 +164,7 @@ def bench(
         "block_size": extent("block_size", block_size),
         "tree_budget": settings.tree_budget,
         "draft_window": draft_window,
+        "draft_passes": draft_passes,
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "device": str(loaded.device),
         "backend": loaded.backend,

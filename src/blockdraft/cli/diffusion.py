@@ -3,48 +3,27 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from blockdraft.cli import loading
-from blockdraft.cli.generate import read_prompt, read_prompts
+from blockdraft.cli.diffusion_model import AsJson, BlockSize, Device, Dtype, Model, load
+from blockdraft.cli.diffusion_text import generate
 from blockdraft.cli.options import Adapter, FieldOptions, Revision, with_options
-from blockdraft.diffusion.settings import ConvertSettings, DiffusionRecipe, LikelihoodSettings, SampleSettings
+from blockdraft.cli.train import RecipeCommand
+from blockdraft.diffusion.settings import ConvertSettings, DiffusionRecipe, LikelihoodSettings, NewSettings
 from blockdraft.errors import UsageError
+from blockdraft.settings import as_toml, read_settings
 
 if TYPE_CHECKING:
-    from blockdraft.diffusion.model import DiffusionModel
-    from blockdraft.diffusion.sampler import Chunk, Sampler
-
-UNKNOWN = "░"  # in place of a token that is not known yet
+    from blockdraft.diffusion.convert import Converted
 
 diffusion = typer.Typer(
     help="Block-diffusion language models: write whole blocks of text at once, without a target.", no_args_is_help=True
 )
-
-Model = Annotated[
-    Path,
-    typer.Option(metavar="DIR", help="A block-diffusion model, made by `blockdraft diffusion convert` or `train`."),
-]
-Device = Annotated[
-    str | None, typer.Option(help="Where the model runs, such as cpu or cuda:1; by default the first GPU, else cpu.")
-]
-Dtype = Annotated[
-    str | None,
-    typer.Option(
-        metavar="float32|bfloat16|float16", help="Of the weights; by default float32 on a CPU and bfloat16 elsewhere."
-    ),
-]
-BlockSize = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Tokens of a block; by default what the model was made for.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 
 
 @diffusion.command()
@@ -71,60 +50,103 @@ def convert(
     loading.quiet()
     with display.progress("tensors") as progress:
         found = convert_model(target, out, settings, revision, adapter, progress)
-    new = ", new to the tokenizer" if found.is_new else ""
-    shift = "with" if found.config.token_shift else "without"
-    print(
-        f"{out}: blocks of {found.config.block_size}, {shift} token shift, mask token {found.mask_token} "
-        f"(id {found.config.mask_token_id}{new})",
-        file=sys.stderr,
-    )
+    _tell_made(out, found)
 
 
 @diffusion.command()
 @with_options
+def new(
+    *,
+    like: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR", help="Take the tokenizer of this folder or hub name; by default the bundled target's."
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the new model, new or empty.")],
+    settings: NewSettings,
+) -> None:
+    """Make a block-diffusion model from nothing, with random weights and the tokenizer of another model."""
+    from blockdraft.diffusion.new import new_model
+
+    loading.quiet()
+    _tell_made(out, new_model(like, out, settings))
+
+
+@diffusion.command(cls=RecipeCommand)
+@with_options
 def train(
     *,
-    model: Model,
+    context: typer.Context,
+    recipe: Annotated[
+        Path | None,
+        typer.Argument(metavar="[RECIPE.toml]", help="Values of recipe fields; others keep their defaults."),
+    ] = None,
+    model: Annotated[Path | None, typer.Option(metavar="DIR", help="The block-diffusion model to begin with.")] = None,
     data: Annotated[
-        list[str],
+        list[str] | None,
         typer.Option(metavar="SOURCE", help="Texts or chats, as for `blockdraft data`; repeat it for several."),
-    ],
-    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps; a run that has ended goes on with more.")],
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Optimiser steps; a run that has ended goes on with more.")
+    ] = None,
     out: Annotated[
-        Path,
+        Path | None,
         typer.Option(
             metavar="DIR",
             help="Folder of the trained model. Recipe, log and checkpoints go to DIR.run beside it; the same command "
             "goes on with a run that was interrupted.",
         ),
-    ],
-    recipe: DiffusionRecipe,
+    ] = None,
     rows: FieldOptions,
     device: Device = None,
+    show_recipe: Annotated[
+        bool,
+        typer.Option("--show-recipe", help="Print all fields of the recipe with their meaning, as TOML, and exit."),
+    ] = False,
 ) -> None:
-    """Train a block-diffusion model. Of texts it learns all tokens, of chats those of the assistant."""
+    """Train a block-diffusion model. Of texts it learns all tokens, of chats those of the assistant.
+
+    Every recipe field is an option too: --batch 8, --block-size 4, --complementary true; --show-recipe lists them. On
+    many devices: `accelerate launch -m blockdraft diffusion train ...`. To end early with a whole model:
+    `touch DIR.run/finish`, or send the signal USR1.
+    """
+    settings = read_settings(DiffusionRecipe, recipe, context.obj)
+    if show_recipe:
+        print(as_toml(settings, explained=True), end="")
+        return
+    if model is None or not data or steps is None or out is None:
+        needed = {"--model": model, "--data": data, "--steps": steps, "--out": out}
+        missing = [name for name, value in needed.items() if not value]
+        raise UsageError(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing.")
+
     from blockdraft.cli import display
     from blockdraft.diffusion.text import read_texts
 
     try:
         from blockdraft.diffusion.train import train as train_model
+        from blockdraft.training.devices import make_accelerator
+        from blockdraft.training.finish import finish_on_signal
         from blockdraft.training.records import run_folder
         from blockdraft.training.trainer import Telling
     except ModuleNotFoundError as error:
         raise UsageError(f"Training takes {error.name}; run pip install 'blockdraft[train]'.") from error
 
-    loaded = _load(model, device, "float32", recipe.block_size)
+    accelerator = make_accelerator(settings, run_folder(out), device)
+    loaded = load(model, str(accelerator.device), "float32", settings.block_size)
     texts = read_texts(data, rows.rows(), loaded)
+    finish_on_signal(out)
     try:
         with display.progress("done") as progress:
-            telling = Telling(progress, lambda text: print(text, file=sys.stderr, flush=True))
-            lines = train_model(loaded, texts, steps, out, recipe, telling)
+            telling = Telling(progress, loading.tell)
+            lines = train_model(loaded, texts, steps, out, settings, telling, accelerator)
     except KeyboardInterrupt:
-        print("Interrupted; the same command goes on from the newest checkpoint.", file=sys.stderr)
+        loading.tell("Interrupted; the same command goes on from the newest checkpoint.")
         raise typer.Exit(130) from None
-    bits = next((line["held_out_bits"] for line in reversed(lines) if "held_out_bits" in line), None)
-    told = "" if bits is None else f", {bits:.3f} bits per held-out token"
-    print(f"The model is in {out}{told}; log and checkpoints are in {run_folder(out)}.", file=sys.stderr)
+    if accelerator.is_main_process:
+        bits = next((line["held_out_bits"] for line in reversed(lines) if "held_out_bits" in line), None)
+        told = "" if bits is None else f", {bits:.3f} bits per held-out token"
+        loading.tell(f"The model is in {out}{told}; log and checkpoints are in {run_folder(out)}.")
 
 
 @diffusion.command()
@@ -146,7 +168,7 @@ def perplexity(
     from blockdraft.diffusion.likelihood import likelihood
     from blockdraft.diffusion.text import read_texts
 
-    loaded = _load(model, device, dtype, block_size)
+    loaded = load(model, device, dtype, block_size)
     texts = read_texts([file], rows.rows(), loaded)
     with display.progress("batches") as progress:
         found = likelihood(loaded, texts, settings, progress)
@@ -158,108 +180,13 @@ def perplexity(
     print(f"{told}{around}, {found.bits_per_token:.4f} bits a token, {found.tokens} tokens")
 
 
-@diffusion.command()
-@with_options
-def generate(
-    *,
-    prompt: Annotated[
-        str | None, typer.Argument(help="What to go on from; without it, or with -, it is read from standard input.")
-    ] = None,
-    model: Model,
-    settings: SampleSettings,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(help="A text that ends an answer, which is cut before it. Repeat the option for several."),
-    ] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help='Answer all prompts of this file together, lines of {"prompt": "text"} or {"turns": ["text", ...]}, '
-            "and print one JSON object a line, each as soon as it is done.",
-        ),
-    ] = None,
-    show_steps: Annotated[
-        bool,
-        typer.Option("--show-steps", help="Show each pass: tokens that are not known yet are grey boxes."),
-    ] = False,
-    block_size: BlockSize = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    as_json: AsJson = False,
-) -> None:
-    """Write text, a block at a time."""
-    if prompts is not None and (prompt is not None or show_steps):
-        other = "--show-steps" if show_steps else "a prompt"
-        raise UsageError(f"--prompts {prompts} and {other} do not go together; leave one of them away.")
-    texts = read_prompts(prompts) if prompts else [read_prompt(prompt)]
-
-    from blockdraft.diffusion.sampler import Sampler
-
-    sampler = Sampler(_load(model, device, dtype, block_size), settings, stop=stop or ())
-    if prompts is not None or as_json:
-        _print_json(sampler, texts, keep_steps=show_steps)
-        return
-    with _shown_steps(sampler.model) if show_steps else _plainly() as (watch, write):
-        for chunk in sampler.stream(texts, watch):
-            write(chunk)
+def _tell_made(out: Path, found: Converted) -> None:
+    new = ", new to the tokenizer" if found.is_new else ""
+    shift = "with" if found.config.token_shift else "without"
+    loading.tell(
+        f"{out}: blocks of {found.config.block_size}, {shift} token shift, mask token {found.mask_token} "
+        f"(id {found.config.mask_token_id}{new})"
+    )
 
 
-def _print_json(sampler: Sampler, prompts: Sequence[str], keep_steps: bool) -> None:
-    """A line for each answer, in the order in which they end."""
-    answers = [{"index": i, "text": "", "token_ids": list[int]()} for i in range(len(prompts))]
-    steps: list[Sequence[int | None]] = []
-    for chunk in sampler.stream(prompts, lambda row, block: steps.append(block) if keep_steps else None):
-        answer: dict[str, Any] = answers[chunk.row]
-        answer["text"] += chunk.text
-        answer["token_ids"] += chunk.token_ids
-        if chunk.finish_reason is not None:
-            answer |= {"finish_reason": chunk.finish_reason, "forwards": chunk.forwards}
-            answer["tokens_per_forward"] = len(answer["token_ids"]) / max(chunk.forwards, 1)
-            print(json.dumps(answer | ({"steps": steps} if keep_steps else {})), flush=True)
-
-
-@contextmanager
-def _plainly() -> Iterator[tuple[None, Callable[[Chunk], None]]]:
-    """Blocks as they come."""
-    yield None, lambda chunk: print(chunk.text, end="", flush=True)
-    print()
-
-
-@contextmanager
-def _shown_steps(
-    model: DiffusionModel,
-) -> Iterator[tuple[Callable[[int, Sequence[int | None]], None], Callable[[Chunk], None]]]:
-    """Each pass: on a terminal the block changes where it stands, else standard error gets a line a pass."""
-    from rich.live import Live
-    from rich.text import Text
-
-    from blockdraft.cli import display
-
-    tokenizer, written = model.text.tokenizer, Text()
-    assert tokenizer is not None
-
-    def spelled(block: Sequence[int | None]) -> str:
-        return "".join(UNKNOWN if token is None else str(tokenizer.decode([token])) for token in block)
-
-    if not sys.stdout.isatty():
-        with _plainly() as (_, write):
-            yield lambda row, block: print(repr(spelled(block)), file=sys.stderr, flush=True), write
-        return
-    with Live(written, console=display.terminal(), auto_refresh=False, vertical_overflow="visible") as live:
-
-        def watch(row: int, block: Sequence[int | None]) -> None:
-            live.update(written + Text(spelled(block), style=display.DRAFTED), refresh=True)
-
-        def write(chunk: Chunk) -> None:
-            written.append(chunk.text)
-            live.update(written, refresh=True)
-
-        yield watch, write
-
-
-def _load(path: Path, device: str | None, dtype: str | None, block_size: int | None) -> DiffusionModel:
-    from blockdraft.diffusion.folder import load_model
-
-    loading.quiet()
-    return load_model(path, device, dtype, block_size)
+diffusion.command()(generate)

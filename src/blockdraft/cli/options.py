@@ -120,10 +120,10 @@ DrafterPlace = Annotated[
     typer.Option(
         "--drafter",
         metavar="DIR|NAME",
-        help="Drafter: the folder or GGUF file of a drafter, the folder of a smaller language model with the target's "
-        "tokens, prompt_lookup to guess what the text repeats, none to decode plainly, or bundled to use the one that "
-        "comes along, which fits the bundled target and what was made of it, and is the default there. Several with + "
-        "between them, such as prompt_lookup+DIR, draft together.",
+        help="Drafter: the folder or GGUF file of a drafter, the folder of a smaller language model or of a "
+        "block-diffusion model with the target's tokens, prompt_lookup to guess what the text repeats, none to decode "
+        "plainly, or bundled to use the one that comes along, which fits the bundled target and what was made of it, "
+        "and is the default there. Several with + between them, such as prompt_lookup+DIR, draft together.",
     ),
 ]
 AutoBlockSize = Annotated[
@@ -138,6 +138,7 @@ AutoBlockSize = Annotated[
 TreeBudget = Annotated[str | None, option(Drafting, "tree_budget", metavar="N|auto")]
 BlockSize = Annotated[str | None, option(Drafting, "block_size", metavar="N|auto")]
 DraftWindow = Annotated[int | None, option(Drafting, "draft_window", metavar="N")]
+DraftPasses = Annotated[int | None, option(Drafting, "draft_passes", metavar="N")]
 Dtype = Annotated[
     str | None,
     typer.Option(
@@ -248,6 +249,7 @@ class SamplingOptions:
     block_size: AutoBlockSize = None
     tree_budget: TreeBudget = None
     draft_window: DraftWindow = None
+    draft_passes: DraftPasses = None
 
     def params(self, max_new_tokens: int) -> SamplingParams:
         names = {each.name for each in fields(SamplingParams)} & {each.name for each in fields(self)}
@@ -261,4 +263,6 @@ class SamplingOptions:
         if size is None and budget is None:
             size = "auto"
         guesses = Drafting.tree_budget if budget is None else extent("tree_budget", budget)
-        return Drafting(extent("block_size", size), guesses, draft_window=self.draft_window)
+        return Drafting(
+            extent("block_size", size), guesses, draft_window=self.draft_window, draft_passes=self.draft_passes
+        )

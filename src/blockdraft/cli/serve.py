@@ -12,6 +12,7 @@ from blockdraft.cli.loading import TargetOptions, takes_target
 from blockdraft.cli.options import (
     AutoBlockSize,
     DrafterPlace,
+    DraftPasses,
     DraftWindow,
     SamplingOptions,
     TreeBudget,
@@ -91,6 +92,7 @@ def serve(
     block_size: AutoBlockSize = None,
     tree_budget: TreeBudget = None,
     draft_window: DraftWindow = None,
+    draft_passes: DraftPasses = None,
     options: ServeOptions,
 ) -> None:
     """Serve a model to programs that speak OpenAI's or Anthropic's API.
@@ -103,7 +105,9 @@ def serve(
     lacking = [name for name in NEEDED if find_spec(name) is None]
     if lacking:
         raise UsageError(f"The server needs {', '.join(lacking)}; install it with pip install 'blockdraft[server]'.")
-    drafting = SamplingOptions(block_size=block_size, tree_budget=tree_budget, draft_window=draft_window).drafting
+    drafting = SamplingOptions(
+        block_size=block_size, tree_budget=tree_budget, draft_window=draft_window, draft_passes=draft_passes
+    ).drafting
 
     from blockdraft.serving import run as server
     from blockdraft.serving.backends import Backends

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -130,9 +129,10 @@ def _train(
     try:
         from blockdraft.training.devices import make_accelerator
         from blockdraft.training.export import format_for
+        from blockdraft.training.finish import finish_on_signal
         from blockdraft.training.objectives import find_objective
         from blockdraft.training.records import run_folder
-        from blockdraft.training.trainer import FINISH, Telling, train
+        from blockdraft.training.trainer import Telling, train
     except ModuleNotFoundError as error:
         raise UsageError(f"Training takes {error.name}; run pip install 'blockdraft[train]'.") from error
 
@@ -164,12 +164,7 @@ def _train(
         note(f"{data} is still being made; this takes the {len(documents)} documents that there are now.")
     loaded = loading.load(target, dtype, accelerator.device, backend, **given)
 
-    def finish(*_: object) -> None:
-        if run_folder(out).is_dir():
-            (run_folder(out) / FINISH).touch()
-
-    if hasattr(signal, "SIGUSR1"):  # not on Windows
-        signal.signal(signal.SIGUSR1, finish)
+    finish_on_signal(out)
     try:
         with display.progress("done") as progress:
             telling = Telling(progress, note)

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from blockdraft.diffusion.folder import PREFIX, write_model
+from blockdraft.denoisers.folder import PREFIX
+from blockdraft.diffusion.folder import write_model
 from blockdraft.diffusion.model import DiffusionModel
 from blockdraft.diffusion.settings import ConvertSettings, DiffusionConfig
 from blockdraft.errors import UsageError
@@ -66,7 +67,7 @@ def convert(
         if refused := why_not_denoiser(source.wanted):
             raise UsageError(f"{path} cannot be converted: {refused}.")
         size = source.wanted.vocab_size
-        mask, is_new = _mask_token(text, settings.mask_token_id, size)
+        mask, is_new = mask_token(text, settings.mask_token_id, size)
         tensors = _tensors(source, mask, is_new, settings.seed, progress)
         with torch.device("meta"):
             network = CausalDenoiser(replace(source.wanted, vocab_size=len(tensors[TABLE])))
@@ -83,7 +84,7 @@ def convert(
     return Converted(config, str(text.tokenizer.convert_ids_to_tokens(mask)), is_new)
 
 
-def _mask_token(text: TargetText, wanted: int | None, size: int) -> tuple[int, bool]:
+def mask_token(text: TargetText, wanted: int | None, size: int) -> tuple[int, bool]:
     """The mask token's id, and whether it is new to the tokenizer, which then knows it now.
 
     Raises:

@@ -10,7 +10,7 @@ from statistics import NormalDist, fmean, stdev
 import torch
 
 from blockdraft.diffusion.model import DiffusionModel, losses
-from blockdraft.diffusion.noise import counted_noise
+from blockdraft.diffusion.noise import Noise, counted_noise
 from blockdraft.diffusion.settings import LikelihoodSettings
 from blockdraft.diffusion.text import Tokens, row_length
 from blockdraft.errors import NumbersError, UsageError
@@ -47,11 +47,15 @@ def likelihood(
     texts: Sequence[Tokens],
     settings: LikelihoodSettings = LikelihoodSettings(),  # noqa: B008 (frozen)
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+    compute: Callable[[DiffusionModel, torch.Tensor, Noise], torch.Tensor] = losses,
 ) -> Likelihood:
     """Measure how likely texts are.
 
     Each text is cut into rows, each of which begins with the last token of the one before: the first token of a row is
     given, so that every token but the first of its text is predicted once.
+
+    Args:
+        compute: `losses`, or what comes to the same by other ways.
 
     Raises:
         UsageError: There is no token to predict, or rows are longer than the context.
@@ -72,7 +76,7 @@ def likelihood(
         progress("perplexity", done, draws * len(batches))
         ids, eligible = (torch.stack(each) for each in zip(*batches[batch], strict=True))
         noise = counted_noise(eligible, size, generator)
-        found = losses(model, ids.to(model.network.device), noise).sum(dim=0)
+        found = compute(model, ids.to(model.network.device), noise).sum(dim=0)
         sums[draw, : len(found)] += found.double().cpu()
     progress("perplexity", draws * len(batches), draws * len(batches))
     if not sums.isfinite().all():

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 
 def block_causal(length: int, block_size: int, device: torch.device | None = None) -> Tensor:
@@ -25,3 +32,24 @@ def training_mask(length: int, block_size: int, device: torch.device | None = No
     clean = block_causal(length, block_size, device)
     own = clean & clean.T
     return torch.cat([torch.cat([own, clean & ~own], dim=1), torch.cat([torch.zeros_like(own), clean], dim=1)])
+
+
+def training_rule(length: int, block_size: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """`training_mask` as FlexAttention wants it: a function of row, head, and the places that see and are seen."""
+
+    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        own, other = query % length // block_size, key % length // block_size
+        is_noisy, other_is_noisy = query < length, key < length
+        to_clean = ~other_is_noisy & ((other < own) | (~is_noisy & (other == own)))
+        return to_clean | (is_noisy & other_is_noisy & (other == own))
+
+    return sees
+
+
+@lru_cache(maxsize=4)  # to make one takes longer than to attend with it
+def flex_mask(length: int, block_size: int, device: torch.device) -> BlockMask:
+    """`training_mask` for FlexAttention, which computes no tiles that nobody sees."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    rule = training_rule(length, block_size)
+    return create_block_mask(rule, None, None, 2 * length, 2 * length, device=str(device))

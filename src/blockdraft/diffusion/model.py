@@ -1,62 +1,21 @@
-"""A block-diffusion model: network, configuration and tokenizer, and what it thinks of a noisy text."""
+"""What a block-diffusion model thinks of a noisy text."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from blockdraft.diffusion.mask import training_mask
+from blockdraft.denoisers.model import DiffusionModel, hide_mask_token
+from blockdraft.diffusion.mask import flex_mask, training_mask
 from blockdraft.diffusion.noise import Noise
-from blockdraft.diffusion.settings import DiffusionConfig
-from blockdraft.errors import UsageError
+from blockdraft.nn.attention import Visible
 from blockdraft.nn.denoiser import Denoiser
-from blockdraft.targets import TargetText
+
+__all__ = ["DiffusionModel", "hide_mask_token", "losses", "shifted", "states_about"]
 
 CHUNK = 2048  # masked tokens whose logits exist at once
-
-
-@dataclass(frozen=True)
-class DiffusionModel:
-    """Attributes:
-    text: Tokenizer, context and end tokens; the tokenizer is there.
-    raw: What config.json holds besides `config`.
-    files: Other files of its folder, which belong into every folder that it is written to.
-    """
-
-    network: Denoiser
-    config: DiffusionConfig
-    text: TargetText
-    raw: dict[str, Any]
-    files: tuple[Path, ...] = ()
-
-    def check_tokens(self, ids: Sequence[int], place: str) -> None:
-        """Raise a UsageError for tokens that no text may hold.
-
-        Args:
-            place: Where they come from, as the beginning of a sentence.
-        """
-        mask, size = self.config.mask_token_id, self.network.vocab_size
-        wrong = next((token for token in ids if not 0 <= token < size), None)
-        if wrong is not None:
-            raise UsageError(f"{place} holds the token id {wrong}, and the model has those from 0 to {size - 1} only.")
-        if mask in ids:
-            raise UsageError(
-                f"{place} holds the mask token (id {mask}), which stands for tokens that are not known; take it out."
-            )
-
-
-def hide_mask_token(logits: Tensor, mask_token_id: int) -> Tensor:
-    """Logits `[..., V]` float32 of which the mask token has -inf: it is never what a place holds."""
-    hidden = torch.zeros(logits.size(-1), dtype=torch.bool, device=logits.device)
-    hidden[mask_token_id] = True
-    return logits.float().masked_fill(hidden, -torch.inf)
 
 
 def shifted(states_BLH: Tensor, before_BKH: Tensor, block_size: int) -> Tensor:
@@ -77,7 +36,11 @@ def states_about(model: DiffusionModel, noisy_BL: Tensor, clean_BL: Tensor) -> T
     token shift there is nothing to be had about the first token of a row, and what stands there means nothing."""
     length, size = clean_BL.size(1), model.config.block_size
     positions = torch.arange(length, device=clean_BL.device).repeat(2)[None]
-    visible = training_mask(length, size, clean_BL.device)[None]
+    visible: Visible
+    if clean_BL.is_cuda:
+        visible = flex_mask(length, size, clean_BL.device)
+    else:
+        visible = training_mask(length, size, clean_BL.device)[None]
     states = model.network.hidden(torch.cat([noisy_BL, clean_BL], dim=1), positions, visible)
     noisy, clean = states[:, :length], states[:, length:]
     if not model.config.token_shift:

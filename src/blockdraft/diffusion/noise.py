@@ -72,6 +72,27 @@ def training_noise(
         schedule: A key of `SCHEDULES`.
         clip: The times that are drawn lie between these two. Less than (0, 1) is no bound on the likelihood any more,
             but learns with less variance.
+        complementary: As in `noise_at`.
+    """
+    low, high = clip
+    shape = len(eligible_BL), -(-eligible_BL.size(1) // block_size)
+    times_BK = low + (high - low) * stratified(shape, generator)
+    return noise_at(times_BK, eligible_BL, block_size, schedule, generator, complementary)
+
+
+def noise_at(
+    times_BK: Tensor,
+    eligible_BL: Tensor,
+    block_size: int,
+    schedule: str,
+    generator: torch.Generator,
+    complementary: bool = False,
+) -> Noise:
+    """The noise of blocks whose times are known.
+
+    Args:
+        times_BK: Float64 in (0, 1], one for each block.
+        eligible_BL, schedule: As in `training_noise`.
         complementary: Follow the rows by as many others in which just those are masked that here are not, at the time
             1 - t; so each token is learned once. It takes the linear schedule.
 
@@ -79,10 +100,8 @@ def training_noise(
         Of B rows, or of 2 * B.
     """
     assert not complementary or schedule == "linear"
-    batch, length = eligible_BL.shape
-    low, high = clip
-    times = low + (high - low) * stratified((batch, -(-length // block_size)), generator)
-    t = times.repeat_interleave(block_size, dim=1)[:, :length]
+    length = eligible_BL.size(1)
+    t = times_BK.repeat_interleave(block_size, dim=1)[:, :length]
     chosen = torch.rand(t.shape, generator=generator, dtype=torch.float64) < SCHEDULES[schedule].rate(t)
     masked, weights = chosen & eligible_BL, SCHEDULES[schedule].weight(t)
     if complementary:

@@ -20,6 +20,22 @@ from blockdraft.sampling.drawing import draw
 from blockdraft.sampling.probabilities import probabilities
 from blockdraft.types import Prompt, SamplingParams
 
+
+@dataclass(frozen=True)
+class Step:
+    """A pass that settled tokens of a text.
+
+    Attributes:
+        begin: Where in the text the block begins.
+        block: The block afterwards; None for tokens that are not known yet.
+        settled: Places in the block of the tokens that this pass settled.
+    """
+
+    begin: int
+    block: tuple[int | None, ...]
+    settled: tuple[int, ...]
+
+
 # Of a row, called after each pass that settled some of its tokens: the block, with None for those not known yet.
 Watch: TypeAlias = Callable[[int, Sequence[int | None]], None]
 
@@ -30,8 +46,8 @@ class Chunk:
 
     Attributes:
         row: Number of the prompt.
-        token_ids: New tokens, the end token included.
-        text: New text, without it.
+        token_ids: New tokens, the end token included. Where gaps are filled, those that were given are told too.
+        text: New text, without the end token.
         finish_reason: "stop" for an end token or a stop text, "length" for as many tokens as were asked for; None as
             long as the answer goes on.
         forwards: Passes of the network that the answer has taken so far, that over the prompt not counted.
@@ -49,29 +65,37 @@ class _Row:
     """A text in the making.
 
     Attributes:
-        tokens: Of the prompt and of the answer, up to the end of the block in the making; None where not known yet.
-        start: Tokens of the prompt.
+        tokens: Of the whole text, at least up to the end of the block in the making; None where not known yet.
+        limit: Tokens after which the text ends.
+        is_filled: Whether gaps are filled: then nothing behind the limit is made, and the text does not end before.
         begin: Where the block in the making begins.
-        told: Tokens that chunks have told, the prompt's among them.
+        told: Tokens that chunks have told or need not tell.
         order: A uniform number for each place of the block.
     """
 
     number: int
     tokens: list[int | None]
-    start: int
+    limit: int
     generator: torch.Generator
     text: AnswerText
+    is_filled: bool = False
     begin: int = 0
     told: int = 0
     forwards: int = 0
     order: Tensor = field(default_factory=lambda: torch.empty(0))
 
-    def unknown(self) -> list[int]:
-        """Places in the block whose tokens are not known."""
-        return [place for place, token in enumerate(self.tokens[self.begin :]) if token is None]
+    @property
+    def block(self) -> tuple[int | None, ...]:
+        return tuple(self.tokens[self.begin : self.begin + len(self.order)])
 
-    def open_block(self, size: int) -> None:
-        self.tokens += [None] * (self.begin + size - len(self.tokens))
+    def unknown(self) -> list[int]:
+        """Places in the block whose tokens are not known and are to be."""
+        end = self.limit - self.begin if self.is_filled else len(self.order)
+        return [place for place, token in enumerate(self.block[:end]) if token is None]
+
+    def open_block(self, begin: int, size: int) -> None:
+        self.begin = begin
+        self.tokens += [None] * (begin + size - len(self.tokens))
         self.order = torch.rand(size, generator=self.generator, dtype=torch.float64)
 
 
@@ -81,6 +105,11 @@ class Sampler:
     Args:
         strategy: None is the one that the settings name.
         stop: Texts that end an answer, which is cut before them.
+
+    Attributes:
+        given: What was there of each text before the last call of `stream` or `fill`, by the number of its row; None
+            for tokens of gaps.
+        history: The passes over each text that settled tokens.
 
     Raises:
         UsageError: There is no strategy of the name in the settings.
@@ -99,6 +128,8 @@ class Sampler:
             temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p, stop=stop
         )
         self._ends = frozenset() if settings.ignore_eos else model.text.eos_token_ids
+        self.given: list[list[int | None]] = []
+        self.history: list[list[Step]] = []
         self._seed = secrets.randbits(32) if settings.seed is None else settings.seed
 
     def stream(self, prompts: Sequence[Prompt], watch: Watch | None = None) -> Iterator[Chunk]:
@@ -114,41 +145,69 @@ class Sampler:
                 anything is sampled.
             NumbersError: The model computes no finite numbers.
         """
-        rows = [self._row(number, self._checked(prompt)) for number, prompt in enumerate(prompts)]
-        return self._run(rows, watch or (lambda row, block: None))
+        rows = []
+        for number, prompt in enumerate(prompts):
+            ids = self._checked(prompt)
+            limit = len(ids) + self.settings.max_new_tokens
+            rows.append(_Row(number, [*ids], limit, self._random(number), self._text(self._params.stop), told=len(ids)))
+        return self._run(rows, watch)
+
+    def fill(self, texts: Sequence[Sequence[int | None]], watch: Watch | None = None) -> Iterator[Chunk]:
+        """Fill the gaps of texts, together. A token of a gap is found given all tokens before its block, and those of
+        its block that are known, also behind it; what follows its block it does not see. No token of a gap ends the
+        text. `max_new_tokens`, stop texts and `ignore_eos` mean nothing here.
+
+        Args:
+            texts: Token ids, with None for those to be found.
+
+        Raises:
+            UsageError: A text has no gap or begins with one, holds the mask token, or is too long for the context.
+            NumbersError: The model computes no finite numbers.
+        """
+        rows = []
+        for number, tokens in enumerate(texts):
+            self.model.check_tokens([token for token in tokens if token is not None], "The text")
+            if None not in tokens or tokens[0] is None:
+                raise UsageError("The text has no gap, or begins with one; give text before the gap.")
+            self._check_room(len(tokens), f"The text's {len(tokens)} tokens, gaps included", "shorten it")
+            rows.append(_Row(number, [*tokens], len(tokens), self._random(number), self._text(), is_filled=True))
+        return self._run(rows, watch)
 
     def _checked(self, prompt: Prompt) -> list[int]:
         ids = encode(prompt, self.model.text)
         self.model.check_tokens(ids, "The prompt")
         if not ids:
             raise UsageError("The prompt is empty: its text has no tokens; give at least one.")
-        size, most = self.model.config.block_size, self.model.text.max_context
-        if self._slots(len(ids)) > most:
-            room = most // size * size - len(ids)
-            remedy = f"ask for at most {room}" if room > 0 else "shorten the prompt"
-            raise UsageError(
-                f"The prompt's {len(ids)} tokens and max_new_tokens {self.settings.max_new_tokens}, in blocks of "
-                f"{size}, exceed the model's context of {most}; {remedy}."
-            )
+        new, size, most = self.settings.max_new_tokens, self.model.config.block_size, self.model.text.max_context
+        room = most // size * size - len(ids)
+        remedy = f"ask for at most {room}" if room > 0 else "shorten the prompt"
+        self._check_room(len(ids) + new, f"The prompt's {len(ids)} tokens and max_new_tokens {new}", remedy)
         return ids
 
-    def _slots(self, prompt: int) -> int:
+    def _check_room(self, tokens: int, told: str, remedy: str) -> None:
+        size, most = self.model.config.block_size, self.model.text.max_context
+        if self._slots(tokens) > most:
+            raise UsageError(f"{told}, in blocks of {size}, exceed the model's context of {most}; {remedy}.")
+
+    def _slots(self, tokens: int) -> int:
         """Of a row, which ends with a whole block."""
         size = self.model.config.block_size
-        return -(-(prompt + self.settings.max_new_tokens) // size) * size
+        return -(-tokens // size) * size
 
-    def _row(self, number: int, ids: list[int]) -> _Row:
-        generator = torch.Generator().manual_seed(self._seed + number)
-        text = AnswerText(self.model.text.tokenizer, self._params.stop)
-        return _Row(number, list(ids), len(ids), generator, text, told=len(ids))
+    def _random(self, number: int) -> torch.Generator:
+        return torch.Generator().manual_seed(self._seed + number)
 
-    def _run(self, rows: list[_Row], watch: Watch) -> Iterator[Chunk]:
+    def _text(self, stop: Sequence[str] = ()) -> AnswerText:
+        return AnswerText(self.model.text.tokenizer, stop)
+
+    def _run(self, rows: list[_Row], watch: Watch | None) -> Iterator[Chunk]:
         size = self.model.config.block_size
-        context = Context(self.model, len(rows), max((self._slots(row.start) for row in rows), default=0))
+        self.given, self.history = [[*row.tokens] for row in rows], [[] for _ in rows]
+        context = Context(self.model, len(rows), max((self._slots(row.limit) for row in rows), default=0))
         for row in rows:
-            row.begin = row.start // size * size
+            known = row.tokens.index(None) if None in row.tokens else len(row.tokens)
+            row.open_block(known // size * size, size)
             context.read(row.number, [token for token in row.tokens[: row.begin] if token is not None])
-            row.open_block(size)
         while rows:
             self._settle_first(context, rows, watch)
             ended = set()
@@ -162,10 +221,10 @@ class Sampler:
             if rows:
                 self._pass(context, rows, watch)
 
-    def _pass(self, context: Context, rows: Sequence[_Row], watch: Watch) -> None:
+    def _pass(self, context: Context, rows: Sequence[_Row], watch: Watch | None) -> None:
         """One pass over all rows: blocks that are known are committed, in others tokens are settled."""
         size, mask = self.model.config.block_size, self.model.config.mask_token_id
-        blocks = [[mask if token is None else token for token in row.tokens[row.begin :]] for row in rows]
+        blocks = [[mask if token is None else token for token in row.block] for row in rows]
         unknown = [row.unknown() for row in rows]
         states = context.look([row.number for row in rows], torch.tensor(blocks), [not places for places in unknown])
         waiting = [i for i, places in enumerate(unknown) if places]
@@ -175,10 +234,9 @@ class Sampler:
         for row, places in zip(rows, unknown, strict=True):
             row.forwards += 1
             if not places:
-                row.begin += size
-                row.open_block(size)
+                row.open_block(row.begin + size, size)
 
-    def _settle_first(self, context: Context, rows: Sequence[_Row], watch: Watch) -> None:
+    def _settle_first(self, context: Context, rows: Sequence[_Row], watch: Watch | None) -> None:
         """With a token shift, what is left to be said of a block whose first token alone is not known is known already:
         so blocks of one token take one pass each, as in a causal model."""
         found = [row for row in rows if row.unknown() == [0] and context.knows_first(row.number)]
@@ -187,7 +245,7 @@ class Sampler:
             self._settle([(row, [0]) for row in found], states, watch)
 
     @torch.no_grad()
-    def _settle(self, rows: Sequence[tuple[_Row, list[int]]], states_MH: Tensor, watch: Watch) -> None:
+    def _settle(self, rows: Sequence[tuple[_Row, list[int]]], states_MH: Tensor, watch: Watch | None) -> None:
         """Guess tokens, and let the strategy choose which of them stand.
 
         Args:
@@ -195,6 +253,8 @@ class Sampler:
             states_MH: What the network thinks of these tokens, row by row.
         """
         logits = hide_mask_token(self.model.network.logits(states_MH), self.model.config.mask_token_id)
+        if rows[0][0].is_filled:
+            logits[:, sorted(self.model.text.eos_token_ids)] = -torch.inf
         laws = logits.log_softmax(dim=-1)
         if laws.isnan().any():
             raise NumbersError("The model computes numbers that are not finite; load it as float32.")
@@ -209,22 +269,27 @@ class Sampler:
         for (row, places), ids, sure, nats in zip(rows, *parts, strict=True):
             kept = self.strategy.choose(Guesses(sure, nats, row.order[places]))
             assert kept.any()
-            for place, token, keep in zip(places, ids.tolist(), kept.tolist(), strict=True):
-                if keep:
-                    row.tokens[row.begin + place] = token
-            watch(row.number, tuple(row.tokens[row.begin :]))
+            new = {place: token for place, token, keep in zip(places, ids.tolist(), kept.tolist(), strict=True) if keep}
+            for place, token in new.items():
+                row.tokens[row.begin + place] = token
+            self.history[row.number].append(Step(row.begin, row.block, tuple(new)))
+            if watch is not None:
+                watch(row.number, row.block)
 
     def _chunk(self, row: _Row) -> Chunk | None:
         """What can be told of a row now: its block once that is known, or as far as its end."""
-        end = next((at for at in range(row.told, len(row.tokens)) if row.tokens[at] is None), len(row.tokens))
-        limit, reason = row.start + self.settings.max_new_tokens, None
-        new = [token for token in row.tokens[row.told : min(end, limit)] if token is not None]
-        stop = next((at for at, token in enumerate(new, 1) if token in self._ends), None)
+        after = row.begin + len(row.order)
+        end = next((at for at in range(row.told, after) if row.tokens[at] is None), after)
+        reason, ends = None, frozenset[int]() if row.is_filled else self._ends
+        new = [token for token in row.tokens[row.told : min(end, row.limit)] if token is not None]
+        stop = next((at for at, token in enumerate(new, 1) if token in ends), None)
         if stop is not None:
             new, reason = new[:stop], "stop"
-        elif end >= limit:
+        elif end >= row.limit:
             reason = "length"
-        if reason is None and (end < len(row.tokens) or not new):
+        elif end < after:
+            new = new[: max(0, row.begin - row.told)]
+        if reason is None and not new:
             return None
         for number, token in enumerate(new, 1):
             if stop != number:

@@ -1,4 +1,4 @@
-"""What a block-diffusion model is, and how one is made, trained, measured and sampled."""
+"""How a block-diffusion model is made, trained, measured and sampled."""
 
 from __future__ import annotations
 
@@ -6,24 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from blockdraft.denoisers.config import DiffusionConfig as DiffusionConfig  # to be had here too
 from blockdraft.errors import UsageError
-from blockdraft.settings import Amount, Count, Natural, Share, settings
-
-
-@settings
-class DiffusionConfig:
-    """What the network itself does not show.
-
-    Attributes:
-        block_size: Tokens of a block. At 1 the model is autoregressive.
-        mask_token_id: Stands for a token that is not known yet.
-        token_shift: Whether what the network says at a token is about the next one, as in causal language models. What
-            is said about the first token of a block is then said at the last one of the block before.
-    """
-
-    block_size: Count
-    mask_token_id: Natural
-    token_shift: bool
+from blockdraft.settings import Amount, Count, Natural, Share, Texts, settings
 
 
 @settings
@@ -42,6 +27,43 @@ class ConvertSettings:
     token_shift: bool = True
     mask_token_id: Natural | None = None
     seed: Natural = 0
+
+
+@settings
+class NewSettings:
+    """The shape of a model that begins with random weights. The defaults are the paper's tiny one.
+
+    Attributes:
+        kind: "dit" is the paper's network and layout; "causal" the layers of Qwen3, which `convert` makes too.
+        layers: Number of layers.
+        hidden_size: Size of a state.
+        heads: Heads of attention.
+        context: Tokens that a text may have.
+        block_size: Tokens of a block; 1 makes the model autoregressive.
+        condition_size: Of the dit: size of what its norms listen to.
+        mask_token_id: Token that stands for unknown ones; None is the tokenizer's mask token, or else a new one.
+        seed: Of the weights.
+    """
+
+    kind: Literal["dit", "causal"] = "dit"
+    layers: Count = 8
+    hidden_size: Count = 256
+    heads: Count = 8
+    context: Annotated[int, Field(ge=2)] = 1024
+    block_size: Count = 8
+    condition_size: Count = 64
+    mask_token_id: Natural | None = None
+    seed: Natural = 0
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % (2 * self.heads):
+            even = 2 * self.heads
+            raise UsageError(
+                f"hidden_size is {self.hidden_size} and heads {self.heads}; each head takes an even share of a state, so "
+                f"give a multiple of {even}, such as {even * max(1, self.hidden_size // even)}."
+            )
+        if self.block_size > self.context:
+            raise UsageError(f"block_size is {self.block_size} and context {self.context}; give smaller blocks.")
 
 
 @settings
@@ -95,11 +117,14 @@ class DiffusionRecipe:
         block_size: Tokens of a block; None is what the model has. The paper trains with one block of the whole length
             first, and then for the block size that is wanted.
         length: Tokens of a row; None is 512, or the model's context if that is shorter.
-        batch: Rows of a step.
+        batch: Rows of a step, over all processes; None is 16 on a GPU and 4 on a CPU.
         schedule: How the share of masked tokens rises with the time that is drawn for a block.
         low: Least time that is drawn.
         high: Largest time that is drawn. Small blocks learn faster from a part of the times, such as 0.45 to 0.95 for
             blocks of 4.
+        search_every: Steps between searches for the times to draw, which then take the place of `low` and `high`: of
+            many windows the one in which the losses of blocks vary least; 0 never searches.
+        search_batches: Batches of rows that a search looks at.
         complementary: Learn each row twice at once, masked where it is not masked the other time.
         learning_rate: Peak learning rate of AdamW.
         weight_decay: Weight decay of AdamW.
@@ -111,15 +136,19 @@ class DiffusionRecipe:
         eval_every: Steps between measurements; 0 measures at the end alone.
         save_every: Steps between checkpoints; 0 saves at the end alone.
         keep: Checkpoints that are kept, the newest ones.
+        dtype: Arithmetic: "auto" is bfloat16 on a GPU and float32 on a CPU. The weights are float32 either way.
         save_dtype: Of the weights that are written.
+        trackers: Trackers of Accelerate that are told the figures besides log.jsonl.
     """
 
     block_size: Count | None = None
     length: Annotated[int, Field(ge=2)] | None = None
-    batch: Count = 16
+    batch: Count | None = None
     schedule: Literal["linear", "square", "root", "logarithmic", "cosine"] = "linear"
     low: Share = 0.001
     high: Share = 1.0
+    search_every: Natural = 0
+    search_batches: Count = 8
     complementary: bool = False
     learning_rate: Amount = 3e-4
     weight_decay: Amount = 0.0
@@ -131,7 +160,9 @@ class DiffusionRecipe:
     eval_every: Natural = 500
     save_every: Natural = 500
     keep: Count = 2
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     save_dtype: Literal["float32", "bfloat16"] = "float32"
+    trackers: Texts = ()
 
     def __post_init__(self) -> None:
         if not 0 < self.low <= self.high:

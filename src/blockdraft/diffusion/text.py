@@ -12,8 +12,10 @@ from blockdraft.data.chats import ChatEncoder
 from blockdraft.data.rows import Row, read_rows
 from blockdraft.data.settings import RowSettings
 from blockdraft.diffusion.model import DiffusionModel
+from blockdraft.engine.text import encode_text
 from blockdraft.errors import UsageError
 
+GAP = "[GAP]"  # where tokens are to be found
 LONGEST = 512  # tokens of a row, unless more are asked for
 
 
@@ -47,6 +49,32 @@ def read_texts(sources: Sequence[str], rows: RowSettings, model: DiffusionModel)
         model.check_tokens(ids, place)
         found.append(Tokens(torch.tensor(ids, dtype=torch.int64), torch.tensor(eligible, dtype=torch.bool)))
     return found
+
+
+def gapped(text: str, gap: int, model: DiffusionModel) -> list[int | None]:
+    """Token ids of a text as it is, with `gap` times None for each `GAP` in it. What stands before a gap and what
+    stands behind it are turned into tokens each for itself.
+
+    Raises:
+        UsageError: There is no gap, or no text before the first one.
+    """
+    tokenizer = model.text.tokenizer
+    assert tokenizer is not None
+    first, *others = text.split(GAP)
+    found: list[int | None] = [*encode_text(first, tokenizer)]
+    if not others or not found:
+        raise UsageError(f"{text!r} has no {GAP}, or no text before it; write it where tokens are to be found.")
+    for part in others:
+        found += [*[None] * gap, *tokenizer(part, add_special_tokens=False)["input_ids"]]
+    return found
+
+
+def unseen(tokens: Sequence[int | None], block_size: int) -> tuple[int, int]:
+    """How many known tokens stand behind the first gap, and how many of them share no block with a gap, so that they
+    cannot be seen from one."""
+    gaps = {place // block_size for place, token in enumerate(tokens) if token is None}
+    behind = [place for place, token in enumerate(tokens) if token is not None and place > tokens.index(None)]
+    return len(behind), sum(place // block_size not in gaps for place in behind)
 
 
 def row_length(model: DiffusionModel, wanted: int | None) -> int:

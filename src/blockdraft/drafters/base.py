@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from blockdraft.errors import UsageError
 from blockdraft.formats import check_fits, read_drafter
@@ -115,6 +116,32 @@ def parts_of(drafter: Drafter) -> Sequence[Drafter]:
     """The drafters that one is made of; itself where it is no combination."""
     parts: Sequence[Drafter] = getattr(drafter, "parts", (drafter,))
     return parts
+
+
+def check_same_tokens(
+    tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, target: Target, own: Collection[int] = ()
+) -> None:
+    """Raise a UsageError unless a draft model gives the same ids to the same tokens as the target.
+
+    Args:
+        tokenizer, vocab_size: The draft model's.
+        own: Its tokens that the target need not have.
+    """
+    if tokenizer is None or target.tokenizer is None:
+        if vocab_size - len(own) > target.vocab_size or vocab_size < target.vocab_size:
+            raise UsageError(
+                f"The draft model's vocabulary has {vocab_size} tokens and the target's {target.vocab_size}; "
+                f"use a draft model with the target's tokens."
+            )
+        return
+    ours, theirs = tokenizer.get_vocab(), target.tokenizer.get_vocab()
+    differing = {token for token, id in ours.items() ^ theirs.items() if token in theirs or id not in own}
+    if differing:
+        token = min(differing)
+        raise UsageError(
+            f"The token {token!r} has the id {ours.get(token)} for the draft model, of {len(ours)} tokens, and "
+            f"{theirs.get(token)} for the target, of {len(theirs)}; use a draft model with the target's tokenizer."
+        )
 
 
 N = TypeVar("N", bound=nn.Module)

@@ -128,14 +128,15 @@ class DFlashDrafter:
         """
         block_size, window = plan.block_size, plan.draft_window
         tokens = torch.cat([anchor[:, None], self._masks[:, 1:block_size].expand(len(anchor), -1)], dim=1)
-        if self.diffusion_steps == 1:
+        passes = plan.draft_passes or self.diffusion_steps
+        if passes == 1:
             return self._draft_pass(state, tokens, 1, window)
         settled = torch.zeros_like(tokens, dtype=torch.bool)
         settled[:, 0] = True
         share = NOISE_SCHEDULES[self.noise_schedule]
-        for step in range(1, self.diffusion_steps):
+        for step in range(1, passes):
             logits = self._draft_logits(state, tokens, window)
-            wanted = max(1, round(share(step / self.diffusion_steps) * (block_size - 1)))
+            wanted = max(1, round(share(step / passes) * (block_size - 1)))
             newly = wanted - (int(settled[0].sum()) - 1)
             confidence, guesses = logits.float().softmax(dim=-1).max(dim=-1)
             surest = confidence.masked_fill(settled, -1.0).topk(max(newly, 0), dim=-1).indices

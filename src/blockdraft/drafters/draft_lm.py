@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from blockdraft.drafters.base import Entry
-from blockdraft.errors import UsageError
+from blockdraft.drafters.base import Entry, check_same_tokens
 from blockdraft.proposal import Plan, Proposal, SparseLaw, chain, chain_laws, cut_laws, next_pays
 from blockdraft.sampling import best_tokens, draw, probabilities
 from blockdraft.targets import Cache, Target, load_target
@@ -119,7 +118,7 @@ class DraftLMDrafter:
     knows_probabilities = knows_lengths = True
 
     def __init__(self, model: Target, target: Target, block_size: int = BLOCK_SIZE) -> None:
-        _check_same_tokens(model, target)
+        check_same_tokens(model.tokenizer, model.vocab_size, target)
         self.model = model
         self.path = model.path
         self.block_size = block_size
@@ -233,24 +232,6 @@ class DraftLMDrafter:
         logits = self.model.forward(known, chain(known).parents, cache, logits_at=logits_at).logits
         mark(PASS)
         return logits[..., : self._vocab_size]
-
-
-def _check_same_tokens(model: Target, target: Target) -> None:
-    """Raise a ValueError unless both models give the same ids to the same tokens."""
-    if model.tokenizer is None or target.tokenizer is None:
-        if model.vocab_size != target.vocab_size:
-            raise UsageError(
-                f"The draft model's vocabulary has {model.vocab_size} tokens and the target's {target.vocab_size}; "
-                f"use a draft model with the target's tokens."
-            )
-        return
-    ours, theirs = model.tokenizer.get_vocab(), target.tokenizer.get_vocab()
-    if ours != theirs:
-        token = min(token for token, _ in ours.items() ^ theirs.items())
-        raise UsageError(
-            f"The token {token!r} has the id {ours.get(token)} for the draft model, of {len(ours)} tokens, and "
-            f"{theirs.get(token)} for the target, of {len(theirs)}; use a draft model with the target's tokenizer."
-        )
 
 
 def load(path: Path, target: Target) -> DraftLMDrafter:

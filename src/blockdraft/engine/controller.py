@@ -197,23 +197,23 @@ class Controller:
         if not self._drafting.drawn:  # how a drawn chain is judged must not depend on the other rows
             # Guesses past the length limit would be cut; the anchor is there already.
             block_size = min(block_size, 1 + max(map(self._reach, requests)))
-        window = self._drafting.draft_window
+        window, passes = self._drafting.draft_window, self._drafting.draft_passes
         budget = 0 if self._drafting.tree_budget == 0 else self.most_guesses
         if not self.automatic:
-            return Plan(block_size, params, budget, draft_window=window)
+            return Plan(block_size, params, budget, draft_window=window, draft_passes=passes)
         if block_size == 1:
             return Plan(1, params)
         curve = self._choose(requests)
         if curve is None:
             return Plan(1, params)
         if not self._knows:
-            return Plan(min(block_size, len(curve)), params, budget, draft_window=window)
+            return Plan(min(block_size, len(curve)), params, budget, draft_window=window, draft_passes=passes)
         trust = self._came_true / self._expected
         if self._paused and self._trial == NEW:
             trust = max(trust, 1.0)  # the text may have become easy
         if not self._drafting.drawn:
             block_size = min(block_size, 2 + round(SPARE_DEPTH * self._depth))
-        return Plan(block_size, params, budget, curve, trust, draft_window=window)
+        return Plan(block_size, params, budget, curve, trust, draft_window=window, draft_passes=passes)
 
     def _choose(self, requests: Sequence[Request]) -> list[float] | None:
         """Seconds of the next cycle by guesses a row, up to the most that it may have; None if it is not to draft."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from blockdraft.errors import UsageError
@@ -54,7 +56,12 @@ class Method:
 
 
 def parse_methods(
-    names: str, drafter: str | None, block_size: Any, tree_budget: Any, draft_window: int | None = None
+    names: str,
+    drafter: str | None,
+    block_size: Any,
+    tree_budget: Any,
+    draft_window: int | None = None,
+    draft_passes: int | None = None,
 ) -> list[Method]:
     """Read a list of methods.
 
@@ -66,7 +73,7 @@ def parse_methods(
         drafter: What `dflash` and `ddtree` draft with, as in `Method`.
         block_size: As in `Drafting`, for methods without one of their own.
         tree_budget: As in `Drafting`, for `ddtree` without one of its own.
-        draft_window: As in `Drafting`.
+        draft_window, draft_passes: As in `Drafting`.
 
     Returns:
         The methods in the order given; `none` is put first where it is missing, since it is the reference.
@@ -82,11 +89,12 @@ def parse_methods(
             raise UsageError(f"methods is {names!r}, which has an empty name; put one comma between two methods.")
         if wanted.count(name) > 1:
             raise UsageError(f"methods is {names!r}, which names {name!r} twice; name it once.")
-    return [_method(name, drafter, block_size, tree_budget, draft_window) for name in wanted]
+    drafting = partial(Drafting, draft_window=draft_window, draft_passes=draft_passes)
+    return [_method(name, drafter, block_size, tree_budget, drafting) for name in wanted]
 
 
 def _method(
-    name: str, drafter: str | None, block_size: Any, tree_budget: Any, draft_window: int | None = None
+    name: str, drafter: str | None, block_size: Any, tree_budget: Any, drafting: Callable[..., Drafting]
 ) -> Method:
     match = re.fullmatch(r"(.+):(\d+|auto)", name)
     kind: str = match[1] if match else name
@@ -99,8 +107,6 @@ def _method(
             raise UsageError(f"Method {name!r} has a setting, and {PLAIN} drafts nothing; leave the setting away.")
         return Method(name, PLAIN, Drafting())
     if kind == TREES:
-        return Method(
-            name, drafter, Drafting(block_size, tree_budget if setting is None else setting, draft_window=draft_window)
-        )
-    chains = Drafting(block_size if setting is None else setting, drawn=kind == DRAWN, draft_window=draft_window)
+        return Method(name, drafter, drafting(block_size, tree_budget if setting is None else setting))
+    chains = drafting(block_size if setting is None else setting, drawn=kind == DRAWN)
     return Method(name, drafter if kind in (CHAINS, DRAWN) else kind, chains)

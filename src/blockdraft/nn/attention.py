@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from blockdraft.machine import send
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+Visible: TypeAlias = "Tensor | BlockMask"  # who may attend to whom, written out or as FlexAttention has it
 
 
 def visible_slots(
@@ -58,19 +65,30 @@ def additive_mask(visible_BNT: Tensor, dtype: torch.dtype) -> Tensor:
     return mask.masked_fill_(~visible_BNT, torch.finfo(dtype).min).unsqueeze(1)
 
 
-def attend(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None) -> Tensor:
+def attend(queries: Tensor, keys: Tensor, values: Tensor, visible: Visible | None) -> Tensor:
     """Scaled dot-product attention with grouped key/value heads.
 
     Args:
         queries: `[B, heads, N, D]`.
         keys, values: `[B, kv_heads, T, D]`; `heads` is a multiple of `kv_heads`.
-        visible: `[B, N, T]` bool, or None where every query sees every key.
+        visible: `[B, N, T]` bool, or None where every query sees every key. A mask of FlexAttention takes that way,
+            which leaves out what nobody sees.
 
     Returns:
         `[B, heads, N, D]`.
     """
+    if visible is not None and not isinstance(visible, Tensor):
+        found: Tensor = _flex(queries.is_cuda)(queries, keys, values, block_mask=visible, enable_gqa=True)
+        return found
     mask = None if visible is None else visible.unsqueeze(1)
     return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
+
+
+@cache
+def _flex(compiled: bool) -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention  # seconds, which only training on a GPU is to pay
+
+    return torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
 
 
 def attend_grouped(

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blockdraft.nn.attention import attend
-from blockdraft.nn.cache import KVCache
+from blockdraft.nn.attention import Visible, attend
 from blockdraft.nn.decoder import ACTIVATIONS, rope_angles, rope_frequencies
 from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.nn.layers import RMSNorm
+
+
+class KeysValues(Protocol):
+    """What a pass writes keys and values to, such as a `KVCache`."""
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Take those of new tokens, `[B, heads, N, D]`, and return all that they may attend to, `[B, heads, T, D]`."""
 
 
 class Denoiser(nn.Module, ABC):
@@ -26,20 +33,26 @@ class Denoiser(nn.Module, ABC):
 
     @abstractmethod
     def hidden(
-        self, tokens: Tensor, positions: Tensor, visible: Tensor | None = None, cache: KVCache | None = None
+        self, tokens: Tensor, positions: Tensor, visible: Visible | None = None, cache: KeysValues | None = None
     ) -> Tensor:
         """What the head makes logits of, `[B, N, H]`.
 
         Args:
             tokens: `[B, N]` int64.
             positions: `[B, N]` int64, or `[1, N]` where the rows share them.
-            visible: `[B or 1, N, T]` bool: token i may see slot j. Without a cache T is N. None lets all see all.
+            visible: `[B or 1, N, T]` bool: token i may see slot j. Without a cache T is N. None lets all see all. Where
+                T is N, a mask of FlexAttention will do.
             cache: Gets keys and values of the tokens behind those that each row has committed; the caller commits.
         """
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
         """`[..., H]` to `[..., V]`."""
+
+    @property
+    @abstractmethod
+    def kv_shape(self) -> tuple[int, int, int]:
+        """Layers, heads of keys and values in each, and numbers in each of these, of keys as of values."""
 
     @property
     def device(self) -> torch.device:
@@ -74,7 +87,7 @@ class CausalDenoiser(Denoiser):
             self._frequencies = rope_frequencies(config)
 
     def hidden(
-        self, tokens: Tensor, positions: Tensor, visible: Tensor | None = None, cache: KVCache | None = None
+        self, tokens: Tensor, positions: Tensor, visible: Visible | None = None, cache: KeysValues | None = None
     ) -> Tensor:
         self._frequencies = self._frequencies.to(tokens.device)
         x: Tensor = self.model.embed_tokens(tokens)
@@ -83,6 +96,10 @@ class CausalDenoiser(Denoiser):
             x = layer(x, angles, visible, cache)
         out: Tensor = self.model.norm(x)
         return out
+
+    @property
+    def kv_shape(self) -> tuple[int, int, int]:
+        return len(self.config.layers), self.config.num_kv_heads, self.config.head_dim
 
     def logits(self, hidden: Tensor) -> Tensor:
         head = self.model.embed_tokens if self.config.tied_head else self.lm_head
@@ -106,7 +123,7 @@ class _Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
 
     def forward(
-        self, x: Tensor, angles: list[tuple[Tensor, Tensor]], visible: Tensor | None, cache: KVCache | None
+        self, x: Tensor, angles: list[tuple[Tensor, Tensor]], visible: Visible | None, cache: KeysValues | None
     ) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), angles, visible, cache)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
@@ -129,7 +146,7 @@ class _Attention(nn.Module):
         self.has_norms = config.qk_norm
 
     def forward(
-        self, x: Tensor, angles: list[tuple[Tensor, Tensor]], visible: Tensor | None, cache: KVCache | None
+        self, x: Tensor, angles: list[tuple[Tensor, Tensor]], visible: Visible | None, cache: KeysValues | None
     ) -> Tensor:
         projections = (self.q_proj, self.k_proj, self.v_proj)
         queries, keys, values = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in projections)

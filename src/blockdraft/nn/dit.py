@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blockdraft.nn.attention import attend
-from blockdraft.nn.cache import KVCache
-from blockdraft.nn.denoiser import Denoiser
+from blockdraft.nn.attention import Visible, attend
+from blockdraft.nn.denoiser import Denoiser, KeysValues
 from blockdraft.nn.layers import rotate
 from blockdraft.settings import Count, settings
 
@@ -53,10 +52,14 @@ class DiT(Denoiser):
         self.backbone = _Backbone(config)
 
     def hidden(
-        self, tokens: Tensor, positions: Tensor, visible: Tensor | None = None, cache: KVCache | None = None
+        self, tokens: Tensor, positions: Tensor, visible: Visible | None = None, cache: KeysValues | None = None
     ) -> Tensor:
         out: Tensor = self.backbone(tokens, positions, visible, cache)
         return out
+
+    @property
+    def kv_shape(self) -> tuple[int, int, int]:
+        return self.config.n_blocks, self.config.n_heads, self.config.hidden_dim // self.config.n_heads
 
     def logits(self, hidden: Tensor) -> Tensor:
         out: Tensor = self.backbone.output_layer.linear(hidden)
@@ -72,7 +75,7 @@ class _Backbone(nn.Module):
         self.blocks = nn.ModuleList(_Block(config, number) for number in range(config.n_blocks))
         self.output_layer = _OutputLayer(config)
 
-    def forward(self, tokens: Tensor, positions: Tensor, visible: Tensor | None, cache: KVCache | None) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, visible: Visible | None, cache: KeysValues | None) -> Tensor:
         x = F.embedding(tokens, self.vocab_embed.embedding)
         heard, turns = F.silu(self.sigma_map(x)), self.rotary_emb(positions, x.dtype)
         for block in self.blocks:
@@ -135,7 +138,7 @@ class _Block(nn.Module):
         self.adaLN_modulation = _silent(config.cond_dim, 6 * size)
 
     def forward(
-        self, x: Tensor, heard: Tensor, turns: tuple[Tensor, Tensor], visible: Tensor | None, cache: KVCache | None
+        self, x: Tensor, heard: Tensor, turns: tuple[Tensor, Tensor], visible: Visible | None, cache: KeysValues | None
     ) -> Tensor:
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = self.adaLN_modulation(heard).chunk(6)
         qkv = self.attn_qkv(self.norm1(x, shift, scale)).unflatten(-1, (3, self.heads, -1))

@@ -25,7 +25,7 @@ class Plan:
         draws: `[B, block_size - 1]` float64 in [0, 1): asks for a chain of guesses drawn with these numbers, one a
             depth, whatever the tree budget. None asks for chosen guesses. A drafter that cannot draw ignores them and
             returns q None.
-        draft_window: As in `Drafting`.
+        draft_window, draft_passes: As in `Drafting`.
     """
 
     block_size: int
@@ -35,3 +35,4 @@ class Plan:
     trust: float = 1.0
     draws: Tensor | None = None
     draft_window: int | None = None
+    draft_passes: int | None = None

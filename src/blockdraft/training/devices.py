@@ -5,17 +5,28 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 from blockdraft.errors import UsageError
-from blockdraft.training.recipe import Recipe
 
 
-def make_accelerator(recipe: Recipe, folder: Path, device: str | None = None) -> Accelerator:
+class DeviceRecipe(Protocol):
+    """What of a recipe concerns devices and trackers."""
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def trackers(self) -> Sequence[str]: ...
+
+
+def make_accelerator(recipe: DeviceRecipe, folder: Path, device: str | None = None) -> Accelerator:
     """The accelerator of this process, which knows its device and its fellows.
 
     Args:

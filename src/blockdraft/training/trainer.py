@@ -30,6 +30,7 @@ from blockdraft.targets import Target
 from blockdraft.training import checkpoints, start
 from blockdraft.training.batches import Batch, Batches
 from blockdraft.training.export import Format, export
+from blockdraft.training.finish import forget_finish, told_to_finish
 from blockdraft.training.loss import DraftLoss, Sums, term_weights
 from blockdraft.training.measure import encoded, held_out_prompts, measured_tau
 from blockdraft.training.optimizers import make_optimizers, set_rate
@@ -54,9 +55,6 @@ class Telling:
 
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None
     note: Callable[[str], None] = lambda text: None
-
-
-FINISH = "finish"  # a file in the run's folder
 
 
 def train(
@@ -204,7 +202,7 @@ class Trainer:
         began, tokens, last, step = time.monotonic(), 0, "", self.begin
         stream = self.batches.run(step)
         while step < self.schedule.end:
-            if not self.schedule.finishing and self._is_told_to_finish():
+            if not self.schedule.finishing and told_to_finish(self.folder, self.accelerator):
                 self.schedule.finish(step)
                 self.telling.note(f"Told to finish: the rates fall until step {self.schedule.end}, which is the last.")
             (epoch, batch), step = next(stream), step + 1
@@ -225,7 +223,7 @@ class Trainer:
             self.telling.progress(told, step - self.begin, self.schedule.end - self.begin)
             if step == 1:
                 self._explain(figures["loss"])
-        self._forget_finish()
+        forget_finish(self.folder, self.accelerator)
         if self.records is not None and not draw(self.records, self.folder / "curves.png"):
             self.telling.note("There is no picture of the curves, since matplotlib is not installed.")
         accelerator.end_training()
@@ -360,7 +358,7 @@ class Trainer:
         """How many steps there are, and a word on it."""
         recipe, note, steps = self.recipe, self.telling.note, self.batches.steps()
         if self.begin in (0, self.schedule.end):
-            self._forget_finish()
+            forget_finish(self.folder, self.accelerator)
         self.schedule.go_on(self.begin, steps, more)
         if self.begin == self.schedule.end:
             all_steps = counted(self.begin, "step")
@@ -381,17 +379,6 @@ class Trainer:
         for tracker in self.accelerator.trackers:
             if tracker.name != "tensorboard":  # which would make a run of its own of it
                 tracker.store_init_configuration(told)
-
-    def _is_told_to_finish(self) -> bool:
-        told = self.accelerator.is_main_process and (self.folder / FINISH).exists()
-        if self.accelerator.num_processes > 1:  # all of them stop at the same step
-            flag = torch.tensor(float(told), device=self.accelerator.device)
-            told = bool(cast(Tensor, self.accelerator.reduce(flag, "sum")) > 0)
-        return told
-
-    def _forget_finish(self) -> None:
-        if self.accelerator.is_main_process:
-            (self.folder / FINISH).unlink(missing_ok=True)
 
     def _explain(self, loss: float) -> None:
         even = math.log(self.target.vocab_size)

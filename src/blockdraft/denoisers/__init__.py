@@ -1,0 +1,1 @@
+"""Block-diffusion language models as their folders hold them: network, configuration, tokenizer."""

@@ -1,0 +1,113 @@
+"""The passes over a text as a picture: a GIF that moves, or a PNG with one line or more for each pass."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from blockdraft.diffusion.sampler import Step
+from blockdraft.errors import UsageError
+
+UNKNOWN = "░"  # in place of a token that is not known yet
+COLUMNS, SIZE, MARGIN = 80, 15, 12  # letters of a line, pixels
+MILLISECONDS, LAST = 250, 2000  # that a frame stays, and the last one
+COLOURS = {"given": "#666666", "known": "#000000", "new": "#0a7d28", "unknown": "#b8b8b8"}
+
+
+class Piece(NamedTuple):
+    """A token as it is shown; `kind` is a key of `COLOURS`."""
+
+    text: str
+    kind: str
+
+
+def frames(given: Sequence[int | None], steps: Sequence[Step], decode: Callable[[int], str]) -> Iterator[list[Piece]]:
+    """The text after each pass.
+
+    Args:
+        given: What was there before: a prompt, or a text with gaps, which ends where it ended then.
+    """
+    tokens, limit = list(given), len(given) if None in given else None
+    for step in steps:
+        end = step.begin + len(step.block)
+        tokens[step.begin : end] = step.block
+        new = {step.begin + place for place in step.settled}
+        found = []
+        for place, token in enumerate(tokens[:limit]):
+            is_given = place < len(given) and given[place] is not None
+            kind = "unknown" if token is None else "new" if place in new else "given" if is_given else "known"
+            found.append(Piece(UNKNOWN if token is None else decode(token), kind))
+        yield found
+
+
+def check_picture(path: Path) -> None:
+    """Raise a UsageError where no picture can be written to this file."""
+    if path.suffix.lower() not in (".gif", ".png"):
+        raise UsageError(f"The passes can be drawn as .gif or .png, and {path} is neither; name the file so.")
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"There is no folder {path.absolute().parent} for {path.name}; make it first.")
+    _module("PIL.Image")
+    _module("matplotlib.font_manager")
+
+
+def draw_steps(path: Path, given: Sequence[int | None], steps: Sequence[Step], decode: Callable[[int], str]) -> None:
+    """Draw the passes over a text: as a GIF the whole text after each of them, as a PNG the block that each has
+    worked on, one below the other. A file that is there is replaced.
+
+    Raises:
+        UsageError: The name ends neither with .gif nor with .png, a package is missing, or the file cannot be written.
+    """
+    check_picture(path)
+    whole, moves = list(frames(given, steps, decode)), path.suffix.lower() == ".gif"
+    if not moves:  # a block each, behind the number of the pass
+        parts = [text[step.begin : step.begin + len(step.block)] for step, text in zip(steps, whole, strict=True)]
+        lines = [[Piece(f"{number:4}  ", "given"), *part, Piece("\n", "given")] for number, part in enumerate(parts, 1)]
+        whole = [[piece for line in lines for piece in line]]
+    rows = max((len(_lines(text)) for text in whole), default=1)
+    images = [_image(text, rows) for text in whole]
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        if moves and images:
+            times = [MILLISECONDS] * (len(images) - 1) + [LAST]
+            images[0].save(partial, "GIF", save_all=True, append_images=images[1:], duration=times, loop=0)
+        else:
+            (images or [_image([], 1)])[0].save(partial, "PNG")
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise UsageError(f"{path} cannot be written ({error}); choose another file.") from error
+
+
+def _lines(text: Sequence[Piece]) -> list[list[tuple[str, str]]]:
+    """Letters with their kinds, in lines of at most `COLUMNS`."""
+    lines: list[list[tuple[str, str]]] = [[]]
+    for piece in text:
+        for letter in piece.text:
+            if letter == "\n" or len(lines[-1]) == COLUMNS:
+                lines.append([])
+            if letter != "\n":
+                lines[-1].append((letter if letter.isprintable() else " ", piece.kind))
+    return lines
+
+
+def _image(text: Sequence[Piece], rows: int) -> Any:
+    names = _module("matplotlib.font_manager")
+    font = _module("PIL.ImageFont").truetype(names.findfont("DejaVu Sans Mono"), SIZE)
+    width, height = font.getlength("M"), SIZE * 4 // 3
+    size = (round(COLUMNS * width) + 2 * MARGIN, rows * height + 2 * MARGIN)
+    image = _module("PIL.Image").new("RGB", size, "#ffffff")
+    pen = _module("PIL.ImageDraw").Draw(image)
+    for row, line in enumerate(_lines(text)):
+        for column, (letter, kind) in enumerate(line):
+            pen.text((MARGIN + column * width, MARGIN + row * height), letter, fill=COLOURS[kind], font=font)
+    return image
+
+
+def _module(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        raise UsageError(f"Pictures take {error.name}; run pip install 'blockdraft[bench]'.") from error

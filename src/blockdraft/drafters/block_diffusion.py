@@ -1,0 +1,234 @@
+"""A block-diffusion language model with the target's tokens guesses what is left of its block (BD3-LM, arXiv
+2503.09573). It reads the text alone, where DFlash reads the target's hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from blockdraft.denoisers.folder import FAMILY_OF, load_model
+from blockdraft.denoisers.model import DiffusionModel, hide_mask_token
+from blockdraft.drafters.base import DIFFUSION_STEPS, NOISE_SCHEDULE, NOISE_SCHEDULES, Entry, check_same_tokens
+from blockdraft.drafters.dflash import independent_guesses
+from blockdraft.nn.cache import KVCache
+from blockdraft.proposal import Plan, Proposal, chain, cut
+from blockdraft.targets import Target
+from blockdraft.timing import GUESSES, HEAD, PASS, mark
+from blockdraft.types import RequestDrafting
+
+PIECE = 512  # tokens of a prompt that are read at once, about
+
+
+class BlockState:
+    """Texts of some rows, and keys and values of their whole blocks, or of as many as have been read.
+
+    Attributes:
+        cache: Of each row the first blocks. Those of other blocks depend on tokens that are still to come.
+        texts: Committed tokens by row.
+    """
+
+    def __init__(self, cache: KVCache, texts: dict[int, list[int]], block_size: int) -> None:
+        self.cache, self.texts, self._size = cache, texts, block_size
+
+    def of(self, rows: Sequence[int]) -> BlockState:
+        return BlockState(self.cache.of(rows), self.texts, self._size)
+
+    def open(self, row: int, capacity: int) -> None:
+        self.cache.open(row, capacity)
+        self.texts[row] = []
+
+    def close(self, row: int) -> None:
+        self.cache.close(row)
+        del self.texts[row]
+
+    def shrink(self, row: int, capacity: int) -> None:
+        self.cache.shrink(row, capacity)
+        self.texts[row] = self.texts[row][:capacity]
+        one = self.cache.of([row])
+        one.truncate([length - length % self._size for length in one.lengths])
+
+    def copy(self, source: int, row: int, length: int) -> None:
+        self.cache.copy(source, row, min(length - length % self._size, *self.cache.of([source]).lengths))
+        self.texts[row] = self.texts[source][:length]
+
+    def wipe(self, row: int, whole: bool = False) -> None:
+        self.cache.wipe(row, whole)
+
+
+class BlockDiffusionDrafter:
+    """Drafts with a block-diffusion model. Blocks lie as in training, from the beginning of the text on; a cycle
+    guesses the tokens of the anchor's block that are not known, or all of the next one where there are none. A row
+    whose block would reach past the model's context gets no guesses.
+
+    With `plan.draft_passes` above 1 each pass settles the guesses that are surest and the next one sees them, as in a
+    DFlash drafter; with 1 all come from the same pass.
+
+    Args:
+        model: The model, which moves to the target's device and dtype.
+        target: What it drafts for.
+
+    Raises:
+        UsageError: The model's tokens are not the target's; a mask token of its own does not matter.
+    """
+
+    taps: tuple[int, ...] = ()
+    knows_probabilities = True
+    knows_lengths = False
+
+    def __init__(self, model: DiffusionModel, target: Target, path: Path | None = None) -> None:
+        mask = model.config.mask_token_id
+        check_same_tokens(model.text.tokenizer, model.network.vocab_size, target, own=(mask,))
+        self.model, self.path = model, path
+        self.block_size = 1 + model.config.block_size
+        self._network = model.network.to(target.device, target.dtype).eval()
+        self._vocab_size = target.vocab_size
+
+    def new_state(self, batch: int, capacity: int) -> BlockState:
+        cache = KVCache(batch, capacity)
+        return BlockState(cache, {row: [] for row in cache.rows}, self.model.config.block_size)
+
+    def state_bytes(self, batch: int, capacity: int) -> int:
+        layers, heads, head_dim = self._network.kv_shape
+        return 2 * layers * heads * head_dim * batch * capacity * next(self._network.parameters()).itemsize
+
+    def weight_bytes(self) -> int:
+        return sum(weight.nbytes for weight in self._network.parameters())
+
+    @torch.no_grad()
+    def observe(self, state: BlockState, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
+        for row, new, length in zip(state.cache.rows, tokens.tolist(), lengths, strict=True):
+            state.texts[row] += new[:length]
+        # A few tokens are read together with the next block. A prompt is read at once, before its rows join others that
+        # would have to wait for it.
+        size = self.model.config.block_size
+        while max(lengths) > self.block_size:
+            texts = [state.texts[row][: self.model.text.max_context] for row in state.cache.rows]
+            held = state.cache.lengths
+            wholes = [len(text) - len(text) % size for text in texts]
+            if held == wholes:
+                break
+            ends = [min(whole, begin + max(1, PIECE // size) * size) for whole, begin in zip(wholes, held, strict=True)]
+            self._pass(state, [text[:end] for text, end in zip(texts, ends, strict=True)], held)
+
+    @torch.no_grad()
+    def propose(self, state: BlockState, anchor: Tensor, plan: Plan) -> Proposal:
+        texts = [[*state.texts[row], token] for row, token in zip(state.cache.rows, anchor.tolist(), strict=True)]
+        free = [self._free(len(text)) for text in texts]
+        count = min(plan.block_size - 1, max(free))
+        if count == 0:
+            return chain(anchor[:, None])
+        logits = self._logits(state, texts, free, plan.draft_passes or DIFFUSION_STEPS)[:, :count]
+        draws = None if plan.draws is None else plan.draws[:, :count]
+        proposal = independent_guesses(anchor, logits, replace(plan, block_size=1 + count, draws=draws))
+        return cut(proposal, [RequestDrafting(block_size=1 + each) for each in free])
+
+    def _free(self, known: int) -> int:
+        """Tokens of the block behind so many known ones; 0 where it has no place in the context."""
+        free = self.model.config.block_size - known % self.model.config.block_size
+        return free if known + free <= self.model.text.max_context else 0
+
+    def _logits(self, state: BlockState, texts: Sequence[list[int]], free: Sequence[int], passes: int) -> Tensor:
+        """Logits `[B, max(free), V]` of the tokens behind the texts after the last pass. One that an earlier pass has
+        settled has one possible token; those past a row's block say nothing."""
+        share = NOISE_SCHEDULES[NOISE_SCHEDULE]
+        settled: list[dict[int, int]] = [{} for _ in texts]
+        logits = self._look(state, texts, free, settled)
+        for step in range(1, passes):
+            confidence, best = (each.tolist() for each in logits.softmax(dim=-1).max(dim=-1))
+            before = sum(map(len, settled))
+            for row, (fixed, count) in enumerate(zip(settled, free, strict=True)):
+                wanted = max(1, round(share(step / passes) * count)) - len(fixed)
+                others = sorted({*range(count)} - fixed.keys(), key=confidence[row].__getitem__, reverse=True)
+                fixed.update({place: best[row][place] for place in others[: max(wanted, 0)]})
+            if sum(map(len, settled)) > before:  # else the next pass would see nothing new
+                logits = self._look(state, texts, free, settled)
+        for row, (fixed, count) in enumerate(zip(settled, free, strict=True)):
+            logits[row, count:] = 0.0
+            for place, token in fixed.items():
+                logits[row, place] = -torch.inf
+                logits[row, place, token] = 0.0
+        return logits
+
+    def _look(
+        self, state: BlockState, texts: Sequence[list[int]], free: Sequence[int], settled: Sequence[dict[int, int]]
+    ) -> Tensor:
+        """Logits `[B, max(free), V]` of the tokens behind the texts, some of which are settled, by their places."""
+        size, shift = self.model.config.block_size, self.model.config.token_shift
+        mask = self.model.config.mask_token_id
+        blocks, begins, places = [], [], []
+        for text, count, held, fixed in zip(texts, free, state.cache.lengths, settled, strict=True):
+            # With a token shift, what is said about a block begins at the token before it.
+            begin = min(held, max(len(text) // size * size - shift, 0)) if count else 0
+            blocks.append([*text, *(fixed.get(place, mask) for place in range(count))] if count else [])
+            begins.append(begin)
+            first = len(text) - shift - begin if count else 0
+            places.append([first + min(place, max(count - 1, 0)) for place in range(max(free))])
+        states = self._pass(state, blocks, begins)
+        at = torch.tensor(places, device=states.device)[..., None].expand(-1, -1, states.size(-1))
+        logits = hide_mask_token(self._network.logits(states.gather(1, at)), mask)[..., : self._vocab_size]
+        mark(HEAD)
+        return logits
+
+    def _pass(self, state: BlockState, texts: Sequence[Sequence[int]], begins: Sequence[int]) -> Tensor:
+        """One pass over the tokens of these texts from `begins` on, on top of what is held of those before. Blocks that
+        are whole in the committed texts are held from now on.
+
+        Returns:
+            `[B, N, H]`; past a text's end there is nothing of meaning.
+        """
+        mark(GUESSES)
+        size, device = self.model.config.block_size, self._network.device
+        count = max(len(text) - begin for text, begin in zip(texts, begins, strict=True))
+        new = [[*text[begin:], *[0] * (count + begin - len(text))] for text, begin in zip(texts, begins, strict=True)]
+        # What the target's tokenizer has beyond this one's is read as the last token of all.
+        tokens = torch.tensor(new, device=device).clamp(max=self._network.vocab_size - 1)
+        starts = torch.tensor(begins, device=device)[:, None]
+        positions = starts + torch.arange(count, device=device)
+        blocks = positions // size
+        ahead = _Ahead(state.cache)
+        before = (torch.arange(max(state.cache.lengths), device=device) < starts)[:, None].expand(-1, count, -1)
+        visible = torch.cat([before, blocks[:, :, None] >= blocks[:, None, :]], dim=-1)
+        states = self._network.hidden(tokens, positions, visible, ahead)
+        wholes = [
+            max(held, min(len(text), len(state.texts[row])) // size * size)
+            for row, held, text in zip(state.cache.rows, state.cache.lengths, texts, strict=True)
+        ]
+        ahead.keep(begins, wholes)
+        mark(PASS)
+        return states
+
+
+class _Ahead:
+    """Keys and values of new tokens behind those that a cache holds. They get slots of it only when they are kept."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+        self._new: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        self._new[layer] = keys, values
+        held = (self._cache.view(store, 0)[0] for store in self._cache.layer(layer, keys, values))
+        keys, values = (torch.cat(both, dim=2) for both in zip(held, (keys, values), strict=True))
+        return keys, values
+
+    def keep(self, begins: Sequence[int], lengths: Sequence[int]) -> None:
+        """Commit the new tokens of each row, which begin at `begins`, as far as to these lengths."""
+        rows, held = self._cache.rows, self._cache.lengths
+        for layer, new in self._new.items():
+            for store, nodes in zip(self._cache.layer(layer, *new), new, strict=True):
+                for place, (row, old, begin, length) in enumerate(zip(rows, held, begins, lengths, strict=True)):
+                    store[:, row + old : row + length] = nodes[place, :, old - begin : length - begin]
+        self._cache.commit([range(length - old) for length, old in zip(lengths, held, strict=True)])
+
+
+def load(path: Path, target: Target) -> BlockDiffusionDrafter:
+    return BlockDiffusionDrafter(load_model(path, target.device, target.dtype), target, path)
+
+
+DRAFTER = Entry(
+    load, architectures=("A2DQwen3LMHeadModel", "BD3LM"), claims=lambda raw: raw.get("model_type") in FAMILY_OF
+)

@@ -1,0 +1,48 @@
+"""A text of few characters, and models of it that take no time."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+
+from benchmarks.diffusion.characters import Corpus
+from benchmarks.diffusion.settings import TextSettings
+from benchmarks.diffusion.text import compare
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join("\n" if i % 11 == 0 else chr(97 + i * i % 7) for i in range(2000)), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def corpus(text_file: Path) -> Corpus:
+    return Corpus(text_file, held_out=0.1)
+
+
+@pytest.fixture(scope="session")
+def tiny() -> TextSettings:
+    return TextSettings(
+        models=("autoregressive", "block 1", "block 4", "whole clipped"),
+        seeds=2,
+        steps=3,
+        batch=2,
+        length=16,
+        hidden=16,
+        layers=1,
+        heads=2,
+        draws=4,
+        scored=100,
+    )
+
+
+@pytest.fixture(scope="session")
+def text_folder(corpus: Corpus, tiny: TextSettings, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of models that were trained and measured."""
+    folder = tmp_path_factory.mktemp("models") / "text"
+    compare(corpus, tiny, folder, lambda *told: None)
+    return folder

@@ -1,0 +1,198 @@
+"""A block-diffusion model as a drafter: its guesses are those of a model without a cache, whatever has happened."""
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from blockdraft.diffusion.convert import convert
+from blockdraft.diffusion.settings import ConvertSettings
+from blockdraft.drafters import block_diffusion, load_drafter
+from blockdraft.drafters.block_diffusion import BlockDiffusionDrafter, BlockState
+from blockdraft.engine import Engine
+from blockdraft.errors import UsageError
+from blockdraft.nn.attention import visible_slots
+from blockdraft.proposal import Plan
+from blockdraft.sampling import draw, probabilities
+from blockdraft.targets import Target, load_target
+from blockdraft.types import Drafting, SamplingParams
+
+GREEDY = SamplingParams(20, ignore_eos=True)
+MASK = 3  # of the tiny tokenizer
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_dir: Path) -> Target:
+    return load_target(tiny_target_dir)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["shift", "no shift"])
+def drafter(request: Any, tiny_target_dir: Path, target: Target, tmp_path_factory: Any) -> BlockDiffusionDrafter:
+    folder = tmp_path_factory.mktemp("blocks") / "model"
+    convert(tiny_target_dir, folder, ConvertSettings(block_size=4, token_shift=request.param))
+    loaded = load_drafter(folder, target=target)
+    assert isinstance(loaded, BlockDiffusionDrafter) and loaded.block_size == 5
+    return loaded
+
+
+def observe(drafter: BlockDiffusionDrafter, state: BlockState, rows: list[list[int]]) -> None:
+    longest = max(map(len, rows))
+    padded = torch.tensor([row + [77] * (longest - len(row)) for row in rows], dtype=torch.long)
+    drafter.observe(state, padded, None, [len(row) for row in rows])
+
+
+def laws(drafter: BlockDiffusionDrafter, text: list[int], settled: dict[int, int] | None = None) -> Tensor:
+    """Logits of what is left of the block behind a text, from one pass over all of it."""
+    model, size = drafter.model, drafter.model.config.block_size
+    free = size - len(text) % size
+    tokens = text + [(settled or {}).get(place, MASK) for place in range(free)]
+    blocks = torch.arange(len(tokens)) // size
+    visible = visible_slots([0], (blocks[:, None] >= blocks[None, :])[None])
+    with torch.no_grad():
+        states = model.network.hidden(torch.tensor([tokens]), torch.arange(len(tokens))[None], visible)[0]
+        first = len(text) - model.config.token_shift
+        logits = model.network.logits(states[first : first + free])
+    logits[:, MASK] = -torch.inf
+    return logits
+
+
+def slow_guesses(drafter: BlockDiffusionDrafter, text: list[int], passes: int) -> list[int]:
+    """A pass at a time, the surest first, by the cosine."""
+    settled: dict[int, int] = {}
+    count = len(laws(drafter, text))
+    for step in range(1, passes):
+        found = laws(drafter, text, settled).softmax(-1).max(-1)
+        wanted = max(1, round((1 - math.cos(math.pi / 2 * (step / passes))) * count))
+        open_places = sorted({*range(count)} - settled.keys(), key=lambda place: -found.values[place].item())
+        for place in open_places[: max(0, wanted - len(settled))]:
+            settled[place] = int(found.indices[place])
+    best = laws(drafter, text, settled).argmax(-1).tolist()
+    return [settled.get(place, token) for place, token in enumerate(best)]
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+def test_guesses_equal_those_of_a_model_without_a_cache(
+    drafter: BlockDiffusionDrafter, passes: int, scatter: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many were committed, with rows that leave, come, are cut and copied."""
+    monkeypatch.setattr(block_diffusion, "PIECE", 8)  # prompts are read in several pieces
+    generator = torch.Generator().manual_seed(4)
+    texts: dict[int, list[int]] = {90: [9, 8, 7], 5: [4] * 22, 170: [30]}
+    state = scatter(drafter.new_state(1, 250), (90, 60), (5, 60), (170, 70))
+    observe(drafter, state, [*texts.values()])
+    for cycle in range(9):
+        if cycle == 3:
+            state.close(90)
+            state.open(70, 80)
+            del texts[90]
+            texts[70] = list(range(20, 41))
+            observe(drafter, state.of([70]), [texts[70]])
+        if cycle == 5:  # one gives up its end, and another begins as it does
+            state.shrink(5, len(texts[5]) - 3)
+            state.close(70)
+            texts[5] = texts[5][:-3]
+            state.open(70, 40)
+            state.copy(5, 70, 14)
+            texts[70] = texts[5][:14]
+            state.close(5)
+            del texts[5]
+        rows = [*texts]
+        part = state.of(rows)
+        if cycle == 6:  # drafted in vain: no token was committed
+            drafter.propose(part, torch.tensor([11, 12]), Plan(5, [GREEDY] * 2))
+            observe(drafter, part, [[], []])
+        anchors = torch.randint(4, 60, (len(rows),), generator=generator).tolist()
+        plan = Plan(5, [GREEDY] * len(rows), draft_passes=passes)
+        proposal = drafter.propose(part, torch.tensor(anchors), plan)
+        new = []
+        for row, anchor, ids, parents in zip(
+            rows, anchors, proposal.tokens.tolist(), proposal.parents.tolist(), strict=True
+        ):
+            wanted = slow_guesses(drafter, [*texts[row], anchor], passes)
+            count = 4 - (len(texts[row]) + 1) % 4
+            assert len(wanted) == count and ids[: 1 + count] == [anchor, *wanted]
+            assert parents == [*range(-1, count), *[-1] * (len(parents) - 1 - count)]
+            new.append(ids[: 1 + (cycle + row) % (1 + count)])
+        observe(drafter, part, new)
+        for row, more in zip(rows, new, strict=True):
+            texts[row] = texts[row] + more
+
+
+def test_drawn_guesses_follow_their_laws(drafter: BlockDiffusionDrafter) -> None:
+    state = drafter.new_state(2, 40)
+    texts = [[5, 6, 7, 8, 9], [10, 11]]  # three and one to guess
+    observe(drafter, state, texts)
+    params = [SamplingParams(temperature=0.7), SamplingParams(temperature=1.0, top_k=5)]
+    draws = torch.rand(2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    proposal = drafter.propose(state, torch.tensor([20, 21]), Plan(5, params, draws=draws))
+    assert proposal.q is not None and proposal.tokens.shape == (2, 3)
+    for row, (text, anchor) in enumerate(zip(texts, (20, 21), strict=True)):
+        probs = probabilities(laws(drafter, [*text, anchor])[None], [params[row]])[0]
+        law = proposal.q[row]
+        assert law is not None
+        for depth in range(len(probs)):
+            dense = torch.zeros_like(probs[depth]).index_add(0, law.ids[depth], law.probs[depth])
+            assert (dense - probs[depth]).abs().max() < 0.01  # without the unlikeliest tokens
+            [[index]] = draw(law.probs[None, depth : depth + 1], draws[row : row + 1, depth : depth + 1]).tolist()
+            assert proposal.tokens[row, depth + 1] == law.ids[depth, index]
+
+
+def test_more_passes_change_guesses_and_no_token(drafter: BlockDiffusionDrafter, target: Target) -> None:
+    """Greedy and sampled, chosen and drawn."""
+    prompts = [[(7 * i + row) % 60 + 4 for i in range(3 + row)] for row in range(3)]
+    params = [SamplingParams(20, (0.0, 0.8, 0.8)[row], seed=row, ignore_eos=True) for row in range(3)]
+    plain = Engine(target, load_drafter("none", target=target)).generate(prompts, params)
+    for passes in (1, 4):
+        found = Engine(target, drafter, drafting=Drafting(draft_passes=passes)).generate(prompts, params)
+        assert [each.token_ids for each in found] == [each.token_ids for each in plain]
+    [drawn] = Engine(target, drafter, drafting=Drafting(drawn=True, draft_passes=2)).generate(prompts[:1], params[:1])
+    assert drawn.token_ids == plain[0].token_ids
+
+
+def test_blocks_of_one_token_are_the_target_itself(tiny_target_dir: Path, target: Target, tmp_path: Path) -> None:
+    """With a token shift, which makes every guess right."""
+    convert(tiny_target_dir, tmp_path / "one", ConvertSettings(block_size=1))
+    drafter = load_drafter(tmp_path / "one", target=target)
+    [found] = Engine(target, drafter, drafting=Drafting(2)).generate([[5, 6, 7]], GREEDY)
+    assert found.stats.committed[:-1] == [2] * ((GREEDY.max_new_tokens - 2) // 2)
+
+
+def test_past_its_context_it_stops_guessing(tiny_target_dir: Path, target: Target, tmp_path: Path) -> None:
+    convert(tiny_target_dir, tmp_path / "short", ConvertSettings(block_size=4))
+    config = tmp_path / "short/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 18}))
+    drafter = load_drafter(tmp_path / "short", target=target)
+    state = drafter.new_state(3, 60)
+    observe(drafter, state, [[7] * 13, [7] * 15, [7] * 40])  # type: ignore[arg-type]
+    proposal = drafter.propose(state, torch.tensor([6] * 3), Plan(5, [GREEDY] * 3))
+    assert [sum(parent >= 0 for parent in parents) for parents in proposal.parents.tolist()] == [2, 0, 0]
+    [found] = Engine(target, drafter).generate([[7] * 9], GREEDY)
+    [plain] = Engine(target, load_drafter("none", target=target)).generate([[7] * 9], GREEDY)
+    assert found.token_ids == plain.token_ids
+
+
+def test_the_state_takes_the_memory_of_its_cache(drafter: BlockDiffusionDrafter) -> None:
+    state = drafter.new_state(2, 50)
+    observe(drafter, state, [[5] * 20, [6]])
+    assert drafter.state_bytes(2, 50) == sum(store.nbytes for store in state.cache._stores())
+
+
+def test_whose_tokens_it_speaks(tiny_target_dir: Path, target: Target, tmp_path: Path) -> None:
+    """The target's; a mask token that is new to the tokenizer does not matter."""
+    source = Path(shutil.copytree(tiny_target_dir, tmp_path / "source"))
+    tokenizer = json.loads((source / "tokenizer_config.json").read_text())
+    (source / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"mask_token": None}))
+    found = convert(source, tmp_path / "own", ConvertSettings(block_size=4))
+    assert found.is_new and load_drafter(tmp_path / "own", target=target).block_size == 5
+    raw = json.loads((tmp_path / "own/tokenizer.json").read_text())
+    vocab = raw["model"]["vocab"]
+    vocab["in"], vocab["the"] = vocab["the"], vocab["in"]
+    (tmp_path / "own/tokenizer.json").write_text(json.dumps(raw))
+    with pytest.raises(UsageError, match=r"token 'in' has the id 261 .* and 262 for the target, of 265"):
+        load_drafter(tmp_path / "own", target=target)
