@@ -6,7 +6,7 @@ import csv
 from collections.abc import Hashable
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, get_type_hints
 
 
 class Row(Protocol):
@@ -32,18 +32,15 @@ class Rows(Generic[R]):
 
     def __init__(self, kind: type[R], path: Path) -> None:
         self.path = path
-        names = [field.name for field in fields(kind)]
+        kinds = {field.name: get_type_hints(kind)[field.name] for field in fields(kind)}
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(",".join(names) + "\n", encoding="utf-8")
+            path.write_text(",".join(kinds) + "\n", encoding="utf-8")
         *complete, rest = path.read_text(encoding="utf-8").split("\n")
         if rest:  # cut off in the middle of a line
             path.write_text("".join(f"{line}\n" for line in complete), encoding="utf-8")
-        kinds: dict[str, Any] = {"int": int, "float": float, "str": str}
-        self.all = [
-            kind(**{field.name: kinds[str(field.type)](line[field.name]) for field in fields(kind)})
-            for line in csv.DictReader(complete)
-        ]
+        lines = csv.DictReader(complete)
+        self.all = [kind(**{name: of(line[name]) for name, of in kinds.items()}) for line in lines]
         self.had = {row.key for row in self.all}
 
     def add(self, *rows: R) -> None:

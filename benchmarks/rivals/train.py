@@ -27,6 +27,7 @@ from blockdraft.training.recipe import Recipe
 from blockdraft.training.records import run_folder
 from blockdraft.training.trainer import Telling
 from blockdraft.training.trainer import train as train_variant
+from blockdraft.training.variants import find_variant
 
 CLOCK_SECONDS = 5.0  # of training whose time a killed process loses at most
 FINISHED = "trained.json"
@@ -81,7 +82,8 @@ def _figures(kind: Kind, recipe: Recipe, data: TokenData, target: Target, second
     batches, of_epoch = small_lm.batches(data, recipe)
     with torch.device("meta"):
         network = new_network(kind, recipe, target)
-    weights = weights_read(kind, network, recipe.block_size - 1, target)
+    guesses = 0 if isinstance(recipe, SmallLMRecipe) else find_variant(kind.name)(recipe).taught_slots
+    weights = weights_read(kind, network, guesses, target)
     return Trained(
         kind.name,
         recipe.seed,

@@ -39,7 +39,7 @@ def small_lm_dir(tiny_target_dir: Path, target: Target, tmp_path_factory: pytest
 
 @pytest.fixture(scope="module")
 def plain(target: Target) -> tuple[list[Answers], dict[int, list[int]]]:
-    return measure.answers(PLAIN, 0, target, NoDrafter(), PROMPTS, 1.0, 12, WAYS, None, silent)
+    return measure.answers(PLAIN, 0, target, NoDrafter(), PROMPTS, 1.0, 40, WAYS, None, silent)
 
 
 def test_plain_answers_are_the_reference(plain: tuple[list[Answers], dict[int, list[int]]]) -> None:
@@ -49,41 +49,47 @@ def test_plain_answers_are_the_reference(plain: tuple[list[Answers], dict[int, l
 
 
 @pytest.mark.parametrize(
-    ("kind", "fixture", "passes"),
+    (
+        "kind",
+        "fixture",
+        "tokens",
+        "passes",
+    ),  # the tokens of the largest pass of each way, and how many passes there are
     [
-        ("dflash", "tiny_drafter_dir", ({4: 1}, {6: 1}, {8: 1})),
-        ("dspark", "tiny_dspark_dir", ({3: 1}, {5: 1}, {8: 1})),
-        ("eagle3", "tiny_eagle3_dir", ({1: 3}, {1: 5}, None)),
-        ("medusa", "tiny_medusa_dir", ({1: 1}, {1: 1}, {1: 1})),
-        ("small_lm", "small_lm_dir", (None, None, None)),
-        ("prompt_lookup", None, ({}, {}, {})),
+        ("dflash", "tiny_drafter_dir", (4, 6, 8), (1, 1, 1)),
+        ("dspark", "tiny_dspark_dir", (3, 5, 8), (1, 1, 1)),
+        ("eagle3", "tiny_eagle3_dir", (1, 1, 10), (3, 5, None)),
+        ("medusa", "tiny_medusa_dir", (1, 1, 1), (1, 1, 1)),
+        ("small_lm", "small_lm_dir", (None, None), (3, 5)),  # whose first pass takes what was committed as well
+        ("prompt_lookup", None, (0, 0, 0), (0, 0, 0)),
     ],
 )
 def test_draft_passes_and_guesses_are_counted(
     kind: str,
     fixture: str | None,
-    passes: tuple[dict[int, float] | None, ...],
+    tokens: tuple[int | None, ...],
+    passes: tuple[int | None, ...],
     target: Target,
     plain: tuple[list[Answers], dict[int, list[int]]],
     request: pytest.FixtureRequest,
 ) -> None:
     drafter = load_drafter(request.getfixturevalue(fixture) if fixture else kind, target=target)
-    found, said = measure.answers(kind, 0, target, drafter, PROMPTS, 1.0, 12, WAYS, plain[1], silent)
+    found, said = measure.answers(kind, 0, target, drafter, PROMPTS, 1.0, 40, WAYS, plain[1], silent)
     assert said == plain[1] and all(row.same == 1 and row.seconds > row.draft_seconds > 0 for row in found)
-    assert len(found) >= 2 and found[0].way == "chain:3"
-    for row, expected in zip(found, passes, strict=False):
+    assert found[0].way == "chain:3"
+    for row, largest, count in zip(found, tokens, passes, strict=True):
         assert row.prompts == 2 and row.tokens == sum(len(ids) - 1 for ids in said.values())
         assert row.tau == pytest.approx(1 + sum(row.shares), abs=0.2)  # the last cycle of an answer is cut
-        if expected is not None:
-            assert row.passes_by_tokens == pytest.approx(expected), row.way
+        if largest is not None:
+            assert max(row.passes_by_tokens, default=0) == largest
+        if count is not None:  # near the end of an answer chains are shorter
+            assert sum(row.passes_by_tokens.values()) == pytest.approx(count, rel=0.2)
     if kind == "eagle3":  # the first pass of a tree takes the anchor alone
         assert found[2].passes_by_tokens[1] == 1 and 0 < found[2].passes_by_tokens[10] <= 4
-    if kind == "small_lm":  # it drafts no trees; its first pass may take what was committed as well
-        assert [sum(row.passes_by_tokens.values()) for row in found] == pytest.approx([3, 5])
     if kind in ("dflash", "eagle3", "small_lm"):
-        assert found[0].guesses == pytest.approx(3)
+        assert found[0].guesses == pytest.approx(3, rel=0.1)
     if kind in ("dflash", "eagle3"):
-        assert found[2].guesses == pytest.approx(12)
+        assert found[2].guesses == pytest.approx(12, rel=0.1)
 
 
 def test_answers_that_are_not_the_targets_are_told(
@@ -91,7 +97,7 @@ def test_answers_that_are_not_the_targets_are_told(
 ) -> None:
     drafter = load_drafter(tiny_drafter_dir, target=target)
     other = {0: plain[1][0], 1: [*plain[1][1][:-1], plain[1][1][-1] + 1]}
-    found, _ = measure.answers("dflash", 0, target, drafter, PROMPTS, 1.0, 12, WAYS[:1], other, silent)
+    found, _ = measure.answers("dflash", 0, target, drafter, PROMPTS, 1.0, 40, WAYS[:1], other, silent)
     assert found[0].same == 0.5
 
 
