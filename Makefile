@@ -9,7 +9,7 @@ QUESTION = A baker makes 4 trays of 6 rolls. She sells 9 rolls. How many rolls a
 # One thread a worker: the models of the tests are too small to share.
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --maxprocesses 8
 
-.PHONY: demo test lint check fuzz mutants soak against try-stranger test-peers test-clients test-llamacpp bench-peers bench-server bench-gpu bench-sizes bench-diffusion wheel clean
+.PHONY: demo test lint check fuzz mutants soak against try-stranger test-peers test-clients test-llamacpp bench-peers bench-server bench-gpu bench-sizes bench-diffusion bench-rivals wheel clean
 
 demo: .venv/.installed
 	.venv/bin/blockdraft generate --compare --tree-budget 16 --backend hf "$(QUESTION)"
@@ -75,6 +75,10 @@ bench-peers: .venv/.installed
 bench-sizes: .venv/.installed
 	.venv/bin/python -m benchmarks.peers.environments llama_cpp
 	.venv/bin/python -m benchmarks.sizes $(ARGS)
+
+# Kinds of drafters against each other, trained on the same tokens: make bench-rivals ARGS="--data DIR --prompts FILE".
+bench-rivals: .venv/.installed
+	.venv/bin/python -m benchmarks.rivals $(ARGS)
 
 # The server under load, beside llama.cpp's, which the first run builds: make bench-server ARGS=--quick. ARGS="soak",
 # "faults" and "fuzz" try it otherwise; ARGS="--help".

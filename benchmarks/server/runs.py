@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from benchmarks.csv_rows import Rows
 
 
 @dataclass(frozen=True)
@@ -47,29 +47,8 @@ class Run:
         return self.width, self.way, self.streams, self.repeat
 
 
-class Runs:
+class Runs(Rows[Run]):
     """All of them so far."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        names = [field.name for field in fields(Run)]
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(",".join(names) + "\n", encoding="utf-8")
-        *complete, rest = path.read_text(encoding="utf-8").split("\n")
-        if rest:  # cut off in the middle of a line
-            path.write_text("".join(f"{line}\n" for line in complete), encoding="utf-8")
-        kinds: dict[str, Any] = {"int": int, "float": float, "str": str}
-        self.all = [
-            Run(**{field.name: kinds[str(field.type)](line[field.name]) for field in fields(Run)})
-            for line in csv.DictReader(complete)
-        ]
-
-    @property
-    def had(self) -> set[tuple[int, str, int, int]]:
-        return {run.key for run in self.all}
-
-    def add(self, run: Run) -> None:
-        with self.path.open("a", newline="", encoding="utf-8") as file:
-            csv.writer(file, lineterminator="\n").writerow(asdict(run).values())
-        self.all.append(run)
+        super().__init__(Run, path)

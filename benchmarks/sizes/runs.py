@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from math import log
 from pathlib import Path
 
+from benchmarks.csv_rows import Rows
 from benchmarks.peers.process import PeerError, PeerProcess
 from benchmarks.sizes.pairs import acceptance
 from benchmarks.sizes.ways import PLAIN, Way
@@ -77,29 +77,11 @@ class Run:
         return self.size, self.way, self.set, self.prompt, self.repeat
 
 
-class Runs:
+class Runs(Rows[Run]):
     """All answers so far, in a CSV file."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(",".join(field.name for field in fields(Run)) + "\n", encoding="utf-8")
-        *complete, rest = path.read_text(encoding="utf-8").split("\n")
-        if rest:  # cut off in the middle of a line
-            path.write_text("".join(f"{line}\n" for line in complete), encoding="utf-8")
-        kinds = {"int": int, "float": float, "str": str}
-        self.all = [
-            Run(**{field.name: kinds[str(field.type)](line[field.name]) for field in fields(Run)})
-            for line in csv.DictReader(complete)
-        ]
-        self.had = {run.key for run in self.all}
-
-    def add(self, run: Run) -> None:
-        with self.path.open("a", newline="", encoding="utf-8") as file:
-            csv.writer(file, lineterminator="\n").writerow(asdict(run).values())
-        self.all.append(run)
-        self.had.add(run.key)
+        super().__init__(Run, path)
 
 
 def tasks(

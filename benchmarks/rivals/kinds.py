@@ -1,0 +1,210 @@
+"""The drafters that are compared: how large each is made, and which of its weights it reads for a draft."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from blockdraft.errors import UsageError
+from blockdraft.settings import Count, settings
+from blockdraft.targets import Target
+from blockdraft.training.recipe import Recipe
+from blockdraft.training.variants import find_variant
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # Python 3.10
+    import tomli as tomllib
+
+SMALL_LM, PROMPT_LOOKUP = "small_lm", "prompt_lookup"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of drafter.
+
+    Attributes:
+        name: In files and flags; of those that our trainer makes, the name of the variant.
+        title: For people.
+        free: Field of its recipe that settles the size; empty where there is nothing to train.
+        step: Between two values of it.
+        passed, observed, walked: Patterns of the names of its parameters that are read by each draft pass, once a cycle
+            for the committed tokens, and once for each guess.
+        target_head: Whether a pass ends in the target's own output projection.
+        trees: Whether it drafts trees.
+    """
+
+    name: str
+    title: str
+    free: str = ""
+    step: int = 1
+    passed: str = "$"
+    observed: str = "$"
+    walked: str = "$"
+    target_head: bool = True
+    trees: bool = True
+
+    @property
+    def trained(self) -> bool:
+        return bool(self.free)
+
+
+BLOCK = {"passed": r"layers|norm|.*hidden_projection", "observed": r"fc|hidden_norm|layers.*\.[kv]_proj"}
+KINDS = {
+    kind.name: kind
+    for kind in (
+        Kind("dflash", "DFlash", "intermediate_size", 16, **BLOCK),
+        Kind("dflash2", "DFlash2", "intermediate_size", 16, **BLOCK),
+        Kind("dspark", "DSpark", "intermediate_size", 16, walked=r".*markov_w2", **BLOCK),
+        Kind("eagle3", "EAGLE-3", "draft_vocab", 16, r"midlayer|norm|lm_head", r"fc|.*\.[kv]_proj", target_head=False),
+        Kind("medusa", "Medusa", "layers", 1, r".*"),
+        Kind("mtp", "MTP", "intermediate_size", 16, r".*", r"fc|.*\.[kv]_proj"),
+        Kind(SMALL_LM, "small LM", "hidden_size", 16, r".*", target_head=False, trees=False),
+        Kind(PROMPT_LOOKUP, "prompt lookup", target_head=False),
+    )
+}
+
+
+@settings
+class SmallLMRecipe(Recipe):
+    """A language model of the target's tokens, with an embedding that is its head too.
+
+    Attributes:
+        layers: Its layers.
+        hidden_size: Its hidden size; the MLPs are three times as wide.
+    """
+
+    layers: Count = 4
+    hidden_size: Count | None = None
+
+
+def small_lm_config(recipe: SmallLMRecipe, target: Target) -> Qwen3Config:
+    size = recipe.hidden_size or 16
+    head_dim = int(target.shape.get("head_dim") or 64)
+    heads = max(1, round(size / head_dim))
+    return Qwen3Config(
+        vocab_size=target.vocab_size,
+        hidden_size=size,
+        intermediate_size=3 * size,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=head_dim,
+        max_position_embeddings=target.max_context,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=sorted(target.eos_token_ids) or None,
+        pad_token_id=None,
+    )
+
+
+def new_network(kind: Kind, recipe: Recipe, target: Target) -> nn.Module:
+    """A new network of this kind; within `torch.device("meta")` its shape alone."""
+    if kind.name == SMALL_LM:
+        assert isinstance(recipe, SmallLMRecipe)
+        return Qwen3ForCausalLM(small_lm_config(recipe, target))
+    variant = find_variant(kind.name)(recipe)
+    config = variant.config(target)
+    return variant.network(config)
+
+
+def parameters(kind: Kind, recipe: Recipe, target: Target) -> int:
+    """Weights that a drafter of this recipe has of its own."""
+    with torch.device("meta"):
+        network = new_network(kind, recipe, target)
+    return sum(each.numel() for each in network.parameters())
+
+
+@dataclass(frozen=True)
+class Weights:
+    """How many weights are read.
+
+    Attributes:
+        passed: By each draft pass of as many guesses as the drafter makes, the target's head among them if it is used.
+        observed: Once a cycle, for the tokens that were committed.
+    """
+
+    passed: int
+    observed: int
+
+
+def weights_read(kind: Kind, network: nn.Module, guesses: int, target: Target) -> Weights:
+    def found(pattern: str) -> int:
+        named = network.named_parameters()
+        return sum(each.numel() for name, each in named if re.match(pattern, name))
+
+    ends_in_target = kind.target_head and getattr(network.config, "shared_head", True)  # Medusa's may have their own
+    head = target.vocab_size * target.hidden_size if ends_in_target else 0
+    return Weights(found(kind.passed) + guesses * found(kind.walked) + head, found(kind.observed))
+
+
+def target_weights_read(target: Target) -> int:
+    """Weights that a forward of the target reads: all but an embedding that is not its head too."""
+    table = (target.vocab_size, target.hidden_size)
+    shapes = [tuple(weight.shape) for _, weight in target.named_weights()]
+    numbers = sum(torch.Size(shape).numel() for shape in shapes)
+    return numbers - (table[0] * table[1] if shapes.count(table) > 1 else 0)
+
+
+def read_tables(file: Path) -> dict[str, dict[str, Any]]:
+    """The values of every kind that is trained, from a TOML file with a table for each and one, "all", for all of them.
+
+    Raises:
+        UsageError: It cannot be read, or a table is of no kind.
+    """
+    try:
+        tables: dict[str, Any] = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"{file} cannot be read ({error}).") from error
+    trained = [name for name, kind in KINDS.items() if kind.trained]
+    if unknown := sorted(tables.keys() - {"all", *trained}):
+        raise UsageError(f"{file} has the tables {', '.join(unknown)}; there are all, {', '.join(trained)}.")
+    return {name: {**tables.get("all", {}), **tables.get(name, {})} for name in trained}
+
+
+def recipe_of(kind: Kind, values: dict[str, Any]) -> Recipe:
+    """Raises UsageError for values that are none of this kind's, or that leave open which tokens a step sees."""
+    recipe_class: type[Recipe] = SmallLMRecipe if kind.name == SMALL_LM else find_variant(kind.name).recipe_class
+    try:
+        recipe = recipe_class(**values)
+    except UsageError as error:
+        raise UsageError(f"The recipe of {kind.name}: {error}") from error
+    if open_ := [name for name in ("length", "batch", "held_out") if getattr(recipe, name) is None]:
+        raise UsageError(f"The recipe of {kind.name} has no {', '.join(open_)}; give it in the table [all].")
+    return recipe
+
+
+def fitted(kind: Kind, values: dict[str, Any], target: Target, budget: int) -> Recipe:
+    """The recipe with the size that brings the number of weights nearest to a budget, unless it names that size."""
+    recipe = recipe_of(kind, values)
+    if kind.free in values:
+        return recipe
+
+    def sized(steps: int) -> Recipe:
+        return replace(recipe, **{kind.free: kind.step * steps})
+
+    most = target.vocab_size // kind.step if kind.free == "draft_vocab" else None
+    steps = largest(lambda steps: parameters(kind, sized(steps), target) <= budget, most)
+    near = [steps, steps + 1] if most is None or steps < most else [steps]
+    return min(map(sized, near), key=lambda each: abs(parameters(kind, each, target) - budget))
+
+
+def largest(holds: Callable[[int], bool], most: int | None = None) -> int:
+    """The largest whole number of at least 1, at most `most`, for which something holds that holds up to it and not
+    behind it; 1 where it never holds."""
+    low, high = 1, 2
+    while (most is None or high < most) and holds(high):
+        low, high = high, 2 * high
+    high = high if most is None else min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low

@@ -1,0 +1,237 @@
+"""What is measured of a drafter: its answers, its cycles, and its speed beside others."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.rivals.kinds import KINDS
+from benchmarks.rivals.rows import PLAIN, Answers, Cycle, Forward, Speed
+from benchmarks.rivals.ways import Way, ways_of
+from blockdraft.drafters import Drafter
+from blockdraft.drafters.none import NoDrafter
+from blockdraft.engine import Engine, loops, merge
+from blockdraft.engine.probe import Probe
+from blockdraft.evaluation.methods import PLAIN as NONE
+from blockdraft.evaluation.methods import Settings
+from blockdraft.evaluation.prompts import PromptSet
+from blockdraft.evaluation.speed import figures
+from blockdraft.evaluation.speed import measure as measure_speeds
+from blockdraft.nn.rows import RowNetwork
+from blockdraft.proposal import Plan, Proposal, chain
+from blockdraft.targets import Target
+from blockdraft.timing import DRAFTING, listening
+from blockdraft.types import SamplingParams
+
+CONTEXT = 128  # committed tokens of each row while cycles are timed
+CYCLES = 4  # that a time is the mean of
+NODES = (1, 2, 4, 8, 16, 32, 64)
+
+Progress = Callable[[str, int, int], None]
+
+
+class Watched:
+    """A drafter that counts what it does for rows that are decoded alone.
+
+    Attributes:
+        cycles, guesses: Proposals, and the guesses in them.
+        passes: Draft passes, by the tokens that each takes.
+    """
+
+    def __init__(self, inner: Drafter) -> None:
+        self.inner = inner
+        self.cycles = self.guesses = 0
+        self.passes: Counter[int] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def propose(self, state: Any, anchor: Tensor, plan: Plan) -> Proposal:
+        with self._counting(plan):
+            proposal = self.inner.propose(state, anchor, plan)
+        self.cycles += 1
+        self.guesses += int((proposal.parents >= 0).sum())
+        return proposal
+
+    @contextmanager
+    def _counting(self, plan: Plan) -> Iterator[None]:
+        """Networks that guess a token at a time are watched; the others have one pass for all guesses."""
+        inner: Any = self.inner
+        network, model = getattr(inner, "network", None), getattr(inner, "model", None)
+        if isinstance(network, RowNetwork):
+            hook = network.register_forward_hook(lambda module, given, out: self.passes.update([given[0].size(1)]))
+            yield
+            hook.remove()
+        elif model is not None:
+            forward = model.forward
+            model.forward = lambda tokens, *rest, **named: (
+                self.passes.update([tokens.size(1)]) or forward(tokens, *rest, **named)
+            )
+            yield
+            del model.forward  # the class's own again
+        else:
+            config = getattr(inner, "config", None)
+            reads_block = config is not None and hasattr(config, "mask_token_id")
+            slots = plan.block_size - (inner.block_size - config.block_size) if reads_block else 1
+            self.passes.update([slots] if network is not None else [])
+            yield
+
+
+def answers(
+    kind: str,
+    seed: int,
+    target: Target,
+    drafter: Drafter,
+    prompts: PromptSet,
+    temperature: float,
+    tokens: int,
+    wanted: Sequence[Way],
+    plain: dict[int, list[int]] | None,
+    tell: Progress,
+) -> tuple[list[Answers], dict[int, list[int]]]:
+    """Decode a prompt set in every way, a prompt at a time. Prompt i is decoded with the seed i.
+
+    Args:
+        plain: Plain decoding's answers by prompt; None where this is plain decoding.
+
+    Returns:
+        The figures, and the answers of the last way by prompt.
+    """
+    looping = {i for i, ids in (plain or {}).items() if loops(ids)}
+    chosen = [i for i in range(len(prompts.prompts)) if i not in looping]
+    ways = [None] if plain is None else ways_of(wanted, drafter.block_size, KINDS[kind].trees)
+    found, said = list[Answers](), dict[int, list[int]]()
+    for way in ways:
+        watched: Any = Watched(drafter)
+        drafting = None if way is None else way.drafting(drafter.block_size)
+        name = PLAIN if way is None else way.name
+        completions = {}
+        with Engine(target, watched, 1, drafting) as engine:
+            for done, i in enumerate(chosen):
+                [one] = engine.generate([prompts.prompts[i]], SamplingParams(tokens, temperature, seed=i))
+                completions[i] = one.checked()
+                tell(f"{kind} seed {seed}, {prompts.name} at {temperature:g}, {name}", done + 1, len(chosen))
+        said = {i: one.token_ids for i, one in completions.items()}
+        if plain is None:
+            looping = {i for i, ids in said.items() if loops(ids)}
+        stats = merge(one.stats for i, one in completions.items() if i not in looping)
+        cycles = max(len(stats.committed), 1)
+        proposed = max(watched.cycles, 1)
+        found.append(
+            Answers(
+                *(kind, seed, prompts.name, temperature, name),
+                *(len(chosen) - len(looping & said.keys()), len(looping), sum(stats.committed), len(stats.committed)),
+                accepted=" ".join(f"{share:.4f}" for share in stats.acceptance_by_position),
+                guesses=watched.guesses / proposed,
+                passes=" ".join(f"{size}:{count / proposed:.4f}" for size, count in sorted(watched.passes.items())),
+                draft_seconds=stats.draft_seconds / cycles,
+                seconds=stats.total_seconds / cycles,
+                same=1.0 if plain is None else sum(said[i] == plain[i] for i in said) / max(len(said), 1),
+            )
+        )
+    return found, said
+
+
+@torch.no_grad()
+def forwards(target: Target, width: int, running: str, repeats: int, tell: Progress) -> list[Forward]:
+    """The target's forward by its nodes, of one row."""
+    context = min(CONTEXT, target.max_context // 4)
+    sizes = [size for size in NODES if context + size < target.max_context]
+    cache = target.new_cache(1, context + max(sizes))
+    prompt = chain(torch.arange(context)[None] % target.vocab_size)
+    target.forward(prompt.tokens, prompt.parents, cache)
+    cache.commit([range(context)])
+    times: dict[int, list[float]] = {size: [] for size in sizes}
+    for repeat in range(repeats + 1):
+        for size in sizes:
+            nodes = chain(torch.arange(size)[None] % target.vocab_size)
+            began = time.perf_counter()
+            for _ in range(CYCLES):
+                target.forward(nodes.tokens, nodes.parents, cache)
+            if repeat:  # the first warms up
+                times[size].append((time.perf_counter() - began) / CYCLES)
+        tell(f"forwards, {width} times as wide, {running}", repeat + 1, repeats + 1)
+    return [Forward(width, running, size, median(each)) for size, each in times.items()]
+
+
+def cycles(
+    kind: str,
+    target: Target,
+    drafter: Drafter,
+    width: int,
+    running: str,
+    batch: int,
+    wanted: Sequence[Way],
+    repeats: int,
+    tell: Progress,
+) -> list[Cycle]:
+    """Cycles of every way and of plain decoding, in turns."""
+    plain, own = Probe(target, NoDrafter()), Probe(target, drafter)
+    ways = ways_of(wanted, drafter.block_size, KINDS[kind].trees)
+    compiled = getattr(drafter, "compile_reason", "no") is None
+    if model := getattr(drafter, "model", None):
+        compiled = model.backend == "native" and model.compile_reason is None
+    found = []
+    for repeat in range(repeats + 1):
+        plain_seconds, _ = _timed(plain, Plan(1, [SamplingParams()] * batch))
+        for way in ways:
+            seconds, drafting = _timed(own, way.plan(drafter.block_size, batch))
+            if repeat:  # the first warms up
+                found.append(
+                    Cycle(
+                        *(kind, width, running, batch, way.name, repeat, int(compiled)),
+                        *(seconds, drafting, plain_seconds, drafter.weight_bytes(), drafter.state_bytes(1, 1)),
+                    )
+                )
+        tell(f"cycles of {kind}, {width} times as wide, {running}, {batch} rows", repeat + 1, repeats + 1)
+    return found
+
+
+def _timed(probe: Probe, plan: Plan) -> tuple[float, float]:
+    """Seconds of a cycle, and those in the drafter."""
+    room = (CYCLES + 1) * plan.block_size + max(plan.tree_budget, plan.block_size)
+    context = max(min(CONTEXT, probe.target.max_context - room - 1), 1)
+    with probe.target.lock:
+        runner, rows = probe.rows(len(plan.params), context, room)
+        runner.step(rows, plan)
+        with listening() as heard:
+            for _ in range(CYCLES):
+                runner.step(rows, plan)
+    return sum(heard.values()) / CYCLES, sum(heard[part] for part in DRAFTING) / CYCLES
+
+
+def speeds(
+    target: Target,
+    chosen: dict[tuple[str, Way], Drafter],
+    prompts: PromptSet,
+    tokens: int,
+    repeats: int,
+    tell: Progress,
+) -> list[Speed]:
+    """Greedy answers one after the other, all methods in turns.
+
+    Args:
+        chosen: Drafters by kind and way.
+    """
+    engines = {NONE: Engine(target, None, 1)}
+    named = {f"{kind} {way.name}": (kind, way) for kind, way in chosen}
+    for (kind, way), drafter in chosen.items():
+        engines[f"{kind} {way.name}"] = Engine(target, drafter, 1, way.drafting(drafter.block_size))
+    trials = measure_speeds(engines, [prompts], SamplingParams(tokens), Settings(repeats=repeats), tell)
+    found = []
+    for name, one in figures(trials).items():
+        kind, way = named.get(name, (PLAIN, None))
+        if one.speedup is not None and one.tokens_per_second is not None:
+            ranges = min(one.speedup_by_repeat), max(one.speedup_by_repeat)
+            label = PLAIN if way is None else way.name
+            found.append(
+                Speed(kind, label, prompts.name, one.tokens_per_second, one.speedup, *ranges, tau=one.tau or 1.0)
+            )
+    return found

@@ -1,0 +1,164 @@
+"""What is measured: the lines of the CSV files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+PLAIN = "plain"  # the kind and the way of decoding without a drafter
+NATIVE, TORCH = "native", "torch"  # as the target runs by itself, and by torch's operations alone
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A piece of work that was done, as a whole.
+
+    Attributes:
+        stage: Train, answers, forwards, cycles or speed.
+        name: Which one of the stage.
+    """
+
+    stage: str
+    name: str
+    seconds: float
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.stage, self.name
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A drafter of one seed.
+
+    Attributes:
+        tokens: Positions that were trained on.
+        seconds: Of all its steps, the target's part in them included.
+        peak_bytes: Most memory of the process that trained it.
+        passed, observed: Weights that are read by a draft pass, and once a cycle for what was committed.
+    """
+
+    kind: str
+    seed: int
+    parameters: int
+    steps: int
+    tokens: int
+    seconds: float
+    peak_bytes: int
+    passed: int
+    observed: int
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.kind, self.seed
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Answers to a prompt set by one drafter in one way, a prompt at a time.
+
+    Attributes:
+        prompts: Those whose plain answer does not loop; the others are left out.
+        tokens, cycles: In sum; an answer's first token comes from the prompt's forward.
+        accepted: S_1, S_2, ... with spaces between.
+        guesses: Mean guesses of a cycle.
+        passes: Mean number of draft passes a cycle by the tokens that each takes, such as "1:1.0 10:5.8".
+        draft_seconds, seconds: Of a cycle, as a mean.
+        same: Share of the answers that are those of plain decoding.
+    """
+
+    kind: str
+    seed: int
+    set: str
+    temperature: float
+    way: str
+    prompts: int
+    looping: int
+    tokens: int
+    cycles: int
+    accepted: str
+    guesses: float
+    passes: str
+    draft_seconds: float
+    seconds: float
+    same: float
+
+    @property
+    def key(self) -> tuple[str, int, str, float, str]:
+        return self.kind, self.seed, self.set, self.temperature, self.way
+
+    @property
+    def tau(self) -> float:
+        return self.tokens / self.cycles if self.cycles else 1.0
+
+    @property
+    def shares(self) -> list[float]:
+        return [float(share) for share in self.accepted.split()]
+
+    @property
+    def passes_by_tokens(self) -> Mapping[int, float]:
+        return {int(tokens): float(count) for tokens, _, count in (each.partition(":") for each in self.passes.split())}
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The target's forward over so many nodes of one row, the median of some."""
+
+    width: int
+    running: str
+    nodes: int
+    seconds: float
+
+    @property
+    def key(self) -> tuple[int, str, int]:
+        return self.width, self.running, self.nodes
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """Cycles of one way behind arbitrary text; all ways take turns, plain decoding among them.
+
+    Attributes:
+        width: How many times as wide as they are target and drafter were made.
+        running: `NATIVE` or `TORCH`.
+        compiled: Whether the drafter ran compiled, 0 or 1.
+        seconds, draft_seconds: Of a cycle, as a mean over a few.
+        plain_seconds: Of a plain cycle in the same repeat.
+        weight_bytes, state_bytes: Memory of the drafter: its weights, and what it keeps of a token of text.
+    """
+
+    kind: str
+    width: int
+    running: str
+    batch: int
+    way: str
+    repeat: int
+    compiled: int
+    seconds: float
+    draft_seconds: float
+    plain_seconds: float
+    weight_bytes: int
+    state_bytes: int
+
+    @property
+    def key(self) -> tuple[str, int, str, int, str, int]:
+        return self.kind, self.width, self.running, self.batch, self.way, self.repeat
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Real answers of the pair as it is, all methods in turns: tokens a second over those of plain decoding, the
+    median of the repeats and their range."""
+
+    kind: str
+    way: str
+    set: str
+    tokens_per_second: float
+    speedup: float
+    lowest: float
+    highest: float
+    tau: float
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.kind, self.way, self.set
