@@ -149,7 +149,7 @@ def test_from_nothing_by_a_recipe(tiny_target_dir: Path, run: Run) -> None:
         (["generate", "--model", "MODEL", "--steps-file", "a.jpg", "hi"], "can be drawn as .gif or .png"),
         (["new", "--out", "x", "--heads", "3"], "hidden_size is 256 and heads 3"),
         (["train", "--model", "MODEL", "--steps", "3"], "--data and --out are missing"),
-        (["train", "--schedul", "linear"], "'schedul' is unknown; did you mean schedule?"),
+        (["train", "--schedul", "linear"], "'schedul' is unknown; did you mean schedule or seed?"),
         (["perplexity", "absent.txt", "--model", "MODEL"], "There is no absent.txt"),
         (["perplexity", "text.txt", "--model", "MODEL", "--draws", "2"], "draws is 2; it must be at least 4"),
         (["convert", "MODEL", "--out", "x"], "a2d-qwen3"),
