@@ -138,4 +138,4 @@ def _tree(text: Text, anchor: int, plan: Plan) -> tuple[list[int], list[int]]:
     return tokens, parents
 
 
-DRAFTER = Entry(lambda folder, target: PromptLookupDrafter())
+DRAFTER = Entry(lambda folder, target: PromptLookupDrafter(), by_name=True)

@@ -25,7 +25,7 @@ class MTP:
     borrows = False
 
     def recognises(self, raw: Mapping[str, Any]) -> bool:
-        return raw.get("architectures") == [ARCHITECTURE]
+        return raw.get("architectures") == [ARCHITECTURE] and "speculators_model_type" not in raw
 
     def read(self, path: Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
         raw, tensors = read_config(path), read_tensors(path)
