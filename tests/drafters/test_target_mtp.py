@@ -176,9 +176,7 @@ def test_every_family_is_tested() -> None:
 
 
 @pytest.mark.parametrize("family", SHAPES)
-def test_logits_are_those_of_the_layer_over_the_whole_text(
-    family: str, publish: Callable[[str], Published]
-) -> None:
+def test_logits_are_those_of_the_layer_over_the_whole_text(family: str, publish: Callable[[str], Published]) -> None:
     published = publish(family)
     target = load_target(published.folder, backend="hf")
     loaded = load_drafter("mtp", target=target)
@@ -222,6 +220,39 @@ def test_a_dense_layer_is_read_as_one(tmp_path: Path, monkeypatch: pytest.Monkey
     drafter = load_drafter("mtp", target=load_target(folder, backend="hf"))
     assert isinstance(drafter, MTPDrafter)
     assert "layers.0.mlp.gate_proj.weight" in drafter.network.state_dict()
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe_text"])
+def test_a_head_in_the_speculators_format_is_the_same(
+    family: str, tmp_path: Path, publish: Callable[[str], Published]
+) -> None:
+    """As speculators saves a head that it took from the target's folder and trained on."""
+    published = publish(family)
+    target = load_target(published.folder, backend="hf")
+    own = load_drafter("mtp", target=target)
+    assert isinstance(own, MTPDrafter)
+    names = {"pre_fc_norm_embedding": "token_layernorm", "pre_fc_norm_hidden": "hidden_layernorm"}
+    names |= {"fc": "input_proj", "norm": "final_layernorm"}
+    tensors = {}
+    for name, tensor in own.network.state_dict().items():
+        module = name.removesuffix(".weight")
+        tensors[f"mtp_layers.0.{names[module]}.weight" if module in names else f"mtp_{name}"] = tensor
+    raw = {
+        "architectures": ["MTPDraftModel"],
+        "speculators_model_type": "mtp",
+        "speculators_config": {"proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}]},
+        "num_nextn_predict_layers": 1,
+        "transformer_layer_config": json.loads((published.folder / "config.json").read_text()),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    found = load_drafter(tmp_path, target=target)
+    assert isinstance(found, MTPDrafter) and (found.block_size, own.block_size) == (4, 8)
+    read = found.network.state_dict()
+    assert all(torch.equal(read[name], tensor) for name, tensor in own.network.state_dict().items())
+    params = SamplingParams(9, ignore_eos=True)
+    answers = [Engine(target, one, drafting=Drafting(4)).generate([PROMPT], params)[0] for one in (own, found)]
+    assert answers[0].stats.committed == answers[1].stats.committed
 
 
 def remake(published: Published, folder: Path, edit: Callable[[dict[str, Tensor]], None]) -> Target:

@@ -14,6 +14,7 @@ from blockdraft.drafters import load_drafter
 from blockdraft.formats import Borrowed, read_drafter, speculators, zlab
 from blockdraft.nn.draft_config import LayerAttention
 from blockdraft.nn.eagle3 import Eagle3Config, Eagle3Network
+from blockdraft.nn.rows import CachedAttention
 from blockdraft.proposal import Plan
 from blockdraft.targets import Target, embedding_and_head, load_target
 from blockdraft.training.export import Format, convert, export
@@ -162,3 +163,58 @@ def test_eagle3(tmp_path: Path, target: Target, tiny_target_dir: Path, flags: di
     again = read_drafter(tmp_path / "again", None, target.num_layers)
     assert again.config == config
     assert all(torch.equal(again.tensors[name], tensor) for name, tensor in network.state_dict().items())
+
+
+def first_guesses(drafter: Any, target: Target, tokens: Tensor, features: Tensor) -> Tensor:
+    """Logits of the first guess behind every token of a text but the first."""
+    count = tokens.size(1) - 1
+    alone = CachedAttention(lambda keys, values: (keys, values), torch.ones(1, count, count).tril().bool())
+    states = drafter.network(target.embed(tokens[:, 1:]), features[:, :-1], torch.arange(count)[None], alone)
+    logits: Tensor = drafter.network.logits(states, target.head)
+    return logits
+
+
+def compare_mtp(folder: Path, target: Target) -> None:
+    tokens = torch.randint(4, target.vocab_size, (1, CONTEXT))
+    features = torch.randn(1, CONTEXT, target.hidden_size)
+    model = theirs(folder)
+    with torch.no_grad():
+        [first, *_], _, _ = model(tokens, features)
+        ours = first_guesses(load_drafter(folder, target=target), target, tokens, features)
+    assert_close(first, ours[:, : first.size(1)])
+
+
+def test_mtp(tmp_path: Path, target: Target, tiny_target_dir: Path, tiny_mtp_dir: Path) -> None:
+    written = Format("mtp_speculators", str(tiny_target_dir), ARCHITECTURES)
+    convert(tiny_mtp_dir, tmp_path / "ours", written, target)
+    compare_mtp(tmp_path / "ours", target)
+    theirs(tmp_path / "ours").save_pretrained(tmp_path / "again")
+    ours, again = (read_drafter(folder, None, target.num_layers) for folder in (tiny_mtp_dir, tmp_path / "again"))
+    assert again.config == ours.config
+    assert all(torch.equal(again.tensors[name], tensor) for name, tensor in ours.tensors.items())
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
+def test_mtp_of_published_models(family: str, tmp_path: Path) -> None:
+    """Heads of their shapes, which they write and we read."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    experts |= {"shared_expert_intermediate_size": 16}
+    layers = AutoConfig.for_model(
+        family, **sizes, **(experts if "next" in family else {}), layer_types=["full_attention"] * 2
+    )
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(layers).save_pretrained(tmp_path / "target")
+    greedy = {"algorithm": "mtp", "default_proposal_method": "greedy"}
+    greedy |= {"proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}]}
+    greedy |= {"verifier": {"name_or_path": str(tmp_path / "target"), "architectures": layers.architectures or ["x"]}}
+    raw = {"speculators_model_type": "mtp", "speculators_config": greedy, "transformer_layer_config": layers.to_dict()}
+    model = peer.SpeculatorModel.registry["mtp"](peer.SpeculatorModelConfig.from_dict(raw))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.2 * torch.randn_like(parameter)
+    model.save_pretrained(tmp_path / "head")
+    compare_mtp(tmp_path / "head", load_target(tmp_path / "target", backend="hf"))

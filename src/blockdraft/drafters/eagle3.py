@@ -157,11 +157,15 @@ class Eagle3Drafter:
         """Keys, values and features of all slots, `[heads, slots, D]` each."""
         like = self.network.fc.weight
         cached = (like.new_empty(1, heads, 0, size) for heads, size in self.network.cached)
-        return *state.layer(0, *cached), *state.layer(1, like.new_empty(1, 1, 0, self.config.hidden_size))
+        return *state.layer(0, *cached), self._features(state).unsqueeze(0)
+
+    def _features(self, state: KVCache) -> Tensor:
+        """Of all slots, `[slots, H]`."""
+        return state.layer(1, self.network.fc.weight.new_empty(1, 1, 0, self.config.hidden_size))[0][0]
 
     def _last_features(self, state: KVCache) -> Tensor:
         """Of the last token of each row, `[B, 1, H]`; 0 where there is none."""
-        store = self._stores(state)[2][0]
+        store = self._features(state)
         slots = [row + max(length - 1, 0) for row, length in zip(state.rows, state.lengths, strict=True)]
         empty = send(torch.tensor([length == 0 for length in state.lengths]), store.device)
         return store[send(torch.tensor(slots), store.device)].masked_fill(empty[:, None], 0).unsqueeze(1)

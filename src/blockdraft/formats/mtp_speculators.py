@@ -13,12 +13,12 @@ from transformers import AutoConfig
 
 from blockdraft.formats.base import Checkpoint
 from blockdraft.formats.folder import blaming, check_tensors, read_config, read_tensors, write_folder
-from blockdraft.formats.speculators_config import layer_config, named
+from blockdraft.formats.speculators_config import guesses_of, layer_config, named
 from blockdraft.formats.stored import stored
 from blockdraft.formats.target_mtp import StoredHead
 from blockdraft.formats.zlab import one_dtype
 from blockdraft.formats.zlab_config import rope_of
-from blockdraft.nn.draft_config import need, whole
+from blockdraft.nn.draft_config import need
 from blockdraft.nn.mtp import MTPConfig
 from blockdraft.nn.target_mtp import TargetMTPConfig, make_head, one_layer
 
@@ -70,8 +70,7 @@ def parse_config(
     """
     heads = raw.get("num_nextn_predict_layers", 1)
     need(heads == 1, "num_nextn_predict_layers", heads, "1, the one that is supported")
-    methods = (raw.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    block_size = 1 + whole("speculative_tokens", methods[0].get("speculative_tokens"))
+    block_size = 1 + guesses_of(raw)
     layers = layer_config(raw.get("transformer_layer_config"))
     kind = layers.pop("model_type")
     if kind in OTHERS:
