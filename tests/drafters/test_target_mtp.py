@@ -201,7 +201,7 @@ def test_answers_are_those_of_plain_decoding(
     plain = Engine(target, load_drafter("none", target=target)).generate(prompts, params)
     drafted = Engine(target, load_drafter("mtp", target=target), 2, drafting).generate(prompts, params)
     assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]
-    assert all(one.stats.drafted > 0 for one in drafted)
+    assert all(sum(one.stats.drafted) > 0 for one in drafted)
 
 
 def test_a_head_of_few_bits_of_precision(publish: Callable[[str], Published]) -> None:

@@ -66,7 +66,7 @@ def network_config(
     own = raw.get("target_hidden_size")
     need(own in (None, hidden), "target_hidden_size", own, f"hidden_size, {hidden}, the one that is supported")
     kinds = raw.get("layer_types") or ["full_attention"] * depth
-    need(kinds == ["full_attention"] * depth, "layer_types", kinds, f"{depth} full_attention, which are supported")
+    need(kinds == ["full_attention"] * depth, "layer_types", kinds, "full_attention alone, which is what is supported")
     for key, name in NORMS.items():
         need(not raw.get(key) or name in tensors, name, None, f"among the tensors, since {key} is {raw.get(key)!r}")
     theta, scaling = rope_of(raw)
@@ -138,7 +138,7 @@ def written_tensors(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> tupl
 def check_kind(config: Any, kind: type[Eagle3Config] = Eagle3Config) -> None:
     """Raise a ValueError unless this is a configuration of just this kind."""
     found = type(config)
-    need(found is kind, "the configuration", found.__name__, f"a {kind.__name__}, all that this layout holds")
+    need(found is kind, "the configuration", found.__name__, f"{kind.__name__}, all that this layout holds")
 
 
 def layer_keys(config: Eagle3Config) -> dict[str, Any]:

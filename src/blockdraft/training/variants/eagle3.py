@@ -89,10 +89,7 @@ class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
 
     def new_config(self, target: Target) -> Eagle3Config:
         recipe, layers = self.recipe, target.num_layers
-        if recipe.taps is None:
-            taps = default_taps(layers) if layers >= 7 else chosen_taps(min(3, layers), layers)
-        else:
-            taps = chosen_taps(recipe.taps, layers)
+        taps = self.usual_taps(layers) if recipe.taps is None else chosen_taps(recipe.taps, layers)
         return Eagle3Config(
             **layer_shape(recipe, target),
             hidden_size=target.hidden_size,
@@ -103,6 +100,10 @@ class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
             block_size=recipe.block_size,
             max_position_embeddings=target.max_context,
         )
+
+    def usual_taps(self, layers: int) -> tuple[int, ...]:
+        """The taps where the recipe names none, for a target of so many layers."""
+        return default_taps(layers) if layers >= 7 else chosen_taps(min(3, layers), layers)
 
     def _config_of_init(self, target: Target) -> Eagle3Config:
         config: Eagle3Config = self._init(target.num_layers).config

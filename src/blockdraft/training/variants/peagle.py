@@ -58,6 +58,9 @@ class PEagleVariant(Eagle3Variant):
         mask = mask_token(target, self.recipe.mask_token_id).id
         return PEagleConfig(**values, mask_token_id=mask, num_hidden_layers=self.recipe.layers)
 
+    def usual_taps(self, layers: int) -> tuple[int, ...]:
+        return super().usual_taps(layers if layers >= 7 else layers - 1)  # its format cannot list the last layer's output
+
     def new_network(self, config: PEagleConfig, vocabulary: Mapping[str, int] | None) -> PEagleNetwork:  # type: ignore[override]
         network = PEagleNetwork(config)
         new_matrices(network, "embed_tokens.weight".__eq__)
