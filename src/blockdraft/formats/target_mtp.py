@@ -64,7 +64,7 @@ def _files(folder: Path) -> dict[str, Path]:
         with blaming(folder / INDEX):
             listed = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
         return {name: folder / file for name, file in listed.items()}
-    found = {}
+    found: dict[str, Path] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with blaming(file):
             found |= dict.fromkeys(open_tensors([str(file)]), file)
