@@ -187,7 +187,10 @@ def test_other_names_of_the_layer_and_maps_alone(tmp_path: Path) -> None:
         ({"draft_vocab_size": 65}, "draft_vocab_size is 65; it must be at most vocab_size, 64"),
         ({"draft_vocab_size": 4}, "2 tensors do not fit"),
         ({"fc_norm": True}, r"fc_norm\.0\.weight is absent; it must be among the tensors"),
-        ({"layer_types": ["sliding_attention"]}, r"layer_types is \['sliding_attention'\]; it must be full_attention alone"),
+        (
+            {"layer_types": ["sliding_attention"]},
+            r"layer_types is \['sliding_attention'\]; it must be full_attention alone",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"parallel_drafting": True}, "parallel_drafting is True"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is False"),

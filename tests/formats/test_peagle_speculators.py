@@ -86,7 +86,9 @@ def test_what_is_not_supported_is_refused(changes: dict[str, Any], told: str, tm
         read_drafter(tmp_path / "draft", None, 10)
 
 
-@pytest.mark.parametrize("name", ["mask_hidden", "embed_tokens.weight", "layers.2.mlp.up_proj.weight", "lm_head.weight"])
+@pytest.mark.parametrize(
+    "name", ["mask_hidden", "embed_tokens.weight", "layers.2.mlp.up_proj.weight", "lm_head.weight"]
+)
 def test_a_missing_tensor_is_named(name: str, tmp_path: Path) -> None:
     write(tmp_path / "draft", CONFIG)
     file = tmp_path / "draft" / "model.safetensors"

@@ -211,7 +211,9 @@ CASES = {
         {"final_logit_softcapping": 30.0},
     ),
     "ModelOpt": Case(
-        with_draft(QWEN3 | {"rope_parameters": {"rope_theta": 1000000}}, use_swa=True, swa_window_size=512, causal=False),
+        with_draft(
+            QWEN3 | {"rope_parameters": {"rope_theta": 1000000}}, use_swa=True, swa_window_size=512, causal=False
+        ),
         (1, 9, 17, 25, 33),
         (LayerAttention(causal=False, window=512),) * 5,
         1e6,

@@ -93,7 +93,7 @@ class PEagleDrafter(Eagle3Drafter):
 
 
 def load(path: Path, target: Target) -> PEagleDrafter:
-    return PEagleDrafter(read_network(path, target, PEagleNetwork), target, path)  # type: ignore[arg-type]
+    return PEagleDrafter(read_network(path, target, PEagleNetwork), target, path)
 
 
 DRAFTER = Entry(

@@ -48,7 +48,7 @@ def network_config(
     tensors: Mapping[str, Tensor],
     taps: Sequence[int],
     num_target_layers: int,
-    kind: type[C] = Eagle3Config,  # type: ignore[assignment]
+    kind: type[C],
     depth: int = 1,
     **more: Any,
 ) -> C:
@@ -188,7 +188,7 @@ class Eagle3:
             ids = eagle.get(IDS) or default_taps(num_target_layers)
             need(isinstance(ids, list | tuple), IDS, ids, "a list of target layers")
             block_size = raw.get("block_size") or BLOCK_SIZE
-            config = network_config(raw, tensors, ids, num_target_layers, block_size=block_size)
+            config = network_config(raw, tensors, ids, num_target_layers, Eagle3Config, block_size=block_size)
         with blaming(Path(path)):
             return checkpoint_of(config, tensors)
 

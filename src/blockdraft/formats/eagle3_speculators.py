@@ -24,7 +24,7 @@ from blockdraft.formats.eagle3 import (
 )
 from blockdraft.formats.folder import blaming, read_config, read_tensors, write_folder
 from blockdraft.formats.speculators_config import ids_of, layer_config, named, taps_of
-from blockdraft.nn.eagle3 import BLOCK_SIZE, default_taps
+from blockdraft.nn.eagle3 import BLOCK_SIZE, Eagle3Config, default_taps
 
 MODEL_TYPE, ARCHITECTURE = "eagle3", "Eagle3Speculator"
 
@@ -57,7 +57,7 @@ class Eagle3Speculators:
             taps = default_taps(num_target_layers) if raw.get(IDS) is None else taps_of(raw, IDS, num_target_layers)
             own = {key: raw.get(key) for key in (*FLAGS, *NORMS, "draft_vocab_size", "target_hidden_size")}
             layers = {**layer_config(raw.get("transformer_layer_config")), **own}
-            config = network_config(layers, tensors, taps, num_target_layers, block_size=_block_size(raw))
+            config = network_config(layers, tensors, taps, num_target_layers, Eagle3Config, block_size=_block_size(raw))
         with blaming(Path(path)):
             return checkpoint_of(config, tensors)
 

@@ -29,8 +29,8 @@ LAYERS = "mtp_layers.0."
 AROUND = {"pre_fc_norm_embedding": "token_layernorm", "pre_fc_norm_hidden": "hidden_layernorm"}
 AROUND = {name: LAYERS + own for name, own in {**AROUND, "fc": "input_proj", "norm": "final_layernorm"}.items()}
 UNUSED = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight")
-KEYS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
-KEYS += ("rms_norm_eps", "max_position_embeddings", "attention_bias")
+KEYS: tuple[str, ...] = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+KEYS += ("vocab_size",) + ("rms_norm_eps", "max_position_embeddings", "attention_bias")
 
 
 def config_dict(config: Any, target_name: str | None, target_architectures: Sequence[str]) -> dict[str, Any]:

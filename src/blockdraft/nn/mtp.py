@@ -86,6 +86,7 @@ class MTPHead(RowNetwork):
 
 class MTPNetwork(MTPHead):
     config: MTPConfig
+    norm: RMSNorm
 
     def __init__(self, config: MTPConfig) -> None:
         super().__init__(config, lambda: DraftLayer(config))

@@ -59,7 +59,9 @@ class PEagleVariant(Eagle3Variant):
         return PEagleConfig(**values, mask_token_id=mask, num_hidden_layers=self.recipe.layers)
 
     def usual_taps(self, layers: int) -> tuple[int, ...]:
-        return super().usual_taps(layers if layers >= 7 else layers - 1)  # its format cannot list the last layer's output
+        return super().usual_taps(
+            layers if layers >= 7 else layers - 1
+        )  # its format cannot list the last layer's output
 
     def new_network(self, config: PEagleConfig, vocabulary: Mapping[str, int] | None) -> PEagleNetwork:  # type: ignore[override]
         network = PEagleNetwork(config)
