@@ -30,6 +30,7 @@ from blockdraft.nn.dspark import DSparkNetwork
 from blockdraft.nn.eagle3 import Eagle3Config, Eagle3Network
 from blockdraft.nn.medusa import MedusaConfig, MedusaNetwork
 from blockdraft.nn.mtp import MTPConfig, MTPNetwork
+from blockdraft.nn.peagle import PEagleConfig, PEagleNetwork
 
 if "PYTEST_XDIST_WORKER" not in os.environ and cache_folder().name == "tests-cache":
     shutil.rmtree(cache_folder() / "costs", ignore_errors=True)
@@ -179,6 +180,36 @@ def tiny_eagle3_dir(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: P
             for parameter in network.parameters():
                 parameter += 0.2 * torch.randn_like(parameter)
     eagle3.LAYOUT.write(folder, Checkpoint(config, network.state_dict()), None, ())
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_peagle_dir(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Path:
+    """A random P-EAGLE drafter of two layers for `tiny_target_dir`: 4 guesses among 120 tokens of the vocabulary."""
+    folder = tmp_path_factory.mktemp("tiny") / "peagle"
+    config = PEagleConfig(
+        hidden_size=HIDDEN_SIZE,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=len(tiny_tokenizer()),
+        draft_vocab_size=120,
+        taps=(0, 1),
+        num_target_layers=TARGET_LAYERS,
+        block_size=5,
+        max_position_embeddings=MAX_CONTEXT,
+        mask_token_id=3,
+        num_hidden_layers=2,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        network = PEagleNetwork(config)
+        network.keep(torch.randperm(config.vocab_size)[:120].sort().values)
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter += 0.2 * torch.randn_like(parameter)
+    find_layout("peagle_speculators").write(folder, Checkpoint(config, network.state_dict()), None, ())
     return folder
 
 

@@ -47,6 +47,8 @@ FIT = "takes hours; tests/fit/test_run.py runs the steps"
 NOT_RUN = {
     "blockdraft fit --target MODEL --data prompts.jsonl --hours 2 --out drafter": FIT,
     'blockdraft generate --target MODEL --drafter drafter "..."': FIT,
+    'blockdraft generate --target DIR --drafter mtp --block-size 4 "..."': "the target that stands in has no MTP head; "
+    "tests/drafters/test_target_mtp.py has such",
     "blockdraft train dflash ... --trackers wandb": "sends figures to a service; tests/training/test_trainer.py has a "
     "stand-in for it",
     "blockdraft serve": SERVE,

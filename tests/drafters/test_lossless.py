@@ -30,6 +30,7 @@ FOLDERS = {
     "medusa": "tiny_medusa_dir",
     "mtp": "tiny_mtp_dir",
     "none": None,
+    "peagle": "tiny_peagle_dir",
     "prompt_lookup": None,
 }
 FILES = [module.name for module in pkgutil.iter_modules(drafters.__path__) if module.name != "base"]

@@ -187,7 +187,10 @@ def test_other_names_of_the_layer_and_maps_alone(tmp_path: Path) -> None:
         ({"draft_vocab_size": 65}, "draft_vocab_size is 65; it must be at most vocab_size, 64"),
         ({"draft_vocab_size": 4}, "2 tensors do not fit"),
         ({"fc_norm": True}, r"fc_norm\.0\.weight is absent; it must be among the tensors"),
-        ({"layer_types": ["sliding_attention"]}, r"layer_types is \['sliding_attention'\]; it must be one full"),
+        (
+            {"layer_types": ["sliding_attention"]},
+            r"layer_types is \['sliding_attention'\]; it must be full_attention alone",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"parallel_drafting": True}, "parallel_drafting is True"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is False"),
@@ -224,7 +227,7 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"readers load no .*\.gguf"):
         eagle3_speculators.LAYOUT.check(CONFIG, "model.gguf", ())
     for layout in (eagle3.LAYOUT, eagle3_speculators.LAYOUT):
-        with pytest.raises(UsageError, match="the configuration is 'dict'; it must be an Eagle3Config"):
+        with pytest.raises(UsageError, match="the configuration is 'dict'; it must be Eagle3Config"):
             layout.check({}, None, ())
     with pytest.raises(UsageError, match="for which z-lab's layout and the speculators format have no words"):
         layouts()["zlab"].check(CONFIG, None, ())

@@ -1,6 +1,7 @@
 """vllm-project/speculators as outside judge: it loads what we export, computes what our drafter computes, and writes
 what we read."""
 
+import importlib
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +12,12 @@ import torch
 from torch import Tensor
 
 from blockdraft.drafters import load_drafter
+from blockdraft.drafters.peagle import PEagleDrafter
 from blockdraft.formats import Borrowed, read_drafter, speculators, zlab
 from blockdraft.nn.draft_config import LayerAttention
 from blockdraft.nn.eagle3 import Eagle3Config, Eagle3Network
+from blockdraft.nn.peagle import PEagleNetwork
+from blockdraft.nn.rows import CachedAttention
 from blockdraft.proposal import Plan
 from blockdraft.targets import Target, embedding_and_head, load_target
 from blockdraft.training.export import Format, convert, export
@@ -162,3 +166,101 @@ def test_eagle3(tmp_path: Path, target: Target, tiny_target_dir: Path, flags: di
     again = read_drafter(tmp_path / "again", None, target.num_layers)
     assert again.config == config
     assert all(torch.equal(again.tensors[name], tensor) for name, tensor in network.state_dict().items())
+
+
+@pytest.mark.parametrize("flags", [{}, {"qk_norm": True, "draft_vocab_size": 265, "fc_norm": True}])
+def test_peagle(
+    tmp_path: Path,
+    target: Target,
+    tiny_target_dir: Path,
+    tiny_peagle_dir: Path,
+    flags: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Logits of all guesses behind an anchor, in their training pass and in our draft pass; and back."""
+    config = replace(read_drafter(tiny_peagle_dir, None, target.num_layers).config, **flags)
+    torch.manual_seed(7)
+    network = PEagleNetwork(config)
+    network.keep(torch.randperm(target.vocab_size)[: config.draft_vocab_size].sort().values)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter += 0.2 * torch.randn_like(parameter)
+    written = Format("peagle_speculators", str(tiny_target_dir), ARCHITECTURES)
+    export(tmp_path / "ours", written, config, network.state_dict(), target)
+    model, drafter = theirs(tmp_path / "ours"), load_drafter(tmp_path / "ours", target=target)
+    assert isinstance(drafter, PEagleDrafter)
+    features, tokens = torch.randn(1, CONTEXT, 2 * target.hidden_size), torch.randint(4, 200, (1, CONTEXT + 1))
+    guesses = drafter.block_size - 1
+    # All rows of the text, and those of masks behind one anchor; their rows are one place to the left of ours.
+    places = torch.cat([torch.arange(CONTEXT), torch.full((guesses - 1,), ANCHOR - 1)])
+    depths = torch.cat([torch.zeros(CONTEXT, dtype=torch.long), torch.arange(1, guesses)])
+    core = importlib.import_module("speculators.models.peagle.core")
+    monkeypatch.setattr(core, "generate_cod_sample_indices", lambda **_: (places, depths))
+    seen: list[Tensor] = []
+    model.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(output[0]))
+    with torch.no_grad():
+        last, documents = torch.zeros(1, CONTEXT, target.hidden_size), torch.zeros(1, CONTEXT, dtype=torch.long)
+        model(features, tokens[:, 1:], documents, verifier_last_hidden_states=last, num_depths=guesses)
+    state = drafter.new_state(1, CONTEXT)
+    drafter.observe(state, tokens[:, :ANCHOR], features[:, :ANCHOR], [ANCHOR])
+    ours = drafter.draft_logits(state, tokens[:, ANCHOR], Plan(guesses + 1, [SamplingParams()]))[0]
+    assert_close(torch.cat([seen[0][ANCHOR - 1 : ANCHOR], seen[0][CONTEXT:]]), ours[:, network.kept])
+    model.save_pretrained(tmp_path / "again")
+    again = read_drafter(tmp_path / "again", None, target.num_layers)
+    assert again.config == config
+    assert all(torch.equal(again.tensors[name], tensor) for name, tensor in network.state_dict().items())
+
+
+def first_guesses(drafter: Any, target: Target, tokens: Tensor, features: Tensor) -> Tensor:
+    """Logits of the first guess behind every token of a text but the first."""
+    count = tokens.size(1) - 1
+    alone = CachedAttention(lambda keys, values: (keys, values), torch.ones(1, count, count).tril().bool())
+    states = drafter.network(target.embed(tokens[:, 1:]), features[:, :-1], torch.arange(count)[None], alone)
+    logits: Tensor = drafter.network.logits(states, target.head)
+    return logits
+
+
+def compare_mtp(folder: Path, target: Target) -> None:
+    tokens = torch.randint(4, target.vocab_size, (1, CONTEXT))
+    features = torch.randn(1, CONTEXT, target.hidden_size)
+    model = theirs(folder)
+    with torch.no_grad():
+        [first, *_], _, _ = model(tokens, features)
+        ours = first_guesses(load_drafter(folder, target=target), target, tokens, features)
+    assert_close(first, ours[:, : first.size(1)])
+
+
+def test_mtp(tmp_path: Path, target: Target, tiny_target_dir: Path, tiny_mtp_dir: Path) -> None:
+    written = Format("mtp_speculators", str(tiny_target_dir), ARCHITECTURES)
+    convert(tiny_mtp_dir, tmp_path / "ours", written, target)
+    compare_mtp(tmp_path / "ours", target)
+    theirs(tmp_path / "ours").save_pretrained(tmp_path / "again")
+    ours, again = (read_drafter(folder, None, target.num_layers) for folder in (tiny_mtp_dir, tmp_path / "again"))
+    assert again.config == ours.config
+    assert all(torch.equal(again.tensors[name], tensor) for name, tensor in ours.tensors.items())
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
+def test_mtp_of_published_models(family: str, tmp_path: Path) -> None:
+    """Heads of their shapes, which they write and we read."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    experts |= {"shared_expert_intermediate_size": 16}
+    layers = AutoConfig.for_model(
+        family, **sizes, **(experts if "next" in family else {}), layer_types=["full_attention"] * 2
+    )
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(layers).save_pretrained(tmp_path / "target")
+    greedy = {"algorithm": "mtp", "default_proposal_method": "greedy"}
+    greedy |= {"proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}]}
+    greedy |= {"verifier": {"name_or_path": str(tmp_path / "target"), "architectures": layers.architectures or ["x"]}}
+    raw = {"speculators_model_type": "mtp", "speculators_config": greedy, "transformer_layer_config": layers.to_dict()}
+    model = peer.SpeculatorModel.registry["mtp"](peer.SpeculatorModelConfig.from_dict(raw))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.2 * torch.randn_like(parameter)
+    model.save_pretrained(tmp_path / "head")
+    compare_mtp(tmp_path / "head", load_target(tmp_path / "target", backend="hf"))

@@ -52,9 +52,9 @@ def load_drafter(path: str | Path | None = None, *, target: Target) -> Drafter:
 
     Args:
         path: The folder or GGUF file of a drafter, the folder of a smaller language model with the target's tokens, or
-            the name of a drafter that needs no folder ("none" decodes plainly). None or "bundled" is the bundled
-            drafter, which fits the bundled target and what was made of it. Several of these with a + between them,
-            such as "prompt_lookup+bundled", draft together.
+            the name of a drafter that needs no folder ("none" decodes plainly, "mtp" is the MTP head in the target's
+            own folder). None or "bundled" is the bundled drafter, which fits the bundled target and what was made of
+            it. Several of these with a + between them, such as "prompt_lookup+bundled", draft together.
         target: The target that it will draft for; dtype and device are taken from it. Where the drafter says that it
             was trained for another one of the same shape, a warning is logged.
 
@@ -96,7 +96,7 @@ def _joined(path: str | Path) -> list[str]:
 def _load(path: str | Path | None, target: Target) -> Drafter:
     folder = BUNDLED if path is None or str(path) == "bundled" else Path(path)
     known = entries()
-    by_name = {name for name, entry in known.items() if not (entry.architectures or entry.joins)}
+    by_name = {name for name, entry in known.items() if entry.by_name}
     if str(path) in by_name:
         return known[str(path)].load(None, target)
     said, source = _said(folder, target) if is_gguf(folder) else _said_by_folder(folder, str(path), by_name)

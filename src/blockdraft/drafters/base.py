@@ -91,9 +91,10 @@ class Entry:
     """What a file of this package registers, as its `DRAFTER`: the whole of a kind of drafter.
 
     Attributes:
-        load: Makes the drafter of a folder for a target. One that needs no folder gets None, one that `joins` others
-            gets these.
-        architectures: Names in config.json that it reads. One that has none needs no folder and goes by its file name.
+        load: Makes the drafter of a folder for a target; called with None where there is no folder. One that `joins`
+            others gets these.
+        architectures: Names in config.json that it reads.
+        by_name: Whether it needs no folder, or not always, and then goes by its file name.
         claims: Whether a parsed config.json is its own whatever name is there; asked before the names.
         network: Class of its network, as training makes it; None without one.
         layouts: Files of `formats/` that hold it, the one that training writes first.
@@ -104,6 +105,7 @@ class Entry:
 
     load: Callable[[Any, Target], Drafter]
     architectures: tuple[str, ...] = ()
+    by_name: bool = False
     claims: Callable[[Mapping[str, Any]], bool] = lambda raw: False
     network: type[nn.Module] | None = None
     layouts: tuple[str, ...] = ()

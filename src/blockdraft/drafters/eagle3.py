@@ -15,10 +15,9 @@ from blockdraft.drafters.base import Entry
 from blockdraft.drafters.dflash import check_borrowed, log_probabilities
 from blockdraft.formats import check_fits, find_layout, read_drafter
 from blockdraft.machine import send
-from blockdraft.nn.attention import attend
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.eagle3 import Eagle3Network
-from blockdraft.nn.rows import RowNetwork
+from blockdraft.nn.rows import CachedAttention, RowNetwork
 from blockdraft.proposal import Plan, Proposal, SparseLaw, best_of, chain, chain_laws, cut_laws, next_pays
 from blockdraft.sampling import best_tokens, draw, probabilities
 from blockdraft.targets import Target
@@ -59,8 +58,7 @@ class Eagle3Drafter:
         return KVCache(batch, capacity)
 
     def state_bytes(self, batch: int, capacity: int) -> int:
-        config = self.config
-        slot: int = 2 * config.num_key_value_heads * config.head_dim + config.hidden_size
+        slot: int = sum(heads * size for heads, size in self.network.cached) + self.config.hidden_size
         return batch * capacity * slot * self._target.dtype.itemsize
 
     def weight_bytes(self) -> int:
@@ -157,13 +155,17 @@ class Eagle3Drafter:
 
     def _stores(self, state: KVCache) -> tuple[Tensor, ...]:
         """Keys, values and features of all slots, `[heads, slots, D]` each."""
-        config, like = self.config, self.network.fc.weight
-        heads = like.new_empty(1, config.num_key_value_heads, 0, config.head_dim)
-        return *state.layer(0, heads, heads), *state.layer(1, like.new_empty(1, 1, 0, config.hidden_size))
+        like = self.network.fc.weight
+        cached = (like.new_empty(1, heads, 0, size) for heads, size in self.network.cached)
+        return *state.layer(0, *cached), self._features(state).unsqueeze(0)
+
+    def _features(self, state: KVCache) -> Tensor:
+        """Of all slots, `[slots, H]`."""
+        return state.layer(1, self.network.fc.weight.new_empty(1, 1, 0, self.config.hidden_size))[0][0]
 
     def _last_features(self, state: KVCache) -> Tensor:
         """Of the last token of each row, `[B, 1, H]`; 0 where there is none."""
-        store = self._stores(state)[2][0]
+        store = self._features(state)
         slots = [row + max(length - 1, 0) for row, length in zip(state.rows, state.lengths, strict=True)]
         empty = send(torch.tensor([length == 0 for length in state.lengths]), store.device)
         return store[send(torch.tensor(slots), store.device)].masked_fill(empty[:, None], 0).unsqueeze(1)
@@ -211,13 +213,13 @@ class OwnRows:
             within = torch.ones(batch, count, own, dtype=torch.bool, device=embedded.device)
         visible = torch.cat([self._known.unsqueeze(1).expand(-1, count, -1), within], dim=2)
 
-        def attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        def write(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
             self._keys[:, :, begin : self._end], self._values[:, :, begin : self._end] = keys, values
-            return attend(queries, self._keys[:, :, : self._end], self._values[:, :, : self._end], visible)
+            return self._keys[:, :, : self._end], self._values[:, :, : self._end]
 
         positions = (self._positions + self._depth).clamp(min=0).expand(-1, count)
         self._depth += 1
-        return self._network(embedded, feature, positions, attention)  # type: ignore[no-any-return]
+        return self._network(embedded, feature, positions, CachedAttention(write, visible))  # type: ignore[no-any-return]
 
 
 def load(path: Path, target: Target) -> Eagle3Drafter:

@@ -53,4 +53,4 @@ class NoDrafter:
         pass
 
 
-DRAFTER = Entry(lambda folder, target: NoDrafter())
+DRAFTER = Entry(lambda folder, target: NoDrafter(), by_name=True)

@@ -164,4 +164,4 @@ def _tree(text: Text, anchor: int, plan: Plan) -> tuple[list[int], list[int], li
     return tokens, parents, chances
 
 
-DRAFTER = Entry(lambda folder, target: PromptLookupDrafter())
+DRAFTER = Entry(lambda folder, target: PromptLookupDrafter(), by_name=True)

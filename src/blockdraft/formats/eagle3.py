@@ -32,17 +32,19 @@ from blockdraft.formats.zlab import one_dtype
 from blockdraft.formats.zlab_config import rope_of
 from blockdraft.nn.draft_config import need, whole
 from blockdraft.nn.eagle3 import BLOCK_SIZE, Eagle3Config, Eagle3Network, default_taps
+from blockdraft.nn.peagle import PEagleConfig, PEagleNetwork
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 PLAIN = "LlamaForCausalLM"  # what early files say; their draft vocabulary gives them away
 IDS = "eagle_aux_hidden_state_layer_ids"
+TABLE = "embed_tokens.weight"
 # Fields that are keys of config.json.
 SIZES: tuple[str, ...] = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 SIZES += ("vocab_size", "draft_vocab_size", "rms_norm_eps", "max_position_embeddings", "attention_bias", "hidden_act")
 FLAGS = ("norm_before_residual", "norm_output")
 NORMS = {"fc_norm": "fc_norm.0.weight", "norm_before_fc": "input_norm.weight"}  # keys, and what tells of them
 # Values of further keys; what has another is no model that is known here.
-INERT: dict[str, tuple[Any, ...]] = {"num_hidden_layers": (1,), "mlp_bias": (False,), "parallel_drafting": (False,)}
+INERT: dict[str, tuple[Any, ...]] = {"mlp_bias": (False,), "parallel_drafting": (False,)}
 INERT |= {"quantization_config": (), "partial_rotary_factor": (1, 1.0), "pretraining_tp": (1,)}
 EAGLE: dict[str, tuple[Any, ...]] = {"use_aux_hidden_state": (True,), "use_input_layernorm_in_first_layer": (True,)}
 EAGLE |= {"use_last_layernorm": (True,), "use_mtp_layernorm": (False,), "parallel_draft_step": (1,)}
@@ -50,19 +52,33 @@ T = TypeVar("T")
 NO_GGUF = "it reads GGUF files, and EAGLE-3 is written into none here; its own convert_hf_to_gguf.py does that"
 UNUSED = ("verifier_lm_head.weight", "verifier_norm.weight")  # they serve training
 
+C = TypeVar("C", bound=Eagle3Config)
+
 
 def network_config(
-    raw: Mapping[str, Any], tensors: Collection[str], taps: Sequence[int], num_target_layers: int, **more: Any
-) -> Eagle3Config:
-    """The configuration, from keys as transformers' Llama has them, and from the tensors' names as `renamed` has them.
-    Raises ValueError where a value is lacking or unsupported."""
-    for key, values in INERT.items():
+    raw: Mapping[str, Any],
+    tensors: Collection[str],
+    taps: Sequence[int],
+    num_target_layers: int,
+    kind: type[C],
+    depth: int = 1,
+    **more: Any,
+) -> C:
+    """The configuration, from keys as transformers' Llama has them, and from the tensors' names as `renamed` has
+    them. Raises ValueError where a value is lacking or unsupported.
+
+    Args:
+        kind: Its class.
+        depth: Layers that are supported.
+        more: Further fields.
+    """
+    for key, values in (INERT | {"num_hidden_layers": (depth,)}).items():
         need(raw.get(key) is None or raw[key] in values, key, raw.get(key), "absent: this value is not supported")
     hidden, heads = (whole(key, raw.get(key)) for key in ("hidden_size", "num_attention_heads"))
     own = raw.get("target_hidden_size")
     need(own in (None, hidden), "target_hidden_size", own, f"hidden_size, {hidden}, the one that is supported")
-    kinds = raw.get("layer_types") or ["full_attention"]
-    need(kinds == ["full_attention"], "layer_types", kinds, "one full_attention, which is what is supported")
+    kinds = raw.get("layer_types") or ["full_attention"] * depth
+    need(kinds == ["full_attention"] * depth, "layer_types", kinds, "full_attention alone, which is what is supported")
     for key, name in NORMS.items():
         need(not raw.get(key) or name in tensors, name, None, f"among the tensors, since {key} is {raw.get(key)!r}")
     theta, scaling = rope_of(raw)
@@ -73,7 +89,7 @@ def network_config(
     found |= {key: name in tensors for key, name in NORMS.items()}
     lacking = [key for key in ("intermediate_size", "vocab_size") if key not in found]
     need(not lacking, lacking[0] if lacking else "", None, "in config.json")
-    return Eagle3Config(
+    return kind(
         **found,
         rope_scaling=None if scaling is None or scaling["rope_type"] == "default" else scaling,
         qk_norm="midlayer.self_attn.q_norm.weight" in tensors,
@@ -91,8 +107,9 @@ def renamed(tensors: Mapping[str, T]) -> dict[str, T]:
 
 def checkpoint_of(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> Checkpoint:
     """Tensors from `renamed` as the network takes them. Raises ValueError where they do not fit the configuration."""
-    found, size = dict(tensors), config.vocab_size
-    embedding, t2d, d2t = (found.pop(name, None) for name in ("embed_tokens.weight", "t2d", "d2t"))
+    found, size, shapes = dict(tensors), config.vocab_size, tensor_shapes(config)
+    t2d, d2t = (found.pop(name, None) for name in ("t2d", "d2t"))
+    embedding = None if TABLE in shapes else found.pop(TABLE, None)
     if t2d is not None:
         check_tensors({"t2d": (size,)}, {"t2d": t2d})
     if d2t is None:
@@ -105,9 +122,9 @@ def checkpoint_of(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> Checkp
         sound = bool((kept.diff() > 0).all()) and int(kept[0]) >= 0 and int(kept[-1]) < size
         need(sound, "d2t", d2t[:5].tolist(), f"offsets to tokens below {size} in ascending order")
     found["d2t"] = d2t.long()
-    check_tensors(tensor_shapes(config), found)
+    check_tensors(shapes, found)
     if embedding is not None:
-        check_tensors({"embed_tokens.weight": (size, config.hidden_size)}, {"embed_tokens.weight": embedding})
+        check_tensors({TABLE: (size, config.hidden_size)}, {TABLE: embedding})
     return Checkpoint(config, found, Borrowed(embedding, None, None))
 
 
@@ -119,7 +136,8 @@ def least_layers(ids: Sequence[Any]) -> int:
 def tensor_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of the network."""
     with torch.device("meta"):
-        return {name: tuple(tensor.shape) for name, tensor in Eagle3Network(config).state_dict().items()}
+        network = PEagleNetwork(config) if isinstance(config, PEagleConfig) else Eagle3Network(config)
+    return {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
 
 
 def written_tensors(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str]:
@@ -134,18 +152,18 @@ def written_tensors(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> tupl
     return found | (vocabulary_maps(kept, config.vocab_size) if len(kept) < config.vocab_size else {}), dtype
 
 
-def check_kind(config: Any) -> None:
-    """Raise a ValueError unless this is the configuration of an EAGLE-3 drafter."""
-    kind = type(config).__name__
-    need(isinstance(config, Eagle3Config), "the configuration", kind, "an Eagle3Config, all that this layout holds")
+def check_kind(config: Any, kind: type[Eagle3Config] = Eagle3Config) -> None:
+    """Raise a ValueError unless this is a configuration of just this kind."""
+    found = type(config)
+    need(found is kind, "the configuration", found.__name__, f"{kind.__name__}, all that this layout holds")
 
 
 def layer_keys(config: Eagle3Config) -> dict[str, Any]:
-    """Keys of the layer, as transformers' Llama has them."""
+    """Keys of the layers, as transformers' Llama has them."""
     values = asdict(config)
     return {
         **{key: values[key] for key in SIZES if key != "draft_vocab_size"},
-        "num_hidden_layers": 1,
+        "num_hidden_layers": getattr(config, "num_hidden_layers", 1),
         "rope_theta": config.rope_theta,
         "rope_scaling": config.rope_scaling,
         "tie_word_embeddings": False,
@@ -196,7 +214,8 @@ class Eagle3:
         need(isinstance(ids, list | tuple), IDS, ids, "a list of target layers")
         layers = layers or least_layers(ids)
         block_size = raw.get("block_size") or BLOCK_SIZE
-        return network_config(raw, renamed(tensors), ids, layers, block_size=block_size), num_target_layers is not None
+        config = network_config(raw, renamed(tensors), ids, layers or 0, Eagle3Config, block_size=block_size)
+        return config, num_target_layers is not None
 
     def starts(self, config: Any, drafter: str, target: str, export: Callable[[str], str]) -> dict[str, Start]:
         guesses, layers = config.block_size - 1, config.num_target_layers

@@ -49,6 +49,16 @@ def config_dict(config: Any, target_name: str | None, target_architectures: Sequ
     }
 
 
+def said_taps(raw: Mapping[str, Any], num_target_layers: int | None) -> tuple[tuple[int, ...], int]:
+    """The taps of a parsed config.json, and the target's layers, of which None stands for as many as the taps need."""
+    ids, layers = raw.get(IDS), num_target_layers
+    if ids is None:
+        need(layers is not None, IDS, None, "there, or the target be named (--target): it reads the usual layers")
+        return default_taps(layers or 0), layers or 0
+    layers = layers or least_layers(ids if isinstance(ids, list) else ())
+    return taps_of(raw, IDS, layers), layers
+
+
 class Eagle3Speculators:
     pickle = PICKLED
     borrows = True
@@ -63,16 +73,11 @@ class Eagle3Speculators:
         vocabulary: Mapping[str, int] | None,
         num_target_layers: int | None,
     ) -> tuple[Eagle3Config, bool]:
-        ids, layers = raw.get(IDS), num_target_layers
-        if ids is None:
-            need(layers is not None, IDS, None, "there, or the target be named (--target): it reads the usual layers")
-            taps = default_taps(layers or 0)
-        else:
-            layers = layers or least_layers(ids if isinstance(ids, list) else ())
-            taps = taps_of(raw, IDS, layers)
+        taps, layers = said_taps(raw, num_target_layers)
         own = {key: raw.get(key) for key in (*FLAGS, *NORMS, "draft_vocab_size", "target_hidden_size")}
         keys = {**layer_config(raw.get("transformer_layer_config")), **own}
-        config = network_config(keys, renamed(tensors), taps, layers or 0, block_size=_block_size(raw))
+        more = {"block_size": _block_size(raw)}
+        config = network_config(keys, renamed(tensors), taps, layers, Eagle3Config, **more)
         return config, num_target_layers is not None
 
     def starts(self, config: Any, drafter: str, target: str, export: Callable[[str], str]) -> dict[str, Start]:

@@ -30,7 +30,7 @@ class MTP:
     borrows = False
 
     def recognises(self, raw: Mapping[str, Any]) -> bool:
-        return raw.get("architectures") == [ARCHITECTURE]
+        return raw.get("architectures") == [ARCHITECTURE] and "speculators_model_type" not in raw
 
     def config(
         self,

@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import is_gguf
-from blockdraft.nn.draft_config import need
+from blockdraft.nn.draft_config import need, whole
 
 VERSION = "0.9.0"  # of the release whose keys are written
 
@@ -34,6 +34,12 @@ def named(
             "verifier": {"name_or_path": target_name, "architectures": [*target_architectures]},
         },
     }
+
+
+def guesses_of(raw: Mapping[str, Any]) -> int:
+    """The guesses that a file proposes. Raises ValueError where it does not say."""
+    methods = (raw.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    return whole("speculative_tokens", methods[0].get("speculative_tokens"))
 
 
 def taps_of(raw: Mapping[str, Any], key: str, num_target_layers: int) -> tuple[int, ...]:

@@ -44,7 +44,7 @@ class Eagle3Config:
     norm_before_fc: bool = False  # one norm on all taps together before `fc`
 
     def __post_init__(self) -> None:
-        check_fields(self, {"block_size": 2})
+        check_fields(self, {"block_size": 2, "mask_token_id": 0})
         check_shape(self)
         size, whole = self.draft_vocab_size, self.vocab_size
         need(size <= whole, "draft_vocab_size", size, f"at most vocab_size, {whole}")
@@ -90,8 +90,8 @@ class Eagle3Layer(nn.Module):
         return torch.cat([first, normed.to(first.dtype)], dim=-1)
 
 
-class Eagle3Network(RowNetwork):
-    """The layer, `fc`, norms and a head of its own; the embedding is the target's.
+class Eagle3Base(nn.Module):
+    """`fc`, norms, the layer of rows beside each other, and a head.
 
     Names of parameters are the tensor names of the checkpoints of SafeAILab and SpecForge, so `state_dict` is the
     checkpoint, but for `t2d`, which follows from `d2t`.
@@ -131,12 +131,8 @@ class Eagle3Network(RowNetwork):
             features = self.input_norm(features)
         return cast(Tensor, self.fc(features))
 
-    def keys_values(self, embedded: Tensor, feature: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        layer = self.midlayer
-        rows = layer.beside(embedded, layer.hidden_norm(feature))
-        return layer.self_attn.keys_values(rows, *self._rotary(positions, rows.dtype))
-
-    def forward(self, embedded: Tensor, feature: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def first(self, embedded: Tensor, feature: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """What the layer makes of rows; arguments as in `RowNetwork.forward`."""
         layer = self.midlayer
         normed = layer.hidden_norm(feature)
         rows = layer.beside(embedded, normed)
@@ -144,11 +140,23 @@ class Eagle3Network(RowNetwork):
         x = (normed if self.config.norm_before_residual else feature) + out
         return cast(Tensor, x + layer.mlp(layer.post_attention_layernorm(x)))
 
-    def fed_on(self, hidden: Tensor) -> Tensor:
-        return cast(Tensor, self.norm(hidden)) if self.config.norm_output else hidden
-
     def logits(self, hidden: Tensor, target_head: Callable[[Tensor], Tensor]) -> Tensor:
         return cast(Tensor, self.lm_head(self.norm(hidden)))
+
+
+class Eagle3Network(Eagle3Base, RowNetwork):
+    """The embedding is the target's."""
+
+    def keys_values(self, embedded: Tensor, feature: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        layer = self.midlayer
+        rows = layer.beside(embedded, layer.hidden_norm(feature))
+        return layer.self_attn.keys_values(rows, *self._rotary(positions, rows.dtype))
+
+    def forward(self, embedded: Tensor, feature: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        return self.first(embedded, feature, positions, attend)
+
+    def fed_on(self, hidden: Tensor) -> Tensor:
+        return cast(Tensor, self.norm(hidden)) if self.config.norm_output else hidden
 
 
 def default_taps(num_target_layers: int) -> tuple[int, ...]:

@@ -46,20 +46,25 @@ class MTPConfig:
         return (self.num_target_layers,)
 
 
-class MTPNetwork(RowNetwork):
-    """Parameter names are those of Qwen3-Next's tensors behind `mtp.`."""
+class MTPHead(RowNetwork):
+    """What lies around the layer. Parameter names are those of Qwen3-Next's tensors behind `mtp.`.
 
-    config: MTPConfig
+    Args:
+        config: With `hidden_size`, `vocab_size`, `rms_norm_eps` and `normed_feedback` at least.
+        layer: Makes the layer.
+        norm: Makes a norm of a size and epsilon.
+    """
 
-    def __init__(self, config: MTPConfig) -> None:
+    def __init__(
+        self, config: Any, layer: Callable[[], nn.Module], norm: Callable[[int, float], nn.Module] = RMSNorm
+    ) -> None:
         super().__init__()
         self.config, size, eps = config, config.hidden_size, config.rms_norm_eps
-        self.pre_fc_norm_embedding = RMSNorm(size, eps)
-        self.pre_fc_norm_hidden = RMSNorm(size, eps)
+        self.pre_fc_norm_embedding = norm(size, eps)
+        self.pre_fc_norm_hidden = norm(size, eps)
         self.fc = nn.Linear(2 * size, size, bias=False)
-        self.layers = nn.ModuleList([DraftLayer(config)])
-        self.norm = RMSNorm(size, eps)
-        self._rotary = Rotary(config.head_dim, config.max_position_embeddings, config.rope_theta, config.rope_scaling)
+        self.layers = nn.ModuleList([layer()])
+        self.norm = norm(size, eps)
 
     @property
     def kept(self) -> Tensor:
@@ -67,6 +72,25 @@ class MTPNetwork(RowNetwork):
 
     def fuse(self, features: Tensor) -> Tensor:
         return features
+
+    def fed_on(self, hidden: Tensor) -> Tensor:
+        return cast(Tensor, self.norm(hidden)) if self.config.normed_feedback else hidden
+
+    def logits(self, hidden: Tensor, target_head: Callable[[Tensor], Tensor]) -> Tensor:
+        return target_head(self.norm(hidden))
+
+    def _rows(self, embedded: Tensor, feature: Tensor) -> Tensor:
+        both = torch.cat([self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(feature)], dim=-1)
+        return cast(Tensor, self.fc(both))
+
+
+class MTPNetwork(MTPHead):
+    config: MTPConfig
+    norm: RMSNorm
+
+    def __init__(self, config: MTPConfig) -> None:
+        super().__init__(config, lambda: DraftLayer(config))
+        self._rotary = Rotary(config.head_dim, config.max_position_embeddings, config.rope_theta, config.rope_scaling)
 
     def keys_values(self, embedded: Tensor, feature: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         layer = cast(DraftLayer, self.layers[0])
@@ -81,13 +105,3 @@ class MTPNetwork(RowNetwork):
         angles = self._rotary(positions, rows.dtype)
         out: Tensor = self.layers[0](rows, *angles, 0, lambda layer, *heads: attend(*heads))
         return out
-
-    def fed_on(self, hidden: Tensor) -> Tensor:
-        return cast(Tensor, self.norm(hidden)) if self.config.normed_feedback else hidden
-
-    def logits(self, hidden: Tensor, target_head: Callable[[Tensor], Tensor]) -> Tensor:
-        return target_head(self.norm(hidden))
-
-    def _rows(self, embedded: Tensor, feature: Tensor) -> Tensor:
-        both = torch.cat([self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(feature)], dim=-1)
-        return cast(Tensor, self.fc(both))

@@ -84,7 +84,8 @@ class HFTarget(CheckpointTarget):
         self.vocab_size: int = model.get_output_embeddings().weight.size(0)
         self.exact = exact
         kinds = getattr(config, "layer_types", None)
-        if config.is_encoder_decoder or (kinds and not set(kinds) <= ATTENTION_KINDS) or model._is_stateful:
+        recurrent = not set(kinds) <= ATTENTION_KINDS if kinds else model._is_stateful
+        if config.is_encoder_decoder or recurrent:
             raise UsageError(
                 f"{type(model).__name__} has layers of the kinds {sorted(set(kinds or ['unknown']))}; only "
                 f"decoder-only models of {sorted(ATTENTION_KINDS)} can be targets: other states cannot be rolled back."

@@ -85,13 +85,11 @@ class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
         return {}
 
     def config(self, target: Target) -> Eagle3Config:
+        return self.new_config(target) if self.recipe.init is None else self._config_of_init(target)
+
+    def new_config(self, target: Target) -> Eagle3Config:
         recipe, layers = self.recipe, target.num_layers
-        if recipe.init is not None:
-            return self._config_of_init(target)
-        if recipe.taps is None:
-            taps = default_taps(layers) if layers >= 7 else chosen_taps(min(3, layers), layers)
-        else:
-            taps = chosen_taps(recipe.taps, layers)
+        taps = self.usual_taps(layers) if recipe.taps is None else chosen_taps(recipe.taps, layers)
         return Eagle3Config(
             **layer_shape(recipe, target),
             hidden_size=target.hidden_size,
@@ -102,6 +100,10 @@ class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
             block_size=recipe.block_size,
             max_position_embeddings=target.max_context,
         )
+
+    def usual_taps(self, layers: int) -> tuple[int, ...]:
+        """The taps where the recipe names none, for a target of so many layers."""
+        return default_taps(layers) if layers >= 7 else chosen_taps(min(3, layers), layers)
 
     def _config_of_init(self, target: Target) -> Eagle3Config:
         config: Eagle3Config = self._init(target.num_layers).config
@@ -116,7 +118,7 @@ class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
         assert self.recipe.init is not None
         found = read_drafter(self.recipe.init, None, num_target_layers)
         kind = type(found.config).__name__
-        need(isinstance(found.config, Eagle3Config), f"the drafter of {self.recipe.init}", kind, "an EAGLE-3 drafter")
+        need(type(found.config) is Eagle3Config, f"the drafter of {self.recipe.init}", kind, "an EAGLE-3 drafter")
         return found
 
     def new_network(self, config: Eagle3Config, vocabulary: Mapping[str, int] | None) -> Eagle3Network:

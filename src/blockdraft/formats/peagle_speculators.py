@@ -1,0 +1,98 @@
+"""P-EAGLE drafters in the format of vllm-project/speculators: as EAGLE-3's there (`eagle3_speculators.py`), but with an
+embedding of the drafter's own. Its name sorts before `speculators`, so it is asked first which folders are its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from blockdraft.formats.base import Checkpoint
+from blockdraft.formats.eagle3 import (
+    FLAGS,
+    IDS,
+    NORMS,
+    check_kind,
+    checkpoint_of,
+    layer_keys,
+    network_config,
+    renamed,
+    written_tensors,
+)
+from blockdraft.formats.folder import PICKLED, blaming, read_config, read_tensors, write_folder
+from blockdraft.formats.eagle3_speculators import said_taps
+from blockdraft.formats.speculators_config import guesses_of, ids_of, layer_config, named
+from blockdraft.formats.starting import LLAMA_CPP, SGLANG, TENSORRT_LLM, VLLM, Start, nowhere, vllm_alone
+from blockdraft.nn.draft_config import whole
+from blockdraft.nn.peagle import PEagleConfig
+
+MODEL_TYPE, ARCHITECTURE = "peagle", "PEagleSpeculator"
+
+
+def config_dict(config: Any, target_name: str | None, target_architectures: Sequence[str]) -> dict[str, Any]:
+    """What config.json holds. Raises ValueError where the format has no words for the configuration."""
+    check_kind(config, PEagleConfig)
+    return {
+        "architectures": [ARCHITECTURE],
+        **named(MODEL_TYPE, config.block_size - 1, target_name, target_architectures),
+        "transformer_layer_config": {"model_type": "qwen3" if config.qk_norm else "llama", **layer_keys(config)},
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.hidden_size,
+        "mask_token_id": config.mask_token_id,
+        IDS: ids_of(config),
+        **{key: getattr(config, key) for key in (*FLAGS, *NORMS)},
+        "embed_requires_grad": True,
+        "tie_word_embeddings": False,
+    }
+
+
+class PEagleSpeculators:
+    pickle = PICKLED
+    borrows = False
+
+    def recognises(self, raw: Mapping[str, Any]) -> bool:
+        return raw.get("speculators_model_type") == MODEL_TYPE
+
+    def config(
+        self,
+        raw: Mapping[str, Any],
+        tensors: Mapping[str, Any],
+        vocabulary: Mapping[str, int] | None,
+        num_target_layers: int | None,
+    ) -> tuple[PEagleConfig, bool]:
+        taps, layers = said_taps(raw, num_target_layers)
+        own = {key: raw.get(key) for key in (*FLAGS, *NORMS, "draft_vocab_size", "target_hidden_size")}
+        keys = {**layer_config(raw.get("transformer_layer_config")), **own}
+        depth = whole("num_hidden_layers", keys.get("num_hidden_layers"))
+        more = {
+            "num_hidden_layers": depth,
+            "mask_token_id": raw.get("mask_token_id"),
+            "block_size": 1 + guesses_of(raw),
+        }
+        config = network_config(keys, renamed(tensors), taps, layers, PEagleConfig, depth, **more)
+        return config, num_target_layers is not None
+
+    def starts(self, config: Any, drafter: str, target: str, export: Callable[[str], str]) -> dict[str, Start]:
+        others = nowhere(dict.fromkeys((SGLANG, TENSORRT_LLM, LLAMA_CPP), "it does not run P-EAGLE"))
+        return {VLLM: vllm_alone(drafter), **others}
+
+    def read(self, path: Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
+        raw, tensors = read_config(path), renamed(read_tensors(path))
+        with blaming(Path(path, "config.json")):
+            config, _ = self.config(raw, tensors, vocabulary, num_target_layers)
+        with blaming(Path(path)):
+            return checkpoint_of(config, tensors)
+
+    def check(self, config: Any, target_name: str | None, target_architectures: Sequence[str]) -> None:
+        config_dict(config, target_name, target_architectures)
+
+    def write(
+        self, path: str | Path, checkpoint: Checkpoint, target_name: str | None, target_architectures: Sequence[str]
+    ) -> None:
+        raw = config_dict(checkpoint.config, target_name, target_architectures)
+        tensors, dtype = written_tensors(checkpoint.config, checkpoint.tensors)
+        found = {name.replace("midlayer.", "layers.0.", 1): tensor for name, tensor in tensors.items()}
+        write_folder(path, {**raw, "dtype": dtype}, found, checkpoint.trained_for)
+
+
+LAYOUT = PEagleSpeculators()

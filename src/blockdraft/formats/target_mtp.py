@@ -1,0 +1,130 @@
+"""MTP heads in the folders of the models that they were trained with, beside the models' own layers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from blockdraft.errors import UsageError
+from blockdraft.formats.folder import blaming
+from blockdraft.formats.stored import FLOATS, Stored, open_tensors
+
+INDEX = "model.safetensors.index.json"
+QWEN, LAYER = "mtp.", "layers.0."
+# DeepSeek's names of what lies around the layer; the layer's own parts stand beside them.
+NEXTN = {"pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "fc": "eh_proj", "norm": "shared_head.norm"}
+# Copies of what the target has, and tables that are computed.
+LEFT_OUT = ("embed_tokens.weight", "shared_head.head.weight", "rotary_emb.inv_freq")
+
+
+def find_head(folder: Path, num_layers: int) -> StoredHead:
+    """The MTP head of a model of so many layers; of its files only those are opened that hold some of the head.
+
+    Raises:
+        UsageError: There is none, or more than one, or one of few bits, or a file cannot be read.
+    """
+    files = _files(folder)
+    prefix = QWEN if any(name.startswith(QWEN) for name in files) else f"model.layers.{num_layers}."
+    own = {name: file for name, file in files.items() if name.startswith(prefix)}
+    if not own:
+        raise UsageError(
+            f"{folder} has no MTP head: no tensor's name begins with {QWEN} or model.layers.{num_layers}. Programs "
+            "that save a model again leave it out, so give the folder as it was published; or use another drafter, "
+            "such as a head that blockdraft train mtp trains."
+        )
+    second = f"{QWEN}layers.1." if prefix == QWEN else f"model.layers.{num_layers + 1}."
+    if any(name.startswith(second) for name in files):
+        raise UsageError(
+            f"{folder} has several MTP layers ({second}*), and heads of one layer are read; use another drafter."
+        )
+    opened: dict[str, Stored] = {}
+    for file in sorted(set(own.values())):
+        with blaming(file):
+            opened |= open_tensors([str(file)])
+    head = {name: opened[name] for name in own if name in opened and not name.endswith(LEFT_OUT)}
+    few = next((name for name, one in head.items() if one.kind not in FLOATS), None)
+    if few is not None:
+        raise UsageError(
+            f"{folder}: {few} of its MTP head is of {head[few].kind}, and only heads in 16 or 32 bits are read; give a "
+            "checkpoint that has it so, or use another drafter."
+        )
+    if prefix == QWEN:
+        return StoredHead(folder, head, QWEN + LAYER, {name: QWEN + name for name in NEXTN})
+    return StoredHead(folder, head, prefix, {name: prefix + own for name, own in NEXTN.items()})
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """Which file holds which tensor."""
+    if (folder / INDEX).is_file():
+        with blaming(folder / INDEX):
+            listed = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        return {name: folder / file for name, file in listed.items()}
+    found: dict[str, Path] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with blaming(file):
+            found |= dict.fromkeys(open_tensors([str(file)]), file)
+    return found
+
+
+@dataclass(frozen=True)
+class StoredHead:
+    """An MTP head in a checkpoint, of which nothing has been read yet.
+
+    Attributes:
+        tensors: By their names in the checkpoint.
+        layer: What the names of the layer's tensors begin with.
+        around: Names in the checkpoint of what lies around the layer, by those in `MTPHead`.
+    """
+
+    folder: Path
+    tensors: Mapping[str, Stored]
+    layer: str
+    around: Mapping[str, str]
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether its MLP is one of experts."""
+        return any(".mlp.experts." in name for name in self.tensors)
+
+    def read(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+        """The tensors of `MTPHead` by its names, of these shapes, in the checkpoint's dtype.
+
+        Raises:
+            UsageError: One is missing, of another shape, or none of the head's.
+        """
+        parts = {name: self._parts(name, shape) for name, shape in shapes.items()}
+        expected = {part: shape for of_one in parts.values() for part, shape in of_one.items()}
+        found = {name: one.shape for name, one in self.tensors.items()}
+        wrong = [name for name in {**expected, **found} if expected.get(name) != found.get(name)]
+        if wrong:
+            told = "; ".join(f"{name}: expected {expected.get(name)}, found {found.get(name)}" for name in wrong[:5])
+            raise UsageError(
+                f"{self.folder}: {len(wrong)} tensors of its MTP head do not fit its configuration: {told}. Copy the "
+                "model's files again, or use another drafter."
+            )
+        return {
+            name: torch.cat([self.tensors[part].tensor() for part in of_one]).view(shapes[name])
+            for name, of_one in parts.items()
+        }
+
+    def _parts(self, name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """The tensors of the checkpoint that a parameter is made of, side by side, and their shapes."""
+        stem, _, end = name.rpartition(".")
+        whole = self.own(name)
+        if not stem.endswith(".experts") or whole in self.tensors:
+            return {whole: shape}
+        kinds = ["gate", "up"] if end == "gate_up_proj" else ["down"]
+        of_part = shape[1] // len(kinds), shape[2]
+        return {f"{self.own(stem)}.{i}.{kind}_proj.weight": of_part for i in range(shape[0]) for kind in kinds}
+
+    def own(self, name: str) -> str:
+        """The checkpoint's name of a tensor that `MTPHead` calls so."""
+        if name.startswith(LAYER):
+            return self.layer + name.removeprefix(LAYER)
+        module, _, leaf = name.rpartition(".")
+        return f"{self.around[module]}.{leaf}"
