@@ -99,23 +99,24 @@ def _table(rows: list[list[str]]) -> str:
 
 INTRODUCTION = """# What runs with what
 
-`python tests/compatibility` runs the tests of these cells and writes this page. *Tested*: with a tiny random model of the
-family, in float32, a batch whose rows draft trees and chains, greedy and at a temperature, gives the tokens of plain
-decoding of each request alone. *Refused*: loading fails, and the message names the family and the reason; with the backend
-"auto" transformers then runs the model. *Untested* says nothing.
+`python tests/compatibility` runs the tests of these cells and writes this page. *Tested*: with a tiny random model of
+the family, in float32, a batch whose rows draft trees and chains, greedy and at a temperature, gives the tokens of
+plain decoding of each request alone. *Refused*: loading fails, and the message names the family and the reason; with
+the backend "auto" transformers then runs the model. *Untested* says nothing.
 
-Families with recurrent layers (gated delta nets, Mamba-2) keep the state after the committed tokens of each row. A forward
-runs these layers from there, over a chain at once and over each path of a tree, and changes no state; what is accepted is
-then run through these layers alone. A prompt, of which all is kept, is run through them once. Their states cannot be
-cut, so prompts that begin alike are not shared between requests, and such a model cannot be a draft LM.
+Families with recurrent layers (gated delta nets, Mamba-2) keep the state after the committed tokens of each row. A
+forward runs these layers from there, over a chain at once and over each path of a tree, and changes no state; what is
+accepted is then run through these layers alone. A prompt, of which all is kept, is run through them once. States cannot
+be cut, so prompts that begin alike are not shared between requests, and such a model cannot be a draft LM.
 `exact` ([exactness.md](exactness.md)) refuses them, latent attention and attention sinks.
 
-Checkpoints that were quantised otherwise than [quantize.md](quantize.md) says run through transformers, as far as it can on
-the device; with torchao's int8 weights on a CPU drafted answers are tested to be those of the same target's plain decoding.
+Checkpoints that were quantised otherwise than [quantize.md](quantize.md) says run through transformers, as far as it
+can on the device. With torchao's int8 weights on a CPU, drafted answers are tested to be those of the same target's
+plain decoding.
 """
 HOW = {
-    "transformers": '`load_target(path, backend="hf")`: any decoder-only model whose layers attend, and the recurrent ones '
-    "listed here.",
+    "transformers": '`load_target(path, backend="hf")`: any decoder-only model whose layers attend, and the '
+    "recurrent ones listed here.",
     "native": '`load_target(path, backend="native", compile="off")`: our own decoder.',
     "compiled for a CPU": '`load_target(path, backend="native")`: the same decoder, in C. What it does not know runs '
     'uncompiled, unless compile is "on".',

@@ -270,13 +270,14 @@ def test_what_the_decoder_does_not_know_is_left_to_transformers(
 
 
 def test_routed_experts_are_neither_compiled_nor_rounded(folders: dict[str, Path]) -> None:
-    target = load_target(folders["qwen3_moe"], device="cpu")
-    assert target.running == "native" and target.compile_reason == "it does not know routed experts"  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="no compiled forward: it does not know routed experts. Use compile auto or off"):
-        load_target(folders["qwen3_moe"], device="cpu", compile="on")
-    with pytest.raises(ValueError, match="it has routed experts, whose weights it neither rounds nor reads in few bits"):
-        load_target(folders["qwen3_moe"], device="cpu", quantize="int8")
-    with pytest.raises(ValueError, match="cannot be rounded: it has routed experts"), open_checkpoint(folders["qwen3_moe"]):
+    folder, unknown = folders["qwen3_moe"], "it does not know routed experts"
+    target = load_target(folder, device="cpu")
+    assert target.running == "native" and target.compile_reason == unknown  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=f"no compiled forward: {unknown}. Use compile auto or off"):
+        load_target(folder, device="cpu", compile="on")
+    with pytest.raises(ValueError, match="it has routed experts, whose weights it neither rounds nor reads"):
+        load_target(folder, device="cpu", quantize="int8")
+    with pytest.raises(ValueError, match="cannot be rounded: it has routed experts"), open_checkpoint(folder):
         pass
 
 

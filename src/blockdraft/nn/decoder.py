@@ -193,8 +193,8 @@ def rope_angles(
 class Decoder(nn.Module):
     """A decoder over a store of keys and values that its caller keeps.
 
-    `forward` is a pure function of its arguments but for the nodes that it writes into `stores`. Without experts it takes
-    no branch on the numbers in tensors, so that it can be compiled: shapes alone decide what it does.
+    `forward` is a pure function of its arguments but for the nodes that it writes into `stores`. Without experts it
+    takes no branch on the numbers in tensors, so that it can be compiled: shapes alone decide what it does.
 
     Args:
         config: Its shape.

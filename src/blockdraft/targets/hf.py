@@ -61,8 +61,8 @@ class HFTarget(CheckpointTarget):
         source_fingerprint: As in `CheckpointTarget`.
 
     Raises:
-        UsageError: The model is no decoder-only one of attention and of recurrent layers that are known, or it cannot be
-            exact.
+        UsageError: The model is no decoder-only one of attention and of recurrent layers that are known, or it cannot
+            be exact.
     """
 
     backend = "hf"
@@ -108,8 +108,8 @@ class HFTarget(CheckpointTarget):
 
     @cached_property
     def _cache_sizes(self) -> tuple[int, int]:
-        """Bytes that a cache takes for a token, and for a row besides. Families keep so different things that a token is
-        read to see."""
+        """Bytes that a cache takes for a token, and for a row besides. Families keep so different things that a
+        token is read to see."""
         cache, token = self.new_cache(1, 1), torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         self.forward(token, chain_parents(1, 1), cache)
         cache.commit([[0]])

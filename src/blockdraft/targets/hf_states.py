@@ -1,8 +1,8 @@
 """Recurrent layers of transformers' models (Mamba-2, gated delta nets): their states beside keys and values.
 
 A state knows all tokens that it has seen and cannot be cut. So each row keeps the state after its committed tokens, and
-a forward changes none of them: it runs the layers from there, over a line at once or over each path of a tree, and leaves
-behind what entered them. Of this `commit` runs the layers alone once more, over the nodes that are kept.
+a forward changes none of them: it runs the layers from there, over a line at once or over each path of a tree, and
+leaves behind what entered them. `commit` runs these layers alone once more, over the nodes that are kept.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ RECURRENT_FAMILIES = (
 
 
 class State(NamedTuple):
-    """What a recurrent layer knows of the tokens before: the last inputs of its convolution `[B, channels, kernel]`, and
-    the state of its recurrence `[B, ...]`."""
+    """What a recurrent layer knows of the tokens before: the last inputs of its convolution `[B, channels, kernel]`,
+    and the state of its recurrence `[B, ...]`."""
 
     convolution: Tensor
     recurrence: Tensor
@@ -143,8 +143,8 @@ class StatesCache(KVCache):
 
 
 class OnePast:
-    """The state of one layer, in the shape in which transformers' recurrent layers ask a cache for it. They change some of
-    it in place, so it is given a copy."""
+    """The state of one layer, in the shape in which transformers' recurrent layers ask a cache for it. They change some
+    of it in place, so it is given a copy."""
 
     def __init__(self, state: State | None) -> None:
         self._convolution, self._recurrence = state or (None, None)
