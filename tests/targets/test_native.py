@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from blockdraft.proposal import chain
-from blockdraft.targets import Target, embedding_and_head, load_target
+from blockdraft.targets import Target, embedding_and_head, load_target, open_checkpoint
 from blockdraft.targets.families import FAMILIES
 
 SMALL = {
@@ -30,6 +30,8 @@ SMALL = {
     "bos_token_id": 2,
 }
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 4}
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+UNCOMPILED = ("llama-gelu", "qwen3_moe")  # those that cannot be
 
 
 def rotary(**parameters: Any) -> dict[str, Any]:
@@ -64,6 +66,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2-window": SMALL | {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 2},
     "qwen3": SMALL | {"attention_bias": True},
     "qwen3-window": SMALL | WINDOWS | {"use_sliding_window": True, "tie_word_embeddings": True},
+    "qwen3_moe": SMALL | EXPERTS | {"norm_topk_prob": True, "mlp_only_layers": [1]},
+    "qwen3_moe-window": SMALL | EXPERTS | {"use_sliding_window": True, "sliding_window": 4, "decoder_sparse_step": 2},
     "gemma": SMALL | {"attention_bias": True},
     "gemma2": SMALL
     | WINDOWS
@@ -103,7 +107,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def native(folder: Path, dtype: str = "float32", compiled: bool = True) -> Target:
-    compiled = compiled and not folder.name.startswith("llama-gelu")  # the one that cannot be
+    compiled = compiled and not folder.name.startswith(UNCOMPILED)
     target = load_target(folder, dtype, "cpu", "native", "on" if compiled else "off")
     assert target.backend == "native"
     return target
@@ -263,6 +267,18 @@ def test_what_the_decoder_does_not_know_is_left_to_transformers(
     with pytest.raises(ValueError, match=reason):
         raise ValueError(target.backend_reason)
     assert load_target(folder, backend="hf").backend_reason is None
+
+
+def test_routed_experts_are_neither_compiled_nor_rounded(folders: dict[str, Path]) -> None:
+    folder, unknown = folders["qwen3_moe"], "it does not know routed experts"
+    target = load_target(folder, device="cpu")
+    assert target.running == "native" and target.compile_reason == unknown  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=f"no compiled forward: {unknown}. Use compile auto or off"):
+        load_target(folder, device="cpu", compile="on")
+    with pytest.raises(ValueError, match="it has routed experts, whose weights it neither rounds nor reads"):
+        load_target(folder, device="cpu", quantize="int8")
+    with pytest.raises(ValueError, match="cannot be rounded: it has routed experts"), open_checkpoint(folder):
+        pass
 
 
 def test_a_head_that_is_tied_in_name_only_is_left_to_transformers(folders: dict[str, Path], tmp_path: Path) -> None:

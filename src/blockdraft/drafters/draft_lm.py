@@ -110,14 +110,20 @@ class DraftLMDrafter:
         block_size: Most tokens of a block, anchor included.
 
     Raises:
-        ValueError: The model's tokens are not the target's. Only the sizes of the vocabularies are compared where one
-            of the two has no tokenizer; where both have one, the embeddings may be padded to different sizes.
+        ValueError: The model has recurrent layers, or its tokens are not the target's. Only the sizes of the
+            vocabularies are compared where one of the two has no tokenizer; where both have one, the embeddings may be
+            padded to different sizes.
     """
 
     taps: tuple[int, ...] = ()
     knows_probabilities = knows_lengths = True
 
     def __init__(self, model: Target, target: Target, block_size: int = BLOCK_SIZE) -> None:
+        if not model.can_truncate:
+            raise UsageError(
+                f"The draft model ({model.path}) has recurrent layers, whose states cannot be cut back to what is "
+                "accepted; use one whose layers all attend."
+            )
         check_same_tokens(model.tokenizer, model.vocab_size, target)
         self.model = model
         self.path = model.path

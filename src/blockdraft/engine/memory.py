@@ -35,7 +35,9 @@ class Memory:
         return self.stores(slots) + self.meanwhile(slots)
 
     def stores(self, slots: int) -> int:
-        return self.target.cache_bytes(1, slots) + self.drafter.state_bytes(1, slots)
+        # Some targets keep something for each row besides its slots.
+        of_rows = self.target.cache_bytes(self.max_batch_size, 0) - self.target.cache_bytes(1, 0)
+        return self.target.cache_bytes(1, slots) + of_rows + self.drafter.state_bytes(1, slots)
 
     def meanwhile(self, slots: int) -> int:
         """Of the largest of forwards, with the logits of all nodes in their own dtype and twice in float32, and the

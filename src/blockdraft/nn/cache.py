@@ -9,6 +9,7 @@ from math import prod
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from blockdraft.machine import send
 
@@ -47,9 +48,9 @@ class KVCache:
         for row in self.rows:
             self.open(row, capacity)
 
-    def of(self, rows: Sequence[int]) -> KVCache:
+    def of(self, rows: Sequence[int]) -> Self:
         """These rows alone, in this order, over the same memory."""
-        part = object.__new__(KVCache)
+        part = object.__new__(type(self))
         part.__dict__.update(self.__dict__)
         part.rows = list(rows)
         return part
@@ -90,6 +91,11 @@ class KVCache:
     def capacity(self) -> int:
         """Slots of the longest row."""
         return max((self._capacities[row] for row in self.rows), default=0)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the slots of all layers that have been written to."""
+        return sum(store.nbytes for store in self._stores())
 
     def commit(self, path: Sequence[Sequence[int]]) -> None:
         """Keep the nodes of each row's path, in order, as the row's next tokens.

@@ -1,6 +1,7 @@
 """One decoder for the Llama, Mistral, Qwen and Gemma families, written for decoding speed.
 
-What differs between the families lies in `DecoderConfig`; tensors go by the names that their checkpoints share.
+What differs between the families lies in `DecoderConfig`; tensors go by the names that their checkpoints share. The
+experts of a layer lie in one tensor, so that they are read, named and kept like any other product.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from blockdraft.nn.attention import attend_grouped
 from blockdraft.nn.cache import write_nodes
 from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.nn.exact import ExactAttention
+from blockdraft.nn.experts import experts_say
 from blockdraft.nn.packed import LaidOut, PackedLinear
 from blockdraft.nn.quantized import QuantizedWeight, joined_weights
 
@@ -85,6 +87,7 @@ class DecoderLayer(nn.Module):
 
     qkv: PackedLinear
     output: PackedLinear
+    router: PackedLinear
     gate_up: PackedLinear
     down: PackedLinear
     before_attention: Norm
@@ -100,6 +103,7 @@ class DecoderLayer(nn.Module):
         own = config.layers[number]
         self.rope, self.mask = config.ropes.index(own.rope), config.windows.index(own.window)
         self.activation = ACTIVATIONS[config.activation]
+        self.experts = config.experts_of(number)
         fused = fused or joining(read)
         for projection, parts in config.projections(number).items():
             bias = None
@@ -125,9 +129,15 @@ class DecoderLayer(nn.Module):
         """Rows `[B * N, H]` to rows; the other arguments are those of `Decoder.forward`."""
         added: Tensor = self.attention(self.before_attention(x), *angles[self.rope], slots, masks[self.mask], store)
         x = x + (self.after_attention(added) if self.post_norms else added)
-        gate, up = self.gate_up(self.before_mlp(x)).chunk(2, dim=-1)
-        added = self.down(self.activation(gate) * up)
+        added = self.mlp(self.before_mlp(x))
         return x + (self.after_mlp(added) if self.post_norms else added)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        if self.experts is not None:
+            return experts_say(x, self.experts, self.router, self.gate_up.weight, self.down.weight, self.activation)
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        out: Tensor = self.down(self.activation(gate) * up)
+        return out
 
     def attention(
         self,
@@ -183,8 +193,8 @@ def rope_angles(
 class Decoder(nn.Module):
     """A decoder over a store of keys and values that its caller keeps.
 
-    `forward` is a pure function of its arguments but for the nodes that it writes into `stores`, and takes no branch on
-    the numbers in tensors, so that it can be compiled. Shapes alone decide what it does.
+    `forward` is a pure function of its arguments but for the nodes that it writes into `stores`. Without experts it
+    takes no branch on the numbers in tensors, so that it can be compiled: shapes alone decide what it does.
 
     Args:
         config: Its shape.

@@ -19,6 +19,17 @@ class LayerKind:
 
     rope: Rope
     window: int | None = None  # sliding window in tokens; None is full attention
+    routed: bool = False  # its MLP is the decoder's `experts`
+
+
+@dataclass(frozen=True)
+class Experts:
+    """MLPs of which a router chooses a few for each token."""
+
+    count: int
+    chosen: int
+    intermediate_size: int
+    normed: bool  # the shares of those chosen sum to one
 
 
 @dataclass(frozen=True)
@@ -45,6 +56,7 @@ class DecoderConfig:
     embedding_scale: float = 1.0  # factor on the embeddings where they enter the first layer
     attention_softcap: float | None = None  # c in c * tanh(scores / c); None is no cap
     final_softcap: float | None = None  # the same for the logits
+    experts: Experts | None = None  # of the layers that are `routed`
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -60,12 +72,26 @@ class DecoderConfig:
         prefix = f"model.layers.{layer}."
         keys = self.num_kv_heads * self.head_dim
         attention = {"q_proj": self.num_heads * self.head_dim, "k_proj": keys, "v_proj": keys}
-        return {
+        found = {
             "qkv": tuple((f"{prefix}self_attn.{name}", rows) for name, rows in attention.items()),
             "output": ((f"{prefix}self_attn.o_proj", self.hidden_size),),
-            "gate_up": tuple((f"{prefix}mlp.{name}", self.intermediate_size) for name in ("gate_proj", "up_proj")),
-            "down": ((f"{prefix}mlp.down_proj", self.hidden_size),),
         }
+        experts = self.experts_of(layer)
+        if experts is not None:
+            found["router"] = ((f"{prefix}mlp.gate", experts.count),)
+        inner = self.inner_size(layer)
+        mlps = [f"{prefix}mlp.experts.{i}" for i in range(experts.count)] if experts else [f"{prefix}mlp"]
+        found["gate_up"] = tuple((f"{mlp}.{name}", inner) for mlp in mlps for name in ("gate_proj", "up_proj"))
+        found["down"] = tuple((f"{mlp}.down_proj", self.hidden_size) for mlp in mlps)
+        return found
+
+    def experts_of(self, layer: int) -> Experts | None:
+        return self.experts if self.layers[layer].routed else None
+
+    def inner_size(self, layer: int) -> int:
+        """Width of a layer's MLP, or of each of its experts."""
+        experts = self.experts_of(layer)
+        return self.intermediate_size if experts is None else experts.intermediate_size
 
     def products(self) -> list[list[str]]:
         """Names of all matrices; those that are computed at once stand together, in the order of their rows."""
@@ -74,7 +100,8 @@ class DecoderConfig:
         return [*([table] for table in tables), *([f"{name}.weight" for name, _ in parts] for parts in fused)]
 
     def has_bias(self, projection: str) -> bool:
-        return {"qkv": self.qkv_bias, "output": self.output_bias}.get(projection, self.mlp_bias)
+        known = {"qkv": self.qkv_bias, "output": self.output_bias, "router": False}
+        return known.get(projection, self.mlp_bias)
 
     def norms(self, layer: int) -> dict[str, str]:
         """Names of a layer's norms: before attention and MLP, after them, and of queries and keys."""
@@ -98,7 +125,7 @@ class DecoderConfig:
             shapes["lm_head.weight"] = table
         for layer in range(len(self.layers)):
             for projection, parts in self.projections(layer).items():
-                width = {"down": self.intermediate_size}.get(projection, inputs.get(projection, self.hidden_size))
+                width = {"down": self.inner_size(layer)}.get(projection, inputs.get(projection, self.hidden_size))
                 for name, rows in parts:
                     shapes[f"{name}.weight"] = (rows, width)
                     if self.has_bias(projection):

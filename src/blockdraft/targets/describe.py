@@ -20,7 +20,7 @@ from blockdraft.targets.families import NotCovered, decoder_config
 from blockdraft.targets.gguf import load_gguf_text
 from blockdraft.targets.gguf.checkpoint import understanding
 from blockdraft.targets.gguf.config import gguf_config
-from blockdraft.targets.native_files import SOURCE, open_checkpoint, weight_files
+from blockdraft.targets.native_files import READ, SOURCE, open_checkpoint, weight_files
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def describe_target(path: str | Path, revision: str | None = None) -> Descriptio
         if is_gguf(path) or wanted is None or not size:
             return None
         try:
-            with open_checkpoint(path, revision, doing="read") as source:
+            with open_checkpoint(path, revision, doing=READ) as source:
                 return source.source_fingerprint
         except UsageError:  # its tensors have other names
             return None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, nullcontext
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,18 @@ from blockdraft.nn.cache import KVCache, slot_bucket
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.draft_pass import DraftPass
 from blockdraft.nn.exact import EXACT_NODES, ExactAttention, attention_bytes
-from blockdraft.proposal import depths, tree_mask
+from blockdraft.proposal import chain_parents, depths, tree_mask
 from blockdraft.targets.adapter import load_model
 from blockdraft.targets.base import Cache, LoadOptions, TargetOutput
 from blockdraft.targets.checkpoint import CheckpointTarget, checked_folder, load_tokenizer, loading
 from blockdraft.targets.exact import forward_in_pieces
 from blockdraft.targets.families import NotCovered
 from blockdraft.targets.hf_exact import ExactCache, use_exact_attention
+from blockdraft.targets.hf_kinds import ATTENTION_KINDS, layer_kinds, window_of
+from blockdraft.targets.hf_states import StatesCache, over_trees, recurrent_layers
 
 RANK = 1  # it runs every model, and others run some faster
-ATTENTION_KINDS = {"full_attention", "sliding_attention"}
+MOST_PATHS = 64  # of trees, for which memory is planned; more nodes are those of prompts, which are lines
 
 
 class HFCache(TransformersCache):
@@ -59,8 +61,8 @@ class HFTarget(CheckpointTarget):
         source_fingerprint: As in `CheckpointTarget`.
 
     Raises:
-        UsageError: The model is no decoder-only attention model (an encoder-decoder, or one with recurrent layers), or
-            it cannot be exact.
+        UsageError: The model is no decoder-only one of attention and of recurrent layers that are known, or it cannot
+            be exact.
     """
 
     backend = "hf"
@@ -83,34 +85,35 @@ class HFTarget(CheckpointTarget):
         self.num_layers: int = config.num_hidden_layers
         self.vocab_size: int = model.get_output_embeddings().weight.size(0)
         self.exact = exact
-        kinds = getattr(config, "layer_types", None)
-        recurrent = not set(kinds) <= ATTENTION_KINDS if kinds else model._is_stateful
-        if config.is_encoder_decoder or recurrent:
-            raise UsageError(
-                f"{type(model).__name__} has layers of the kinds {sorted(set(kinds or ['unknown']))}; only "
-                f"decoder-only models of {sorted(ATTENTION_KINDS)} can be targets: other states cannot be rolled back."
-            )
-        self._kinds = set(kinds) if kinds else {"sliding_attention" if _window(config) else "full_attention"}
+        self._recurrent = recurrent_layers(model)
+        # A state cannot be cut.
+        self.can_truncate = not self._recurrent
+        kinds = layer_kinds(model, bool(self._recurrent))
+        self._kinds = set(kinds) & ATTENTION_KINDS or {"full_attention"}
         self._layers = _decoder_layers(model, self.num_layers)
         if exact:
             use_exact_attention(model)
-            by_layer = kinds or [*self._kinds] * self.num_layers
-            self._windows = [_window(config) if kind == "sliding_attention" else None for kind in by_layer]
+            self._windows = [window_of(config) if kind == "sliding_attention" else None for kind in kinds]
 
     @property
     def running(self) -> str:
         return f"{self.backend}, exact" if self.exact else self.backend
 
-    @property
-    def _heads(self) -> tuple[int, int]:
-        """Key/value heads, and the size of each."""
-        heads = getattr(self._config, "num_key_value_heads", None) or self._config.num_attention_heads
-        head_dim = getattr(self._config, "head_dim", None) or self.hidden_size // self._config.num_attention_heads
-        return heads, head_dim
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        return StatesCache(batch, capacity, self._recurrent) if self._recurrent else KVCache(batch, capacity)
 
     def cache_bytes(self, batch: int, capacity: int) -> int:
-        heads, head_dim = self._heads
-        return int(2 * self.num_layers * batch * heads * capacity * head_dim * self.dtype.itemsize)
+        a_token, a_row = self._cache_sizes
+        return batch * (capacity * a_token + a_row)
+
+    @cached_property
+    def _cache_sizes(self) -> tuple[int, int]:
+        """Bytes that a cache takes for a token, and for a row besides. Families keep so different things that a
+        token is read to see."""
+        cache, token = self.new_cache(1, 1), torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        self.forward(token, chain_parents(1, 1), cache)
+        cache.commit([[0]])
+        return cache.nbytes, cache.state_bytes if isinstance(cache, StatesCache) else 0
 
     def weight_bytes(self) -> int:
         return sum(weight.nbytes for weight in self.model.parameters())
@@ -122,13 +125,19 @@ class HFTarget(CheckpointTarget):
         heads, rows = self._config.num_attention_heads, EXACT_NODES if self.exact else batch * nodes
         inner = getattr(self._config, "intermediate_size", None) or 4 * self.hidden_size
         if self.exact:
-            kv_heads, head_dim = self._heads
+            kv_heads = getattr(self._config, "num_key_value_heads", None) or heads
+            head_dim = getattr(self._config, "head_dim", None) or self.hidden_size // heads
             masks = len(self._kinds) * nodes * slots
             attention = attention_bytes(heads, kv_heads, head_dim, slots)
             return int(rows * (6 * self.hidden_size + 3 * inner) * self.dtype.itemsize + masks + attention)
         masks_and_scores = rows * slots * (len(self._kinds) + 2 * heads)
         copied = self.cache_bytes(batch, slots) // self.num_layers
-        return int((rows * (6 * self.hidden_size + 3 * inner) + masks_and_scores) * self.dtype.itemsize + copied)
+        working = (rows * (6 * self.hidden_size + 3 * inner) + masks_and_scores) * self.dtype.itemsize + copied
+        if self._recurrent:  # what entered each waits for `commit`; the paths of a tree begin with copies of a state
+            layers, a_row = len(self._recurrent), self._cache_sizes[1]
+            working += layers * rows * self.hidden_size * self.dtype.itemsize
+            working += batch * a_row + 2 * batch * min(nodes, MOST_PATHS) * a_row // layers
+        return int(working)
 
     def draft_runner(
         self, network: DFlashNetwork, head: Callable[[Tensor], Tensor] | None = None, owned: bool = False
@@ -156,18 +165,20 @@ class HFTarget(CheckpointTarget):
         masks = {
             kind: additive_mask(
                 visible_slots(
-                    cache.lengths, within, positions, _window(self._config) if kind == "sliding_attention" else None
+                    cache.lengths, within, positions, window_of(self._config) if kind == "sliding_attention" else None
                 ),
                 self.dtype,
             )
             for kind in self._kinds
         }
-        with self.lock, self._listening(taps) as tapped, self._only(logits_at):
+        past = HFCache(cache)
+        over_nodes = over_trees(cache, past, parents) if isinstance(cache, StatesCache) else nullcontext()
+        with self.lock, self._listening(taps) as tapped, self._only(logits_at), over_nodes:
             output = self.model(
                 input_ids=tokens,
                 position_ids=positions,
                 attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
-                past_key_values=HFCache(cache),
+                past_key_values=past,
                 use_cache=True,
             )
         features = torch.cat([tapped[tap] for tap in taps], dim=-1) if taps else None
@@ -210,8 +221,11 @@ class HFTarget(CheckpointTarget):
             hook.remove()
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
-        weights: Iterable[tuple[str, Tensor]] = self.model.named_parameters()
-        return weights
+        for name, weight in self.model.named_parameters():
+            if self._config.model_type == "qwen3_moe" and ".mlp.experts." in name:
+                yield from _experts_alone(name, weight)
+            else:
+                yield name, weight
 
     def embed(self, tokens: Tensor) -> Tensor:
         return nn.functional.embedding(tokens, self.model.get_input_embeddings().weight)
@@ -239,11 +253,13 @@ class HFTarget(CheckpointTarget):
                 hook.remove()
 
 
-def _window(config: Any) -> int | None:
-    if getattr(config, "use_sliding_window", True) is False:
-        return None
-    window: int | None = getattr(config, "sliding_window", None)
-    return window
+def _experts_alone(name: str, weight_EOI: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The experts of a layer, which transformers keeps in one tensor and checkpoints one by one."""
+    place, _, kind = name.rpartition(".")
+    parts = ["gate_proj", "up_proj"] if kind == "gate_up_proj" else [kind]
+    for expert, weight in enumerate(weight_EOI):
+        for part, own in zip(parts, weight.chunk(len(parts)), strict=True):
+            yield f"{place}.{expert}.{part}.weight", own
 
 
 def _decoder_layers(model: PreTrainedModel, count: int) -> nn.ModuleList:

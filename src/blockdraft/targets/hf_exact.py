@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache as TransformersCache
 from blockdraft.errors import UsageError
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.exact import ExactAttention
+from blockdraft.targets.hf_states import recurrent_layers
 
 NAME = "blockdraft_exact"
 HARMLESS = {"position_ids", "cache_position"}  # tensors that attention is told and need not use
@@ -75,10 +76,15 @@ def use_exact_attention(model: PreTrainedModel) -> None:
     """Let a model attend by `attend`.
 
     Raises:
-        UsageError: It does not go by the attention interface, or the angles of its positions change with the longest
-            position that is computed together.
+        UsageError: It does not go by the attention interface, keeps something else than keys and values, or the angles
+            of its positions change with the longest position that is computed together.
     """
     config = model.config.get_text_config()
+    if recurrent_layers(model) or getattr(config, "kv_lora_rank", None):
+        raise UsageError(
+            f"exact is refused: {type(model).__name__} keeps more than keys and values (recurrent states or latent "
+            "attention), which exact does not know; do without."
+        )
     parameters = dict(getattr(config, "rope_parameters", None) or {})
     for each in (parameters, *parameters.values()):  # some nest them by the kind of layer
         if not isinstance(each, dict) or each.get("rope_type") != "longrope":

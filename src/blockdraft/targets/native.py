@@ -279,6 +279,10 @@ def load(path: str | Path, options: LoadOptions) -> NativeTarget:
         raise UsageError("exact and compile 'on' do not go together on a GPU; use compile auto or off.")
     read = read_gguf(path, options) if is_gguf(path) else read_checkpoint(path, options)
     known = read.tokenizer, read.folder, read.generation_config, read.source_fingerprint
+    if captured and read.decoder.config.experts:
+        raise UsageError(
+            "compile 'on' captures CUDA graphs, and routed experts differ each time; use compile auto or off."
+        )
     target = NativeTarget(read.decoder, read.config, *known)
     target.round_drafters = options.round_drafters
     target.tokenizer_reason = read.tokenizer_reason

@@ -51,6 +51,7 @@ COMPANIONS = (  # files of a checkpoint that are not its weights
 )
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 UNMEASURED = "on a GPU, CUDA graphs are captured where compile is on only: nobody has measured them yet"
+READ = "read"  # what may be done to every checkpoint
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,9 @@ def read_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
     wanted = decoder_config(config)
     few = few_bits_of(config, options)
     on_gpu = device.type == "cuda"
-    reason = "it was not asked for" if compile == "off" else UNMEASURED if on_gpu else why_not(wanted, dtype, device)
+    if wanted.experts and (options.quantize or few):
+        raise NotCovered("it has routed experts, whose weights it neither rounds nor reads in few bits")
+    reason = "it was not asked for" if compile == "off" else UNMEASURED if on_gpu else _why_not(wanted, dtype, device)
     tensors, source = open_weights(path, wanted, config, options)
     if quantize is None:
         check_alike(wanted, tensors)
@@ -135,6 +138,11 @@ def read_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
     known = folder if folder.exists() else None
     generation_config = load_generation_config(path, options.revision)
     return Checkpoint(decoder, config, tokenizer, generation_config, known, made, reason, source)
+
+
+def _why_not(wanted: DecoderConfig, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why a decoder has no compiled forward; None where it has one."""
+    return "it does not know routed experts" if wanted.experts else why_not(wanted, dtype, device)
 
 
 def make_decoder(wanted: DecoderConfig, read: Read, library: Library | None, origin: Origin | None) -> Decoder:
@@ -218,6 +226,8 @@ def open_checkpoint(
         tensors, source = open_weights(path, wanted, config, options)
     except NotCovered as refused:
         raise UsageError(f"{path} cannot be {doing}, because the native decoder cannot run it: {refused}.") from refused
+    if wanted.experts and doing != READ:
+        raise UsageError(f"{path} cannot be {doing}: it has routed experts, which only decoding knows.")
     raw = json.loads(Path(str(found[0])).read_text(encoding="utf-8"))
     with loading(path):
         if source is None:

@@ -1,0 +1,101 @@
+"""Each family of targets, with each drafter and each backend, says what it says without a drafter."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+from compatibility_cells import (
+    BACKENDS,
+    CELLS,
+    DOCUMENT,
+    DRAFTERS,
+    REFUSED,
+    TESTED,
+    Cell,
+    document,
+    expected,
+    is_refused,
+)
+from tiny_families import ATTENTION, FAMILIES, write_model
+
+from blockdraft.drafters import load_drafter
+from blockdraft.engine import Engine
+from blockdraft.targets import Target, load_target
+from blockdraft.types import Drafting, RequestDrafting, SamplingParams
+
+PROMPTS = [[5, 9, 3, 5, 9], [4, 60, 33, 12, 9, 4, 60], [6]]
+PARAMS = [SamplingParams(12, temperature, seed=7, ignore_eos=True) for temperature in (0.0, 0.0, 0.8)]
+BOUNDS = [None, RequestDrafting(tree_budget=0), None]  # a tree, a chain, a tree
+QUICK_FAMILIES = ("gpt_oss", "deepseek_v3", "granitemoehybrid")
+QUICK = {Cell(family, "dflash", "transformers") for family in QUICK_FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Target]:
+    """`targets(family, backend)`."""
+
+    @cache
+    def folder(family: str) -> Path:
+        return write_model(family, tmp_path_factory.mktemp(family))
+
+    @cache
+    def target(family: str, backend: str) -> Target:
+        return load_target(folder(family), "float32", "cpu", **BACKENDS[backend])
+
+    return target
+
+
+@cache
+def plain(target: Target) -> list[list[int]]:
+    """The answers without a drafter, each request alone."""
+    engine = Engine(target, load_drafter("none", target=target))
+    return [engine.generate([prompt], params)[0].token_ids for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        pytest.param(cell, marks=[] if cell in QUICK else pytest.mark.slow, id="-".join(cell))
+        for cell in CELLS
+        if not is_refused(cell.family, cell.backend)
+    ],
+)
+def test_drafting_changes_no_answer(
+    cell: Cell,
+    targets: Callable[[str, str], Target],
+    request: pytest.FixtureRequest,
+    record_property: Callable[[str, object], None],
+) -> None:
+    target, fixture = targets(cell.family, cell.backend), DRAFTERS[cell.drafter]
+    own = cell.family if cell.family in ATTENTION else "llama"  # states of recurrent layers cannot be cut
+    path = targets(own, cell.backend).path if cell.drafter == "draft_lm" else cell.drafter
+    drafter = load_drafter(request.getfixturevalue(fixture) if fixture else path, target=target)
+    with Engine(target, drafter, 3, Drafting(tree_budget=6)) as engine:
+        asked = zip(PROMPTS, PARAMS, BOUNDS, strict=True)
+        requests = [engine.submit(prompt, params, drafting=bound) for prompt, params, bound in asked]
+        completions = [each.result().checked() for each in requests]
+    assert [completion.token_ids for completion in completions] == plain(target)
+    assert any(drafted for completion in completions for drafted in completion.stats.drafted)
+    if cell.drafter == "draft_lm" and own == cell.family:
+        assert max(completions[0].stats.committed) > 2
+    record_property("cells", [[[*cell], TESTED]])
+
+
+@pytest.mark.parametrize(
+    ("family", "backend"),
+    [(family, backend) for family in FAMILIES for backend in BACKENDS if is_refused(family, backend)],
+)
+def test_a_family_that_a_backend_lacks_is_refused_by_name(
+    family: str,
+    backend: str,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+) -> None:
+    with pytest.raises(ValueError, match=rf"{family} is none of its families|routed experts"):
+        load_target(write_model(family, tmp_path), "float32", "cpu", **BACKENDS[backend])
+    record_property("cells", [[[family, drafter, backend], REFUSED] for drafter in DRAFTERS])
+
+
+def test_the_page_says_what_the_tests_find() -> None:
+    assert DOCUMENT.read_text(encoding="utf-8") == document(expected()), "run: python tests/compatibility"
