@@ -28,6 +28,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
 from blockdraft.engine import loops
+from blockdraft.machine import multiplies_bfloat16
 from blockdraft.training.muon import Muon
 
 # Share of the documents drawn, by kind; of program-made problems those of at most EASY_STEPS are "easy".
@@ -196,6 +197,7 @@ def main() -> None:
         return F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
 
     compiled = torch.compile(loss_of, dynamic=False)
+    bfloat16 = args.device != "cpu" or multiplies_bfloat16()
     switch = math.ceil(args.steps * (1 - LONG_SHARE)) if args.stage == "main" else 0
     step = 0
     rows = packed_rows(
@@ -217,7 +219,7 @@ def main() -> None:
         for optimizer, peak in zip(optimizers, peaks, strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = peak * learning_rate(step, args.steps)
-        with torch.autocast(args.device, torch.bfloat16, enabled=args.device != "cpu"):
+        with torch.autocast(args.device, torch.bfloat16, enabled=bfloat16):
             loss = compiled(torch.tensor(batch, device=args.device))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(others, 1.0)

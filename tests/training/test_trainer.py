@@ -502,7 +502,8 @@ def test_a_signal_finishes_the_run(tmp_path: Path, tiny_target_dir: Path, tiny_d
 def test_two_processes_have_the_loss_of_one(
     kind: str, optimizer: str, tmp_path: Path, tiny_target_dir: Path, tiny_data_dir: Path
 ) -> None:
-    changes = {"objective": "decay=0.5,dpace=0.25,forward_kl=0.25", "optimizer": optimizer}
+    # In float32 whatever the processor, so that sums in another order hardly differ.
+    changes = {"objective": "decay=0.5,dpace=0.25,forward_kl=0.25", "optimizer": optimizer, "dtype": "float32"}
     # On CPUs too, Accelerate's launcher starts several processes when told that they are many "GPUs".
     kinds = {"ddp": ("--multi_gpu",), "fsdp2": ("--use_fsdp", "--fsdp_version", "2")}
     # Some free port: two of these tests may run at once.

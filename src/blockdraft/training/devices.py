@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 from blockdraft.errors import UsageError
+from blockdraft.machine import multiplies_bfloat16
 
 
 class DeviceRecipe(Protocol):
@@ -39,7 +40,7 @@ def make_accelerator(recipe: DeviceRecipe, folder: Path, device: str | None = No
     cpu = device == "cpu" or not torch.cuda.is_available()
     if cpu:
         keep_freed_memory()
-    bfloat16 = recipe.dtype == "bfloat16" or (recipe.dtype == "auto" and not cpu)
+    bfloat16 = recipe.dtype == "bfloat16" or (recipe.dtype == "auto" and (not cpu or multiplies_bfloat16()))
     sharded = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true")
     # The context's keys and values read all layers' weights at once, so the network is sharded and gathered as a whole.
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap") if sharded else None

@@ -44,8 +44,8 @@ class Recipe:
         final: Share of the peak rates at the end.
         clip: Largest norm of the gradient; 0 does not clip.
         seed: Of initial weights, order, anchors and the choice of held-out documents.
-        dtype: Arithmetic of the draft network: "auto" is bfloat16 on a GPU and float32 on a CPU. The weights that are
-            trained are float32 either way.
+        dtype: Arithmetic of the draft network: "auto" is bfloat16 on a GPU, and on a CPU with instructions for it
+            (AVX512-BF16, AMX), else float32. The weights that are trained are float32 either way.
         save_dtype: Of the drafter that is written.
         accumulation: Batches of each process that make up a step.
         chunk: Blocks whose logits exist at once.

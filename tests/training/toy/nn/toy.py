@@ -32,4 +32,5 @@ class ToyNetwork(nn.Module):
 
     def step(self, hidden: Tensor, embedded: Tensor) -> Tensor:
         """The hidden state that guesses what follows the embedded token, both `[..., H]`."""
-        return cast(Tensor, self.norm(hidden + torch.tanh(self.mix(torch.cat([hidden, embedded], dim=-1)))))
+        mixed = hidden + torch.tanh(self.mix(torch.cat([hidden, embedded], dim=-1)))
+        return cast(Tensor, self.norm(mixed.float()))  # under autocast the sum may be in bfloat16
