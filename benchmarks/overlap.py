@@ -304,9 +304,9 @@ def run(args: argparse.Namespace) -> None:
     found = figures(cycles, times, args.handover / 1000)
     args.out.mkdir(parents=True, exist_ok=True)
     text = table(found, times, len(cycles))
-    facts = {"block_size": block_size, "running": target.running, "device": str(target.device), "cycles": len(cycles)}
+    facts = {"running": target.running, "device": str(target.device)}
     facts |= {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
-    facts |= {"prompts": [str(path) for path in args.prompts], "block_size": block_size}
+    facts |= {"prompts": [str(path) for path in args.prompts], "block_size": block_size, "outcomes": len(cycles)}
     facts |= {"times": asdict(times), "figures": [asdict(each) for each in found]}
     (args.out / "overlap.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     (args.out / "overlap.md").write_text(text + "\n", encoding="utf-8")

@@ -69,7 +69,7 @@ def test_the_bundled_pair_is_measured(tmp_path: Path, capsys: pytest.CaptureFixt
     main(options)
     facts = json.loads((tmp_path / "out/overlap.json").read_text())
     found = facts["figures"]
-    assert [each["count"] for each in found] == list(COUNTS) and facts["cycles"] > 4
+    assert [each["count"] for each in found] == list(COUNTS) and facts["outcomes"] > 4
     hits = [each["hits"] for each in found]
     assert hits == sorted(hits) and 0 < hits[-1] <= 1
     assert (tmp_path / "out/overlap.md").read_text() == capsys.readouterr().out

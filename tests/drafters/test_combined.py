@@ -179,15 +179,16 @@ def test_where_one_fails_the_others_hear_nothing_twice(
 REPEATING = "Read this aloud: one red apple, two green pears. One red apple, two green pears. Then: 1, 2, 3, 4."
 
 
-@pytest.mark.parametrize("drafting", [Drafting(), Drafting(tree_budget=16)], ids=["chain", "tree"])
-def test_both_together_accept_more_than_each_alone_where_text_repeats(drafting: Drafting) -> None:
-    pair = load_target()
-    params, found = SamplingParams(max_new_tokens=64, ignore_eos=True), {}
-    for name in ("none", "prompt_lookup", "bundled", "prompt_lookup+bundled"):
-        [found[name]] = Engine(pair, load_drafter(name, target=pair), drafting=drafting).generate([REPEATING], params)
-    assert len({tuple(completion.token_ids) for completion in found.values()}) == 1
-    tau = {name: completion.tau for name, completion in found.items()}
-    assert tau["prompt_lookup+bundled"] > max(tau["prompt_lookup"], tau["bundled"]) + 0.1 > 1.2, tau
+def test_both_together_accept_more_than_each_alone_where_text_repeats() -> None:
+    pair, params = load_target(), SamplingParams(max_new_tokens=48, ignore_eos=True)
+    lookup, model, both = (load_drafter(n, target=pair) for n in ("prompt_lookup", "bundled", "prompt_lookup+bundled"))
+    [plain] = Engine(pair).generate([REPEATING], params)
+    for drafting in (Drafting(), Drafting(tree_budget=16)):
+        found = [
+            Engine(pair, each, drafting=drafting).generate([REPEATING], params)[0] for each in (lookup, model, both)
+        ]
+        assert {tuple(completion.token_ids) for completion in found} == {tuple(plain.token_ids)}
+        assert found[2].tau > max(found[0].tau, found[1].tau) + 0.1 > 1.2, [completion.tau for completion in found]
 
 
 def backwards(trees: Any, budget: int) -> list[tuple[float, int, int]]:

@@ -67,4 +67,4 @@ def test_answers_with_drawn_guesses_have_the_law_of_the_target(tmp_path: Path, o
     model = LlamaForCausalLM.from_pretrained(tmp_path / "target").eval()
     assert abs(surprise([tuple(completion.token_ids) for completion in completions], model)) < NOISE
     guesses = [guessed for completion in completions for guessed in completion.drafted[1:]]
-    assert 0.2 < sum(guesses) / len(guesses) < 0.8  # both happen
+    assert 0.2 < sum(guesses) / len(guesses) < 0.9  # both happen

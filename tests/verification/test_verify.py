@@ -142,7 +142,6 @@ DRAFTERS = {
     "chosen tree": drafting(TREE, is_drawn=False, ragged=True),
     "drawn chain": drafting(CHAIN, is_drawn=True, keep=2),
     "drawn chain, ragged and mixed": drafting(CHAIN, is_drawn=True, ragged=True, mixed=True),
-    "drawn chain, chosen beside": beside,
 }
 SETTINGS = {
     "temperature 1": WARM,
@@ -157,6 +156,11 @@ SETTINGS = {
 def test_output_has_the_target_law(name: str, setting: str) -> None:
     params = SETTINGS[setting]
     assert abs(surprise(decode(DRAFTERS[name], params), params)) < NOISE
+
+
+@pytest.mark.parametrize("setting", ["temperature 1", "penalty"])
+def test_chosen_guesses_beside_drawn_ones_leave_the_law(setting: str) -> None:
+    assert abs(surprise(decode(beside, SETTINGS[setting]), SETTINGS[setting])) < NOISE
 
 
 def test_greedy_output_is_the_argmax_whatever_was_drafted() -> None:

@@ -229,7 +229,7 @@ def beside(anchor: Tensor, drawn: Proposal, others: Sequence[Proposal], budget: 
     rows, above, laws = list[list[int]](), list[list[int]](), list[SparseLaw | None]()
     for row in range(len(anchor)):
         parents = [parent for node, parent in enumerate(drawn.parent_lists[row]) if node == 0 or parent >= 0]
-        tokens, law = chains[row][: len(parents)], drawn.q and drawn.q[row]
+        tokens, law = chains[row][: len(parents)], None if drawn.q is None else drawn.q[row]
         laws.append(law and SparseLaw(law.ids[: len(parents)], law.probs[: len(parents)]))
         nodes = {(parents[node], tokens[node]): node for node in range(1, len(parents))}
         trees = [
