@@ -162,8 +162,7 @@ class Bench:
             )
             finished = run_folder(out) / FINISHED
             if not finished.exists():
-                command = [sys.executable, "-m", "benchmarks.rivals.train", json.dumps(asdict(task))]
-                ended = subprocess.run(command, cwd=ROOT).returncode
+                ended = train_apart(task)
                 if ended:
                     raise PeerError(f"Training {kind} with seed {seed} has ended with {ended}; see above.")
             self.trained.add(Trained(**json.loads(finished.read_text())))
@@ -275,6 +274,12 @@ class Bench:
         print(page)
         if found.changed() and not given.uncompiled:
             raise ValueError(f"These change tokens, so their speed says nothing: {', '.join(found.changed())}.")
+
+
+def train_apart(task: Task) -> int:
+    """Train in a process of its own; returns what it ended with."""
+    command = [sys.executable, "-m", "benchmarks.rivals.train", json.dumps(asdict(task))]
+    return subprocess.run(command, cwd=ROOT).returncode
 
 
 def _names(ways: list[Way]) -> str:
