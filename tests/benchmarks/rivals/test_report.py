@@ -17,7 +17,7 @@ def test_the_page_has_every_table() -> None:
     assert "| 1 | EAGLE-3* | chain:7 | 4.00 | 2.50 |" in text
     assert "| DFlash | chain:7 | 1.90 (1.80 to 2.00), tau 3.00 |" in text
     assert "2.07 (2.00 to 2.13), chain:7 | 0.84 (0.80 to 0.88), chain:7 | 2.46 (2.42 to 2.50) |" in text
-    assert "- this CPU, the target as it is, as it is, temperature 0: DFlash 2.07, EAGLE-3 0.84." in text
+    assert "- this CPU, width 1, as measured, temperature 0: DFlash 2.07, EAGLE-3 0.84." in text
 
 
 def test_a_size_far_from_the_budget_is_told() -> None:
