@@ -1,8 +1,8 @@
 from pathlib import Path
 
 import pytest
-from made import figures
 from matplotlib.figure import Figure
+from rival_rows import figures
 
 from benchmarks.rivals.report import QUICK, draw, page
 
