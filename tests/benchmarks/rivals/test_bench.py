@@ -96,6 +96,6 @@ def test_the_time_left_is_that_of_the_like(words: list[str], monkeypatch: pytest
     unit, step = program.Unit, program.Step
     nothing = lambda tell: None  # noqa: E731
     left = [step("train", "eagle3 1", nothing), step("train", "mtp 0", nothing)]
-    assert Bench.seconds_left(made, left) is None
+    assert Bench.seconds_left(made, left) == (0, False)
     made.units.all = [unit("train", "eagle3 0", 30.0), unit("train", "dflash 0", 10.0), unit("cycles", "mtp", 1.0)]
-    assert Bench.seconds_left(made, left) == 30 + 20
+    assert Bench.seconds_left(made, left) == (30 + 20, True)

@@ -40,7 +40,7 @@ def small_lm_dir(tiny_target_dir: Path, target: Target, tmp_path_factory: pytest
 
 @pytest.fixture(scope="module")
 def plain(target: Target) -> tuple[list[Answers], dict[int, list[int]]]:
-    return measure.answers(PLAIN, 0, target, NoDrafter(), PROMPTS, 1.0, 24, WAYS, None, silent)
+    return measure.answers(PLAIN, 0, target, NoDrafter(), PROMPTS, 1.0, 16, WAYS, None, silent)
 
 
 def test_plain_answers_are_the_reference(plain: tuple[list[Answers], dict[int, list[int]]]) -> None:
@@ -72,7 +72,7 @@ def test_draft_passes_and_guesses_are_counted(
 ) -> None:
     path = request.getfixturevalue(fixture) if fixture else None
     drafter = drafter_of(kind, path, target, 1, TORCH, Path())
-    found, said = measure.answers(kind, 0, target, drafter, PROMPTS, 1.0, 24, WAYS, plain[1], silent)
+    found, said = measure.answers(kind, 0, target, drafter, PROMPTS, 1.0, 16, WAYS, plain[1], silent)
     assert said == plain[1] and all(row.same == 1 and row.seconds > row.draft_seconds > 0 for row in found)
     assert found[0].way == "chain:3"
     for row, largest, count in zip(found, tokens, passes, strict=True):
@@ -95,7 +95,7 @@ def test_answers_that_are_not_the_targets_are_told(
 ) -> None:
     drafter = load_drafter(tiny_drafter_dir, target=target)
     other = {0: plain[1][0], 1: [*plain[1][1][:-1], plain[1][1][-1] + 1]}
-    found, _ = measure.answers("dflash", 0, target, drafter, PROMPTS, 1.0, 24, WAYS[:1], other, silent)
+    found, _ = measure.answers("dflash", 0, target, drafter, PROMPTS, 1.0, 16, WAYS[:1], other, silent)
     assert found[0].same == 0.5
 
 
