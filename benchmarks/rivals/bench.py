@@ -162,8 +162,7 @@ class Bench:
             )
             finished = run_folder(out) / FINISHED
             if not finished.exists():
-                command = [sys.executable, "-m", "benchmarks.rivals.train", json.dumps(asdict(task))]
-                ended = subprocess.run(command, cwd=ROOT).returncode
+                ended = train_apart(task)
                 if ended:
                     raise PeerError(f"Training {kind} with seed {seed} has ended with {ended}; see above.")
             self.trained.add(Trained(**json.loads(finished.read_text())))
@@ -231,27 +230,26 @@ class Bench:
     def left(self, steps: list[Step]) -> list[Step]:
         return [step for step in steps if (step.stage, step.name) not in self.units.had]
 
-    def seconds_left(self, steps: list[Step]) -> float | None:
-        """By what units of the same stage and kind have taken, or else of the same stage; None where nothing is known
-        of one."""
-        total = 0.0
+    def seconds_left(self, steps: list[Step]) -> tuple[float, bool]:
+        """By what units of the same stage and kind have taken, or else of the same stage; and whether something is
+        known of all of them."""
+        total, all_known = 0.0, True
         for step in steps:
             kind = step.name.split()[0]
             same = [unit for unit in self.units.all if unit.stage == step.stage]
             near = [unit for unit in same if unit.name.split()[0] == kind] or same
-            if not near:
-                return None
-            total += sum(unit.seconds for unit in near) / len(near)
-        return total
+            all_known = all_known and bool(near)
+            total += sum(unit.seconds for unit in near) / max(len(near), 1)
+        return total, all_known
 
     def run(self) -> None:
         left = self.left(self.steps())
         count = len(left)
         while left:
             step = left.pop(0)
-            seconds = self.seconds_left([step, *left])
-            about = "" if seconds is None else f", about {seconds / 60:.0f} min left for all"
-            tell(f"[{count - len(left)} of {count}] {step.stage} {step.name}{about}")
+            seconds, all_known = self.seconds_left([step, *left])
+            about = f"{'about' if all_known else 'more than'} {seconds / 60:.0f} min left for all"
+            tell(f"[{count - len(left)} of {count}] {step.stage} {step.name}; {about}")
             began = time.monotonic()
             with progress("done") as shown:
                 step.work(shown)
@@ -275,6 +273,12 @@ class Bench:
         print(page)
         if found.changed() and not given.uncompiled:
             raise ValueError(f"These change tokens, so their speed says nothing: {', '.join(found.changed())}.")
+
+
+def train_apart(task: Task) -> int:
+    """Train in a process of its own; returns what it ended with."""
+    command = [sys.executable, "-m", "benchmarks.rivals.train", json.dumps(asdict(task))]
+    return subprocess.run(command, cwd=ROOT).returncode
 
 
 def _names(ways: list[Way]) -> str:

@@ -138,7 +138,7 @@ class Figures:
     @cached_property
     def regime(self) -> Place:
         return Place(
-            f"a forward of 16 tokens costs {self.cost_of_16:g}, draft passes by the weights that they read",
+            f"16 tokens cost {self.cost_of_16:g}, draft passes by weights",
             lambda row: self._by_weights(row, straight(self.cost_of_16)),
         )
 
@@ -146,19 +146,16 @@ class Figures:
     def regime_measured(self) -> Place:
         width = max(self.widths, default=1)
         return Place(
-            f"a forward of 16 tokens costs {self.cost_of_16:g}, draft passes as measured with torch's operations, "
-            f"{_wide(width)}",
+            f"16 tokens cost {self.cost_of_16:g}, draft passes measured, by torch's operations, width {width}",
             lambda row: self._regime_measured(row, width),
         )
 
     def here(self, width: int) -> Place:
-        return Place(f"this CPU, {_wide(width)}, as it is", lambda row: self._here(row, width))
+        return Place(f"this CPU, width {width}, as measured", lambda row: self._here(row, width))
 
     def here_by_weights(self, width: int) -> Place:
-        return Place(
-            f"this CPU, {_wide(width)}, draft passes by the weights that they read",
-            lambda row: self._here_by_weights(row, width),
-        )
+        name = f"this CPU, width {width}, draft passes by weights"
+        return Place(name, lambda row: self._here_by_weights(row, width))
 
     @property
     def places(self) -> list[Place]:
@@ -236,7 +233,3 @@ class Figures:
     def changed(self) -> list[str]:
         """Drafters whose answers are not those of plain decoding."""
         return sorted({f"{row.kind} {row.way}" for row in self.answers if row.same < 1})
-
-
-def _wide(width: int) -> str:
-    return "the target as it is" if width == 1 else f"{width} times as wide"

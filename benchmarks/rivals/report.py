@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import mean
 
-from benchmarks.rivals.figures import BOTH, CHAINS, TREES, Best, Figures, Place
+from benchmarks.rivals.figures import BOTH, CHAINS, TREES, Best, Figures
 from benchmarks.rivals.kinds import KINDS
 from benchmarks.rivals.rows import NATIVE, PLAIN
+from blockdraft.errors import counted
 
 QUICK = "QUICK RUN: tiny budgets, one seed. It shows that all works; its figures say nothing about the drafters."
 EXPECTED = "DFlash and DSpark before EAGLE-3 before Medusa"
@@ -127,10 +128,10 @@ def _costs(found: Figures) -> str:
     text = (
         "Behind arbitrary text; R is the time of a cycle over that of a plain one with as many rows. With a * the "
         "draft network has no compiled pass and runs by torch's operations beside a compiled target; the last column "
-        "says what R of one row would be if its passes took the time of the target's, weight for weight. Of wider "
-        "drafters only the shape is measured.\n\n"
+        "says what R of one row would be if its passes took the time of the target's, weight for weight. Width is how "
+        "many times as wide both were made; of wider drafters only the shape is measured.\n\n"
     )
-    header = ["times as wide", "drafter", "way", "draft, ms", *(f"R, {batch} rows" for batch in batches)]
+    header = ["width", "drafter", "way", "draft, ms", *(f"R, {counted(batch, 'row')}" for batch in batches)]
     return text + _table([*header, "R, 1 row, by weights"], rows)
 
 
@@ -144,7 +145,7 @@ def _speedups(found: Figures, temperature: float) -> str:
         header += [f"this CPU, width {width}", f"this CPU, width {width}, by weights"]
     rows = []
     for kind in found.kinds:
-        mark = "" if found.is_compiled(kind) else "*"
+        mark = "*" if KINDS[kind].trained and not found.is_compiled(kind) else ""
         cells = [_best(found.best(kind, temperature, found.regime))]
         for width in found.widths:
             cells.append(_best(found.best(kind, temperature, found.here(width))))
@@ -153,7 +154,8 @@ def _speedups(found: Figures, temperature: float) -> str:
     text = (
         "tau / R of the fastest way of each drafter, the mean of seeds and sets (and the range of the seeds). On this "
         "CPU R is measured; with a * it is that of a drafter that is not compiled, and by weights is what a compiled "
-        "one could come to. A wider pair says the same words, so tau is that of the target as it is.\n\n"
+        "one could come to; prompt lookup is judged so alone, as what it finds hangs on the text. A wider pair says "
+        "the same words, so tau is that of width 1.\n\n"
     )
     return text + _table(header, rows)
 
@@ -189,16 +191,15 @@ def _headline(found: Figures) -> str:
     text = (
         "Speed-ups over plain decoding, each at its fastest among chains, among trees, and among both; the ratio is "
         "taken seed by seed. Where the cost of a forward is given, its time over n tokens lies on a line through 1 "
-        "token and 16, the host takes no time, and draft passes of n tokens cost as much more as the target's "
-        "unless they are measured.\n\n"
+        "token and 16, and the host takes no time. By weights, a draft pass over n tokens takes the time of the "
+        "target's forward over n, times its share of the target's weights.\n\n"
     )
     return text + _table(["where", "temperature", "ways", "DFlash", "EAGLE-3", "DFlash / EAGLE-3"], rows)
 
 
 def _order(found: Figures) -> str:
-    places: list[Place] = [found.regime, *(found.here(width) for width in found.widths)]
     lines = [f"The literature leads to expect at an equal budget: {EXPECTED}.", ""]
-    for place in places:
+    for place in found.places:
         for temperature in found.temperatures:
             order = found.order(temperature, place)
             told = ", ".join(f"{_title(kind)} {best.speedup:.2f}" for kind, best in order)
@@ -244,12 +245,12 @@ def draw(found: Figures, path: Path, quick: bool) -> None:
                     f"{speedup:g}x", (end, speedup * (1 + end)), (-2, -2), textcoords="offset points", ha="right",
                     va="top", fontsize=8, color="grey",
                 )  # fmt: skip
-        axes.set(xlim=(0, right), ylim=(min(1.0, top), top), title=place.name.replace(", draft", ",\ndraft"))
+        axes.set(xlim=(0, right), ylim=(min(1.0, top), top), title=place.name)
         axes.set_xlabel("what drafting adds to a cycle, in plain cycles (R - 1)")
         axes.set_ylabel(f"tau, mean of the prompt sets, temperature {temperature:g}")
     legend = [Line2D([], [], color=colours[kind], marker="s", linestyle="", label=_title(kind)) for kind in found.kinds]
     legend += [
-        Line2D([], [], color="black", marker=marker, linestyle="", label=f"{shape}, with as many guesses")
+        Line2D([], [], color="black", marker=marker, linestyle="", label=f"{shape}; the number: guesses")
         for shape, marker in shapes.items()
     ]
     legend.append(Line2D([], [], color="grey", label="equal speed-up"))

@@ -1,8 +1,8 @@
 """A whole run on tiny models: what is written, that nothing is done twice, and what is refused."""
 
 import json
-import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -50,16 +50,16 @@ def test_a_run_writes_everything_and_goes_on(
 ) -> None:
     trained: list[str] = []
 
-    def here(command: list[str], **options: object) -> SimpleNamespace:
+    def here(task: train.Task) -> int:
         """In the place of a process."""
-        monkeypatch.setattr(sys, "argv", ["train", command[-1]])
-        trained.append(json.loads(command[-1])["kind"])
+        trained.append(task.kind)
         if len(trained) == 2:
-            return SimpleNamespace(returncode=1)
+            return 1
+        monkeypatch.setattr(sys, "argv", ["train", json.dumps(asdict(task))])
         train.main()
-        return SimpleNamespace(returncode=0)
+        return 0
 
-    monkeypatch.setattr(subprocess, "run", here)
+    monkeypatch.setattr(program, "train_apart", here)
     with pytest.raises(Exception, match="Training eagle3 with seed 0 has ended with 1"):
         Bench(arguments(words)).run()
     Bench(arguments(words)).run()
@@ -96,6 +96,6 @@ def test_the_time_left_is_that_of_the_like(words: list[str], monkeypatch: pytest
     unit, step = program.Unit, program.Step
     nothing = lambda tell: None  # noqa: E731
     left = [step("train", "eagle3 1", nothing), step("train", "mtp 0", nothing)]
-    assert Bench.seconds_left(made, left) is None
+    assert Bench.seconds_left(made, left) == (0, False)
     made.units.all = [unit("train", "eagle3 0", 30.0), unit("train", "dflash 0", 10.0), unit("cycles", "mtp", 1.0)]
-    assert Bench.seconds_left(made, left) == 30 + 20
+    assert Bench.seconds_left(made, left) == (30 + 20, True)

@@ -1,5 +1,5 @@
 import pytest
-from made import answers, cycle, figures
+from rival_rows import answers, cycle, figures
 
 from benchmarks.rivals.figures import BOTH, CHAINS, TREES
 from benchmarks.rivals.rows import NATIVE

@@ -7,6 +7,7 @@ from benchmarks.rivals import measure
 from benchmarks.rivals.pairs import drafter_of
 from benchmarks.rivals.rows import NATIVE, PLAIN, TORCH, Answers
 from benchmarks.rivals.ways import parse
+from benchmarks.sizes.widen import widen
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.none import NoDrafter
 from blockdraft.evaluation.prompts import PromptSet
@@ -39,7 +40,7 @@ def small_lm_dir(tiny_target_dir: Path, target: Target, tmp_path_factory: pytest
 
 @pytest.fixture(scope="module")
 def plain(target: Target) -> tuple[list[Answers], dict[int, list[int]]]:
-    return measure.answers(PLAIN, 0, target, NoDrafter(), PROMPTS, 1.0, 40, WAYS, None, silent)
+    return measure.answers(PLAIN, 0, target, NoDrafter(), PROMPTS, 1.0, 16, WAYS, None, silent)
 
 
 def test_plain_answers_are_the_reference(plain: tuple[list[Answers], dict[int, list[int]]]) -> None:
@@ -49,17 +50,13 @@ def test_plain_answers_are_the_reference(plain: tuple[list[Answers], dict[int, l
 
 
 @pytest.mark.parametrize(
-    (
-        "kind",
-        "fixture",
-        "tokens",
-        "passes",
-    ),  # the tokens of the largest pass of each way, and how many passes there are
+    ("kind", "fixture", "tokens", "passes"),
+    # Of each way the tokens of its largest pass, and how many passes there are.
     [
         ("dflash", "tiny_drafter_dir", (4, 6, 8), (1, 1, 1)),
         ("dspark", "tiny_dspark_dir", (3, 5, 8), (1, 1, 1)),
         ("eagle3", "tiny_eagle3_dir", (1, 1, 10), (3, 5, None)),
-        ("medusa", "tiny_medusa_dir", (1, 1, 1), (1, 1, 1)),
+        ("medusa", "tiny_medusa_dir", (1, 1), (1, 1)),
         ("small_lm", "small_lm_dir", (None, None), (3, 5)),  # whose first pass takes what was committed as well
         ("prompt_lookup", None, (0, 0, 0), (0, 0, 0)),
     ],
@@ -73,8 +70,9 @@ def test_draft_passes_and_guesses_are_counted(
     plain: tuple[list[Answers], dict[int, list[int]]],
     request: pytest.FixtureRequest,
 ) -> None:
-    drafter = load_drafter(request.getfixturevalue(fixture) if fixture else kind, target=target)
-    found, said = measure.answers(kind, 0, target, drafter, PROMPTS, 1.0, 40, WAYS, plain[1], silent)
+    path = request.getfixturevalue(fixture) if fixture else None
+    drafter = drafter_of(kind, path, target, 1, TORCH, Path())
+    found, said = measure.answers(kind, 0, target, drafter, PROMPTS, 1.0, 16, WAYS, plain[1], silent)
     assert said == plain[1] and all(row.same == 1 and row.seconds > row.draft_seconds > 0 for row in found)
     assert found[0].way == "chain:3"
     for row, largest, count in zip(found, tokens, passes, strict=True):
@@ -97,7 +95,7 @@ def test_answers_that_are_not_the_targets_are_told(
 ) -> None:
     drafter = load_drafter(tiny_drafter_dir, target=target)
     other = {0: plain[1][0], 1: [*plain[1][1][:-1], plain[1][1][-1] + 1]}
-    found, _ = measure.answers("dflash", 0, target, drafter, PROMPTS, 1.0, 40, WAYS[:1], other, silent)
+    found, _ = measure.answers("dflash", 0, target, drafter, PROMPTS, 1.0, 16, WAYS[:1], other, silent)
     assert found[0].same == 0.5
 
 
@@ -119,6 +117,7 @@ def test_forwards_and_cycles_are_timed(target: Target, tiny_eagle3_dir: Path) ->
         assert (row.weight_bytes, row.state_bytes) == (drafter.weight_bytes(), drafter.state_bytes(1, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark", "eagle3", "medusa", "mtp", "small_lm"])
 def test_wider_drafters_draft(kind: str, target: Target, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     folder = tmp_path / "wide"
@@ -126,11 +125,10 @@ def test_wider_drafters_draft(kind: str, target: Target, request: pytest.Fixture
         {"dflash": "tiny_drafter_dir", "small_lm": "small_lm_dir"}.get(kind, f"tiny_{kind}_dir")
     )
     assert target.path is not None
-    from benchmarks.sizes.widen import widen
 
     wide = load_target(widen(target.path, tmp_path / "target", 2), compile="off")
     drafter = drafter_of(kind, path, wide, 2, TORCH, folder)
-    narrow = load_drafter(path, target=target)
+    narrow = drafter_of(kind, path, target, 1, TORCH, folder)
     assert drafter.weight_bytes() > 1.7 * narrow.weight_bytes()
     [row] = measure.cycles(kind, wide, drafter, 2, TORCH, 1, WAYS[:1], 1, silent)
     assert row.seconds > 0

@@ -1,5 +1,5 @@
 import pytest
-from made import answers
+from rival_rows import answers
 
 from benchmarks.rivals.model import by_weights, measured, straight
 from benchmarks.rivals.rows import Forward
