@@ -76,29 +76,24 @@ def learned(target: Target, texts: list[tuple[torch.Tensor, int]]) -> Callable[.
             torch.nn.init.uniform_(network.norm.weight, 0.2, 3.0) if kind == "mtp" else None
             places = {i: i for i in range(target.vocab_size)}
         optimizer = torch.optim.Adam(network.parameters(), 5e-3)
-        batches = []
-        for tokens, first in texts:
+        parts, blocks, labels, features, begin = list[Rows](), list[torch.Tensor](), [], [], 0
+        for number, (tokens, first) in enumerate(texts):
             anchors = torch.arange(first, len(tokens) - GUESSES - 1)
-            features = tapped_features(target, config.taps if taps is None else taps, [tokens])[0]
-            said = torch.stack([tokens[anchors + k] for k in range(GUESSES + 1)], dim=1)
-            labels = torch.stack([tokens[anchors + k - early] for k in range(1, GUESSES + 1)], dim=1)
-            labels.apply_(lambda token: places[token])
-            row = tokens[None]
-            rows = Rows(
-                row,
-                torch.arange(len(tokens))[None],
-                row * 0,
-                anchors[None],
-                said[None],
-                torch.ones_like(labels)[None] > 0,
+            read = tapped_features(target, config.taps if taps is None else taps, [tokens])[0]
+            features.append(read.roll(lag, dims=0))
+            blocks.append(torch.stack([tokens[anchors + k] for k in range(GUESSES + 1)], dim=1))
+            labels.append(torch.stack([tokens[anchors + k - early] for k in range(1, GUESSES + 1)], dim=1))
+            numbers = torch.full_like(tokens, number)
+            parts.append(
+                Rows(tokens, torch.arange(len(tokens)), numbers, begin + anchors, blocks[-1], blocks[-1][:, 1:] >= 0)
             )
-            batches.append((features.roll(lag, dims=0)[None], rows, labels))
+            begin += len(tokens)
+        rows = Rows(*(torch.cat(column)[None] for column in zip(*parts, strict=True)))
+        wanted = torch.cat(labels).apply_(lambda token: places[token]).flatten()
         for _ in range(STEPS):
             optimizer.zero_grad()
-            for features, rows, labels in batches:
-                hidden = variant.hidden(network, target, features, rows)[0]
-                logits = variant.logits(network, target, hidden)
-                F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+            hidden = variant.hidden(network, target, torch.cat(features)[None], rows)[0]
+            F.cross_entropy(variant.logits(network, target, hidden).flatten(0, 1), wanted).backward()
             optimizer.step()
         return Checkpoint(config, {name: one.detach().clone() for name, one in network.state_dict().items()})
 
