@@ -1,6 +1,7 @@
 """EAGLE-3, Medusa's heads and MTP heads that learned a tiny target's answers by heart, in some convention; where the
 file says another, the doctor finds which."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -27,15 +28,22 @@ from blockdraft.types import SamplingParams
 
 PROMPTS = ["What is this?", "Tell me of the sea.", "Why?", "Count to nine!"]
 HOW = DoctorSettings(max_new_tokens=32, anchors=24)
-GUESSES, STEPS = 3, 120
+GUESSES, STEPS = 3, 80
 OWN = {"eagle3": {"draft_vocab": 200, "taps": (0, 1)}, "mtp": {}, "medusa": {}}
 
 Learn = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(tiny_target_dir, device="cpu", compile="off")
+def target(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Target:
+    """With a last norm that does more than scale."""
+    folder = shutil.copytree(tiny_target_dir, tmp_path_factory.mktemp("normed") / "target")
+    torch.manual_seed(0)
+
+    def uneven(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.norm.weight"] = torch.empty_like(tensors["model.norm.weight"]).uniform_(-2, 2)
+
+    return load_target(rewrite(folder, uneven), device="cpu", compile="off")
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +81,7 @@ def learned(target: Target, texts: list[tuple[torch.Tensor, int]]) -> Callable[.
             network.keep(torch.cat([said, others[: config.draft_vocab_size - len(said)]]).sort().values)
             places = {int(token): place for place, token in enumerate(network.kept)}
         else:
-            torch.nn.init.uniform_(network.norm.weight, 0.2, 3.0) if kind == "mtp" else None
+            torch.nn.init.uniform_(network.norm.weight, -2, 2) if kind == "mtp" else None
             places = {i: i for i in range(target.vocab_size)}
         optimizer = torch.optim.Adam(network.parameters(), 5e-3)
         parts, blocks, labels, features, begin = list[Rows](), list[torch.Tensor](), [], [], 0
@@ -114,7 +122,11 @@ def write(tmp_path: Path) -> Callable[..., Path]:
 def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     return folder
 
 
