@@ -11,7 +11,8 @@ SCHEMAS = json.loads((Path(__file__).parent / "engine_schemas.json").read_text()
 def check_recorded(engine: str, line: list[str], files: Mapping[str, str]) -> dict[str, Any]:
     """Every option is the engine's own. Returns the speculative configuration, whose keys are its own too."""
     known = SCHEMAS[engine]
-    assert [word for word in line if word.startswith("-") and word not in known["flags"]] == []
+    own = line[line.index("-m") + 2 :] if line[0] == "python" else line
+    assert [word for word in own if word.startswith("-") and word not in known["flags"]] == []
     said: dict[str, Any] = {}
     if engine == "vLLM" and "--speculative-config" in line:  # the speculators format needs none
         said = json.loads(line[line.index("--speculative-config") + 1])

@@ -1,6 +1,7 @@
 """EAGLE-3, Medusa's heads and MTP heads that learned a tiny target's answers by heart, in some convention; where the
 file says another, the doctor finds which."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -27,15 +28,22 @@ from blockdraft.types import SamplingParams
 
 PROMPTS = ["What is this?", "Tell me of the sea.", "Why?", "Count to nine!"]
 HOW = DoctorSettings(max_new_tokens=32, anchors=24)
-GUESSES, STEPS = 3, 120
+GUESSES, STEPS = 3, 80
 OWN = {"eagle3": {"draft_vocab": 200, "taps": (0, 1)}, "mtp": {}, "medusa": {}}
 
 Learn = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(tiny_target_dir, device="cpu", compile="off")
+def target(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Target:
+    """With a last norm that does more than scale."""
+    folder = shutil.copytree(tiny_target_dir, tmp_path_factory.mktemp("normed") / "target")
+    torch.manual_seed(0)
+
+    def uneven(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.norm.weight"] = torch.empty_like(tensors["model.norm.weight"]).uniform_(-2, 2)
+
+    return load_target(rewrite(folder, uneven), device="cpu", compile="off")
 
 
 @pytest.fixture(scope="module")
@@ -73,32 +81,27 @@ def learned(target: Target, texts: list[tuple[torch.Tensor, int]]) -> Callable[.
             network.keep(torch.cat([said, others[: config.draft_vocab_size - len(said)]]).sort().values)
             places = {int(token): place for place, token in enumerate(network.kept)}
         else:
-            torch.nn.init.uniform_(network.norm.weight, 0.2, 3.0) if kind == "mtp" else None
+            torch.nn.init.uniform_(network.norm.weight, -2, 2) if kind == "mtp" else None
             places = {i: i for i in range(target.vocab_size)}
         optimizer = torch.optim.Adam(network.parameters(), 5e-3)
-        batches = []
-        for tokens, first in texts:
+        parts, blocks, labels, features, begin = list[Rows](), list[torch.Tensor](), [], [], 0
+        for number, (tokens, first) in enumerate(texts):
             anchors = torch.arange(first, len(tokens) - GUESSES - 1)
-            features = tapped_features(target, config.taps if taps is None else taps, [tokens])[0]
-            said = torch.stack([tokens[anchors + k] for k in range(GUESSES + 1)], dim=1)
-            labels = torch.stack([tokens[anchors + k - early] for k in range(1, GUESSES + 1)], dim=1)
-            labels.apply_(lambda token: places[token])
-            row = tokens[None]
-            rows = Rows(
-                row,
-                torch.arange(len(tokens))[None],
-                row * 0,
-                anchors[None],
-                said[None],
-                torch.ones_like(labels)[None] > 0,
+            read = tapped_features(target, config.taps if taps is None else taps, [tokens])[0]
+            features.append(read.roll(lag, dims=0))
+            blocks.append(torch.stack([tokens[anchors + k] for k in range(GUESSES + 1)], dim=1))
+            labels.append(torch.stack([tokens[anchors + k - early] for k in range(1, GUESSES + 1)], dim=1))
+            numbers = torch.full_like(tokens, number)
+            parts.append(
+                Rows(tokens, torch.arange(len(tokens)), numbers, begin + anchors, blocks[-1], blocks[-1][:, 1:] >= 0)
             )
-            batches.append((features.roll(lag, dims=0)[None], rows, labels))
+            begin += len(tokens)
+        rows = Rows(*(torch.cat(column)[None] for column in zip(*parts, strict=True)))
+        wanted = torch.cat(labels).apply_(lambda token: places[token]).flatten()
         for _ in range(STEPS):
             optimizer.zero_grad()
-            for features, rows, labels in batches:
-                hidden = variant.hidden(network, target, features, rows)[0]
-                logits = variant.logits(network, target, hidden)
-                F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+            hidden = variant.hidden(network, target, torch.cat(features)[None], rows)[0]
+            F.cross_entropy(variant.logits(network, target, hidden).flatten(0, 1), wanted).backward()
             optimizer.step()
         return Checkpoint(config, {name: one.detach().clone() for name, one in network.state_dict().items()})
 
@@ -119,7 +122,11 @@ def write(tmp_path: Path) -> Callable[..., Path]:
 def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     return folder
 
 

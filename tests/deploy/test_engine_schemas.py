@@ -22,7 +22,7 @@ KINDS: dict[str, dict[str, set[str]]] = {
         "speculators": {"vLLM"},
         "gguf": {"llama.cpp"},
     },
-    "dflash2": {"zlab": {"vLLM"}, "gguf": set()},  # too small for llama.cpp, which is said
+    "dflash2": {"zlab": {"vLLM"}, "gguf": {"llama.cpp"}},
     "dspark": {"zlab": set(), "speculators": {"vLLM"}, "gguf": {"llama.cpp"}},
     "eagle3": {"eagle3": {"vLLM", "SGLang", "TensorRT-LLM"}, "eagle3_speculators": {"vLLM"}},
     "medusa": {"medusa": set()},
@@ -72,10 +72,6 @@ def written(
 def test_what_inspect_says_is_each_engines_own(
     written: Callable[[str, str], tuple[str, str]], kind: str, layout: str
 ) -> None:
-    if (kind, layout) == ("dflash2", "gguf"):
-        with pytest.raises(UsageError, match="in llama.cpp where selector_top_k"):
-            written(kind, layout)
-        return
     drafter, target = written(kind, layout)
     found = inspect(drafter, target)
     assert (found.layout, found.what) == (layout, "drafter") and all(check.holds is not False for check in found.fits)

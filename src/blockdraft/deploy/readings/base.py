@@ -64,15 +64,18 @@ class Bench(ABC):
 
     Attributes:
         examines: Class of the configurations that it knows.
-        block_size: Of the drafter, anchor included.
     """
 
     examines: ClassVar[type]
-    block_size: int
 
     def __init__(self, target: Target, found: Checkpoint) -> None:
         self.target, self.found, self.config = target, found, found.config
         self._features: dict[tuple[tuple[int, ...], Tensor], Tensor] = {}
+
+    @property
+    def block_size(self) -> int:
+        """Of the drafter, anchor included."""
+        return int(self.config.block_size)
 
     @abstractmethod
     def readings(self, longest: int) -> Iterator[Reading]:
@@ -115,10 +118,6 @@ class TaughtBench(Bench):
         assert entry.variant is not None
         variant: Any = find_variant(entry.variant)
         self._variant = variant(variant.recipe_class(block_size=self.block_size))
-
-    @property
-    def block_size(self) -> int:  # type: ignore[override]
-        return int(self.config.block_size)
 
     @property
     def compared(self) -> int:

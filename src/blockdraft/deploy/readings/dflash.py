@@ -29,7 +29,6 @@ class DFlashBench(Bench):
 
     def __init__(self, target: Target, found: Checkpoint) -> None:
         super().__init__(target, found)
-        self.block_size = self.config.block_size
         kind = _entry(self.config)
         assert kind.network is not None and kind.variant is not None
         self._kind = cast("type[DFlashNetwork]", kind.network)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -47,9 +48,10 @@ class Eagle3Bench(TaughtBench):
             ("norm", "norm_before_residual", "the residual stream begun {} the norm of the feature"),
         ):
             other = not getattr(config, name)
+            changes: dict[str, Any] = {name: other}
             remedy = f"Write {name}: {str(other).lower()} into config.json."
             place = "behind" if other else "before"
-            yield Reading(fault, told.format(place), remedy, replace(config, **{name: other}))
+            yield Reading(fault, told.format(place), remedy, replace(config, **changes))
         yield from rope(config, self.target.shape)
         yield from precision(config, self.target.dtype)
 
