@@ -145,7 +145,10 @@ def test_from_nothing_by_a_recipe(tiny_target_dir: Path, run: Run) -> None:
         (["generate", "--model", "MODEL", "--infill", "a b"], "has no [GAP], or no text before it"),
         (["generate", "--model", "MODEL", "--infill", "a [GAP]", "hi"], "--infill and a prompt do not go together"),
         (["generate", "--model", "MODEL", "--infill", "a [GAP]", "--stop", "x"], "--infill and --stop do not go"),
-        (["generate", "--model", "MODEL", "--prompts", "f", "--steps-file", "a.gif"], "--prompts f and --steps-file do"),
+        (
+            ["generate", "--model", "MODEL", "--prompts", "f", "--steps-file", "a.gif"],
+            "--prompts f and --steps-file do",
+        ),
         (["generate", "--model", "MODEL", "--steps-file", "a.jpg", "hi"], "can be drawn as .gif or .png"),
         (["new", "--out", "x", "--heads", "3"], "hidden_size is 256 and heads 3"),
         (["train", "--model", "MODEL", "--steps", "3"], "--data and --out are missing"),
