@@ -206,6 +206,19 @@ def test_weights_that_do_not_all_load_are_no_model(folder: Path) -> None:
         load_model(folder, "cpu")
 
 
+def test_padding_by_the_mask_token_is_no_matter(folder: Path) -> None:
+    """As the paper's own tokenizer has it: texts are never padded, so the two cannot be mistaken for each other."""
+
+    def answer() -> tuple[int, ...]:
+        sampler = Sampler(load_model(folder, "cpu"), SampleSettings(max_new_tokens=8, ignore_eos=True))
+        chunks = sampler.stream([[20, 21, 22, 23, 24], [30, 31]])
+        return tuple(token for chunk in chunks for token in chunk.token_ids)
+
+    before = answer()
+    change(folder / "tokenizer_config.json", pad_token="<|mask|>")
+    assert answer() == before and 3 not in before
+
+
 def test_other_folders(folder: Path, tiny_target_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="holds a model of the type 'qwen3', which is no block-diffusion model"):
         load_model(tiny_target_dir)

@@ -247,7 +247,10 @@ def test_the_history_of_an_answer(model_of: Any) -> None:
         ([40, 41], "The text has no gap, or begins with one"),
         ([None, 41], "The text has no gap, or begins with one"),
         ([3, None], r"The text holds the mask token \(id 3\)"),
-        ([40, *[None] * 260], "The text's 261 tokens, gaps included, in blocks of 4, exceed the model's context of 256; shorten it"),
+        (
+            [40, *[None] * 260],
+            "The text's 261 tokens, gaps included, in blocks of 4, exceed the model's context of 256; shorten it",
+        ),
     ],
 )
 def test_texts_that_cannot_be_filled(model_of: Any, text: list[int | None], told: str) -> None:

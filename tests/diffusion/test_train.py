@@ -204,7 +204,9 @@ def test_told_to_finish(model_of: Any, tmp_path: Path) -> None:
             (run_folder(tmp_path / "out") / FINISH).touch()
 
     lines = run(model_of, tmp_path / "out", 9, Telling(progress, notes.append), save_every=0)
-    assert len(lines) == 3 and "held_out_bits" in lines[-1] and any("Told to finish at step 3" in note for note in notes)
+    assert (
+        len(lines) == 3 and "held_out_bits" in lines[-1] and any("Told to finish at step 3" in note for note in notes)
+    )
     assert not (run_folder(tmp_path / "out") / FINISH).exists()
     run(model_of, tmp_path / "out", 4, save_every=0)
     run(model_of, tmp_path / "whole", 4, save_every=0)

@@ -59,8 +59,8 @@ class NewSettings:
         if self.hidden_size % (2 * self.heads):
             even = 2 * self.heads
             raise UsageError(
-                f"hidden_size is {self.hidden_size} and heads {self.heads}; each head takes an even share of a state, so "
-                f"give a multiple of {even}, such as {even * max(1, self.hidden_size // even)}."
+                f"hidden_size is {self.hidden_size} and heads {self.heads}; heads take an even share of a state each, "
+                f"so give a multiple of {even}, such as {even * max(1, self.hidden_size // even)}."
             )
         if self.block_size > self.context:
             raise UsageError(f"block_size is {self.block_size} and context {self.context}; give smaller blocks.")

@@ -329,7 +329,7 @@ class _Training:
             checkpoints.save(self.folder / "checkpoints", step, state, self.recipe.keep)
         self.accelerator.wait_for_everyone()
 
-    def _restore(self, state: dict[str, Any], network: dict[str, Tensor]) -> None:
+    def _restore(self, state: dict[str, Any], network: dict[str, Any]) -> None:
         set_state_dict(
             self.module,
             self.optimizer,

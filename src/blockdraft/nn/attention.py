@@ -88,7 +88,9 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, visible: Visible | Non
 def _flex(compiled: bool) -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention  # seconds, which only training on a GPU is to pay
 
-    return torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
+    if compiled:
+        return torch.compile(flex_attention, dynamic=False)
+    return flex_attention
 
 
 def attend_grouped(
