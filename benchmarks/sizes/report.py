@@ -8,7 +8,7 @@ from statistics import median
 
 from benchmarks.sizes.figures import Figures
 from benchmarks.sizes.runs import ANSWERS, Run
-from benchmarks.sizes.ways import EXACT, LLAMA, OURS, PLAIN, Way
+from benchmarks.sizes.ways import EXACT, LLAMA, OUR_KINDS, OURS, PLAIN, Way
 
 GB = 2**30
 
@@ -179,10 +179,15 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     from matplotlib.ticker import LogLocator
 
     found = Figures(runs)
+
+    def sizes_and_length(name: str) -> tuple[int, int]:
+        """How many sizes have read a prompt, and of how many tokens it is."""
+        return len({run.size for run in runs if run.set == name}), int(name.split()[1])
+
     figure, panels = plt.subplots(2, 2, figsize=(12, 9), layout="constrained")
     (speedup, speed), (memory, first) = panels
     colours = {bits: f"C{i}" for i, bits in enumerate(found.bits)}
-    for i, kind in enumerate(dict.fromkeys(way.kind for way in found.ways(side=OURS))):
+    for kind in dict.fromkeys(way.kind for way in found.ways(side=OURS)):
         points = []
         for size in found.sizes:
             ways = [way for way in found.ways(size, OURS) if way.kind == kind and way.method != PLAIN]
@@ -194,11 +199,10 @@ def draw(runs: Sequence[Run], path: Path) -> None:
             low = [median(each) - min(each) for _, each in points]
             high = [max(each) - median(each) for _, each in points]
             across = [x for x, _ in points]
-            speedup.errorbar(across, middle, (low, high), fmt="o-", color=f"C{i}", capsize=3, label=kind)
+            colour, alpha = colours[OUR_KINDS[kind][0]], 0.4 if kind == "float32" else 1.0
+            speedup.errorbar(across, middle, (low, high), fmt="o-", color=colour, alpha=alpha, capsize=3, label=kind)
     speedup.axhline(1, color="black", linewidth=1, linestyle=":")
-    longest = max(
-        (name for name in found.sets if name.startswith("first")), key=lambda n: int(n.split()[1]), default=""
-    )
+    read = max((name for name in found.sets if name.startswith("first")), key=sizes_and_length, default="")
     for bits in found.bits:
         for side, style in ((OURS, "o-"), (LLAMA, "s--")):
             lines: dict[str, list[tuple[float, float]]] = {"fastest": [], "plain": [], "memory": [], "first": []}
@@ -211,7 +215,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
                     lines[name] += [(x, value)] if value else []
                 if best:
                     lines["memory"].append((x, _drafting_peak(found, size, best) / GB))
-                seconds = plain and found.first_seconds(size, plain, longest)
+                seconds = plain and found.first_seconds(size, plain, read)
                 lines["first"] += [(x, seconds)] if seconds else []
             label = f"{side}, {bits} bits"
             for axes, name in ((speed, "fastest"), (memory, "memory"), (first, "first")):
@@ -224,7 +228,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
         speedup: "ours: fastest way over plain decoding",
         speed: "tokens/s, fastest way (plain: dotted)",
         memory: "memory, GiB",
-        first: f"seconds to the first token ({longest.removeprefix('first ')} tokens, plain)",
+        first: f"seconds to the first token ({read.removeprefix('first ')} tokens, plain)",
     }
     for axes, title in titles.items():
         axes.set(xscale="log", xlabel="parameters of the target", title=title)
