@@ -12,6 +12,8 @@ from benchmarks.diffusion.report import CLIPPED, Found, groups, right, speed, to
 from benchmarks.diffusion.strategies import ITSELF, Sample
 from benchmarks.diffusion.text import TextRun
 
+MARKERS = "os^vD<>PXp*h"
+
 
 def draw(found: Found, path: Path) -> None:
     """Bits by block size, quality by speed of each strategy, right answers by speed: what of these was measured."""
@@ -28,10 +30,15 @@ def draw(found: Found, path: Path) -> None:
         panels.append(lambda axes: _draw_speed(axes, found.samples, "second"))
     if found.answers:
         panels.append(lambda axes: _draw_answers(axes, found.answers))
-    figure, places = plt.subplots(1, len(panels), figsize=(7 * len(panels), 5.5), squeeze=False, layout="constrained")
-    for axes, panel in zip(places[0], panels, strict=True):
+    columns = min(len(panels), 2)
+    rows = -(-len(panels) // columns)
+    size = (8 * columns, 5.5 * rows)
+    figure, places = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+    for axes, panel in zip(places.flat, panels, strict=False):
         panel(axes)
         axes.grid(alpha=0.3)
+    for axes in places.flat[len(panels) :]:
+        axes.set_axis_off()
     if found.quick:
         figure.suptitle("A quick run: its models have learned next to nothing", color="tab:red")
     figure.savefig(path, dpi=130)
@@ -56,22 +63,38 @@ def _draw_text(axes: Any, runs: Sequence[TextRun]) -> None:
 
 
 def _draw_speed(axes: Any, samples: Sequence[Sample], by: str) -> None:
-    for number, (model, own) in enumerate(groups(samples, lambda one: one.model).items()):
+    """Models by colour, strategies by form."""
+    from matplotlib.ticker import LogLocator
+
+    models = [model for model in groups(samples, lambda one: one.model) if model != ITSELF]
+    strategies = [strategy for strategy in groups(samples, lambda one: one.strategy) if strategy]
+    for (model, strategy), own in groups(samples, lambda one: (one.model, one.strategy)).items():
+        found = speed(own)
         if model == ITSELF:
-            axes.axhline(speed(own).bits, color="black", linestyle=":", label=ITSELF)
+            axes.axhline(found.bits, color="black", linestyle=":", label=ITSELF)
             continue
-        for i, (strategy, part) in enumerate(groups(own, lambda one: one.strategy).items()):
-            found = speed(part)
-            x = found.tokens_per_forward if by == "forward" else found.tokens_per_second
-            axes.errorbar(x, found.bits, found.around, fmt="o", color=f"C{number}", label="" if i else model, alpha=0.8)
-            axes.annotate(strategy, (x, found.bits), textcoords="offset points", xytext=(4, 4), fontsize=7)
-    axes.set(xlabel=f"tokens per {by}", ylabel="bits per character, judged", title=f"Samples by tokens per {by}")
-    axes.legend(fontsize=8)
+        x = found.tokens_per_forward if by == "forward" else found.tokens_per_second
+        colour, form = f"C{models.index(model)}", MARKERS[strategies.index(strategy) % len(MARKERS)]
+        axes.errorbar(x, found.bits, found.around, fmt=form, color=colour, alpha=0.8, elinewidth=0.8)
+    for number, model in enumerate(models):
+        axes.plot([], [], "s", color=f"C{number}", label=model)
+    for number, strategy in enumerate(strategies):
+        axes.plot([], [], MARKERS[number % len(MARKERS)], color="gray", label=strategy)
+    title = f"Samples, judged by another model, by tokens per {by}"
+    axes.set(xscale="log", xlabel=f"tokens per {by}", ylabel="bits per character", title=title)
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
+    axes.legend(fontsize=8, ncols=2)
 
 
 def _draw_answers(axes: Any, answers: Sequence[Answer]) -> None:
     for number, (way, own) in enumerate(groups(answers, lambda one: one.way).items()):
         x, (share, around) = tokens_per_forward(own), right(own)
-        axes.errorbar(x, 100 * share, 100 * around, fmt="o", color=f"C{number % 10}", capsize=3)
-        axes.annotate(way, (x, 100 * share), textcoords="offset points", xytext=(4, 4), fontsize=8)
-    axes.set(xlabel="tokens per forward", ylabel="right answers, %", title="A converted model beside the original")
+        ends = [[100 * min(around, share)], [100 * min(around, 1 - share)]]
+        axes.errorbar(
+            x, 100 * share, ends, fmt=MARKERS[number % len(MARKERS)], color=f"C{number}", capsize=3, label=way
+        )
+    title = "A converted model beside the original"
+    axes.set(xlabel="tokens per forward", ylabel="right answers, %", title=title)
+    axes.legend(fontsize=8)

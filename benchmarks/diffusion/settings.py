@@ -127,13 +127,13 @@ class ConvertedSettings:
 # In place of the defaults above, for a run of minutes that says nothing but that all works.
 QUICK: dict[type, dict[str, str]] = {
     TextSettings: {
-        "steps": "80",
+        "steps": "250",
         "batch": "8",
         "length": "64",
         "hidden": "64",
         "layers": "2",
         "heads": "2",
-        "warmup": "10",
+        "warmup": "25",
         "scored": "4000",
         "draws": "4",
     },
