@@ -88,7 +88,7 @@ def test_weights_are_borrowed_not_copied(target: Target, tiny_drafter_dir: Path)
 
 
 def test_unknown_drafters_are_refused(tmp_path: Path, target: Target) -> None:
-    with pytest.raises(ValueError, match=r"nowhere is no drafter: .*'bundled', 'none', 'prompt_lookup'"):
+    with pytest.raises(ValueError, match=r"nowhere is no drafter: .*'bundled', 'mtp', 'none', 'prompt_lookup'"):
         load_drafter("nowhere", target=target)
     with pytest.raises(ValueError, match="fetch it: hf download owner/a-drafter --local-dir DIR"):
         load_drafter("owner/a-drafter", target=target)

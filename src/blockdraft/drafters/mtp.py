@@ -27,7 +27,7 @@ class MTPDrafter(Eagle3Drafter):
 def load(path: Path | None, target: Target) -> MTPDrafter:
     """The head of a folder, or without one that in the target's own."""
     if path is None:
-        return MTPDrafter(own_head(target), target, target.path)
+        return MTPDrafter(own_head(target), target)
     return MTPDrafter(read_network(path, target, make_head), target, path)
 
 

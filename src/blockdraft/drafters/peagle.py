@@ -93,7 +93,7 @@ class PEagleDrafter(Eagle3Drafter):
 
 
 def load(path: Path, target: Target) -> PEagleDrafter:
-    return PEagleDrafter(read_network(path, target, PEagleNetwork), target, path)
+    return PEagleDrafter(read_network(path, target, PEagleNetwork), target, path)  # type: ignore[arg-type]
 
 
 DRAFTER = Entry(
@@ -102,5 +102,5 @@ DRAFTER = Entry(
     network=PEagleNetwork,
     layouts=("peagle_speculators",),
     variant="peagle",
-    drafter=PEagleDrafter,  # type: ignore[arg-type]
+    drafter=PEagleDrafter,
 )
