@@ -25,7 +25,7 @@ from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, RequestDrafting, SamplingParams
 
 PROMPTS = [[5, 9, 3, 5, 9], [4, 60, 33, 12, 9, 4, 60], [6]]
-PARAMS = [SamplingParams(12, temperature, seed=7, ignore_eos=True) for temperature in (0.0, 0.0, 0.8)]
+PARAMS = [SamplingParams(7, temperature, seed=7, ignore_eos=True) for temperature in (0.0, 0.0, 0.8)]
 BOUNDS = [None, RequestDrafting(tree_budget=0), None]  # a tree, a chain, a tree
 QUICK_FAMILIES = ("gpt_oss", "deepseek_v3", "granitemoehybrid")
 QUICK = {Cell(family, "dflash", "transformers") for family in QUICK_FAMILIES}

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from blockdraft.proposal import chain
 from blockdraft.targets import load_target
 from blockdraft.targets.hf import HFTarget
+from blockdraft.targets.hf_kinds import REFUSED_FAMILIES
 
 SMALL = {
     "vocab_size": 61,
@@ -152,6 +153,23 @@ def test_recurrent_models_of_other_families_are_refused() -> None:
     config = AutoConfig.for_model("mamba", vocab_size=61, hidden_size=16, num_hidden_layers=2, state_size=4)
     with pytest.raises(ValueError, match=r"MambaForCausalLM \(mamba\) .* families bamba, "):
         HFTarget(AutoModelForCausalLM.from_config(config))
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "bloom": {"hidden_size": 16, "n_layer": 2, "n_head": 2},
+    "falcon": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "alibi": True},
+    "gpt_neo": {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "attention_types": [[["global", "local"], 1]]},
+    "jamba": {key: value for key, value in SMALL.items() if key != "head_dim"} | {"mamba_dt_rank": 4, "num_experts": 1},
+    "mpt": {"d_model": 16, "n_layers": 2, "n_heads": 2},
+}
+
+
+@pytest.mark.parametrize("family", WRONG)
+def test_families_that_would_answer_wrongly_are_refused_by_name(family: str) -> None:
+    config = AutoConfig.for_model(family, **({"vocab_size": 61} | WRONG[family]))
+    with pytest.raises(ValueError, match=rf"\({family}\) cannot be a target: its "):
+        HFTarget(AutoModelForCausalLM.from_config(config))
+    assert family in REFUSED_FAMILIES or family == "falcon"  # whose other models have no ALiBi
 
 
 def test_load_target_states_its_path_dtype_and_ends(tiny_target_dir: Path) -> None:

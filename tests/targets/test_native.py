@@ -30,7 +30,7 @@ SMALL = {
     "bos_token_id": 2,
 }
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 4}
-EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 UNCOMPILED = ("llama-gelu", "qwen3_moe")  # those that cannot be
 
 

@@ -147,7 +147,8 @@ class OnePast:
     of it in place, so it is given a copy."""
 
     def __init__(self, state: State | None) -> None:
-        self._convolution, self._recurrence = state or (None, None)
+        self._convolution = None if state is None else state.convolution
+        self._recurrence = None if state is None else state.recurrence
 
     @property
     def state(self) -> State:
@@ -196,7 +197,7 @@ class _Paths:
     """
 
     def __init__(self, parents: Tensor) -> None:
-        rows, paths, of_node, depth = [], [], [], []
+        rows, paths, of_node, depth = list[int](), list[list[int]](), list[list[int]](), list[list[int]]()
         for row, above in enumerate(parents.tolist()):
             own: list[list[int]] = []
             for node, parent in enumerate(above):
