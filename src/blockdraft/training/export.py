@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,21 @@ import torch
 from torch import Tensor
 
 from blockdraft.errors import UsageError
-from blockdraft.formats import Borrowed, Checkpoint, Layout, check_fits, find_layout, read_drafter
+from blockdraft.formats import (
+    Borrowed,
+    Checkpoint,
+    Layout,
+    check_fits,
+    find_layout,
+    layout_of,
+    layouts,
+    read_config,
+    read_drafter,
+)
+from blockdraft.formats.gguf import is_gguf
 from blockdraft.targets import Target, embedding_and_head
+
+USUAL = "zlab"
 
 
 @dataclass(frozen=True)
@@ -58,6 +72,25 @@ def format_for(
     return Format(name, target_name or place, tuple(architectures))
 
 
+def usual_format(drafter: str | Path) -> str:
+    """The format that a drafter is written in unless another is asked for: z-lab's, or one of its own kind. Raises
+    ValueError where it has no config.json that can be read."""
+    layout = None if is_gguf(drafter) else layout_of(read_config(drafter))
+    if layout is None or layout.kind is None:
+        return USUAL
+    return layout.kind.instead or next(name for name, one in layouts().items() if one is layout)
+
+
+def formats_for(config: Any) -> list[str]:
+    """The formats that have words for a configuration."""
+    found = []
+    for name, layout in layouts().items():
+        with suppress(UsageError):
+            layout.check(config, None, ())
+            found.append(name)
+    return found
+
+
 def export(out: str | Path, written: Format, config: Any, tensors: Mapping[str, Tensor], target: Target) -> None:
     """Write a drafter's folder, which appears whole or not at all.
 
@@ -93,6 +126,10 @@ def convert(drafter: str | Path, out: str | Path, written: Format, target: Targe
         raise UsageError(f"{out} is the drafter's own folder; choose another to write to.")
     vocabulary = target.tokenizer.get_vocab() if target.tokenizer else None
     found = read_drafter(drafter, vocabulary, target.num_layers)
+    try:
+        written.check(found.config)
+    except UsageError as error:
+        raise UsageError(f"{error} Formats that hold it: {', '.join(formats_for(found.config)) or 'none'}.") from error
     if found.borrowed is None or found.borrowed.kept is None:
         _write(out, written, found, target)
         return
