@@ -158,7 +158,7 @@ def test_an_engine_ends_with_the_command(
     program: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tiny_target_dir: Path, tiny_drafter_dir: Path
 ) -> None:
     """SIGTERM, which service managers send, would else leave it behind."""
-    file = program("#!/bin/sh\necho $$ > $0.own\nkill -TERM $PPID\nexec sleep 60\n")
+    file = program("#!/bin/sh\necho $$ > $0.own\nsleep 0.3\nkill -TERM $PPID\nexec sleep 60\n")
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         pair = ("--target", tiny_target_dir, "--drafter", tiny_drafter_dir)

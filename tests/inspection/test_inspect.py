@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tiny_tokenizer
 from safetensors.torch import load_file, save_file
 
 from blockdraft.errors import UsageError
@@ -204,7 +203,7 @@ def test_wrong_places(variant: Variant, tiny_target_dir: Path, tmp_path: Path) -
     for place, said in (
         (empty, "holds no checkpoint: there is no config.json and no adapter_config.json"),
         (run, f"did you mean {run / 'step'}"),
-        (bare, r"has no weights \(\*.safetensors\) beside config.json"),
+        (bare, r"bare/config.json: \*.safetensors is absent; it must be beside it"),
         (broken, "broken/config.json: rope_theta is 5.0 but rope_parameters.rope_theta is 10000.0"),
         (tmp_path / "cut.gguf", "is corrupt or cut short"),
         (tmp_path / "note.txt", "is neither a folder nor a GGUF file"),
@@ -288,6 +287,8 @@ def test_every_layout_says_its_configuration(
     folders.append(written_so(tiny_drafter_dir, "speculators", tiny_target_dir, tmp_path / "speculators"))
     folders.append(written_so(tiny_eagle3_dir, "eagle3_speculators", tiny_target_dir, tmp_path / "eagle3"))
     found = [inspect(folder, tiny_target_dir) for folder in folders]
+    tokenizer = load_target(tiny_target_dir, device="cpu").tokenizer
+    vocabulary = None if tokenizer is None else tokenizer.get_vocab()
     assert {report.layout for report in found} == {*layouts()}
     for folder, report in zip(folders, found, strict=True):
-        assert report.config == read_drafter(folder, tiny_tokenizer().get_vocab(), 3).config
+        assert report.config == read_drafter(folder, vocabulary, 3).config

@@ -45,8 +45,8 @@ T = TypeVar("T")
 def network_config(
     raw: Mapping[str, Any], tensors: Collection[str], taps: Sequence[int], num_target_layers: int, **more: Any
 ) -> Eagle3Config:
-    """The configuration, from keys as transformers' Llama has them, and the names of tensors that `renamed` gives. Raises
-    ValueError where a value is lacking or unsupported."""
+    """The configuration, from keys as transformers' Llama has them, and the names of tensors that `renamed` gives.
+    Raises ValueError where a value is lacking or unsupported."""
     for key, values in INERT.items():
         need(raw.get(key) is None or raw[key] in values, key, raw.get(key), "absent: this value is not supported")
     hidden, heads = (whole(key, raw.get(key)) for key in ("hidden_size", "num_attention_heads"))

@@ -90,7 +90,7 @@ def _unpickled(file: Path) -> dict[str, Stored]:
     except OSError:
         raise
     except Exception as error:  # it fails by many means where the content is something else
-        told = str(error).split("\n", 1)[0]
+        told = str(error).split("\n", 1)[0] or type(error).__name__
         raise UsageError(f"broken, or more than tensors ({told}); copy it again, or get it as safetensors.") from error
     named = isinstance(found, dict) and all(isinstance(name, str) for name in found)
     sound = named and all(isinstance(one, Tensor) for one in found.values())

@@ -131,7 +131,7 @@ def _by_kind(tensors: Iterable[tuple[str, tuple[int, ...]]]) -> dict[str, int]:
 
 def _report(found: Found, target: Description | None) -> Report:
     config = found.config
-    about = {"architecture": found.architecture}
+    about: dict[str, Any] = {"architecture": found.architecture}
     about |= {name: getattr(config, field) for name, field in SIZES.items() if hasattr(config, field)}
     about |= {"parameters": found.parameters, "weights": dict(found.weights), "bytes": found.bytes}
     if hasattr(config, "num_key_value_heads"):
