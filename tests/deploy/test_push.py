@@ -101,6 +101,12 @@ def test_other_kinds(
         assert read_drafter(out, None, 3).config == read_drafter(drafter, None, 3).config
 
 
+def test_what_a_killed_process_left_goes(tmp_path: Path, tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
+    (tmp_path / ".out.k1ll3d" / "new").mkdir(parents=True)
+    prepare(tiny_drafter_dir, str(tiny_target_dir), tmp_path / "out", None, NOTHING)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_the_bundled_pair(tmp_path: Path) -> None:
     prepare("bundled", str(BUNDLED), tmp_path / "out", None, NOTHING)
     assert "2 layers and 1.4 M parameters" in (tmp_path / "out/README.md").read_text()

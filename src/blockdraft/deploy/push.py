@@ -16,7 +16,8 @@ from blockdraft.compat.generate import write_custom_generate
 from blockdraft.deploy.pair import checked_pair
 from blockdraft.errors import UsageError, counted, describe
 from blockdraft.fit.steps import Where
-from blockdraft.formats import find_layout
+from blockdraft.folders import held
+from blockdraft.formats import clear_remains, find_layout
 from blockdraft.formats.engines import starts
 from blockdraft.formats.folder import weight_files
 from blockdraft.inspection import Report
@@ -101,17 +102,18 @@ def prepare(
         raise UsageError(f"{out} holds other files; choose a new or empty folder.")
     card, folder = model_card(report, target, repo, known, licence), Path(report.path)
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
-            new = Path(scratch, "new")
-            new.mkdir()
-            for file in (folder / "config.json", *weight_files(folder, find_layout(report.layout).pickle)):
-                shutil.copyfile(file, new / file.name)
-            (new / CARD).write_text(card, encoding="utf-8")
-            write_custom_generate(new, repo)
-            if out.exists():
-                out.rmdir()
-            new.rename(out)
+        with held(out, "preparing a repository"):
+            clear_remains(out)
+            with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
+                new = Path(scratch, "new")
+                new.mkdir()
+                for file in (folder / "config.json", *weight_files(folder, find_layout(report.layout).pickle)):
+                    shutil.copyfile(file, new / file.name)
+                (new / CARD).write_text(card, encoding="utf-8")
+                write_custom_generate(new, repo)
+                if out.exists():
+                    out.rmdir()
+                new.rename(out)
     except OSError as error:
         raise UsageError(f"{out} cannot be written ({describe(error)}).") from error
 

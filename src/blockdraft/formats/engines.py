@@ -66,9 +66,7 @@ def _export(drafter: str, given: Sequence[str], to: str) -> str:
     return shlex.join(["blockdraft", "export", drafter, *given, "--format", to, "--out", f"{to}-drafter"])
 
 
-def _of_kind(
-    kind: Kind, guesses: int, drafter: str, target: str, export: Callable[[str], str]
-) -> dict[str, Start]:
+def _of_kind(kind: Kind, guesses: int, drafter: str, target: str, export: Callable[[str], str]) -> dict[str, Start]:
     refused = Start(None, kind.elsewhere, None if kind.instead is None else export(kind.instead))
     vllm = refused if kind.vllm is None else Start(_vllm_line(kind.vllm, drafter, target, guesses))
     sglang = refused if kind.sglang is None else Start(_sglang_line(kind.sglang(guesses), drafter, target, guesses + 1))

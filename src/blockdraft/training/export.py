@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from blockdraft.errors import UsageError
+from blockdraft.folders import held
 from blockdraft.formats import (
     Borrowed,
     Checkpoint,
     Layout,
     check_fits,
+    clear_remains,
     find_layout,
     layout_of,
     layouts,
@@ -130,10 +132,11 @@ def convert(drafter: str | Path, out: str | Path, written: Format, target: Targe
         written.check(found.config)
     except UsageError as error:
         raise UsageError(f"{error} Formats that hold it: {', '.join(formats_for(found.config)) or 'none'}.") from error
-    if found.borrowed is None or found.borrowed.kept is None:
-        _write(out, written, found, target)
-        return
-    with torch.no_grad():
+    with held(Path(out), "exporting"), torch.no_grad():
+        clear_remains(out)
+        if found.borrowed is None or found.borrowed.kept is None:
+            _write(out, written, found, target)
+            return
         embedding = embedding_and_head(target)[0]
-    own = replace(found.borrowed, embedding=embedding)  # a reduced head may have been trained
-    written.write(out, replace(found, borrowed=own))
+        own = replace(found.borrowed, embedding=embedding)  # a reduced head may have been trained
+        written.write(out, replace(found, borrowed=own))
