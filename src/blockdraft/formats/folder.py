@@ -140,8 +140,9 @@ def write_folder(
                 torch.save({name: tensor.cpu().clone() for name, tensor in contiguous.items()}, new / pickle)
             (new / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
         except (OSError, RuntimeError, SafetensorError) as error:  # a RuntimeError is torch's for a full disk
+            told = "the disk is full, or a file too large" if isinstance(error, RuntimeError) else error
             raise UsageError(
-                f"{path} cannot be written ({error}); free space, or choose another folder. What was there stays."
+                f"{path} cannot be written ({told}); free space, or choose another folder. What was there stays."
             ) from error
         for file in new.glob("*.safetensors"):
             file.chmod((new / "config.json").stat().st_mode)  # safetensors lets only the owner read
