@@ -82,8 +82,33 @@ def test_eagle3_there_and_back(
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     answers = [drafted(folder, target)[0] for folder in (tiny_eagle3_dir, tmp_path / "there", tmp_path / "back")]
     assert answers[0] == answers[1] == answers[2]
-    assert export(tiny_eagle3_dir, "--out", tmp_path / "zlab") == 2
-    assert "write the drafter in a layout of its own" in capsys.readouterr().err
+    for name in ("zlab", "gguf"):
+        assert export(tiny_eagle3_dir, "--format", name, "--out", tmp_path / name) == 2
+        told = capsys.readouterr().err
+        assert {"zlab": "Formats that hold it: eagle3, eagle3_speculators", "gguf": "kind of drafter is 'Eagle3'"}[
+            name
+        ] in told
+        assert not (tmp_path / name).exists()
+
+
+def test_the_usual_format(
+    export: Run,
+    tmp_path: Path,
+    tiny_drafter_dir: Path,
+    tiny_eagle3_dir: Path,
+    tiny_medusa_dir: Path,
+    tiny_mtp_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for drafter, name in (
+        (tiny_drafter_dir, "zlab"),
+        (tiny_eagle3_dir, "eagle3"),
+        (tiny_medusa_dir, "medusa"),
+        (tiny_mtp_dir, "mtp"),
+    ):
+        assert export(drafter, "--out", tmp_path / name) == 0
+        assert f"MB in the {name} format" in capsys.readouterr().err
+        assert (tmp_path / name / "config.json").is_file()
 
 
 def test_a_reduced_vocabulary_stays_reduced(
@@ -145,6 +170,14 @@ def test_a_checkpoint_of_another_target_is_told(
         speculators.write_checkpoint(tmp_path / name, config, tensors, own, "another", [])
         with pytest.raises(ValueError, match=f"{name}.weight of .* is not the target's; use the target"):
             load_drafter(tmp_path / name, target=target)
+
+
+def test_what_a_killed_export_left_goes(export: Run, tmp_path: Path, tiny_drafter_dir: Path) -> None:
+    (tmp_path / ".out.k1ll3d" / "new").mkdir(parents=True)
+    (tmp_path / ".out.mine").mkdir()
+    (tmp_path / ".out.mine" / "letter.txt").touch()
+    assert export(tiny_drafter_dir, "--out", tmp_path / "out") == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"out", ".out.mine"}
 
 
 def test_another_name_for_the_target(export: Run, tmp_path: Path, tiny_drafter_dir: Path) -> None:

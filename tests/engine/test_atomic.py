@@ -24,7 +24,7 @@ GREEDY = SamplingParams(40, ignore_eos=True)
 Forward = Callable[..., TargetOutput]
 
 
-@pytest.fixture(params=["compiled", "off", "hf"])
+@pytest.fixture(params=["compiled", "off", pytest.param("hf", marks=pytest.mark.slow)])
 def target(tiny_target_dir: Path, request: pytest.FixtureRequest) -> Target:
     """One of its own, since tests break it."""
     if request.param == "hf":

@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from blockdraft.drafters import load_drafter
-from blockdraft.formats import Checkpoint, layout_of, layouts, read_drafter
+from blockdraft.errors import UsageError
+from blockdraft.formats import Checkpoint, find_layout, layout_of, layouts, read_drafter
 from blockdraft.nn.draft_config import DraftConfig
 from blockdraft.nn.medusa import MedusaConfig, MedusaNetwork
 from blockdraft.targets import load_target
@@ -115,6 +116,18 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
         read_drafter(put(tmp_path / "shared", shared), None, 3)
     with pytest.raises(ValueError, match="medusa_num_layers is 0"):
         read_drafter(put(tmp_path / "none", tensors(), {**RAW, "medusa_num_layers": 0}), None, 3)
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(UsageError, match=r"new cannot be written \(the disk is full, or a file too large\)"):
+            find_layout("medusa").write(tmp_path / "new", Checkpoint(CONFIG, tensors()), None, ())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_other_configurations_are_refused(tiny_drafter_dir: Path) -> None:

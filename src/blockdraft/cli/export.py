@@ -30,11 +30,14 @@ def export(
     adapter: Adapter = None,
     revision: Revision = None,
     to_format: Annotated[
-        str,
+        str | None,
         typer.Option(
-            "--format", metavar="NAME", help="What to write: zlab, speculators, gguf, or others of docs/export.md."
+            "--format",
+            metavar="NAME",
+            help="What to write: zlab, speculators, gguf, or others of docs/export.md; by default zlab, or for other "
+            "kinds of drafters a format of their own.",
         ),
-    ] = "zlab",
+    ] = None,
     weights: Annotated[
         str | None,
         typer.Option(
@@ -62,7 +65,7 @@ def export(
     """
     from blockdraft.drafters import BUNDLED
     from blockdraft.formats import find_layout
-    from blockdraft.training.export import convert, format_for
+    from blockdraft.training.export import convert, format_for, usual_format
 
     if drafter == "bundled":
         drafter = str(BUNDLED)
@@ -74,6 +77,7 @@ def export(
         return
     if weights is not None:
         raise UsageError(f"--type {weights} goes with --format {GGUF}; leave it out, since weights keep their dtype.")
+    to_format = to_format or usual_format(drafter)
     find_layout(to_format)
     loaded = loading.load(target, device="cpu", backend=backend, adapter=adapter, revision=revision)
     convert(drafter, out, format_for(to_format, loaded, target, target_name, revision), loaded)

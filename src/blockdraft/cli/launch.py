@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import shlex
+import signal
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -79,6 +80,7 @@ def launch(
         return
     if out is not None:
         report.check_folder(out, overwrite)
+    before = signal.signal(signal.SIGTERM, _interrupt)  # so that the engine ends, too
     try:
         with ExitStack() as stack:
             line = found.placed(Path(stack.enter_context(TemporaryDirectory())))
@@ -91,3 +93,9 @@ def launch(
                 raise typer.Exit(running.wait())
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt

@@ -186,7 +186,7 @@ def _folder(drafter: str | Path) -> str | Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return str(snapshot_download(str(drafter), allow_patterns=["*.json", "*.safetensors"]))
+        return str(snapshot_download(str(drafter), allow_patterns=["*.json", "*.safetensors", "*.pt", "*.bin"]))
     except (OSError, ValueError) as error:
         raise UsageError(
             f"drafter is {str(drafter)!r}, which is no folder here and cannot be fetched from the hub "

@@ -17,9 +17,10 @@ from blockdraft.deploy.pair import checked_pair
 from blockdraft.drafters import entries
 from blockdraft.errors import UsageError, counted, describe
 from blockdraft.fit.steps import Where
-from blockdraft.formats import find_layout, read_config
+from blockdraft.folders import held
+from blockdraft.formats import clear_remains, find_layout
 from blockdraft.formats.engines import starts
-from blockdraft.formats.folder import open_folder, weight_files
+from blockdraft.formats.folder import weight_files
 from blockdraft.inspection import Report
 from blockdraft.training.records import run_folder
 
@@ -114,20 +115,20 @@ def prepare(
     report = checked_pair(drafter, target, note)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} holds other files; choose a new or empty folder.")
-    card = model_card(report, Path(drafter), target, repo, known, licence)
+    card, folder = model_card(report, target, repo, known, licence), Path(report.path)
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
-            new = Path(scratch, "new")
-            new.mkdir()
-            weights = weight_files(drafter, find_layout(report.layout).pickle)
-            for file in (Path(drafter) / "config.json", *weights):
-                shutil.copyfile(file, new / file.name)
-            (new / CARD).write_text(card, encoding="utf-8")
-            write_custom_generate(new, repo)
-            if out.exists():
-                out.rmdir()
-            new.rename(out)
+        with held(out, "preparing a repository"):
+            clear_remains(out)
+            with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
+                new = Path(scratch, "new")
+                new.mkdir()
+                for file in (folder / "config.json", *weight_files(folder, find_layout(report.layout).pickle)):
+                    shutil.copyfile(file, new / file.name)
+                (new / CARD).write_text(card, encoding="utf-8")
+                write_custom_generate(new, repo)
+                if out.exists():
+                    out.rmdir()
+                new.rename(out)
     except OSError as error:
         raise UsageError(f"{out} cannot be written ({describe(error)}).") from error
 
@@ -147,7 +148,7 @@ def upload(folder: Path, repo: str, private: bool) -> str:
     return url
 
 
-def model_card(report: Report, drafter: Path, target: str, repo: str | None, known: Known, licence: str | None) -> str:
+def model_card(report: Report, target: str, repo: str | None, known: Known, licence: str | None) -> str:
     """The README.md of the repository."""
     is_hub_name = not Path(target).exists()
     said = report.conventions
@@ -177,7 +178,7 @@ def model_card(report: Report, drafter: Path, target: str, repo: str | None, kno
         "## Use",
         "",
         *([] if is_hub_name else ["TARGET stands for the folder of its target.", ""]),
-        *_use(report, drafter, target if is_hub_name else "TARGET", repo or "OWNER/NAME"),
+        *_use(report, target if is_hub_name else "TARGET", repo or "OWNER/NAME"),
     ]
     return "\n".join(lines) + "\n"
 
@@ -226,14 +227,11 @@ def _data(known: Known) -> Iterator[str]:
     )
 
 
-def _use(report: Report, drafter: Path, target: str, repo: str) -> Iterator[str]:
+def _use(report: Report, target: str, repo: str) -> Iterator[str]:
     yield "With blockdraft:"
-    layout = find_layout(report.layout)
-    tensors = open_folder(drafter, layout.pickle)
-    config, _ = layout.config(read_config(drafter), tensors, None, report.wants["layers"])
     given = ["--target", target]
-    lines = starts(config, report.layout, repo, target, given)
-    ours = starts(config, report.layout, LOCAL, target, given)["blockdraft"].line or ""
+    lines = starts(report.config, report.layout, repo, target, given)
+    ours = starts(report.config, report.layout, LOCAL, target, given)["blockdraft"].line or ""
     yield from _block(f"hf download {repo} --local-dir {LOCAL}", ours)
     yield "With transformers, where blockdraft is installed:"
     yield from _block(

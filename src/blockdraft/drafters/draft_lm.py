@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from blockdraft.drafters.base import Entry, check_same_tokens
+from blockdraft.errors import UsageError
 from blockdraft.proposal import Plan, Proposal, SparseLaw, chain, chain_laws, cut_laws, next_pays
 from blockdraft.sampling import best_tokens, draw, probabilities
 from blockdraft.targets import Cache, Target, load_target

@@ -19,8 +19,8 @@ from blockdraft.formats.eagle3 import (
     renamed,
     written_tensors,
 )
-from blockdraft.formats.folder import PICKLED, blaming, read_config, read_tensors, write_folder
 from blockdraft.formats.eagle3_speculators import said_taps
+from blockdraft.formats.folder import PICKLED, blaming, read_config, read_tensors, write_folder
 from blockdraft.formats.speculators_config import guesses_of, ids_of, layer_config, named
 from blockdraft.formats.starting import LLAMA_CPP, SGLANG, TENSORRT_LLM, VLLM, Start, nowhere, vllm_alone
 from blockdraft.nn.draft_config import whole

@@ -137,4 +137,4 @@ def _report(
     lines = starts(
         config, layout, path, "TARGET" if is_file else named, ["--target", named], named if is_file else None
     )
-    return Report(path, "drafter", layout, about, wants, conventions, checks, lines)
+    return Report(path, "drafter", layout, about, wants, conventions, checks, lines, config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blockdraft.drafters import entries
 from blockdraft.errors import UsageError
-from blockdraft.formats import Borrowed, Checkpoint, Layout, check_fits, find_layout, read_drafter
+from blockdraft.folders import held
+from blockdraft.formats import (
+    Borrowed,
+    Checkpoint,
+    Layout,
+    check_fits,
+    clear_remains,
+    find_layout,
+    layouts,
+    read_config,
+    read_drafter,
+)
+from blockdraft.formats.gguf import is_gguf
 from blockdraft.targets import Target, embedding_and_head
+
+USUAL = "zlab"
 
 
 @dataclass(frozen=True)
@@ -58,6 +74,24 @@ def format_for(
     return Format(name, target_name or place, tuple(architectures))
 
 
+def usual_format(drafter: str | Path) -> str:
+    """The format that a drafter is written in unless another is asked for: what training writes of its kind. Raises
+    ValueError where it has no config.json that can be read."""
+    named = None if is_gguf(drafter) else read_config(drafter).get("architectures")
+    known = (entry.layouts for entry in entries().values() if {*(named or ())} & {*entry.architectures})
+    return next((layouts[0] for layouts in known if layouts), USUAL)
+
+
+def formats_for(config: Any) -> list[str]:
+    """The formats that have words for a configuration."""
+    found = []
+    for name, layout in layouts().items():
+        with suppress(UsageError):
+            layout.check(config, None, ())
+            found.append(name)
+    return found
+
+
 def export(out: str | Path, written: Format, config: Any, tensors: Mapping[str, Tensor], target: Target) -> None:
     """Write a drafter's folder, which appears whole or not at all.
 
@@ -93,10 +127,15 @@ def convert(drafter: str | Path, out: str | Path, written: Format, target: Targe
         raise UsageError(f"{out} is the drafter's own folder; choose another to write to.")
     vocabulary = target.tokenizer.get_vocab() if target.tokenizer else None
     found = read_drafter(drafter, vocabulary, target.num_layers)
-    if found.borrowed is None or found.borrowed.kept is None:
-        _write(out, written, found, target)
-        return
-    with torch.no_grad():
+    try:
+        written.check(found.config)
+    except UsageError as error:
+        raise UsageError(f"{error} Formats that hold it: {', '.join(formats_for(found.config)) or 'none'}.") from error
+    with held(Path(out), "exporting"), torch.no_grad():
+        clear_remains(out)
+        if found.borrowed is None or found.borrowed.kept is None:
+            _write(out, written, found, target)
+            return
         embedding = embedding_and_head(target)[0]
-    own = replace(found.borrowed, embedding=embedding)  # a reduced head may have been trained
-    written.write(out, replace(found, borrowed=own))
+        own = replace(found.borrowed, embedding=embedding)  # a reduced head may have been trained
+        written.write(out, replace(found, borrowed=own))

@@ -76,14 +76,15 @@ class Client:
             except (httpx.HTTPStatusError, ValueError, LookupError, TypeError) as error:
                 raise UsageError(
                     f"{self.url}/v1/models names no model (status {listed.status_code}: {listed.text[:TOLD]}); give "
-                    "the model's name, and the key if there is one."
+                    "the model's name (--model), and the key ($BLOCKDRAFT_SERVER_KEY) if there is one."
                 ) from error
         return self._model
 
     async def metrics(self) -> Snapshot | None:
-        """What /metrics says; None where the server has no such page."""
+        """What /metrics says; None where the server has no such page, or a web page at any address."""
         answer = await self._get("/metrics")
-        return parse(answer.text) if answer.status_code == 200 else None
+        is_web_page = "html" in answer.headers.get("content-type", "")
+        return parse(answer.text) if answer.status_code == 200 and not is_web_page else None
 
     async def _get(self, path: str) -> httpx.Response:
         try:
@@ -152,10 +153,22 @@ def _read(heard: Heard, lines: list[tuple[float, str]]) -> None:
                 heard.text += text
             heard.finish = choice.get("finish_reason") or heard.finish
         usage = event.get("usage") or usage
-    heard.tokens = usage.get("completion_tokens", 0)
-    heard.cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    heard.tokens, heard.cached = _tokens(usage, heard.text), _cached(usage)
     missing = {"finish reason": heard.finish, "end": done, "count of tokens (usage)": usage}
     heard.problem = ", ".join(f"no {name}" for name, there in missing.items() if not there)
+
+
+def _tokens(usage: Mapping[str, Any], text: str) -> int:
+    """Of an answer. Raises ValueError where that is no count of the tokens of this text."""
+    found = usage.get("completion_tokens", 0)
+    if type(found) is not int or found < 0 or (usage and text and not found):
+        raise ValueError(f"completion_tokens is {found!r} for {len(text)} characters")
+    return found
+
+
+def _cached(usage: Mapping[str, Any]) -> int | None:
+    found = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    return found if type(found) is int else None
 
 
 def _text(choice: Mapping[str, Any]) -> str:

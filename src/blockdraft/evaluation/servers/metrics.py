@@ -93,9 +93,12 @@ def acceptance(before: Snapshot | None, after: Snapshot | None) -> Acceptance:
 
 
 def grown(before: Snapshot, after: Snapshot, name: str) -> float | None:
-    """By how much a counter has grown; None where the server has none of this name. One that a server shows from its
-    first event on began at 0."""
-    return sum(after.values[name]) - sum(before.values.get(name, ())) if name in after.values else None
+    """By how much a counter has grown; None where the server has none of this name, or began anew meanwhile. One that a
+    server shows from its first event on began at 0."""
+    if name not in after.values:
+        return None
+    count = sum(after.values[name]) - sum(before.values.get(name, ()))
+    return count if count >= 0 else None
 
 
 def drafted(before: Snapshot | None, after: Snapshot | None) -> bool:

@@ -80,11 +80,13 @@ def their_names(config: DraftConfig) -> dict[str, str]:
 
 
 def _kind(config: DraftConfig) -> LlamaCpp:
-    architecture = architecture_of(config)
-    known = [one.names[0] for one in by_name().values() if one.llama_cpp is not None]
-    need(architecture.llama_cpp is not None, "the architecture", architecture.names[0], f"one of {sorted({*known})}")
-    assert architecture.llama_cpp is not None
-    return architecture.llama_cpp
+    known = {one.config: one for one in by_name().values() if one.llama_cpp is not None}
+    names = ", ".join(sorted(one.names[0] for one in known.values()))
+    kind = type(config).__name__.removesuffix("Config")
+    need(type(config) in known, "the kind of drafter", kind, f"one of those that GGUF files hold here, {names}")
+    found = known[type(config)].llama_cpp
+    assert found is not None
+    return found
 
 
 def drafter_metadata(config: DraftConfig) -> dict[str, Any]:

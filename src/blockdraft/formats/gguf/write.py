@@ -124,7 +124,10 @@ def _rounded(name: str, tensor: Stored, kind: GGMLQuantizationType) -> np.ndarra
     if kind == GGMLQuantizationType.I64:
         return found.numpy()
     numbers = np.ascontiguousarray(found.to(torch.float32).numpy())
-    if kind == GGMLQuantizationType.F16 and np.abs(numbers).max() > np.finfo(np.float16).max:
-        raise UsageError(f"{name} holds {np.abs(numbers).max():g}, for which f16 has no place; use bf16 or f32.")
+    most = np.abs(numbers).max(initial=0)
+    if not np.isfinite(most):
+        raise UsageError(f"{name} holds {most:g}, so its model says nothing; copy it or train it anew.")
+    if kind == GGMLQuantizationType.F16 and most > np.finfo(np.float16).max:
+        raise UsageError(f"{name} holds {most:g}, for which f16 has no place; use bf16 or f32.")
     rounded: np.ndarray[Any, Any] = quantize(numbers, kind)
     return rounded
