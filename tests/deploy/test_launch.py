@@ -180,19 +180,6 @@ def test_an_engine_ends_with_the_command(
         signal.signal(signal.SIGTERM, before)
 
 
-def test_eagle3(tiny_target_dir: Path, tiny_eagle3_dir: Path) -> None:
-    pair = str(tiny_target_dir), str(tiny_eagle3_dir)
-    said = check_recorded("vllm", command("vllm", *pair, 8001))
-    assert said == {"method": "eagle3", "model": pair[1], "num_speculative_tokens": 5}
-    check_recorded("sglang", command("sglang", *pair, 8001))
-
-
-def test_heads_are_not_for_others(tiny_target_dir: Path, tiny_medusa_dir: Path, tiny_mtp_dir: Path) -> None:
-    for drafter, reason in ((tiny_medusa_dir, "no form of Medusa's heads"), (tiny_mtp_dir, "one of blockdraft's own")):
-        with pytest.raises(UsageError, match=f"vLLM cannot be started with .*: .*{reason}"):
-            command("vllm", str(tiny_target_dir), str(drafter), 8000)
-
-
 @pytest.mark.slow
 def test_started_and_measured(
     program: Callable[[str], Path],

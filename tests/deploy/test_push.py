@@ -92,9 +92,9 @@ def test_other_kinds(
 ) -> None:
     """Their weights come along, whatever the file is called, and what the folder holds is a drafter still."""
     for drafter, weights, told in (
-        (tiny_eagle3_dir, "model.safetensors", "blocks of 6 tokens, taps on the outputs of layers 0, 1"),
-        (tiny_medusa_dir, "medusa_lm_head.pt", "blocks of 4 tokens, made from what the target's head reads"),
-        (tiny_mtp_dir, "model.safetensors", "blocks of 4 tokens, made from what the target's head reads"),
+        (tiny_eagle3_dir, "model.safetensors", "up to 5 tokens at a time and reads the outputs of the target's layers 0, 1"),
+        (tiny_medusa_dir, "medusa_lm_head.pt", "up to 3 tokens at a time and reads what the target's head reads"),
+        (tiny_mtp_dir, "model.safetensors", "up to 3 tokens at a time and reads what the target's head reads"),
     ):
         out = tmp_path / drafter.name
         prepare(drafter, str(tiny_target_dir), out, None, NOTHING)

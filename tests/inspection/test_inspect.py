@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from blockdraft.errors import UsageError
 from blockdraft.formats import Borrowed, layouts, read_drafter, speculators, zlab
 from blockdraft.inspection import Report, inspect
+from blockdraft.inspection.heads import HEAD_INPUT
 from blockdraft.nn.draft_config import LayerAttention
 from blockdraft.targets import embedding_and_head, load_target
 from blockdraft.training.export import convert, format_for
@@ -203,7 +204,7 @@ def test_wrong_places(variant: Variant, tiny_target_dir: Path, tmp_path: Path) -
     for place, said in (
         (empty, "holds no checkpoint: there is no config.json and no adapter_config.json"),
         (run, f"did you mean {run / 'step'}"),
-        (bare, r"bare/config.json: \*.safetensors is absent; it must be beside it"),
+        (bare, r"bare has no weights \(\*.safetensors\) beside config.json"),
         (broken, "broken/config.json: rope_theta is 5.0 but rope_parameters.rope_theta is 10000.0"),
         (tmp_path / "cut.gguf", "is corrupt or cut short"),
         (tmp_path / "note.txt", "is neither a folder nor a GGUF file"),
@@ -230,13 +231,14 @@ def test_eagle3(tiny_eagle3_dir: Path, tiny_target_dir: Path, tmp_path: Path) ->
     assert (found.layout, found.about["architecture"]) == ("eagle3", "LlamaForCausalLMEagle3")
     said, weights = found.conventions, load_file(tiny_eagle3_dir / "model.safetensors")
     assert (said["block_size"], said["guesses"]) == (6, 5) and said["vocabulary"] == {"target": 265, "guessed": 120}
-    assert said["taps"]["zlab"] == [0, 1] and said["taps"]["vllm_sglang"] == [1, 2]
+    assert said["taps"]["eagle3"] == [0, 1] and said["taps"]["eagle3_speculators"] == [1, 2]
     assert said["LlamaForCausalLMEagle3"]["qk_norm"] is False and "mask_token" not in said
     assert found.about["parameters"] == sum(w.numel() for w in weights.values() if w.is_floating_point())
     assert found.wants["layers"] is None and found.about["context"] == 256
     words = shlex.split(str(found.starts["vLLM"].line))
     assert json.loads(words[-1]) == {"method": "eagle3", "model": str(tiny_eagle3_dir), "num_speculative_tokens": 5}
-    assert "--speculative-algorithm EAGLE3 --speculative-num-steps 5" in str(found.starts["SGLang"].line)
+    assert "--speculative-algorithm EAGLE3 " in str(found.starts["SGLang"].line)
+    assert "--speculative-num-steps 5 " in str(found.starts["SGLang"].line)
     assert str(found.starts["SGLang"].line).endswith("--speculative-num-draft-tokens 6")
     assert found.starts["llama.cpp"].line is None and "converter" in str(found.starts["llama.cpp"].reason)
     beside = inspect(tiny_eagle3_dir, tiny_target_dir)
@@ -264,10 +266,10 @@ def test_medusa_and_mtp(tiny_medusa_dir: Path, tiny_mtp_dir: Path, tiny_target_d
     assert (mtp.layout, mtp.about["architecture"], mtp.conventions["guesses"]) == ("mtp", "MTPDraftModel", 3)
     file = tiny_medusa_dir / "medusa_lm_head.pt"
     assert heads.about["bytes"] == file.stat().st_size and heads.about["weights"] == {"F32": heads.about["parameters"]}
-    assert heads.conventions["MedusaModel"] == {"num_heads": 3, "num_layers": 2, "shared_head": False}
+    assert heads.conventions["MedusaModel"] == {"shared_head": False} and heads.about["layers"] == 2
     assert mtp.conventions["MTPDraftModel"] == {"normed_feedback": True} and mtp.conventions["rope"]["theta"] == 10000
     for report in (heads, mtp):
-        assert report.conventions["taps"] == {"blockdraft": ["what the target's head reads, after its last norm"]}
+        assert report.conventions["taps"] == HEAD_INPUT
         assert False not in verdicts(report).values() and report.wants["layers"] == 3
         assert [engine for engine, start in report.starts.items() if start.line] == ["blockdraft"]
         assert json.loads(json.dumps(report.as_dict()))["what"] == "drafter"
@@ -279,11 +281,13 @@ def test_every_layout_says_its_configuration(
     tiny_eagle3_dir: Path,
     tiny_medusa_dir: Path,
     tiny_mtp_dir: Path,
+    tiny_peagle_dir: Path,
     tiny_target_dir: Path,
     tmp_path: Path,
 ) -> None:
     """Each of them is inspected as it is read, whatever is in it."""
-    folders = [tiny_drafter_dir, tiny_dspark_dir, tiny_eagle3_dir, tiny_medusa_dir, tiny_mtp_dir]
+    folders = [tiny_drafter_dir, tiny_dspark_dir, tiny_eagle3_dir, tiny_medusa_dir, tiny_mtp_dir, tiny_peagle_dir]
+    folders.append(written_so(tiny_mtp_dir, "mtp_speculators", tiny_target_dir, tmp_path / "mtp"))
     folders.append(written_so(tiny_drafter_dir, "speculators", tiny_target_dir, tmp_path / "speculators"))
     folders.append(written_so(tiny_eagle3_dir, "eagle3_speculators", tiny_target_dir, tmp_path / "eagle3"))
     found = [inspect(folder, tiny_target_dir) for folder in folders]

@@ -89,7 +89,7 @@ def _unpickled(file: Path) -> dict[str, Stored]:
     except OSError:
         raise
     except Exception as error:  # it fails by many means where the content is something else
-        told = str(error).split("\n", 1)[0]
+        told = str(error).split("\n", 1)[0] or type(error).__name__
         raise UsageError(f"broken, or more than tensors ({told}); copy it again, or get it as safetensors.") from error
     named = isinstance(found, dict) and all(isinstance(name, str) for name in found)
     sound = named and all(isinstance(one, Tensor) for one in found.values())
@@ -139,8 +139,9 @@ def write_folder(
                 torch.save({name: tensor.cpu().clone() for name, tensor in contiguous.items()}, new / pickle)
             (new / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
         except (OSError, RuntimeError, SafetensorError) as error:  # a RuntimeError is torch's for a full disk
+            told = "the disk is full, or a file too large" if isinstance(error, RuntimeError) else error
             raise UsageError(
-                f"{path} cannot be written ({error}); free space, or choose another folder. What was there stays."
+                f"{path} cannot be written ({told}); free space, or choose another folder. What was there stays."
             ) from error
         for file in new.glob("*.safetensors"):
             file.chmod((new / "config.json").stat().st_mode)  # safetensors lets only the owner read

@@ -75,4 +75,5 @@ def head_report(
         conventions,
         tuple(checks),
         starts(config, layout, path, named, ["--target", named]),
+        config,
     )
