@@ -29,7 +29,7 @@ from blockdraft.errors import UsageError
 
 QUICK = {
     "seeds": 1,
-    "tokens": 40_000,
+    "tokens": 20_000,
     "limit": 3,
     "max_new_tokens": 32,
     "ways": "chain:3,chain:7,tree:16",

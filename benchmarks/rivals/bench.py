@@ -248,8 +248,8 @@ class Bench:
         while left:
             step = left.pop(0)
             seconds, all_known = self.seconds_left([step, *left])
-            about = f"{'about' if all_known else 'more than'} {seconds / 60:.0f} min left for all"
-            tell(f"[{count - len(left)} of {count}] {step.stage} {step.name}; {about}")
+            about = f"; {'about' if all_known else 'more than'} {seconds / 60:.0f} min left for all" if seconds else ""
+            tell(f"[{count - len(left)} of {count}] {step.stage} {step.name}{about}")
             began = time.monotonic()
             with progress("done") as shown:
                 step.work(shown)
