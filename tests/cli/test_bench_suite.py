@@ -90,7 +90,7 @@ def test_measured_and_gone_on_with(
     assert [one["answers"] for one in found["rows"]] == [3, 3, 2, 2] * 2
     assert {one["identical"] for one in found["rows"]} == {1.0}
     assert found["paper"]["temperature 1"]["DFlash (16)"]["math500"] == {"speedup": 4.84, "tau": 6.40}
-    assert done.out.count("MATH-500") == 2 and "6.08 / 7.87" in done.out and "4.84 / 6.40" in done.out
+    assert done.out.count("MATH-500") == 2 and "6.08/7.87" in done.out and "4.84/6.40" in done.out
     asked.clear()
     again = bench("--out", out, "--temperature", "0,1", "--paper-model", "Qwen3-8B", "--json")
     assert not asked and json.loads(again.out)["rows"] == found["rows"]

@@ -16,7 +16,7 @@ from blockdraft.evaluation.suite.results import Results
 from blockdraft.evaluation.suite.tasks import Task
 
 NOTES = (
-    "Cells: speed-up over plain decoding / tau, tokens of a cycle. Both are means over answers, and the last line is "
+    "Cells: speed-up over plain decoding/tau, tokens of a cycle. Both are means over answers, and the last line is "
     "over sets (of speed-ups the geometric mean), as the paper has them. same: answers identical to those of plain "
     "decoding, of the method with the fewest. loops: plain answers in which a run of 8 tokens occurs 4 times or more; "
     "they are easy to guess, and count here."
@@ -56,7 +56,7 @@ def _table(
     table.add_column("prompts", justify="right")
     for method in methods:
         table.add_column(method, justify="right", overflow="fold")
-    for header in ("same %", "loops %", *(f"paper: {method}" for method in published)):
+    for header in ("same %", "loops %", *(f"paper:\n{method}" for method in published)):
         table.add_column(header, justify="right")
     columns = {method: {task.name: rows[task.name, method] for task in tasks} for method in methods}
     for task in tasks:
@@ -77,19 +77,19 @@ def _table(
             [_mean([row[name] for name in compared]) for row in each.values()] for each in (columns, published)
         )
         whole = len(compared) == len(tasks)
-        table.add_row("mean" if whole else "mean of the paper's sets", "", *ours, "", "", *theirs)
+        table.add_row("mean" if whole else "mean, paper's sets", "", *ours, "", "", *theirs)
     return table
 
 
 def _cell(one: Row | Published | None) -> str:
-    return "-" if one is None or one.speedup is None or one.tau is None else f"{one.speedup:.2f} / {one.tau:.2f}"
+    return "-" if one is None or one.speedup is None or one.tau is None else f"{one.speedup:.2f}/{one.tau:.2f}"
 
 
 def _mean(cells: Sequence[Row | Published]) -> str:
     known = [(one.speedup, one.tau) for one in cells if one.speedup is not None and one.tau is not None]
     if not known:
         return "-"
-    return f"{geometric_mean([speedup for speedup, _ in known]):.2f} / {fmean(tau for _, tau in known):.2f}"
+    return f"{geometric_mean([speedup for speedup, _ in known]):.2f}/{fmean(tau for _, tau in known):.2f}"
 
 
 def _percent(share: float) -> str:
