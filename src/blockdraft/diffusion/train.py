@@ -17,6 +17,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.fsdp import FSDPModule
 
 from blockdraft.diffusion.folder import write_model
 from blockdraft.diffusion.intervals import steadiest
@@ -256,6 +257,8 @@ class _Training:
         """`losses`, by the module that may be spread over processes."""
         device = self.network.device
         found: Tensor = self.module(ids.to(device), *(each.to(device) for each in noise))
+        if not torch.is_grad_enabled() and isinstance(self.module, FSDPModule):
+            self.module.reshard()  # which otherwise the backward pass does
         return found
 
     def _batch(self, step: int) -> Tokens:
