@@ -33,8 +33,12 @@ def by_compressed_tensors(family: str, folder: Path) -> None:
 
 
 @pytest.fixture(
-    params=[(by_torchao, "llama"), (by_torchao, "qwen3_moe"), (by_torchao, "bamba"), (by_compressed_tensors, "llama")],
-    ids=["torchao-llama", "torchao-qwen3_moe", "torchao-bamba", "compressed-tensors-llama"],
+    params=[
+        pytest.param((by_torchao, "llama"), marks=pytest.mark.slow, id="torchao-llama"),
+        pytest.param((by_torchao, "qwen3_moe"), marks=pytest.mark.slow, id="torchao-qwen3_moe"),
+        pytest.param((by_torchao, "bamba"), marks=pytest.mark.slow, id="torchao-bamba"),
+        pytest.param((by_compressed_tensors, "llama"), id="compressed-tensors-llama"),
+    ]
 )
 def quantised(request: pytest.FixtureRequest, tmp_path: Path) -> HFTarget:
     """With attention alone, with experts, and with recurrent states."""
