@@ -118,6 +118,8 @@ def test_answers_are_those_of_plain_decoding(
     dtype: str,
     row_dependent: None,
 ) -> None:
+    if backend == "hf" and name.startswith("qwen3_moe"):
+        pytest.skip("transformers computes experts on the rows that chose them, which kernels may tell apart")
     target = load_target(folders[name], dtype, "cpu", backend, "off", exact=True)
     assert target.running == f"{backend}, exact"
     expected = plain(target)
@@ -183,6 +185,10 @@ def test_numbers_are_those_of_the_ordinary_forward(
     backend: str,
 ) -> None:
     how: tuple[Any, ...] = (folders[name], "float32", "cpu", backend, "off")
+    if backend == "hf" and name.startswith("qwen3_moe"):  # of whose experts transformers computes the chosen rows
+        with pytest.raises(ValueError, match="the numbers of a token depend on"):
+            load_target(*how, exact=True)
+        return
     for mine, ordinary in zip(trees(load_target(*how, exact=True)), trees(load_target(*how)), strict=True):
         torch.testing.assert_close(mine, ordinary, atol=1e-4, rtol=1e-4)
 
@@ -309,9 +315,9 @@ def test_a_backend_without_trees_is_refused() -> None:
 
 
 def test_models_with_other_attention_are_refused() -> None:
-    small = {"vocab_size": 61, "hidden_size": 32, "n_layer": 2, "n_head": 4}
-    with pytest.raises(ValueError, match="BloomForCausalLM has attention of its own"):
-        HFTarget(AutoModelForCausalLM.from_config(AutoConfig.for_model("bloom", **small)), exact=True)
+    small = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}
+    with pytest.raises(ValueError, match="CodeGenForCausalLM has attention of its own"):
+        HFTarget(AutoModelForCausalLM.from_config(AutoConfig.for_model("codegen", **small)), exact=True)
     long = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 500.0}
     HFTarget(random_model("llama", rope_parameters=long | {"original_max_position_embeddings": 128}), exact=True)
     with pytest.raises(ValueError, match=r"\(longrope\) change with the length"):

@@ -9,6 +9,8 @@ from transformers import AutoModelForCausalLM, TorchAoConfig
 
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
+from blockdraft.quantize.run import quantize
+from blockdraft.quantize.settings import QuantizeSettings
 from blockdraft.targets import load_target
 from blockdraft.targets.hf import HFTarget
 from blockdraft.types import Drafting, SamplingParams
@@ -17,19 +19,34 @@ PROMPTS = [[5, 9, 3, 5, 9], [4, 60, 33, 12, 9, 4, 60]]
 GREEDY = SamplingParams(10, ignore_eos=True)
 
 
-@pytest.fixture(params=["llama", "qwen3_moe", "bamba"])
-def quantised(request: pytest.FixtureRequest, tmp_path: Path) -> HFTarget:
-    """With weights in int8, of families with attention alone, with experts, and with states; loaded from its folder."""
+def by_torchao(family: str, folder: Path) -> None:
     torchao = pytest.importorskip("torchao.quantization")
-    how = TorchAoConfig(torchao.Int8WeightOnlyConfig())
-    model = AutoModelForCausalLM.from_pretrained(
-        write_model(request.param, tmp_path / "plain"), quantization_config=how, dtype="float32"
+    plain, how = write_model(family, folder / "plain"), TorchAoConfig(torchao.Int8WeightOnlyConfig())
+    AutoModelForCausalLM.from_pretrained(plain, quantization_config=how, dtype="float32").save_pretrained(
+        folder / "few"
     )
-    model.save_pretrained(tmp_path / "int8")
-    target = load_target(tmp_path / "int8", "float32", "cpu", "hf")
+
+
+def by_compressed_tensors(family: str, folder: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    quantize(write_model(family, folder / "plain"), folder / "few", QuantizeSettings(bits=8, tables="keep"))
+
+
+@pytest.fixture(
+    params=[
+        pytest.param((by_torchao, "llama"), marks=pytest.mark.slow, id="torchao-llama"),
+        pytest.param((by_torchao, "qwen3_moe"), marks=pytest.mark.slow, id="torchao-qwen3_moe"),
+        pytest.param((by_torchao, "bamba"), marks=pytest.mark.slow, id="torchao-bamba"),
+        pytest.param((by_compressed_tensors, "llama"), id="compressed-tensors-llama"),
+    ]
+)
+def quantised(request: pytest.FixtureRequest, tmp_path: Path) -> HFTarget:
+    """With attention alone, with experts, and with recurrent states."""
+    write, family = request.param
+    write(family, tmp_path)
+    target = load_target(tmp_path / "few", "float32", "cpu", "hf")
     assert isinstance(target, HFTarget)
-    kinds = {type(weight).__name__ for weight in target.model.parameters()}
-    assert any("Int8" in kind or "Affine" in kind for kind in kinds), kinds
+    assert target.architecture["quantization_config"]
     return target
 
 
