@@ -1,7 +1,6 @@
 """Command lines against what was recorded of the engines, and an engine that stands in for them."""
 
 import json
-import signal
 import socket
 import stat
 import sys
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 from blockdraft import cli
@@ -152,33 +150,6 @@ def test_dry_run(
     )
     assert run(monkeypatch, "vllm", *pair, "--port", 0) == 2
     assert "port is 0; it must be at least 1" in capsys.readouterr().err
-
-
-def test_an_engine_ends_with_the_command(
-    program: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tiny_target_dir: Path, tiny_drafter_dir: Path
-) -> None:
-    """SIGTERM, which service managers send, would else leave it behind."""
-    file = program("#!/bin/sh\necho $$ > $0.own\nsleep 0.3\nkill -TERM $PPID\nexec sleep 60\n")
-    before = signal.signal(signal.SIGTERM, lambda *_: None)
-    try:
-        pair = ("--target", tiny_target_dir, "--drafter", tiny_drafter_dir)
-        assert run(monkeypatch, "vllm", *pair, "--port", free_port(), "--patience", 10) == 130
-        assert not psutil.pid_exists(int(Path(f"{file}.own").read_text()))
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def test_eagle3(tiny_target_dir: Path, tiny_eagle3_dir: Path) -> None:
-    pair = str(tiny_target_dir), str(tiny_eagle3_dir)
-    said = check_recorded("vllm", command("vllm", *pair, 8001))
-    assert said == {"method": "eagle3", "model": pair[1], "num_speculative_tokens": 5}
-    check_recorded("sglang", command("sglang", *pair, 8001))
-
-
-def test_heads_are_not_for_others(tiny_target_dir: Path, tiny_medusa_dir: Path, tiny_mtp_dir: Path) -> None:
-    for drafter, reason in ((tiny_medusa_dir, "no form of Medusa's heads"), (tiny_mtp_dir, "one of blockdraft's own")):
-        with pytest.raises(UsageError, match=f"vLLM cannot be started with .*: .*{reason}"):
-            command("vllm", str(tiny_target_dir), str(drafter), 8000)
 
 
 @pytest.mark.slow

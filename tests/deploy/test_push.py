@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM
 from blockdraft import cli
 from blockdraft.deploy.push import Known, known_of, prepare, upload
 from blockdraft.errors import UsageError
-from blockdraft.formats import read_drafter, zlab
-from blockdraft.targets import BUNDLED
+from blockdraft.formats import zlab
 
 BENCH = {
     "methods": {
@@ -83,33 +82,6 @@ def test_a_folder_and_its_card(tmp_path: Path, tiny_target_dir: Path, tiny_draft
     ):
         assert line in card, line
     assert str(tmp_path) not in card and str(tiny_target_dir) not in card
-
-
-def test_other_kinds(
-    tmp_path: Path, tiny_target_dir: Path, tiny_eagle3_dir: Path, tiny_medusa_dir: Path, tiny_mtp_dir: Path
-) -> None:
-    """Their weights come along, whatever the file is called, and what the folder holds is a drafter still."""
-    for drafter, weights, told in (
-        (tiny_eagle3_dir, "model.safetensors", "blocks of 6 tokens, taps on the outputs of layers 0, 1"),
-        (tiny_medusa_dir, "medusa_lm_head.pt", "blocks of 4 tokens, made from what the target's head reads"),
-        (tiny_mtp_dir, "model.safetensors", "blocks of 4 tokens, made from what the target's head reads"),
-    ):
-        out = tmp_path / drafter.name
-        prepare(drafter, str(tiny_target_dir), out, None, NOTHING)
-        assert {file.name for file in out.iterdir()} == {"README.md", "config.json", "custom_generate", weights}
-        assert told in (out / "README.md").read_text()
-        assert read_drafter(out, None, 3).config == read_drafter(drafter, None, 3).config
-
-
-def test_what_a_killed_process_left_goes(tmp_path: Path, tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
-    (tmp_path / ".out.k1ll3d" / "new").mkdir(parents=True)
-    prepare(tiny_drafter_dir, str(tiny_target_dir), tmp_path / "out", None, NOTHING)
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_the_bundled_pair(tmp_path: Path) -> None:
-    prepare("bundled", str(BUNDLED), tmp_path / "out", None, NOTHING)
-    assert "2 layers and 1.4 M parameters" in (tmp_path / "out/README.md").read_text()
 
 
 def test_what_is_not_known_is_said_so(tmp_path: Path, tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from blockdraft.errors import UsageError
-from blockdraft.formats import Borrowed, layouts, read_drafter, speculators, zlab
+from blockdraft.formats import Borrowed, speculators, zlab
 from blockdraft.inspection import Report, inspect
 from blockdraft.nn.draft_config import LayerAttention
 from blockdraft.targets import embedding_and_head, load_target
-from blockdraft.training.export import convert, format_for
 from blockdraft.training.export_gguf import export_gguf
 
 Variant = Callable[..., Path]
@@ -203,7 +201,7 @@ def test_wrong_places(variant: Variant, tiny_target_dir: Path, tmp_path: Path) -
     for place, said in (
         (empty, "holds no checkpoint: there is no config.json and no adapter_config.json"),
         (run, f"did you mean {run / 'step'}"),
-        (bare, r"bare/config.json: \*.safetensors is absent; it must be beside it"),
+        (bare, r"has no weights \(\*.safetensors\) beside config.json"),
         (broken, "broken/config.json: rope_theta is 5.0 but rope_parameters.rope_theta is 10000.0"),
         (tmp_path / "cut.gguf", "is corrupt or cut short"),
         (tmp_path / "note.txt", "is neither a folder nor a GGUF file"),
@@ -217,78 +215,3 @@ def test_wrong_places(variant: Variant, tiny_target_dir: Path, tmp_path: Path) -
         inspect(empty)
     with pytest.raises(UsageError, match="is a target itself; leave --target out"):
         inspect(tiny_target_dir, tiny_target_dir)
-
-
-def written_so(drafter: Path, name: str, target: Path, out: Path) -> Path:
-    loaded = load_target(target, device="cpu")
-    convert(drafter, out, format_for(name, loaded, str(target), "owner/model"), loaded)
-    return out
-
-
-def test_eagle3(tiny_eagle3_dir: Path, tiny_target_dir: Path, tmp_path: Path) -> None:
-    found = inspect(tiny_eagle3_dir)
-    assert (found.layout, found.about["architecture"]) == ("eagle3", "LlamaForCausalLMEagle3")
-    said, weights = found.conventions, load_file(tiny_eagle3_dir / "model.safetensors")
-    assert (said["block_size"], said["guesses"]) == (6, 5) and said["vocabulary"] == {"target": 265, "guessed": 120}
-    assert said["taps"]["zlab"] == [0, 1] and said["taps"]["vllm_sglang"] == [1, 2]
-    assert said["LlamaForCausalLMEagle3"]["qk_norm"] is False and "mask_token" not in said
-    assert found.about["parameters"] == sum(w.numel() for w in weights.values() if w.is_floating_point())
-    assert found.wants["layers"] is None and found.about["context"] == 256
-    words = shlex.split(str(found.starts["vLLM"].line))
-    assert json.loads(words[-1]) == {"method": "eagle3", "model": str(tiny_eagle3_dir), "num_speculative_tokens": 5}
-    assert "--speculative-algorithm EAGLE3 --speculative-num-steps 5" in str(found.starts["SGLang"].line)
-    assert str(found.starts["SGLang"].line).endswith("--speculative-num-draft-tokens 6")
-    assert found.starts["llama.cpp"].line is None and "converter" in str(found.starts["llama.cpp"].reason)
-    beside = inspect(tiny_eagle3_dir, tiny_target_dir)
-    assert verdicts(beside)["layers"] is verdicts(beside)["taps"] is True and False not in verdicts(beside).values()
-
-    other = inspect(written_so(tiny_eagle3_dir, "eagle3_speculators", tiny_target_dir, tmp_path / "s"))
-    assert other.layout == "eagle3_speculators" and other.wants["name"] == "owner/model"
-    assert other.conventions["taps"] == said["taps"] and other.about["parameters"] == found.about["parameters"]
-    assert other.starts["vLLM"].line == f"vllm serve {tmp_path / 's'}"
-    assert "--format eagle3" in str(other.starts["SGLang"].remedy)
-
-
-def test_taps_that_only_the_target_tells(tiny_eagle3_dir: Path, tmp_path: Path) -> None:
-    shutil.copytree(tiny_eagle3_dir, tmp_path / "usual")
-    file = tmp_path / "usual" / "config.json"
-    raw = {name: value for name, value in json.loads(file.read_text()).items() if name != "eagle_config"}
-    file.write_text(json.dumps(raw))
-    with pytest.raises(UsageError, match="eagle_aux_hidden_state_layer_ids is absent; it must be there, or the target"):
-        inspect(tmp_path / "usual")
-
-
-def test_medusa_and_mtp(tiny_medusa_dir: Path, tiny_mtp_dir: Path, tiny_target_dir: Path) -> None:
-    heads, mtp = (inspect(path, tiny_target_dir) for path in (tiny_medusa_dir, tiny_mtp_dir))
-    assert (heads.layout, heads.about["architecture"], heads.conventions["guesses"]) == ("medusa", "MedusaModel", 3)
-    assert (mtp.layout, mtp.about["architecture"], mtp.conventions["guesses"]) == ("mtp", "MTPDraftModel", 3)
-    file = tiny_medusa_dir / "medusa_lm_head.pt"
-    assert heads.about["bytes"] == file.stat().st_size and heads.about["weights"] == {"F32": heads.about["parameters"]}
-    assert heads.conventions["MedusaModel"] == {"num_heads": 3, "num_layers": 2, "shared_head": False}
-    assert mtp.conventions["MTPDraftModel"] == {"normed_feedback": True} and mtp.conventions["rope"]["theta"] == 10000
-    for report in (heads, mtp):
-        assert report.conventions["taps"] == {"blockdraft": ["what the target's head reads, after its last norm"]}
-        assert False not in verdicts(report).values() and report.wants["layers"] == 3
-        assert [engine for engine, start in report.starts.items() if start.line] == ["blockdraft"]
-        assert json.loads(json.dumps(report.as_dict()))["what"] == "drafter"
-
-
-def test_every_layout_says_its_configuration(
-    tiny_drafter_dir: Path,
-    tiny_dspark_dir: Path,
-    tiny_eagle3_dir: Path,
-    tiny_medusa_dir: Path,
-    tiny_mtp_dir: Path,
-    tiny_target_dir: Path,
-    tmp_path: Path,
-) -> None:
-    """Each of them is inspected as it is read, whatever is in it."""
-    folders = [tiny_drafter_dir, tiny_dspark_dir, tiny_eagle3_dir, tiny_medusa_dir, tiny_mtp_dir]
-    folders.append(written_so(tiny_drafter_dir, "speculators", tiny_target_dir, tmp_path / "speculators"))
-    folders.append(written_so(tiny_eagle3_dir, "eagle3_speculators", tiny_target_dir, tmp_path / "eagle3"))
-    found = [inspect(folder, tiny_target_dir) for folder in folders]
-    tokenizer = load_target(tiny_target_dir, device="cpu").tokenizer
-    vocabulary = None if tokenizer is None else tokenizer.get_vocab()
-    assert {report.layout for report in found} == {*layouts()}
-    for folder, report in zip(folders, found, strict=True):
-        assert report.config == read_drafter(folder, vocabulary, 3).config

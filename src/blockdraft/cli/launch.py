@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import shlex
-import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -77,7 +76,6 @@ def launch(
     if out is not None:
         report.check_folder(out, overwrite)
     print(shlex.join(line), file=sys.stderr, flush=True)
-    before = signal.signal(signal.SIGTERM, _interrupt)  # so that the engine ends, too
     try:
         with Running(line, settings.port, settings.patience) as running:
             arguments = {"command": line, "max_new_tokens": max_new_tokens, "temperatures": temperature, "seed": seed}
@@ -87,9 +85,3 @@ def launch(
                 raise typer.Exit(running.wait())
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt

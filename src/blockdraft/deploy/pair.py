@@ -24,9 +24,7 @@ def checked_pair(drafter: str | Path, target: str, note: Callable[[str], None]) 
     """
     report = inspect(drafter, target)
     if report.what != "drafter" or not Path(report.path).is_dir():
-        raise UsageError(
-            f"{drafter} is no drafter's folder; give that of a drafter (a GGUF file is for llama.cpp alone)."
-        )
+        raise UsageError(f"{drafter} is no drafter's folder; give one, in z-lab's layout or that of speculators.")
     wrong = [check for check in report.fits if check.holds is False]
     hard = [f"{check.name} ({check.said})" for check in wrong if check.name not in SOFT]
     if hard:

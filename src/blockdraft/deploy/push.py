@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -16,12 +16,9 @@ from blockdraft.compat.generate import write_custom_generate
 from blockdraft.deploy.pair import checked_pair
 from blockdraft.errors import UsageError, counted, describe
 from blockdraft.fit.steps import Where
-from blockdraft.folders import held
-from blockdraft.formats import clear_remains, find_layout
+from blockdraft.formats import find_layout, read_config
 from blockdraft.formats.engines import starts
-from blockdraft.formats.folder import weight_files
 from blockdraft.inspection import Report
-from blockdraft.nn.draft_config import DraftConfig
 from blockdraft.training.records import run_folder
 
 CARD = "README.md"
@@ -98,22 +95,22 @@ def prepare(
     if repo is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
         raise UsageError(f"repo is {repo!r}; it must be OWNER/NAME.")
     report = checked_pair(drafter, target, note)
+    drafter = report.path  # that of the bundled one, too
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} holds other files; choose a new or empty folder.")
-    card, folder = model_card(report, target, repo, known, licence), Path(report.path)
+    card = model_card(report, Path(drafter), target, repo, known, licence)
     try:
-        with held(out, "preparing a repository"):
-            clear_remains(out)
-            with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
-                new = Path(scratch, "new")
-                new.mkdir()
-                for file in (folder / "config.json", *weight_files(folder, find_layout(report.layout).pickle)):
-                    shutil.copyfile(file, new / file.name)
-                (new / CARD).write_text(card, encoding="utf-8")
-                write_custom_generate(new, repo)
-                if out.exists():
-                    out.rmdir()
-                new.rename(out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
+            new = Path(scratch, "new")
+            new.mkdir()
+            for file in (Path(drafter) / "config.json", *sorted(Path(drafter).glob("*.safetensors"))):
+                shutil.copyfile(file, new / file.name)
+            (new / CARD).write_text(card, encoding="utf-8")
+            write_custom_generate(new, repo)
+            if out.exists():
+                out.rmdir()
+            new.rename(out)
     except OSError as error:
         raise UsageError(f"{out} cannot be written ({describe(error)}).") from error
 
@@ -133,15 +130,13 @@ def upload(folder: Path, repo: str, private: bool) -> str:
     return url
 
 
-def model_card(report: Report, target: str, repo: str | None, known: Known, licence: str | None) -> str:
+def model_card(report: Report, drafter: Path, target: str, repo: str | None, known: Known, licence: str | None) -> str:
     """The README.md of the repository."""
     is_hub_name = not Path(target).exists()
     said = report.conventions
     head = ["---", *([f"base_model: {target}"] if is_hub_name else []), *([f"license: {licence}"] if licence else [])]
-    family = "dflash, " if isinstance(report.config, DraftConfig) else ""
-    head += ["library_name: blockdraft", f"tags: [speculative-decoding, {family}custom_generate]", "---"]
-    layers = [counted(report.about["layers"], "layer")] if "layers" in report.about else []
-    size = " and ".join([*layers, f"{report.about['parameters'] / 1e6:,.1f} M parameters"])
+    head += ["library_name: blockdraft", "tags: [speculative-decoding, dflash, custom_generate]", "---"]
+    taps = ", ".join(map(str, next(iter(said["taps"].values()))))
     lines = [
         *head,
         f"# A drafter for {target if is_hub_name else Path(target).name}",
@@ -149,8 +144,9 @@ def model_card(report: Report, target: str, repo: str | None, known: Known, lice
         "It guesses what its target will say, which then says the same in fewer steps: greedy answers are the target's "
         "own, token by token, and sampled ones have its law.",
         "",
-        f"{report.about['architecture']} with {size}, in the {report.layout} layout; blocks of {said['block_size']} "
-        f"tokens, {_read_of_target(said['taps']['blockdraft'])}.",
+        f"{report.about['architecture']} with {counted(report.about['layers'], 'layer')} and "
+        f"{report.about['parameters'] / 1e6:,.1f} M parameters, in the {report.layout} layout; blocks of "
+        f"{said['block_size']} tokens, taps on the outputs of layers {taps} (from 0).",
         "",
         "## Measured",
         "",
@@ -162,15 +158,9 @@ def model_card(report: Report, target: str, repo: str | None, known: Known, lice
         "",
         "## Use",
         "",
-        *_use(report, target if is_hub_name else "TARGET", repo or "OWNER/NAME"),
+        *_use(report, drafter, target if is_hub_name else "TARGET", repo or "OWNER/NAME"),
     ]
     return "\n".join(lines) + "\n"
-
-
-def _read_of_target(taps: Sequence[int | str]) -> str:
-    if isinstance(taps[0], str):
-        return f"made from {taps[0]}"
-    return f"taps on the outputs of layers {', '.join(map(str, taps))} (from 0)"
 
 
 def _measured(known: Known) -> Iterator[str]:
@@ -212,11 +202,12 @@ def _data(known: Known) -> Iterator[str]:
     )
 
 
-def _use(report: Report, target: str, repo: str) -> Iterator[str]:
+def _use(report: Report, drafter: Path, target: str, repo: str) -> Iterator[str]:
     yield "With blockdraft:"
+    config, _ = find_layout(report.layout).config(read_config(drafter), None, report.wants["layers"])
     given = ["--target", target]
-    lines = starts(report.config, report.layout, repo, target, given)
-    ours = starts(report.config, report.layout, LOCAL, target, given)["blockdraft"].line or ""
+    lines = starts(config, report.layout, repo, target, given)
+    ours = starts(config, report.layout, LOCAL, target, given)["blockdraft"].line or ""
     yield from _block(f"hf download {repo} --local-dir {LOCAL}", ours)
     yield "With transformers, where blockdraft is installed:"
     yield from _block(

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from blockdraft.formats.stored import Stored
 from blockdraft.nn.draft_config import need
-
-PICKLED = "pytorch_model.bin"
 
 
 @dataclass(frozen=True)
@@ -48,56 +45,23 @@ class Checkpoint:
     trained_for: str | None = None
 
 
-@dataclass(frozen=True)
-class Kind:
-    """What there is to know of the one kind of drafter that a layout holds.
-
-    Attributes:
-        name: Its architecture, as config.json has it.
-        shapes: Name and shape of each of its weights, by the configuration.
-        guesses: Most guesses of a block, by the configuration.
-        vllm: The method of vLLM's speculative configuration; "" where the folder says all of it, None where vLLM does
-            not read the layout.
-        sglang: SGLang's algorithm and its options, by the number of guesses; None likewise.
-        elsewhere: Why the engines that do not read it do not.
-        instead: A layout that these read; None where there is none.
-    """
-
-    name: str
-    shapes: Callable[[Any], Mapping[str, tuple[int, ...]]]
-    guesses: Callable[[Any], int]
-    elsewhere: str
-    vllm: str | None = None
-    sglang: Callable[[int], list[str]] | None = None
-    instead: str | None = None
-
-
 class Layout(Protocol):
     """A module of this package's that defines `LAYOUT`, an object of this kind, is a layout and goes by its file name.
 
     Attributes:
         borrows: Whether it holds copies of the target's embedding and head.
-        kind: None where it holds what is in `architectures/`.
-        pickle: The file of weights that is read where there are no safetensors.
     """
 
     borrows: bool
-    kind: Kind | None
-    pickle: str
 
     def recognises(self, raw: Mapping[str, Any]) -> bool:
         """Whether a parsed config.json is of this layout."""
 
     def config(
-        self,
-        raw: Mapping[str, Any],
-        tensors: Mapping[str, Stored | Tensor],
-        vocabulary: Mapping[str, int] | None,
-        num_target_layers: int | None,
+        self, raw: Mapping[str, Any], vocabulary: Mapping[str, int] | None, num_target_layers: int | None
     ) -> tuple[Any, bool]:
         """The configuration of a parsed config.json, and whether the number of target layers in it is known: where the
-        file does not say it, None stands for as many as the taps need. `tensors` are those of the folder, of which
-        names and shapes are looked at. For the others see `read`.
+        file does not say it, None stands for as many as the taps need. For the others see `read`.
 
         Raises:
             ValueError: The file lacks a value, or asks for the unsupported.

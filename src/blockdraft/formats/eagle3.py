@@ -7,17 +7,16 @@ own, for the tokens that `t2d` and `d2t` keep; the embedding is the target's, th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from blockdraft.formats.base import PICKLED, Borrowed, Checkpoint, Kind
+from blockdraft.formats.base import Borrowed, Checkpoint
 from blockdraft.formats.folder import blaming, check_tensors, read_config, read_tensors, write_folder
-from blockdraft.formats.stored import Stored
 from blockdraft.formats.vocabulary import kept_tokens, vocabulary_maps
 from blockdraft.formats.zlab import one_dtype
 from blockdraft.formats.zlab_config import rope_of
@@ -39,14 +38,12 @@ EAGLE: dict[str, tuple[Any, ...]] = {"use_aux_hidden_state": (True,), "use_input
 EAGLE |= {"use_last_layernorm": (True,), "use_mtp_layernorm": (False,), "parallel_draft_step": (1,)}
 UNUSED = ("verifier_lm_head.weight", "verifier_norm.weight")  # they serve training
 
-T = TypeVar("T")
-
 
 def network_config(
-    raw: Mapping[str, Any], tensors: Collection[str], taps: Sequence[int], num_target_layers: int, **more: Any
+    raw: Mapping[str, Any], tensors: Mapping[str, Tensor], taps: Sequence[int], num_target_layers: int, **more: Any
 ) -> Eagle3Config:
-    """The configuration, from keys as transformers' Llama has them, and the names of tensors that `renamed` gives.
-    Raises ValueError where a value is lacking or unsupported."""
+    """The configuration, from keys as transformers' Llama has them, and from tensors as `renamed` names them. Raises
+    ValueError where a value is lacking or unsupported."""
     for key, values in INERT.items():
         need(raw.get(key) is None or raw[key] in values, key, raw.get(key), "absent: this value is not supported")
     hidden, heads = (whole(key, raw.get(key)) for key in ("hidden_size", "num_attention_heads"))
@@ -74,7 +71,7 @@ def network_config(
     )
 
 
-def renamed(tensors: Mapping[str, T]) -> dict[str, T]:
+def renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A checkpoint's tensors by the names of the network's, without what it has no use for."""
     found = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()}
     return {n: t for n, t in found.items() if n not in UNUSED and not n.endswith("rotary_emb.inv_freq")}
@@ -154,62 +151,26 @@ def config_dict(config: Any) -> dict[str, Any]:
     }
 
 
-def usual_taps(num_target_layers: int | None) -> tuple[int, ...]:
-    """Taps of a file that names none. Raises ValueError where that depends on a target that is not known."""
-    need(num_target_layers is not None, IDS, None, "there, or the target given, by whose depth the usual ones go")
-    assert num_target_layers is not None
-    return default_taps(num_target_layers)
-
-
-def guesses_of(config: Eagle3Config) -> int:
-    """Most guesses of a path."""
-    return config.block_size - 1
-
-
-def weight_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
-    """As `tensor_shapes`, without the ids of the tokens that it can guess."""
-    return {name: shape for name, shape in tensor_shapes(config).items() if name != "d2t"}
-
-
 class Eagle3:
-    borrows, pickle = False, PICKLED
-    kind = Kind(
-        ARCHITECTURES[0],
-        weight_shapes,
-        guesses_of,
-        "its own converter makes a GGUF file of such a folder",
-        vllm="eagle3",
-        sglang=lambda guesses: ["EAGLE3", "--speculative-num-steps", str(guesses), "--speculative-eagle-topk", "1"],
-    )
+    borrows = False
 
     def recognises(self, raw: Mapping[str, Any]) -> bool:
         found = raw.get("architectures")
         names = found if isinstance(found, list) and "speculators_model_type" not in raw else []
         return any(name in ARCHITECTURES or (name == PLAIN and "draft_vocab_size" in raw) for name in names)
 
-    def config(
-        self,
-        raw: Mapping[str, Any],
-        tensors: Mapping[str, Stored | Tensor],
-        vocabulary: Mapping[str, int] | None,
-        num_target_layers: int | None,
-    ) -> tuple[Eagle3Config, bool]:
-        eagle = raw.get("eagle_config") or {}
-        need(isinstance(eagle, Mapping), "eagle_config", eagle, "a JSON object")
-        for key, values in EAGLE.items():
-            known = eagle.get(key) is None or eagle[key] in values
-            need(known, key, eagle.get(key), "absent: this value is not supported")
-        ids = eagle.get(IDS) or usual_taps(num_target_layers)
-        need(isinstance(ids, list | tuple), IDS, ids, "a list of target layers")
-        layers = num_target_layers or 1 + max((i for i in ids if type(i) is int), default=0)
-        block_size = raw.get("block_size") or BLOCK_SIZE
-        config = network_config(raw, renamed(tensors), ids, layers, block_size=block_size)
-        return config, num_target_layers is not None
-
     def read(self, path: Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
         raw, tensors = read_config(path), renamed(read_tensors(path))
         with blaming(Path(path, "config.json")):
-            config, _ = self.config(raw, tensors, vocabulary, num_target_layers)
+            eagle = raw.get("eagle_config") or {}
+            need(isinstance(eagle, Mapping), "eagle_config", eagle, "a JSON object")
+            for key, values in EAGLE.items():
+                known = eagle.get(key) is None or eagle[key] in values
+                need(known, key, eagle.get(key), "absent: this value is not supported")
+            ids = eagle.get(IDS) or default_taps(num_target_layers)
+            need(isinstance(ids, list | tuple), IDS, ids, "a list of target layers")
+            block_size = raw.get("block_size") or BLOCK_SIZE
+            config = network_config(raw, tensors, ids, num_target_layers, block_size=block_size)
         with blaming(Path(path)):
             return checkpoint_of(config, tensors)
 

@@ -8,28 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from blockdraft.errors import UsageError
-from blockdraft.formats.base import PICKLED, Checkpoint, Kind
+from blockdraft.formats.base import Checkpoint
 from blockdraft.formats.eagle3 import (
     FLAGS,
     IDS,
     NORMS,
     check_kind,
     checkpoint_of,
-    guesses_of,
     layer_keys,
     network_config,
     renamed,
-    usual_taps,
-    weight_shapes,
     written_tensors,
 )
 from blockdraft.formats.folder import blaming, read_config, read_tensors, write_folder
-from blockdraft.formats.speculators_config import ids_of, layer_config, layers_entered, named, taps_of
-from blockdraft.formats.stored import Stored
-from blockdraft.nn.eagle3 import BLOCK_SIZE, Eagle3Config
+from blockdraft.formats.speculators_config import ids_of, layer_config, named, taps_of
+from blockdraft.nn.eagle3 import BLOCK_SIZE, default_taps
 
 MODEL_TYPE, ARCHITECTURE = "eagle3", "Eagle3Speculator"
 
@@ -51,37 +46,18 @@ def config_dict(config: Any, target_name: str | None, target_architectures: Sequ
 
 
 class Eagle3Speculators:
-    borrows, pickle = True, PICKLED
-    kind = Kind(
-        ARCHITECTURE,
-        weight_shapes,
-        guesses_of,
-        "it reads EAGLE-3 in the layout eagle3",
-        vllm="",
-        instead="eagle3",
-    )
+    borrows = True
 
     def recognises(self, raw: Mapping[str, Any]) -> bool:
         return raw.get("speculators_model_type") == MODEL_TYPE
 
-    def config(
-        self,
-        raw: Mapping[str, Any],
-        tensors: Mapping[str, Stored | Tensor],
-        vocabulary: Mapping[str, int] | None,
-        num_target_layers: int | None,
-    ) -> tuple[Eagle3Config, bool]:
-        count = num_target_layers or layers_entered(raw.get(IDS))
-        taps = usual_taps(num_target_layers) if raw.get(IDS) is None else taps_of(raw, IDS, count)
-        own = {key: raw.get(key) for key in (*FLAGS, *NORMS, "draft_vocab_size", "target_hidden_size")}
-        layers = {**layer_config(raw.get("transformer_layer_config")), **own}
-        config = network_config(layers, renamed(tensors), taps, count, block_size=_block_size(raw))
-        return config, num_target_layers is not None
-
     def read(self, path: Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
         raw, tensors = read_config(path), renamed(read_tensors(path))
         with blaming(Path(path, "config.json")):
-            config, _ = self.config(raw, tensors, vocabulary, num_target_layers)
+            taps = default_taps(num_target_layers) if raw.get(IDS) is None else taps_of(raw, IDS, num_target_layers)
+            own = {key: raw.get(key) for key in (*FLAGS, *NORMS, "draft_vocab_size", "target_hidden_size")}
+            layers = {**layer_config(raw.get("transformer_layer_config")), **own}
+            config = network_config(layers, tensors, taps, num_target_layers, block_size=_block_size(raw))
         with blaming(Path(path)):
             return checkpoint_of(config, tensors)
 

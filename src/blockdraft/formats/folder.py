@@ -17,12 +17,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from blockdraft.errors import UsageError
-from blockdraft.formats.base import PICKLED
 from blockdraft.formats.find import layout_of
 from blockdraft.formats.stored import Stored, open_tensors, stored
 from blockdraft.nn.draft_config import need
 
 TRAINED_FOR = "target_fingerprint"  # key of config.json
+PICKLED = "pytorch_model.bin"
 
 
 @contextmanager
@@ -49,38 +49,27 @@ def trained_for(raw: Any) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def weight_files(path: str | Path, pickle: str = PICKLED) -> list[Path]:
-    """A folder's safetensors files, which may have any names, or where there are none the file `pickle`. Raises
-    ValueError where there is neither."""
-    files, pickled = sorted(Path(path).glob("*.safetensors")), Path(path, pickle)
-    with blaming(Path(path, "config.json")):
-        need(len(files) > 0 or pickled.is_file(), "*.safetensors", None, "beside it; copy the drafter's weights there")
-    return files or [pickled]
-
-
-def folder_tensors(path: str | Path, pickle: str = PICKLED) -> dict[str, Stored]:
-    """All tensors of a folder's `weight_files`, of which safetensors are read when they are asked for; a prefix
-    `model.` is left out.
+def read_tensors(path: str | Path, pickle: str = PICKLED) -> dict[str, Tensor]:
+    """All tensors of a folder's safetensors files, which may have any names, or where there are none of the file
+    `pickle`, on the CPU; a prefix `model.` is left out.
 
     Raises:
         ValueError: There is no such file, one is broken or holds more than tensors, or two hold the same tensor.
     """
-    tensors: dict[str, Stored] = {}
-    for file in weight_files(path, pickle):
+    tensors: dict[str, Tensor] = {}
+    files = sorted(Path(path).glob("*.safetensors"))
+    pickled = Path(path, pickle)
+    with blaming(Path(path, "config.json")):
+        need(len(files) > 0 or pickled.is_file(), "*.safetensors", None, "beside it; copy the drafter's weights there")
+    for file in files or [pickled]:
         with blaming(file):
-            for name, one in (_unpickled(file) if file.name == pickle else open_tensors([str(file)])).items():
+            found = _unpickled(file) if file == pickled else open_tensors([str(file)])
+            for name, one in found.items():
                 name = name.removeprefix("model.")
                 need(name not in tensors, name, "a repeated tensor", "in one file; keep one copy of the weights")
-                tensors[name] = one
+                # Copied, so that what is freed is free, and no part of a file that stays mapped.
+                tensors[name] = one.tensor().clone()
     return tensors
-
-
-def read_tensors(path: str | Path, pickle: str = PICKLED) -> dict[str, Tensor]:
-    """What is in `folder_tensors`, on the CPU. Raises ValueError as that does."""
-    found = folder_tensors(path, pickle)
-    with blaming(Path(path)):
-        # Copied, so that what is freed is free, and no part of a file that stays mapped.
-        return {name: one.tensor().clone() for name, one in found.items()}
 
 
 def _unpickled(file: Path) -> dict[str, Stored]:

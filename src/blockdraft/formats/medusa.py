@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from blockdraft.errors import UsageError
-from blockdraft.formats.base import Checkpoint, Kind
+from blockdraft.formats.base import Checkpoint
 from blockdraft.formats.folder import blaming, check_tensors, read_config, read_tensors, write_folder
-from blockdraft.formats.stored import Stored
 from blockdraft.nn.draft_config import need, whole
 from blockdraft.nn.medusa import MedusaConfig, MedusaNetwork
 
@@ -26,26 +25,11 @@ WEIGHTS = "medusa_lm_head.pt"
 
 
 class Medusa:
-    borrows, pickle = False, WEIGHTS
-    kind = Kind(
-        ARCHITECTURE,
-        lambda config: _shapes(config),
-        lambda config: config.num_heads,
-        "no form of Medusa's heads that it reads is written here",
-    )
+    borrows = False
 
     def recognises(self, raw: Mapping[str, Any]) -> bool:
         # A model that was trained together with its heads has them, and these keys, in its own folder.
         return "medusa_num_heads" in raw and raw.get("architectures") in (None, [ARCHITECTURE])
-
-    def config(
-        self,
-        raw: Mapping[str, Any],
-        tensors: Mapping[str, Stored | Tensor],
-        vocabulary: Mapping[str, int] | None,
-        num_target_layers: int | None,
-    ) -> tuple[MedusaConfig, bool]:
-        return _config(raw, tensors, num_target_layers or 1), bool(raw.get("num_target_layers") or num_target_layers)
 
     def read(self, path: Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
         raw, tensors = read_config(path), read_tensors(path, WEIGHTS)
@@ -79,7 +63,7 @@ class Medusa:
         write_folder(path, raw, checkpoint.tensors, checkpoint.trained_for, WEIGHTS)
 
 
-def _config(raw: Mapping[str, Any], tensors: Mapping[str, Stored | Tensor], num_target_layers: int) -> MedusaConfig:
+def _config(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], num_target_layers: int) -> MedusaConfig:
     """What config.json says, and the tensors where it is silent."""
     layers = whole("medusa_num_layers", raw.get("medusa_num_layers", 1))
     # Published configurations say 2 of files that hold 5 heads.
@@ -89,8 +73,8 @@ def _config(raw: Mapping[str, Any], tensors: Mapping[str, Stored | Tensor], num_
     if first is None:
         raise UsageError(f"it lacks 0.0.linear.weight, and begins with {min(tensors)}; give Medusa's heads alone.")
     return MedusaConfig(
-        hidden_size=raw.get("hidden_size", first.shape[0]),
-        vocab_size=raw.get("vocab_size") if last is None else last.shape[0],  # type: ignore[arg-type]  # None is refused
+        hidden_size=raw.get("hidden_size", first.size(0)),
+        vocab_size=raw.get("vocab_size") if last is None else last.size(0),  # type: ignore[arg-type]  # None is refused
         num_target_layers=raw.get("num_target_layers", num_target_layers),
         num_heads=heads,
         num_layers=layers,

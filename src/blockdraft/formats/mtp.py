@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from blockdraft.errors import UsageError
-from blockdraft.formats.base import PICKLED, Checkpoint, Kind
+from blockdraft.formats.base import Checkpoint
 from blockdraft.formats.folder import blaming, check_tensors, read_config, read_tensors, write_folder
-from blockdraft.formats.stored import Stored
 from blockdraft.nn.draft_config import need
 from blockdraft.nn.mtp import MTPConfig, MTPNetwork
 
@@ -23,34 +22,19 @@ PREFIX = "mtp."
 
 
 class MTP:
-    borrows, pickle = False, PICKLED
-    kind = Kind(
-        ARCHITECTURE,
-        lambda config: _shapes(config),
-        lambda config: config.block_size - 1,
-        "the layout is one of blockdraft's own",
-    )
+    borrows = False
 
     def recognises(self, raw: Mapping[str, Any]) -> bool:
         return raw.get("architectures") == [ARCHITECTURE]
 
-    def config(
-        self,
-        raw: Mapping[str, Any],
-        tensors: Mapping[str, Stored | Tensor],
-        vocabulary: Mapping[str, int] | None,
-        num_target_layers: int | None,
-    ) -> tuple[MTPConfig, bool]:
-        known = {field.name for field in fields(MTPConfig)}
-        given = {name: value for name, value in raw.items() if name in known}
-        for name in known - {*given} - {"rope_scaling"}:
-            need(False, name, None, "given; write the head with the version that trained it")
-        return MTPConfig(**given), True
-
     def read(self, path: Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
         raw, tensors = read_config(path), read_tensors(path)
+        known = {field.name for field in fields(MTPConfig)}
         with blaming(Path(path, "config.json")):
-            config, _ = self.config(raw, {}, vocabulary, num_target_layers)
+            given = {name: value for name, value in raw.items() if name in known}
+            for name in known - {*given} - {"rope_scaling"}:
+                need(False, name, None, "given; write the head with the version that trained it")
+            config = MTPConfig(**given)
         with blaming(path):
             check_tensors({PREFIX + name: shape for name, shape in _shapes(config).items()}, tensors)
         return Checkpoint(config, {name.removeprefix(PREFIX): _shifted(name, one, 1) for name, one in tensors.items()})

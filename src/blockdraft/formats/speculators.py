@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from blockdraft.formats.architectures import Architecture, architecture_of, by_name, tensor_shapes
-from blockdraft.formats.base import PICKLED, Borrowed, Checkpoint
+from blockdraft.formats.base import Borrowed, Checkpoint
 from blockdraft.formats.folder import blaming, check_tensors, read_config, read_tensors, write_folder
-from blockdraft.formats.speculators_config import ids_of, layer_config, layers_entered, named, taps_of
-from blockdraft.formats.stored import Stored
+from blockdraft.formats.speculators_config import ids_of, layer_config, named, taps_of
 from blockdraft.formats.vocabulary import kept_tokens, vocabulary_maps
 from blockdraft.formats.zlab import one_dtype
 from blockdraft.formats.zlab_config import config_dict as zlab_config_dict
@@ -214,19 +213,16 @@ def _rows(config: DraftConfig) -> tuple[str, ...]:
 
 
 class Speculators:
-    borrows, kind, pickle = True, None, PICKLED
+    borrows = True
 
     def recognises(self, raw: Mapping[str, Any]) -> bool:
         return "speculators_model_type" in raw
 
     def config(
-        self,
-        raw: Mapping[str, Any],
-        tensors: Mapping[str, Stored | Tensor],
-        vocabulary: Mapping[str, int] | None,
-        num_target_layers: int | None,
+        self, raw: Mapping[str, Any], vocabulary: Mapping[str, int] | None, num_target_layers: int | None
     ) -> tuple[DraftConfig, bool]:
-        least = layers_entered(raw.get("aux_hidden_state_layer_ids"))
+        ids = raw.get("aux_hidden_state_layer_ids")
+        least = 1 + max((i for i in ids if type(i) is int), default=0) if isinstance(ids, list) else 1
         return parse_config(raw, num_target_layers or least)[0], num_target_layers is not None
 
     def read(self, path: Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:

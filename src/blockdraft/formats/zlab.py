@@ -10,10 +10,9 @@ from torch import Tensor
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.architectures import architecture_of, by_name, tensor_shapes
-from blockdraft.formats.base import PICKLED, Checkpoint
+from blockdraft.formats.base import Checkpoint
 from blockdraft.formats.folder import blaming, check_tensors, read_tensors, write_folder
 from blockdraft.formats.folder import read_config as read_raw
-from blockdraft.formats.stored import Stored
 from blockdraft.formats.zlab_config import config_dict, parse_config
 from blockdraft.nn.draft_config import DraftConfig, need
 
@@ -66,18 +65,14 @@ def one_dtype(tensors: Mapping[str, Tensor]) -> str:
 
 
 class ZLab:
-    borrows, kind, pickle = False, None, PICKLED
+    borrows = False
 
     def recognises(self, raw: Mapping[str, Any]) -> bool:
         found = raw.get("architectures")
         return "speculators_model_type" not in raw and isinstance(found, list) and any(n in by_name() for n in found)
 
     def config(
-        self,
-        raw: Mapping[str, Any],
-        tensors: Mapping[str, Stored | Tensor],
-        vocabulary: Mapping[str, int] | None,
-        num_target_layers: int | None,
+        self, raw: Mapping[str, Any], vocabulary: Mapping[str, int] | None, num_target_layers: int | None
     ) -> tuple[DraftConfig, bool]:
         return parse_config(raw, vocabulary), True
 

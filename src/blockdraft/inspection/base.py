@@ -25,17 +25,16 @@ class Check:
 
 @dataclass(frozen=True)
 class Report:
-    """A checkpoint. All values but `config` are such that JSON can spell them; lengths are in tokens.
+    """A checkpoint. All values are such that JSON can spell them; lengths are in tokens.
 
     Attributes:
         what: "drafter", "target" or "adapter".
-        layout: How it lies: a file of `formats`, "gguf", "transformers" or "peft".
+        layout: How it lies: "zlab", "speculators", "gguf", "transformers" or "peft".
         about: What it is, and how large.
         wants: The target that a drafter or an adapter is for.
         conventions: Of a drafter, everything that readers may take differently, as it was resolved.
         fits: Whether it goes with a given target; empty where none was given.
         starts: How each engine is started with it.
-        config: Of a drafter's network, for `formats`.
     """
 
     path: str
@@ -46,8 +45,6 @@ class Report:
     conventions: Mapping[str, Any] = field(default_factory=dict)
     fits: tuple[Check, ...] = ()
     starts: Mapping[str, Start] = field(default_factory=dict)
-    config: Any = None
 
     def as_dict(self) -> dict[str, Any]:
-        """All but `config`."""
-        return {name: value for name, value in asdict(self).items() if name != "config"}
+        return asdict(self)

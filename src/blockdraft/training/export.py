@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blockdraft.drafters import entries
 from blockdraft.errors import UsageError
 from blockdraft.folders import held
 from blockdraft.formats import (
@@ -75,12 +76,12 @@ def format_for(
 
 
 def usual_format(drafter: str | Path) -> str:
-    """The format that a drafter is written in unless another is asked for: z-lab's, or one of its own kind. Raises
+    """The format that a drafter is written in unless another is asked for: that in which its kind is trained. Raises
     ValueError where it has no config.json that can be read."""
     layout = None if is_gguf(drafter) else layout_of(read_config(drafter))
-    if layout is None or layout.kind is None:
-        return USUAL
-    return layout.kind.instead or next(name for name, one in layouts().items() if one is layout)
+    names = [name for name, one in layouts().items() if one is layout]
+    held = [entry.layouts[0] for entry in entries().values() if {*names} & {*entry.layouts}]
+    return held[0] if held else USUAL
 
 
 def formats_for(config: Any) -> list[str]:

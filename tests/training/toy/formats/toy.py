@@ -10,7 +10,7 @@ from typing import Any
 from blockdraft.nn.toy import ToyConfig, ToyNetwork  # type: ignore[import-not-found]
 
 from blockdraft.errors import UsageError
-from blockdraft.formats.base import PICKLED, Checkpoint, Kind
+from blockdraft.formats.base import Checkpoint
 from blockdraft.formats.folder import TRAINED_FOR, check_tensors, read_config, read_tensors, write_folder
 
 NAME = "ToyModel"
@@ -18,26 +18,21 @@ OTHERS = ("architectures", TRAINED_FOR)  # keys of config.json besides the confi
 
 
 class ToyLayout:
-    borrows, pickle = False, PICKLED
-    kind = Kind(NAME, lambda config: _shapes(config), lambda config: config.guesses, "toys are for tests")
+    borrows = False
 
     def recognises(self, raw: Mapping[str, Any]) -> bool:
         return raw.get("architectures") == [NAME]
 
     def config(
-        self,
-        raw: Mapping[str, Any],
-        tensors: Mapping[str, Any],
-        vocabulary: Mapping[str, int] | None,
-        num_target_layers: int | None,
+        self, raw: Mapping[str, Any], vocabulary: Mapping[str, int] | None, num_target_layers: int | None
     ) -> tuple[Any, bool]:
         own = {name: value for name, value in raw.items() if name not in OTHERS}
         return ToyConfig(**{**own, "taps": tuple(own["taps"])}), True
 
     def read(self, path: Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
-        config, _ = self.config(read_config(path), {}, vocabulary, num_target_layers)
+        config, _ = self.config(read_config(path), vocabulary, num_target_layers)
         tensors = read_tensors(path)
-        check_tensors(_shapes(config), tensors)
+        check_tensors({name: tuple(one.shape) for name, one in ToyNetwork(config).state_dict().items()}, tensors)
         return Checkpoint(config, tensors)
 
     def check(self, config: Any, target_name: str | None, target_architectures: Sequence[str]) -> None:
@@ -50,10 +45,6 @@ class ToyLayout:
         self.check(checkpoint.config, target_name, target_architectures)
         raw = {"architectures": [NAME], **asdict(checkpoint.config)}
         write_folder(path, raw, checkpoint.tensors, checkpoint.trained_for)
-
-
-def _shapes(config: ToyConfig) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(one.shape) for name, one in ToyNetwork(config).state_dict().items()}
 
 
 LAYOUT = ToyLayout()
