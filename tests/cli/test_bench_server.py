@@ -96,7 +96,7 @@ def test_failed_requests_end_in_1(bench: Run, tmp_path: Path) -> None:
         (["--url", "http://x", "--concurrency", "0"], "concurrency is '0'; it must be at least 1"),
         (["--url", "http://x", "--concurrency", "65"], "at most 64"),
         (["--url", "http://x", "--temperature", "hot"], "temperature is 'hot'"),
-        (["--temperature", "0,1"], "several are for --url alone"),
+        (["--temperature", "0,1"], "several are for --url and --suite"),
         (["--url", "http://127.0.0.1:9"], "cannot be reached"),
         (["--url", "nonsense"], "nonsense cannot be reached"),
     ],

@@ -1,7 +1,6 @@
 """Command lines against what was recorded of the engines, and an engine that stands in for them."""
 
 import json
-import signal
 import socket
 import stat
 import subprocess
@@ -11,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 from engine_schemas import check_recorded
 
@@ -164,20 +162,6 @@ def test_dry_run(
     )
     assert run(monkeypatch, "vllm", *pair, "--port", 0) == 2
     assert "port is 0; it must be at least 1" in capsys.readouterr().err
-
-
-def test_an_engine_ends_with_the_command(
-    program: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tiny_target_dir: Path, tiny_drafter_dir: Path
-) -> None:
-    """SIGTERM, which service managers send, would else leave it behind."""
-    file = program("#!/bin/sh\necho $$ > $0.own\nsleep 0.3\nkill -TERM $PPID\nexec sleep 60\n")
-    before = signal.signal(signal.SIGTERM, lambda *_: None)
-    try:
-        pair = ("--target", tiny_target_dir, "--drafter", tiny_drafter_dir)
-        assert run(monkeypatch, "vllm", *pair, "--port", free_port(), "--patience", 10) == 130
-        assert not psutil.pid_exists(int(Path(f"{file}.own").read_text()))
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.slow

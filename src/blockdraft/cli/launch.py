@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import shlex
-import signal
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -80,7 +79,6 @@ def launch(
         return
     if out is not None:
         report.check_folder(out, overwrite)
-    before = signal.signal(signal.SIGTERM, _interrupt)  # so that the engine ends, too
     try:
         with ExitStack() as stack:
             line = found.placed(Path(stack.enter_context(TemporaryDirectory())))
@@ -93,9 +91,3 @@ def launch(
                 raise typer.Exit(running.wait())
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt

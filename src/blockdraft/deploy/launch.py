@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
 import socket
 import subprocess
 import time
@@ -93,7 +94,8 @@ def _files(start: Start, prefix_caching: bool) -> dict[str, str]:
 
 
 class Running:
-    """An engine that was started, for `with`, which ends it. What it prints goes to standard error.
+    """An engine that was started, for `with`, which ends it. What it prints goes to standard error. Meanwhile SIGTERM,
+    with which others end this process, is a KeyboardInterrupt, so that the engine ends too.
 
     Args:
         line: Its command.
@@ -116,6 +118,7 @@ class Running:
                 f"{line[0]} cannot be started ({error.strerror}); install the engine, or print the command with "
                 "--dry-run and start it where it is."
             ) from error
+        self._before = signal.signal(signal.SIGTERM, _interrupt)
         try:
             self._wait(patience)
         except BaseException:
@@ -143,6 +146,7 @@ class Running:
 
     def close(self) -> None:
         """Tell it and its workers to end, and make those end that do not."""
+        signal.signal(signal.SIGTERM, self._before)
         try:
             family = [self.process, *self.process.children(recursive=True)]
         except psutil.NoSuchProcess:
@@ -163,3 +167,7 @@ class Running:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt

@@ -52,11 +52,6 @@ def taps_of(raw: Mapping[str, Any], key: str, num_target_layers: int) -> tuple[i
     return tuple(i - 1 for i in ids or ())
 
 
-def layers_entered(ids: Any) -> int:
-    """The least number of target layers of which one is entered for each of these taps."""
-    return 1 + max((i for i in ids if type(i) is int), default=0) if isinstance(ids, list) else 1
-
-
 def ids_of(config: Any) -> list[int]:
     """The layers that a configuration's taps enter. Raises ValueError where one is the output of the last layer."""
     last = config.num_target_layers - 1
