@@ -92,7 +92,7 @@ def test_other_kinds(
 ) -> None:
     """Their weights come along, whatever the file is called, and what the folder holds is a drafter still."""
     for drafter, weights, told in (
-        (tiny_eagle3_dir, "model.safetensors", "up to 5 tokens at a time and reads the outputs of the target's layers 0, 1"),
+        (tiny_eagle3_dir, "model.safetensors", "5 tokens at a time and reads the outputs of the target's layers 0, 1"),
         (tiny_medusa_dir, "medusa_lm_head.pt", "up to 3 tokens at a time and reads what the target's head reads"),
         (tiny_mtp_dir, "model.safetensors", "up to 3 tokens at a time and reads what the target's head reads"),
     ):

@@ -240,7 +240,7 @@ def test_eagle3(tiny_eagle3_dir: Path, tiny_target_dir: Path, tmp_path: Path) ->
     assert "--speculative-algorithm EAGLE3 " in str(found.starts["SGLang"].line)
     assert "--speculative-num-steps 5 " in str(found.starts["SGLang"].line)
     assert str(found.starts["SGLang"].line).endswith("--speculative-num-draft-tokens 6")
-    assert found.starts["llama.cpp"].line is None and "converter" in str(found.starts["llama.cpp"].reason)
+    assert found.starts["llama.cpp"].line is None and "convert_hf_to_gguf.py" in str(found.starts["llama.cpp"].reason)
     beside = inspect(tiny_eagle3_dir, tiny_target_dir)
     assert verdicts(beside)["layers"] is verdicts(beside)["taps"] is True and False not in verdicts(beside).values()
 

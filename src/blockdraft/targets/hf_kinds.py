@@ -37,8 +37,10 @@ def layer_kinds(model: PreTrainedModel, has_states: bool) -> list[str]:
     if refused:
         raise UsageError(f"{name} ({config.model_type}) cannot be a target: {refused}.")
     default = "sliding_attention" if window_of(config) else "full_attention"
-    kinds = list(getattr(config, "layer_types", None) or [default] * config.num_hidden_layers)
-    stateful = model._is_stateful or not {*kinds} <= ATTENTION_KINDS | WITHOUT_MEMORY
+    said = getattr(config, "layer_types", None)
+    kinds = list(said or [default] * config.num_hidden_layers)
+    # A model of a recurrent family may have no recurrent layer.
+    stateful = not {*kinds} <= ATTENTION_KINDS | WITHOUT_MEMORY if said else model._is_stateful
     if has_states != stateful or (stateful and config.model_type not in RECURRENT_FAMILIES):
         raise UsageError(
             f"{name} ({config.model_type}) has layers of the kinds {sorted({*kinds})}, whose state is not known to be "
