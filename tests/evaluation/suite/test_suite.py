@@ -105,7 +105,12 @@ def test_what_is_settled_is_gone_on_with(tmp_path: Path) -> None:
     done = new.plus([row("gsm8k", "none"), row("gsm8k", "dflash")]).plus([row("gsm8k", "none", temperature=1.0)])
     results.write(tmp_path / "out", done)
     again = results.resumed(new, tmp_path / "out", False)
-    assert again == done and again.settled("gsm8k", 1.0) and not again.settled("mbpp", 0.0)
+    assert (
+        again == done
+        and again.settled("gsm8k", 1.0)
+        and not again.settled("mbpp", 0.0)
+        and not again.settled("gsm8k", 0.5)
+    )
     assert [one.temperature for one in again.only(["gsm8k"], [1.0, 0.0]).rows] == [1.0, 0.0, 0.0]
     assert results.resumed(new, tmp_path / "out", True) == new == results.resumed(new, tmp_path / "other", False)
     with pytest.raises(ValueError, match=r"is of another run: drafter was 'a' and is 'b'\. Choose another --out"):
