@@ -15,9 +15,9 @@ from typing import Any, cast
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.fsdp import FSDPModule
 
 from blockdraft.diffusion.folder import write_model
 from blockdraft.diffusion.intervals import steadiest
@@ -70,7 +70,8 @@ def train(
 
     Raises:
         UsageError: Too little text, blocks or rows longer than the context, a batch that the processes cannot share,
-            another run or something else in the folder, another process training there, or a full disk.
+            or that hold shards of the weights, another run or something else in the folder, another process training
+            there, or a full disk.
         NumbersError: The loss is not finite.
     """
     if accelerator is None:
@@ -78,6 +79,8 @@ def train(
         accelerator = Accelerator(
             cpu=not on_gpu, mixed_precision="bf16" if on_gpu and recipe.dtype != "float32" else "no"
         )
+    if accelerator.distributed_type == DistributedType.FSDP:
+        raise UsageError("Weights in shards (FSDP) are not for this training; use --multi_gpu in place of --use_fsdp.")
     main = accelerator.is_main_process
     with held(out, "training") if main else contextlib.nullcontext():
         return _Training(model, texts, steps, out, recipe, telling if main else Telling(), accelerator).run()
@@ -257,8 +260,6 @@ class _Training:
         """`losses`, by the module that may be spread over processes."""
         device = self.network.device
         found: Tensor = self.module(ids.to(device), *(each.to(device) for each in noise))
-        if not torch.is_grad_enabled() and isinstance(self.module, FSDPModule):
-            self.module.reshard()  # which otherwise the backward pass does
         return found
 
     def _batch(self, step: int) -> Tokens:
@@ -318,7 +319,7 @@ class _Training:
 
     def _save(self, step: int) -> None:
         """Write the model and then a checkpoint, so that a run whose last checkpoint is there has nothing to do."""
-        ema = {name: _whole(weight) for name, weight in self.ema.items()}
+        ema = {name: weight.to("cpu", copy=True) for name, weight in self.ema.items()}
         network, optimizers = get_state_dict(self.module, self.optimizer, options=WHOLE)
         if self.records is not None:
             dtype = getattr(torch, self.recipe.save_dtype)
@@ -340,12 +341,6 @@ class _Training:
             optim_state_dict=state["optimizers"],
             options=StateDictOptions(full_state_dict=True),
         )
-
-
-def _whole(weight: Tensor) -> Tensor:
-    """On the CPU, gathered from all processes where each holds a part of it."""
-    whole: Tensor = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
-    return whole.detach().to("cpu", copy=True)
 
 
 def _rows(texts: Sequence[Tokens], length: int) -> Tokens:
