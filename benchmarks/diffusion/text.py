@@ -138,6 +138,7 @@ def _run(
         eval_every=0,
         save_every=math.ceil(settings.steps / SAVES),
         keep=1,
+        dtype="float32",  # on every machine
     )
     lines = train(model, [corpus.trained], settings.steps, folder, recipe, Telling(told))
     scored = Tokens(*(part[: settings.scored or None] for part in corpus.held_out))
