@@ -27,7 +27,7 @@ from blockdraft.types import Drafting, RequestDrafting, SamplingParams
 PROMPTS = [[5, 9, 3, 5, 9], [4, 60, 33, 12, 9, 4, 60], [6]]
 PARAMS = [SamplingParams(7, temperature, seed=7, ignore_eos=True) for temperature in (0.0, 0.0, 0.8)]
 BOUNDS = [None, RequestDrafting(tree_budget=0), None]  # a tree, a chain, a tree
-QUICK_FAMILIES = ("gpt_oss", "deepseek_v3", "granitemoehybrid")
+QUICK_FAMILIES = ("gpt_oss", "deepseek_v3", "qwen3_moe")
 QUICK = {Cell(family, "dflash", "transformers") for family in QUICK_FAMILIES}
 
 
@@ -84,7 +84,12 @@ def test_drafting_changes_no_answer(
 
 @pytest.mark.parametrize(
     ("family", "backend"),
-    [(family, backend) for family in FAMILIES for backend in BACKENDS if is_refused(family, backend)],
+    [
+        pytest.param(family, backend, marks=[] if family in QUICK_FAMILIES else pytest.mark.slow)
+        for family in FAMILIES
+        for backend in BACKENDS
+        if is_refused(family, backend)
+    ],
 )
 def test_a_family_that_a_backend_lacks_is_refused_by_name(
     family: str,
