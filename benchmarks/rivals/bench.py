@@ -263,9 +263,10 @@ class Bench:
         )
         (self.out / "recipes.toml").write_text(recipes.strip() + "\n", encoding="utf-8")
         about = (
-            f"Target: {given.target or 'the bundled one'}, {self.loaded().running}, {given.threads} threads. "
-            f"{given.tokens:,} tokens of training, {counted(given.seeds, 'seed')}, at most {given.limit} prompts of a "
-            f"set, answers of up to {given.max_new_tokens} tokens."
+            f"Target: {given.target or 'the bundled one'}, {self.loaded().running}, "
+            f"{counted(given.threads, 'thread')}. {given.tokens:,} tokens of training, "
+            f"{counted(given.seeds, 'seed')}, at most {given.limit} prompts of a set, answers of up to "
+            f"{given.max_new_tokens} tokens."
         )
         page = report.page(found, self.budget, about, given.quick)
         (self.out / "rivals.md").write_text(page, encoding="utf-8")

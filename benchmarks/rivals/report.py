@@ -154,7 +154,8 @@ def _speedups(found: Figures, temperature: float) -> str:
     text = (
         "tau / R of the fastest way of each drafter, the mean of seeds and sets (and the range of the seeds). On this "
         "CPU R is measured; with a * it is that of a drafter that is not compiled, and by weights is what a compiled "
-        "one could come to; prompt lookup is judged so alone, as what it finds hangs on the text. A wider pair says "
+        "one could come to; prompt lookup is judged so alone, as what it finds hangs on the text, and its "
+        "own time on the host is left out (Real answers have it). A wider pair says "
         "the same words, so tau is that of width 1.\n\n"
     )
     return text + _table(header, rows)
@@ -236,7 +237,7 @@ def draw(found: Figures, path: Path, quick: bool) -> None:
                 axes.errorbar(x, best.tau, spread, fmt=marker, color=colours[kind], markersize=8, capsize=3)
                 axes.annotate(best.way.partition(":")[2], (x, best.tau), (6, 4), textcoords="offset points", fontsize=8)
         right = 1.15 * max((x for x, _ in points), default=1.0) + 0.05
-        top = 1.1 * max((tau for _, tau in points), default=2.0)
+        top = max(1.1 * max((tau for _, tau in points), default=0.0), 2.0)
         for speedup in (0.5, 0.75, 1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6):
             if speedup < top:
                 end = min(right, top / speedup - 1)
@@ -245,7 +246,7 @@ def draw(found: Figures, path: Path, quick: bool) -> None:
                     f"{speedup:g}x", (end, speedup * (1 + end)), (-2, -2), textcoords="offset points", ha="right",
                     va="top", fontsize=8, color="grey",
                 )  # fmt: skip
-        axes.set(xlim=(0, right), ylim=(min(1.0, top), top), title=place.name)
+        axes.set(xlim=(0, right), ylim=(0.9, top), title=place.name)
         axes.set_xlabel("what drafting adds to a cycle, in plain cycles (R - 1)")
         axes.set_ylabel(f"tau, mean of the prompt sets, temperature {temperature:g}")
     legend = [Line2D([], [], color=colours[kind], marker="s", linestyle="", label=_title(kind)) for kind in found.kinds]
