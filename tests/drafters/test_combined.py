@@ -50,6 +50,8 @@ def test_equal_guesses_are_one_node_and_the_likeliest_are_taken() -> None:
     assert found.parents.tolist() == [[-1, 0, 1, 2, 0, 1, 4]]
     chances = [0.6, 0.6 * 0.8, 0.6 * 0.8 * 0.9, 0.3, 0.3, 0.15]
     assert found.expected == pytest.approx((sum(chances),))
+    other = merged(torch.tensor([3]), [proposal(MODEL), proposal(LOOKUP)], plan(7, cycle_seconds=[1.0] * 8))
+    assert other.expected == pytest.approx(found.expected)
     for budget in range(1, 7):
         fewer = merged(torch.tensor([3]), [proposal(LOOKUP), proposal(MODEL)], plan(budget))
         assert fewer.tokens.tolist() == [found.tokens[0, : 1 + budget].tolist()] and fewer.expected is None
