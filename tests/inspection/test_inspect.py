@@ -246,7 +246,7 @@ def test_eagle3(tiny_eagle3_dir: Path, tiny_target_dir: Path, tmp_path: Path) ->
 
     other = inspect(written_so(tiny_eagle3_dir, "eagle3_speculators", tiny_target_dir, tmp_path / "s"))
     assert other.layout == "eagle3_speculators" and other.wants["name"] == "owner/model"
-    assert other.conventions["taps"] == said["taps"] and other.about["parameters"] == found.about["parameters"]
+    assert other.conventions["taps"] == said["taps"]
     assert other.starts["vLLM"].line == f"vllm serve {tmp_path / 's'}"
     assert "--format eagle3" in str(other.starts["SGLang"].remedy)
 
