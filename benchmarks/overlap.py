@@ -283,6 +283,7 @@ def main(given: Sequence[str] | None = None) -> None:
         run(args)
 
 
+@torch.no_grad()
 def run(args: argparse.Namespace) -> None:
     sets = read_prompt_sets(args.prompts, args.limit)
     target = load_target(args.target)
@@ -295,7 +296,6 @@ def run(args: argparse.Namespace) -> None:
         )
     if not drafter.knows_probabilities:
         raise ValueError(f"{args.drafter} does not say how likely its guesses are; name another --drafter.")
-    torch.set_grad_enabled(False)
     params = SamplingParams(args.max_new_tokens, args.temperature, seed=0)
     cycles = measure_outcomes(target, drafter, [p for one in sets for p in one.prompts], block_size, params)
     if not cycles:

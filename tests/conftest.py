@@ -280,8 +280,13 @@ def scatter() -> Callable[..., Any]:
 
 @pytest.fixture
 def fresh_accelerator() -> Iterator[None]:
-    """Accelerate keeps the state of a process; each test begins without."""
+    """Accelerate keeps the state of a process; each test begins without, and leaves none."""
+    _forget_accelerator()
     yield
+    _forget_accelerator()
+
+
+def _forget_accelerator() -> None:
     AcceleratorState._reset_state(True)
     PartialState._reset_state()
 

@@ -57,6 +57,7 @@ def poison(target: Target, token: int) -> None:
 
 def break_forward(target: Target, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[int, Tensor, Any], None]) -> None:
     """Call `spoil(number of the forward, tokens, cache)` before each forward; it may raise."""
+    target.cache_bytes(1, 1)  # which a target of transformers learns by a forward
     forward, calls = target.forward, 0
 
     def broken(tokens: Tensor, parents: Tensor, cache: Any, *args: Any, **kwargs: Any) -> TargetOutput:
