@@ -21,7 +21,7 @@ from blockdraft.deploy import launch
 from blockdraft.deploy.launch import Running, command
 from blockdraft.errors import UsageError
 from blockdraft.formats import zlab
-from blockdraft.targets import load_target
+from blockdraft.targets import BUNDLED, load_target
 from blockdraft.training.export import convert, format_for
 
 FAKE_SERVER = Path(__file__).parents[1] / "evaluation" / "servers"
@@ -158,7 +158,7 @@ def test_workers_of_an_engine_that_died_are_ended(tmp_path: Path, monkeypatch: p
         raise httpx.ConnectError("")
 
     monkeypatch.setattr(launch, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(launch.httpx, "get", get)
+    monkeypatch.setattr(httpx, "get", get)
     with pytest.raises(UsageError, match="ended with status 3"):
         Running([str(engine)], free_port(), 60)
     worker = int(child.read_text())
@@ -185,10 +185,12 @@ def test_dry_run(
     )
     assert run(monkeypatch, "vllm", *pair, "--port", 0) == 2
     assert "port is 0; it must be at least 1" in capsys.readouterr().err
+    assert run(monkeypatch, "vllm", "--target", "bundled", "--drafter", "bundled", "--dry-run") == 0
+    assert capsys.readouterr().out.startswith(f"vllm serve {BUNDLED} ")
 
 
 @pytest.mark.parametrize("keep", [True, False])
-@pytest.mark.parametrize(("prompt", "told"), [("FAIL", "4 requests failed"), ("HANG", "said nothing for 0.3 s")])
+@pytest.mark.parametrize(("prompt", "told"), [("FAIL", "4 requests failed"), ("HANG", "said nothing for 1 s")])
 def test_a_measurement_that_failed_does_not_end_serving(
     keep: bool,
     prompt: str,
@@ -215,7 +217,7 @@ def test_a_measurement_that_failed_does_not_end_serving(
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(f'{{"prompt": "{prompt}"}}\n{{"prompt": "long enough to be asked first"}}\n')
     pair = ("--target", tiny_target_dir, "--drafter", tiny_drafter_dir)
-    options = ("--prompts", prompts, "--concurrency", 2, "--requests", 8, "--silence", 0.3)
+    options = ("--prompts", prompts, "--concurrency", 2, "--requests", 8, "--silence", 60 if prompt == "FAIL" else 1)
     code = run(monkeypatch, "vllm", *pair, *options, *(["--keep"] if keep else []))
     assert code == (7 if keep else 1 if prompt == "FAIL" else 2)
     captured = capsys.readouterr()
