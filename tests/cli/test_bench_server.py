@@ -85,6 +85,17 @@ def test_failed_requests_end_in_1(bench: Run, tmp_path: Path) -> None:
     assert result.code == 1 and "2 requests failed: status 500" in result.out
 
 
+def test_a_server_that_hangs_leaves_the_levels_before(bench: Run, tmp_path: Path) -> None:
+    more, out = tmp_path / "more.jsonl", tmp_path / "out"
+    more.write_text('{"prompt": "HANG"}\n{"prompt": "long enough to be asked first"}\n')
+    with FakeServer().served() as url:
+        result = bench("--prompts", more, "--url", url, "--concurrency", 2, "--silence", 1.5, "--out", out, "--json")
+    assert result.code == 2
+    assert "said nothing for 1.5 s" in result.err and "--silence SECONDS" in result.err and f"in {out}." in result.err
+    for found in (json.loads(result.out), json.loads((out / "server.json").read_text())):
+        assert [level["prompt_set"] for level in found["levels"]] == ["first"] and "hang" in found["stopped"]
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

@@ -120,6 +120,11 @@ def test_the_remedy_for_a_gguf_file_names_the_folder_that_it_was_made_from(
         need_drafter("model.gguf", None, "or none")
 
 
+def test_the_bundled_target_by_name() -> None:
+    need_drafter("bundled", None, "or none")  # which has one
+    assert load_target_text("bundled").max_context == load_target_text().max_context
+
+
 def test_a_folder_that_is_not_there_is_told_before_a_drafter_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,6 +1,7 @@
-"""Lets the tests here import `engine_schemas`."""
+"""Lets the tests here import `engine_schemas`, and fake_server.py, which lies beside other tests."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+here = Path(__file__).parent
+sys.path += [str(here), str(here.parent / "evaluation/servers")]

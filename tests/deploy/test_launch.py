@@ -5,20 +5,23 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from engine_schemas import check_recorded
+from fake_server import FakeServer
 
 from blockdraft import cli
 from blockdraft.deploy import launch
 from blockdraft.deploy.launch import Running, command
 from blockdraft.errors import UsageError
 from blockdraft.formats import zlab
-from blockdraft.targets import load_target
+from blockdraft.targets import BUNDLED, load_target
 from blockdraft.training.export import convert, format_for
 
 FAKE_SERVER = Path(__file__).parents[1] / "evaluation" / "servers"
@@ -142,6 +145,26 @@ def test_engines_that_do_not_come_up(program: Callable[[str], Path], monkeypatch
             Running([str(file)], port, 5)
 
 
+def test_workers_of_an_engine_that_died_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, child, go = (tmp_path / name for name in ("engine", "child", "go"))
+    engine.write_text(f"#!/bin/sh\nsleep 60 &\necho $! > {child}\nwhile [ ! -e {go} ]; do sleep 0.02; done\nexit 3\n")
+    engine.chmod(engine.stat().st_mode | stat.S_IEXEC)
+    seen = list[bool]()
+
+    def get(*_: object, **__: object) -> None:
+        if any(seen):  # it had a worker when its children were looked at
+            go.touch()
+        seen.append(child.exists() and bool(child.read_text()))
+        raise httpx.ConnectError("")
+
+    monkeypatch.setattr(launch, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(httpx, "get", get)
+    with pytest.raises(UsageError, match="ended with status 3"):
+        Running([str(engine)], free_port(), 60)
+    worker = int(child.read_text())
+    assert not psutil.pid_exists(worker) or psutil.Process(worker).status() == psutil.STATUS_ZOMBIE
+
+
 def run(monkeypatch: pytest.MonkeyPatch, *args: object) -> int:
     monkeypatch.setattr(sys, "argv", ["blockdraft", "launch", *map(str, args)])
     try:
@@ -162,6 +185,44 @@ def test_dry_run(
     )
     assert run(monkeypatch, "vllm", *pair, "--port", 0) == 2
     assert "port is 0; it must be at least 1" in capsys.readouterr().err
+    assert run(monkeypatch, "vllm", "--target", "bundled", "--drafter", "bundled", "--dry-run") == 0
+    assert capsys.readouterr().out.startswith(f"vllm serve {BUNDLED} ")
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize(("prompt", "told"), [("FAIL", "4 requests failed"), ("HANG", "said nothing for 1 s")])
+def test_a_measurement_that_failed_does_not_end_serving(
+    keep: bool,
+    prompt: str,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    tiny_target_dir: Path,
+    tiny_drafter_dir: Path,
+) -> None:
+    class Served:
+        def __init__(self, url: str) -> None:
+            self.url = url
+
+        def wait(self) -> int:
+            return 7
+
+    @contextmanager
+    def running(*_: object) -> Iterator[Served]:
+        with FakeServer().served() as url:
+            yield Served(url)
+
+    monkeypatch.setattr(launch, "Running", running)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(f'{{"prompt": "{prompt}"}}\n{{"prompt": "long enough to be asked first"}}\n')
+    pair = ("--target", tiny_target_dir, "--drafter", tiny_drafter_dir)
+    options = ("--prompts", prompts, "--concurrency", 2, "--requests", 8, "--silence", 60 if prompt == "FAIL" else 1)
+    code = run(monkeypatch, "vllm", *pair, *options, *(["--keep"] if keep else []))
+    assert code == (7 if keep else 1 if prompt == "FAIL" else 2)
+    captured = capsys.readouterr()
+    assert ("The measurement went wrong: " in captured.err and "Serving at" in captured.err) == keep
+    assert told in captured.out + captured.err
 
 
 @pytest.mark.slow

@@ -12,6 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from blockdraft.diffusion.new import new_model
+from blockdraft.diffusion.settings import NewSettings
+from blockdraft.drafters import BUNDLED
 from blockdraft.errors import UsageError
 from blockdraft.formats import Borrowed, layouts, read_drafter, speculators, zlab
 from blockdraft.inspection import Report, inspect
@@ -186,6 +189,7 @@ def test_an_adapter(tmp_path: Path) -> None:
 def test_the_bundled_drafter() -> None:
     found = inspect("bundled")
     assert found.about["architecture"] == "DFlashDraftModel" and verdicts(found)["fingerprint"] is True
+    assert inspect(BUNDLED, "bundled").fits == found.fits
 
 
 def test_wrong_places(variant: Variant, tiny_target_dir: Path, tmp_path: Path) -> None:
@@ -218,6 +222,28 @@ def test_wrong_places(variant: Variant, tiny_target_dir: Path, tmp_path: Path) -
         inspect(empty)
     with pytest.raises(UsageError, match="is a target itself; leave --target out"):
         inspect(tiny_target_dir, tiny_target_dir)
+
+
+def test_targets_that_are_none(tiny_drafter_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    for place, kind in ((tiny_drafter_dir, "a drafter"), (tmp_path, "an adapter")):
+        with pytest.raises(UsageError, match=f"target is {place}, which is {kind}; give the model"):
+            inspect(tiny_drafter_dir, place)
+
+
+def test_a_block_diffusion_model(tiny_drafter_dir: Path, tiny_target_dir: Path, tmp_path: Path) -> None:
+    for kind in ("dit", "causal"):
+        place = tmp_path / kind
+        new_model(tiny_target_dir, place, NewSettings(kind=kind, layers=1, hidden_size=32, heads=2))  # type: ignore[arg-type]
+        found = inspect(place)
+        weights = load_file(place / "model.safetensors")
+        assert (found.what, found.about["block_size"]) == ("block-diffusion model", 8)
+        assert found.about["parameters"] == sum(weight.numel() for weight in weights.values())
+        assert found.starts["blockdraft"].line == f"blockdraft diffusion generate --model {place}"
+    with pytest.raises(UsageError, match="causal is a block-diffusion model, .* leave --target out"):
+        inspect(place, tiny_target_dir)
+    with pytest.raises(UsageError, match=f"target is {place}, which is a block-diffusion model"):
+        inspect(tiny_drafter_dir, place)
 
 
 def written_so(drafter: Path, name: str, target: Path, out: Path) -> Path:

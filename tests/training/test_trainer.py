@@ -17,7 +17,7 @@ import pytest
 import torch
 from accelerate import tracking
 from accelerate.utils import LoggerType
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from blockdraft import load_drafter, load_target
 from blockdraft.data.documents import DataWriter, Document, read_data, tokenizer_fingerprint
@@ -406,6 +406,21 @@ def test_a_run_is_not_gone_on_with_under_another_recipe(run: Run, tmp_path: Path
 def test_loss_that_is_no_number_ends_the_run(run: Run, tmp_path: Path) -> None:
     with pytest.raises(FloatingPointError, match="lower the learning rate"):
         run(tmp_path / "drafter", learning_rate="1e30", clip="0", steps="6")
+
+
+@pytest.mark.parametrize("broken", ["model.layers.0.mlp.down_proj.weight", "lm_head.weight"])
+def test_a_target_that_computes_no_numbers_is_named(
+    broken: str, run: Run, tmp_path: Path, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, load = tmp_path / "target", load_target
+    shutil.copytree(tiny_target_dir, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors[broken][0] = torch.nan
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    monkeypatch.setitem(globals(), "load_target", lambda path, **given: load(folder, **given))
+    with pytest.raises(FloatingPointError, match="The target computed numbers that are not finite at step 1"):
+        run(tmp_path / "drafter")
+    assert not run_folder(tmp_path / "drafter").exists()
 
 
 def test_targets_that_cap_their_logits_teach_no_laws(tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,7 +116,8 @@ def bench(
         given = {**asdict(server), "prompts": [str(path) for path in prompts], "limit": limit, "seed": seed}
         given |= {"max_new_tokens": max_new_tokens, "top_k": top_k, "top_p": top_p, "temperatures": temperature}
         sets = read_prompt_sets(prompts, limit)
-        measure_servers(server.places(), sets, sampling, server.settings(), given, out, overwrite, as_json)
+        if measure_servers(server.places(), sets, sampling, server.settings(), given, out, overwrite, as_json):
+            raise typer.Exit(1)
         return
     if len(sampling) != 1:
         raise UsageError(f"temperature is {temperature!r}; several are for --url and --suite, so give one.")

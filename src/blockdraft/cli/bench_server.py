@@ -66,6 +66,7 @@ class ServerOptions:
     allow_prefix_cache: Annotated[bool, option(LoadSettings, "allow_prefix_cache", rich_help_panel=PANEL)] = (
         LoadSettings.allow_prefix_cache
     )
+    silence: Annotated[float, option(LoadSettings, "silence", rich_help_panel=PANEL)] = LoadSettings.silence
 
     def places(self) -> list[Place]:
         from blockdraft.evaluation.servers.measure import Place
@@ -75,7 +76,7 @@ class ServerOptions:
 
     def settings(self) -> LoadSettings:
         levels = from_text(LoadSettings, "concurrency", self.concurrency)
-        return LoadSettings(levels, self.requests, self.allow_prefix_cache)
+        return LoadSettings(levels, self.requests, self.allow_prefix_cache, self.silence)
 
 
 # Options of `bench` that a server heeds too.
@@ -115,8 +116,16 @@ def measure_servers(
     out: Path | None,
     overwrite: bool,
     as_json: bool,
-) -> None:
-    """Measure, write and print. The exit code is 1 where requests failed."""
+) -> int:
+    """Measure, write and print.
+
+    Returns:
+        The number of requests that failed.
+
+    Raises:
+        UsageError: As `measure` raises it; or a server died or hung behind the first level, and what was measured
+            before is written and printed.
+    """
     from blockdraft.cli import display
     from blockdraft.evaluation.servers import report
     from blockdraft.evaluation.servers.measure import measure
@@ -139,5 +148,7 @@ def measure_servers(
         else:
             report.show(display.terminal() if sys.stdout.isatty() else display.plain(), found)
         sys.stdout.flush()
-    if any(level.failed for level in found.levels):
-        raise typer.Exit(1)
+    if found.stopped:
+        kept = "printed" if out is None else f"printed and in {out}"
+        raise UsageError(f"{found.stopped} What was measured before is {kept}.")
+    return sum(level.failed for level in found.levels)

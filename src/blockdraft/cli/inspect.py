@@ -26,13 +26,15 @@ def inspect(
         str,
         typer.Argument(
             metavar="DIR|FILE",
-            help="A drafter, a target or an adapter, as a folder or GGUF file; bundled is the drafter that comes "
-            "along.",
+            help="A drafter, a target, an adapter or a block-diffusion model, as a folder or GGUF file; bundled is "
+            "the drafter that comes along.",
         ),
     ],
     target: Annotated[
         str | None,
-        typer.Option(metavar="DIR", help="A target, as a folder, hub name or GGUF file, that the drafter may fit."),
+        typer.Option(
+            metavar="DIR", help="A target, as a folder, hub name or GGUF file, or bundled, that the drafter may fit."
+        ),
     ] = None,
     revision: Revision = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,

@@ -16,6 +16,7 @@ from blockdraft.cli import loading
 from blockdraft.cli.bench_server import ServerOptions, measure_servers, temperatures
 from blockdraft.cli.options import option
 from blockdraft.deploy.settings import LaunchSettings
+from blockdraft.errors import UsageError, counted
 from blockdraft.evaluation.methods import Settings
 from blockdraft.evaluation.prompts import SAMPLES, read_prompt_sets
 from blockdraft.evaluation.servers.settings import LoadSettings
@@ -48,6 +49,7 @@ def launch(
     limit: Annotated[int | None, option(Settings, "limit")] = Settings.limit,
     concurrency: Annotated[str, option(LoadSettings, "concurrency", metavar="N,...")] = ServerOptions.concurrency,
     requests: Annotated[int | None, option(LoadSettings, "requests")] = LoadSettings.requests,
+    silence: Annotated[float, option(LoadSettings, "silence")] = LoadSettings.silence,
     max_new_tokens: Annotated[int, option(SamplingParams, "max_new_tokens")] = SamplingParams.max_new_tokens,
     temperature: Annotated[str, option(SamplingParams, "temperature", metavar="T,...")] = str(
         SamplingParams.temperature
@@ -63,7 +65,9 @@ def launch(
     Whether the two go together is checked first. The engine ends when it is measured, unless --keep is given.
     """
     settings = LaunchSettings(port=port, patience=patience)
-    chosen = ServerOptions(concurrency=concurrency, requests=requests, allow_prefix_cache=keep).settings()
+    chosen = ServerOptions(
+        concurrency=concurrency, requests=requests, allow_prefix_cache=keep, silence=silence
+    ).settings()
     seed = secrets.randbits(32)
     sampling = [SamplingParams(max_new_tokens, each, seed=seed) for each in temperatures(temperature)]
     sets = read_prompt_sets(prompts, limit) if prompts else [SAMPLES]
@@ -85,9 +89,19 @@ def launch(
             print(shlex.join(line), file=sys.stderr, flush=True)
             running = stack.enter_context(Running(line, settings.port, settings.patience))
             arguments = {"command": line, "max_new_tokens": max_new_tokens, "temperatures": temperature, "seed": seed}
-            measure_servers([Place(running.url)], sets, sampling, chosen, arguments, out, overwrite, as_json)
+            how = [Place(running.url)], sets, sampling, chosen, arguments, out, overwrite, as_json
+            try:
+                failed = measure_servers(*how)
+                trouble = f"{counted(failed, 'request')} failed"
+            except UsageError as error:
+                if not keep:
+                    raise
+                failed, trouble = 1, str(error)
             if keep:
+                if failed:
+                    loading.tell(f"The measurement went wrong: {trouble}")
                 print(f"Serving at {running.url}; Ctrl-C ends it.", file=sys.stderr, flush=True)
                 raise typer.Exit(running.wait())
+            raise typer.Exit(1 if failed else 0)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None

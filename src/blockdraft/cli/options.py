@@ -85,7 +85,7 @@ def extent(name: str, text: str | None) -> Any:
 
 def need_drafter(target: str | None, drafter: str | None, otherwise: str) -> None:
     """Raise a UsageError where a target of one's own has no drafter; `otherwise` is what else can be done."""
-    if target is not None and drafter is None:
+    if target is not None and target != "bundled" and drafter is None:
         is_path = target.startswith(("/", "./", "../", "~")) or "/" not in target
         if is_path and not Path(target).expanduser().exists():
             raise UsageError(f"There is no {target}; --target takes the folder or hub name of a model, or a GGUF file.")

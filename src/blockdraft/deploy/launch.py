@@ -118,6 +118,7 @@ class Running:
                 f"{line[0]} cannot be started ({error.strerror}); install the engine, or print the command with "
                 "--dry-run and start it where it is."
             ) from error
+        self._workers = set[psutil.Process]()
         self._before = signal.signal(signal.SIGTERM, _interrupt)
         try:
             self._wait(patience)
@@ -128,6 +129,7 @@ class Running:
     def _wait(self, patience: float) -> None:
         until = time.monotonic() + patience
         while time.monotonic() < until:
+            self._note_workers()
             status = self.process.poll()
             if status is not None:
                 name = Path(self.process.args[0]).name
@@ -140,6 +142,11 @@ class Running:
             time.sleep(POLL_SECONDS)
         raise UsageError(f"The engine did not answer at {self.url}/health in {patience:g} s; give it more --patience.")
 
+    def _note_workers(self) -> None:
+        """While the engine lives: whose children they were cannot be seen any more when it has died."""
+        with suppress(psutil.NoSuchProcess):
+            self._workers.update(self.process.children(recursive=True))
+
     def wait(self) -> int:
         """Until it ends by itself; its exit status."""
         return int(self.process.wait())
@@ -147,10 +154,8 @@ class Running:
     def close(self) -> None:
         """Tell it and its workers to end, and make those end that do not."""
         signal.signal(signal.SIGTERM, self._before)
-        try:
-            family = [self.process, *self.process.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            return
+        self._note_workers()
+        family = [self.process, *self._workers]
         for each in family:
             with suppress(psutil.NoSuchProcess):
                 each.terminate()

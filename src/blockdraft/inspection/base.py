@@ -28,7 +28,7 @@ class Report:
     """A checkpoint. All values but `config` are such that JSON can spell them; lengths are in tokens.
 
     Attributes:
-        what: "drafter", "target" or "adapter".
+        what: "drafter", "target", "adapter" or "block-diffusion model".
         layout: How it lies: a file of `formats`, "gguf", "transformers" or "peft".
         about: What it is, and how large.
         wants: The target that a drafter or an adapter is for.

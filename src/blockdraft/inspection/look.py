@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from blockdraft.denoisers.folder import FAMILY_OF
 from blockdraft.drafters import BUNDLED
 from blockdraft.errors import UsageError
 from blockdraft.formats import layout_of, layouts, read_config
@@ -29,15 +30,17 @@ def inspect(path: str | Path, target: str | Path | None = None, revision: str | 
 
     Args:
         path: A folder, a GGUF file, the hub name of a target, or "bundled", the drafter that comes along.
-        target: What a drafter is to go with: folder, hub name or GGUF file.
+        target: What a drafter is to go with: folder, hub name, GGUF file, or "bundled", the one that comes along.
         revision: Of a hub name.
 
     Raises:
         UsageError: There is nothing there that is known, or it cannot be read.
     """
     place = BUNDLED if str(path) == "bundled" else Path(path)
-    if target is None and place == BUNDLED:
+    if str(target) == "bundled" or (target is None and place == BUNDLED):
         target = BUNDLED_TARGET
+    if target is not None:
+        _check_target(Path(target))
     given = None if target is None else describe_target(target, revision)
     if is_gguf(place):
         if is_drafter(file := open_gguf(place)):
@@ -55,7 +58,27 @@ def inspect(path: str | Path, target: str | Path | None = None, revision: str | 
     if (layout := layout_of(raw)) is not None:
         name = next(name for name, one in layouts().items() if one is layout)
         return layout_report(place, name, layout, raw, given)
+    if _denoises(raw):
+        return _denoiser(place, raw, given)
     return _target(place, describe_target(place), given)
+
+
+def _check_target(place: Path) -> None:
+    """Refuse what else a target's place may hold."""
+    raw = read_config(place) if (place / "config.json").is_file() else None
+    kinds = {
+        "a drafter": layout_of(raw) is not None
+        or (place.is_file() and is_gguf(place) and is_drafter(open_gguf(place))),
+        "an adapter": raw is None and (place / ADAPTER).is_file(),
+        "a block-diffusion model": _denoises(raw),
+    }
+    for kind, found in kinds.items():
+        if found:
+            raise UsageError(f"target is {place}, which is {kind}; give the model whose answers are to be written.")
+
+
+def _denoises(raw: Any) -> bool:
+    return isinstance(raw, Mapping) and str(raw.get("model_type")) in FAMILY_OF
 
 
 def _instead(place: Path) -> str:
@@ -108,6 +131,24 @@ def _target(path: str | Path, found: Description, given: Description | None) -> 
     remedy = shlex.join(["blockdraft", "export", "DRAFTER", "--target", name, "--format", "gguf", "--out", "DIR"])
     lines["llama.cpp"] = Start(None, "it reads GGUF files", remedy)
     return Report(name, "target", "transformers", about, starts={**ours, **lines})
+
+
+def _denoiser(place: Path, raw: Mapping[str, Any], given: Description | None) -> Report:
+    if given is not None:
+        raise UsageError(
+            f"{place} is a block-diffusion model, which goes with any target of the same tokens; leave --target out."
+        )
+    files = sorted(place.glob("*.safetensors"))
+    tensors = open_tensors([str(file) for file in files])
+    about = {
+        "architecture": raw["model_type"],
+        "block_size": raw.get("block_size"),
+        "mask_token_id": raw.get("mask_token_id"),
+        "parameters": sum(math.prod(tensor.shape) for tensor in tensors.values()),
+        "bytes": sum(file.stat().st_size for file in files),
+    }
+    starts = {"blockdraft": Start(shlex.join(["blockdraft", "diffusion", "generate", "--model", str(place)]))}
+    return Report(str(place), "block-diffusion model", "transformers", about, starts=starts)
 
 
 def _adapter(place: Path, given: Description | None) -> Report:

@@ -64,8 +64,9 @@ def load_target(
     """Load a target.
 
     Args:
-        path: A Hugging Face model folder or hub name, or a GGUF file, any one of its parts where it is split; None is
-            the bundled model. A GGUF file is run by the native backend on a CPU, and its weights stay of few bits.
+        path: A Hugging Face model folder or hub name, or a GGUF file, any one of its parts where it is split; None or
+            "bundled" is the bundled model. A GGUF file is run by the native backend on a CPU, and its weights stay of
+            few bits.
         dtype: Of weights and arithmetic, such as `torch.bfloat16` or "bfloat16"; None is float32 on a CPU, where
             greedy output is exact, and bfloat16 elsewhere.
         device: None is the first GPU if there is one, else the CPU.
@@ -102,7 +103,7 @@ def load_target(
     if compile not in get_args(Compile):
         raise UsageError(f"compile is {compile!r}; use one of {sorted(get_args(Compile))}.")
     placed, kind = device_and_dtype(device, dtype)
-    path = BUNDLED if path is None else path
+    path = BUNDLED if path is None or str(path) == "bundled" else path
     if isinstance(threads, int):
         if threads < 1:
             raise UsageError(f"threads is {threads}; it must be at least 1.")
@@ -180,7 +181,7 @@ def transformers_model(target: Target) -> PreTrainedModel | None:
 
 def load_target_text(path: str | Path | None = None, revision: str | None = None) -> TargetText:
     """Load what is known of a target without its weights. For arguments and errors see `load_target`."""
-    path = BUNDLED if path is None else path
+    path = BUNDLED if path is None or str(path) == "bundled" else path
     return load_gguf_text(path, revision) if is_gguf(path) else load_text(path, revision)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -92,7 +93,7 @@ def train(
     Raises:
         ValueError: Data, target, recipe, disk or an earlier run in the same folder do not fit together, or another
             process is training there. All is checked before the first step, and told at once as far as it can be.
-        FloatingPointError: The loss is no number.
+        FloatingPointError: The target's numbers or the loss are not finite. Of a run that did no step nothing is left.
     """
     main = accelerator.is_main_process
     told = telling if telling is not None and main else Telling()
@@ -153,6 +154,7 @@ class Trainer:
         if accelerator.is_main_process:
             clear_remains(out)
             clear_remains(self.folder / "measured")
+        self.fresh = not self.folder.exists()
         start.check_folder(out, self.folder, network, recipe)
         identity = start.identity(variant_name, target, data, recipe, self.variant.free_fields)
         if state is not None:
@@ -249,14 +251,33 @@ class Trainer:
         norm = accelerator.clip_grad_norm_(self.module.parameters(), recipe.clip or math.inf)
         figures = self._figures(found, weights)
         if not math.isfinite(figures["loss"]) or not math.isfinite(float(norm)):
-            raise NumbersError(
-                f"Loss {figures['loss']} and gradient norm {float(norm)} at step {done + 1} are not both finite; lower "
-                "the learning rate, or use dtype float32. The newest checkpoint stays as it is."
-            )
+            raise self._not_finite(batch, done, figures["loss"], float(norm))
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         return {"rate": share, "gradient_norm": float(norm), **figures}
+
+    @torch.no_grad()
+    def _not_finite(self, batch: Batch, done: int, loss: float, norm: float) -> NumbersError:
+        """Why a step failed. Removes the run's folder where this was its first step."""
+        target = self.target
+        parts = [batch.rows(begin, begin + self.rows) for begin in range(0, len(batch.contents), self.rows)]
+        said = [features_of(one, self.source, self.width, target) for one in parts]
+        said.append(target.head(torch.ones(1, target.hidden_size, dtype=target.dtype, device=target.device)))
+        if done == 0 and self.fresh:
+            self.accelerator.end_training()
+            if self.accelerator.is_main_process:
+                shutil.rmtree(self.folder)
+        kept = " The newest checkpoint stays as it is." if done else ""
+        if all(bool(one.isfinite().all()) for one in said):
+            return NumbersError(
+                f"Loss {loss} and gradient norm {norm} at step {done + 1} are not both finite; lower the learning "
+                f"rate, or use dtype float32.{kept}"
+            )
+        return NumbersError(
+            f"The target computed numbers that are not finite at step {done + 1}, so nothing can be learned from it; "
+            f"load it with --target-dtype float32, or, if it is already, copy its weights again.{kept}"
+        )
 
     def _forward(self, rows: Batch) -> Sums:
         features = features_of(rows, self.source, self.width, self.target)

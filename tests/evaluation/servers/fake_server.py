@@ -1,7 +1,7 @@
 """A server that answers as OpenAI's API does and counts as an engine does, from a script.
 
-The prompt chooses: BREAK breaks the answer off, FAIL is a 500, HUSH gives no usage, and DIFFER is answered otherwise by
-a server that drafts.
+The prompt chooses: BREAK breaks the answer off, FAIL is a 500, HANG is never answered, HUSH gives no usage, and DIFFER
+is answered otherwise by a server that drafts.
 """
 
 from __future__ import annotations
@@ -94,6 +94,8 @@ class FakeServer:
         prompt = body["prompt"] if "prompt" in body else body["messages"][-1]["content"]
         if "FAIL" in prompt:
             return JSONResponse({"error": {"message": "out of memory"}}, 500)
+        while "HANG" in prompt and not await request.is_disconnected():
+            await asyncio.sleep(0.01)
         return StreamingResponse(self.stream(body, prompt), media_type="text/event-stream")
 
     async def stream(self, body: dict[str, Any], prompt: str) -> AsyncIterator[str]:

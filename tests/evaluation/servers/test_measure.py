@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -106,6 +107,21 @@ def test_failed_requests_are_counted_and_told() -> None:
         'status 500: {"error":{"message":"out of memory"}}',
         "no finish reason, no end, no count of tokens (usage)",
     }
+
+
+def test_a_server_that_dies_leaves_the_levels_before() -> None:
+    with ExitStack() as server:
+        url = server.enter_context(FakeServer().served())
+
+        def progress(stage: str, done: int, total: int) -> None:
+            if done:
+                server.close()
+
+        settings = LoadSettings(concurrency=(1, 3), requests=6)
+        found = measure([Place(url)], [PROMPTS], [GREEDY], settings, progress)
+    [level] = found.levels
+    assert (level.concurrency, level.failed) == (1, 0) and level.tokens_per_second
+    assert "cannot be reached" in found.stopped and "This was at first, temperature 0, 3 at a time." in found.stopped
 
 
 def test_a_server_that_counts_no_tokens_is_refused() -> None:

@@ -12,9 +12,10 @@ import httpx
 
 from blockdraft.errors import UsageError, describe
 from blockdraft.evaluation.servers.metrics import Snapshot, parse
+from blockdraft.evaluation.servers.settings import LoadSettings
 from blockdraft.types import SamplingParams
 
-CONNECT_SECONDS, ANSWER_SECONDS = 30.0, 1800.0
+CONNECT_SECONDS = 30.0
 TOLD = 200  # characters of what a server says that went wrong
 
 
@@ -48,15 +49,24 @@ class Client:
         model: By the server's name; None is the first that it lists.
         key: That it asks for; None sends none.
         raw: Send prompts as they are to /v1/completions, instead of as chats.
+        silence: As in `LoadSettings`.
     """
 
-    def __init__(self, url: str, model: str | None = None, key: str | None = None, raw: bool = False) -> None:
+    def __init__(
+        self,
+        url: str,
+        model: str | None = None,
+        key: str | None = None,
+        raw: bool = False,
+        silence: float = LoadSettings.silence,
+    ) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.raw = raw
+        self.silence = silence
         self._model = model
         self._http = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=httpx.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS),
+            timeout=httpx.Timeout(silence, connect=CONNECT_SECONDS),
             limits=httpx.Limits(max_connections=None),
         )
 
@@ -89,13 +99,22 @@ class Client:
     async def _get(self, path: str) -> httpx.Response:
         try:
             return await self._http.get(self.url + path, follow_redirects=True)
+        except httpx.ReadTimeout as error:
+            raise self._hangs() from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise UsageError(
                 f"{self.url} cannot be reached ({describe(error)}); give the address of a running server."
             ) from error
 
+    def _hangs(self) -> UsageError:
+        return UsageError(
+            f"{self.url} has said nothing for {self.silence:g} s, so it seems to hang; restart it, or wait longer by "
+            "--silence SECONDS."
+        )
+
     async def ask(self, prompt: str, params: SamplingParams) -> Heard:
-        """Have a prompt answered. Raises nothing: what goes wrong is the `problem`."""
+        """Have a prompt answered. Raises UsageError where the server is silent too long; what else goes wrong is the
+        `problem`."""
         body = self._body(prompt, await self.model(), params)
         lines = list[tuple[float, str]]()
         heard = Heard(time.perf_counter())
@@ -108,6 +127,8 @@ class Client:
                 else:
                     async for line in response.aiter_lines():
                         lines.append((time.perf_counter(), line))
+        except httpx.ReadTimeout as error:
+            raise self._hangs() from error
         except httpx.HTTPError as error:
             heard.problem = describe(error)
         heard.ended = time.perf_counter()

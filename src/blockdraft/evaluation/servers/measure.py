@@ -38,8 +38,8 @@ class Place:
     key: str | None = None
     raw: bool = False
 
-    def client(self) -> Client:
-        return Client(self.url, self.model, self.key, self.raw)
+    def client(self, silence: float) -> Client:
+        return Client(self.url, self.model, self.key, self.raw, silence)
 
 
 @dataclass(frozen=True)
@@ -90,12 +90,14 @@ class Measured:
     """Attributes:
     servers: By "url" and, where there is a second one, "against".
     problems: What went wrong with requests, each once.
+    stopped: Why the last levels are missing; empty where none is.
     """
 
     servers: dict[str, About]
     equality: Equality | None
     levels: tuple[Level, ...]
     problems: tuple[str, ...]
+    stopped: str = ""
 
 
 def measure(
@@ -110,6 +112,9 @@ def measure(
     Args:
         places: One server, or two of the same model, of which the second does not draft.
         params: A series of levels each; they differ in temperature. Request i is sent with `seed` + i.
+
+    Returns:
+        Where a server dies or hangs behind the first level, the levels before that, and `stopped`.
 
     Raises:
         ValueError: A server cannot be reached or does not answer, keeps prefixes though that is not allowed, or the
@@ -126,13 +131,15 @@ async def _measure(
     progress: Progress,
 ) -> Measured:
     async with AsyncExitStack() as stack:
-        clients = {name: await stack.enter_async_context(place.client()) for name, place in places.items()}
+        clients = {
+            name: await stack.enter_async_context(place.client(settings.silence)) for name, place in places.items()
+        }
         longest = max((prompt for one in sets for prompt in one.prompts), key=len)
         servers = {name: await _about(client, longest, settings) for name, client in clients.items()}
         equality = await _compare(clients, sets, params[0], progress) if AGAINST in clients else None
         plan = [(one, how, n) for one in sets for how in params for n in settings.concurrency]
         total = len(clients) * sum(_requests(one, n, settings) for one, _, n in plan)
-        levels, problems, done = list[Level](), dict[str, None](), 0
+        levels, problems, done, stopped = list[Level](), dict[str, None](), 0, ""
         for number, (one, how, n) in enumerate(plan):
             found = dict[str, Level]()
             names = list(clients)[:: 1 if number % 2 == 0 else -1]  # another one begins
@@ -140,12 +147,20 @@ async def _measure(
                 count = _requests(one, n, settings)
                 stage = f"{one.name}, temperature {how.temperature:g}, {n} at a time"
                 progress(stage, done, total)
-                found[name], wrong = await _level(clients[name], name, one, how, n, count)
+                try:
+                    found[name], wrong = await _level(clients[name], name, one, how, n, count)
+                except UsageError as error:
+                    if not levels and not found:
+                        raise
+                    stopped = f"{error} This was at {stage}."
+                    break
                 done += count
                 progress(stage, done, total)
                 problems.update(dict.fromkeys(wrong))
             levels += _with_speedup(found)
-    return Measured(servers, equality, tuple(levels), tuple(problems))
+            if stopped:
+                break
+    return Measured(servers, equality, tuple(levels), tuple(problems), stopped)
 
 
 def _requests(one: PromptSet, at_once: int, settings: LoadSettings) -> int:
@@ -155,7 +170,7 @@ def _requests(one: PromptSet, at_once: int, settings: LoadSettings) -> int:
 def _with_speedup(found: Mapping[str, Level]) -> list[Level]:
     own, other = (found[name].tokens_per_second if name in found else None for name in (URL, AGAINST))
     speedup = own / other if own and other else None
-    return [replace(found[URL], speedup=speedup), *([found[AGAINST]] if AGAINST in found else [])]
+    return [replace(found[name], speedup=speedup if name == URL else None) for name in (URL, AGAINST) if name in found]
 
 
 async def _about(client: Client, prompt: str, settings: LoadSettings) -> About:
@@ -226,7 +241,12 @@ async def _level(
         idle.append(time.perf_counter())
 
     before, began = await client.metrics(), time.perf_counter()
-    await asyncio.gather(*(stream() for _ in range(at_once)))
+    streams = [asyncio.create_task(stream()) for _ in range(at_once)]
+    try:
+        await asyncio.gather(*streams)
+    finally:  # where one has failed, the others need not go on
+        for each in streams:
+            each.cancel()
     found = acceptance(before, await client.metrics())
     problems = [each.problem for each in heard if each.problem]
     level = Level(

@@ -20,8 +20,10 @@ class LoadSettings:
         requests: Requests of a level; None is each prompt once, and at least four times as many as are under way.
         allow_prefix_cache: Measure although a server keeps the beginnings of earlier prompts and does not read them
             again. Figures then depend on what was asked before.
+        silence: Seconds without a word of an answer after which a server is taken to hang, and the measurement ends.
     """
 
     concurrency: Annotated[tuple[AtOnce, ...], Strict(False), Field(min_length=1)] = (1, 4, 16)
     requests: Count | None = None
     allow_prefix_cache: bool = False
+    silence: Annotated[float, Field(gt=0)] = 600.0
