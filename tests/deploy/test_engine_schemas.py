@@ -26,7 +26,7 @@ KINDS: dict[str, dict[str, set[str]]] = {
     "dspark": {"zlab": set(), "speculators": {"vLLM"}, "gguf": {"llama.cpp"}},
     "eagle3": {"eagle3": {"vLLM", "SGLang", "TensorRT-LLM"}, "eagle3_speculators": {"vLLM"}},
     "medusa": {"medusa": set()},
-    "mtp": {"mtp": set()},
+    "mtp": {"mtp": set(), "mtp_speculators": {"vLLM"}},
 }
 OWN = {"drafter": "zlab", "dflash2": "zlab", "dspark": "zlab", "eagle3": "eagle3", "medusa": "medusa", "mtp": "mtp"}
 
@@ -115,6 +115,7 @@ def test_kinds_that_no_engine_runs_are_refused_by_name(drafters: dict[str, Path]
         ("medusa", "sglang", "SGLang cannot be started .* it runs no Medusa heads"),
         ("medusa", "vllm", "vLLM cannot be started .* it reads Medusa's heads in a layout of its own"),
         ("mtp", "trtllm", "TensorRT-LLM cannot be started .* it runs MTP heads that lie in the target's own"),
+        ("mtp", "vllm", "in the speculators format only. Write it anew: .* --format mtp_speculators"),
         ("dflash2", "trtllm", "how it is started with DFlash2DraftModel is not known here"),
         ("dspark", "vllm", "it reads no DSparkDraftModel in this format. Write it anew: .* --format speculators"),
     ):
