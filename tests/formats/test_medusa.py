@@ -133,7 +133,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
 def test_other_configurations_are_refused(tiny_drafter_dir: Path) -> None:
     config = read_drafter(tiny_drafter_dir, None, 3).config
     assert isinstance(config, DraftConfig)
-    with pytest.raises(ValueError, match="is a DraftConfig, for which Medusa's layout has no words"):
+    with pytest.raises(ValueError, match="DraftConfig is a configuration for which Medusa's layout has no words"):
         layouts()["medusa"].check(config, None, [])
 
 

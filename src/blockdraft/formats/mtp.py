@@ -62,7 +62,7 @@ class MTP:
     def check(self, config: Any, target_name: str | None, target_architectures: Sequence[str]) -> None:
         if not isinstance(config, MTPConfig):
             raise UsageError(
-                f"The configuration is a {type(config).__name__}, for which the layout of MTP heads has no words; "
+                f"{type(config).__name__} is a configuration for which the layout of MTP heads has no words; "
                 "write the drafter in a layout of its own."
             )
 
