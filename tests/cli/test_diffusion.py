@@ -155,7 +155,7 @@ def test_from_nothing_by_a_recipe(tiny_target_dir: Path, run: Run) -> None:
         (["train", "--schedul", "linear"], "'schedul' is unknown; did you mean schedule or seed?"),
         (["perplexity", "absent.txt", "--model", "MODEL"], "There is no absent.txt"),
         (["perplexity", "text.txt", "--model", "MODEL", "--draws", "2"], "draws is 2; it must be at least 4"),
-        (["convert", "MODEL", "--out", "x"], "a2d-qwen3"),
+        (["convert", "MODEL", "--out", "x"], "holds a block-diffusion model, which is no target"),
         (["convert", "--mask-token-id", "0", "--out", "x"], "mask_token_id is 0, which ends texts; name a token"),
         (
             ["train", "--model", "MODEL", "--data", "text.txt", "--steps", "1", "--out", "x", "--high", "2"],

@@ -20,6 +20,7 @@ from blockdraft.deploy.settings import DoctorSettings
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.engine.text import encode
+from blockdraft.errors import UsageError
 from blockdraft.formats import Checkpoint, find_layout
 from blockdraft.targets import Target, load_target
 from blockdraft.training.batches import Rows
@@ -235,6 +236,11 @@ def test_norms_kept_otherwise(target: Target, learned: Callable[..., Checkpoint]
 
     found = diagnosis(target, rewrite(write("mtp", learned("mtp")), whole))
     assert found.fault == "norm" and "norms that the file keeps whole" in found.finding, found
+
+
+def test_p_eagle_is_refused_by_name(target: Target, tiny_peagle_dir: Path) -> None:
+    with pytest.raises(UsageError, match=r"is of a kind \(PEagleConfig\) that cannot be examined"):
+        bench_of(tiny_peagle_dir, target)
 
 
 def test_readings_are_different_and_possible(

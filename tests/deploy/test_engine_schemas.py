@@ -4,12 +4,14 @@ is named with a reason."""
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from engine_schemas import check_recorded
 
 from blockdraft.deploy.launch import ENGINES, command
 from blockdraft.errors import UsageError
+from blockdraft.formats import find_layout
 from blockdraft.inspection import inspect
 from blockdraft.targets import Target, load_target
 from blockdraft.training.export import convert, format_for
@@ -26,7 +28,7 @@ KINDS: dict[str, dict[str, set[str]]] = {
     "dspark": {"zlab": set(), "speculators": {"vLLM"}, "gguf": {"llama.cpp"}},
     "eagle3": {"eagle3": {"vLLM", "SGLang", "TensorRT-LLM"}, "eagle3_speculators": {"vLLM"}},
     "medusa": {"medusa": set()},
-    "mtp": {"mtp": set()},
+    "mtp": {"mtp": set(), "mtp_speculators": {"vLLM"}},
 }
 OWN = {"drafter": "zlab", "dflash2": "zlab", "dspark": "zlab", "eagle3": "eagle3", "medusa": "medusa", "mtp": "mtp"}
 
@@ -115,11 +117,18 @@ def test_kinds_that_no_engine_runs_are_refused_by_name(drafters: dict[str, Path]
         ("medusa", "sglang", "SGLang cannot be started .* it runs no Medusa heads"),
         ("medusa", "vllm", "vLLM cannot be started .* it reads Medusa's heads in a layout of its own"),
         ("mtp", "trtllm", "TensorRT-LLM cannot be started .* it runs MTP heads that lie in the target's own"),
+        ("mtp", "vllm", "in the speculators format only. Write it anew: .* --format mtp_speculators"),
         ("dflash2", "trtllm", "how it is started with DFlash2DraftModel is not known here"),
         ("dspark", "vllm", "it reads no DSparkDraftModel in this format. Write it anew: .* --format speculators"),
     ):
         with pytest.raises(UsageError, match=told):
             command(engine, target, str(drafters[kind]), 8000)
+
+
+def test_a_head_that_the_speculators_format_cannot_hold_is_not_sent_there() -> None:
+    for normed, remedy in ((True, "mtp_speculators"), (False, None)):
+        config = SimpleNamespace(normed_feedback=normed)
+        assert find_layout("mtp").starts(config, "d", "t", lambda to: to)["vLLM"].remedy == remedy
 
 
 def test_eagle3_with_the_usual_taps_names_none(drafters: dict[str, Path], tiny_target_dir: Path) -> None:

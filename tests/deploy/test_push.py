@@ -149,7 +149,11 @@ def test_cards_of_all_kinds(
             tiny_mtp_dir,
             {"model.safetensors"},
             "mtp",
-            ("Not with vLLM: it runs MTP heads", "what the target's head reads"),
+            (
+                "With vLLM after an export, since it reads MTP heads",
+                "--format mtp_speculators",
+                "what the target's head reads",
+            ),
         ),
     ):
         out = tmp_path / tag

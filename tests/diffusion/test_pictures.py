@@ -55,6 +55,20 @@ def test_lines_are_broken() -> None:
     assert [len(line) for line in pictures._lines([Piece("a" * 100 + "\nb", "known")])] == [80, 20, 1]
 
 
+def test_a_new_line_in_a_block_does_not_break_its_line_of_a_png(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = []
+    monkeypatch.setattr(pictures, "_image", lambda text, rows: drawn.append(text) or Image.new("RGB", (1, rows)))
+    draw_steps(tmp_path / "steps.png", [1, 2, 7], STEPS, lambda token: "\n" if token == 9 else "a")
+    [text] = drawn
+    first = f"   1  a{UNKNOWN}{pictures.NEW_LINE}"
+    lines = "".join(piece.text for piece in text).splitlines()
+    assert lines == [first, f"   2  aa{pictures.NEW_LINE}", f"   3  {UNKNOWN}a{UNKNOWN}"]
+    draw_steps(tmp_path / "steps.gif", [1, 2, 7], STEPS[:1], lambda token: "\n" if token == 9 else "a")
+    assert drawn[-1][-1].text == "\n"  # the text as it reads
+
+
 def test_bad_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"as .gif or .png, and .*steps.pdf is neither"):
         draw_steps(tmp_path / "steps.pdf", [1], STEPS, decode)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from blockdraft.drafters import NetworkDrafter, drafter_of, entries, load_drafter
+from blockdraft.drafters import NetworkDrafter, as_given, drafter_of, entries, load_drafter
 from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.drafters.none import NoDrafter
 from blockdraft.errors import UsageError
@@ -87,8 +87,13 @@ def test_weights_are_borrowed_not_copied(target: Target, tiny_drafter_dir: Path)
     assert not any("embed" in name or "lm_head" in name for name, _ in drafter.network.named_parameters())
 
 
+def test_a_folder_with_the_name_of_a_drafter() -> None:
+    assert [as_given(path) for path in ("mtp", Path("bundled"), "own/mtp", "mine")] == [
+        "./mtp", "./bundled", "own/mtp", "mine"]  # fmt: skip
+
+
 def test_unknown_drafters_are_refused(tmp_path: Path, target: Target) -> None:
-    with pytest.raises(ValueError, match=r"nowhere is no drafter: .*'bundled', 'mtp', 'none', 'prompt_lookup'"):
+    with pytest.raises(ValueError, match="nowhere is no drafter: .* bundled, mtp, none, prompt_lookup is needed"):
         load_drafter("nowhere", target=target)
     with pytest.raises(ValueError, match="fetch it: hf download owner/a-drafter --local-dir DIR"):
         load_drafter("owner/a-drafter", target=target)

@@ -40,7 +40,7 @@ def test_engines_share_drafters_and_take_their_settings(target: Target, tiny_dra
 
 
 def test_bad_methods_are_named(target: Target, tiny_drafter_dir: Path) -> None:
-    with pytest.raises(ValueError, match="Method 'abacus': abacus is no drafter.*'none'.*dflash and ddtree"):
+    with pytest.raises(ValueError, match="Method 'abacus': abacus is no drafter.*, none,.*dflash and ddtree"):
         engines(target, tiny_drafter_dir, "dflash,abacus")
     with pytest.raises(ValueError, match="Method 'dflash:9': block_size is 9; .* at most 8.$"):
         engines(target, tiny_drafter_dir, "dflash:9")

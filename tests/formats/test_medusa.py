@@ -74,7 +74,7 @@ def test_export_of_a_loaded_drafter(tmp_path: Path, tiny_medusa_dir: Path, tiny_
     convert(tiny_medusa_dir, tmp_path / "copy", Format("medusa", "some/target"), target)
     ours, theirs = load_drafter(tmp_path / "copy", target=target), load_drafter(tiny_medusa_dir, target=target)
     assert type(ours) is type(theirs) and ours.block_size == theirs.block_size == 4
-    with pytest.raises(ValueError, match="is a MedusaConfig, for which z-lab's layout"):
+    with pytest.raises(ValueError, match="MedusaConfig is a configuration for which z-lab's layout"):
         convert(tiny_medusa_dir, tmp_path / "other", Format("zlab"), target)
 
 
@@ -133,7 +133,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
 def test_other_configurations_are_refused(tiny_drafter_dir: Path) -> None:
     config = read_drafter(tiny_drafter_dir, None, 3).config
     assert isinstance(config, DraftConfig)
-    with pytest.raises(ValueError, match="is a DraftConfig, for which Medusa's layout has no words"):
+    with pytest.raises(ValueError, match="DraftConfig is a configuration for which Medusa's layout has no words"):
         layouts()["medusa"].check(config, None, [])
 
 

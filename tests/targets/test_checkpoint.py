@@ -1,5 +1,6 @@
 """What is told of checkpoints that are not here."""
 
+import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +9,10 @@ from threading import Thread
 import huggingface_hub
 import pytest
 
+from blockdraft.denoisers.folder import FAMILY_OF
+from blockdraft.errors import UsageError
 from blockdraft.targets import checkpoint, load_target, load_target_text
+from blockdraft.types import Backend
 
 
 @pytest.fixture
@@ -62,3 +66,11 @@ def test_what_is_on_this_machine_is_not_asked_for(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(huggingface_hub, "get_session", lambda: pytest.fail("asked"))
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: str(tmp_path / "config.json"))
     checkpoint.check_hub("some/model", "config.json")
+
+
+@pytest.mark.parametrize("kind", sorted(FAMILY_OF))
+@pytest.mark.parametrize("backend", ["auto", "hf", "native"])
+def test_a_block_diffusion_model_is_no_target(tmp_path: Path, kind: str, backend: Backend) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    with pytest.raises(UsageError, match="is no target: `blockdraft diffusion generate --model .* writes with it"):
+        load_target(tmp_path, device="cpu", backend=backend)

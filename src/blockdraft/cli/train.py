@@ -123,6 +123,7 @@ def _train(
     from blockdraft.cli import display
     from blockdraft.data.documents import read_data
     from blockdraft.data.features import read_features
+    from blockdraft.drafters import as_given
     from blockdraft.evaluation.prompts import read_prompt_sets
     from blockdraft.formats import find_layout, read_config
 
@@ -179,7 +180,7 @@ def _train(
         display.show_training(console, lines)
         console.print(f"\nThe drafter is in {out}, recipe, log and curves are in {run_folder(out)}. Use it:")
         named = f" --target {target}" if target is not None else ""
-        console.print(f"blockdraft generate{named} --drafter {out} PROMPT", soft_wrap=True)
+        console.print(f"blockdraft generate{named} --drafter {as_given(out)} PROMPT", soft_wrap=True)
 
 
 def split_flags(arguments: Sequence[str], known: Collection[str]) -> tuple[list[str], dict[str, str]]:

@@ -12,6 +12,7 @@ from blockdraft.diffusion.sampler import Step
 from blockdraft.errors import UsageError
 
 UNKNOWN = "░"  # in place of a token that is not known yet
+NEW_LINE = "↵"  # in a PNG, where each pass has a line of its own
 COLUMNS, SIZE, MARGIN = 80, 15, 12  # letters of a line, pixels
 MILLISECONDS, LAST = 250, 2000  # that a frame stays, and the last one
 COLOURS = {"given": "#666666", "known": "#000000", "new": "#0a7d28", "unknown": "#b8b8b8"}
@@ -63,7 +64,7 @@ def draw_steps(path: Path, given: Sequence[int | None], steps: Sequence[Step], d
     check_picture(path)
     whole, moves = list(frames(given, steps, decode)), path.suffix.lower() == ".gif"
     if not moves:  # a block each, behind the number of the pass
-        parts = [text[step.begin : step.begin + len(step.block)] for step, text in zip(steps, whole, strict=True)]
+        parts = [_in_a_line(text[step.begin :][: len(step.block)]) for step, text in zip(steps, whole, strict=True)]
         lines = [[Piece(f"{number:4}  ", "given"), *part, Piece("\n", "given")] for number, part in enumerate(parts, 1)]
         whole = [[piece for line in lines for piece in line]]
     rows = max((len(_lines(text)) for text in whole), default=1)
@@ -79,6 +80,10 @@ def draw_steps(path: Path, given: Sequence[int | None], steps: Sequence[Step], d
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise UsageError(f"{path} cannot be written ({error}); choose another file.") from error
+
+
+def _in_a_line(text: Sequence[Piece]) -> list[Piece]:
+    return [piece._replace(text=piece.text.replace("\n", NEW_LINE)) for piece in text]
 
 
 def _lines(text: Sequence[Piece]) -> list[list[tuple[str, str]]]:

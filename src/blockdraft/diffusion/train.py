@@ -208,7 +208,7 @@ class _Training:
         share = f", {processes} processes ({self.accelerator.distributed_type.value})" if processes > 1 else ""
         note(
             f"{self.trained} rows of {length} tokens to train on, {self.held_out} held out; {size:,} parameters; "
-            f"{self.batch} rows a step{share}"
+            f"{self.batch} row{'s' * (self.batch > 1)} a step{share}"
         )
         if self.begin == self.steps:
             note(f"The run has done its {self.steps} steps; more --steps go on.")

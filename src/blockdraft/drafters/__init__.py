@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -78,6 +78,16 @@ def load_drafter(path: str | Path | None = None, *, target: Target) -> Drafter:
         let_team_go()
 
 
+def names() -> set[str]:
+    """What `load_drafter` takes in place of a folder."""
+    return {"bundled", *(name for name, entry in entries().items() if entry.by_name)}
+
+
+def as_given(folder: str | Path) -> str:
+    """A drafter's folder as `load_drafter` takes it for a folder, whatever its name."""
+    return f"./{folder}" if str(folder) in names() else str(folder)
+
+
 def _joined(path: str | Path) -> list[str]:
     """The names that a combination joins; the path itself where it is none. A folder may have a + in its name."""
     pieces, names = str(path).split(JOINT), list[str]()
@@ -96,10 +106,9 @@ def _joined(path: str | Path) -> list[str]:
 def _load(path: str | Path | None, target: Target) -> Drafter:
     folder = BUNDLED if path is None or str(path) == "bundled" else Path(path)
     known = entries()
-    by_name = {name for name, entry in known.items() if entry.by_name}
-    if str(path) in by_name:
+    if str(path) in names() and folder != BUNDLED:
         return known[str(path)].load(None, target)
-    said, source = _said(folder, target) if is_gguf(folder) else _said_by_folder(folder, str(path), by_name)
+    said, source = _said(folder, target) if is_gguf(folder) else _said_by_folder(folder, str(path))
     found = said.get("architectures") or []
     kinds = [entry for entry in known.values() if entry.claims(said)]
     kinds += [entry for name in found for entry in known.values() if name in entry.architectures]
@@ -120,13 +129,13 @@ def _said(file: Path, target: Target) -> tuple[dict[str, Any], str | None]:
     return {"architectures": names}, gguf_trained_for(header)
 
 
-def _said_by_folder(folder: Path, path: str, by_name: Collection[str]) -> tuple[dict[str, Any], str | None]:
+def _said_by_folder(folder: Path, path: str) -> tuple[dict[str, Any], str | None]:
     if not (folder / "config.json").is_file():
         of_hub = re.fullmatch(r"[\w-]+/[\w.-]+", path) and not folder.exists()
         fetch = f" If it is on the hub, fetch it: hf download {path} --local-dir DIR." if of_hub else ""
         raise UsageError(
-            f"{folder} is no drafter: a folder with config.json or one of the names {sorted({*by_name, 'bundled'})} "
-            f"is needed.{fetch}"
+            f"{folder} is no drafter: a folder with config.json or one of the names {', '.join(sorted(names()))} is "
+            f"needed.{fetch}"
         )
     try:
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -163,6 +172,7 @@ __all__ = [
     "Entry",
     "NetworkDrafter",
     "State",
+    "as_given",
     "check_refinement",
     "drafter_of",
     "entries",

@@ -102,7 +102,7 @@ class CombinedDrafter:
             raise UsageError(f"A combination has {len(parts)} drafters; join two or more, as in prompt_lookup+bundled.")
         for part in parts:
             if part.block_size == 1:
-                raise UsageError(f"{type(part).__name__} guesses nothing; leave it out of the combination.")
+                raise UsageError("A drafter of a combination guesses nothing, as none does; leave it out.")
         self.parts = tuple(parts)
         self.path: Path | None = next((part.path for part in parts if part.path is not None), None)
         self.taps = tuple(sorted({tap for part in parts for tap in part.taps}))

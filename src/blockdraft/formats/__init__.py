@@ -21,7 +21,9 @@ def read_drafter(path: str | Path, vocabulary: Mapping[str, int] | None, num_tar
     raw = read_config(path)
     layout = layout_of(raw)
     if layout is None:
-        raise UsageError(f"{Path(path, 'config.json')} is no drafter's; there are {', '.join(layouts())}.")
+        raise UsageError(
+            f"{Path(path, 'config.json')} is no drafter's; the layouts known here are {', '.join(layouts())}."
+        )
     return replace(layout.read(Path(path), vocabulary, num_target_layers), trained_for=trained_for(raw))
 
 

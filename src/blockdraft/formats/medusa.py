@@ -60,7 +60,7 @@ class Medusa:
     def check(self, config: Any, target_name: str | None, target_architectures: Sequence[str]) -> None:
         if not isinstance(config, MedusaConfig):
             raise UsageError(
-                f"The configuration is a {type(config).__name__}, for which Medusa's layout has no words; write the "
+                f"{type(config).__name__} is a configuration for which Medusa's layout has no words; write the "
                 "drafter in a layout of its own."
             )
 

@@ -46,7 +46,10 @@ class MTP:
         return MTPConfig(**given), True
 
     def starts(self, config: Any, drafter: str, target: str, export: Callable[[str], str]) -> dict[str, Start]:
-        return nowhere(NOT_RUN)
+        if not config.normed_feedback:  # for which the speculators format has no words
+            return nowhere(NOT_RUN)
+        reason = "it reads MTP heads in a folder of their own in the speculators format only"
+        return nowhere(NOT_RUN) | {VLLM: Start(None, reason, export("mtp_speculators"))}
 
     def read(self, path: Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
         raw, tensors = read_config(path), read_tensors(path)
@@ -59,7 +62,7 @@ class MTP:
     def check(self, config: Any, target_name: str | None, target_architectures: Sequence[str]) -> None:
         if not isinstance(config, MTPConfig):
             raise UsageError(
-                f"The configuration is a {type(config).__name__}, for which the layout of MTP heads has no words; "
+                f"{type(config).__name__} is a configuration for which the layout of MTP heads has no words; "
                 "write the drafter in a layout of its own."
             )
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from blockdraft.drafters import as_given
 from blockdraft.errors import UsageError
 from blockdraft.formats import Layout, trained_for
 from blockdraft.formats.architectures import architecture_of, tensor_shapes
@@ -134,7 +135,6 @@ def _report(
     checks = _checks(config, layers_known, wants["fingerprint"], words, target)
     named = str(wants["name"] or "TARGET") if target is None else target.path
     is_file = target is not None and named.endswith(".gguf")
-    lines = starts(
-        config, layout, path, "TARGET" if is_file else named, ["--target", named], named if is_file else None
-    )
+    engines = "TARGET" if is_file else named
+    lines = starts(config, layout, as_given(path), engines, ["--target", named], named if is_file else None)
     return Report(path, "drafter", layout, about, wants, conventions, checks, lines, config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from blockdraft.drafters import entries
+from blockdraft.drafters import as_given, entries
 from blockdraft.formats.engines import starts
 from blockdraft.inspection.base import Report
 from blockdraft.inspection.fits import checks_of
@@ -74,6 +74,6 @@ def head_report(
         },
         conventions,
         tuple(checks),
-        starts(config, layout, path, named, ["--target", named]),
+        starts(config, layout, as_given(path), named, ["--target", named]),
         config,
     )

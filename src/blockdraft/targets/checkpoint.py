@@ -27,6 +27,8 @@ from blockdraft.targets.fingerprint import weights_fingerprint
 INCIDENTAL = {"dtype", "torch_dtype", "transformers_version", "_name_or_path"}
 
 
+# Beginnings of the `model_type` of models that `blockdraft.denoisers` reads.
+BLOCK_DIFFUSION = ("a2d-", "bd3lm", "sdar")
 HUB_SECONDS = 10.0  # in which the hub answers, as its own client has it
 
 
@@ -94,7 +96,20 @@ def checked_folder(path: str | Path, revision: str | None = None) -> Path:
         raise UsageError(f"revision is {revision!r}, and {folder} is a folder, which has none; leave it out.")
     if not folder.exists():
         check_hub(str(path), "config.json", revision)
+    elif _model_type(folder).startswith(BLOCK_DIFFUSION):
+        raise UsageError(
+            f"{folder} holds a block-diffusion model, which is no target: `blockdraft diffusion generate --model "
+            f"{folder}` writes with it, and --drafter {folder} drafts with it."
+        )
     return folder
+
+
+def _model_type(folder: Path) -> str:
+    """As config.json has it; empty where that cannot be read, which is told when it is loaded."""
+    try:
+        return str(json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""
 
 
 def is_hub_name(name: str | Path) -> bool:

@@ -24,9 +24,9 @@ def bench_of(path: str | Path, target: Target) -> tuple[Bench, str | None]:
     found = read_drafter(path, vocabulary, target.num_layers)
     kinds: list[type[Bench]] = [module.BENCH for module in plugins(__name__).values()]
     for kind in kinds:
-        if isinstance(found.config, kind.examines):
+        if isinstance(found.config, kind.examines) and not isinstance(found.config, kind.leaves):
             return kind(target, found), found.trained_for
-    raise UsageError(f"{path} is of a kind ({type(found.config).__name__}) that cannot be examined.")
+    raise UsageError(f"{path} is of a kind ({type(found.config).__name__}) that cannot be examined here.")
 
 
 __all__ = ["Bench", "Reading", "bench_of"]

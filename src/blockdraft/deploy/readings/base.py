@@ -64,9 +64,11 @@ class Bench(ABC):
 
     Attributes:
         examines: Class of the configurations that it knows.
+        leaves: Classes derived from it that it does not know.
     """
 
     examines: ClassVar[type]
+    leaves: ClassVar[tuple[type, ...]] = ()
 
     def __init__(self, target: Target, found: Checkpoint) -> None:
         self.target, self.found, self.config = target, found, found.config

@@ -22,12 +22,14 @@ from blockdraft.deploy.readings.base import (
 )
 from blockdraft.errors import UsageError
 from blockdraft.nn.eagle3 import Eagle3Config, Eagle3Network, default_taps
+from blockdraft.nn.peagle import PEagleConfig
 
 PROJECTIONS = tuple(f"midlayer.self_attn.{name}_proj.weight" for name in "qkv")
 
 
 class Eagle3Bench(TaughtBench):
     examines = Eagle3Config
+    leaves = (PEagleConfig,)  # whose guesses come from one pass
     network = Eagle3Network
     config: Eagle3Config
 

@@ -19,7 +19,7 @@ def architecture_of(config: object) -> Architecture:
         if architecture.config is type(config):
             return architecture
     raise UsageError(
-        f"The configuration is a {type(config).__name__}, for which z-lab's layout and the speculators format have no "
+        f"{type(config).__name__} is a configuration for which z-lab's layout and the speculators format have no "
         "words; write the drafter in a layout of its own."
     )
 
