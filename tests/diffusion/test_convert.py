@@ -58,7 +58,7 @@ def test_weights_stay_and_the_folder_loads(tiny_target_dir: Path, tmp_path: Path
 
 
 def test_nobody_takes_it_for_a_causal_model(folder_of: Any) -> None:
-    with pytest.raises(UsageError, match="a2d-qwen3"):
+    with pytest.raises(UsageError, match="holds a block-diffusion model, which is no target"):
         load_target(folder_of())
 
 
