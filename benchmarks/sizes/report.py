@@ -20,6 +20,8 @@ def page(runs: Sequence[Run], missing: Mapping[tuple[str, Way], str]) -> str:
         "Tokens/s are medians of the repeats, without the prompt's time; ratios are taken within a repeat, with the "
         "range of the repeats in brackets. Where guesses were replaced stands a *.",
         "## Ours: speed-up over plain decoding\n\n" + _speedups(found),
+        "## As far as pays\n\nThe speed of chain:auto over that of the fastest chain of a fixed length.\n\n"
+        + _auto(found),
         "## Beside llama.cpp\n\nThe fastest way of each side, by bits of a weight.\n\n" + _beside(found, ANSWERS),
     ]
     for name in found.sets:
@@ -67,6 +69,22 @@ def _speedups(found: Figures) -> str:
             cells = [_speedup(found, size, Way(OURS, plain.kind, name)) for name in names]
             rows.append([_count(found.parameters[size]), plain.kind, _speed(speed), *cells])
     return _table(["parameters", "weights", "plain, tokens/s", *names], rows)
+
+
+def _auto(found: Figures) -> str:
+    rows = []
+    for size in found.sizes:
+        for plain in found.ways(size, OURS, method=PLAIN):
+            chains = [
+                way for way in found.ways(size, OURS) if way.kind == plain.kind and way.method.startswith("chain:")
+            ]
+            speeds = {way: speed for way in chains if (speed := found.speed(size, way, ANSWERS)) is not None}
+            auto = speeds.pop(Way(OURS, plain.kind, "chain:auto"), None)
+            if auto is not None and speeds:
+                best = max(speeds, key=lambda way: speeds[way])
+                ratios = found.ratios(size, Way(OURS, plain.kind, "chain:auto"), best, ANSWERS)
+                rows.append([_count(found.parameters[size]), plain.kind, best.method, _range(ratios)])
+    return _table(["parameters", "weights", "fastest fixed", "chain:auto over it"], rows) if rows else "Not measured."
 
 
 def _speedup(found: Figures, size: str, way: Way) -> str:

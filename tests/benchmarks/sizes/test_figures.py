@@ -2,6 +2,8 @@ import pytest
 from made import CHAIN, PLAIN_WAY, THEIR_CHAIN, THEIRS, run
 
 from benchmarks.sizes.figures import Figures
+from benchmarks.sizes.report import page
+from benchmarks.sizes.ways import Way
 
 LOOP = " ".join(["7 8 9"] * 40)
 
@@ -45,3 +47,10 @@ def test_equal_answers() -> None:
     assert Figures(runs).equal("1", PLAIN_WAY, THEIRS) == pytest.approx(3 / 4)
     assert Figures([*runs, run(PLAIN_WAY, 1, 2, 0, answer="9")]).equal("1", PLAIN_WAY, THEIRS) == pytest.approx(2 / 4)
     assert Figures(runs).equal("1", PLAIN_WAY, CHAIN) is None
+
+
+def test_auto_stands_beside_the_fastest_chain() -> None:
+    slower, auto = Way(CHAIN.side, CHAIN.kind, "chain:7"), Way(CHAIN.side, CHAIN.kind, "chain:auto")
+    runs = [run(way, seconds) for way, seconds in ((PLAIN_WAY, 9), (CHAIN, 2), (slower, 4), (auto, 8))]
+    assert f"| {CHAIN.kind} | {CHAIN.method} | 0.25 (0.25 to 0.25) |" in page(runs, {})
+    assert "Not measured." in page(runs[:3], {})
