@@ -7,6 +7,7 @@ own, for the tokens that `t2d` and `d2t` keep; the embedding is the target's, th
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -186,8 +187,29 @@ def config_dict(config: Any) -> dict[str, Any]:
     }
 
 
-class Eagle3:
+class EagleLayout(ABC):
+    """What the layouts of such networks share."""
+
     pickle = PICKLED
+
+    @abstractmethod
+    def config(
+        self,
+        raw: Mapping[str, Any],
+        tensors: Mapping[str, Any],
+        vocabulary: Mapping[str, int] | None,
+        num_target_layers: int | None,
+    ) -> tuple[Eagle3Config, bool]: ...
+
+    def read(self, path: Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
+        raw, tensors = read_config(path), renamed(read_tensors(path))
+        with blaming(Path(path, "config.json")):
+            config, _ = self.config(raw, tensors, vocabulary, num_target_layers)
+        with blaming(Path(path)):
+            return checkpoint_of(config, tensors)
+
+
+class Eagle3(EagleLayout):
     borrows = False
 
     def recognises(self, raw: Mapping[str, Any]) -> bool:
@@ -228,13 +250,6 @@ class Eagle3:
             TENSORRT_LLM: tensorrt_llm(target, "Eagle3", drafter, guesses, taps),
             LLAMA_CPP: Start(None, NO_GGUF),
         }
-
-    def read(self, path: Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
-        raw, tensors = read_config(path), renamed(read_tensors(path))
-        with blaming(Path(path, "config.json")):
-            config, _ = self.config(raw, tensors, vocabulary, num_target_layers)
-        with blaming(Path(path)):
-            return checkpoint_of(config, tensors)
 
     def check(self, config: Any, target_name: str | None, target_architectures: Sequence[str]) -> None:
         config_dict(config)

@@ -16,15 +16,15 @@ from blockdraft.formats.eagle3 import (
     IDS,
     NO_GGUF,
     NORMS,
+    EagleLayout,
     check_kind,
-    checkpoint_of,
     layer_keys,
     least_layers,
     network_config,
     renamed,
     written_tensors,
 )
-from blockdraft.formats.folder import PICKLED, blaming, read_config, read_tensors, write_folder
+from blockdraft.formats.folder import write_folder
 from blockdraft.formats.speculators_config import ids_of, layer_config, named, taps_of
 from blockdraft.formats.starting import LLAMA_CPP, SGLANG, TENSORRT_LLM, VLLM, Start, vllm_alone
 from blockdraft.nn.draft_config import need
@@ -37,16 +37,35 @@ def config_dict(config: Any, target_name: str | None, target_architectures: Sequ
     """What config.json holds. Raises ValueError where the format has no words for the configuration."""
     check_kind(config)
     return {
-        "architectures": [ARCHITECTURE],
-        **named(MODEL_TYPE, config.block_size - 1, target_name, target_architectures),
+        **own_keys(config, MODEL_TYPE, ARCHITECTURE, target_name, target_architectures),
+        "embed_requires_grad": False,
+    }
+
+
+def own_keys(
+    config: Eagle3Config, model_type: str, architecture: str, target_name: str | None, architectures: Sequence[str]
+) -> dict[str, Any]:
+    """What config.json holds of every such network.
+
+    Args:
+        architectures: The target's.
+    """
+    return {
+        "architectures": [architecture],
+        **named(model_type, config.block_size - 1, target_name, architectures),
         "transformer_layer_config": {"model_type": "qwen3" if config.qk_norm else "llama", **layer_keys(config)},
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.hidden_size,
         IDS: ids_of(config),
         **{key: getattr(config, key) for key in (*FLAGS, *NORMS)},
-        "embed_requires_grad": False,
         "tie_word_embeddings": False,
     }
+
+
+def network_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A parsed config.json as `network_config` wants it. Raises ValueError where the layer's part is none."""
+    own = {key: raw.get(key) for key in (*FLAGS, *NORMS, "draft_vocab_size", "target_hidden_size")}
+    return {**layer_config(raw.get("transformer_layer_config")), **own}
 
 
 def said_taps(raw: Mapping[str, Any], num_target_layers: int | None) -> tuple[tuple[int, ...], int]:
@@ -59,8 +78,7 @@ def said_taps(raw: Mapping[str, Any], num_target_layers: int | None) -> tuple[tu
     return taps_of(raw, IDS, layers), layers
 
 
-class Eagle3Speculators:
-    pickle = PICKLED
+class Eagle3Speculators(EagleLayout):
     borrows = True
 
     def recognises(self, raw: Mapping[str, Any]) -> bool:
@@ -74,10 +92,8 @@ class Eagle3Speculators:
         num_target_layers: int | None,
     ) -> tuple[Eagle3Config, bool]:
         taps, layers = said_taps(raw, num_target_layers)
-        own = {key: raw.get(key) for key in (*FLAGS, *NORMS, "draft_vocab_size", "target_hidden_size")}
-        keys = {**layer_config(raw.get("transformer_layer_config")), **own}
-        more = {"block_size": _block_size(raw)}
-        config = network_config(keys, renamed(tensors), taps, layers, Eagle3Config, **more)
+        size = _block_size(raw)
+        config = network_config(network_keys(raw), renamed(tensors), taps, layers, Eagle3Config, block_size=size)
         return config, num_target_layers is not None
 
     def starts(self, config: Any, drafter: str, target: str, export: Callable[[str], str]) -> dict[str, Start]:
@@ -88,13 +104,6 @@ class Eagle3Speculators:
             TENSORRT_LLM: other,
             LLAMA_CPP: Start(None, NO_GGUF),
         }
-
-    def read(self, path: Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
-        raw, tensors = read_config(path), renamed(read_tensors(path))
-        with blaming(Path(path, "config.json")):
-            config, _ = self.config(raw, tensors, vocabulary, num_target_layers)
-        with blaming(Path(path)):
-            return checkpoint_of(config, tensors)
 
     def check(self, config: Any, target_name: str | None, target_architectures: Sequence[str]) -> None:
         config_dict(config, target_name, target_architectures)

@@ -9,19 +9,15 @@ from typing import Any
 
 from blockdraft.formats.base import Checkpoint
 from blockdraft.formats.eagle3 import (
-    FLAGS,
-    IDS,
-    NORMS,
+    EagleLayout,
     check_kind,
-    checkpoint_of,
-    layer_keys,
     network_config,
     renamed,
     written_tensors,
 )
-from blockdraft.formats.eagle3_speculators import said_taps
-from blockdraft.formats.folder import PICKLED, blaming, read_config, read_tensors, write_folder
-from blockdraft.formats.speculators_config import guesses_of, ids_of, layer_config, named
+from blockdraft.formats.eagle3_speculators import network_keys, own_keys, said_taps
+from blockdraft.formats.folder import write_folder
+from blockdraft.formats.speculators_config import guesses_of
 from blockdraft.formats.starting import LLAMA_CPP, SGLANG, TENSORRT_LLM, VLLM, Start, nowhere, vllm_alone
 from blockdraft.nn.draft_config import whole
 from blockdraft.nn.peagle import PEagleConfig
@@ -33,21 +29,13 @@ def config_dict(config: Any, target_name: str | None, target_architectures: Sequ
     """What config.json holds. Raises ValueError where the format has no words for the configuration."""
     check_kind(config, PEagleConfig)
     return {
-        "architectures": [ARCHITECTURE],
-        **named(MODEL_TYPE, config.block_size - 1, target_name, target_architectures),
-        "transformer_layer_config": {"model_type": "qwen3" if config.qk_norm else "llama", **layer_keys(config)},
-        "draft_vocab_size": config.draft_vocab_size,
-        "target_hidden_size": config.hidden_size,
+        **own_keys(config, MODEL_TYPE, ARCHITECTURE, target_name, target_architectures),
         "mask_token_id": config.mask_token_id,
-        IDS: ids_of(config),
-        **{key: getattr(config, key) for key in (*FLAGS, *NORMS)},
         "embed_requires_grad": True,
-        "tie_word_embeddings": False,
     }
 
 
-class PEagleSpeculators:
-    pickle = PICKLED
+class PEagleSpeculators(EagleLayout):
     borrows = False
 
     def recognises(self, raw: Mapping[str, Any]) -> bool:
@@ -61,8 +49,7 @@ class PEagleSpeculators:
         num_target_layers: int | None,
     ) -> tuple[PEagleConfig, bool]:
         taps, layers = said_taps(raw, num_target_layers)
-        own = {key: raw.get(key) for key in (*FLAGS, *NORMS, "draft_vocab_size", "target_hidden_size")}
-        keys = {**layer_config(raw.get("transformer_layer_config")), **own}
+        keys = network_keys(raw)
         depth = whole("num_hidden_layers", keys.get("num_hidden_layers"))
         more = {
             "num_hidden_layers": depth,
@@ -75,13 +62,6 @@ class PEagleSpeculators:
     def starts(self, config: Any, drafter: str, target: str, export: Callable[[str], str]) -> dict[str, Start]:
         others = nowhere(dict.fromkeys((SGLANG, TENSORRT_LLM, LLAMA_CPP), "it does not run P-EAGLE"))
         return {VLLM: vllm_alone(drafter), **others}
-
-    def read(self, path: Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
-        raw, tensors = read_config(path), renamed(read_tensors(path))
-        with blaming(Path(path, "config.json")):
-            config, _ = self.config(raw, tensors, vocabulary, num_target_layers)
-        with blaming(Path(path)):
-            return checkpoint_of(config, tensors)
 
     def check(self, config: Any, target_name: str | None, target_architectures: Sequence[str]) -> None:
         config_dict(config, target_name, target_architectures)
