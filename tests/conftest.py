@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from blockdraft.data.documents import DataWriter, Document, tokenizer_fingerprint
-from blockdraft.formats import Checkpoint, eagle3, find_layout
+from blockdraft.formats import Checkpoint, find_layout
 from blockdraft.formats.zlab import read_checkpoint, write_checkpoint
 from blockdraft.machine import cache_folder
 from blockdraft.nn.dflash import DFlashNetwork
@@ -155,31 +155,25 @@ def tiny_dspark_dir(tmp_path_factory: pytest.TempPathFactory, tiny_drafter_dir: 
     return folder
 
 
+EAGLE_SHAPE: dict[str, Any] = {
+    "hidden_size": HIDDEN_SIZE,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": len(tiny_tokenizer()),
+    "draft_vocab_size": 120,
+    "taps": (0, 1),
+    "num_target_layers": TARGET_LAYERS,
+    "max_position_embeddings": MAX_CONTEXT,
+}
+
+
 @pytest.fixture(scope="session")
 def tiny_eagle3_dir(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Path:
     """A random EAGLE-3 drafter for `tiny_target_dir` that guesses 5 tokens at most, among 120 of the vocabulary."""
     folder = tmp_path_factory.mktemp("tiny") / "eagle3"
-    config = Eagle3Config(
-        hidden_size=HIDDEN_SIZE,
-        intermediate_size=48,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        vocab_size=len(tiny_tokenizer()),
-        draft_vocab_size=120,
-        taps=(0, 1),
-        num_target_layers=TARGET_LAYERS,
-        block_size=6,
-        max_position_embeddings=MAX_CONTEXT,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
-        network = Eagle3Network(config)
-        network.keep(torch.randperm(config.vocab_size)[:120].sort().values)
-        with torch.no_grad():
-            for parameter in network.parameters():
-                parameter += 0.2 * torch.randn_like(parameter)
-    eagle3.LAYOUT.write(folder, Checkpoint(config, network.state_dict()), None, ())
+    _write_eagle(folder, "eagle3", Eagle3Network, Eagle3Config(**EAGLE_SHAPE, block_size=6), 5)
     return folder
 
 
@@ -187,30 +181,20 @@ def tiny_eagle3_dir(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: P
 def tiny_peagle_dir(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Path:
     """A random P-EAGLE drafter of two layers for `tiny_target_dir`: 4 guesses among 120 tokens of the vocabulary."""
     folder = tmp_path_factory.mktemp("tiny") / "peagle"
-    config = PEagleConfig(
-        hidden_size=HIDDEN_SIZE,
-        intermediate_size=48,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        vocab_size=len(tiny_tokenizer()),
-        draft_vocab_size=120,
-        taps=(0, 1),
-        num_target_layers=TARGET_LAYERS,
-        block_size=5,
-        max_position_embeddings=MAX_CONTEXT,
-        mask_token_id=3,
-        num_hidden_layers=2,
-    )
+    config = PEagleConfig(**EAGLE_SHAPE, block_size=5, mask_token_id=3, num_hidden_layers=2)
+    _write_eagle(folder, "peagle_speculators", PEagleNetwork, config, 7)
+    return folder
+
+
+def _write_eagle(folder: Path, layout: str, network_class: Any, config: Eagle3Config, seed: int) -> None:
     with torch.random.fork_rng():
-        torch.manual_seed(7)
-        network = PEagleNetwork(config)
-        network.keep(torch.randperm(config.vocab_size)[:120].sort().values)
+        torch.manual_seed(seed)
+        network = network_class(config)
+        network.keep(torch.randperm(config.vocab_size)[: config.draft_vocab_size].sort().values)
         with torch.no_grad():
             for parameter in network.parameters():
                 parameter += 0.2 * torch.randn_like(parameter)
-    find_layout("peagle_speculators").write(folder, Checkpoint(config, network.state_dict()), None, ())
-    return folder
+    find_layout(layout).write(folder, Checkpoint(config, network.state_dict()), None, ())
 
 
 @pytest.fixture(scope="session")

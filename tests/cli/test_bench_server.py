@@ -2,41 +2,24 @@
 
 import csv
 import json
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from fake_server import FakeServer, serve
 
-from blockdraft import cli
-
-
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Result]
+Run = Callable[..., Any]
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+def bench(blockdraft: Run, tmp_path: Path) -> Run:
     """Runs `blockdraft bench` on two prompts."""
     prompts = tmp_path / "first.jsonl"
     prompts.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
 
-    def blockdraft_bench(*args: object) -> Result:
-        words = ["blockdraft", "bench", "--prompts", prompts, *args]
-        monkeypatch.setattr(sys, "argv", [str(word) for word in words])
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as exited:
-            code = int(exited.code or 0)
-        return Result(code, *capsys.readouterr())
+    def blockdraft_bench(*args: object) -> Any:
+        return blockdraft("bench", "--prompts", prompts, *args)
 
     return blockdraft_bench
 

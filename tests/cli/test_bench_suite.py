@@ -4,31 +4,18 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 from blockdraft import cli
 from blockdraft.engine import Engine
 
-
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Result]
+Run = Callable[..., Any]
 
 
 @pytest.fixture
-def bench(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    tiny_target_dir: Path,
-    tiny_drafter_dir: Path,
-) -> Run:
+def bench(blockdraft: Run, tmp_path: Path, tiny_target_dir: Path, tiny_drafter_dir: Path) -> Run:
     data = tmp_path / "data"
     for name, rows in (
         ("MATH-500/test.jsonl", [{"problem": f"{i}?"} for i in range(3)]),
@@ -37,17 +24,10 @@ def bench(
         (data / name).parent.mkdir(parents=True)
         (data / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def blockdraft_bench(*args: object) -> Result:
+    def blockdraft_bench(*args: object) -> Any:
         pair = ("--target", tiny_target_dir, "--drafter", tiny_drafter_dir, "--device", "cpu", "--compile", "off")
         size = ("--max-new-tokens", 8, "--tasks", "math500,mt-bench", "--suite-data", data)
-        words = ["blockdraft", "bench", "--suite", "paper", *map(str, (*pair, *size, *args))]
-        monkeypatch.setattr(sys, "argv", words)
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as exited:
-            code = int(exited.code or 0)
-        return Result(code, *capsys.readouterr())
+        return blockdraft("bench", "--suite", "paper", *pair, *size, *args)
 
     return blockdraft_bench
 
