@@ -71,7 +71,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--threads", type=int, default=psutil.cpu_count(logical=False) or 1)
     add("--uncompiled", action="store_true", help="measure a target or drafters that do not run compiled, too")
     quick = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in QUICK.items())
-    add("--quick", action="store_true", help=f"whether all works, in ten minutes: {quick}, widths 1,2")
+    add("--quick", action="store_true", help=f"a short run that shows that all works: {quick}, widths 1,2")
     add("--anew", action="store_true", help="forget what was made before")
     add("--out", type=Path, help="build/rivals, or build/rivals-quick")
     given = parser.parse_args(words)
