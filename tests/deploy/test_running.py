@@ -3,6 +3,7 @@
 import signal
 import socket
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -10,6 +11,7 @@ import pytest
 
 from blockdraft.deploy.launch import Running
 from blockdraft.deploy.push import Known, prepare
+from blockdraft.errors import UsageError
 from blockdraft.targets import BUNDLED
 
 
@@ -31,6 +33,15 @@ def test_an_engine_ends_with_the_command(tmp_path: Path) -> None:
         assert heard == [signal.SIGTERM]  # as it was before
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_an_engine_may_be_started_in_any_thread(tmp_path: Path) -> None:
+    script = tmp_path / "engine"
+    script.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/own\nexec sleep 60\n")
+    script.chmod(script.stat().st_mode | stat.S_IEXEC)
+    with ThreadPoolExecutor(1) as other, pytest.raises(UsageError, match="did not answer"):
+        other.submit(Running, [str(script)], 1, 0.5).result()
+    assert not psutil.pid_exists(int((tmp_path / "own").read_text()))
 
 
 def test_the_bundled_drafter_can_be_pushed(tmp_path: Path) -> None:

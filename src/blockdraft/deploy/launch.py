@@ -7,6 +7,7 @@ import shlex
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -95,7 +96,8 @@ def _files(start: Start, prefix_caching: bool) -> dict[str, str]:
 
 class Running:
     """An engine that was started, for `with`, which ends it. What it prints goes to standard error. Meanwhile SIGTERM,
-    with which others end this process, is a KeyboardInterrupt, so that the engine ends too.
+    with which others end this process, is a KeyboardInterrupt, so that the engine ends too; but only where it is started in
+    the main thread, the one that hears signals.
 
     Args:
         line: Its command.
@@ -119,7 +121,8 @@ class Running:
                 "--dry-run and start it where it is."
             ) from error
         self._workers = set[psutil.Process]()
-        self._before = signal.signal(signal.SIGTERM, _interrupt)
+        self._hears = threading.current_thread() is threading.main_thread()
+        self._before = signal.signal(signal.SIGTERM, _interrupt) if self._hears else None
         try:
             self._wait(patience)
         except BaseException:
@@ -153,7 +156,8 @@ class Running:
 
     def close(self) -> None:
         """Tell it and its workers to end, and make those end that do not."""
-        signal.signal(signal.SIGTERM, self._before)
+        if self._hears:
+            signal.signal(signal.SIGTERM, self._before)
         self._note_workers()
         family = [self.process, *self._workers]
         for each in family:
