@@ -96,8 +96,8 @@ def _files(start: Start, prefix_caching: bool) -> dict[str, str]:
 
 class Running:
     """An engine that was started, for `with`, which ends it. What it prints goes to standard error. Meanwhile SIGTERM,
-    with which others end this process, is a KeyboardInterrupt, so that the engine ends too; but only where it is started in
-    the main thread, the one that hears signals.
+    with which others end this process, is a KeyboardInterrupt, so that the engine ends too, if it is started in
+    the main thread, which alone hears signals.
 
     Args:
         line: Its command.
