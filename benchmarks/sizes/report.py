@@ -198,9 +198,10 @@ def draw(runs: Sequence[Run], path: Path) -> None:
 
     found = Figures(runs)
 
-    def sizes_and_length(name: str) -> tuple[int, int]:
-        """How many sizes have read a prompt, and of how many tokens it is."""
-        return len({run.size for run in runs if run.set == name}), int(name.split()[1])
+    def measured_and_length(name: str) -> tuple[bool, int]:
+        """Whether most sizes have read a prompt, and of how many tokens it is."""
+        measured = {run.size for run in runs if run.set == name}
+        return 2 * len(measured) > len(found.sizes), int(name.split()[1])
 
     figure, panels = plt.subplots(2, 2, figsize=(12, 9), layout="constrained")
     (speedup, speed), (memory, first) = panels
@@ -220,7 +221,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
             colour, alpha = colours[OUR_KINDS[kind][0]], 0.4 if kind == "float32" else 1.0
             speedup.errorbar(across, middle, (low, high), fmt="o-", color=colour, alpha=alpha, capsize=3, label=kind)
     speedup.axhline(1, color="black", linewidth=1, linestyle=":")
-    read = max((name for name in found.sets if name.startswith("first")), key=sizes_and_length, default="")
+    read = max((name for name in found.sets if name.startswith("first")), key=measured_and_length, default="")
     for bits in found.bits:
         for side, style in ((OURS, "o-"), (LLAMA, "s--")):
             lines: dict[str, list[tuple[float, float]]] = {"fastest": [], "plain": [], "memory": [], "first": []}
