@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import tracking
-from accelerate.utils import LoggerType
 from safetensors.torch import load_file, save_file
 
 from blockdraft import load_drafter, load_target
@@ -241,27 +239,6 @@ def test_data_that_grow_leave_a_run_as_it_was(
     assert same(tmp_path / "whole", out)
     with pytest.raises(ValueError, match="holds a run with data = .*choose another --out"):
         run(out, **small)  # other data
-
-
-def test_trackers_are_told_figures_and_recipe(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights & Biases, by a module of that name which notes what it is told."""
-    (tmp_path / "wandb").mkdir()
-    (tmp_path / "wandb" / "__init__.py").write_text(
-        "told, config = [], {}\n"
-        "def init(**kwargs):\n    import wandb\n    wandb.init_args = kwargs\n    return wandb\n"
-        "def log(values, step=None):\n    told.append((step, values))\n"
-        "def finish(): told.append('finished')\n"
-    )
-    monkeypatch.setattr(tracking, "_available_trackers", [LoggerType.WANDB])
-    monkeypatch.syspath_prepend(str(tmp_path))
-    run(tmp_path / "drafter", steps="2", trackers="wandb", eval_prompts="0")
-    import wandb  # type: ignore[import-not-found]
-
-    assert wandb.init_args["project"] == "blockdraft" and wandb.init_args["name"] == "drafter"
-    assert wandb.config["length"] == 40 and wandb.config["objective"] == "{'decay': 1.0}"
-    assert [one[0] for one in wandb.told[:2]] == [1, 2] and wandb.told[-1] == "finished"
-    assert wandb.told[0][1]["loss"] > 0 and "held_out_loss" in wandb.told[1][1]
-    monkeypatch.delitem(sys.modules, "wandb")
 
 
 @pytest.mark.slow
