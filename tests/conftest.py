@@ -1,5 +1,6 @@
 """What holds for all tests, and the fixtures of `tiny_models.py`."""
 
+import gc
 import os
 import shutil
 import sys
@@ -21,3 +22,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Whoever only hands tests out to workers need not import torch, for which all of them would wait."""
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", 0):
         config.pluginmanager.import_plugin("tiny_models")
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays, and need not be looked through at each collection of garbage."""
+    gc.collect()
+    gc.freeze()

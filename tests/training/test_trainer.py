@@ -316,14 +316,15 @@ def test_a_full_disk_ends_the_run_and_keeps_the_last_checkpoint(
 
 
 def test_a_drafter_says_what_it_was_trained_for(run: Run, tmp_path: Path, tiny_target_dir: Path) -> None:
-    run(tmp_path / "first", steps="1")
+    short = {"steps": "1", "eval_prompts": "0", "held_out": "1"}
+    run(tmp_path / "first", **short)
     file = tmp_path / "first" / "config.json"
     config = json.loads(file.read_text())
     assert config["target_fingerprint"] == load_target(tiny_target_dir, device="cpu").source_fingerprint
     own, others = list[str](), list[str]()
-    run(tmp_path / "second", steps="1", init=str(tmp_path / "first"), notes=own)
+    run(tmp_path / "second", **short, init=str(tmp_path / "first"), notes=own)
     file.write_text(json.dumps(config | {"target_fingerprint": "0123456789abcdef"}))
-    run(tmp_path / "third", steps="1", init=str(tmp_path / "first"), notes=others)
+    run(tmp_path / "third", **short, init=str(tmp_path / "first"), notes=others)
     told = [note for note in others if note not in own]
     assert len(told) == 1 and "was trained for another target (fingerprint 0123456789abcdef)" in told[0]
 
