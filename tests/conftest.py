@@ -1,287 +1,30 @@
-"""Tiny random models that the tests share. Their answers are nonsense, which leaves the decoding of nonsense exact."""
+"""What holds for all tests, and the fixtures of `tiny_models.py`."""
 
+import gc
 import os
 import shutil
+import sys
 from pathlib import Path
+
+import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 # What tests measure and learn is none of what the user's own runs begin with; compiled libraries are kept for the next.
-os.environ["BLOCKDRAFT_CACHE"] = os.environ.get(
-    "BLOCKDRAFT_CACHE", str(Path(__file__).parents[1] / "build/tests-cache")
-)
+OWN_CACHE = Path(__file__).parents[1] / "build/tests-cache"
+os.environ.setdefault("BLOCKDRAFT_CACHE", str(OWN_CACHE))
+if "PYTEST_XDIST_WORKER" not in os.environ and os.environ["BLOCKDRAFT_CACHE"] == str(OWN_CACHE):
+    shutil.rmtree(OWN_CACHE / "costs", ignore_errors=True)
 
-from collections.abc import Callable, Iterator
-from typing import Any
-
-import pytest
-import torch
-from accelerate.state import AcceleratorState, PartialState
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-
-from blockdraft.data.documents import DataWriter, Document, tokenizer_fingerprint
-from blockdraft.formats import Checkpoint, find_layout
-from blockdraft.formats.zlab import read_checkpoint, write_checkpoint
-from blockdraft.machine import cache_folder
-from blockdraft.nn.dflash import DFlashNetwork
-from blockdraft.nn.dflash2 import DFlash2Network
-from blockdraft.nn.draft_config import DFlash2Config, DraftConfig, DSparkConfig, LayerAttention
-from blockdraft.nn.dspark import DSparkNetwork
-from blockdraft.nn.eagle3 import Eagle3Config, Eagle3Network
-from blockdraft.nn.medusa import MedusaConfig, MedusaNetwork
-from blockdraft.nn.mtp import MTPConfig, MTPNetwork
-from blockdraft.nn.peagle import PEagleConfig, PEagleNetwork
-
-if "PYTEST_XDIST_WORKER" not in os.environ and cache_folder().name == "tests-cache":
-    shutil.rmtree(cache_folder() / "costs", ignore_errors=True)
-
-SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"]
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-HIDDEN_SIZE = 32
-TARGET_LAYERS = 3
-MAX_CONTEXT = 256
+sys.path.insert(0, str(Path(__file__).parent))
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE without training: one entry a byte, a few merges."""
-    entries = SPECIAL_TOKENS + sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [("t", "h"), ("th", "e"), ("i", "n"), ("Ġ", "a"), ("Ã", "¼")]
-    entries += ["".join(merge) for merge in merges]
-    tokenizer = Tokenizer(models.BPE({entry: i for i, entry in enumerate(entries)}, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(SPECIAL_TOKENS)
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        mask_token="<|mask|>",
-        clean_up_tokenization_spaces=False,
-    )
-    fast.chat_template = CHAT_TEMPLATE
-    return fast
+def pytest_configure(config: pytest.Config) -> None:
+    """Whoever only hands tests out to workers need not import torch, for which all of them would wait."""
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", 0):
+        config.pluginmanager.import_plugin("tiny_models")
 
 
-@pytest.fixture(scope="session")
-def tiny_target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen3 of 3 layers with a byte-level tokenizer, a chat template and a context of 256 tokens."""
-    folder = tmp_path_factory.mktemp("tiny") / "target"
-    tokenizer = tiny_tokenizer()
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=HIDDEN_SIZE,
-        intermediate_size=64,
-        num_hidden_layers=TARGET_LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=MAX_CONTEXT,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        Qwen3ForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def tiny_drafter_dir(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Path:
-    """A random DFlash drafter of 2 layers and blocks of 8 for `tiny_target_dir`."""
-    folder = tmp_path_factory.mktemp("tiny") / "drafter"
-    tokenizer = tiny_tokenizer()
-    config = DraftConfig(
-        hidden_size=HIDDEN_SIZE,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        vocab_size=len(tokenizer),
-        block_size=8,
-        mask_token_id=tokenizer.mask_token_id,
-        taps=(0, 1),
-        num_target_layers=TARGET_LAYERS,
-        rope_theta=10000.0,
-        layers=(LayerAttention(causal=False, window=None),) * 2,
-        max_position_embeddings=MAX_CONTEXT,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        network = DFlashNetwork(config)
-    write_checkpoint(folder, config, network.state_dict())
-    return folder
-
-
-@pytest.fixture(scope="session")
-def tiny_dflash2_dir(tmp_path_factory: pytest.TempPathFactory, tiny_drafter_dir: Path) -> Path:
-    """`tiny_drafter_dir` as DFlash2, with random convolutions of three slots and a selector that matters."""
-    folder = tmp_path_factory.mktemp("tiny") / "dflash2"
-    v1, tensors = read_checkpoint(tiny_drafter_dir)
-    config = DFlash2Config(**vars(v1), conv_kernel_size=3, conv_group_size=8, selector_rank=4, selector_top_k=5)
-    with torch.random.fork_rng():
-        torch.manual_seed(2)
-        network = DFlash2Network(config)
-        for name, weight in network.state_dict().items():
-            if name not in tensors:
-                weight += torch.randn_like(weight) * (1.0 if name.endswith("codebook") else 0.2)
-    network.load_state_dict(tensors, strict=False)
-    write_checkpoint(folder, config, network.state_dict())
-    return folder
-
-
-@pytest.fixture(scope="session")
-def tiny_dspark_dir(tmp_path_factory: pytest.TempPathFactory, tiny_drafter_dir: Path) -> Path:
-    """`tiny_drafter_dir` as DSpark, with random heads that matter."""
-    folder = tmp_path_factory.mktemp("tiny") / "dspark"
-    v1, tensors = read_checkpoint(tiny_drafter_dir)
-    config = DSparkConfig(**vars(v1), markov_rank=4)
-    with torch.random.fork_rng():
-        torch.manual_seed(4)
-        network = DSparkNetwork(config)
-        for name, weight in network.state_dict().items():
-            if name not in tensors:
-                weight += torch.randn_like(weight)
-    network.load_state_dict(tensors, strict=False)
-    write_checkpoint(folder, config, network.state_dict())
-    return folder
-
-
-EAGLE_SHAPE: dict[str, Any] = {
-    "hidden_size": HIDDEN_SIZE,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": len(tiny_tokenizer()),
-    "draft_vocab_size": 120,
-    "taps": (0, 1),
-    "num_target_layers": TARGET_LAYERS,
-    "max_position_embeddings": MAX_CONTEXT,
-}
-
-
-@pytest.fixture(scope="session")
-def tiny_eagle3_dir(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Path:
-    """A random EAGLE-3 drafter for `tiny_target_dir` that guesses 5 tokens at most, among 120 of the vocabulary."""
-    folder = tmp_path_factory.mktemp("tiny") / "eagle3"
-    _write_eagle(folder, "eagle3", Eagle3Network, Eagle3Config(**EAGLE_SHAPE, block_size=6), 5)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def tiny_peagle_dir(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Path:
-    """A random P-EAGLE drafter of two layers for `tiny_target_dir`: 4 guesses among 120 tokens of the vocabulary."""
-    folder = tmp_path_factory.mktemp("tiny") / "peagle"
-    config = PEagleConfig(**EAGLE_SHAPE, block_size=5, mask_token_id=3, num_hidden_layers=2)
-    _write_eagle(folder, "peagle_speculators", PEagleNetwork, config, 7)
-    return folder
-
-
-def _write_eagle(folder: Path, layout: str, network_class: Any, config: Eagle3Config, seed: int) -> None:
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        network = network_class(config)
-        network.keep(torch.randperm(config.vocab_size)[: config.draft_vocab_size].sort().values)
-        with torch.no_grad():
-            for parameter in network.parameters():
-                parameter += 0.2 * torch.randn_like(parameter)
-    find_layout(layout).write(folder, Checkpoint(config, network.state_dict()), None, ())
-
-
-@pytest.fixture(scope="session")
-def tiny_medusa_dir(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Path:
-    """Three random Medusa heads of two blocks for `tiny_target_dir`."""
-    folder = tmp_path_factory.mktemp("tiny") / "medusa"
-    config = MedusaConfig(HIDDEN_SIZE, len(tiny_tokenizer()), TARGET_LAYERS, num_heads=3, num_layers=2)
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
-        network = MedusaNetwork(config)
-        tensors = {name: weight + 0.3 * torch.randn_like(weight) for name, weight in network.state_dict().items()}
-    find_layout("medusa").write(folder, Checkpoint(config, tensors), None, ())
-    return folder
-
-
-@pytest.fixture(scope="session")
-def tiny_mtp_dir(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Path:
-    """A random MTP head of three steps for `tiny_target_dir`."""
-    folder = tmp_path_factory.mktemp("tiny") / "mtp"
-    config = MTPConfig(
-        hidden_size=HIDDEN_SIZE,
-        intermediate_size=64,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=MAX_CONTEXT,
-        vocab_size=len(tiny_tokenizer()),
-        num_target_layers=TARGET_LAYERS,
-        block_size=4,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(6)
-        network = MTPNetwork(config)
-        tensors = {name: weight + 0.2 * torch.randn_like(weight) for name, weight in network.state_dict().items()}
-    find_layout("mtp").write(folder, Checkpoint(config, tensors), None, ())
-    return folder
-
-
-@pytest.fixture(scope="session")
-def tiny_data_dir(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Path:
-    """40 documents of 12 to 30 tokens for `tiny_target_dir`, the answer of each from its middle on."""
-    folder = tmp_path_factory.mktemp("tiny") / "data"
-    writer = DataWriter(folder, {"tokenizer": tokenizer_fingerprint(tiny_tokenizer())})
-    writer.begin()
-    random = torch.Generator().manual_seed(3)
-    for row in range(40):
-        length = int(torch.randint(12, 31, (), generator=random))
-        tokens = torch.randint(5, 200, (length,), generator=random)
-        writer.add(row, [Document(tokens, torch.arange(length) >= length // 2)])
-    writer.finish()
-    return folder
-
-
-@pytest.fixture(scope="session")
-def scatter() -> Callable[..., Any]:
-    """`scatter(store, (first, capacity), ...)` opens rows at these places of a cache or a drafter's state that was made
-    with one row, which goes, and returns them."""
-
-    def scattered(store: Any, *places: tuple[int, int]) -> Any:
-        store.close(0)
-        for row, capacity in places:
-            store.open(row, capacity)
-        return store.of([row for row, _ in places])
-
-    return scattered
-
-
-@pytest.fixture
-def fresh_accelerator() -> Iterator[None]:
-    """Accelerate keeps the state of a process; each test begins without, and leaves none."""
-    _forget_accelerator()
-    yield
-    _forget_accelerator()
-
-
-def _forget_accelerator() -> None:
-    AcceleratorState._reset_state(True)
-    PartialState._reset_state()
-
-
-@pytest.fixture
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache folder of the test's own, so that what it learns of costs stays there; compiled libraries are shared."""
-    libraries = cache_folder() / "libraries"
-    libraries.mkdir(parents=True, exist_ok=True)
-    folder = tmp_path / "cache"
-    folder.mkdir()
-    (folder / "libraries").symlink_to(libraries)
-    monkeypatch.setenv("BLOCKDRAFT_CACHE", str(folder))
-    return folder
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays, and need not be looked through at each collection of garbage."""
+    gc.collect()
+    gc.freeze()

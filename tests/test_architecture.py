@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -78,12 +79,17 @@ def read_modules() -> list[Module]:
     return modules
 
 
+@cache
+def imports_in(source: str) -> list[ast.Import | ast.ImportFrom]:
+    return [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
 def imports_of(module: Module, known: set[str]) -> Iterator[str]:
     """The modules of blockdraft that `module` imports anywhere in its code, also inside functions."""
-    for node in ast.walk(ast.parse(module.source)):
+    for node in imports_in(module.source):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
+        else:
             base = node.module or ""
             if node.level:
                 parts = module.name.split(".")
@@ -92,8 +98,6 @@ def imports_of(module: Module, known: set[str]) -> Iterator[str]:
             # `from package import name` imports a module where there is one of that name.
             inside = [f"{base}.{alias.name}" for alias in node.names]
             names = sorted({name if name in known else base for name in inside})
-        else:
-            continue
         yield from (name for name in names if name.split(".")[0] == "blockdraft")
 
 

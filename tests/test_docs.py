@@ -12,8 +12,9 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import typer
@@ -136,11 +137,17 @@ def commands_of(page: str) -> list[Command]:
 COMMANDS = [command for page in PAGES for command in commands_of(page)]
 
 
+@cache
+def command_line() -> Any:
+    """Making it takes as long as looking at several commands."""
+    return typer.main.get_command(cli.app)
+
+
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{command.page}: {command.text}")
 def test_every_command_is_one(command: Command) -> None:
     """Command, options and values are known to the command line. A sentence may leave out what is needed."""
     name, *arguments = command.arguments
-    group = typer.main.get_command(cli.app)
+    group = command_line()
     if name.startswith("-"):
         assert name in [option for parameter in group.params for option in parameter.opts]
         return

@@ -1,6 +1,6 @@
 """A fit that is killed again and again: `python -m benchmarks.stranger.kills --target DIR --kills 20`.
 
-One fit runs undisturbed. Others follow the same plan and are killed with all their processes at random moments, until
+One fit trains undisturbed. Others follow the same plan and are killed with all their processes at random moments, until
 there were so many kills; then they go on to their end. Every drafter must be the same, bit for bit. The status is 1
 where one is not.
 """
@@ -8,6 +8,7 @@ where one is not.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import random
 import signal
@@ -15,14 +16,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from blockdraft.fit.steps import done_steps
+
 WEIGHTS = "model.safetensors"
+FIRST, LAST = 1 / 6, 1 / 2  # moments to kill at, over the time of a fit; before the first it only imports
+POLL_SECONDS = 0.1
 
 
-def run(command: Sequence[str], seconds: float | None = None) -> bool:
-    """Whether it came to its end; killed after so many seconds otherwise."""
+def run(command: Sequence[str], seconds: float = math.inf, enough: Callable[[], bool] = lambda: False) -> bool:
+    """Whether it came to its end; killed after so many seconds otherwise, or as soon as there is enough of it."""
     process = subprocess.Popen(
         [sys.executable, "-m", "blockdraft", "fit", *command],
         stdout=subprocess.DEVNULL,
@@ -30,30 +35,34 @@ def run(command: Sequence[str], seconds: float | None = None) -> bool:
         start_new_session=True,
         text=True,
     )
-    try:
-        _, told = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        return False
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            _, told = process.communicate(timeout=POLL_SECONDS)
+            break
+        except subprocess.TimeoutExpired:
+            if time.monotonic() > end or enough():
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+                return False
     assert process.returncode == 0, told
     return True
 
 
 def killed(options: Sequence[str], folder: Path, kills: int, seed: int = 0) -> tuple[int, int]:
     """Fits that were killed, and how many of these ended with other weights than the one that was not."""
-    whole = folder / "whole"
+    whole, steps = folder / "whole", folder / "whole.fit"
     began = time.monotonic()
-    run([*options, "--out", str(whole)])
+    run([*options, "--out", str(whole)], enough=lambda: "train" in done_steps(steps))  # what follows leaves the weights
     length = time.monotonic() - began
-    plan, weights = (whole.with_name("whole.fit") / "plan.json").read_bytes(), (whole / WEIGHTS).read_bytes()
+    plan, weights = (steps / "plan.json").read_bytes(), (whole / WEIGHTS).read_bytes()
     rng, number, differing = random.Random(seed), 0, 0
     while kills:
         number += 1
         out = folder / f"killed-{number}"
         out.with_name(f"{out.name}.fit").mkdir()
         (out.with_name(f"{out.name}.fit") / "plan.json").write_bytes(plan)
-        while not run([*options, "--out", str(out)], rng.uniform(0, length / 2) if kills else None):
+        while not run([*options, "--out", str(out)], rng.uniform(FIRST * length, LAST * length) if kills else math.inf):
             kills -= 1
             print(f"{out.name}: killed; {kills} kills left", flush=True)
         differing += (out / WEIGHTS).read_bytes() != weights

@@ -74,6 +74,7 @@ def test_without_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: R
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.slow
 def test_what_is_kept_is_of_a_known_kind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_target_dir: Path
 ) -> None:

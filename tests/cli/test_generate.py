@@ -360,8 +360,21 @@ def test_same_seed_same_answer(generate: Run) -> None:
     ],
 )
 def test_bad_input(generate: Run, args: list[str], message: str) -> None:
-    for extra in ((), ("--json",), ("--compare",)):
-        refused(generate(*args, *extra), message)
+    refused(generate(*args), message)
+
+
+# Of the settings, the drafter and the prompt.
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["hello", "--top-p", "0"], "top_p is 0.0"),
+        (["hello", "--block-size", "9"], "block_size is 9; this drafter's blocks hold at most 8"),
+        (["a" * 300], "shorten the prompt"),
+    ],
+)
+def test_bad_input_is_refused_alike_however_the_answer_is_shown(generate: Run, args: list[str], message: str) -> None:
+    for extra in ("--json", "--compare"):
+        refused(generate(*args, extra), message)
     refused(generate(*args, terminal=True), message)
 
 

@@ -38,8 +38,7 @@ def mixin(model: PreTrainedModel, config: DFlashConfig) -> DFlashGenerationMixin
     return DFlashGenerationMixin(model, config=config)
 
 
-@pytest.mark.parametrize("use_dflash", [True, False])
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(("side", "use_dflash"), [("left", True), ("right", True), ("right", False)])
 def test_equals_greedy_generate_for_padded_batches(mixin, good_guesses, greedy, side, use_dflash):
     inputs = padded(PROMPTS, side)
     output = mixin.generate(**inputs, max_new_tokens=30, use_dflash=use_dflash)
@@ -82,9 +81,9 @@ def test_the_models_own_end_token_counts_unless_another_is_given(model, config, 
         assert mixin.generate(prompt, max_new_tokens=20, eos_token_id=none)[0, 6:].tolist() == answer
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear"])
-@pytest.mark.parametrize("steps", [1, 2, 3, 4])
-@pytest.mark.parametrize("block_size", [None, 4])
+@pytest.mark.parametrize(
+    ("block_size", "steps", "schedule"), [(None, 1, "linear"), (4, 2, "cosine"), (None, 3, "cosine"), (4, 4, "linear")]
+)
 def test_refinement_does_not_change_the_output(model, config, good_guesses, greedy, steps, schedule, block_size):
     config = replace(config, block_size=block_size, diffusion_steps=steps, noise_schedule=schedule)
     mixin = DFlashGenerationMixin(model, config)

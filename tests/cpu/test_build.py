@@ -34,6 +34,7 @@ def compiled() -> Build:
     return build
 
 
+@pytest.mark.slow
 def test_a_library_is_compiled_once(folder: Path) -> None:
     compiled()
     [path] = folder.iterdir()  # and nothing half-written
@@ -125,6 +126,7 @@ def slow_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[],
     return let_go.touch
 
 
+@pytest.mark.slow
 def test_a_target_waits_for_the_compiler_and_says_so_once(
     slow_compiler: Callable[[], None],
     tiny_target_dir: Path,

@@ -139,8 +139,17 @@ def test_every_drafter_is_tested() -> None:
     assert sorted(FOLDERS) == sorted(FILES)
 
 
-@pytest.mark.parametrize("drafting", DRAFTINGS.values(), ids=DRAFTINGS)
-@pytest.mark.parametrize("rows", [1, 3, 16])
+QUICK = {(1, "tree"), (3, "auto"), (16, "chain")}  # each number of rows and each way once
+
+
+@pytest.mark.parametrize(
+    ("rows", "drafting"),
+    [
+        pytest.param(rows, drafting, id=f"{rows}-{way}", marks=() if (rows, way) in QUICK else pytest.mark.slow)
+        for rows in (1, 3, 16)
+        for way, drafting in DRAFTINGS.items()
+    ],
+)
 def test_answers_are_those_of_plain_decoding(
     rows: int,
     drafting: Drafting,

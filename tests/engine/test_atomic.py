@@ -24,7 +24,7 @@ GREEDY = SamplingParams(40, ignore_eos=True)
 Forward = Callable[..., TargetOutput]
 
 
-@pytest.fixture(params=["compiled", "off", pytest.param("hf", marks=pytest.mark.slow)])
+@pytest.fixture(params=["compiled", *(pytest.param(way, marks=pytest.mark.slow) for way in ("off", "hf"))])
 def target(tiny_target_dir: Path, request: pytest.FixtureRequest) -> Target:
     """One of its own, since tests break it."""
     if request.param == "hf":
@@ -86,7 +86,7 @@ def test_log_probabilities_for_which_there_is_no_memory_cost_nothing(
                 raise MemoryError("full")
             return found(*arguments)
 
-        monkeypatch.setattr("blockdraft.engine.runner.token_logprobs", broken)
+        monkeypatch.setattr("blockdraft.engine.logprobs.token_logprobs", broken)
         for one, other in zip(engine.generate(PROMPTS, each), expected, strict=True):
             assert one.checked().token_ids == other.token_ids
             assert (one.finish_reason, one.drafted) == (other.finish_reason, other.drafted)

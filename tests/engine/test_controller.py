@@ -267,14 +267,6 @@ def test_an_overconfident_drafter_is_trusted_less_and_a_modest_one_more() -> Non
         assert found.plan(requests).trust == pytest.approx(trust, rel=0.02)
 
 
-def test_trust_survives_cycles_of_which_nothing_is_expected() -> None:
-    found = controller("chain", stored(GPU))
-    requests = [request()]
-    for _ in range(3000):
-        found.learn(requests, Plan(2, []), 0, [0], [0], [1e-4])
-    assert found._came_true / found._expected > 0.9
-
-
 def test_the_draft_pass_is_as_long_as_the_guesses_that_pay() -> None:
     found = controller("chain", stored(GPU))
     requests = [request()]

@@ -14,7 +14,8 @@ from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.drafters.none import NoDrafter
 from blockdraft.engine import Engine, Request
-from blockdraft.engine.runner import Row, Runner
+from blockdraft.engine.row import Row
+from blockdraft.engine.runner import Runner
 from blockdraft.errors import UsageError
 from blockdraft.proposal import Plan, Proposal, chain
 from blockdraft.targets import Target, load_target
@@ -218,11 +219,11 @@ def test_bad_requests_are_refused(
         Engine(target, random_drafter).generate([prompt], SamplingParams(**fields))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("most_unobserved", [512, 3])
+@pytest.mark.parametrize("most_kept", [512, 3])
 def test_what_earlier_cycles_left_to_do_does_not_count_as_this_ones_time(
-    target: Target, random_drafter: DFlashDrafter, monkeypatch: pytest.MonkeyPatch, most_unobserved: int
+    target: Target, random_drafter: DFlashDrafter, monkeypatch: pytest.MonkeyPatch, most_kept: int
 ) -> None:
-    monkeypatch.setattr("blockdraft.engine.runner.MOST_UNOBSERVED", most_unobserved)
+    monkeypatch.setattr("blockdraft.engine.observing.MOST_KEPT", most_kept)
     request = Engine(target, random_drafter).request(PROMPTS[0], SamplingParams(30, ignore_eos=True))
     late: list[int] = []
     clock = [0.0]

@@ -17,7 +17,7 @@ PROMPTS = [[5, 9, 17, 4], [8, 8, 30], [40, 3, 22, 19, 7, 6, 5]]
 SHAPED = {"logit_bias": {7: 3.0}, "presence_penalty": 1.0, "top_k": 5, "repetition_penalty": 1.2}
 
 
-@pytest.fixture(scope="module", params=["native", "hf"])
+@pytest.fixture(scope="module", params=["native", pytest.param("hf", marks=pytest.mark.slow)])
 def target(tiny_target_dir: Path, request: pytest.FixtureRequest) -> Target:
     return load_target(tiny_target_dir, backend=request.param)
 

@@ -109,7 +109,8 @@ def test_the_controller_learns_nothing_of_what_was_cut(drafting: Drafting) -> No
             if plan.block_size > 1:
                 accepted = [min(3, plan.block_size - 1)] + [0] * len(others)
                 controller.learn(rows, plan, 5, [5] + [0] * len(others), accepted, [3.0] * len(rows), None)
-        return controller._accepted, controller._reached, controller._came_true, controller._yields[free], len(rows)
+        known = controller._yields
+        return known.chains(), known.trust, known.of(free, 0).mean, len(rows)
 
     assert planned([])[:-1] == planned([OFF, RequestDrafting(block_size=2)])[:-1]
 

@@ -21,7 +21,7 @@ PROMPTS = [[7 + i, 60, 33, 12 + i, 9] for i in range(12)]
 GREEDY = SamplingParams(30, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=["on", "off"])
+@pytest.fixture(scope="module", params=["on", pytest.param("off", marks=pytest.mark.slow)])
 def target(tiny_target_dir: Path, request: pytest.FixtureRequest) -> Target:
     return load_target(tiny_target_dir, backend="native", compile=request.param)
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # before torch is imported
+os.environ.setdefault("BLOCKDRAFT_CACHE", str(Path(__file__).parents[2] / "build/tests-cache"))
 
 
 def work(first: int, count: int, until: float) -> Iterator[dict[str, Any]]:

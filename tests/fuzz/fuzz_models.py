@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from conftest import tiny_tokenizer  # noqa: E402
+from tiny_models import tiny_tokenizer  # noqa: E402
 
 from blockdraft import Drafter, Target, load_drafter, load_target  # noqa: E402
 from blockdraft.formats import Checkpoint, eagle3, find_layout  # noqa: E402

@@ -46,6 +46,12 @@ def client(make_client: Callable[..., Client]) -> Client:
 
 
 @pytest.fixture(scope="module")
+def shared_client(engine: Engine) -> Client:
+    """One for several tests, which saves making an application for each: for requests that leave nothing behind."""
+    return Client(Service(Backends(engine), ServeSettings(served_model_name=(MODEL,))))
+
+
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """A Chromium of this machine. While it is open, `asyncio.run` fails in this thread: other modules need it."""
     from pages import CHROMIUM, chromium

@@ -46,8 +46,8 @@ HUGE = 10**30
     ],
 )
 @pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)])
-def test_bad_fields_are_named(client: Any, path: str, body: dict[str, Any], field: str, value: Any) -> None:
-    answer = client.post(path, body | {field: value})
+def test_bad_fields_are_named(shared_client: Any, path: str, body: dict[str, Any], field: str, value: Any) -> None:
+    answer = shared_client.post(path, body | {field: value})
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert error["type"] == "invalid_request_error"
@@ -88,8 +88,8 @@ def test_bad_fields_are_named(client: Any, path: str, body: dict[str, Any], fiel
         {"model": 3},
     ],
 )
-def test_bad_chats(client: Any, fields: dict[str, Any]) -> None:
-    answer = client.post("/v1/chat/completions", CHAT | fields)
+def test_bad_chats(shared_client: Any, fields: dict[str, Any]) -> None:
+    answer = shared_client.post("/v1/chat/completions", CHAT | fields)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["message"]
 
@@ -105,10 +105,10 @@ def test_bad_chats(client: Any, fields: dict[str, Any]) -> None:
     ],
 )
 def test_what_other_servers_have_is_refused_with_what_does_it_here(
-    client: Any, path: str, field: str, remedy: str
+    shared_client: Any, path: str, field: str, remedy: str
 ) -> None:
     body = CHAT if "chat" in path else TEXT
-    error = client.post(path, body | {field: {"type": "object"}}).json()["error"]
+    error = shared_client.post(path, body | {field: {"type": "object"}}).json()["error"]
     assert error["message"] == f"{field} is not supported by this server; {remedy}."
 
 
@@ -134,9 +134,9 @@ def test_what_other_servers_have_is_refused_with_what_does_it_here(
         b'{"model": "tiny", "prompt": ' + b"[" * 200 + b"]" * 200 + b"}",
     ],
 )
-def test_bad_bodies(client: Any, body: bytes) -> None:
+def test_bad_bodies(shared_client: Any, body: bytes) -> None:
     for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"):
-        answer = client.post(path, content=body, headers={"content-type": "application/json"})
+        answer = shared_client.post(path, content=body, headers={"content-type": "application/json"})
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["type"] == "invalid_request_error"
 
@@ -175,8 +175,8 @@ def test_the_first_wrong_entry_ends_the_reading(kind: type[Body], fields: dict[s
         {"stop": ["x" * 1001]},
     ],
 )
-def test_what_each_cycle_looks_at_is_bounded(client: Any, fields: dict[str, Any]) -> None:
-    answer = client.post("/v1/chat/completions", CHAT | fields)
+def test_what_each_cycle_looks_at_is_bounded(shared_client: Any, fields: dict[str, Any]) -> None:
+    answer = shared_client.post("/v1/chat/completions", CHAT | fields)
     [field] = fields
     assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(field)
     assert "at most" in answer.json()["error"]["message"]
@@ -191,18 +191,18 @@ def test_too_many_answers_are_refused_before_they_are_thought_of(client: Any, mo
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("token", [2**62, 2**32 + 1, 10**6])
-def test_tokens_that_there_are_not_cannot_be_echoed(client: Any, token: int, stream: bool) -> None:
-    answer = client.post("/v1/completions", TEXT | {"prompt": [token], "echo": True, "stream": stream})
+def test_tokens_that_there_are_not_cannot_be_echoed(shared_client: Any, token: int, stream: bool) -> None:
+    answer = shared_client.post("/v1/completions", TEXT | {"prompt": [token], "echo": True, "stream": stream})
     assert answer.status_code == 400 and f"Token id {token}" in answer.json()["error"]["message"]
 
 
-def test_other_types_of_body_are_refused(client: Any) -> None:
+def test_other_types_of_body_are_refused(shared_client: Any) -> None:
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"):
-        answer = client.post("/v1/completions", content=json.dumps(TEXT), headers={"content-type": kind})
+        answer = shared_client.post("/v1/completions", content=json.dumps(TEXT), headers={"content-type": kind})
         assert answer.status_code == 415, answer.text
-    assert client.post("/v1/completions", content=json.dumps(TEXT)).status_code == 415  # without any
+    assert shared_client.post("/v1/completions", content=json.dumps(TEXT)).status_code == 415  # without any
     kind = {"content-type": "application/json; charset=utf-8"}
-    assert client.post("/v1/completions", content=json.dumps(TEXT), headers=kind).status_code == 200
+    assert shared_client.post("/v1/completions", content=json.dumps(TEXT), headers=kind).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -218,28 +218,28 @@ def test_other_types_of_body_are_refused(client: Any) -> None:
         ("GET", "/../../etc/passwd", 404),
     ],
 )
-def test_other_methods_and_paths(client: Any, method: str, path: str, status: int) -> None:
-    answer = client.send(method, path)
+def test_other_methods_and_paths(shared_client: Any, method: str, path: str, status: int) -> None:
+    answer = shared_client.send(method, path)
     assert answer.status_code == status
     assert method == "HEAD" or answer.json()["error"]["message"]
 
 
-def test_a_wrong_base_url_is_told(client: Any) -> None:
+def test_a_wrong_base_url_is_told(shared_client: Any) -> None:
     for path in ("/chat/completions", "/v1/v1/messages"):
-        answer = client.post(path, CHAT)
+        answer = shared_client.post(path, CHAT)
         assert answer.status_code == 404 and "end in /v1" in answer.json()["error"]["message"]
 
 
-def test_unknown_fields_are_ignored(client: Any) -> None:
+def test_unknown_fields_are_ignored(shared_client: Any) -> None:
     more = {"user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "frobnicate": [1]}
-    assert client.post("/v1/completions", TEXT | more).status_code == 200
+    assert shared_client.post("/v1/completions", TEXT | more).status_code == 200
 
 
-def test_neutral_values_of_what_we_lack_pass(client: Any) -> None:
+def test_neutral_values_of_what_we_lack_pass(shared_client: Any) -> None:
     more = {"suffix": "", "audio": None, "ignore_eos": None, "stream_options": {"include_usage": None}}
     more |= {"best_of": 1, "use_beam_search": False, "min_tokens": 0, "tools": []}
-    assert client.post("/v1/completions", TEXT | more).status_code == 200
-    assert client.post("/v1/completions", TEXT | {"best_of": 2}).status_code == 400
+    assert shared_client.post("/v1/completions", TEXT | more).status_code == 200
+    assert shared_client.post("/v1/completions", TEXT | {"best_of": 2}).status_code == 400
 
 
 def test_garbled_requests_are_never_our_fault(client: Any) -> None:

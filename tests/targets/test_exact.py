@@ -24,11 +24,11 @@ from blockdraft.types import Drafting, SamplingParams
 WIDE = ("llama", "gemma2", "qwen3-window", "mistral-window")  # in float32 too
 QUICK = ("gemma2", "bfloat16")  # windows, a soft-cap, and many near ties
 EVERY_MODEL = [
-    pytest.param(name, dtype, marks=[] if (name, dtype) == QUICK else pytest.mark.slow, id=f"{name}-{dtype}")
+    pytest.param(name, dtype, marks=pytest.mark.slow, id=f"{name}-{dtype}")
     for name in MODELS
     for dtype in (("bfloat16", "float32") if name in WIDE else ("bfloat16",))
 ]
-BACKENDS = pytest.mark.parametrize("backend", ["native", "hf"])
+BACKENDS = pytest.mark.parametrize("backend", ["native", pytest.param("hf", marks=pytest.mark.slow)])
 # With rows of a batch.
 DRAFTINGS = [
     (8, Drafting()),
@@ -109,7 +109,7 @@ def row_dependent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(F, "linear", by_rows)
 
 
-@pytest.mark.parametrize("backend", ["native", pytest.param("hf", marks=pytest.mark.slow)])
+@BACKENDS
 @pytest.mark.parametrize(("name", "dtype"), EVERY_MODEL)
 def test_answers_are_those_of_plain_decoding(
     folders: dict[str, Path],  # noqa: F811
@@ -127,6 +127,16 @@ def test_answers_are_those_of_plain_decoding(
         assert answers(target, Oracle(expected), rows, drafting) == expected
     if name in WIDE:
         assert answers(target, PromptLookupDrafter(), 8, Drafting(block_size=1)) == expected
+
+
+def test_one_batch_of_trees_has_the_answers_of_plain_decoding(
+    folders: dict[str, Path],  # noqa: F811
+    row_dependent: None,
+) -> None:
+    """As the test above, which takes long, of one model and one way to draft."""
+    target = load_target(folders[QUICK[0]], QUICK[1], "cpu", "native", "off", exact=True)
+    expected = plain(target)
+    assert answers(target, Oracle(expected), *DRAFTINGS[1]) == expected
 
 
 @BACKENDS

@@ -170,8 +170,10 @@ def test_each_family_has_a_model_here() -> None:
 
 
 @EVERY_MODEL
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize(
+    ("rows", "compiled"),
+    [(3, True), (1, False), *(pytest.param(*other, marks=pytest.mark.slow) for other in ((1, True), (3, False)))],
+)
 def test_logits_and_features_are_those_of_transformers(
     folders: dict[str, Path], name: str, rows: int, compiled: bool
 ) -> None:
@@ -181,7 +183,7 @@ def test_logits_and_features_are_those_of_transformers(
 
 
 @EVERY_MODEL
-@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("compiled", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_bfloat16_is_no_further_from_the_exact_numbers_than_transformers(
     folders: dict[str, Path], name: str, compiled: bool
 ) -> None:

@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import tracking
-from accelerate.utils import LoggerType
 from safetensors.torch import load_file, save_file
 
 from blockdraft import load_drafter, load_target
@@ -243,27 +241,6 @@ def test_data_that_grow_leave_a_run_as_it_was(
         run(out, **small)  # other data
 
 
-def test_trackers_are_told_figures_and_recipe(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights & Biases, by a module of that name which notes what it is told."""
-    (tmp_path / "wandb").mkdir()
-    (tmp_path / "wandb" / "__init__.py").write_text(
-        "told, config = [], {}\n"
-        "def init(**kwargs):\n    import wandb\n    wandb.init_args = kwargs\n    return wandb\n"
-        "def log(values, step=None):\n    told.append((step, values))\n"
-        "def finish(): told.append('finished')\n"
-    )
-    monkeypatch.setattr(tracking, "_available_trackers", [LoggerType.WANDB])
-    monkeypatch.syspath_prepend(str(tmp_path))
-    run(tmp_path / "drafter", steps="2", trackers="wandb", eval_prompts="0")
-    import wandb  # type: ignore[import-not-found]
-
-    assert wandb.init_args["project"] == "blockdraft" and wandb.init_args["name"] == "drafter"
-    assert wandb.config["length"] == 40 and wandb.config["objective"] == "{'decay': 1.0}"
-    assert [one[0] for one in wandb.told[:2]] == [1, 2] and wandb.told[-1] == "finished"
-    assert wandb.told[0][1]["loss"] > 0 and "held_out_loss" in wandb.told[1][1]
-    monkeypatch.delitem(sys.modules, "wandb")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
@@ -339,14 +316,15 @@ def test_a_full_disk_ends_the_run_and_keeps_the_last_checkpoint(
 
 
 def test_a_drafter_says_what_it_was_trained_for(run: Run, tmp_path: Path, tiny_target_dir: Path) -> None:
-    run(tmp_path / "first", steps="1")
+    short = {"steps": "1", "eval_prompts": "0", "held_out": "1"}
+    run(tmp_path / "first", **short)
     file = tmp_path / "first" / "config.json"
     config = json.loads(file.read_text())
     assert config["target_fingerprint"] == load_target(tiny_target_dir, device="cpu").source_fingerprint
     own, others = list[str](), list[str]()
-    run(tmp_path / "second", steps="1", init=str(tmp_path / "first"), notes=own)
+    run(tmp_path / "second", **short, init=str(tmp_path / "first"), notes=own)
     file.write_text(json.dumps(config | {"target_fingerprint": "0123456789abcdef"}))
-    run(tmp_path / "third", steps="1", init=str(tmp_path / "first"), notes=others)
+    run(tmp_path / "third", **short, init=str(tmp_path / "first"), notes=others)
     told = [note for note in others if note not in own]
     assert len(told) == 1 and "was trained for another target (fingerprint 0123456789abcdef)" in told[0]
 

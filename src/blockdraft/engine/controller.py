@@ -9,52 +9,27 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 from blockdraft.drafters import Drafter
 from blockdraft.engine.costs import Costs
-from blockdraft.engine.pace import Pace, Times
+from blockdraft.engine.pace import Pace
 from blockdraft.engine.request import Request
+from blockdraft.engine.trials import AGAIN, NEW, Trials
+from blockdraft.engine.yields import Yields
 from blockdraft.proposal import Plan
 from blockdraft.types import Drafting, RequestDrafting
 
 MOST_GUESSES = 256  # of a tree whose budget is chosen each cycle
-MEMORY = 0.01  # weight of the newest cycle in running means of what all requests share
-YIELD_NOISE = 0.5  # variance of a cycle's tokens over those expected
-YIELD_DRIFT = 2e-4  # what the variance of their mean grows by in a cycle
-YIELD_SPREAD = 0.05  # variance of the means of different requests
-FIRST_GUESS = 0.6  # share of guesses taken to be accepted before any has been tried
 MARGIN = 1.01  # gain below which drafting is not worth its risk
 SPARE_DEPTH = 1.25  # slots of a draft pass over the depth that paid lately
-PRIOR = 10.0  # guesses that the mean of all positions counts for at each position
 DRAFT_PASS = 0.2  # of a plain cycle's time, where nothing is known of the machine
 GUESS = 0.05  # the same of each guess
 
-EXPLORE = 0.004  # share of the time that may be lost in trials of a kind
-CREDIT = 10.0  # plain cycles that may be lost in trials to begin with
-LEAST_CHARGE, WASTED_CHARGE = 0.01, 0.1  # of a trial's time: it counts as lost at least; where there were no guesses
 TOO_LONG = 2.5  # times the usual cycle: a trial that is expected to take longer is left out
-MOST_LOST = 5.0  # plain cycles that are made up for before there may be another trial
 CLOSE = 0.85  # drafting that yields so much of plain decoding is tried again as it was
-BETWEEN, PATIENCE = 2, 16  # cycles between two trials of new sizes; the same where none was worth while
 REST = 16  # most cycles in a row that are not thought about: thinking takes time
 THOUGHT = 0.02  # share of the time that thinking is to take where cycles are as usual, if REST allows it
 RECENT = 0.1  # weight of the newest thought in their mean
-SURE = 0.05  # variance of the yields' means from which on they are
-AGAIN, NEW = "again", "new"  # kinds of trial
-
-
-class Yield(NamedTuple):
-    """Tokens of a request's cycles over those expected of their size.
-
-    Attributes:
-        variance: Of the mean, after the cycle `at`.
-    """
-
-    mean: float
-    variance: float
-    at: int
 
 
 class Controller:
@@ -97,24 +72,10 @@ class Controller:
         self._costs = cache(costs)
         self._clock = now
         self._pace = Pace(self._prior, self.most_guesses)
-        # Tokens of a cycle over those expected of its size: of all requests, which a new one begins with, and of each.
-        # The first cycles say little, so the mean begins as that of many that yielded what was expected.
-        self._yielded = self._promises = PRIOR
-        self._yields: WeakKeyDictionary[Request, Yield] = WeakKeyDictionary()
-        self._doubt = YIELD_NOISE  # variance of what is learned of all
-        self._begun = False  # whether a drafted cycle has been learned from
-        # By number of rows, of a drafter that knows probabilities: mean guesses and tokens of a row, and cycles.
-        self._usual: dict[Times, tuple[float, float, int]] = {}
-        self._depth = float(self._block_size)  # running mean of the guesses on the longest path
-        self._came_true = self._expected = PRIOR  # accepted guesses, and what the drafter expected of them
-        self._accepted = [0.0] * self._block_size  # by position: guesses accepted, and guesses that could have been
-        self._reached = [0.0] * self._block_size
-        self._promised = self._tokens()  # tokens of a cycle by its guesses, where the drafter does not know better
+        self._yields = Yields(self._block_size, self.most_guesses, self._knows)
+        self._trials = Trials()
         self._rate = 0.0  # tokens a second that the best plan promises
         self._paused = False
-        self._trial: str | None = None  # what the planned cycle tries
-        self._lost = {AGAIN: 0.0, NEW: 0.0}  # seconds in trials that are not yet made up for
-        self._next = 0  # cycle before which there is no trial of new sizes
         self._resting: list[Request] = []  # whose next cycles are planned as the last one, and teach nothing
         self._rest = self._rested = 0  # how many they are, and how many they were
         self._repeated: Plan | None = None  # their plan; None does not draft
@@ -208,27 +169,28 @@ class Controller:
             return Plan(1, params)
         if not self._knows:
             return Plan(min(block_size, len(curve)), params, budget, draft_window=window, draft_passes=passes)
-        trust = self._came_true / self._expected
-        if self._paused and self._trial == NEW:
+        trust = self._yields.trust
+        if self._paused and self._trials.planned == NEW:
             trust = max(trust, 1.0)  # the text may have become easy
         if not self._drafting.drawn:
-            block_size = min(block_size, 2 + round(SPARE_DEPTH * self._depth))
+            block_size = min(block_size, 2 + round(SPARE_DEPTH * self._yields.depth))
         return Plan(block_size, params, budget, curve, trust, draft_window=window, draft_passes=passes)
 
     def _choose(self, requests: Sequence[Request]) -> list[float] | None:
         """Seconds of the next cycle by guesses a row, up to the most that it may have; None if it is not to draft."""
-        rows, now, self._trial = len(requests), self._pace.now, None
+        rows, now, known, trials = len(requests), self._pace.now, self._yields, self._trials
+        trials.planned = None
         times = self._pace.of(rows)
         plain, curve = times.expected()
-        tokens = self._promised
+        tokens = known.promised
         usual = len(curve) - 1 if self._knows else _best(tokens, curve)
-        if not self._begun or (self._knows and times not in self._usual):
+        if not known.begun or (self._knows and times not in known.usual):
             self._paused = False
             return curve[: usual + 1]
-        yields = [self._yield_of(request).mean for request in requests]
+        yields = [known.of(request, now).mean for request in requests]
         seconds, promised, more = curve[usual], tokens[usual], float(usual)
         if self._knows:  # the drafter sets the number anew in each cycle; its mean stands for it
-            more, promised, _ = self._usual[times]
+            more, promised, _ = known.usual[times]
             seconds = _at(curve, more)
         yielded = sum(
             relative * promised if request.drafting is None else min(relative * promised, 1 + self._reach(request))
@@ -240,28 +202,28 @@ class Controller:
         usually = plain if self._paused else seconds
         # One guess more than usual may be tried in any case: that it takes too long may be what is wrong.
         affordable = max(sum(each < TOO_LONG * usually for each in curve), int(more) + 2)
-        if self._lost[NEW] <= 0 and now >= self._next:
+        if trials.new_is_due(now):
             least_plain, least = times.least(now)
             if not self._paused and rows / least_plain > MARGIN * drafting:
-                self._trial = NEW
+                trials.planned = NEW
                 return None
             best = len(curve) - 1 if self._knows else _best(tokens, least[:affordable])
             if self._paused or self._knows or best != usual:
-                self._trial = NEW
+                trials.planned = NEW
                 return least[: min(best + 1, affordable)]
-            self._next = now + PATIENCE
-        if self._paused and self._lost[AGAIN] <= 0:
+            trials.put_off(now)
+        if self._paused and trials.again_is_due():
             if self._knows:  # a chain may pay where as many guesses as usual do not
-                chains = self._tokens()
+                chains = known.chains()
                 best = _best(chains, curve)
                 drafting = max(drafting, rows * chains[best] / curve[best])
             if drafting > CLOSE * pausing:
-                self._trial = AGAIN
+                trials.planned = AGAIN
                 return curve[: min(usual + 1, affordable)]
         if self._paused and drafting < CLOSE * pausing:  # at most until there may be a trial
-            affordable_in = self._lost[NEW] / (EXPLORE * plain) if self._lost[NEW] > 0 else self._next - now
             self._pauses += 1  # whoever has paused for a short time only may be wrong
-            self._resting, self._rest = list(requests), min(REST, self._pauses // 4, int(affordable_in))
+            rest = min(REST, self._pauses // 4, int(trials.cycles_until_new(now, plain)))
+            self._resting, self._rest = list(requests), rest
         elif not self._paused:
             self._pauses = 0
         return None if self._paused else curve[: usual + 1]
@@ -292,104 +254,37 @@ class Controller:
         began = self._watch()
         cycles, self._rested = 1 + self._rested, 0
         self._pace.now += cycles - 1
-        rows, drafts, trial = len(requests), plan.block_size > 1, self._trial
+        rows, drafts, known, trials = len(requests), plan.block_size > 1, self._yields, self._trials
         free = [place for place, request in enumerate(requests) if request.drafting is None]
         if seconds is not None and (free or not drafts):  # else more was drafted than these guesses
             self._pace.learn(rows, guesses if drafts else None, seconds)
         times = self._pace.of(rows)
         plain, curve = times.expected()
         cost = _at(curve, guesses) if drafts else plain
-        if not self._begun:
-            self._lost[NEW] = -CREDIT * plain
-        for kind, lost in self._lost.items():
-            if lost > 0 and kind != trial:
-                self._lost[kind] -= EXPLORE * cost * cycles
-        self._doubt += YIELD_DRIFT * cycles
+        if not known.begun:
+            trials.begin(plain)
+        trials.make_up(cost * cycles)
+        known.age(cycles)
         tokens = float(rows)
         if drafts:
             tokens += sum(lengths[place] for place in range(rows) if place not in free)
             if free:
-                tokens += self._learn_yield(
+                tokens += known.learn(
                     times,
                     [requests[place] for place in free],
                     guesses,
                     [deepest[place] for place in free],
                     [lengths[place] for place in free],
                     expected and [expected[place] for place in free],
+                    self._pace.now,
+                    usual=self._paused or trials.planned != NEW,
                 ) - len(free)
-        if trial:
-            least = LEAST_CHARGE if guesses or not drafts else WASTED_CHARGE
-            lost = self._lost[trial] + max(cost - tokens / self._rate, least * cost)
-            self._lost[trial] = min(lost, MOST_LOST * plain)
-            self._next = self._pace.now + BETWEEN
+        if trials.planned:
+            trials.charge(cost, tokens / self._rate, plain, drafts and not guesses, self._pace.now)
         self._thought += RECENT * (self._planning + self._watch() - began - self._thought)
-        if not (trial or self._rest or self._drafting.drawn) and seconds and self._doubt < SURE:
+        if not (trials.planned or self._rest or self._drafting.drawn) and seconds and known.sure:
             self._rest = min(REST, int(self._thought / (THOUGHT * seconds)))
             self._resting, self._repeated = list(requests), plan if drafts else None
-
-    def _learn_yield(
-        self,
-        times: Times,
-        requests: Sequence[Request],
-        guesses: int,
-        deepest: Sequence[int],
-        lengths: Sequence[int],
-        expected: Sequence[float] | None,
-    ) -> float:
-        """Take in what was accepted, as in `learn`; returns the tokens that such a cycle can be expected to yield."""
-        for depth, length in zip(deepest, lengths, strict=True):
-            for position in range(min(length + 1, depth)):
-                self._reached[position] = (1 - MEMORY) * self._reached[position] + 1
-                self._accepted[position] = (1 - MEMORY) * self._accepted[position] + (position < length)
-        if expected is not None:
-            for hope, length in zip(expected, lengths, strict=True):
-                kept = 1 - MEMORY * min(hope, 1.0)
-                self._expected = kept * self._expected + hope
-                self._came_true = kept * self._came_true + length
-        if self._knows and self._trial == NEW and not self._paused:  # not as many guesses as usual
-            hopes = lengths if expected is None else expected
-            return len(requests) + sum(hopes) * self._came_true / self._expected
-        weight = self._doubt / (self._doubt + YIELD_NOISE)
-        self._doubt *= 1 - weight
-        self._depth += weight * (max(deepest) - self._depth)
-        promised = self._promised[guesses]
-        if self._knows:
-            mean, promised, cycles = self._usual.get(times, (0.0, 0.0, 0))
-            share = max(weight, 1 / (cycles + 1))
-            mean += share * (guesses - mean)
-            promised += share * (1 + sum(lengths) / len(lengths) - promised)
-            self._usual[times] = mean, promised, cycles + 1
-        for request, length in zip(requests, lengths, strict=True):
-            relative, before = (1 + length) / promised, self._yield_of(request)
-            share = before.variance / (before.variance + YIELD_NOISE)  # of the newest in their mean
-            mean = before.mean + share * (relative - before.mean)
-            self._yields[request] = Yield(mean, (1 - share) * before.variance, self._pace.now)
-            self._yielded = (1 - MEMORY) * self._yielded + relative
-            self._promises = (1 - MEMORY) * self._promises + 1
-        self._begun = True
-        if not self._knows:
-            self._promised = self._tokens()
-        return promised * sum(self._yields[request].mean for request in requests)
-
-    def _yield_of(self, request: Request) -> Yield:
-        """What is known of a request by now; a new one begins as all are on average."""
-        found, now = self._yields.get(request), self._pace.now
-        if found is None:
-            return Yield(self._yielded / self._promises, YIELD_SPREAD, now)
-        return found._replace(variance=found.variance + YIELD_DRIFT * (now - found.at), at=now)
-
-    def _tokens(self) -> list[float]:
-        """Tokens that chains can be expected to yield, by their guesses, from what was accepted at each position.
-
-        Positions that were seldom reached borrow from the others.
-        """
-        mean = (sum(self._accepted) + PRIOR * FIRST_GUESS) / (sum(self._reached) + PRIOR)
-        found, total, survival = [1.0], 1.0, 1.0
-        for accepted, reached in zip(self._accepted, self._reached, strict=True):
-            survival *= (accepted + PRIOR * mean) / (reached + PRIOR)
-            total += survival
-            found.append(total)
-        return found + [total] * (self.most_guesses + 1 - len(found))
 
     @property
     def _tree(self) -> bool:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from blockdraft.engine.request import Request
+from blockdraft.engine.row import Row
 from blockdraft.sampling import PART
 from blockdraft.types import TokenLogprob
 
@@ -27,3 +29,22 @@ def token_logprobs(logits_MV: Tensor, tokens: Sequence[int], count: int) -> list
             best = sorted(zip(*each, strict=True), key=lambda entry: (-entry[1], entry[0]))
             found.append(TokenLogprob(token, value, tuple(best)))
     return found
+
+
+def answer_logprobs(
+    request: Request, logits_BNV: Tensor, row: int, nodes: Sequence[int], tokens: Sequence[int]
+) -> Sequence[TokenLogprob]:
+    """Of the tokens after these nodes, if the request asks for them."""
+    count = request.params.logprobs
+    return () if count is None or not nodes else token_logprobs(logits_BNV[row, nodes], tokens, count)
+
+
+def prompt_logprobs(row: Row, logits_NV: Tensor) -> Sequence[TokenLogprob | None]:
+    """Of the tokens of a prompt that follow those just read, if the request asks for it."""
+    request, first = row.request, row.read + 1
+    count = request.params.prompt_logprobs
+    if count is None:
+        return ()
+    following = request.prompt[first : first + len(logits_NV)]
+    known = token_logprobs(logits_NV[: len(following)], following, count)
+    return [None, *known] if row.read == 0 else known

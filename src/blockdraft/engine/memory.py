@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from blockdraft.drafters import Drafter
-from blockdraft.engine.runner import MOST_UNOBSERVED
+from blockdraft.engine.observing import MOST_KEPT
 from blockdraft.machine import free_bytes
 from blockdraft.targets import Target
 
@@ -51,7 +51,7 @@ class Memory:
         logits = rows * self.nodes * target.vocab_size * (size + 2 * torch.float32.itemsize)
         tokens = max(self.prefill_tokens, rows * self.nodes)
         if self.automatic:
-            tokens = max(tokens, rows * min(MOST_UNOBSERVED, target.max_context))
+            tokens = max(tokens, rows * min(MOST_KEPT, target.max_context))
         return forward + logits + 2 * tokens * len(self.drafter.taps) * target.hidden_size * size
 
     def of_one(self, slots: int) -> dict[str, int]:

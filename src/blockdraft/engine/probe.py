@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from blockdraft.drafters import Drafter
 from blockdraft.engine.request import Request
-from blockdraft.engine.runner import Row, Runner
+from blockdraft.engine.row import Row
+from blockdraft.engine.runner import Runner
 from blockdraft.engine.text import AnswerText
 from blockdraft.machine import wait_for
 from blockdraft.proposal import Plan

@@ -4,16 +4,17 @@ proposal that holds only the anchor."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from blockdraft.drafters import Drafter
-from blockdraft.engine.logprobs import token_logprobs
+from blockdraft.engine.logprobs import answer_logprobs, prompt_logprobs
+from blockdraft.engine.observing import Observer
 from blockdraft.engine.request import Request
-from blockdraft.errors import RequestError, describe
+from blockdraft.engine.row import Row
 from blockdraft.machine import send
 from blockdraft.proposal import Plan, Proposal, chain, cut
 from blockdraft.sampling import Laws
@@ -28,30 +29,8 @@ from blockdraft.timing import (
     VERIFICATION,
     Cycle,
 )
-from blockdraft.types import CycleTrace, TokenLogprob
+from blockdraft.types import CycleTrace
 from blockdraft.verification import Verdict, verify
-
-MOST_UNOBSERVED = 512  # cycles whose features are kept before the drafter is told of them
-
-
-@dataclass(eq=False)
-class Row:
-    """A request that is decoded, and the slots that it has in the stores of target and drafter.
-
-    Attributes:
-        start: The first of its slots, by which it goes there.
-        capacity: How many they are.
-        read: Tokens of the prompt that have been read.
-    """
-
-    request: Request
-    start: int
-    capacity: int
-    read: int = 0
-
-    @property
-    def reading(self) -> bool:
-        return self.read < len(self.request.prompt)
 
 
 class Outcome(NamedTuple):
@@ -88,11 +67,7 @@ class Runner:
         self.cache, self.state = target.new_cache(1, slots), drafter.new_state(1, slots)
         for store in (self.cache, self.state):
             store.close(0)
-        # What cycles that did not draft have committed: tokens [B, 1] and features [B, 1, m * H] of these rows, in
-        # order. The drafter is told of them before it drafts again, all at once: a call each would make plain decoding
-        # slower.
-        self._unobserved: list[tuple[Tensor, Tensor | None]] = []
-        self._unobserved_rows: list[Row] = []
+        self.observer = Observer(drafter, self.state, target.device)
 
     def open(self, row: int, capacity: int) -> None:
         """Begin an empty row."""
@@ -101,9 +76,8 @@ class Runner:
 
     def close(self, row: int, wipe: bool = False) -> None:
         """Forget a row; its numbers too, where they may not be finite."""
-        if [each.start for each in self._unobserved_rows] == [row]:  # no one will ask the drafter for more of it
-            self._unobserved, self._unobserved_rows = [], []
-        self.catch_up()
+        self.observer.forget(row)
+        self.observer.catch_up()
         for store in (self.cache, self.state):
             if wipe:
                 store.wipe(row, whole=True)
@@ -111,13 +85,13 @@ class Runner:
 
     def shrink(self, row: int, capacity: int) -> None:
         """Give up what a row holds beyond so many tokens, and their slots."""
-        self.catch_up()
+        self.observer.catch_up()
         for store in (self.cache, self.state):
             store.shrink(row, capacity)
 
     def copy(self, source: int, row: int, length: int) -> None:
         """Make the first tokens of one row those of another, which is empty."""
-        self.catch_up()
+        self.observer.catch_up()
         for store in (self.cache, self.state):
             store.copy(source, row, length)
 
@@ -174,8 +148,8 @@ class Runner:
             at: token for at, token in zip(ready, verdict.bonus if ready else (), strict=True) if at not in lawless
         }
         # Memory may run out here, and whoever has read no token yet can read them again.
-        scores = {at: _logprobs(rows[at].request, output.logits, at, [0], [token]) for at, token in first.items()}
-        known = [_prompt_logprobs(row, every[at, : counts[at]]) for at, row in enumerate(rows)]
+        scores = {at: answer_logprobs(rows[at].request, output.logits, at, [0], [token]) for at, token in first.items()}
+        known = [prompt_logprobs(row, every[at, : counts[at]]) for at, row in enumerate(rows)]
         path = [range(0 if at in lawless else count) for at, count in enumerate(counts)]
         cache.commit(path)
         for at, (row, count) in enumerate(zip(rows, counts, strict=True)):
@@ -184,7 +158,7 @@ class Runner:
                 row.read += count
         for at, token in first.items():
             rows[at].request.extend([token], [False], scores[at])
-        self._observe(rows, tokens, output.features, path)
+        self.observer.observe(rows, tokens, output.features, path)
         return lawless
 
     def step(self, rows: Sequence[Row], plan: Plan) -> Outcome:
@@ -196,7 +170,7 @@ class Runner:
                 plan = replace(plan, draws=self._fresh(requests)[:, : plan.block_size - 1])
             anchor = self._tensor([request.token_ids[-1] for request in requests])
             timer.mark(BOOKKEEPING)
-            late = self._catch_up_in(timer, rows, plan)
+            late = self._catch_up_in(timer) if self.observer.due(rows, plan) else 0.0
             proposal = chain(anchor[:, None]) if plan.block_size == 1 else self.drafter.propose(state, anchor, plan)
             if any(request.drafting for request in requests):
                 proposal = cut(proposal, [request.drafting for request in requests])
@@ -212,7 +186,7 @@ class Runner:
             ]
             # Memory may run out here, and what has not been committed can be done again.
             scores = [
-                _logprobs(request, output.logits, place, verdict.path[place], new[place])
+                answer_logprobs(request, output.logits, place, verdict.path[place], new[place])
                 for place, request in enumerate(requests)
             ]
             timer.mark(VERIFICATION)
@@ -227,11 +201,10 @@ class Runner:
                 request.stats.drafted.append(deepest[place])
             timer.mark(BOOKKEEPING)
             if plan.block_size == 1 and not lawless:
-                self._unobserved.append((proposal.tokens, output.features))
-                self._unobserved_rows = list(rows)
+                self.observer.keep(rows, proposal.tokens, output.features)
             else:
-                self.catch_up()
-                self._observe(rows, proposal.tokens, output.features, verdict.path)
+                self.observer.catch_up()
+                self.observer.observe(rows, proposal.tokens, output.features, verdict.path)
             for place in laws.invalid_rows:  # what no walk has met lies in the row's slots, and must not stay
                 self.wipe(starts[place])
             timer.mark(OBSERVE)
@@ -248,23 +221,10 @@ class Runner:
         guesses = proposal.tokens.size(1) - 1
         return Outcome(guesses, deepest, lengths, proposal.expected, total - late, lawless)
 
-    def catch_up(self) -> None:
-        """Tell the drafter of the cycles that did not draft. Due before rows come or go."""
-        if not self._unobserved:
-            return
-        tokens, features = zip(*self._unobserved, strict=True)
-        together = None if features[0] is None else torch.cat(features, dim=1)
-        rows, count = self._unobserved_rows, len(tokens)
-        self._unobserved, self._unobserved_rows = [], []
-        self._observe(rows, torch.cat(tokens, dim=1), together, [range(count)] * len(rows))
-
-    def _catch_up_in(self, timer: Cycle, rows: Sequence[Row], plan: Plan) -> float:
-        """Catch up where it is due. Returns the seconds that it took, which say nothing of the cycle that it is in."""
-        full = len(self._unobserved) == MOST_UNOBSERVED
-        if not self._unobserved or (plan.block_size == 1 and list(rows) == self._unobserved_rows and not full):
-            return 0.0
+    def _catch_up_in(self, timer: Cycle) -> float:
+        """Tell the drafter what is kept. Returns the seconds that it took, which say nothing of this cycle."""
         before = timer.total
-        self.catch_up()
+        self.observer.catch_up()
         timer.mark(OBSERVE)
         return timer.total - before
 
@@ -288,54 +248,8 @@ class Runner:
         count = 2 * self.drafter.block_size
         return torch.stack([request.random.fresh(len(request.token_ids), count) for request in requests])
 
-    def _observe(
-        self, rows: Sequence[Row], tokens: Tensor, features: Tensor | None, path: Sequence[Sequence[int]]
-    ) -> None:
-        """Tell the drafter which nodes were committed, rows padded to one length. A row for which it fails ends."""
-        lengths = [len(nodes) for nodes in path]
-        most = max(lengths)
-        if most == 0:
-            return
-        if all(not nodes or nodes[-1] == len(nodes) - 1 for nodes in path):  # the first nodes, as always in chains
-            tokens, features = tokens[:, :most], features if features is None else features[:, :most]
-        else:
-            index = self._tensor([[*nodes, *[0] * (most - len(nodes))] for nodes in path])
-            tokens = tokens.gather(1, index)
-            if features is not None:
-                features = features.gather(1, index.unsqueeze(-1).expand(-1, -1, features.size(-1)))
-        state = self.state.of([row.start for row in rows])
-        try:
-            self.drafter.observe(state, tokens, features, lengths)
-        except Exception as error:
-            if len(rows) == 1:
-                rows[0].request.fail(RequestError(f"The drafter failed: {describe(error)}"), error)
-                return
-            for place, row in enumerate(rows):
-                own = slice(place, place + 1)
-                nodes = [range(lengths[place])]
-                self._observe([row], tokens[own], features if features is None else features[own], nodes)
-
     def _tensor(self, values: list[int] | list[list[int]]) -> Tensor:
         return send(torch.tensor(values), self.target.device)
-
-
-def _logprobs(
-    request: Request, logits_BNV: Tensor, row: int, nodes: Sequence[int], tokens: Sequence[int]
-) -> Sequence[TokenLogprob]:
-    """Of the tokens after these nodes, if the request asks for them."""
-    count = request.params.logprobs
-    return () if count is None or not nodes else token_logprobs(logits_BNV[row, nodes], tokens, count)
-
-
-def _prompt_logprobs(row: Row, logits_NV: Tensor) -> Sequence[TokenLogprob | None]:
-    """Of the tokens of a prompt that follow those just read, if the request asks for it."""
-    request, first = row.request, row.read + 1
-    count = request.params.prompt_logprobs
-    if count is None:
-        return ()
-    following = request.prompt[first : first + len(logits_NV)]
-    known = token_logprobs(logits_NV[: len(following)], following, count)
-    return [None, *known] if row.read == 0 else known
 
 
 def _traced(proposal: Proposal, tokens: list[list[int]], verdict: Verdict, row: int, seconds: float) -> CycleTrace:

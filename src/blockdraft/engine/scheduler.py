@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from blockdraft.engine.controller import Controller
 from blockdraft.engine.prefixes import PrefixIndex, Remembered
 from blockdraft.engine.request import Request
-from blockdraft.engine.runner import Row, Runner
+from blockdraft.engine.row import Row
+from blockdraft.engine.runner import Runner
 from blockdraft.engine.slots import Slots
 from blockdraft.errors import BlockdraftError, NumbersError, RequestError, describe
 from blockdraft.proposal import Plan

@@ -1,7 +1,8 @@
-"""What is checked before the first step."""
+"""What is checked before the first step, and what is said about it."""
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict
@@ -19,6 +20,7 @@ from blockdraft.proposal import chain
 from blockdraft.targets import Target, other_target_warning, target_fingerprint
 from blockdraft.training.batches import Documents
 from blockdraft.training.recipe import Recipe
+from blockdraft.training.settle import FEW_STEPS
 
 # Recipe fields that may change when a run goes on: they say how and how often, not what is learned.
 FREE = {
@@ -79,6 +81,29 @@ def init_note(recipe: Recipe, target: Target) -> str | None:
     """What to say where training begins with a drafter of another target."""
     init = getattr(recipe, "init", None)  # only some variants can begin with a drafter
     return None if init is None else other_target_warning(init, trained_for(read_config(init)), target)
+
+
+def steps_note(begin: int, end: int, planned: int, recipe: Recipe, folder: Path) -> str | None:
+    """What to say where a run begins with step `begin` of `end`, and its data and recipe make `planned`."""
+    if begin == end:
+        return f"The run has done its {counted(begin, 'step')}; a larger --steps or --epochs, or --extend N, goes on."
+    if begin:
+        return f"Going on from step {begin}; delete {folder} to begin afresh."
+    if recipe.steps is None and planned < FEW_STEPS:
+        epochs, made = counted(recipe.epochs, "epoch"), counted(planned, "step")
+        return f"{epochs} of these documents: {made}, which is little; see --epochs, --steps"
+    return None
+
+
+def loss_note(loss: float, target: Target) -> str | None:
+    """What to say of the loss of the first step, where it may frighten."""
+    even = math.log(target.vocab_size)
+    if loss <= 1.2 * even:
+        return None
+    return (
+        f"The loss begins at {loss:.1f}, above the {even:.1f} of even guessing, which is normal: the target's head "
+        "makes definite guesses of whatever a new drafter says. It falls within the first tens of steps."
+    )
 
 
 def check_folder(out: Path, folder: Path, network: nn.Module, recipe: Recipe) -> None:

@@ -6,8 +6,8 @@ import contextlib
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from blockdraft.data.documents import TokenData
 from blockdraft.drafters import entry_of_variant
-from blockdraft.errors import Complaints, NumbersError, counted
+from blockdraft.errors import Complaints, NumbersError
 from blockdraft.folders import held
 from blockdraft.formats import clear_remains
 from blockdraft.settings import as_toml
@@ -31,15 +31,17 @@ from blockdraft.targets import Target
 from blockdraft.training import checkpoints, start
 from blockdraft.training.batches import Batch, Batches
 from blockdraft.training.export import Format, export
+from blockdraft.training.figures import figures_of, loss_of, weights_of
 from blockdraft.training.finish import forget_finish, told_to_finish
-from blockdraft.training.loss import DraftLoss, Sums, term_weights
+from blockdraft.training.loss import DraftLoss, Sums
 from blockdraft.training.measure import encoded, held_out_prompts, measured_tau
 from blockdraft.training.optimizers import make_optimizers, set_rate
 from blockdraft.training.recipe import Recipe
 from blockdraft.training.records import Records, draw, run_folder
 from blockdraft.training.schedule import Schedule
-from blockdraft.training.settle import FEW_STEPS, settle
+from blockdraft.training.settle import settle
 from blockdraft.training.sources import features_of, open_source
+from blockdraft.training.trackers import begin_trackers, track
 from blockdraft.types import Prompt
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -198,7 +200,7 @@ class Trainer:
         recipe, accelerator = self.recipe, self.accelerator
         if accelerator.is_main_process:
             (self.folder / "recipe.toml").write_text(as_toml(recipe), encoding="utf-8")
-            self._begin_trackers()
+            begin_trackers(accelerator, self.out.name, self.folder, recipe)
         if self.begin == self.schedule.end:  # it may be asked for in another format now
             self._export(self.out, self.written)
         began, tokens, last, step = time.monotonic(), 0, "", self.begin
@@ -217,14 +219,16 @@ class Trainer:
             if end or (recipe.eval_every and step % recipe.eval_every == 0):
                 figures |= self._evaluate(step)
                 last = f", tau {figures['tau']:.2f}" if "tau" in figures else ""
-            self._record(figures)
+            if self.records is not None:
+                self.records.add(figures)
+                track(accelerator, figures)
             if end or (recipe.save_every and step % recipe.save_every == 0):
                 self._save(step)
             speed = tokens / (time.monotonic() - began)
             told = f"step {step} of {self.schedule.end}, loss {figures['loss']:.3f}, {speed:,.0f} tokens/s{last}"
             self.telling.progress(told, step - self.begin, self.schedule.end - self.begin)
-            if step == 1:
-                self._explain(figures["loss"])
+            if step == 1 and (note := start.loss_note(figures["loss"], self.target)):
+                self.telling.note(note)
         forget_finish(self.folder, self.accelerator)
         if self.records is not None and not draw(self.records, self.folder / "curves.png"):
             self.telling.note("There is no picture of the curves, since matplotlib is not installed.")
@@ -236,7 +240,7 @@ class Trainer:
         recipe, accelerator, processes = self.recipe, self.accelerator, self.accelerator.num_processes
         share = self.schedule.rate(done)
         set_rate(self.optimizers, share)
-        weights = self._weights([batch])
+        weights = weights_of(self.variant, [batch])
         self.module.train()
         found: list[Sums] = []
         for part in range(recipe.accumulation):
@@ -246,10 +250,10 @@ class Trainer:
             with contextlib.nullcontext() if syncing else accelerator.no_sync(self.module):
                 sums = self._forward(rows)
                 # Wrappers for many processes take the mean of their gradients, and the sum is wanted.
-                accelerator.backward(self._loss(sums.terms_T, weights) * processes)
+                accelerator.backward(loss_of(self.variant, sums.terms_T, weights) * processes)
             found.append(Sums(*(one.detach() for one in sums)))
         norm = accelerator.clip_grad_norm_(self.module.parameters(), recipe.clip or math.inf)
-        figures = self._figures(found, weights)
+        figures = figures_of(self.variant, found, weights, accelerator)
         if not math.isfinite(figures["loss"]) or not math.isfinite(float(norm)):
             raise self._not_finite(batch, done, figures["loss"], float(norm))
         for optimizer in self.optimizers:
@@ -289,34 +293,6 @@ class Trainer:
         sums: Sums = self.module(features[:, :, :tapped], teacher, *rows.on(self.target.device))
         return Sums(*sums)
 
-    def _weights(self, batches: Iterable[Batch]) -> list[float]:
-        """The sum of the weights of each term's slots, over all processes."""
-        taught = [batch.tensors.taught_BAK for batch in batches]
-        return [
-            max(sum(float(term_weights(self.variant, name, one).sum()) for one in taught), 1e-9)
-            for name in self.variant.factors()
-        ]
-
-    def _loss(self, terms_T: Tensor, weights: Sequence[float]) -> Tensor:
-        factors = self.variant.factors().values()
-        return torch.stack([f * term / w for f, term, w in zip(factors, terms_T, weights, strict=True)]).sum()
-
-    def _figures(self, found: Sequence[Sums], weights: Sequence[float]) -> dict[str, Any]:
-        """What the sums of all processes say."""
-        parts = [torch.cat([one.double().flatten() for one in sums]) for sums in found]
-        summed = cast(Tensor, self.accelerator.reduce(torch.stack(parts).sum(dim=0), "sum")).cpu()
-        slots, names, counted = self.variant.taught_slots, list(self.variant.factors()), self.variant.counted
-        sizes = [len(names), slots, slots, len(counted), 1, 1]
-        terms, right, taught, counts, accepted, blocks = summed.split(sizes)
-        figures: dict[str, Any] = {"loss": float(self._loss(terms, weights))}
-        if len(names) > 1:
-            figures |= {f"loss_{name}": float(t) / w for name, t, w in zip(names, terms, weights, strict=True)}
-        figures["accuracy"] = [round(float(r / t), 4) if t else None for r, t in zip(right, taught, strict=True)]
-        if taught.any():
-            figures |= {name: float(count / taught.sum()) for name, count in zip(counted, counts, strict=True)}
-        figures["accepted_length"] = float(accepted / blocks) if blocks else None
-        return figures
-
     @torch.no_grad()
     def _evaluate(self, step: int) -> dict[str, Any]:
         """Figures on the held-out documents, and tau of the drafter as it is written."""
@@ -326,8 +302,9 @@ class Trainer:
             processes, index = self.accelerator.num_processes, self.accelerator.process_index
             empty = self.batches.batch([()] * self.rows, torch.Generator())
             padded = self.fixed + [empty] * (-len(self.fixed) % processes)
-            weights = self._weights(self.fixed)
-            found = self._figures([self._forward(batch) for batch in padded[index::processes]], weights)
+            weights = weights_of(self.variant, self.fixed)
+            sums = [self._forward(batch) for batch in padded[index::processes]]
+            found = figures_of(self.variant, sums, weights, self.accelerator)
             figures = {f"held_out_{name}": value for name, value in found.items()}
         if self.prompts:
             measured = self.folder / "measured"
@@ -338,16 +315,6 @@ class Trainer:
                 figures["tau"] = measured_tau(measured, self.target, self.prompts, *answers)
             self.accelerator.wait_for_everyone()
         return figures
-
-    def _record(self, figures: dict[str, Any]) -> None:
-        if self.records is None:
-            return
-        self.records.add(figures)
-        numbers = {name: value for name, value in figures.items() if isinstance(value, float)}
-        for name, values in figures.items():
-            if isinstance(values, list):
-                numbers |= {f"{name}/{k}": value for k, value in enumerate(values, 1) if value is not None}
-        self.accelerator.log(numbers, step=figures["step"])
 
     def _export(self, folder: Path, written: Format) -> None:
         """Write the drafter as it is now."""
@@ -377,34 +344,9 @@ class Trainer:
 
     def _plan(self, more: int) -> None:
         """How many steps there are, and a word on it."""
-        recipe, note, steps = self.recipe, self.telling.note, self.batches.steps()
+        steps = self.batches.steps()
         if self.begin in (0, self.schedule.end):
             forget_finish(self.folder, self.accelerator)
         self.schedule.go_on(self.begin, steps, more)
-        if self.begin == self.schedule.end:
-            all_steps = counted(self.begin, "step")
-            note(f"The run has done its {all_steps}; a larger --steps or --epochs, or --extend N, goes on.")
-        elif self.begin:
-            note(f"Going on from step {self.begin}; delete {self.folder} to begin afresh.")
-        elif recipe.steps is None and steps < FEW_STEPS:
-            epochs, made = counted(recipe.epochs, "epoch"), counted(steps, "step")
-            note(f"{epochs} of these documents: {made}, which is little; see --epochs, --steps")
-
-    def _begin_trackers(self) -> None:
-        own = {"wandb": {"name": self.out.name, "dir": str(self.folder)}}
-        self.accelerator.init_trackers("blockdraft", init_kwargs=own)
-        told = {
-            name: value if isinstance(value, int | float | str) else str(value)
-            for name, value in asdict(self.recipe).items()
-        }
-        for tracker in self.accelerator.trackers:
-            if tracker.name != "tensorboard":  # which would make a run of its own of it
-                tracker.store_init_configuration(told)
-
-    def _explain(self, loss: float) -> None:
-        even = math.log(self.target.vocab_size)
-        if loss > 1.2 * even:
-            self.telling.note(
-                f"The loss begins at {loss:.1f}, above the {even:.1f} of even guessing, which is normal: the target's "
-                "head makes definite guesses of whatever a new drafter says. It falls within the first tens of steps."
-            )
+        if note := start.steps_note(self.begin, self.schedule.end, steps, self.recipe, self.folder):
+            self.telling.note(note)

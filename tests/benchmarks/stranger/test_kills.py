@@ -17,5 +17,5 @@ def test_killed_fits_end_with_the_same_weights(
     prompts.write_text("".join(json.dumps({"prompt": f"say {i} the inn"}) + "\n" for i in range(120)))
     options = ["--target", str(tiny_target_dir), "--device", "cpu", "--data", str(prompts), "--variant", "dflash"]
     options += ["--answers", "40", "--steps", "12", "--max-new-tokens", "16", "--hours", "0.1"]
-    fits, differing = killed(options, tmp_path, kills=3)
+    fits, differing = killed(options, tmp_path, kills=2)
     assert fits >= 1 and differing == 0

@@ -1,0 +1,103 @@
+"""What a drafter is told, by one that takes notes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from blockdraft.engine import observing
+from blockdraft.engine.observing import Observer
+from blockdraft.engine.request import Request
+from blockdraft.engine.row import Row
+from blockdraft.engine.text import AnswerText
+from blockdraft.errors import RequestError
+from blockdraft.proposal import Plan
+from blockdraft.sampling import RandomNumbers
+from blockdraft.types import SamplingParams
+
+PLAIN, DRAFTED = Plan(1, []), Plan(4, [])
+
+
+class State:
+    def of(self, rows: list[int]) -> list[int]:
+        return rows
+
+
+class Drafter:
+    """Fails for rows that hold the token 99."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def observe(self, state: list[int], tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
+        if (tokens == 99).any():
+            raise ArithmeticError("99")
+        self.told.append((state, tokens.tolist(), None if features is None else features[:, :, 0].tolist(), lengths))
+
+
+def made(count: int = 2) -> tuple[Observer, Drafter, list[Row]]:
+    requests = [Request([1], SamplingParams(9), frozenset(), RandomNumbers(0), AnswerText(None)) for _ in range(count)]
+    drafter = Drafter()
+    rows = [Row(request, 10 * place, 10) for place, request in enumerate(requests)]
+    return Observer(drafter, State(), torch.device("cpu")), drafter, rows  # type: ignore[arg-type]
+
+
+def node(*tokens: int) -> tuple[Tensor, Tensor]:
+    """A token of each row, and features that are its own."""
+    ids = torch.tensor(tokens)[:, None]
+    return ids, ids[:, :, None].expand(-1, -1, 3) + 0.5
+
+
+def test_plain_cycles_are_told_all_at_once_in_their_order() -> None:
+    observer, drafter, rows = made()
+    for tokens in ((1, 2), (3, 4), (5, 6)):
+        observer.keep(rows, *node(*tokens))
+    assert drafter.told == []
+    observer.catch_up()
+    observer.catch_up()
+    assert drafter.told == [([0, 10], [[1, 3, 5], [2, 4, 6]], [[1.5, 3.5, 5.5], [2.5, 4.5, 6.5]], [3, 3])]
+
+
+def test_it_is_due_before_a_draft_before_other_rows_and_when_much_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observing, "MOST_KEPT", 2)
+    observer, _, rows = made()
+    assert not observer.due(rows, DRAFTED)  # nothing is kept
+    observer.keep(rows, *node(1, 2))
+    assert not observer.due(rows, PLAIN)
+    assert observer.due(rows, DRAFTED) and observer.due(rows[:1], PLAIN)
+    observer.keep(rows, *node(3, 4))
+    assert observer.due(rows, PLAIN)
+
+
+def test_of_a_row_that_goes_nothing_is_told_where_it_was_alone() -> None:
+    observer, drafter, rows = made()
+    observer.keep(rows[:1], *node(1))
+    observer.forget(rows[1].start)
+    observer.forget(rows[0].start)
+    observer.catch_up()
+    assert drafter.told == []
+    observer.keep(rows, *node(1, 2))
+    observer.forget(rows[0].start)
+    observer.catch_up()
+    assert len(drafter.told) == 1
+
+
+def test_of_a_tree_the_nodes_of_the_paths_are_told() -> None:
+    observer, drafter, rows = made()
+    tokens = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+    observer.observe(rows, tokens, tokens[:, :, None] + 0.5, [[0, 2, 3], [0, 1]])
+    [(_, told, features, lengths)] = drafter.told
+    assert lengths == [3, 2]
+    assert told[0] == [1, 3, 4] and features[0] == [1.5, 3.5, 4.5]
+    assert told[1][:2] == [5, 6] and features[1][:2] == [5.5, 6.5]
+
+
+def test_a_row_for_which_the_drafter_fails_ends_alone() -> None:
+    observer, drafter, rows = made(3)
+    observer.observe(rows, torch.tensor([[1, 2], [99, 3], [4, 5]]), None, [range(2)] * 3)
+    assert [state for state, *_ in drafter.told] == [[0], [20]]
+    assert [row.request.finish_reason is None for row in rows] == [True, False, True]
+    with pytest.raises(RequestError, match="The drafter failed: .*99"):
+        rows[1].request.result()
