@@ -99,8 +99,8 @@ def read_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
     wanted = decoder_config(config)
     few = few_bits_of(config, options)
     on_gpu = device.type == "cuda"
-    if wanted.experts and (options.quantize or few):
-        raise NotCovered("it has routed experts, whose weights it neither rounds nor reads in few bits")
+    if wanted.torch_only and (options.quantize or few):
+        raise NotCovered(f"it has {wanted.torch_only}, whose weights it neither rounds nor reads in few bits")
     reason = "it was not asked for" if compile == "off" else UNMEASURED if on_gpu else _why_not(wanted, dtype, device)
     tensors, source = open_weights(path, wanted, config, options)
     if quantize is None:
@@ -142,7 +142,7 @@ def read_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
 
 def _why_not(wanted: DecoderConfig, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why a decoder has no compiled forward; None where it has one."""
-    return "it does not know routed experts" if wanted.experts else why_not(wanted, dtype, device)
+    return f"it does not know {wanted.torch_only}" if wanted.torch_only else why_not(wanted, dtype, device)
 
 
 def make_decoder(wanted: DecoderConfig, read: Read, library: Library | None, origin: Origin | None) -> Decoder:
@@ -226,8 +226,8 @@ def open_checkpoint(
         tensors, source = open_weights(path, wanted, config, options)
     except NotCovered as refused:
         raise UsageError(f"{path} cannot be {doing}, because the native decoder cannot run it: {refused}.") from refused
-    if wanted.experts and doing != READ:
-        raise UsageError(f"{path} cannot be {doing}: it has routed experts, which only decoding knows.")
+    if wanted.torch_only and doing != READ:
+        raise UsageError(f"{path} cannot be {doing}: it has {wanted.torch_only}, which only decoding knows.")
     raw = json.loads(Path(str(found[0])).read_text(encoding="utf-8"))
     with loading(path):
         if source is None:
