@@ -31,7 +31,7 @@ from blockdraft.nn.rounding import QUICK, rounded
 from blockdraft.targets.adapter import load_model
 from blockdraft.targets.base import LoadOptions
 from blockdraft.targets.checkpoint import checked_folder, load_generation_config, load_tokenizer, loading
-from blockdraft.targets.families import NotCovered, decoder_config
+from blockdraft.targets.families import NotCovered, decoder_config, text_part
 from blockdraft.targets.fingerprint import weights_fingerprint
 
 BITS = {"int8": 8, "int4": 4}
@@ -49,6 +49,7 @@ COMPANIONS = (  # files of a checkpoint that are not its weights
     "merges.txt",
     "tokenizer.model",
 )
+TEXT_PART = "model.language_model."  # how names begin beside those of other parts
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 UNMEASURED = "on a GPU, CUDA graphs are captured where compile is on only: nobody has measured them yet"
 READ = "read"  # what may be done to every checkpoint
@@ -97,7 +98,7 @@ def read_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
             raise UsageError(f"quantize is {quantize!r}: {refused}.")
         by_gpu, quantize = quantize, None
     wanted = decoder_config(config)
-    few = few_bits_of(config, options)
+    few, config = few_bits_of(config, options), text_part(config)
     on_gpu = device.type == "cuda"
     if wanted.torch_only and (options.quantize or few):
         raise NotCovered(f"it has {wanted.torch_only}, whose weights it neither rounds nor reads in few bits")
@@ -220,6 +221,7 @@ def open_checkpoint(
         raise UsageError(
             f"{path} is quantised already ({few.get('quant_method')}); give the model that it was made of."
         )
+    config = text_part(config)
     options = LoadOptions(torch.float32, torch.device("cpu"), "off", revision=revision, adapter=adapter)
     try:
         wanted = decoder_config(config)
@@ -269,7 +271,8 @@ def open_weights(
         tensors = {name: stored(tensor) for name, tensor in model.state_dict().items()}
     else:
         with loading(path):
-            tensors = open_tensors(weight_files(path, options.revision))
+            found = open_tensors(weight_files(path, options.revision))
+        tensors = {name.replace(TEXT_PART, "model.", 1): tensor for name, tensor in found.items()}
     if few:
         try:
             tensors, source = read_quantized(few, tensors), str(few.get(SOURCE) or "")
