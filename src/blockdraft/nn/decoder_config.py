@@ -108,6 +108,11 @@ class DecoderConfig:
         return "routed experts" if self.experts else "recurrent layers" if self.delta_net else None
 
     @property
+    def attention_layers(self) -> int:
+        """How many layers keep keys and values."""
+        return sum(not kind.recurrent for kind in self.layers)
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """The kinds of attention masks, in the order in which `Decoder.forward` takes them."""
         return tuple(dict.fromkeys(kind.window for kind in self.layers))

@@ -34,7 +34,7 @@ from blockdraft.targets.checkpoint import CheckpointTarget
 from blockdraft.targets.exact import forward_in_pieces
 from blockdraft.targets.gguf import read_gguf
 from blockdraft.targets.native_files import read_checkpoint
-from blockdraft.targets.native_states import leave, recurrences, recurrent_layers, state_bytes, working_bytes
+from blockdraft.targets.native_states import leave, recurrences, state_bytes, working_bytes
 from blockdraft.types import CPU_BLOCK_SIZE, Compile
 
 RANK = 0
@@ -86,7 +86,6 @@ class NativeTarget(CheckpointTarget):
         self.round_drafters = True
         self.can_truncate = decoder.config.delta_net is None  # a state cannot be cut
         self._group = decoder.config.num_heads // decoder.config.num_kv_heads
-        self._attending = self.num_layers - recurrent_layers(decoder.config)
 
     @property
     def running(self) -> str:
@@ -122,7 +121,7 @@ class NativeTarget(CheckpointTarget):
         if self.compiled is not None:
             library = self.compiled.library
             slot = library.slot_size(config.head_dim) * library.store_dtype.itemsize
-        a_token = 2 * self._attending * config.num_kv_heads * slot
+        a_token = 2 * config.attention_layers * config.num_kv_heads * slot
         return batch * (capacity * a_token + state_bytes(config, self.dtype))
 
     def weight_bytes(self) -> int:
@@ -179,7 +178,7 @@ class NativeTarget(CheckpointTarget):
         size, like = config.head_dim, self.decoder.norm.given[0]
         if self.compiled is not None:
             size, like = self.compiled.library.slot_size(size), torch.empty(0, dtype=self.compiled.library.store_dtype)
-        memory = cache.memory(self._attending, 2 * config.num_kv_heads, size, like)
+        memory = cache.memory(config.attention_layers, 2 * config.num_kv_heads, size, like)
         with self.lock:
             if self.compiled is not None:
                 return TargetOutput(*self.compiled.forward(tokens, parents, cache, memory, taps, logits_at))

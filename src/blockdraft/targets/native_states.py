@@ -66,7 +66,7 @@ def state_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
     if net is None:
         return 0
     inputs, wide = (net.kernel - 1) * net.channels, torch.promote_types(dtype, torch.float32).itemsize
-    return recurrent_layers(config) * (inputs * dtype.itemsize + net.value_heads * net.key_dim * net.value_dim * wide)
+    return (len(config.layers) - config.attention_layers) * (inputs * dtype.itemsize + net.value_heads * net.key_dim * net.value_dim * wide)
 
 
 def working_bytes(config: DecoderConfig, dtype: torch.dtype, batch: int, nodes: int) -> int:
@@ -80,8 +80,4 @@ def working_bytes(config: DecoderConfig, dtype: torch.dtype, batch: int, nodes: 
     # Of one layer: the window of the convolution, and some tensors of pairs of nodes of the same row.
     pairs = 6 * rows * net.value_heads * min(nodes, MOST_TREE)
     working = (2 * rows * net.channels + 2 * rows * entering + pairs) * wide
-    return recurrent_layers(config) * left + working + 2 * batch * state_bytes(config, dtype)
-
-
-def recurrent_layers(config: DecoderConfig) -> int:
-    return sum(kind.recurrent for kind in config.layers)
+    return (len(config.layers) - config.attention_layers) * left + working + 2 * batch * state_bytes(config, dtype)
