@@ -61,7 +61,9 @@ def test_states_behind_long_lines_keep_their_precision() -> None:
 
 def test_a_single_step_is_the_recurrence() -> None:
     random = torch.Generator().manual_seed(0)
-    tensors = {name: torch.randn(shape, generator=random, dtype=torch.float64) for name, shape in CONFIG.tensors.items()}
+    tensors = {
+        name: torch.randn(shape, generator=random, dtype=torch.float64) for name, shape in CONFIG.tensors.items()
+    }
     net = GatedDeltaNet(CONFIG, tensors, 1e-6)
     state = net.empty(1)
     before = type(state)(*(torch.randn(part.shape[1:], generator=random, dtype=torch.float64) for part in state))

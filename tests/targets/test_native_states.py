@@ -126,5 +126,7 @@ def test_the_text_part_of_a_model_with_pictures_is_run_as_transformers_does(tmp_
     assert ours.architecture == theirs.architecture
     assert ours.source_fingerprint == theirs.source_fingerprint == describe_target(tmp_path).fingerprint()
     tokens = torch.tensor([[5, 9, 3, 7]])
-    mine, expected = (each.forward(tokens, chain(tokens).parents, each.new_cache(1, 4)).logits for each in (ours, theirs))
+    mine, expected = (
+        each.forward(tokens, chain(tokens).parents, each.new_cache(1, 4)).logits for each in (ours, theirs)
+    )
     torch.testing.assert_close(mine, expected, atol=1e-4, rtol=1e-4)

@@ -96,7 +96,9 @@ class GatedDeltaNet(nn.Module):
         config = self.config
         keys = config.key_heads * config.key_dim
         heads = F.silu(convolved).split([keys, keys, config.values], dim=-1)
-        queries, keys_of, values = (each.unflatten(-1, (-1, size)) for each, size in zip(heads, self._sizes, strict=True))
+        queries, keys_of, values = (
+            each.unflatten(-1, (-1, size)) for each, size in zip(heads, self._sizes, strict=True)
+        )
         group = config.value_heads // config.key_heads
         queries, keys_of = (normed(each).repeat_interleave(group, dim=-2) for each in (queries, keys_of))
         fading = self.fading * F.softplus(decays.to(self.wide) + self.fading_bias)

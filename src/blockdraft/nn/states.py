@@ -1,7 +1,8 @@
 """States of recurrent layers beside keys and values.
 
-A state knows all tokens that it has seen and cannot be cut. So each row keeps the states after its committed tokens, and
-a forward changes none of them: it leaves behind what makes the states after any of its paths, which `commit` asks for.
+A state knows all tokens that it has seen and cannot be cut. So each row keeps the states after its committed tokens,
+and a forward changes none of them: it leaves behind what makes the states after any of its paths, which `commit` asks
+for.
 """
 
 from __future__ import annotations

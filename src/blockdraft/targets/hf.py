@@ -173,7 +173,9 @@ class HFTarget(CheckpointTarget):
             for kind in self._kinds
         }
         past = HFCache(cache)
-        over_nodes = over_trees(cache, self._recurrent, past, parents) if isinstance(cache, StatesCache) else nullcontext()
+        over_nodes = (
+            over_trees(cache, self._recurrent, past, parents) if isinstance(cache, StatesCache) else nullcontext()
+        )
         with self.lock, self._listening(taps) as tapped, self._only(logits_at), over_nodes:
             output = self.model(
                 input_ids=tokens,

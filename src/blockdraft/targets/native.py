@@ -24,8 +24,8 @@ from blockdraft.machine import send
 from blockdraft.nn.attention import grouped_mask, visible_slots
 from blockdraft.nn.cache import KVCache, bucket, slot_bucket
 from blockdraft.nn.decoder import Decoder
-from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.delta_net import DeltaRecurrence
+from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.exact import EXACT_NODES, ExactAttention, attention_bytes
 from blockdraft.nn.states import StatesCache
 from blockdraft.proposal import chain_parents, depths, is_chain, tree_mask
@@ -221,9 +221,7 @@ class NativeTarget(CheckpointTarget):
         found: tuple[Tensor, Tensor | None] = self.decoder(tokens, positions, positions, masks, stores, taps, none)
         return found
 
-    def _memories(
-        self, store: Tensor, recurrent: Mapping[int, DeltaRecurrence]
-    ) -> Sequence[Tensor | DeltaRecurrence]:
+    def _memories(self, store: Tensor, recurrent: Mapping[int, DeltaRecurrence]) -> Sequence[Tensor | DeltaRecurrence]:
         """Of all layers, given the store of those that attend, and the recurrences of the others."""
         stores = iter(store.unbind(0))
         return [recurrent[layer] if layer in recurrent else next(stores) for layer in range(self.num_layers)]

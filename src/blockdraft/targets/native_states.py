@@ -66,7 +66,9 @@ def state_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
     if net is None:
         return 0
     inputs, wide = (net.kernel - 1) * net.channels, torch.promote_types(dtype, torch.float32).itemsize
-    return (len(config.layers) - config.attention_layers) * (inputs * dtype.itemsize + net.value_heads * net.key_dim * net.value_dim * wide)
+    return (len(config.layers) - config.attention_layers) * (
+        inputs * dtype.itemsize + net.value_heads * net.key_dim * net.value_dim * wide
+    )
 
 
 def working_bytes(config: DecoderConfig, dtype: torch.dtype, batch: int, nodes: int) -> int:

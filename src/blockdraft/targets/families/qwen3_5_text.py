@@ -1,5 +1,5 @@
-"""Qwen3.5, text alone: gated delta nets in most layers, and in the others attention that rotates a part of each head and
-has a gate on what it says."""
+"""Qwen3.5, text alone: gated delta nets in most layers, and in the others attention that rotates a part of each head
+and has a gate on what it says."""
 
 from __future__ import annotations
 
