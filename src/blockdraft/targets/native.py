@@ -135,7 +135,8 @@ class NativeTarget(CheckpointTarget):
         if self.compiled is not None:
             return self.compiled.workspace_bytes(batch, nodes, slots)
         config, rows = self.decoder.config, EXACT_NODES if self.exact else batch * nodes
-        widths = 4 * config.hidden_size + 3 * config.intermediate_size + 3 * config.num_heads * config.head_dim
+        attention_widths = (5 if config.gated else 3) * config.num_heads * config.head_dim
+        widths = 4 * config.hidden_size + 3 * config.intermediate_size + attention_widths
         recurrent = working_bytes(config, self.dtype, batch, nodes)
         if self.exact:
             attention = attention_bytes(config.num_heads, config.num_kv_heads, config.head_dim, slots)

@@ -18,7 +18,7 @@ MOST_TREE = 256  # nodes of trees, for which memory is planned; more are those o
 
 
 def recurrences(decoder: Decoder, cache: StatesCache, parents: Tensor, exact: bool) -> dict[int, DeltaRecurrence]:
-    """Those of a forward, by the numbers of their layers. Once they have run, `leave` tells the cache.
+    """Those of a forward, by the numbers of their layers. `leave` lets the cache know of them.
 
     Args:
         parents: `[B, N]`, as in `Target.forward`.
@@ -39,7 +39,7 @@ def recurrences(decoder: Decoder, cache: StatesCache, parents: Tensor, exact: bo
 
 
 def leave(cache: StatesCache, run: dict[int, DeltaRecurrence]) -> None:
-    """Let `commit` know what a forward has computed."""
+    """Let `commit` know what a forward computes."""
 
     def after(place: int, nodes: list[int]) -> list[State]:
         return [each.after(place, nodes) for each in run.values()]
