@@ -55,7 +55,7 @@ FAMILY_NAMES = {
     "nemotron_h": "Nemotron-H, Mamba-2",
     "falcon_h1": "Falcon-H1, Mamba-2",
 }
-NOT_COMPILED = {"qwen3_moe"}  # native, and not compiled
+NOT_COMPILED = {"qwen3_moe", "qwen3_5_text"}  # native, and not compiled
 
 
 class Cell(NamedTuple):
@@ -104,11 +104,12 @@ the family, in float32, a batch whose rows draft trees and chains, greedy and at
 plain decoding of each request alone. *Refused*: loading fails, and the message names the family and the reason; with
 the backend "auto" transformers then runs the model. *Untested* says nothing.
 
-Families with recurrent layers (gated delta nets, Mamba-2) keep the state after the committed tokens of each row. A
-forward runs these layers from there, over a chain at once and over each path of a tree, and changes no state; what is
-accepted is then run through these layers alone. A prompt, of which all is kept, is run through them once. States cannot
-be cut, so prompts that begin alike are not shared between requests, and such a model cannot be a draft LM.
-`exact` ([exactness.md](exactness.md)) refuses them, latent attention and attention sinks.
+Families with recurrent layers (gated delta nets, Mamba-2) keep the state after the committed tokens of each row, which
+no forward changes. Through transformers a forward runs these layers from there, over a chain at once and over each path
+of a tree; what is accepted is then run through these layers alone, and a prompt, of which all is kept, once. Our own
+decoder computes all nodes of a tree at once, and the state behind what is accepted from what it has computed. States
+cannot be cut, so prompts that begin alike are not shared between requests, and such a model cannot be a draft LM.
+`exact` ([exactness.md](exactness.md)) refuses them with transformers, as it does latent attention and attention sinks.
 
 Checkpoints that were quantised otherwise than [quantize.md](quantize.md) says run through transformers, as far as it
 can on the device. With torchao's int8 weights on a CPU, drafted answers are tested to be those of the same target's

@@ -8,11 +8,13 @@ import torch
 from test_exact import Oracle
 from tiny_families import RECURRENT, make_model
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.draft_lm import DraftLMDrafter
 from blockdraft.engine import Engine
 from blockdraft.proposal import chain
+from blockdraft.targets import Target
 from blockdraft.targets.hf import HFTarget
 from blockdraft.types import Drafting, RequestDrafting, SamplingParams
 
@@ -34,8 +36,13 @@ def paths(parents: Sequence[int]) -> list[list[int]]:
 
 @EVERY_FAMILY
 def test_nodes_of_trees_and_lines_are_scored_as_their_paths_alone(family: str, scatter: Callable[..., Any]) -> None:
+    model = make_model(family)
+    check_scores(HFTarget(model), model, scatter)
+
+
+def check_scores(target: Target, model: PreTrainedModel, scatter: Callable[..., Any]) -> None:
     """Rows come and go, and commit different paths of different trees."""
-    target, random = HFTarget(make_model(family)), torch.Generator().manual_seed(1)
+    random = torch.Generator().manual_seed(1)
     cache = scatter(target.new_cache(1, 200), (90, 50), (10, 60))
     texts: dict[int, list[int]] = {90: [], 10: []}
 
@@ -47,7 +54,7 @@ def test_nodes_of_trees_and_lines_are_scored_as_their_paths_alone(family: str, s
             for node, path in enumerate(paths(parents[place])):
                 ids = torch.tensor([texts[row] + tokens[place, path].tolist()])
                 with torch.no_grad():
-                    alone = target.model(ids, use_cache=False, output_hidden_states=True)
+                    alone = model(ids, use_cache=False, output_hidden_states=True)
                 torch.testing.assert_close(output.logits[place, node], alone.logits[0, -1], **CLOSE)
                 assert output.features is not None
                 torch.testing.assert_close(output.features[place, node], alone.hidden_states[2][0, -1], **CLOSE)
@@ -74,7 +81,10 @@ def test_nodes_of_trees_and_lines_are_scored_as_their_paths_alone(family: str, s
 @EVERY_FAMILY
 @pytest.mark.parametrize("budget", [0, 9])
 def test_drafting_changes_no_answer(family: str, budget: int) -> None:
-    target = HFTarget(make_model(family))
+    check_drafting(HFTarget(make_model(family)), budget)
+
+
+def check_drafting(target: Target, budget: int) -> None:
     none = load_drafter("none", target=target)
     alone = [Engine(target, none).generate([prompt], GREEDY)[0].token_ids for prompt in PROMPTS]
     oracle = Oracle(alone)

@@ -118,7 +118,7 @@ def _target(path: str | Path, found: Description, given: Description | None) -> 
         about["tokenizer_reason"] = found.text.tokenizer_reason
     if found.wanted is not None:
         wanted = found.wanted
-        values = 2 * len(wanted.layers) * wanted.num_kv_heads * wanted.head_dim
+        values = 2 * wanted.attention_layers * wanted.num_kv_heads * wanted.head_dim
         about |= {
             "parameters": sum(math.prod(shape) for shape in wanted.tensor_shapes().values()),
             "key_value_bytes_per_token": {"float32": 4 * values, "bfloat16": 2 * values},

@@ -1,7 +1,8 @@
 """One decoder for the Llama, Mistral, Qwen and Gemma families, written for decoding speed.
 
 What differs between the families lies in `DecoderConfig`; tensors go by the names that their checkpoints share. The
-experts of a layer lie in one tensor, so that they are read, named and kept like any other product.
+experts of a layer lie in one tensor, so that they are read, named and kept like any other product. In some layers of
+hybrids a gated delta net stands in the place of attention.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from blockdraft.nn.attention import attend_grouped
 from blockdraft.nn.cache import write_nodes
 from blockdraft.nn.decoder_config import DecoderConfig
+from blockdraft.nn.delta_net import DeltaRecurrence, GatedDeltaNet
 from blockdraft.nn.exact import ExactAttention
 from blockdraft.nn.experts import experts_say
 from blockdraft.nn.packed import LaidOut, PackedLinear
@@ -107,16 +109,21 @@ class DecoderLayer(nn.Module):
         fused = fused or joining(read)
         for projection, parts in config.projections(number).items():
             bias = None
-            if config.has_bias(projection):
+            if config.has_bias(number, projection):
                 bias = torch.cat([plain(read(f"{name}.bias")) for name, _ in parts])
             setattr(self, projection, PackedLinear(fused([f"{name}.weight" for name, _ in parts]), bias))
         self.given = given = {role: plain(read(name)) for role, name in config.norms(number).items()}
         self.post_norms = config.post_norms
         for role in ("before_attention", "before_mlp", *(("after_attention", "after_mlp") if self.post_norms else ())):
             setattr(self, role, Norm(config, [given[role]]))
-        if config.qk_norm:
+        if "query" in given:
             heads = (config.num_heads, config.num_kv_heads)
             self.qk_norm = Norm(config, [given["query"], given["key"]], heads)
+        self.delta_net: GatedDeltaNet | None = None
+        recurrent = config.delta_net_of(number)
+        if recurrent is not None:
+            names = zip(recurrent.tensors, config.delta_tensors(number), strict=True)
+            self.delta_net = GatedDeltaNet(recurrent, {own: plain(read(name)) for own, name in names}, config.norm_eps)
 
     def forward(
         self,
@@ -124,10 +131,15 @@ class DecoderLayer(nn.Module):
         angles: Sequence[tuple[Tensor, Tensor]],
         slots: Tensor,
         masks: Sequence[Tensor | ExactAttention | None],
-        store: Tensor,
+        memory: Tensor | DeltaRecurrence,
     ) -> Tensor:
         """Rows `[B * N, H]` to rows; the other arguments are those of `Decoder.forward`."""
-        added: Tensor = self.attention(self.before_attention(x), *angles[self.rope], slots, masks[self.mask], store)
+        before = self.before_attention(x)
+        if isinstance(memory, Tensor):
+            added: Tensor = self.attention(before, *angles[self.rope], slots, masks[self.mask], memory)
+        else:
+            assert self.delta_net is not None
+            added = self.output(self.delta_net(self.qkv(before), memory))
         x = x + (self.after_attention(added) if self.post_norms else added)
         added = self.mlp(self.before_mlp(x))
         return x + (self.after_mlp(added) if self.post_norms else added)
@@ -150,13 +162,19 @@ class DecoderLayer(nn.Module):
     ) -> Tensor:
         config = self.config
         heads, kv_heads = config.num_heads, config.num_kv_heads
-        qkv = self.qkv(x).view(len(store), -1, heads + 2 * kv_heads, config.head_dim)
+        rows, gate = self.qkv(x), None
+        if config.gated:  # which lie beside the queries, head by head
+            parts, others = rows.split([2 * heads * config.head_dim, 2 * kv_heads * config.head_dim], dim=-1)
+            own, gate = parts.unflatten(-1, (heads, 2, -1)).unbind(-2)
+            rows = torch.cat([own.flatten(1), others], dim=-1)
+        qkv = rows.view(len(store), -1, heads + 2 * kv_heads, config.head_dim)
         # Queries and keys are normed and rotated together, where they lie.
         qk = qkv.narrow(2, 0, heads + kv_heads)
         if config.qk_norm:
             qk.mul_(self.qk_norm.scale(qk) * self.qk_norm.weight)
-        swapped = qk.roll(config.head_dim // 2, dims=-1)
-        qk.mul_(cos).addcmul_(swapped, sin)
+        turned = qk.narrow(-1, 0, cos.size(-1))
+        swapped = turned.roll(cos.size(-1) // 2, dims=-1)
+        turned.mul_(cos).addcmul_(swapped, sin)
         queries, new = qkv.narrow(2, 0, heads), qkv.narrow(2, heads, 2 * kv_heads)
         keys, values = store.chunk(2, dim=1)
         if isinstance(mask, ExactAttention):
@@ -165,13 +183,15 @@ class DecoderLayer(nn.Module):
         else:
             write_nodes(store, new, slots)
             attended = attend_grouped(queries, keys, values, mask, config.query_scale, config.attention_softcap)
-        out: Tensor = self.output(attended.view(x.size(0), -1))
+        said = attended.view(x.size(0), -1)
+        out: Tensor = self.output(said if gate is None else said * gate.sigmoid().flatten(1))
         return out
 
 
 def rope_frequencies(config: DecoderConfig) -> Tensor:
-    """Frequencies [-f, f] of each of `config.ropes`, `[ropes, D]`: with them one cosine and one sine give cos and the
-    signed sine of both halves. They are float32 in every dtype: rounded to bfloat16, positions blur."""
+    """Frequencies [-f, f] of each of `config.ropes`, `[ropes, R]` for the R numbers of each head that are rotated: with
+    them one cosine and one sine give cos and the signed sine of both halves. They are float32 in every dtype: rounded
+    to bfloat16, positions blur."""
     halves = torch.tensor([rope.inverse_frequencies for rope in config.ropes], dtype=torch.float32)
     return torch.cat([-halves, halves], dim=1)
 
@@ -179,7 +199,7 @@ def rope_frequencies(config: DecoderConfig) -> Tensor:
 def rope_angles(
     config: DecoderConfig, frequencies: Tensor, positions: Tensor, dtype: torch.dtype
 ) -> list[tuple[Tensor, Tensor]]:
-    """cos and signed sin of the positions `[B, N]`, each `[B, N, 1, D]`, for each of `config.ropes`."""
+    """cos and signed sin of the positions `[B, N]`, each `[B, N, 1, R]`, for each of `config.ropes`."""
     found = []
     for rope, own in zip(config.ropes, frequencies, strict=True):
         angles = (positions.unsqueeze(-1) * own).unsqueeze(-2)
@@ -231,7 +251,9 @@ class Decoder(nn.Module):
         """Memory that its weights take."""
         norms = (module for module in self.modules() if isinstance(module, Norm))
         products = (module for module in self.modules() if isinstance(module, PackedLinear))
-        return sum(each.nbytes for each in products) + sum(each.weight.nbytes for each in norms)
+        nets = (module for module in self.modules() if isinstance(module, GatedDeltaNet))
+        others = sum(each.weight.nbytes for each in norms) + sum(each.nbytes for each in nets)
+        return sum(each.nbytes for each in products) + others
 
     @property
     def bits(self) -> int | None:
@@ -250,7 +272,7 @@ class Decoder(nn.Module):
         positions: Tensor,
         slots: Tensor,
         masks: Sequence[Tensor | ExactAttention | None],
-        stores: Sequence[Tensor],
+        stores: Sequence[Tensor | DeltaRecurrence],
         taps: Sequence[int] = (),
         logits_at: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
@@ -265,7 +287,7 @@ class Decoder(nn.Module):
             slots: Where the nodes are written, `[B, N]` int64, or `[N]` where the rows share them.
             masks: One for each of `config.windows`, `[B or 1, 1, groups * N, T]` as `attend_grouped` takes it. Or the
                 attention of a piece, which knows its slots; then B is 1 and stores hold the slots of all rows.
-            stores: One a layer, `[B, 2 * num_kv_heads, T, D]`, keys before values.
+            stores: One a layer, `[B, 2 * num_kv_heads, T, D]`, keys before values; of a recurrent layer its recurrence.
             taps: Layers whose outputs are wanted; the number of layers stands for the input of the head.
             logits_at: `[B]` int64, the one node of each row whose logits are wanted; `[0]` if none are.
 
@@ -304,6 +326,8 @@ class Decoder(nn.Module):
                             yield f"{name}.{kind}", part
             for role, name in self.config.norms(number).items():
                 yield name, layer.given[role]
+            if layer.delta_net is not None:
+                yield from zip(self.config.delta_tensors(number), layer.delta_net.given.values(), strict=True)
         yield "model.norm.weight", self.norm.given[0]
         if not self.config.tied_head:
             yield "lm_head.weight", self.head.weight

@@ -20,6 +20,7 @@ class LayerKind:
     rope: Rope
     window: int | None = None  # sliding window in tokens; None is full attention
     routed: bool = False  # its MLP is the decoder's `experts`
+    recurrent: bool = False  # the decoder's `delta_net` stands in the place of attention; rope and window mean nothing
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,46 @@ class Experts:
     chosen: int
     intermediate_size: int
     normed: bool  # the shares of those chosen sum to one
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """Gated delta nets (arXiv 2412.06464): a short convolution along the text, and behind it for each value head a
+    state `[key_dim, value_dim]` that fades and is corrected with each token."""
+
+    key_heads: int
+    value_heads: int  # a multiple of `key_heads`
+    key_dim: int
+    value_dim: int
+    kernel: int  # tokens that the convolution sees, each token itself among them
+
+    @property
+    def values(self) -> int:
+        """Numbers of a token that the state says."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.values
+
+    @property
+    def inputs(self) -> dict[str, int]:
+        """The projections of what enters a layer, and their rows: for the convolution, the gate of what the state says,
+        how far it is corrected and how far it fades."""
+        return {
+            "in_proj_qkv": self.channels,
+            "in_proj_z": self.values,
+            "in_proj_b": self.value_heads,
+            "in_proj_a": self.value_heads,
+        }
+
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Its other tensors and their shapes."""
+        heads = (self.value_heads,)
+        shapes = {"conv1d.weight": (self.channels, 1, self.kernel), "A_log": heads, "dt_bias": heads}
+        return {**shapes, "norm.weight": (self.value_dim,)}
 
 
 @dataclass(frozen=True)
@@ -57,6 +98,19 @@ class DecoderConfig:
     attention_softcap: float | None = None  # c in c * tanh(scores / c); None is no cap
     final_softcap: float | None = None  # the same for the logits
     experts: Experts | None = None  # of the layers that are `routed`
+    delta_net: DeltaNet | None = None  # of the layers that are `recurrent`
+    gated: bool = False  # a gate for each number that attention says comes with its query
+
+    @property
+    def torch_only(self) -> str | None:
+        """What it has that only torch's operations know, one by one and in their dtype; None where there is nothing:
+        what has none can be compiled, captured, rounded and written."""
+        return "routed experts" if self.experts else "recurrent layers" if self.delta_net else None
+
+    @property
+    def attention_layers(self) -> int:
+        """How many layers keep keys and values."""
+        return sum(not kind.recurrent for kind in self.layers)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -71,10 +125,14 @@ class DecoderConfig:
         """What is fused into each projection of a layer: names without `.weight` or `.bias`, and their rows."""
         prefix = f"model.layers.{layer}."
         keys = self.num_kv_heads * self.head_dim
-        attention = {"q_proj": self.num_heads * self.head_dim, "k_proj": keys, "v_proj": keys}
+        queries = self.num_heads * self.head_dim * (2 if self.gated else 1)
+        place, output, inputs = "self_attn", "o_proj", {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+        delta_net = self.delta_net_of(layer)
+        if delta_net is not None:
+            place, output, inputs = "linear_attn", "out_proj", delta_net.inputs
         found = {
-            "qkv": tuple((f"{prefix}self_attn.{name}", rows) for name, rows in attention.items()),
-            "output": ((f"{prefix}self_attn.o_proj", self.hidden_size),),
+            "qkv": tuple((f"{prefix}{place}.{name}", rows) for name, rows in inputs.items()),
+            "output": ((f"{prefix}{place}.{output}", self.hidden_size),),
         }
         experts = self.experts_of(layer)
         if experts is not None:
@@ -88,6 +146,9 @@ class DecoderConfig:
     def experts_of(self, layer: int) -> Experts | None:
         return self.experts if self.layers[layer].routed else None
 
+    def delta_net_of(self, layer: int) -> DeltaNet | None:
+        return self.delta_net if self.layers[layer].recurrent else None
+
     def inner_size(self, layer: int) -> int:
         """Width of a layer's MLP, or of each of its experts."""
         experts = self.experts_of(layer)
@@ -99,8 +160,9 @@ class DecoderConfig:
         fused = (parts for layer in range(len(self.layers)) for parts in self.projections(layer).values())
         return [*([table] for table in tables), *([f"{name}.weight" for name, _ in parts] for parts in fused)]
 
-    def has_bias(self, projection: str) -> bool:
-        known = {"qkv": self.qkv_bias, "output": self.output_bias, "router": False}
+    def has_bias(self, layer: int, projection: str) -> bool:
+        attends = not self.layers[layer].recurrent
+        known = {"qkv": self.qkv_bias and attends, "output": self.output_bias and attends, "router": False}
         return known.get(projection, self.mlp_bias)
 
     def norms(self, layer: int) -> dict[str, str]:
@@ -113,24 +175,33 @@ class DecoderConfig:
                 "before_mlp": "pre_feedforward_layernorm",
                 "after_mlp": "post_feedforward_layernorm",
             }
-        if self.qk_norm:
+        if self.qk_norm and not self.layers[layer].recurrent:
             names |= {"query": "self_attn.q_norm", "key": "self_attn.k_norm"}
         return {role: f"{prefix}{name}.weight" for role, name in names.items()}
 
+    def delta_tensors(self, layer: int) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of what a layer's delta net has besides projections; empty without one."""
+        delta_net = self.delta_net_of(layer)
+        shapes = {} if delta_net is None else delta_net.tensors
+        return {f"model.layers.{layer}.linear_attn.{name}": shape for name, shape in shapes.items()}
+
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor of a checkpoint."""
-        table, inputs = (self.vocab_size, self.hidden_size), {"output": self.num_heads * self.head_dim}
+        table = self.vocab_size, self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": table}
         if not self.tied_head:
             shapes["lm_head.weight"] = table
         for layer in range(len(self.layers)):
+            delta_net = self.delta_net_of(layer)
+            said = self.num_heads * self.head_dim if delta_net is None else delta_net.values
             for projection, parts in self.projections(layer).items():
-                width = {"down": self.inner_size(layer)}.get(projection, inputs.get(projection, self.hidden_size))
+                width = {"down": self.inner_size(layer), "output": said}.get(projection, self.hidden_size)
                 for name, rows in parts:
                     shapes[f"{name}.weight"] = (rows, width)
-                    if self.has_bias(projection):
+                    if self.has_bias(layer, projection):
                         shapes[f"{name}.bias"] = (rows,)
             for role, name in self.norms(layer).items():
                 shapes[name] = (self.head_dim if role in ("query", "key") else self.hidden_size,)
+            shapes |= self.delta_tensors(layer)
         shapes["model.norm.weight"] = (self.hidden_size,)
         return shapes

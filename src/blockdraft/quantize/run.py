@@ -222,7 +222,7 @@ class _Passing:
             for name, rows in parts:
                 yield f"{name}.weight", weight.rows(torch.arange(begin, begin + rows))
                 begin += rows
-                if wanted.has_bias(projection):
+                if wanted.has_bias(number, projection):
                     yield f"{name}.bias", self.source.tensors[f"{name}.bias"].tensor()
         for name in wanted.norms(number).values():
             yield name, self.source.tensors[name].tensor()

@@ -123,7 +123,8 @@ def load_target(
             target: Target = known[name].load(path, options)
         except NotCovered as refused:
             if backend != "auto" or quantize or kv_dtype:
-                others = "another backend, or auto" if backend != "auto" else "other weights"
+                kept = f"other weights, or leave {'quantize' if quantize else 'kv_dtype'} out"
+                others = "another backend, or auto" if backend != "auto" else kept
                 raise UsageError(f"The {name} backend cannot run {path}: {refused}. Use {others}.") from refused
             reason = reason or refused
             continue

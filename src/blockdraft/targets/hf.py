@@ -20,6 +20,7 @@ from blockdraft.nn.cache import KVCache, slot_bucket
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.draft_pass import DraftPass
 from blockdraft.nn.exact import EXACT_NODES, ExactAttention, attention_bytes
+from blockdraft.nn.states import StatesCache
 from blockdraft.proposal import chain_parents, depths, tree_mask
 from blockdraft.targets.adapter import load_model
 from blockdraft.targets.base import Cache, LoadOptions, TargetOutput
@@ -28,7 +29,7 @@ from blockdraft.targets.exact import forward_in_pieces
 from blockdraft.targets.families import NotCovered
 from blockdraft.targets.hf_exact import ExactCache, use_exact_attention
 from blockdraft.targets.hf_kinds import ATTENTION_KINDS, layer_kinds, window_of
-from blockdraft.targets.hf_states import StatesCache, over_trees, recurrent_layers
+from blockdraft.targets.hf_states import over_trees, recurrent_layers
 
 RANK = 1  # it runs every model, and others run some faster
 MOST_PATHS = 64  # of trees, for which memory is planned; more nodes are those of prompts, which are lines
@@ -100,7 +101,7 @@ class HFTarget(CheckpointTarget):
         return f"{self.backend}, exact" if self.exact else self.backend
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
-        return StatesCache(batch, capacity, self._recurrent) if self._recurrent else KVCache(batch, capacity)
+        return StatesCache(batch, capacity) if self._recurrent else KVCache(batch, capacity)
 
     def cache_bytes(self, batch: int, capacity: int) -> int:
         a_token, a_row = self._cache_sizes
@@ -172,7 +173,9 @@ class HFTarget(CheckpointTarget):
             for kind in self._kinds
         }
         past = HFCache(cache)
-        over_nodes = over_trees(cache, past, parents) if isinstance(cache, StatesCache) else nullcontext()
+        over_nodes = (
+            over_trees(cache, self._recurrent, past, parents) if isinstance(cache, StatesCache) else nullcontext()
+        )
         with self.lock, self._listening(taps) as tapped, self._only(logits_at), over_nodes:
             output = self.model(
                 input_ids=tokens,

@@ -1,7 +1,6 @@
-"""Recurrent layers of transformers' models (Mamba-2, gated delta nets): their states beside keys and values.
+"""Recurrent layers of transformers' models (Mamba-2, gated delta nets) over a `StatesCache`.
 
-A state knows all tokens that it has seen and cannot be cut. So each row keeps the state after its committed tokens, and
-a forward changes none of them: it runs the layers from there, over a line at once or over each path of a tree, and
+A forward runs them from the states after the committed tokens, over a line at once or over each path of a tree, and
 leaves behind what entered them. `commit` runs these layers alone once more, over the nodes that are kept.
 """
 
@@ -10,15 +9,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from blockdraft.nn.cache import KVCache
+from blockdraft.nn.states import State, StatesCache, joined
 from blockdraft.proposal import is_chain
 
 # Families whose recurrent layers are tested to keep nothing but what `State` holds.
@@ -34,27 +32,6 @@ RECURRENT_FAMILIES = (
 )
 
 
-class State(NamedTuple):
-    """What a recurrent layer knows of the tokens before: the last inputs of its convolution `[B, channels, kernel]`,
-    and the state of its recurrence `[B, ...]`."""
-
-    convolution: Tensor
-    recurrence: Tensor
-
-
-@dataclass(frozen=True)
-class Passed:
-    """What a forward has left of one row.
-
-    Attributes:
-        inputs: Of each recurrent layer, `[1, N, H]`.
-        after: The states after all nodes, where these are a line.
-    """
-
-    inputs: list[Tensor]
-    after: list[State] | None
-
-
 def recurrent_layers(model: nn.Module) -> list[nn.Module]:
     """The layers of a model that keep a state, in the order in which they run."""
     return [
@@ -62,84 +39,6 @@ def recurrent_layers(model: nn.Module) -> list[nn.Module]:
         for module in model.modules()
         if hasattr(module, "layer_idx") and "cache_params" in inspect.signature(module.forward).parameters
     ]
-
-
-class StatesCache(KVCache):
-    """Keys and values, and the states of recurrent layers after each row's committed tokens.
-
-    Rows are neither copied nor cut, but for `truncate` to nothing.
-
-    Args:
-        layers: From `recurrent_layers`.
-    """
-
-    def __init__(self, batch: int, capacity: int, layers: Sequence[nn.Module]) -> None:
-        self.layers = layers
-        self._states: dict[int, list[State]] = {}  # by row; none where nothing is committed
-        self._passed: dict[int, Passed] = {}
-        super().__init__(batch, capacity)
-
-    def close(self, row: int) -> None:
-        super().close(row)
-        self._forget(row)
-
-    def shrink(self, row: int, capacity: int) -> None:
-        raise AssertionError("a state cannot be cut")
-
-    def copy(self, source: int, row: int, length: int) -> None:
-        raise AssertionError("a state cannot be cut")
-
-    def wipe(self, row: int, whole: bool = False) -> None:
-        super().wipe(row, whole)
-        self._passed.pop(row, None)
-        if whole:
-            self._forget(row)
-
-    def truncate(self, lengths: Sequence[int]) -> None:
-        assert all(new in (0, old) for new, old in zip(lengths, self.lengths, strict=True)), "a state cannot be cut"
-        super().truncate(lengths)
-        for row, length in zip(self.rows, lengths, strict=True):
-            if length == 0:
-                self._forget(row)
-
-    @torch.no_grad()
-    def commit(self, path: Sequence[Sequence[int]]) -> None:
-        states = {row: self._after(row, list(nodes)) for row, nodes in zip(self.rows, path, strict=True) if len(nodes)}
-        super().commit(path)
-        self._states.update(states)
-        for row in self.rows:
-            self._passed.pop(row, None)
-
-    def states(self, number: int) -> list[State | None]:
-        """Of one layer, by its place in `layers`: that of each row, None where nothing is committed."""
-        return [self._states[row][number] if row in self._states else None for row in self.rows]
-
-    def leave(self, inputs: Sequence[Tensor], after: Sequence[State] | None) -> None:
-        """Take what a forward over all rows leaves of each layer."""
-        for place, row in enumerate(self.rows):
-            own = slice(place, place + 1)
-            ends = None if after is None else [State(*(part[own] for part in state)) for state in after]
-            self._passed[row] = Passed([given[own] for given in inputs], ends)
-
-    @property
-    def state_bytes(self) -> int:
-        """Memory of all states."""
-        return sum(part.nbytes for states in self._states.values() for state in states for part in state)
-
-    def _after(self, row: int, nodes: list[int]) -> list[State]:
-        passed = self._passed[row]
-        if passed.after is not None and len(nodes) == passed.inputs[0].size(1):
-            return passed.after
-        found, alone = [], self.of([row])
-        for number, (layer, given) in enumerate(zip(self.layers, passed.inputs, strict=True)):
-            past = OnePast(_joined(alone.states(number)))
-            layer.forward(given[:, nodes], cache_params=past)
-            found.append(past.state)
-        return found
-
-    def _forget(self, row: int) -> None:
-        self._states.pop(row, None)
-        self._passed.pop(row, None)
 
 
 class OnePast:
@@ -176,16 +75,6 @@ class OnePast:
         return new
 
 
-def _joined(states: Sequence[State | None]) -> State | None:
-    """A copy of the states of these rows as one; zeros stand for no tokens."""
-    known = next((state for state in states if state is not None), None)
-    if known is None:
-        return None
-    empty = State(*(torch.zeros_like(part) for part in known))
-    convolution, recurrence = zip(*(empty if state is None else state for state in states), strict=True)
-    return State(torch.cat(convolution), torch.cat(recurrence))
-
-
 class _Paths:
     """The paths of some trees from root to leaf, side by side.
 
@@ -214,24 +103,26 @@ class _Paths:
 
 
 @contextmanager
-def over_trees(cache: StatesCache, past: object, parents: Tensor) -> Iterator[None]:
+def over_trees(cache: StatesCache, layers: Sequence[Any], past: object, parents: Tensor) -> Iterator[None]:
     """Let recurrent layers run over these trees while a model is given `past` for its cache.
 
     Args:
+        layers: From `recurrent_layers`.
         parents: `[B, N]`, as in `Target.forward`.
     """
     paths = None if is_chain(parents) else _Paths(parents)
+    known = [cache.states(number) for number in range(len(layers))]
     inputs, after = dict[int, Tensor](), dict[int, State]()
 
     def run(number: int, forward: Any, hidden_states: Tensor, cache_params: object = None, **others: Any) -> Tensor:
         if cache_params is not past:  # the model is used elsewhere, too
             found: Tensor = forward(hidden_states, cache_params=cache_params, **others)
             return found
-        states, given = cache.states(number), hidden_states
+        states, given = known[number], hidden_states
         if paths is not None:
             states = [states[row] for row in paths.rows]
             given = given[torch.tensor(paths.rows)[:, None], paths.nodes]
-        own = OnePast(_joined(states))
+        own = OnePast(joined(states))
         found = forward(given, cache_params=own, **others)
         inputs[number] = hidden_states
         if paths is not None:
@@ -239,15 +130,25 @@ def over_trees(cache: StatesCache, past: object, parents: Tensor) -> Iterator[No
         after[number] = own.state
         return found
 
-    before = [layer.__dict__.get("forward") for layer in cache.layers]
-    for number, layer in enumerate(cache.layers):
+    def states_after(place: int, nodes: list[int]) -> list[State]:
+        found = []
+        for number, layer in enumerate(layers):
+            if number in after and len(nodes) == parents.size(1):
+                found.append(State(*(part[place : place + 1] for part in after[number])))
+                continue
+            own = OnePast(joined([known[number][place]]))
+            layer.forward(inputs[number][place : place + 1, nodes], cache_params=own)
+            found.append(own.state)
+        return found
+
+    before = [layer.__dict__.get("forward") for layer in layers]
+    for number, layer in enumerate(layers):
         layer.forward = partial(run, number, layer.forward)
     try:
         yield
     finally:
-        for layer, forward in zip(cache.layers, before, strict=True):
+        for layer, forward in zip(layers, before, strict=True):
             del layer.forward
             if forward is not None:
                 layer.forward = forward
-    numbers = range(len(cache.layers))
-    cache.leave([inputs[number] for number in numbers], [after[number] for number in numbers] if after else None)
+    cache.leave(states_after)

@@ -24,14 +24,17 @@ from blockdraft.machine import send
 from blockdraft.nn.attention import grouped_mask, visible_slots
 from blockdraft.nn.cache import KVCache, bucket, slot_bucket
 from blockdraft.nn.decoder import Decoder
+from blockdraft.nn.delta_net import DeltaRecurrence
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.exact import EXACT_NODES, ExactAttention, attention_bytes
+from blockdraft.nn.states import StatesCache
 from blockdraft.proposal import chain_parents, depths, is_chain, tree_mask
 from blockdraft.targets.base import Cache, DraftRunner, LoadOptions, TargetOutput
 from blockdraft.targets.checkpoint import CheckpointTarget
 from blockdraft.targets.exact import forward_in_pieces
 from blockdraft.targets.gguf import read_gguf
 from blockdraft.targets.native_files import read_checkpoint
+from blockdraft.targets.native_states import leave, recurrences, state_bytes, working_bytes
 from blockdraft.types import CPU_BLOCK_SIZE, Compile
 
 RANK = 0
@@ -81,6 +84,7 @@ class NativeTarget(CheckpointTarget):
         self.compile_reason: str | None = None
         self.exact = False
         self.round_drafters = True
+        self.can_truncate = decoder.config.delta_net is None  # a state cannot be cut
         self._group = decoder.config.num_heads // decoder.config.num_kv_heads
 
     @property
@@ -109,12 +113,16 @@ class NativeTarget(CheckpointTarget):
     def best_block_size(self) -> int | None:
         return None if self.compiled is None else CPU_BLOCK_SIZE
 
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        return KVCache(batch, capacity) if self.can_truncate else StatesCache(batch, capacity)
+
     def cache_bytes(self, batch: int, capacity: int) -> int:
         config, slot = self.decoder.config, self.decoder.config.head_dim * self.dtype.itemsize
         if self.compiled is not None:
             library = self.compiled.library
             slot = library.slot_size(config.head_dim) * library.store_dtype.itemsize
-        return 2 * self.num_layers * batch * capacity * config.num_kv_heads * slot
+        a_token = 2 * config.attention_layers * config.num_kv_heads * slot
+        return batch * (capacity * a_token + state_bytes(config, self.dtype))
 
     def weight_bytes(self) -> int:
         return self.decoder.nbytes
@@ -127,14 +135,16 @@ class NativeTarget(CheckpointTarget):
         if self.compiled is not None:
             return self.compiled.workspace_bytes(batch, nodes, slots)
         config, rows = self.decoder.config, EXACT_NODES if self.exact else batch * nodes
-        widths = 4 * config.hidden_size + 3 * config.intermediate_size + 3 * config.num_heads * config.head_dim
+        attention_widths = (5 if config.gated else 3) * config.num_heads * config.head_dim
+        widths = 4 * config.hidden_size + 3 * config.intermediate_size + attention_widths
+        recurrent = working_bytes(config, self.dtype, batch, nodes)
         if self.exact:
             attention = attention_bytes(config.num_heads, config.num_kv_heads, config.head_dim, slots)
-            return rows * widths * self.dtype.itemsize + len(config.windows) * nodes * slots + attention
+            return rows * widths * self.dtype.itemsize + len(config.windows) * nodes * slots + attention + recurrent
         masks = len(config.windows) * rows * self._group * slots
         scores = rows * config.num_heads * slots
         # Rows that lie anywhere are copied side by side, of all layers.
-        return (rows * widths + masks + scores) * self.dtype.itemsize + self.cache_bytes(batch, slots)
+        return (rows * widths + masks + scores) * self.dtype.itemsize + self.cache_bytes(batch, slots) + recurrent
 
     def draft_runner(
         self, network: DFlashNetwork, head: Callable[[Tensor], Tensor] | None = None, owned: bool = False
@@ -169,12 +179,16 @@ class NativeTarget(CheckpointTarget):
         size, like = config.head_dim, self.decoder.norm.given[0]
         if self.compiled is not None:
             size, like = self.compiled.library.slot_size(size), torch.empty(0, dtype=self.compiled.library.store_dtype)
-        memory = cache.memory(self.num_layers, 2 * config.num_kv_heads, size, like)
+        memory = cache.memory(config.attention_layers, 2 * config.num_kv_heads, size, like)
         with self.lock:
             if self.compiled is not None:
                 return TargetOutput(*self.compiled.forward(tokens, parents, cache, memory, taps, logits_at))
+            recurrent: dict[int, DeltaRecurrence] = {}
+            if isinstance(cache, StatesCache):
+                recurrent = recurrences(self.decoder, cache, parents, self.exact)
+                leave(cache, recurrent)
             if self.exact:
-                run = partial(self._run_piece, memory, taps)
+                run = partial(self._run_piece, memory, recurrent, taps)
                 windows = self.decoder.config.windows
                 return forward_in_pieces(run, tokens, parents, cache, windows, self.max_context - 1, logits_at)
             if self.captured is not None and logits_at is None and bucket(count) <= MOST_NODES:
@@ -187,7 +201,7 @@ class NativeTarget(CheckpointTarget):
                         return TargetOutput(*self.captured.forward(tokens, *tree, cache.lengths, store, taps))
             store, is_memory = cache.view(memory, count)
             where = self._layout(parents, cache.lengths)
-            output = TargetOutput(*self.decoder(tokens, *where, store.unbind(0), taps, logits_at))
+            output = TargetOutput(*self.decoder(tokens, *where, self._memories(store, recurrent), taps, logits_at))
             if not is_memory:
                 cache.put(memory, store, count)
             return output
@@ -195,6 +209,7 @@ class NativeTarget(CheckpointTarget):
     def _run_piece(
         self,
         memory: Tensor,
+        recurrent: Mapping[int, DeltaRecurrence],
         taps: Sequence[int],
         tokens: Tensor,
         positions: Tensor,
@@ -203,9 +218,14 @@ class NativeTarget(CheckpointTarget):
     ) -> tuple[Tensor, Tensor | None]:
         masks = [attention[window] for window in self.decoder.config.windows]
         none = None if has_logits else tokens.new_empty(0)
-        stores = memory.unsqueeze(1).unbind(0)
+        stores = self._memories(memory.unsqueeze(1), recurrent)
         found: tuple[Tensor, Tensor | None] = self.decoder(tokens, positions, positions, masks, stores, taps, none)
         return found
+
+    def _memories(self, store: Tensor, recurrent: Mapping[int, DeltaRecurrence]) -> Sequence[Tensor | DeltaRecurrence]:
+        """Of all layers, given the store of those that attend, and the recurrences of the others."""
+        stores = iter(store.unbind(0))
+        return [recurrent[layer] if layer in recurrent else next(stores) for layer in range(self.num_layers)]
 
     def _layout(self, parents: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor, list[Tensor | None]]:
         """Positions, slots and masks of the nodes as `Decoder.forward` takes them."""
@@ -279,10 +299,9 @@ def load(path: str | Path, options: LoadOptions) -> NativeTarget:
         raise UsageError("exact and compile 'on' do not go together on a GPU; use compile auto or off.")
     read = read_gguf(path, options) if is_gguf(path) else read_checkpoint(path, options)
     known = read.tokenizer, read.folder, read.generation_config, read.source_fingerprint
-    if captured and read.decoder.config.experts:
-        raise UsageError(
-            "compile 'on' captures CUDA graphs, and routed experts differ each time; use compile auto or off."
-        )
+    special = read.decoder.config.torch_only
+    if captured and special:
+        raise UsageError(f"compile 'on' captures CUDA graphs, which know no {special}; use compile auto or off.")
     target = NativeTarget(read.decoder, read.config, *known)
     target.round_drafters = options.round_drafters
     target.tokenizer_reason = read.tokenizer_reason

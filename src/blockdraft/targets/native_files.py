@@ -31,7 +31,7 @@ from blockdraft.nn.rounding import QUICK, rounded
 from blockdraft.targets.adapter import load_model
 from blockdraft.targets.base import LoadOptions
 from blockdraft.targets.checkpoint import checked_folder, load_generation_config, load_tokenizer, loading
-from blockdraft.targets.families import NotCovered, decoder_config
+from blockdraft.targets.families import NotCovered, decoder_config, text_part
 from blockdraft.targets.fingerprint import weights_fingerprint
 
 BITS = {"int8": 8, "int4": 4}
@@ -49,6 +49,7 @@ COMPANIONS = (  # files of a checkpoint that are not its weights
     "merges.txt",
     "tokenizer.model",
 )
+TEXT_PART = "model.language_model."  # how names begin beside those of other parts
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 UNMEASURED = "on a GPU, CUDA graphs are captured where compile is on only: nobody has measured them yet"
 READ = "read"  # what may be done to every checkpoint
@@ -97,10 +98,10 @@ def read_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
             raise UsageError(f"quantize is {quantize!r}: {refused}.")
         by_gpu, quantize = quantize, None
     wanted = decoder_config(config)
-    few = few_bits_of(config, options)
+    few, config = few_bits_of(config, options), text_part(config)
     on_gpu = device.type == "cuda"
-    if wanted.experts and (options.quantize or few):
-        raise NotCovered("it has routed experts, whose weights it neither rounds nor reads in few bits")
+    if wanted.torch_only and (options.quantize or few):
+        raise NotCovered(f"it has {wanted.torch_only}, whose weights it neither rounds nor reads in few bits")
     reason = "it was not asked for" if compile == "off" else UNMEASURED if on_gpu else _why_not(wanted, dtype, device)
     tensors, source = open_weights(path, wanted, config, options)
     if quantize is None:
@@ -142,7 +143,7 @@ def read_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
 
 def _why_not(wanted: DecoderConfig, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why a decoder has no compiled forward; None where it has one."""
-    return "it does not know routed experts" if wanted.experts else why_not(wanted, dtype, device)
+    return f"it does not know {wanted.torch_only}" if wanted.torch_only else why_not(wanted, dtype, device)
 
 
 def make_decoder(wanted: DecoderConfig, read: Read, library: Library | None, origin: Origin | None) -> Decoder:
@@ -220,14 +221,15 @@ def open_checkpoint(
         raise UsageError(
             f"{path} is quantised already ({few.get('quant_method')}); give the model that it was made of."
         )
+    config = text_part(config)
     options = LoadOptions(torch.float32, torch.device("cpu"), "off", revision=revision, adapter=adapter)
     try:
         wanted = decoder_config(config)
         tensors, source = open_weights(path, wanted, config, options)
     except NotCovered as refused:
         raise UsageError(f"{path} cannot be {doing}, because the native decoder cannot run it: {refused}.") from refused
-    if wanted.experts and doing != READ:
-        raise UsageError(f"{path} cannot be {doing}: it has routed experts, which only decoding knows.")
+    if wanted.torch_only and doing != READ:
+        raise UsageError(f"{path} cannot be {doing}: it has {wanted.torch_only}, which only decoding knows.")
     raw = json.loads(Path(str(found[0])).read_text(encoding="utf-8"))
     with loading(path):
         if source is None:
@@ -269,7 +271,8 @@ def open_weights(
         tensors = {name: stored(tensor) for name, tensor in model.state_dict().items()}
     else:
         with loading(path):
-            tensors = open_tensors(weight_files(path, options.revision))
+            found = open_tensors(weight_files(path, options.revision))
+        tensors = {name.replace(TEXT_PART, "model.", 1): tensor for name, tensor in found.items()}
     if few:
         try:
             tensors, source = read_quantized(few, tensors), str(few.get(SOURCE) or "")

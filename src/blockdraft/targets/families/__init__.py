@@ -15,6 +15,13 @@ from blockdraft.targets.families.base import NotCovered, check_covered
 
 FAMILIES = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem not in ("__init__", "base"))
 
+WITH_PICTURES = ("qwen3_5",)  # of which transformers' causal LM is the text model alone
+
+
+def text_part(config: PretrainedConfig) -> PretrainedConfig:
+    """The configuration of a model's text part, where it has others that are left out; else its own."""
+    return config.get_text_config() if config.model_type in WITH_PICTURES else config
+
 
 def decoder_config(config: PretrainedConfig) -> DecoderConfig:
     """The decoder of a model.
@@ -22,6 +29,7 @@ def decoder_config(config: PretrainedConfig) -> DecoderConfig:
     Raises:
         NotCovered: Its family or one of its settings is none that the native decoder knows.
     """
+    config = text_part(config)
     family = config.model_type
     if family not in FAMILIES:
         raise NotCovered(f"{family} is none of its families: {', '.join(FAMILIES)}")
@@ -30,4 +38,4 @@ def decoder_config(config: PretrainedConfig) -> DecoderConfig:
     return found
 
 
-__all__ = ["FAMILIES", "NotCovered", "decoder_config"]
+__all__ = ["FAMILIES", "NotCovered", "decoder_config", "text_part"]

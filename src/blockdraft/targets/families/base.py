@@ -26,14 +26,20 @@ def check_covered(config: PretrainedConfig) -> None:
         raise NotCovered("its attention is bidirectional")
 
 
-def base_config(config: PretrainedConfig, layers: tuple[LayerKind, ...], **differences: Any) -> DecoderConfig:
-    """A decoder from the fields that all families have, and from those in which one differs."""
+def base_config(
+    config: PretrainedConfig, layers: tuple[LayerKind, ...], rotates_all: bool = True, **differences: Any
+) -> DecoderConfig:
+    """A decoder from the fields that all families have, and from those in which one differs.
+
+    Args:
+        rotates_all: Whether a family rotates all of each head.
+    """
     heads: int = config.num_attention_heads
     head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
     activation: str = differences.pop("activation", None) or config.hidden_act
     if activation not in ACTIVATIONS:
         raise NotCovered(f"its activation {activation} is none of {', '.join(ACTIVATIONS)}")
-    if any(2 * len(kind.rope.inverse_frequencies) != head_dim for kind in layers):
+    if rotates_all and any(2 * len(kind.rope.inverse_frequencies) != head_dim for kind in layers):
         raise NotCovered("it rotates a part of each head only")
     return DecoderConfig(
         vocab_size=config.vocab_size,
@@ -69,8 +75,12 @@ def mixed_layers(config: PretrainedConfig) -> tuple[LayerKind, ...]:
     return tuple(found[name] for name in config.layer_types)
 
 
-def rope(config: PretrainedConfig, layer_type: str | None = None) -> Rope:
-    """Rotary embeddings as transformers computes them, of the layers of one kind where kinds differ."""
+def rope(config: PretrainedConfig, layer_type: str | None = None, default: Any = LlamaRotaryEmbedding) -> Rope:
+    """Rotary embeddings as transformers computes them, of the layers of one kind where kinds differ.
+
+    Args:
+        default: Transformers' class that computes those that are not scaled, where kinds do not differ.
+    """
     parameters: dict[str, Any] = config.rope_parameters
     nested = layer_type is not None and layer_type in parameters
     of_kind: dict[str, Any] = parameters[layer_type] if nested and layer_type else parameters
@@ -80,6 +90,6 @@ def rope(config: PretrainedConfig, layer_type: str | None = None) -> Rope:
         raise NotCovered(f"its rotary embeddings ({name}) change with the length of the text")
     compute: Any = ROPE_INIT_FUNCTIONS.get(name)
     if compute is None:
-        compute = (Gemma3RotaryEmbedding if nested else LlamaRotaryEmbedding).compute_default_rope_parameters
+        compute = (Gemma3RotaryEmbedding if nested else default).compute_default_rope_parameters
     frequencies, scale = compute(config, **({"layer_type": layer_type} if nested else {}))
     return Rope(tuple(frequencies.float().tolist()), float(scale))
