@@ -55,12 +55,15 @@ def peer(
     return PeerProcess([str(PROGRAM)], given, 1, log, 120)
 
 
-def accepts_alike(done: ExportedGGUF, target: Path, drafter: Path, kind: str, guesses: int, log: Path) -> None:
-    """Check that llama.cpp says the same as our engine, in nearly always as many cycles.
+def accepts_alike(
+    done: ExportedGGUF, target: Path, drafter: Path, kind: str, guesses: int, log: Path, share: float = 0.9
+) -> None:
+    """Check that llama.cpp says the same as our engine, and mostly in as many cycles.
 
     Args:
         target, drafter: What the files were made of.
         kind, guesses: As in `peer`.
+        share: Of the prompts, those that must take as many cycles.
     """
     draws = torch.Generator().manual_seed(5)
     asked = torch.randint(5, 200, (16, 40), generator=draws).tolist()
@@ -73,4 +76,4 @@ def accepts_alike(done: ExportedGGUF, target: Path, drafter: Path, kind: str, gu
             cycles.append(answer["cycles"])
     own = [*map(len, ours.committed)]
     assert len({*own}) > 3  # so that equal counts mean something
-    assert sum(a == b for a, b in zip(cycles, own, strict=True)) >= 0.9 * len(own), (cycles, own)
+    assert sum(a == b for a, b in zip(cycles, own, strict=True)) >= share * len(own), (cycles, own)

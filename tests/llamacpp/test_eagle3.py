@@ -40,7 +40,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant(variant: str, eagle3_of_three_taps: Path, few_words: Path, tmp_path: Path) -> None:
-    """Random layers below the target's own head, so that guesses are often right."""
+    """Random layers below the target's own head, so that guesses are often right. Each goes on from the state of the one
+    before and carries its rounding along."""
     found, head = read_drafter(eagle3_of_three_taps, None, 3), Qwen3ForCausalLM.from_pretrained(few_words).lm_head.weight
     kept = torch.arange(0, len(head), 20 if variant == "reduced" else 1)
     shape = {"draft_vocab_size": len(kept), "taps": (1, 0, 0), "block_size": GUESSES + 1}
@@ -51,7 +52,7 @@ def test_every_variant(variant: str, eagle3_of_three_taps: Path, few_words: Path
         tensors[name] = 1 + 0.5 * torch.randn(tensor_shapes(config)[name], generator=random)
     find_layout("eagle3").write(tmp_path / "drafter", Checkpoint(config, tensors), None, ())
     done = export_gguf(tmp_path / "drafter", tmp_path / "gguf", few_words, "f32")
-    accepts_alike(done, few_words, tmp_path / "drafter", "draft-eagle3", GUESSES, tmp_path / "log")
+    accepts_alike(done, few_words, tmp_path / "drafter", "draft-eagle3", GUESSES, tmp_path / "log", share=0.8)
 
 
 @pytest.fixture(scope="module")
