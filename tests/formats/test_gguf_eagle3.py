@@ -141,7 +141,7 @@ def test_files_of_other_programs(tmp_path: Path) -> None:
     """They say no more than llama.cpp needs, and may hold a copy of the embedding."""
     file = open_gguf(write(tmp_path / "d.gguf", drafter()))
     kept = {key: value for key, value in file.metadata.items() if not key.startswith("blockdraft.")}
-    lengths = {"eagle3.attention.key_length": None, "eagle3.attention.value_length": None, "eagle3.rope.freq_base": None}
+    left_out = dict.fromkeys(f"eagle3.{key}" for key in ("attention.key_length", "rope.freq_base"))
     tensors = {name: tensor.read() for name, tensor in file.tensors.items()}
 
     def again(changes: Mapping[str, Any], **more: torch.Tensor | None) -> Path:
@@ -151,7 +151,7 @@ def test_files_of_other_programs(tmp_path: Path) -> None:
         write_gguf(tmp_path / "e.gguf", "eagle3", values, given, "f32")
         return tmp_path / "e.gguf"
 
-    assert drafter_config(open_gguf(again(lengths)), 10) == replace(CONFIG, block_size=BLOCK_SIZE)
+    assert drafter_config(open_gguf(again(left_out)), 10) == replace(CONFIG, block_size=BLOCK_SIZE)
     table = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
     found = read_drafter(again({}, **{"token_embd.weight": table}), None, 10)
     assert found.trained_for is None and found.borrowed is not None and torch.equal(found.borrowed.embedding, table)  # type: ignore[arg-type]

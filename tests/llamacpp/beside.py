@@ -47,7 +47,7 @@ class Ours:
 
 def peer(
     target: Path, log: Path, drafter: Path | None = None, speculator: str = "draft-dflash", guesses: int = 15
-):  # type: ignore[no-untyped-def]
+) -> PeerProcess:
     need(PROGRAM, "llama_cpp")
     given: dict[str, Any] = {"model": str(target), "threads": 1, "max_length": 1024, "type": "f32"}
     if drafter is not None:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from beside import TOKENS, Ours, accepts_alike, peer
-from benchmarks.server import chats
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
+from benchmarks.server import chats
 from blockdraft.data.documents import DataWriter, Document, read_data, tokenizer_fingerprint
 from blockdraft.formats import Checkpoint, find_layout, read_drafter
 from blockdraft.formats.eagle3 import tensor_shapes
@@ -40,13 +40,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant(variant: str, eagle3_of_three_taps: Path, few_words: Path, tmp_path: Path) -> None:
-    """Random layers below the target's own head, so that guesses are often right. Each goes on from the state of the one
-    before and carries its rounding along."""
-    found, head = read_drafter(eagle3_of_three_taps, None, 3), Qwen3ForCausalLM.from_pretrained(few_words).lm_head.weight
+    """Random layers below the target's own head, so that guesses are often right. Each goes on from the state of the
+    one before and carries its rounding along."""
+    found = read_drafter(eagle3_of_three_taps, None, 3)
+    head = Qwen3ForCausalLM.from_pretrained(few_words).lm_head.weight.detach()
     kept = torch.arange(0, len(head), 20 if variant == "reduced" else 1)
     shape = {"draft_vocab_size": len(kept), "taps": (1, 0, 0), "block_size": GUESSES + 1}
     config = replace(found.config, **shape, **VARIANTS[variant])
-    tensors = {**found.tensors, "lm_head.weight": head.detach()[kept].clone(), "d2t": kept - torch.arange(len(kept))}
+    tensors = {**found.tensors, "lm_head.weight": head[kept].clone(), "d2t": kept - torch.arange(len(kept))}
     random = torch.Generator().manual_seed(1)
     for name in {*tensor_shapes(config)} - {*tensors}:
         tensors[name] = 1 + 0.5 * torch.randn(tensor_shapes(config)[name], generator=random)

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from beside import TOKENS, Ours, accepts_alike, need, peer
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
-from beside import TOKENS, Ours, accepts_alike, need, peer
 from benchmarks.peers.adapters.llama_cpp import PROGRAM
 from benchmarks.server import chats
 from benchmarks.server.servers import HOST, LLAMA_SERVER, Server, llama

@@ -11,9 +11,7 @@ from blockdraft.formats.starting import Start
 from blockdraft.targets import Description
 
 
-def lines_of(
-    config: Any, layout: str, path: str, wanted: str | None, target: Description | None
-) -> dict[str, Start]:
+def lines_of(config: Any, layout: str, path: str, wanted: str | None, target: Description | None) -> dict[str, Start]:
     """Args:
     wanted: What the drafter's files call its target, which stands for one that is not given.
     """

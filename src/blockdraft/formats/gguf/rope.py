@@ -57,6 +57,6 @@ def rope_factors(theta: float, frequencies: Tensor) -> Tensor:
 
 
 def paired(rows: int, heads: int) -> Tensor:
-    """The rows of a projection in our order, where a file's lie in pairs: some architectures of llama.cpp turn neighbours
-    of a head's channels together, and we those that are half a head apart."""
+    """The rows of a projection in our order, where a file's lie in pairs: some architectures of llama.cpp turn
+    neighbours of a head's channels together, and we those that are half a head apart."""
     return torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).reshape(-1)

@@ -21,7 +21,7 @@ def kind_of(config: Any) -> Kind:
         known = (name for kind in kinds() for name in kind.configs().values())
         raise UsageError(
             f"The kind of drafter is {type(config).__name__.removesuffix('Config')!r}; llama.cpp drafts with files of "
-            f"{', '.join(known)} alone. Train one of these (`blockdraft train`), or use `blockdraft serve` for this one."
+            f"{', '.join(known)} alone. Train one of these (`blockdraft train`), or serve it with `blockdraft serve`."
         )
     return found
 

@@ -1,5 +1,5 @@
-"""EAGLE-3. The head is the drafter's own, and `d2t` holds the target's ids of the tokens that it guesses, where these are
-not all; the embedding is the target's."""
+"""EAGLE-3. The head is the drafter's own, and `d2t` holds the target's ids of the tokens that it guesses, where these
+are not all; the embedding is the target's."""
 
 from __future__ import annotations
 
