@@ -166,6 +166,14 @@ def tiny_eagle3_dir(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: P
 
 
 @pytest.fixture(scope="session")
+def eagle3_of_three_taps(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Path:
+    """As `tiny_eagle3_dir`, with as many taps as llama.cpp reads."""
+    folder = tmp_path_factory.mktemp("tiny") / "eagle3-taps"
+    _write_eagle(folder, "eagle3", Eagle3Network, Eagle3Config(**EAGLE_SHAPE | {"taps": (0, 1, 1)}, block_size=6), 5)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def tiny_peagle_dir(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Path:
     """A random P-EAGLE drafter of two layers for `tiny_target_dir`: 4 guesses among 120 tokens of the vocabulary."""
     folder = tmp_path_factory.mktemp("tiny") / "peagle"

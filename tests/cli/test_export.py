@@ -82,13 +82,22 @@ def test_eagle3_there_and_back(
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     answers = [drafted(folder, target)[0] for folder in (tiny_eagle3_dir, tmp_path / "there", tmp_path / "back")]
     assert answers[0] == answers[1] == answers[2]
-    for name in ("zlab", "gguf"):
-        assert export(tiny_eagle3_dir, "--format", name, "--out", tmp_path / name) == 2
-        told = capsys.readouterr().err
-        assert {"zlab": "Formats that hold it: eagle3, eagle3_speculators", "gguf": "kind of drafter is 'Eagle3'"}[
-            name
-        ] in told
-        assert not (tmp_path / name).exists()
+    assert export(tiny_eagle3_dir, "--format", "zlab", "--out", tmp_path / "zlab") == 2
+    assert "Formats that hold it: eagle3, eagle3_speculators" in capsys.readouterr().err
+    assert not (tmp_path / "zlab").exists()
+
+
+def test_eagle3_as_gguf(
+    export: Run, tmp_path: Path, eagle3_of_three_taps: Path, tiny_target_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert export(eagle3_of_three_taps, "--format", "gguf", "--type", "f32", "--out", out) == 0
+    assert f"-md {out}/drafter-f32.gguf --spec-type draft-eagle3 --spec-draft-n-max 5" in capsys.readouterr().err
+    folder, file = load_target(tiny_target_dir), load_target(out / "target-f32.gguf")
+    assert drafted(eagle3_of_three_taps, folder) == drafted(out / "drafter-f32.gguf", file)
+    assert export(out / "drafter-f32.gguf", "--out", tmp_path / "back") == 0  # in the layout of its kind
+    ours, theirs = (load_file(path / "model.safetensors") for path in (eagle3_of_three_taps, tmp_path / "back"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def test_the_usual_format(
@@ -234,7 +243,7 @@ def test_a_gguf_drafter_of_another_target(
 
 
 def test_refusals_of_gguf(
-    export: Run, tmp_path: Path, tiny_drafter_dir: Path, capsys: pytest.CaptureFixture[str]
+    export: Run, tmp_path: Path, tiny_drafter_dir: Path, tiny_mtp_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nothing is left of what was begun."""
     config, tensors = zlab.read_checkpoint(tiny_drafter_dir)
@@ -244,6 +253,8 @@ def test_refusals_of_gguf(
     out = tmp_path / "out"
     for args, told in (
         ((tmp_path / "last", "--format", "gguf", "--out", out), "a tap is 2; it must be below the target's last layer"),
+        ((tiny_mtp_dir, "--format", "gguf", "--out", out), "The kind of drafter is 'MTP'; llama.cpp drafts with files"),
+        (("mtp", "--format", "gguf", "--out", out), "DRAFTER is mtp, which has no files of its own to write"),
         ((tmp_path / "deep", "--format", "gguf", "--out", out), "num_target_layers is 4; it must be the target's, 3"),
         ((tiny_drafter_dir, "--format", "gguf", "--type", "q5_k", "--out", out), "type is 'q5_k'; it must be one of"),
         ((tiny_drafter_dir, "--format", "gguf", "--out", tmp_path / "file"), "file is a file; choose a folder"),

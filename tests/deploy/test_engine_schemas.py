@@ -26,7 +26,11 @@ KINDS: dict[str, dict[str, set[str]]] = {
     },
     "dflash2": {"zlab": {"vLLM"}, "gguf": {"llama.cpp"}},
     "dspark": {"zlab": set(), "speculators": {"vLLM"}, "gguf": {"llama.cpp"}},
-    "eagle3": {"eagle3": {"vLLM", "SGLang", "TensorRT-LLM"}, "eagle3_speculators": {"vLLM"}},
+    "eagle3": {
+        "eagle3": {"vLLM", "SGLang", "TensorRT-LLM"},
+        "eagle3_speculators": {"vLLM"},
+        "gguf": {"llama.cpp"},
+    },
     "medusa": {"medusa": set()},
     "mtp": {"mtp": set(), "mtp_speculators": {"vLLM"}},
 }
@@ -43,11 +47,11 @@ def drafters(
     tiny_drafter_dir: Path,
     tiny_dflash2_dir: Path,
     tiny_dspark_dir: Path,
-    tiny_eagle3_dir: Path,
+    eagle3_of_three_taps: Path,
     tiny_medusa_dir: Path,
     tiny_mtp_dir: Path,
 ) -> dict[str, Path]:
-    found = tiny_drafter_dir, tiny_dflash2_dir, tiny_dspark_dir, tiny_eagle3_dir, tiny_medusa_dir, tiny_mtp_dir
+    found = tiny_drafter_dir, tiny_dflash2_dir, tiny_dspark_dir, eagle3_of_three_taps, tiny_medusa_dir, tiny_mtp_dir
     return dict(zip(KINDS, found, strict=True))
 
 
@@ -133,4 +137,4 @@ def test_a_head_that_the_speculators_format_cannot_hold_is_not_sent_there() -> N
 
 def test_eagle3_with_the_usual_taps_names_none(drafters: dict[str, Path], tiny_target_dir: Path) -> None:
     said = inspect(drafters["eagle3"], tiny_target_dir).starts["TensorRT-LLM"]
-    assert '"eagle3_layers_to_capture": [0, 1]' in said.files["trtllm.yaml"]  # the target has too few for the usual
+    assert '"eagle3_layers_to_capture": [0, 1, 1]' in said.files["trtllm.yaml"]  # the target has too few for the usual

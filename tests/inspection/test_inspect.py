@@ -154,6 +154,20 @@ def test_gguf(variant: Variant, tiny_target_dir: Path, tmp_path: Path) -> None:
     assert target.about["parameters"] == inspect(tiny_target_dir).about["parameters"]
 
 
+def test_eagle3_as_gguf(eagle3_of_three_taps: Path, tiny_target_dir: Path, tmp_path: Path) -> None:
+    plain = inspect(eagle3_of_three_taps)
+    assert "--format gguf" in str(plain.starts["llama.cpp"].remedy)
+    done = export_gguf(eagle3_of_three_taps, tmp_path, tiny_target_dir, "bf16")
+    assert done.line.endswith("--spec-type draft-eagle3 --spec-draft-n-max 5")
+    found = inspect(done.drafter, done.target)
+    assert (found.what, found.layout, found.about["architecture"]) == ("drafter", "gguf", "LlamaForCausalLMEagle3")
+    assert found.conventions == plain.conventions and found.conventions["taps"]["llama_cpp"] == [1, 2, 2]
+    assert found.about["parameters"] == plain.about["parameters"]
+    assert verdicts(found)["tokenizer"] is True and False not in verdicts(found).values()
+    assert found.starts["llama.cpp"].line == done.line
+    assert "--format eagle3" in str(found.starts["SGLang"].remedy)
+
+
 def test_a_target(tiny_target_dir: Path) -> None:
     found = inspect(tiny_target_dir)
     assert (found.what, found.layout, found.about["architecture"]) == ("target", "transformers", "Qwen3ForCausalLM")
@@ -266,7 +280,7 @@ def test_eagle3(tiny_eagle3_dir: Path, tiny_target_dir: Path, tmp_path: Path) ->
     assert "--speculative-algorithm EAGLE3 " in str(found.starts["SGLang"].line)
     assert "--speculative-num-steps 5 " in str(found.starts["SGLang"].line)
     assert str(found.starts["SGLang"].line).endswith("--speculative-num-draft-tokens 6")
-    assert found.starts["llama.cpp"].line is None and "convert_hf_to_gguf.py" in str(found.starts["llama.cpp"].reason)
+    assert "the number of taps is 2; it must be 3" in str(found.starts["llama.cpp"].reason)
     beside = inspect(tiny_eagle3_dir, tiny_target_dir)
     assert verdicts(beside)["layers"] is verdicts(beside)["taps"] is True and False not in verdicts(beside).values()
 

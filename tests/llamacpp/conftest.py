@@ -1,4 +1,21 @@
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "targets")]
+import pytest
+import torch
+from transformers import AutoTokenizer, Qwen3ForCausalLM
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "targets")]
+FEW = (20, 60)  # the tokens that answers are made of, so that random guesses are often right
+
+
+@pytest.fixture(scope="session")
+def few_words(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`tiny_target_dir` with a head that says few tokens."""
+    folder = tmp_path_factory.mktemp("few")
+    model = Qwen3ForCausalLM.from_pretrained(tiny_target_dir)
+    with torch.no_grad():
+        model.lm_head.weight[list(FEW)] *= 30
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_target_dir).save_pretrained(folder)
+    return folder

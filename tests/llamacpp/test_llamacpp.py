@@ -15,34 +15,23 @@ from typing import Any
 
 import pytest
 import torch
+from beside import TOKENS, Ours, accepts_alike, need, peer
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
-from benchmarks.peers import environments
 from benchmarks.peers.adapters.llama_cpp import PROGRAM
-from benchmarks.peers.process import PeerProcess
 from benchmarks.server import chats
 from benchmarks.server.servers import HOST, LLAMA_SERVER, Server, llama
 from blockdraft.drafters import BUNDLED as DRAFTER
-from blockdraft.drafters import load_drafter
-from blockdraft.engine import Engine
 from blockdraft.formats import Borrowed, Checkpoint, read_drafter, speculators, zlab
 from blockdraft.nn.draft_config import LayerAttention
 from blockdraft.targets import BUNDLED as TARGET
-from blockdraft.targets import load_target
 from blockdraft.training.export_gguf import export_gguf
-from blockdraft.types import Drafting, SamplingParams
 
 pytestmark = pytest.mark.llamacpp
 TOOL = PROGRAM.with_name("llama-speculative-simple")
-PROMPTS, TOKENS, GUESSES = 50, 64, 15
+PROMPTS, GUESSES = 50, 15
 NEAR = 0.03  # share by which the tokens of a cycle may differ
 F32 = ["--cache-type-k", "f32", "--cache-type-v", "f32", "--cache-type-k-draft", "f32", "--cache-type-v-draft", "f32"]
-
-
-def need(program: Path, name: str) -> None:
-    if not program.exists():
-        why = environments.why_missing(name) or "not there"
-        pytest.skip(f"llama.cpp's {program.name} is missing ({why}); run make test-llamacpp")
 
 
 @pytest.fixture(scope="module")
@@ -59,37 +48,9 @@ def prompts() -> list[list[int]]:
     return [tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] for chat in asked]
 
 
-class Ours:
-    """What our engine makes of prompts: the tokens, and how many each cycle commits."""
-
-    def __init__(
-        self, prompts: Sequence[Sequence[int]], target: Path, drafter: Path | str, tokens: int = TOKENS, **how: Any
-    ) -> None:
-        loaded = load_target(target, dtype="float32", device="cpu")
-        params = SamplingParams(tokens, temperature=0, **how)
-        with Engine(loaded, load_drafter(drafter, target=loaded), 8, drafting=Drafting()) as engine:
-            done = engine.generate([[*prompt] for prompt in prompts], params)
-        self.tokens = [list(one.token_ids) for one in done]
-        self.committed = [one.stats.committed for one in done]
-
-    @property
-    def tau(self) -> float:
-        return sum(map(sum, self.committed)) / sum(map(len, self.committed))
-
-
 @pytest.fixture(scope="module")
 def ours(prompts: list[list[int]]) -> Ours:
     return Ours(prompts, TARGET, DRAFTER)
-
-
-def peer(
-    target: Path, log: Path, drafter: Path | None = None, speculator: str = "draft-dflash", guesses: int = GUESSES
-):  # type: ignore[no-untyped-def]
-    need(PROGRAM, "llama_cpp")
-    given: dict[str, Any] = {"model": str(target), "threads": 1, "max_length": 1024, "type": "f32"}
-    if drafter is not None:
-        given |= {"speculator": speculator, "draft": str(drafter), "guesses": guesses}
-    return PeerProcess([str(PROGRAM)], given, 1, log, 120)
 
 
 def compare(answers: Sequence[tuple[list[int], int]], ours: Ours) -> None:
@@ -181,21 +142,6 @@ def test_texts_and_chats(server: Server, prompts: list[list[int]]) -> None:
     assert post(server, "/tokenize", {"content": text})["tokens"] == tokenizer(text)["input_ids"]
 
 
-FEW = (20, 60)  # the tokens that answers are made of, so that random guesses are often right
-
-
-@pytest.fixture(scope="module")
-def few_words(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`tiny_target_dir` with a head that says few tokens."""
-    folder = tmp_path_factory.mktemp("few")
-    model = Qwen3ForCausalLM.from_pretrained(tiny_target_dir)
-    with torch.no_grad():
-        model.lm_head.weight[list(FEW)] *= 30
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(tiny_target_dir).save_pretrained(folder)
-    return folder
-
-
 NEAR_LAYER = LayerAttention(True, 16)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "v1": ("tiny_drafter_dir", {}),
@@ -242,19 +188,8 @@ def test_every_kind_of_drafter(variant: str, few_words: Path, tmp_path: Path, re
     else:
         zlab.write_checkpoint(tmp_path / "drafter", found.config, found.tensors)
     done = export_gguf(tmp_path / "drafter", tmp_path / "gguf", few_words, "f32")
-    draws = torch.Generator().manual_seed(5)
-    asked = torch.randint(5, 200, (16, 40), generator=draws).tolist()
-    ours = Ours(asked, few_words, tmp_path / "drafter", 48, ignore_eos=True)
-    kind = "draft-dspark" if "DSpark" in variant else "draft-dflash"
-    cycles = []
-    with peer(done.target, tmp_path / "log", done.drafter, kind, 8 if "DSpark" in variant else 7) as theirs:
-        for prompt, tokens in zip(asked, ours.tokens, strict=True):
-            answer = theirs.ask("decode", {"prompt": prompt, "max_new_tokens": 48, "stops": []})
-            assert answer["tokens"] == tokens
-            cycles.append(answer["cycles"])
-    own = [*map(len, ours.committed)]
-    assert len({*own}) > 3  # so that equal counts mean something
-    assert sum(a == b for a, b in zip(cycles, own, strict=True)) >= 0.9 * len(own), (cycles, own)
+    kind, guesses = ("draft-dspark", 8) if "DSpark" in variant else ("draft-dflash", 7)
+    accepts_alike(done, few_words, tmp_path / "drafter", kind, guesses, tmp_path / "log")
 
 
 def test_rounded_pairs_load(files: tuple[Path, Path], tmp_path: Path) -> None:

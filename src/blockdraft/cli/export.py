@@ -63,12 +63,17 @@ def export(
 
     The format gguf writes two files for llama.cpp, drafter-TYPE.gguf and target-TYPE.gguf.
     """
-    from blockdraft.drafters import BUNDLED
+    from blockdraft.drafters import BUNDLED, names
     from blockdraft.formats import find_layout
     from blockdraft.training.export import convert, format_for, usual_format
 
     if drafter == "bundled":
         drafter = str(BUNDLED)
+    if drafter in names():
+        raise UsageError(
+            f"DRAFTER is {drafter}, which has no files of its own to write; give the folder of a drafter. Which engines "
+            "find an MTP head in the target's folder is in docs/export.md."
+        )
     if to_format == GGUF:
         for name, given in (("target-name", target_name), ("backend", backend if backend != DEFAULT_BACKEND else None)):
             if given is not None:

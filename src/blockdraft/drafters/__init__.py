@@ -25,9 +25,9 @@ from blockdraft.drafters.base import (
 )
 from blockdraft.errors import UsageError
 from blockdraft.formats import trained_for
-from blockdraft.formats.architectures import architecture_of
 from blockdraft.formats.gguf import is_gguf, open_gguf
 from blockdraft.formats.gguf.drafter import drafter_config, gguf_trained_for
+from blockdraft.formats.gguf.kinds import kind_in
 from blockdraft.plugins import plugins
 from blockdraft.targets import Target, other_target_warning
 from blockdraft.types import JOINT
@@ -125,8 +125,8 @@ def _load(path: str | Path | None, target: Target) -> Drafter:
 def _said(file: Path, target: Target) -> tuple[dict[str, Any], str | None]:
     """What a GGUF file says, as a config.json would, and which target it was trained for."""
     header = open_gguf(file)
-    names = architecture_of(drafter_config(header, target.num_layers)).names[:1]
-    return {"architectures": names}, gguf_trained_for(header)
+    found = type(drafter_config(header, target.num_layers))
+    return {"architectures": [kind_in(header).configs()[found]]}, gguf_trained_for(header)
 
 
 def _said_by_folder(folder: Path, path: str) -> tuple[dict[str, Any], str | None]:

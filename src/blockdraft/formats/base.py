@@ -80,6 +80,7 @@ class Layout(Protocol):
 
     def starts(self, config: Any, drafter: str, target: str, export: Callable[[str], str]) -> dict[str, Start] | None:
         """How other engines are started with a drafter of this layout; None where that depends on its architecture.
+        llama.cpp is left out where it reads such drafters as GGUF files.
 
         Args:
             export: Gives the command that writes it in another layout.

@@ -18,16 +18,7 @@ from torch import Tensor
 
 from blockdraft.formats.base import Borrowed, Checkpoint
 from blockdraft.formats.folder import PICKLED, blaming, check_tensors, read_config, read_tensors, write_folder
-from blockdraft.formats.starting import (
-    LLAMA_CPP,
-    SGLANG,
-    TENSORRT_LLM,
-    VLLM,
-    Start,
-    sglang,
-    tensorrt_llm,
-    vllm,
-)
+from blockdraft.formats.starting import SGLANG, TENSORRT_LLM, VLLM, Start, sglang, tensorrt_llm, vllm
 from blockdraft.formats.vocabulary import kept_tokens, vocabulary_maps
 from blockdraft.formats.zlab import one_dtype
 from blockdraft.formats.zlab_config import rope_of
@@ -50,7 +41,6 @@ INERT |= {"quantization_config": (), "partial_rotary_factor": (1, 1.0), "pretrai
 EAGLE: dict[str, tuple[Any, ...]] = {"use_aux_hidden_state": (True,), "use_input_layernorm_in_first_layer": (True,)}
 EAGLE |= {"use_last_layernorm": (True,), "use_mtp_layernorm": (False,), "parallel_draft_step": (1,)}
 T = TypeVar("T")
-NO_GGUF = "it reads GGUF files, and EAGLE-3 is written into none here; its own convert_hf_to_gguf.py does that"
 UNUSED = ("verifier_lm_head.weight", "verifier_norm.weight")  # they serve training
 
 C = TypeVar("C", bound=Eagle3Config)
@@ -234,7 +224,7 @@ class Eagle3(EagleLayout):
             need(layers is not None, IDS, None, "there, or the target be named (--target): it reads the usual layers")
             ids = default_taps(layers or 0)
         need(isinstance(ids, list | tuple), IDS, ids, "a list of target layers")
-        layers = layers or least_layers(ids)
+        layers = layers or least_layers(ids) + 1  # hardly any reads the output of the last one
         block_size = raw.get("block_size") or BLOCK_SIZE
         config = network_config(raw, renamed(tensors), ids, layers or 0, Eagle3Config, block_size=block_size)
         return config, num_target_layers is not None
@@ -248,7 +238,6 @@ class Eagle3(EagleLayout):
             VLLM: vllm(target, "eagle3", drafter, guesses),
             SGLANG: sglang(target, "EAGLE3", drafter, config.block_size, chain),
             TENSORRT_LLM: tensorrt_llm(target, "Eagle3", drafter, guesses, taps),
-            LLAMA_CPP: Start(None, NO_GGUF),
         }
 
     def check(self, config: Any, target_name: str | None, target_architectures: Sequence[str]) -> None:

@@ -14,7 +14,6 @@ from blockdraft.formats.base import Checkpoint
 from blockdraft.formats.eagle3 import (
     FLAGS,
     IDS,
-    NO_GGUF,
     NORMS,
     EagleLayout,
     check_kind,
@@ -26,7 +25,7 @@ from blockdraft.formats.eagle3 import (
 )
 from blockdraft.formats.folder import write_folder
 from blockdraft.formats.speculators_config import ids_of, layer_config, named, taps_of
-from blockdraft.formats.starting import LLAMA_CPP, SGLANG, TENSORRT_LLM, VLLM, Start, vllm_alone
+from blockdraft.formats.starting import SGLANG, TENSORRT_LLM, VLLM, Start, vllm_alone
 from blockdraft.nn.draft_config import need
 from blockdraft.nn.eagle3 import BLOCK_SIZE, Eagle3Config, default_taps
 
@@ -98,12 +97,7 @@ class Eagle3Speculators(EagleLayout):
 
     def starts(self, config: Any, drafter: str, target: str, export: Callable[[str], str]) -> dict[str, Start]:
         other = Start(None, "it reads SafeAILab's layout", None if config.qk_norm else export("eagle3"))
-        return {
-            VLLM: vllm_alone(drafter),
-            SGLANG: other,
-            TENSORRT_LLM: other,
-            LLAMA_CPP: Start(None, NO_GGUF),
-        }
+        return {VLLM: vllm_alone(drafter), SGLANG: other, TENSORRT_LLM: other}
 
     def check(self, config: Any, target_name: str | None, target_architectures: Sequence[str]) -> None:
         config_dict(config, target_name, target_architectures)

@@ -10,6 +10,7 @@ from blockdraft.errors import UsageError
 from blockdraft.formats.architectures import architecture_of
 from blockdraft.formats.find import find_layout
 from blockdraft.formats.gguf.drafter import drafter_metadata
+from blockdraft.formats.gguf.kinds import kind_of
 from blockdraft.formats.starting import (
     LLAMA_CPP,
     SGLANG,
@@ -49,23 +50,26 @@ def starts(
         return shlex.join(["blockdraft", "export", drafter, *given, "--format", to, "--out", f"{to}-drafter"])
 
     ours = {OURS: Start(shlex.join(["blockdraft", "serve", *given, "--drafter", drafter]))}
-    if layout != GGUF and (own := find_layout(layout).starts(config, drafter, target, export)) is not None:
-        return ours | own
-    return {
-        **ours,
-        VLLM: _vllm(config, layout, drafter, target, export(ZLAB), export(SPECULATORS)),
-        SGLANG: _sglang(config, layout, drafter, target, export(ZLAB)),
-        TENSORRT_LLM: _tensorrt_llm(config, layout, drafter, target, export(ZLAB)),
-        LLAMA_CPP: _llama_cpp(config, layout, drafter, target_gguf, export(GGUF)),
-    }
+    folder = kind_of(config).layout if layout == GGUF else layout
+    found = find_layout(folder).starts(config, drafter, target, export)
+    if found is None:
+        found = {
+            VLLM: _vllm(config, layout, drafter, target, export(ZLAB), export(SPECULATORS)),
+            SGLANG: _sglang(config, layout, drafter, target, export(ZLAB)),
+            TENSORRT_LLM: _tensorrt_llm(config, layout, drafter, target, export(ZLAB)),
+        }
+    elif layout == GGUF:
+        found = dict.fromkeys(found, Start(None, f"it reads such drafters in the {folder} format", export(folder)))
+    if LLAMA_CPP not in found:
+        found[LLAMA_CPP] = _llama_cpp(config, layout, drafter, target_gguf, export(GGUF))
+    return ours | found
 
 
-def llama_cpp_line(config: DraftConfig, drafter: str, target: str) -> str:
+def llama_cpp_line(config: Any, drafter: str, target: str) -> str:
     """What starts llama.cpp's server with two GGUF files."""
-    architecture = architecture_of(config)
-    assert architecture.llama_cpp is not None
-    line = ["llama-server", "-m", target, "-md", drafter, "--spec-type", architecture.llama_cpp.speculator]
-    return shlex.join([*line, "--spec-draft-n-max", str(architecture.guesses(config))])
+    speculator, guesses = kind_of(config).start(config)
+    line = ["llama-server", "-m", target, "-md", drafter, "--spec-type", speculator]
+    return shlex.join([*line, "--spec-draft-n-max", str(guesses)])
 
 
 def _vllm(config: DraftConfig, layout: str, drafter: str, target: str, to_zlab: str, to_speculators: str) -> Start:
@@ -97,7 +101,7 @@ def _tensorrt_llm(config: DraftConfig, layout: str, drafter: str, target: str, t
     return tensorrt_llm(target, architecture.tensorrt_llm, drafter, architecture.guesses(config))
 
 
-def _llama_cpp(config: DraftConfig, layout: str, drafter: str, target: str | None, to_gguf: str) -> Start:
+def _llama_cpp(config: Any, layout: str, drafter: str, target: str | None, to_gguf: str) -> Start:
     try:
         drafter_metadata(config)
     except UsageError as refused:

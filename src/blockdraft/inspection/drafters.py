@@ -7,17 +7,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from blockdraft.drafters import as_given
+from blockdraft.drafters import entries
 from blockdraft.errors import UsageError
 from blockdraft.formats import Layout, trained_for
 from blockdraft.formats.architectures import architecture_of, tensor_shapes
-from blockdraft.formats.engines import starts
 from blockdraft.formats.folder import blaming, open_folder, weight_files
 from blockdraft.formats.gguf import GGUFFile
 from blockdraft.formats.gguf.drafter import drafter_config, gguf_trained_for
+from blockdraft.formats.gguf.kinds import kind_in
 from blockdraft.inspection.base import Check, Report
 from blockdraft.inspection.fits import checks_of, layers_of, same_mask, same_tokenizer, word_of
 from blockdraft.inspection.heads import head_report
+from blockdraft.inspection.lines import lines_of
 from blockdraft.nn.draft_config import DraftConfig
 from blockdraft.targets import Description
 
@@ -44,7 +45,8 @@ def layout_report(path: Path, name: str, layout: Layout, raw: Mapping[str, Any],
     wants = {"name": named, "fingerprint": trained_for(raw)}
     if isinstance(config, DraftConfig):
         return _report(str(path), name, config, layers_known, kinds, size, int(kept), wants, target, None)
-    return head_report(str(path), name, config, layers_known, kinds, size, int(kept), wants, target)
+    architecture = next(entry for entry in entries().values() if name in entry.layouts).architectures[0]
+    return head_report(str(path), name, architecture, config, layers_known, kinds, size, int(kept), wants, target)
 
 
 def _checks(
@@ -62,7 +64,8 @@ def _checks(
 
 def gguf_report(file: GGUFFile, target: Description | None) -> Report:
     """A GGUF file. Raises UsageError where it lacks a value or asks for the unsupported."""
-    entered = file.metadata.get("dflash.target_layers") or [0]
+    kind = kind_in(file)
+    entered = file.metadata.get(f"{kind.architecture}.target_layers") or [0]
     own = file.metadata.get("blockdraft.num_target_layers")
     known = own or (None if target is None else layers_of(target))
     config = drafter_config(file, known or max(entered) + 1)
@@ -73,7 +76,10 @@ def gguf_report(file: GGUFFile, target: Description | None) -> Report:
     size = sum(part.stat().st_size for part in file.parts)
     wants = {"name": None, "fingerprint": gguf_trained_for(file)}
     words = file.metadata[TOKENS]
-    return _report(str(file.path), "gguf", config, known is not None, kinds, size, kept, wants, target, words)
+    said = config, known is not None, kinds, size, kept, wants, target, words
+    if isinstance(config, DraftConfig):
+        return _report(str(file.path), "gguf", *said)
+    return head_report(str(file.path), "gguf", kind.configs()[type(config)], *said)
 
 
 def _report(
@@ -133,8 +139,5 @@ def _report(
         "fingerprint": wants["fingerprint"],
     }
     checks = _checks(config, layers_known, wants["fingerprint"], words, target)
-    named = str(wants["name"] or "TARGET") if target is None else target.path
-    is_file = target is not None and named.endswith(".gguf")
-    engines = "TARGET" if is_file else named
-    lines = starts(config, layout, as_given(path), engines, ["--target", named], named if is_file else None)
+    lines = lines_of(config, layout, path, wants["name"], target)
     return Report(path, "drafter", layout, about, wants, conventions, checks, lines, config)

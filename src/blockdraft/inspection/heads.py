@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from blockdraft.drafters import as_given, entries
-from blockdraft.formats.engines import starts
 from blockdraft.inspection.base import Report
-from blockdraft.inspection.fits import checks_of
+from blockdraft.inspection.fits import checks_of, same_tokenizer
+from blockdraft.inspection.lines import lines_of
 from blockdraft.targets import Description
 
 # Fields of configurations, by what is said of them.
@@ -21,6 +20,7 @@ HEAD_INPUT = "what the target's head reads"
 def head_report(
     path: str,
     layout: str,
+    architecture: str,
     config: Any,
     layers_known: bool,
     kinds: Mapping[str, int],
@@ -28,13 +28,15 @@ def head_report(
     kept: int,
     wants: Mapping[str, Any],
     target: Description | None,
+    words: list[str] | None = None,
 ) -> Report:
     """Args:
+    architecture: What config.json calls it.
     kinds: Numbers that the file holds, by their type.
     size: Bytes of the file.
     kept: Tokens that it can guess.
+    words: The target's tokens, where the file holds them.
     """
-    architecture = next(entry for entry in entries().values() if layout in entry.layouts).architectures[0]
     guesses = config.num_heads if hasattr(config, "num_heads") else config.block_size - 1
     of_head = config.taps == (config.num_target_layers,)
     about = {
@@ -49,7 +51,9 @@ def head_report(
     conventions = {
         "block_size": guesses + 1,
         "guesses": guesses,
-        "taps": HEAD_INPUT if of_head else {"blockdraft": taps, "eagle3": taps, "eagle3_speculators": entered},
+        "taps": HEAD_INPUT
+        if of_head
+        else {"blockdraft": taps, "eagle3": taps, "eagle3_speculators": entered, "llama_cpp": entered},
         **(
             {"rope": {"theta": config.rope_theta, "scaling": config.rope_scaling}}
             if hasattr(config, "rope_theta")
@@ -59,7 +63,8 @@ def head_report(
         architecture: {name: getattr(config, name) for name in OWN if hasattr(config, name)},
     }
     checks = checks_of(config, () if of_head else taps, layers_known, wants["fingerprint"], target) if target else []
-    named = str(wants["name"] or "TARGET") if target is None else target.path
+    if target is not None and words is not None:
+        checks.insert(-1, same_tokenizer(words, target))
     return Report(
         path,
         "drafter",
@@ -74,6 +79,6 @@ def head_report(
         },
         conventions,
         tuple(checks),
-        starts(config, layout, as_given(path), named, ["--target", named]),
+        lines_of(config, layout, path, wants["name"], target),
         config,
     )

@@ -25,7 +25,8 @@ from blockdraft.formats import (
     read_config,
     read_drafter,
 )
-from blockdraft.formats.gguf import is_gguf
+from blockdraft.formats.gguf import is_gguf, open_gguf
+from blockdraft.formats.gguf.kinds import kind_in
 from blockdraft.targets import Target, embedding_and_head
 
 USUAL = "zlab"
@@ -77,7 +78,9 @@ def format_for(
 def usual_format(drafter: str | Path) -> str:
     """The format that a drafter is written in unless another is asked for: what training writes of its kind. Raises
     ValueError where it has no config.json that can be read."""
-    named = None if is_gguf(drafter) else read_config(drafter).get("architectures")
+    if is_gguf(drafter):
+        return kind_in(open_gguf(drafter)).layout
+    named = read_config(drafter).get("architectures")
     known = (entry.layouts for entry in entries().values() if {*(named or ())} & {*entry.architectures})
     return next((layouts[0] for layouts in known if layouts), USUAL)
 

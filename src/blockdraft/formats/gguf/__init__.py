@@ -1,4 +1,5 @@
-"""GGUF files, llama.cpp's format: `files.py` reads them, `write.py` writes them, `drafter.py` knows drafters in them.
+"""GGUF files, llama.cpp's format: `files.py` reads them, `write.py` writes them, `drafter.py` knows drafters in them,
+of which each file of `kinds` knows a kind.
 
 What is in a target's file, and its tokenizer, are known to `targets/gguf`.
 """

@@ -11,6 +11,7 @@ from torch import Tensor
 from blockdraft.errors import UsageError
 
 ROPE_FACTORS = "rope_freqs.weight"
+ROPE_BASE = 10000.0  # llama.cpp's, where a file names none
 # What transformers calls the parameters of a scaling, and what llama.cpp does.
 WORDS = {
     "linear": {"factor": "factor"},
@@ -53,3 +54,9 @@ def rope_factors(theta: float, frequencies: Tensor) -> Tensor:
     """What divides the plain frequencies to make these `[pairs]`; the same shape, float32."""
     pairs = torch.arange(len(frequencies), dtype=torch.float64) / len(frequencies)
     return (theta**-pairs / frequencies.double()).float()
+
+
+def paired(rows: int, heads: int) -> Tensor:
+    """The rows of a projection in our order, where a file's lie in pairs: some architectures of llama.cpp turn
+    neighbours of a head's channels together, and we those that are half a head apart."""
+    return torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).reshape(-1)

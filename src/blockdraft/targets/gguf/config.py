@@ -12,7 +12,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from blockdraft.formats.gguf import GGUFFile
-from blockdraft.formats.gguf.rope import rope_metadata
+from blockdraft.formats.gguf.rope import ROPE_BASE, rope_metadata
 from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.targets.families import NotCovered
 
@@ -26,7 +26,6 @@ FAMILIES = {
     "gemma3": "gemma3_text",
 }
 ARCHITECTURES = {family: name for name, family in FAMILIES.items()} | {"mistral": "llama"}
-ROPE_BASE = 10000.0  # llama.cpp's, where a file names none
 GEMMA2_WINDOW, GEMMA2_CAPS = 4096, (50.0, 30.0)  # likewise, of attention and logits
 WIDE_GEMMA_LAYERS = {"gemma2": 46, "gemma3": 62}  # of the models of 27B, whose scores are scaled otherwise
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"

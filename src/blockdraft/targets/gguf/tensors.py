@@ -12,7 +12,7 @@ from torch import Tensor
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import FLOATS, READERS, GGUFFile, GGUFTensor
-from blockdraft.formats.gguf.rope import ROPE_FACTORS, rope_factors
+from blockdraft.formats.gguf.rope import ROPE_FACTORS, paired, rope_factors
 from blockdraft.formats.stored import Stored, stored
 from blockdraft.nn.decoder_config import DecoderConfig, LayerKind, Rope
 from blockdraft.nn.quantized import QuantizedWeight
@@ -81,12 +81,6 @@ def interleaved(architecture: str, config: DecoderConfig) -> dict[str, int]:
     """Heads of the tensors, by our names, whose rows lie in pairs in files of this architecture."""
     counts = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads} if architecture == "llama" else {}
     return {name: heads for name in config.tensor_shapes() for part, heads in counts.items() if f".{part}." in name}
-
-
-def paired(rows: int, heads: int) -> Tensor:
-    """The rows of such a tensor in our order: llama.cpp turns neighbours of a head's channels together, and we those
-    that are half a head apart."""
-    return torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).reshape(-1)
 
 
 def check_kinds(file: GGUFFile) -> None:

@@ -1,0 +1,106 @@
+"""llama.cpp as outside judge of EAGLE-3 in GGUF files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from beside import TOKENS, Ours, accepts_alike, peer
+from transformers import AutoTokenizer, Qwen3ForCausalLM
+
+from benchmarks.server import chats
+from blockdraft.data.documents import DataWriter, Document, read_data, tokenizer_fingerprint
+from blockdraft.formats import Checkpoint, find_layout, read_drafter
+from blockdraft.formats.eagle3 import tensor_shapes
+from blockdraft.settings import read_settings
+from blockdraft.targets import BUNDLED as TARGET
+from blockdraft.targets import load_target
+from blockdraft.training.devices import make_accelerator
+from blockdraft.training.export_gguf import export_gguf
+from blockdraft.training.trainer import run_folder, train
+from blockdraft.training.variants.eagle3 import Eagle3Recipe
+
+pytestmark = pytest.mark.llamacpp
+PROMPTS, GUESSES, NEAR = 32, 7, 0.03
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "reduced": {},
+    "residual": {"norm_before_residual": True},
+    "normed taps": {"norm_before_fc": True},
+    "linear": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    "yarn": {"rope_scaling": YARN},
+    "llama3": {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 16}},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant(variant: str, eagle3_of_three_taps: Path, few_words: Path, tmp_path: Path) -> None:
+    """Random layers below the target's own head, so that guesses are often right. Each goes on from the state of the
+    one before and carries its rounding along."""
+    found = read_drafter(eagle3_of_three_taps, None, 3)
+    head = Qwen3ForCausalLM.from_pretrained(few_words).lm_head.weight.detach()
+    kept = torch.arange(0, len(head), 20 if variant == "reduced" else 1)
+    shape = {"draft_vocab_size": len(kept), "taps": (1, 0, 0), "block_size": GUESSES + 1}
+    config = replace(found.config, **shape, **VARIANTS[variant])
+    tensors = {**found.tensors, "lm_head.weight": head[kept].clone(), "d2t": kept - torch.arange(len(kept))}
+    random = torch.Generator().manual_seed(1)
+    for name in {*tensor_shapes(config)} - {*tensors}:
+        tensors[name] = 1 + 0.5 * torch.randn(tensor_shapes(config)[name], generator=random)
+    find_layout("eagle3").write(tmp_path / "drafter", Checkpoint(config, tensors), None, ())
+    done = export_gguf(tmp_path / "drafter", tmp_path / "gguf", few_words, "f32")
+    accepts_alike(done, few_words, tmp_path / "drafter", "draft-eagle3", GUESSES, tmp_path / "log", share=0.8)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    asked = [request["messages"] for request in chats.make(PROMPTS)]
+    return [tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] for chat in asked]
+
+
+@pytest.fixture(scope="module")
+def trained(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A drafter for the bundled target that was trained briefly, on answers to these prompts."""
+    folder = tmp_path_factory.mktemp("trained")
+    target = load_target(TARGET, device="cpu")
+    assert target.tokenizer is not None
+    writer = DataWriter(folder / "data", {"tokenizer": tokenizer_fingerprint(target.tokenizer)})
+    writer.begin()
+    for row, (prompt, answer) in enumerate(zip(prompts, Ours(prompts, TARGET, "none").tokens, strict=True)):
+        ids = torch.tensor(prompt + answer)
+        writer.add(row, [Document(ids, torch.arange(len(ids)) >= len(prompt) - 1)])
+    writer.finish()
+    flags = {"length": "256", "batch": "4", "held-out": "1", "steps": "60", "learning-rate": "3e-3", "eval-every": "0"}
+    flags |= {"eval-prompts": "1", "eval-tokens": "6", "save-every": "0", "trackers": "", "draft-vocab": "1500"}
+    recipe = read_settings(Eagle3Recipe, flags=flags)
+    out = folder / "drafter"
+    train("eagle3", target, read_data(folder / "data"), out, recipe, make_accelerator(recipe, run_folder(out), "cpu"))
+    return out
+
+
+def test_guesses_of_a_trained_one(prompts: list[list[int]], trained: Path, tmp_path: Path) -> None:
+    ours = Ours(prompts, TARGET, trained)
+    assert ours.tau > 1.5
+    done = export_gguf(trained, tmp_path, TARGET, "f32")
+    answers = []
+    with peer(done.target, tmp_path / "log", done.drafter, "draft-eagle3", GUESSES) as theirs:
+        for prompt in prompts:
+            answers.append(theirs.ask("decode", {"prompt": prompt, "max_new_tokens": TOKENS, "stops": [2]}))
+    equal = [i for i, answer in enumerate(answers) if answer["tokens"] == ours.tokens[i]]
+    assert len(equal) >= 0.94 * PROMPTS  # its blocks take other kernels than single tokens, which rounds otherwise
+    cycles = sum(answers[i]["cycles"] for i in equal)
+    assert cycles == pytest.approx(sum(len(ours.committed[i]) for i in equal), rel=NEAR)
+
+
+def test_rounded_ones_load(trained: Path, tmp_path: Path) -> None:
+    """Tokens may be others, but both forwards run."""
+    for weights in ("f16", "bf16", "q8_0", "q4_0"):
+        done = export_gguf(trained, tmp_path, TARGET, weights)  # type: ignore[arg-type]
+        with peer(done.target, tmp_path / "log", done.drafter, "draft-eagle3", GUESSES) as theirs:
+            answer = theirs.ask("decode", {"prompt": [1, 60, 70, 80], "max_new_tokens": 24, "stops": []})
+            assert len(answer["tokens"]) >= 24 and answer["cycles"] <= 24
