@@ -16,9 +16,10 @@ from blockdraft.formats.zlab import read_checkpoint, write_checkpoint
 from blockdraft.machine import cache_folder
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.dflash2 import DFlash2Network
-from blockdraft.nn.draft_config import DFlash2Config, DraftConfig, DSparkConfig, LayerAttention
+from blockdraft.nn.draft_config import DFlash2Config, DraftConfig, DSparkConfig, FlowConfig, LayerAttention
 from blockdraft.nn.dspark import DSparkNetwork
 from blockdraft.nn.eagle3 import Eagle3Config, Eagle3Network
+from blockdraft.nn.flow import FlowNetwork
 from blockdraft.nn.medusa import MedusaConfig, MedusaNetwork
 from blockdraft.nn.mtp import MTPConfig, MTPNetwork
 from blockdraft.nn.peagle import PEagleConfig, PEagleNetwork
@@ -138,6 +139,23 @@ def tiny_dspark_dir(tmp_path_factory: pytest.TempPathFactory, tiny_drafter_dir: 
         for name, weight in network.state_dict().items():
             if name not in tensors:
                 weight += torch.randn_like(weight)
+    network.load_state_dict(tensors, strict=False)
+    write_checkpoint(folder, config, network.state_dict())
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_flow_dir(tmp_path_factory: pytest.TempPathFactory, tiny_drafter_dir: Path) -> Path:
+    """`tiny_drafter_dir` as a flow map of two passes, on which noise and times have an effect."""
+    folder = tmp_path_factory.mktemp("tiny") / "flow"
+    v1, tensors = read_checkpoint(tiny_drafter_dir)
+    config = FlowConfig(**vars(v1), noise_std=0.5, diffusion_steps=2)
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        network = FlowNetwork(config)
+        for name, weight in network.state_dict().items():
+            if name not in tensors:
+                weight += 0.2 * torch.randn_like(weight)
     network.load_state_dict(tensors, strict=False)
     write_checkpoint(folder, config, network.state_dict())
     return folder

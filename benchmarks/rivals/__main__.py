@@ -1,10 +1,10 @@
 """Kinds of drafters against each other, on one target at an equal budget: `make bench-rivals ARGS="..."`.
 
-DFlash, DFlash2, DSpark, EAGLE-3, Medusa, an MTP head and a small language model are trained for the same target on the
-same tokens, each with about as many weights, several seeds of each; prompt lookup needs no training. Each then answers
-prompt sets in chains and trees of several sizes: tokens a cycle (tau), the share of cycles that accept i guesses (S_i),
-the time of a draft and of a cycle (R), memory, and what that makes of the speed-up: on this processor, and where a
-forward of 16 tokens costs little more than one of a single token.
+DFlash, DFlash2, DSpark, a flow map, EAGLE-3, Medusa, an MTP head and a small language model are trained for the same
+target on the same tokens, each with about as many weights, several seeds of each; prompt lookup needs no training. Each
+then answers prompt sets in chains and trees of several sizes: tokens a cycle (tau), the share of cycles that accept i
+guesses (S_i), the time of a draft and of a cycle (R), memory, and what that makes of the speed-up: on this processor,
+and where a forward of 16 tokens costs little more than one of a single token.
 
     blockdraft data chats.jsonl --regenerate --out build/data          # what the target says, to learn from
     make bench-rivals ARGS="--data build/data --prompts gsm8k.jsonl --prompts humaneval.jsonl --prompts mt-bench.jsonl"

@@ -64,6 +64,7 @@ KINDS = {
         Kind("dflash", "DFlash", "intermediate_size", 16, **BLOCK),
         Kind("dflash2", "DFlash2", "intermediate_size", 16, **BLOCK),
         Kind("dspark", "DSpark", "intermediate_size", 16, walked=r".*markov_w2", **BLOCK),
+        Kind("flow", "flow map", "intermediate_size", 16, r"layers|norm|(state|time)_proj", BLOCK["observed"]),
         Kind("eagle3", "EAGLE-3", "draft_vocab", 16, r"midlayer|norm|lm_head", r"fc|.*\.[kv]_proj", target_head=False),
         Kind("medusa", "Medusa", "layers", 1, r".*"),
         Kind("mtp", "MTP", "intermediate_size", 16, r".*", r"fc|.*\.[kv]_proj"),

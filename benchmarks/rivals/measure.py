@@ -62,7 +62,8 @@ class Watched:
 
     @contextmanager
     def _counting(self, plan: Plan) -> Iterator[None]:
-        """Networks that guess a token at a time are watched; the others have one pass for all guesses."""
+        """Networks that guess a token at a time are watched; the others have one pass for all guesses, or as many as
+        their diffusion steps."""
         inner: Any = self.inner
         network, model = getattr(inner, "network", None), getattr(inner, "model", None)
         if isinstance(network, RowNetwork):
@@ -80,7 +81,7 @@ class Watched:
             config = getattr(inner, "config", None)
             reads_block = config is not None and hasattr(config, "mask_token_id")
             slots = plan.block_size - (inner.block_size - config.block_size) if reads_block else 1
-            self.passes.update([slots] if network is not None else [])
+            self.passes.update([slots] * getattr(inner, "diffusion_steps", 1) if network is not None else [])
             yield
 
 

@@ -181,9 +181,9 @@ class Drafting:
             tree budget, chosen guesses of the other drafters of a combination stand beside the chain.
         draft_window: Latest tokens of the text that a draft pass looks at, so that it costs no more in long contexts;
             None is all of them. Drafters without such a pass ignore it.
-        draft_passes: Passes over a block of which each settles the surest guesses, so that the next one sees them;
-            None is what the drafter was made with, 1 as a rule. Drafters that guess one token after the other, or
-            cannot take several, ignore it.
+        draft_passes: Passes over a block of which each settles the surest guesses, so that the next one sees them, or
+            of a flow map the jumps from noise to tokens; None is what the drafter was made with, 1 as a rule. Drafters
+            that guess one token after the other, or cannot take several, ignore it.
     """
 
     block_size: int | Literal["auto"] | None = None

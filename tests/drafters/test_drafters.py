@@ -147,7 +147,7 @@ def test_no_architecture_has_two_drafters() -> None:
     assert len(claimed) == len({*claimed})
 
 
-@pytest.mark.parametrize("name", ["tiny_drafter_dir", "tiny_dflash2_dir", "tiny_dspark_dir"])
+@pytest.mark.parametrize("name", ["tiny_drafter_dir", "tiny_dflash2_dir", "tiny_dspark_dir", "tiny_flow_dir"])
 def test_a_network_finds_its_drafter(name: str, target: Target, request: pytest.FixtureRequest) -> None:
     loaded = load_drafter(request.getfixturevalue(name), target=target)
     assert isinstance(loaded, NetworkDrafter)

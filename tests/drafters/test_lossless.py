@@ -27,6 +27,7 @@ FOLDERS = {
     "draft_lm": "tiny_lm_dir",
     "dspark": "tiny_dspark_dir",
     "eagle3": "tiny_eagle3_dir",
+    "flow": "tiny_flow_dir",
     "medusa": "tiny_medusa_dir",
     "mtp": "tiny_mtp_dir",
     "none": None,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
-from fuzz_models import DRAFTERS, FEW_BITS, LATER, WAYS, fits_few_bits, has_tokenizer, target_fields
+from fuzz_models import DRAFTERS, FEW_BITS, LATER, NEWEST, WAYS, fits_few_bits, has_tokenizer, target_fields
 
 from blockdraft import Drafting, Grammar, RequestDrafting, SamplingParams
 
@@ -66,6 +66,8 @@ def case_of(seed: int) -> Case:
     later = Random(f"{seed} drafter")  # of its own, so that the other seeds mean what they did
     if later.random() < 0.3:
         drafter = later.choice(LATER)
+    if later.random() < 0.06:
+        drafter = NEWEST
     drawn = random.random() < 0.2
     if way in FEW_BITS and not fits_few_bits(model):
         way = "compiled"

@@ -73,7 +73,7 @@ def run(case: Case, models: Models) -> Outcome:
                 _check_rules(found[number], ask, target, here)
                 fixed = "auto" not in (drafting.block_size, drafting.tree_budget)
                 # Where neighbours change no bit of a drafter's law.
-                if fixed and case.way in COMPILED and case.drafter != "eagle3":
+                if fixed and case.way in COMPILED and case.drafter not in ("eagle3", "flow"):
                     again = Engine(target, drafter, 1, drafting)
                     alone = again.submit(prompts[number], ask.params, drafting=ask.bounds).result()
                     again.close()

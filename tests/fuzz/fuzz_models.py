@@ -20,9 +20,10 @@ from blockdraft.formats import Checkpoint, eagle3, find_layout  # noqa: E402
 from blockdraft.formats.zlab import write_checkpoint  # noqa: E402
 from blockdraft.nn.dflash import DFlashNetwork  # noqa: E402
 from blockdraft.nn.dflash2 import DFlash2Network  # noqa: E402
-from blockdraft.nn.draft_config import DFlash2Config, DraftConfig, DSparkConfig, LayerAttention  # noqa: E402
+from blockdraft.nn.draft_config import DFlash2Config, DraftConfig, DSparkConfig, FlowConfig, LayerAttention  # noqa: E402
 from blockdraft.nn.dspark import DSparkNetwork  # noqa: E402
 from blockdraft.nn.eagle3 import Eagle3Config, Eagle3Network  # noqa: E402
+from blockdraft.nn.flow import FlowNetwork  # noqa: E402
 from blockdraft.nn.medusa import MedusaConfig, MedusaNetwork  # noqa: E402
 from blockdraft.nn.mtp import MTPConfig, MTPNetwork  # noqa: E402
 
@@ -42,10 +43,12 @@ ROUNDED = tuple(way for way, options in WAYS.items() if {"quantize", "kv_dtype"}
 COMPILED = ("compiled", *ROUNDED)
 DRAFTERS = ("dflash", "dflash2", "dspark", "draft_lm", "prompt_lookup", "none")
 LATER = ("eagle3", "medusa", "mtp")  # cases of which came later than seeds with the others
+NEWEST = "flow"  # and later still
 NETWORKS: dict[str, type[DFlashNetwork]] = {
     "dflash": DFlashNetwork,
     "dflash2": DFlash2Network,
     "dspark": DSparkNetwork,
+    NEWEST: FlowNetwork,
 }
 TRAINED = (*NETWORKS, *LATER)  # what has a folder that is written here
 MAX_CONTEXT = 512
@@ -189,6 +192,8 @@ def write_drafter(number: int, kind: str, folder: Path) -> None:
         config = DFlash2Config(**values, **more)
     elif kind == "dspark":
         config = DSparkConfig(**values, markov_rank=4)
+    elif kind == NEWEST:
+        config = FlowConfig(**values, noise_std=random.uniform(0.1, 3), diffusion_steps=random.randint(1, 3))
     else:
         config = DraftConfig(**values)
     with torch.random.fork_rng():

@@ -33,19 +33,20 @@ class DFlashConfig:
     Attributes:
         block_size: Tokens per proposal, anchor included; None is the drafter's trained size.
         diffusion_steps: Draft passes a block; each pass settles the guesses it is surest of, and the next sees them.
+            None is the drafter's own number, which is 1 but for flow maps.
         noise_schedule: Share of the guesses settled after each pass, "cosine" or "linear".
         drafter: A DFlash checkpoint folder; None is the bundled drafter, which fits the bundled target.
     """
 
     block_size: int | None = None
-    diffusion_steps: int = DIFFUSION_STEPS
+    diffusion_steps: int | None = None
     noise_schedule: str = NOISE_SCHEDULE
     drafter: str | Path | None = None
 
     def __post_init__(self) -> None:
         if self.block_size is not None and self.block_size < 1:
             raise UsageError(f"block_size is {self.block_size}; it must be at least 1 (no drafting).")
-        check_refinement(self.diffusion_steps, self.noise_schedule)
+        check_refinement(DIFFUSION_STEPS if self.diffusion_steps is None else self.diffusion_steps, self.noise_schedule)
 
 
 class DFlashGenerationMixin:

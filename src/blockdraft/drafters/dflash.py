@@ -31,8 +31,9 @@ class DFlashDrafter:
     Args:
         network: The draft network, which moves to the target's device and dtype.
         target: The target that it was trained for.
-        diffusion_steps: Draft passes a block. With more than one, each pass settles the most confident positions and
-            the next one sees them; with one, all guesses come from the same pass, as DFlash does it.
+        diffusion_steps: Draft passes a block; None is `usual_steps`. With more than one, each pass settles the most
+            confident positions and the next one sees them; with one, all guesses come from the same pass, as DFlash
+            does it.
         noise_schedule: Share of the positions settled after each pass, "cosine" or "linear".
         path: Where the network was read from.
         reduced_head: A head of its own, for a drafter that guesses among part of the vocabulary.
@@ -47,16 +48,17 @@ class DFlashDrafter:
         self,
         network: DFlashNetwork,
         target: Target,
-        diffusion_steps: int = DIFFUSION_STEPS,
+        diffusion_steps: int | None = None,
         noise_schedule: str = NOISE_SCHEDULE,
         path: Path | None = None,
         reduced_head: ReducedHead | None = None,
         owned: bool = False,
     ) -> None:
+        self.config: DraftConfig = network.config
+        diffusion_steps = self.usual_steps if diffusion_steps is None else diffusion_steps
         check_refinement(diffusion_steps, noise_schedule)
         self.network = network.eval()
         self.path = path
-        self.config: DraftConfig = network.config
         self.taps = self.config.taps
         self.block_size = self.config.block_size
         self.diffusion_steps = diffusion_steps
@@ -67,6 +69,11 @@ class DFlashDrafter:
         self.network.to(target.device, target.dtype)
         self._owned = owned
         self._masks = torch.full((1, self.block_size), self.config.mask_token_id, device=target.device)
+
+    @property
+    def usual_steps(self) -> int:
+        """Draft passes a block where nothing else is asked for."""
+        return DIFFUSION_STEPS
 
     @property
     def compile_reason(self) -> str | None:
@@ -215,7 +222,7 @@ def load(
     path: Path,
     target: Target,
     kind: type[DFlashDrafter] = DFlashDrafter,
-    diffusion_steps: int = DIFFUSION_STEPS,
+    diffusion_steps: int | None = None,
     noise_schedule: str = NOISE_SCHEDULE,
 ) -> DFlashDrafter:
     """Load a folder of any layout."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from blockdraft.drafters.base import DIFFUSION_STEPS, NOISE_SCHEDULE, Entry
+from blockdraft.drafters.base import NOISE_SCHEDULE, Entry
 from blockdraft.drafters.dflash import DFlashDrafter, log_probabilities
 from blockdraft.drafters.dflash import load as load_dflash
 from blockdraft.drafters.dflash2 import lattice_log_probs
@@ -43,13 +43,13 @@ class DSparkDrafter(DFlashDrafter):
         self,
         network: DFlashNetwork,
         target: Target,
-        diffusion_steps: int = DIFFUSION_STEPS,
+        diffusion_steps: int | None = None,
         noise_schedule: str = NOISE_SCHEDULE,
         path: Path | None = None,
         reduced_head: ReducedHead | None = None,
         owned: bool = False,
     ) -> None:
-        if diffusion_steps != 1:
+        if diffusion_steps not in (None, 1):
             raise UsageError(f"diffusion_steps is {diffusion_steps}; a DSpark drafter has one draft pass, so give 1.")
         super().__init__(network, target, diffusion_steps, noise_schedule, path, reduced_head, owned)
         self.block_size = self.config.block_size + 1

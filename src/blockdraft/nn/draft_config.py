@@ -96,6 +96,14 @@ class DSparkConfig(DraftConfig):
             object.__setattr__(self, "confidence_temperatures", tuple(temperatures))
 
 
+@dataclass(frozen=True, kw_only=True)
+class FlowConfig(DraftConfig):
+    """A flow-map draft model: DFlash v1 whose slots hold noise that its passes carry to the embeddings of tokens."""
+
+    noise_std: float  # of the noise, in units of the target's embedding table
+    diffusion_steps: int = 1  # passes of a block, unless decoding asks for another number
+
+
 def check_fields(config: Any, least: Mapping[str, int]) -> None:
     """Raise a ValueError where a field of a dataclass is of another kind than declared, or where a number is not
     positive. `least` names whole numbers that have another minimum than 1."""

@@ -79,6 +79,10 @@ class DraftRunner(Protocol):
     def observe(self, state: Any, features: Tensor) -> None:
         """Write what the network keeps of tokens `[B, N, m * H]` behind each row's own, for `state.commit` to keep."""
 
+    def __call__(self, state: Any, block: Tensor, window: int | None = None) -> Tensor:
+        """One pass over blocks of embeddings `[B, N, H]`, in the dtype of the target: `[B, N, H]` after the final norm.
+        It leaves no trace."""
+
     def guesses(self, state: Any, tokens: Tensor, first: int, window: int | None = None) -> tuple[Tensor, Tensor]:
         """One pass over blocks of tokens, with the head behind it.
 

@@ -82,28 +82,50 @@ def draft_hidden(
     """The draft pass of every block at once.
 
     Args:
+        network, features_BSF, documents_BS, positions_BS, anchors_BA, flex: As in `draft_pass`.
+        anchor_embedding_BAH: The target's embedding of the anchors' tokens.
+        mask_embedding_H: Its embedding of the mask token.
+
+    Returns:
+        `[B, A, N, H]`, as the drafter computes it when it decodes at that anchor.
+    """
+    run = draft_pass(network, features_BSF, documents_BS, positions_BS, anchors_BA, flex)
+    masks = mask_embedding_H.expand(*anchors_BA.shape, network.config.block_size - 1, -1)
+    return run(torch.cat([anchor_embedding_BAH.unsqueeze(2), masks], dim=2))
+
+
+def draft_pass(
+    network: DFlashNetwork,
+    features_BSF: Tensor,
+    documents_BS: Tensor,
+    positions_BS: Tensor,
+    anchors_BA: Tensor,
+    flex: bool = False,
+) -> Callable[[Tensor], Tensor]:
+    """What runs the layers over every block at once, as often as it is called, on a context that is computed here.
+
+    Args:
         network: The draft network.
         features_BSF: Tapped target outputs.
         documents_BS: As in `mask_rule`.
         positions_BS: Int64; each token's position in its document.
         anchors_BA: Places in the row; a negative one gives a meaningless block.
-        anchor_embedding_BAH: The target's embedding of the anchors' tokens.
-        mask_embedding_H: Its embedding of the mask token.
         flex: Attend by FlexAttention instead of a dense mask.
 
     Returns:
-        `[B, A, N, H]`, as the drafter computes it when it decodes at that anchor.
+        A function of what enters each slot, `[B, A, N, H]`, to what comes out of it, in the same shape.
     """
-    (batch, count), size = anchors_BA.shape, network.config.block_size
     keys_LBKSD, values_LBKSD = network.context(features_BSF, positions_BS)
     first = positions_BS.gather(1, anchors_BA.clamp(min=0))
-    positions = (first.unsqueeze(-1) + torch.arange(size, device=first.device)).flatten(0, 1)
-    masks = mask_embedding_H.expand(batch, count, size - 1, -1)
-    block = torch.cat([anchor_embedding_BAH.unsqueeze(2), masks], dim=2).flatten(0, 1)
+    positions = (first.unsqueeze(-1) + torch.arange(network.config.block_size, device=first.device)).flatten(0, 1)
     prepare = _flex if flex else _dense
     attention = prepare(network, keys_LBKSD, values_LBKSD, documents_BS, anchors_BA)
-    hidden: Tensor = network(block, positions, attention)
-    return hidden.view(batch, count, size, -1)
+
+    def run(blocks_BANH: Tensor) -> Tensor:
+        hidden: Tensor = network(blocks_BANH.flatten(0, 1), positions, attention)
+        return hidden.view(blocks_BANH.shape)
+
+    return run
 
 
 def _dense(

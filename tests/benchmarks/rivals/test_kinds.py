@@ -48,6 +48,7 @@ def test_the_weights_of_a_pass(target: Target) -> None:
     for name, expected in (
         ("dflash", lambda own: sum(own[n] for n in own if n.startswith(("layers", "norm"))) + head),
         ("dspark", lambda own: sum(own[n] for n in own if n.startswith(("layers", "norm"))) + head + 7 * walked),
+        ("flow", lambda own: sum(own[n] for n in own if n.startswith(("layers", "norm", "state", "time"))) + head),
         ("eagle3", lambda own: sum(own[n] for n in own if n != "fc.weight")),
         ("medusa", lambda own: sum(own.values()) + head),
         ("small_lm", lambda own: sum(own.values())),
@@ -61,7 +62,7 @@ def test_the_weights_of_a_pass(target: Target) -> None:
         features = [
             n for n in own if n.startswith(("fc", "hidden_norm")) or n.endswith(("k_proj.weight", "v_proj.weight"))
         ]
-        assert found.observed == (sum(own[n] for n in features) if name in ("dflash", "dspark", "eagle3") else 0)
+        assert found.observed == (sum(own[n] for n in features) if name in ("dflash", "dspark", "flow", "eagle3") else 0)
 
 
 def test_a_forward_reads_a_tied_embedding_once(target: Target) -> None:

@@ -55,6 +55,7 @@ def test_plain_answers_are_the_reference(plain: tuple[list[Answers], dict[int, l
     [
         ("dflash", "tiny_drafter_dir", (4, 6, 8), (1, 1, 1)),
         ("dspark", "tiny_dspark_dir", (3, 5, 8), (1, 1, 1)),
+        ("flow", "tiny_flow_dir", (4, 6, 8), (2, 2, 2)),
         ("eagle3", "tiny_eagle3_dir", (1, 1, 10), (3, 5, None)),
         ("medusa", "tiny_medusa_dir", (1, 1), (1, 1)),
         ("small_lm", "small_lm_dir", (None, None), (3, 5)),  # whose first pass takes what was committed as well
@@ -118,7 +119,7 @@ def test_forwards_and_cycles_are_timed(target: Target, tiny_eagle3_dir: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark", "eagle3", "medusa", "mtp", "small_lm"])
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark", "flow", "eagle3", "medusa", "mtp", "small_lm"])
 def test_wider_drafters_draft(kind: str, target: Target, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     folder = tmp_path / "wide"
     path = request.getfixturevalue(

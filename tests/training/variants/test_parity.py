@@ -10,11 +10,13 @@ import torch
 
 from blockdraft.drafters import entry_of_variant, load_drafter
 from blockdraft.nn.draft_config import LayerAttention
+from blockdraft.proposal import Plan
 from blockdraft.settings import read_settings
 from blockdraft.targets import load_target
 from blockdraft.training.export import Format, export
 from blockdraft.training.variants import find_variant, variant_names
 from blockdraft.training.variants.dflash import DFlashFamily
+from blockdraft.types import SamplingParams
 
 # Those that z-lab's layout has words for.
 KINDS = {
@@ -65,7 +67,6 @@ def test_training_pass_equals_draft_pass(
     drafter: Any = load_drafter(tmp_path / "drafter", target=target)
     logits, expected = parity(variant, network.eval(), drafter, target)
     for ours, one in zip(logits, expected, strict=True):
-        block = torch.full((1, config.block_size), config.mask_token_id)
-        block[0, 0] = one.anchor
-        theirs = drafter._draft_logits(one.state, block)[0, variant.first_slot :]
+        plan = Plan(drafter.block_size, [SamplingParams()])
+        theirs = drafter._refined_pass(one.state, torch.tensor([one.anchor]), plan)[1][0]
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)

@@ -13,7 +13,7 @@ from blockdraft.deploy.readings.base import CHUNK, USUAL, Bench, Reading, Text, 
 from blockdraft.drafters import Entry, entries
 from blockdraft.formats import Checkpoint
 from blockdraft.nn.dflash import DFlashNetwork
-from blockdraft.nn.draft_config import DraftConfig, LayerAttention
+from blockdraft.nn.draft_config import DraftConfig, FlowConfig, LayerAttention
 from blockdraft.nn.reduced_head import ReducedHead
 from blockdraft.targets import Target
 from blockdraft.training.blocks import draft_hidden
@@ -25,6 +25,7 @@ WINDOWS = (32, 128, 512, 1024, 2048, 4096)  # tried where they are shorter than 
 
 class DFlashBench(Bench):
     examines = DraftConfig
+    leaves = (FlowConfig,)  # whose guesses depend on noise
     config: DraftConfig
 
     def __init__(self, target: Target, found: Checkpoint) -> None:

@@ -35,7 +35,7 @@ from blockdraft.nn.draft_config import DraftConfig, LayerAttention, need
 from blockdraft.settings import Count, Layers, Natural, settings
 from blockdraft.targets import Target
 from blockdraft.training.batches import Rows
-from blockdraft.training.blocks import draft_hidden
+from blockdraft.training.blocks import draft_pass
 from blockdraft.training.mask_token import mask_token
 from blockdraft.training.recipe import Recipe
 from blockdraft.training.variants.base import Choice, Variant
@@ -206,7 +206,7 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
             if field.name in ("num_hidden_layers", "layers"):
                 same = depth <= network.config.num_hidden_layers and network.config.layers[:depth] == config.layers
             need(
-                same or field.name in ("block_size", "max_position_embeddings"),
+                same or field.name in ("block_size", "max_position_embeddings", "diffusion_steps"),
                 f"{field.name} of {path}",
                 theirs,
                 f"that of the recipe and target, {ours}; change the recipe, or begin without init",
@@ -232,19 +232,20 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
         return self.recipe.block_size - self.first_slot
 
     def hidden(self, network: N, target: Target, features_BSF: Tensor, rows: Rows) -> Tensor:
+        hidden_BANH = self.pass_over_blocks(network, target, features_BSF, rows)(0.0)
+        return hidden_BANH[:, :, self.first_slot :]
+
+    def pass_over_blocks(
+        self, network: N, target: Target, features_BSF: Tensor, rows: Rows
+    ) -> Callable[[Tensor | float], Tensor]:
+        """What runs the layers over all blocks, of masks behind their anchors, as often as it is called: a function of
+        what is added to the masks' embeddings, `[B, A, N - 1, H]` or a number, to `[B, A, N, H]`."""
         flex = self.recipe.attention == "flex" or (self.recipe.attention == "auto" and target.device.type == "cuda")
         mask = torch.tensor(network.config.mask_token_id, device=target.device)
-        hidden_BANH = draft_hidden(
-            network,
-            features_BSF,
-            rows.documents_BS,
-            rows.positions_BS,
-            rows.anchors_BA,
-            target.embed(rows.tokens_BAL[:, :, 0]).float(),
-            target.embed(mask).float(),
-            flex,
-        )
-        return hidden_BANH[:, :, self.first_slot :]
+        anchors_BA1H = target.embed(rows.tokens_BAL[:, :, :1]).float()
+        masks_BAKH = target.embed(mask).float().expand(*rows.anchors_BA.shape, network.config.block_size - 1, -1)
+        run = draft_pass(network, features_BSF, rows.documents_BS, rows.positions_BS, rows.anchors_BA, flex)
+        return lambda added: run(torch.cat([anchors_BA1H, masks_BAKH + added], dim=2))
 
     def logits(self, network: N, target: Target, hidden_CKH: Tensor) -> Tensor:
         return network.adjust_logits(super().logits(network, target, hidden_CKH))
