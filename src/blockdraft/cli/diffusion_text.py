@@ -75,7 +75,7 @@ def generate(
     texts = [] if infill is not None else read_prompts(prompts) if prompts else [read_prompt(prompt)]
 
     from blockdraft.diffusion.sampler import Sampler
-    from blockdraft.diffusion.text import gapped, unseen
+    from blockdraft.diffusion.text import gapped, spelled, unseen
 
     if steps_file is not None:
         from blockdraft.diffusion.pictures import check_picture, draw_steps
@@ -101,7 +101,7 @@ def generate(
             for chunk in run(watch):
                 write(chunk)
     if steps_file is not None:
-        draw_steps(steps_file, sampler.given[0], sampler.history[0], lambda token: _spelled(loaded, [token]))
+        draw_steps(steps_file, sampler.given[0], sampler.history[0], lambda token: spelled(token, loaded))
 
 
 def _print_json(sampler: Sampler, run: Callable[[Watch | None], Iterable[Chunk]], count: int, keep_steps: bool) -> None:
@@ -158,7 +158,6 @@ def _shown_steps(model: DiffusionModel) -> Iterator[tuple[Watch, Callable[[Chunk
 
 def _spelled(model: DiffusionModel, block: Sequence[int | None]) -> str:
     from blockdraft.diffusion.pictures import UNKNOWN
+    from blockdraft.diffusion.text import spelled
 
-    tokenizer = model.text.tokenizer
-    assert tokenizer is not None
-    return "".join(UNKNOWN if token is None else str(tokenizer.decode([token])) for token in block)
+    return "".join(UNKNOWN if token is None else spelled(token, model) for token in block)
