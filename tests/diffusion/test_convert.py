@@ -255,7 +255,11 @@ def test_other_folders(folder: Path, tiny_target_dir: Path, tmp_path: Path) -> N
         load_model(tiny_target_dir)
     with pytest.raises(UsageError, match="has no config.json of a model"):
         load_model(tmp_path / "nowhere")
-    change(folder / "config.json", mask_token_id=400)
+    size = json.loads((folder / "config.json").read_text())["hidden_size"]
+    change(folder / "config.json", hidden_size="a")
+    with pytest.raises(UsageError, match="config.json cannot be used: .*'hidden_size'"):
+        load_model(folder, "cpu")
+    change(folder / "config.json", hidden_size=size, mask_token_id=400)
     with pytest.raises(UsageError, match="mask_token_id is 400 in .*, and the model has 265 tokens"):
         load_model(folder, "cpu")
     for file in folder.glob("tokenizer*"):

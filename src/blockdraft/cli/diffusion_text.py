@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from blockdraft.cli.diffusion_model import AsJson, BlockSize, Device, Dtype, Model, load
-from blockdraft.cli.generate import read_prompt, read_prompts
+from blockdraft.cli.generate import checked_text, read_prompt, read_prompts
 from blockdraft.cli.options import with_options
 from blockdraft.diffusion.settings import SampleSettings
 from blockdraft.errors import UsageError
@@ -85,7 +85,7 @@ def generate(
     sampler = Sampler(loaded, settings, stop=stop or ())
     run: Callable[[Watch | None], Iterable[Chunk]] = lambda watch: sampler.stream(texts, watch)  # noqa: E731
     if infill is not None:
-        tokens = gapped(infill, settings.max_new_tokens, loaded)
+        tokens = gapped(checked_text(infill), settings.max_new_tokens, loaded)
         behind, not_seen = unseen(tokens, loaded.config.block_size)
         if not_seen:
             print(

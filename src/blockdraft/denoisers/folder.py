@@ -86,7 +86,11 @@ def other_files(folder: Path) -> dict[str, bytes]:
 
 
 def _converted(raw: Mapping[str, Any], family: str, folder: Path) -> tuple[Denoiser, PretrainedConfig]:
-    config = AutoConfig.for_model(family, **{key: value for key, value in raw.items() if key != "model_type"})
+    try:
+        config = AutoConfig.for_model(family, **{key: value for key, value in raw.items() if key != "model_type"})
+    except Exception as error:  # transformers has many kinds
+        told = " ".join(str(error).split())
+        raise UsageError(f"{folder / 'config.json'} cannot be used: {told}; use the one of these weights.") from error
     try:
         wanted = decoder_config(config)
         if refused := why_not_denoiser(wanted):

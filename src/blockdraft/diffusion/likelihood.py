@@ -77,9 +77,9 @@ def likelihood(
         ids, eligible = (torch.stack(each) for each in zip(*batches[batch], strict=True))
         noise = counted_noise(eligible, size, generator)
         found = compute(model, ids.to(model.network.device), noise).sum(dim=0)
+        model.check_finite(found)
         sums[draw, : len(found)] += found.double().cpu()
     progress("perplexity", draws * len(batches), draws * len(batches))
-    model.check_finite(sums)
     counts = torch.zeros(longest, dtype=torch.int64)
     for row in rows:
         counts[: len(row.ids)] += row.eligible

@@ -112,6 +112,8 @@ class Sampler:
 
     def _check_room(self, tokens: int, told: str, remedy: str) -> None:
         size, most = self.model.config.block_size, self.model.text.max_context
+        if size > most:
+            raise UsageError(f"block_size is {size} and the model's context {most} tokens; give at most {most}.")
         if self._slots(tokens) > most:
             raise UsageError(f"{told}, in blocks of {size}, exceed the model's context of {most}; {remedy}.")
 
