@@ -32,6 +32,7 @@ T = TypeVar("T")
 
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]  # what torch takes
 Amount = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 # Lists are welcome, as TOML has no tuples; what they hold is still taken strictly.

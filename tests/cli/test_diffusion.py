@@ -12,6 +12,7 @@ from blockdraft import cli
 from blockdraft.diffusion.convert import convert
 from blockdraft.diffusion.pictures import UNKNOWN
 from blockdraft.diffusion.settings import ConvertSettings
+from blockdraft.training import checkpoints
 
 Run: TypeAlias = Callable[..., tuple[int, str, str]]
 
@@ -133,6 +134,20 @@ def test_from_nothing_by_a_recipe(tiny_target_dir: Path, run: Run) -> None:
     assert "batch = 2\n" in recipe and 'schedule = "cosine"\n' in recipe and "length = 16\n" in recipe
 
 
+def test_interrupted(model: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C tells what the same command will do."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("blockdraft.diffusion.train.train", interrupted)
+    given = ("train", "--model", model, "--data", "text.txt", "--steps", 3, "--out", "trained")
+    code, _, err = run(*given)
+    assert code == 130 and "Interrupted before the first checkpoint (--save-every)" in err
+    checkpoints.save(Path("trained.run/checkpoints"), 7, {}, keep=1)
+    assert "the same command goes on from step 7" in run(*given)[2]
+
+
 @pytest.mark.parametrize(
     ("args", "told"),
     [
@@ -142,6 +157,16 @@ def test_from_nothing_by_a_recipe(tiny_target_dir: Path, run: Run) -> None:
         (["generate", "--model", "MODEL", "--max-new-tokens", "900", "hi"], "exceed the model's context of 256"),
         (["generate", "--model", "MODEL", "--dtype", "int3", "hi"], "dtype is 'int3'"),
         (["generate", "--model", "MODEL", "--device", "abacus", "hi"], "Device abacus is not usable here"),
+        (["generate", "--model", "MODEL", "--infill", "a \udcff[GAP]"], "The prompt is not valid UTF-8 text"),
+        (
+            ["generate", "--model", "MODEL", "--block-size", "300", "hi"],
+            "block_size is 300 and the model's context 256",
+        ),
+        (["generate", "--model", "MODEL", "--seed", str(2**70), "hi"], f"seed is {2**70}; it must be at most"),
+        (
+            ["train", "--model", "MODEL", "--data", "text.txt", "--steps", "1", "--out", "x", "--device", "abacus"],
+            "Device abacus is not usable here",
+        ),
         (["generate", "--model", "MODEL", "--infill", "a b"], "has no [GAP], or no text before it"),
         (["generate", "--model", "MODEL", "--infill", "a [GAP]", "hi"], "--infill and a prompt do not go together"),
         (["generate", "--model", "MODEL", "--infill", "a [GAP]", "--stop", "x"], "--infill and --stop do not go"),

@@ -59,4 +59,6 @@ def test_the_first_token_needs_no_pass(model_of: Any) -> None:
     assert found.knows_first(0)
     states = found.look([0], torch.full((1, 4), MASK), [False])
     assert torch.equal(found.first(0), states[0, 0])
+    found.clear(0)
+    assert found.length(0) == 0 and not found.knows_first(0)
     assert not Context(model_of(4, False), 1, 16).knows_first(0)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from blockdraft.diffusion.convert import convert
 from blockdraft.diffusion.folder import load_model, write_model
 from blockdraft.diffusion.likelihood import likelihood
 from blockdraft.diffusion.model import DiffusionModel
+from blockdraft.diffusion.new import new_model
 from blockdraft.diffusion.sampler import Sampler
 from blockdraft.diffusion.settings import ConvertSettings, DiffusionConfig, SampleSettings
 from blockdraft.diffusion.text import Tokens
@@ -179,6 +181,35 @@ def test_a_failing_disk_leaves_what_was_there(folder: Path, monkeypatch: pytest.
     assert [file.name for file in folder.parent.iterdir()] == ["model"]
 
 
+def test_a_folder_that_another_process_made_meanwhile_stays(
+    tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though it was not there when the command began."""
+    for module, name in (("convert", "load_target_text"), ("new", "load_text_with")):
+        out, real = tmp_path / module, getattr(sys.modules[f"blockdraft.diffusion.{module}"], name)
+
+        def other(*given: Any, out: Path = out, real: Any = real) -> Any:
+            out.mkdir()
+            (out / "file").touch()
+            return real(*given)
+
+        monkeypatch.setattr(f"blockdraft.diffusion.{module}.{name}", other)
+        make = convert if module == "convert" else new_model
+        with pytest.raises(UsageError, match=f"{module} exists already; choose another folder"):
+            make(tiny_target_dir, out)
+        assert [file.name for file in out.iterdir()] == ["file"]
+
+
+def test_copies_beside_a_folder_stay(folder: Path) -> None:
+    """Whatever they are called."""
+    model = load_model(folder, "cpu")
+    copies = [folder.with_name(f"model.{kind}") for kind in ("old", "partial")]
+    for copy in copies:
+        copy.mkdir()
+    write_model(model, model.network.state_dict(), folder)
+    assert sorted(folder.parent.iterdir()) == sorted([folder, *copies])
+
+
 def test_the_layouts_of_others(folder: Path) -> None:
     """dllm does not write the block size, SDAR writes it; neither knows the other keys."""
     change(folder / "config.json", block_size=None, mask_token_id=None, token_shift=None)
@@ -224,7 +255,11 @@ def test_other_folders(folder: Path, tiny_target_dir: Path, tmp_path: Path) -> N
         load_model(tiny_target_dir)
     with pytest.raises(UsageError, match="has no config.json of a model"):
         load_model(tmp_path / "nowhere")
-    change(folder / "config.json", mask_token_id=400)
+    size = json.loads((folder / "config.json").read_text())["hidden_size"]
+    change(folder / "config.json", hidden_size="a")
+    with pytest.raises(UsageError, match="config.json cannot be used: .*'hidden_size'"):
+        load_model(folder, "cpu")
+    change(folder / "config.json", hidden_size=size, mask_token_id=400)
     with pytest.raises(UsageError, match="mask_token_id is 400 in .*, and the model has 265 tokens"):
         load_model(folder, "cpu")
     for file in folder.glob("tokenizer*"):

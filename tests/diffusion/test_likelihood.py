@@ -115,8 +115,8 @@ def test_bad_input(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="draws is 3; it must be at least 4"):
         LikelihoodSettings(draws=3)
     monkeypatch.setattr(model.network, "logits", lambda states: states.new_full((len(states), 265), torch.nan))
-    with pytest.raises(NumbersError, match="not finite"):
-        likelihood(model, [text(9)])
+    with pytest.raises(NumbersError, match="not finite"):  # at once, and not when all has been computed
+        likelihood(model, [text(9)], progress=lambda stage, done, total: done and pytest.fail("it goes on"))
 
 
 @pytest.mark.parametrize(("freedom", "wanted"), [(3, 3.182), (7, 2.365), (30, 2.042), (10**6, 1.960)])

@@ -51,6 +51,23 @@ def test_drawn(name: str, tmp_path: Path) -> None:
     assert path.stat().st_size > 50
 
 
+def test_a_picture_is_as_wide_as_its_longest_line(tmp_path: Path) -> None:
+    """But never wider than 80 letters."""
+    widths = []
+    for name, text in (("short.gif", "a"), ("short.png", "a"), ("long.gif", "a" * 50)):
+        draw_steps(tmp_path / name, [1, 2, 7], STEPS, lambda token, text=text: text)  # type: ignore[misc]
+        with Image.open(tmp_path / name) as image:
+            widths.append(image.width)
+    assert widths[0] < widths[1] < widths[2] == round(80 * widths_of_a_letter()) + 2 * pictures.MARGIN
+
+
+def widths_of_a_letter() -> float:
+    from matplotlib import font_manager
+    from PIL import ImageFont
+
+    return float(ImageFont.truetype(font_manager.findfont("DejaVu Sans Mono"), pictures.SIZE).getlength("M"))
+
+
 def test_lines_are_broken() -> None:
     assert [len(line) for line in pictures._lines([Piece("a" * 100 + "\nb", "known")])] == [80, 20, 1]
 
@@ -59,7 +76,9 @@ def test_a_new_line_in_a_block_does_not_break_its_line_of_a_png(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn = []
-    monkeypatch.setattr(pictures, "_image", lambda text, rows: drawn.append(text) or Image.new("RGB", (1, rows)))
+    monkeypatch.setattr(
+        pictures, "_image", lambda text, rows, columns: drawn.append(text) or Image.new("RGB", (1, rows))
+    )
     draw_steps(tmp_path / "steps.png", [1, 2, 7], STEPS, lambda token: "\n" if token == 9 else "a")
     [text] = drawn
     first = f"   1  a{UNKNOWN}{pictures.NEW_LINE}"

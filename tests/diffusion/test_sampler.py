@@ -1,5 +1,6 @@
 """Text, block by block."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -173,10 +174,44 @@ def test_bad_prompts(model_of: Any, prompt: list[int], told: str) -> None:
 def test_bad_numbers(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(4)
     monkeypatch.setattr(model.network, "logits", lambda states: states.new_full((len(states), 265), torch.nan))
-    with pytest.raises(NumbersError, match="not finite"):
+    with pytest.raises(NumbersError, match="computes numbers that are not finite; its weights are too large"):
+        list(Sampler(model, SampleSettings()).stream([[40]]))
+    model.network.to(torch.bfloat16)
+    with pytest.raises(NumbersError, match="computes numbers that are not finite; load it as float32"):
+        list(Sampler(model, SampleSettings()).stream([[40]]))
+    model.network.model.norm.weight.data[0] = torch.inf
+    with pytest.raises(NumbersError, match="weight model.norm.weight is not finite; copy its files again"):
         list(Sampler(model, SampleSettings()).stream([[40]]))
     with pytest.raises(UsageError, match="strategy is 'x'"):
         Sampler(model, SampleSettings(strategy="x"))
+
+
+def test_texts_that_wait_are_what_they_are_alone(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many at once; each place is taken again as soon as a text ends."""
+    model = model_of(4)
+    hidden, rows = model.network.hidden, []
+    monkeypatch.setattr(model.network, "hidden", lambda *given: rows.append(len(given[0])) or hidden(*given))
+    how = {"max_new_tokens": 9, "seed": 5, "temperature": 0.7, "ignore_eos": True}
+    together = answers(model, PROMPTS, **how)
+    assert max(rows) == 4
+    rows.clear()
+    waiting = answers(model, PROMPTS, batch_size=2, **how)
+    assert max(rows) == 2
+    assert [each[:2] for each in waiting] == [each[:2] for each in together]
+    sampler = Sampler(model, SampleSettings(batch_size=1, **how))
+    ended = [chunk.row for chunk in sampler.stream(PROMPTS) if chunk.finish_reason]
+    assert ended == [0, 1, 2, 3] and all(sampler.history)
+
+
+def test_streams_of_one_sampler_know_nothing_of_each_other(model_of: Any) -> None:
+    """Each may be read a little at a time, or by a thread of its own."""
+    sampler = Sampler(model_of(4), SampleSettings(max_new_tokens=12, seed=1, ignore_eos=True))
+    alone = [[chunk.token_ids for chunk in sampler.stream([prompt])] for prompt in PROMPTS[:2]]
+    one, two = sampler.stream(PROMPTS[:1]), sampler.stream(PROMPTS[1:2])
+    found: list[Any] = [[next(one).token_ids], [next(two).token_ids]]
+    found[0] += [chunk.token_ids for chunk in one]
+    found[1] += [chunk.token_ids for chunk in two]
+    assert found == alone
 
 
 # Gaps
@@ -209,6 +244,14 @@ def test_gaps_are_filled_and_nothing_else(model_of: Any, shift: bool, strategy: 
         alone = Sampler(model, SampleSettings(seed=3 + row, strategy=strategy))
         assert [token for chunk in alone.fill([given]) for token in chunk.token_ids] == found  # type: ignore[list-item]
         assert sampler.given[row] == given and all(step.settled for step in sampler.history[row])
+
+
+def test_end_tokens_that_the_model_lacks_are_no_matter(model_of: Any) -> None:
+    """Generation configurations name such, where a model was cut."""
+    model = model_of(4)
+    whole = filled(model, [[40, None, None]])[0]
+    more = replace(model, text=replace(model.text, eos_token_ids=frozenset({2, 100_000})))
+    assert filled(more, [[40, None, None]])[0] == whole
 
 
 @pytest.mark.parametrize("shift", [True, False])

@@ -2,12 +2,15 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from blockdraft.data.settings import RowSettings
-from blockdraft.diffusion.text import gapped, read_texts, row_length, unseen
+from blockdraft.diffusion.text import gapped, read_texts, row_length, spelled, unseen
 from blockdraft.errors import UsageError
 
 
@@ -51,6 +54,20 @@ def test_texts_with_gaps(model_of: Any) -> None:
     for text in ("no gap", "[GAP] text"):
         with pytest.raises(UsageError, match=r"has no \[GAP\], or no text before it"):
             gapped(text, 3, model)
+
+
+def test_tokens_are_spelled_as_behind_others() -> None:
+    """With their space, which many decoders leave out of a text's first token."""
+    made = Tokenizer(models.WordLevel({"▁the": 0, "inn": 1, "▁": 2}))
+    made.decoder = decoders.Metaspace()
+    model: Any = SimpleNamespace(text=SimpleNamespace(tokenizer=PreTrainedTokenizerFast(tokenizer_object=made)))
+    assert [spelled(token, model) for token in (0, 1, 2)] == [" the", "inn", " "]
+
+
+def test_bytes_of_a_character_are_spelled_each(model_of: Any) -> None:
+    model = model_of()
+    ids = model.text.tokenizer("é in")["input_ids"]
+    assert len(ids) > 3 and "".join(spelled(token, model) for token in ids).startswith("\ufffd\ufffd")
 
 
 def test_what_cannot_be_seen_from_a_gap() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 
@@ -21,13 +23,14 @@ from blockdraft.diffusion.likelihood import likelihood
 from blockdraft.diffusion.new import new_model
 from blockdraft.diffusion.settings import DiffusionRecipe, LikelihoodSettings, NewSettings
 from blockdraft.diffusion.text import Tokens, read_texts
-from blockdraft.diffusion.train import _rows, train
+from blockdraft.diffusion.train import train
 from blockdraft.errors import NumbersError, UsageError
 from blockdraft.training import checkpoints
 from blockdraft.training.finish import FINISH
 from blockdraft.training.trainer import Telling, run_folder
 
 SMALL = {"length": 12, "batch": 4, "warmup": 2, "held_out": 0.1, "save_every": 2, "eval_every": 0, "ema": 0.0}
+SMALL |= {"dtype": "float32"}  # whatever the processor
 
 
 def texts(count: int = 200) -> list[Tokens]:
@@ -146,17 +149,14 @@ def test_each_row_once_in_an_epoch(model_of: Any, tmp_path: Path, monkeypatch: p
     assert all(torch.equal(*batch.chunk(2)) for batch in seen)
 
 
-def test_rows() -> None:
-    found = _rows([Tokens(torch.arange(7), torch.arange(7) > 2), Tokens(torch.arange(4), torch.arange(4) > 9)], 5)
-    assert found.ids.tolist() == [[0, 1, 2, 3, 4], [5, 6, 0, 1, 2]]
-    assert found.eligible.int().tolist() == [[0, 0, 0, 1, 1], [0, 1, 0, 0, 0]]
-
-
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"length": 250}, "There are 200 tokens, which make 0 rows of 250, 0 of them held out; give more text"),
-        ({"held_out": 1.0}, "which make 16 rows of 12, 16 of them held out"),
+        (
+            {"length": 250},
+            "which make 0 rows of 250 with something to learn, 0 of them held out; give more",
+        ),
+        ({"held_out": 1.0}, "16 of them held out"),
         ({"block_size": 13}, "block_size is 13 and rows have 12 tokens"),
         ({"length": 300}, "length is 300, and the model has a context of 256"),
         ({"low": 0.9, "high": 0.5}, "low is 0.9 and high 0.5"),
@@ -191,10 +191,70 @@ def test_a_loss_that_is_no_number(model_of: Any, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(
         "blockdraft.diffusion.train.losses", lambda model, ids, noise: model.network.model.norm.weight.sum() / 0
     )
-    with pytest.raises(NumbersError, match="at step 3 are not both finite"):
+    with pytest.raises(
+        NumbersError, match=r"step 3 are not both finite; lower the learning rate. The checkpoint of step 2 "
+    ):
         run(model_of, tmp_path / "out", 3)
     state = checkpoints.newest(run_folder(tmp_path / "out") / "checkpoints")
     assert state is not None and state["step"] == 2
+
+
+def test_a_model_that_is_not_finite_is_not_trained(model_of: Any, tmp_path: Path) -> None:
+    """It is the model's fault and not the learning rate's, also where no row holds the token at first."""
+    model = model_of(4)
+    with torch.no_grad():
+        model.network.model.embed_tokens.weight[200] = torch.nan
+    with pytest.raises(NumbersError, match=r"weight model.embed_tokens.weight is not finite; copy its files again"):
+        train(model, texts(), 1, tmp_path / "out", DiffusionRecipe(**SMALL))
+    model = model_of(4)
+    model.network.model.norm.weight.data.fill_(3e38)
+    with pytest.raises(NumbersError, match="though nothing was learned yet: .*; begin with another model"):
+        train(model, texts(), 1, tmp_path / "out", DiffusionRecipe(**SMALL))
+    assert not list(tmp_path.iterdir())
+
+
+def test_bfloat16_where_the_processor_multiplies_it(
+    model_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_accelerator: None
+) -> None:
+    """As in the training of drafters; losses are about those of float32."""
+    lines = {}
+    real = train_module.losses
+    for able in (True, False):
+        seen = []
+
+        def spy(*given: Any, seen: list[bool] = seen) -> torch.Tensor:
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return real(*given)
+
+        monkeypatch.setattr(train_module, "losses", spy)
+        monkeypatch.setattr("blockdraft.training.devices.multiplies_bfloat16", lambda able=able: able)
+        AcceleratorState._reset_state(True)
+        lines[able] = run(model_of, tmp_path / str(able), 3, dtype="auto")
+        assert {*seen} == {able}
+    for rounded, whole in zip(lines[True], lines[False], strict=True):
+        assert rounded["loss"] != whole["loss"] and rounded["loss"] == pytest.approx(whole["loss"], rel=0.02)
+    assert lines[True][-1]["held_out_bits"] == pytest.approx(lines[False][-1]["held_out_bits"], rel=0.02)
+    assert weights(tmp_path / "True")["model.norm.weight"].dtype == torch.float32
+
+
+def test_the_folder_that_it_began_with_may_go(folder_of: Any, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(folder_of(), tmp_path / "model"))
+    (folder / "generation_config.json").write_text('{"eos_token_id": 2}')
+    model = load_model(folder, "cpu")
+    shutil.rmtree(folder)
+    train(model, texts(), 1, tmp_path / "out", DiffusionRecipe(**SMALL))
+    assert json.loads((tmp_path / "out/generation_config.json").read_text()) == {"eos_token_id": 2}
+
+
+def test_rows_with_nothing_to_learn_are_left_out(model_of: Any, tmp_path: Path) -> None:
+    """Also where all held-out rows would be such, of which there is nothing to measure."""
+    ids, notes = torch.arange(120) % 5 + 60, list[str]()
+    recipe = DiffusionRecipe(**SMALL | {"held_out": 0.2})
+    lines = train(
+        model_of(4), [Tokens(ids, torch.arange(120) < 70)], 1, tmp_path / "out", recipe, Telling(note=notes.append)
+    )
+    assert "held_out_bits" in lines[-1] and notes[0].startswith("4 rows of 12 tokens to train on, 2 held out")
+    assert "4 rows without a token to learn, left out" in notes
 
 
 def test_told_to_finish(model_of: Any, tmp_path: Path) -> None:

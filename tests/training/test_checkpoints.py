@@ -46,3 +46,9 @@ def test_a_broken_one_is_named(tmp_path: Path) -> None:
 
 def test_there_may_be_none(tmp_path: Path) -> None:
     assert checkpoints.newest(tmp_path / "absent") is None
+
+
+def test_what_follows_an_interruption(tmp_path: Path) -> None:
+    assert "before the first checkpoint" in checkpoints.after_interruption(tmp_path / "checkpoints")
+    checkpoints.save(tmp_path / "checkpoints", 20, {"step": 20}, keep=1)
+    assert "goes on from step 20, the newest" in checkpoints.after_interruption(tmp_path / "checkpoints")

@@ -2,8 +2,15 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
+
+from blockdraft.errors import UsageError
+from blockdraft.training import devices
+from blockdraft.training.devices import make_accelerator
+from blockdraft.training.recipe import Recipe
 
 # In a process of its own: holes that other tests left in the heap would be counted.
 FAULTS = """
@@ -32,3 +39,18 @@ def test_freed_memory_is_reused() -> None:
         pytest.skip("this C library has no mallopt")
     # 16,384 pages each of the five times where nothing is kept, unless pages are huge.
     assert int(faults) < 16_384
+
+
+@pytest.mark.parametrize("device", ["abacus", "meta"])
+def test_a_device_that_is_not_there_is_not_exchanged_for_another(device: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=f"Device {device} is not usable here"):
+        make_accelerator(Recipe(), tmp_path, device)
+
+
+@pytest.mark.parametrize(("device", "told"), [("cuda:1", "CUDA_VISIBLE_DEVICES=1"), ("mps", "Give cpu")])
+def test_devices_that_training_cannot_use(
+    device: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "device_and_dtype", lambda name, dtype: (torch.device(name), dtype))
+    with pytest.raises(UsageError, match=f"device is {device}; training takes the CPU or the first NVIDIA GPU.*{told}"):
+        make_accelerator(Recipe(), tmp_path, device)

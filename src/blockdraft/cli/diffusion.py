@@ -125,6 +125,7 @@ def train(
 
     try:
         from blockdraft.diffusion.train import train as train_model
+        from blockdraft.training.checkpoints import after_interruption
         from blockdraft.training.devices import make_accelerator
         from blockdraft.training.finish import finish_on_signal
         from blockdraft.training.records import run_folder
@@ -141,7 +142,8 @@ def train(
             telling = Telling(progress, loading.tell)
             lines = train_model(loaded, texts, steps, out, settings, telling, accelerator)
     except KeyboardInterrupt:
-        loading.tell("Interrupted; the same command goes on from the newest checkpoint.")
+        if accelerator.is_main_process:
+            loading.tell(after_interruption(run_folder(out) / "checkpoints"))
         raise typer.Exit(130) from None
     if accelerator.is_main_process:
         bits = next((line["held_out_bits"] for line in reversed(lines) if "held_out_bits" in line), None)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from blockdraft.cli.diffusion_model import AsJson, BlockSize, Device, Dtype, Model, load
-from blockdraft.cli.generate import read_prompt, read_prompts
+from blockdraft.cli.generate import checked_text, read_prompt, read_prompts
 from blockdraft.cli.options import with_options
 from blockdraft.diffusion.settings import SampleSettings
 from blockdraft.errors import UsageError
@@ -75,7 +75,7 @@ def generate(
     texts = [] if infill is not None else read_prompts(prompts) if prompts else [read_prompt(prompt)]
 
     from blockdraft.diffusion.sampler import Sampler
-    from blockdraft.diffusion.text import gapped, unseen
+    from blockdraft.diffusion.text import gapped, spelled, unseen
 
     if steps_file is not None:
         from blockdraft.diffusion.pictures import check_picture, draw_steps
@@ -85,7 +85,7 @@ def generate(
     sampler = Sampler(loaded, settings, stop=stop or ())
     run: Callable[[Watch | None], Iterable[Chunk]] = lambda watch: sampler.stream(texts, watch)  # noqa: E731
     if infill is not None:
-        tokens = gapped(infill, settings.max_new_tokens, loaded)
+        tokens = gapped(checked_text(infill), settings.max_new_tokens, loaded)
         behind, not_seen = unseen(tokens, loaded.config.block_size)
         if not_seen:
             print(
@@ -101,7 +101,7 @@ def generate(
             for chunk in run(watch):
                 write(chunk)
     if steps_file is not None:
-        draw_steps(steps_file, sampler.given[0], sampler.history[0], lambda token: _spelled(loaded, [token]))
+        draw_steps(steps_file, sampler.given[0], sampler.history[0], lambda token: spelled(token, loaded))
 
 
 def _print_json(sampler: Sampler, run: Callable[[Watch | None], Iterable[Chunk]], count: int, keep_steps: bool) -> None:
@@ -158,7 +158,6 @@ def _shown_steps(model: DiffusionModel) -> Iterator[tuple[Watch, Callable[[Chunk
 
 def _spelled(model: DiffusionModel, block: Sequence[int | None]) -> str:
     from blockdraft.diffusion.pictures import UNKNOWN
+    from blockdraft.diffusion.text import spelled
 
-    tokenizer = model.text.tokenizer
-    assert tokenizer is not None
-    return "".join(UNKNOWN if token is None else str(tokenizer.decode([token])) for token in block)
+    return "".join(UNKNOWN if token is None else spelled(token, model) for token in block)

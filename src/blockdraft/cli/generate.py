@@ -147,8 +147,14 @@ def read_prompt(prompt: str | None) -> str:
             text = sys.stdin.read().removesuffix("\n")
         except UnicodeDecodeError as error:
             raise UsageError(f"Standard input is no {error.encoding} text ({error.reason}).") from error
+    return checked_text(text)
+
+
+def checked_text(text: str) -> str:
+    """The text. Raises a UsageError where it holds bytes of the command line that are none, which arrive as lone
+    surrogates."""
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # bytes of the command line that are no text arrive as lone surrogates
+    except UnicodeEncodeError as error:
         raise UsageError("The prompt is not valid UTF-8 text.") from error
     return text

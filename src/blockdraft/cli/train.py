@@ -128,6 +128,7 @@ def _train(
     from blockdraft.formats import find_layout, read_config
 
     try:
+        from blockdraft.training.checkpoints import after_interruption
         from blockdraft.training.devices import make_accelerator
         from blockdraft.training.export import format_for
         from blockdraft.training.finish import finish_on_signal
@@ -173,7 +174,7 @@ def _train(
             lines = train(variant, loaded, documents, out, settings, accelerator, prompts, telling, written, **more)
     except KeyboardInterrupt:
         if accelerator.is_main_process:
-            note("Interrupted; the same command goes on from the newest checkpoint.")
+            note(after_interruption(run_folder(out) / "checkpoints"))
         raise typer.Exit(130) from None
     if accelerator.is_main_process:
         console = display.terminal() if sys.stdout.isatty() else display.plain()

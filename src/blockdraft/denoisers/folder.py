@@ -63,7 +63,7 @@ def load_model(
     if text.tokenizer is None:
         remedy = "that of GPT-2" if family == PAPER else "that of the model it was made of"
         raise UsageError(f"{folder} has no tokenizer; copy {remedy} there.")
-    given = {**raw, "block_size": block_size or raw.get("block_size")}
+    given = {**raw, "block_size": raw.get("block_size") if block_size is None else block_size}
     given.setdefault("token_shift", False)  # which others do not write
     given.setdefault("mask_token_id", network.vocab_size - 1 if family == PAPER else text.tokenizer.mask_token_id)
     for name, remedy in (("block_size", "write it there, or give --block-size"), ("mask_token_id", "write it there")):
@@ -77,12 +77,20 @@ def load_model(
         )
     _load_weights(network, folder)
     network.to(placed, kind).eval().requires_grad_(False)
-    files = tuple(file for file in [folder / "generation_config.json"] if file.is_file())
-    return DiffusionModel(network, config, text, raw, files)
+    return DiffusionModel(network, config, text, raw, other_files(folder))
+
+
+def other_files(folder: Path) -> dict[str, bytes]:
+    """`DiffusionModel.files` of a folder, which need not exist."""
+    return {file.name: file.read_bytes() for file in [folder / "generation_config.json"] if file.is_file()}
 
 
 def _converted(raw: Mapping[str, Any], family: str, folder: Path) -> tuple[Denoiser, PretrainedConfig]:
-    config = AutoConfig.for_model(family, **{key: value for key, value in raw.items() if key != "model_type"})
+    try:
+        config = AutoConfig.for_model(family, **{key: value for key, value in raw.items() if key != "model_type"})
+    except Exception as error:  # transformers has many kinds
+        told = " ".join(str(error).split())
+        raise UsageError(f"{folder / 'config.json'} cannot be used: {told}; use the one of these weights.") from error
     try:
         wanted = decoder_config(config)
         if refused := why_not_denoiser(wanted):

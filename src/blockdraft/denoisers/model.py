@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from blockdraft.denoisers.config import DiffusionConfig
-from blockdraft.errors import UsageError
+from blockdraft.errors import NumbersError, UsageError
 from blockdraft.nn.denoiser import Denoiser
 from blockdraft.targets import TargetText
 
@@ -21,14 +20,14 @@ class DiffusionModel:
     """Attributes:
     text: Tokenizer, context and end tokens; the tokenizer is there.
     raw: What config.json holds besides `config`.
-    files: Other files of its folder, which belong into every folder that it is written to.
+    files: Content of other files of its folder by their names, which belong into every folder that it is written to.
     """
 
     network: Denoiser
     config: DiffusionConfig
     text: TargetText
     raw: dict[str, Any]
-    files: tuple[Path, ...] = ()
+    files: Mapping[str, bytes] = field(default_factory=dict)
 
     def check_tokens(self, ids: Sequence[int], place: str) -> None:
         """Raise a UsageError for tokens that no text may hold.
@@ -44,6 +43,25 @@ class DiffusionModel:
             raise UsageError(
                 f"{place} holds the mask token (id {mask}), which stands for tokens that are not known; take it out."
             )
+
+    def check_weights(self) -> None:
+        """Raise a NumbersError where a weight is not finite."""
+        for name, weight in self.network.named_parameters():
+            if not weight.isfinite().all():
+                raise NumbersError(f"The model's weight {name} is not finite; copy its files again, or make it anew.")
+
+    def check_finite(self, numbers: Tensor) -> None:
+        """Raise a NumbersError that says what can be done where the model has computed NaN or infinity.
+
+        Args:
+            numbers: What it has computed.
+        """
+        if numbers.isfinite().all():
+            return
+        self.check_weights()
+        is_float32 = next(self.network.parameters()).dtype == torch.float32
+        remedy = "its weights are too large, so make it anew" if is_float32 else "load it as float32"
+        raise NumbersError(f"The model computes numbers that are not finite; {remedy}.")
 
 
 def hide_mask_token(logits: Tensor, mask_token_id: int) -> Tensor:

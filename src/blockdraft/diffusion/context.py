@@ -37,6 +37,11 @@ class Context:
         """Whether `first` can tell of the first token of the row's next block."""
         return self._before[row] is not None
 
+    def clear(self, row: int) -> None:
+        """Forget what was committed of a row, so that another text can take its place."""
+        self._part([row]).truncate([0])
+        self._before[row] = None
+
     @torch.no_grad()
     def read(self, row: int, tokens: Sequence[int]) -> None:
         """Commit whole blocks of known tokens."""

@@ -64,6 +64,7 @@ def convert(
     if settings.block_size > text.max_context:
         raise UsageError(f"block_size is {settings.block_size}, and {path} has a context of {text.max_context} tokens.")
     with held(out, "converting"), open_checkpoint(path, revision, adapter, "converted") as source:
+        check_free(out)  # again, now that no other process writes there
         if refused := why_not_denoiser(source.wanted):
             raise UsageError(f"{path} cannot be converted: {refused}.")
         size = source.wanted.vocab_size
@@ -79,7 +80,7 @@ def convert(
             "vocab_size": len(tensors[TABLE]),
         }
         config = DiffusionConfig(settings.block_size, mask, settings.token_shift)
-        files = tuple(file for file in source.files if file.name == "generation_config.json")
+        files = {file.name: file.read_bytes() for file in source.files if file.name == "generation_config.json"}
         write_model(DiffusionModel(network, config, text, raw, files), tensors, out)
     return Converted(config, str(text.tokenizer.convert_ids_to_tokens(mask)), is_new)
 

@@ -26,7 +26,8 @@ def write_model(model: DiffusionModel, tensors: Mapping[str, Tensor], folder: Pa
     """
     assert model.text.tokenizer is not None
     folder = folder.absolute()
-    partial, old = (folder.with_name(f"{folder.name}.{kind}") for kind in ("partial", "old"))
+    # Hidden, so that nobody's copy with such a name is taken for what a killed process left.
+    partial, old = (folder.with_name(f".{folder.name}.{kind}") for kind in ("partial", "old"))
     raw = {**model.raw, **asdict(model.config), "dtype": str(next(iter(tensors.values())).dtype).split(".")[1]}
     try:
         shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
@@ -36,7 +37,9 @@ def write_model(model: DiffusionModel, tensors: Mapping[str, Tensor], folder: Pa
         writer = ModelWriter(partial)
         writer.take(tensors.items())
         model.text.tokenizer.save_pretrained(partial)
-        writer.finish(raw, model.files)
+        for name, content in model.files.items():
+            (partial / name).write_bytes(content)
+        writer.finish(raw, ())
         if folder.exists():
             folder.rename(old)
         partial.rename(folder)

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import torch
 from torch import Tensor
+
+from blockdraft.diffusion.model import DiffusionModel
+from blockdraft.diffusion.noise import Noise, noise_at, stratified
+from blockdraft.diffusion.text import Tokens
 
 ALL_TIMES = (0.001, 1.0)
 WIDTHS, STEP = (0.5, 0.6, 0.7, 0.8, 0.9), 0.05
@@ -35,3 +41,30 @@ def steadiest(times: Tensor, losses: Tensor) -> tuple[float, float]:
         if len(inside) >= LEAST:
             variances[low, high] = torch.var(inside).item()
     return min(variances, key=variances.__getitem__, default=ALL_TIMES)
+
+
+def steadiest_of(
+    model: DiffusionModel,
+    batches: Iterable[Tokens],
+    schedule: str,
+    generator: torch.Generator,
+    compute: Callable[[DiffusionModel, Tensor, Noise], Tensor],
+) -> tuple[float, float]:
+    """`steadiest` of the blocks of some batches of rows.
+
+    Args:
+        batches: Of `[B, L]` tokens.
+        schedule: A key of `SCHEDULES`.
+        generator: Of the noise.
+        compute: `losses`, or what comes to the same by other ways.
+    """
+    size, found_times, found_losses = model.config.block_size, [], []
+    for ids, eligible in batches:
+        times = stratified((len(ids), -(-ids.size(1) // size)), generator)
+        noise = noise_at(times, eligible, size, schedule, generator)
+        blocks = torch.arange(ids.size(1)) // size
+        sums = torch.zeros(times.shape).index_add(1, blocks, compute(model, ids, noise).float().cpu())
+        able = torch.zeros(times.shape).index_add(1, blocks, eligible.float())
+        found_times.append(times[able > 0])
+        found_losses.append((sums / able)[able > 0])
+    return steadiest(torch.cat(found_times), torch.cat(found_losses))

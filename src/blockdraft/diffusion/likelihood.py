@@ -13,7 +13,7 @@ from blockdraft.diffusion.model import DiffusionModel, losses
 from blockdraft.diffusion.noise import Noise, counted_noise
 from blockdraft.diffusion.settings import LikelihoodSettings
 from blockdraft.diffusion.text import Tokens, row_length
-from blockdraft.errors import NumbersError, UsageError
+from blockdraft.errors import UsageError
 
 LEVEL = 0.95  # of the interval
 
@@ -77,10 +77,9 @@ def likelihood(
         ids, eligible = (torch.stack(each) for each in zip(*batches[batch], strict=True))
         noise = counted_noise(eligible, size, generator)
         found = compute(model, ids.to(model.network.device), noise).sum(dim=0)
+        model.check_finite(found)
         sums[draw, : len(found)] += found.double().cpu()
     progress("perplexity", draws * len(batches), draws * len(batches))
-    if not sums.isfinite().all():
-        raise NumbersError("The model computes numbers that are not finite on this text; load it as float32.")
     counts = torch.zeros(longest, dtype=torch.int64)
     for row in rows:
         counts[: len(row.ids)] += row.eligible

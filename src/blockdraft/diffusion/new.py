@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, Qwen3Config
 
-from blockdraft.denoisers.folder import PAPER, PREFIX
+from blockdraft.denoisers.folder import PAPER, PREFIX, other_files
 from blockdraft.diffusion.convert import Converted, mask_token
 from blockdraft.diffusion.folder import write_model
 from blockdraft.diffusion.model import DiffusionModel
@@ -50,11 +50,11 @@ def new_model(
     mask, is_new = mask_token(text, settings.mask_token_id, size)
     config = DiffusionConfig(settings.block_size, mask, token_shift=False)
     with held(out, "making"), torch.random.fork_rng(devices=[]):
+        check_free(out)  # again, now that no other process writes there
         torch.manual_seed(settings.seed)
         network, raw = _made(settings, max(size, mask + 1))
-        generation = Path(like) / "generation_config.json"
-        files = (generation,) if generation.is_file() else ()
-        write_model(DiffusionModel(network, config, text, raw, files), network.state_dict(), out)
+        model = DiffusionModel(network, config, text, raw, other_files(Path(like)))
+        write_model(model, network.state_dict(), out)
     return Converted(config, str(text.tokenizer.convert_ids_to_tokens(mask)), is_new)
 
 

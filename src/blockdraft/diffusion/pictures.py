@@ -13,7 +13,7 @@ from blockdraft.errors import UsageError
 
 UNKNOWN = "░"  # in place of a token that is not known yet
 NEW_LINE = "↵"  # in a PNG, where each pass has a line of its own
-COLUMNS, SIZE, MARGIN = 80, 15, 12  # letters of a line, pixels
+COLUMNS, SIZE, MARGIN = 80, 15, 12  # letters of a line at most, pixels
 MILLISECONDS, LAST = 250, 2000  # that a frame stays, and the last one
 COLOURS = {"given": "#666666", "known": "#000000", "new": "#0a7d28", "unknown": "#b8b8b8"}
 
@@ -67,15 +67,17 @@ def draw_steps(path: Path, given: Sequence[int | None], steps: Sequence[Step], d
         parts = [_in_a_line(text[step.begin :][: len(step.block)]) for step, text in zip(steps, whole, strict=True)]
         lines = [[Piece(f"{number:4}  ", "given"), *part, Piece("\n", "given")] for number, part in enumerate(parts, 1)]
         whole = [[piece for line in lines for piece in line]]
-    rows = max((len(_lines(text)) for text in whole), default=1)
-    images = [_image(text, rows) for text in whole]
+    whole = whole or [[]]
+    shapes = [(len(lines), max(map(len, lines))) for lines in map(_lines, whole)]
+    rows, columns = (max(each) for each in zip(*shapes, strict=True))
+    images = (_image(text, rows, columns) for text in whole)  # one at a time, since there may be thousands
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        if moves and images:
-            times = [MILLISECONDS] * (len(images) - 1) + [LAST]
-            images[0].save(partial, "GIF", save_all=True, append_images=images[1:], duration=times, loop=0)
+        if moves:
+            times = [MILLISECONDS] * (len(whole) - 1) + [LAST]
+            next(images).save(partial, "GIF", save_all=True, append_images=images, duration=times, loop=0)
         else:
-            (images or [_image([], 1)])[0].save(partial, "PNG")
+            next(images).save(partial, "PNG")
         partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True)
@@ -98,11 +100,11 @@ def _lines(text: Sequence[Piece]) -> list[list[tuple[str, str]]]:
     return lines
 
 
-def _image(text: Sequence[Piece], rows: int) -> Any:
+def _image(text: Sequence[Piece], rows: int, columns: int) -> Any:
     names = _module("matplotlib.font_manager")
     font = _module("PIL.ImageFont").truetype(names.findfont("DejaVu Sans Mono"), SIZE)
     width, height = font.getlength("M"), SIZE * 4 // 3
-    size = (round(COLUMNS * width) + 2 * MARGIN, rows * height + 2 * MARGIN)
+    size = (round(columns * width) + 2 * MARGIN, rows * height + 2 * MARGIN)
     image = _module("PIL.Image").new("RGB", size, "#ffffff")
     pen = _module("PIL.ImageDraw").Draw(image)
     for row, line in enumerate(_lines(text)):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from collections import deque
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -14,89 +13,14 @@ from blockdraft.diffusion.context import Context
 from blockdraft.diffusion.model import DiffusionModel, hide_mask_token
 from blockdraft.diffusion.settings import SampleSettings
 from blockdraft.diffusion.strategies import Guesses, Strategy, read_strategy
+from blockdraft.diffusion.unfinished import Chunk, Step, Unfinished, Watch
 from blockdraft.engine.text import AnswerText, encode
-from blockdraft.errors import NumbersError, UsageError
+from blockdraft.errors import UsageError
 from blockdraft.sampling.drawing import draw
 from blockdraft.sampling.probabilities import probabilities
 from blockdraft.types import Prompt, SamplingParams
 
-
-@dataclass(frozen=True)
-class Step:
-    """A pass that settled tokens of a text.
-
-    Attributes:
-        begin: Where in the text the block begins.
-        block: The block afterwards; None for tokens that are not known yet.
-        settled: Places in the block of the tokens that this pass settled.
-    """
-
-    begin: int
-    block: tuple[int | None, ...]
-    settled: tuple[int, ...]
-
-
-# Of a row, called after each pass that settled some of its tokens: the block, with None for those not known yet.
-Watch: TypeAlias = Callable[[int, Sequence[int | None]], None]
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A block of one answer.
-
-    Attributes:
-        row: Number of the prompt.
-        token_ids: New tokens, the end token included. Where gaps are filled, those that were given are told too.
-        text: New text, without the end token.
-        finish_reason: "stop" for an end token or a stop text, "length" for as many tokens as were asked for; None as
-            long as the answer goes on.
-        forwards: Passes of the network that the answer has taken so far, that over the prompt not counted.
-    """
-
-    row: int
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: Literal["stop", "length"] | None
-    forwards: int
-
-
-@dataclass
-class _Row:
-    """A text in the making.
-
-    Attributes:
-        tokens: Of the whole text, at least up to the end of the block in the making; None where not known yet.
-        limit: Tokens after which the text ends.
-        is_filled: Whether gaps are filled: then nothing behind the limit is made, and the text does not end before.
-        begin: Where the block in the making begins.
-        told: Tokens that chunks have told or need not tell.
-        order: A uniform number for each place of the block.
-    """
-
-    number: int
-    tokens: list[int | None]
-    limit: int
-    generator: torch.Generator
-    text: AnswerText
-    is_filled: bool = False
-    begin: int = 0
-    told: int = 0
-    forwards: int = 0
-    order: Tensor = field(default_factory=lambda: torch.empty(0))
-
-    @property
-    def block(self) -> tuple[int | None, ...]:
-        return tuple(self.tokens[self.begin : self.begin + len(self.order)])
-
-    def unknown(self) -> list[int]:
-        """Places in the block whose tokens are not known and are to be."""
-        end = self.limit - self.begin if self.is_filled else len(self.order)
-        return [place for place, token in enumerate(self.block[:end]) if token is None]
-
-    def open_block(self, begin: int, size: int) -> None:
-        self.begin = begin
-        self.tokens += [None] * (begin + size - len(self.tokens))
-        self.order = torch.rand(size, generator=self.generator, dtype=torch.float64)
+__all__ = ["Chunk", "Sampler", "Step", "Watch"]
 
 
 class Sampler:
@@ -149,7 +73,9 @@ class Sampler:
         for number, prompt in enumerate(prompts):
             ids = self._checked(prompt)
             limit = len(ids) + self.settings.max_new_tokens
-            rows.append(_Row(number, [*ids], limit, self._random(number), self._text(self._params.stop), told=len(ids)))
+            rows.append(
+                Unfinished(number, [*ids], limit, self._random(number), self._text(self._params.stop), told=len(ids))
+            )
         return self._run(rows, watch)
 
     def fill(self, texts: Sequence[Sequence[int | None]], watch: Watch | None = None) -> Iterator[Chunk]:
@@ -170,7 +96,7 @@ class Sampler:
             if None not in tokens or tokens[0] is None:
                 raise UsageError("The text has no gap, or begins with one; give text before the gap.")
             self._check_room(len(tokens), f"The text's {len(tokens)} tokens, gaps included", "shorten it")
-            rows.append(_Row(number, [*tokens], len(tokens), self._random(number), self._text(), is_filled=True))
+            rows.append(Unfinished(number, [*tokens], len(tokens), self._random(number), self._text(), is_filled=True))
         return self._run(rows, watch)
 
     def _checked(self, prompt: Prompt) -> list[int]:
@@ -186,6 +112,8 @@ class Sampler:
 
     def _check_room(self, tokens: int, told: str, remedy: str) -> None:
         size, most = self.model.config.block_size, self.model.text.max_context
+        if size > most:
+            raise UsageError(f"block_size is {size} and the model's context {most} tokens; give at most {most}.")
         if self._slots(tokens) > most:
             raise UsageError(f"{told}, in blocks of {size}, exceed the model's context of {most}; {remedy}.")
 
@@ -200,33 +128,41 @@ class Sampler:
     def _text(self, stop: Sequence[str] = ()) -> AnswerText:
         return AnswerText(self.model.text.tokenizer, stop)
 
-    def _run(self, rows: list[_Row], watch: Watch | None) -> Iterator[Chunk]:
-        size = self.model.config.block_size
-        self.given, self.history = [[*row.tokens] for row in rows], [[] for _ in rows]
-        context = Context(self.model, len(rows), max((self._slots(row.limit) for row in rows), default=0))
-        for row in rows:
-            known = row.tokens.index(None) if None in row.tokens else len(row.tokens)
-            row.open_block(known // size * size, size)
-            context.read(row.number, [token for token in row.tokens[: row.begin] if token is not None])
-        while rows:
-            self._settle_first(context, rows, watch)
-            ended = set()
-            for row in rows:
-                chunk = self._chunk(row)
+    def _run(self, rows: list[Unfinished], watch: Watch | None) -> Iterator[Chunk]:
+        self.given, self.history = [[*row.tokens] for row in rows], [row.history for row in rows]
+        free = list(range(min(len(rows), self.settings.batch_size)))
+        context = Context(self.model, len(free), max((self._slots(row.limit) for row in rows), default=0))
+        waiting, running = deque(rows), list[Unfinished]()
+        while waiting or running:
+            while waiting and free:
+                running.append(waiting.popleft())
+                self._begin(running[-1], free.pop(0), context)
+            self._settle_first(context, running, watch)
+            for row in list(running):
+                chunk = row.chunk(self._ends)
                 if chunk is not None:
                     yield chunk
                     if chunk.finish_reason is not None:
-                        ended.add(row.number)
-            rows = [row for row in rows if row.number not in ended]
-            if rows:
-                self._pass(context, rows, watch)
+                        running.remove(row)
+                        free.append(row.slot)
+            if running:
+                self._pass(context, running, watch)
 
-    def _pass(self, context: Context, rows: Sequence[_Row], watch: Watch | None) -> None:
+    def _begin(self, row: Unfinished, slot: int, context: Context) -> None:
+        """Read what comes before the first block with tokens that are not known."""
+        size = self.model.config.block_size
+        known = row.tokens.index(None) if None in row.tokens else len(row.tokens)
+        row.slot = slot
+        row.open_block(known // size * size, size)
+        context.clear(slot)
+        context.read(slot, [token for token in row.tokens[: row.begin] if token is not None])
+
+    def _pass(self, context: Context, rows: Sequence[Unfinished], watch: Watch | None) -> None:
         """One pass over all rows: blocks that are known are committed, in others tokens are settled."""
         size, mask = self.model.config.block_size, self.model.config.mask_token_id
         blocks = [[mask if token is None else token for token in row.block] for row in rows]
         unknown = [row.unknown() for row in rows]
-        states = context.look([row.number for row in rows], torch.tensor(blocks), [not places for places in unknown])
+        states = context.look([row.slot for row in rows], torch.tensor(blocks), [not places for places in unknown])
         waiting = [i for i, places in enumerate(unknown) if places]
         if waiting:
             about = torch.cat([states[i, unknown[i]] for i in waiting])
@@ -236,28 +172,28 @@ class Sampler:
             if not places:
                 row.open_block(row.begin + size, size)
 
-    def _settle_first(self, context: Context, rows: Sequence[_Row], watch: Watch | None) -> None:
+    def _settle_first(self, context: Context, rows: Sequence[Unfinished], watch: Watch | None) -> None:
         """With a token shift, what is left to be said of a block whose first token alone is not known is known already:
         so blocks of one token take one pass each, as in a causal model."""
-        found = [row for row in rows if row.unknown() == [0] and context.knows_first(row.number)]
+        found = [row for row in rows if row.unknown() == [0] and context.knows_first(row.slot)]
         if found:
-            states = torch.stack([context.first(row.number) for row in found])
+            states = torch.stack([context.first(row.slot) for row in found])
             self._settle([(row, [0]) for row in found], states, watch)
 
     @torch.no_grad()
-    def _settle(self, rows: Sequence[tuple[_Row, list[int]]], states_MH: Tensor, watch: Watch | None) -> None:
+    def _settle(self, rows: Sequence[tuple[Unfinished, list[int]]], states_MH: Tensor, watch: Watch | None) -> None:
         """Guess tokens, and let the strategy choose which of them stand.
 
         Args:
             rows: With the places of each block whose tokens are not known, of which there are some.
             states_MH: What the network thinks of these tokens, row by row.
         """
-        logits = hide_mask_token(self.model.network.logits(states_MH), self.model.config.mask_token_id)
+        logits = self.model.network.logits(states_MH)
+        self.model.check_finite(logits)
+        logits = hide_mask_token(logits, self.model.config.mask_token_id)
         if rows[0][0].is_filled:
-            logits[:, sorted(self.model.text.eos_token_ids)] = -torch.inf
+            logits[:, [token for token in self.model.text.eos_token_ids if token < logits.size(-1)]] = -torch.inf
         laws = logits.log_softmax(dim=-1)
-        if laws.isnan().any():
-            raise NumbersError("The model computes numbers that are not finite; load it as float32.")
         probs = probabilities(logits[None], [self._params])[0]
         sizes = [len(places) for _, places in rows]
         numbers = [torch.rand(len(row.order), generator=row.generator, dtype=torch.float64) for row, _ in rows]
@@ -269,35 +205,5 @@ class Sampler:
         for (row, places), ids, sure, nats in zip(rows, *parts, strict=True):
             kept = self.strategy.choose(Guesses(sure, nats, row.order[places]))
             assert kept.any()
-            new = {place: token for place, token, keep in zip(places, ids.tolist(), kept.tolist(), strict=True) if keep}
-            for place, token in new.items():
-                row.tokens[row.begin + place] = token
-            self.history[row.number].append(Step(row.begin, row.block, tuple(new)))
-            if watch is not None:
-                watch(row.number, row.block)
-
-    def _chunk(self, row: _Row) -> Chunk | None:
-        """What can be told of a row now: its block once that is known, or as far as its end."""
-        after = row.begin + len(row.order)
-        end = next((at for at in range(row.told, after) if row.tokens[at] is None), after)
-        reason, ends = None, frozenset[int]() if row.is_filled else self._ends
-        new = [token for token in row.tokens[row.told : min(end, row.limit)] if token is not None]
-        stop = next((at for at, token in enumerate(new, 1) if token in ends), None)
-        if stop is not None:
-            new, reason = new[:stop], "stop"
-        elif end >= row.limit:
-            reason = "length"
-        elif end < after:
-            new = new[: max(0, row.begin - row.told)]
-        if reason is None and not new:
-            return None
-        for number, token in enumerate(new, 1):
-            if stop != number:
-                row.text.push(token)
-            if row.text.stopped:
-                new, reason = new[:number], "stop"
-                break
-        row.told += len(new)
-        if reason is not None:
-            row.text.finish()
-        return Chunk(row.number, tuple(new), row.text.take(), reason, row.forwards)  # type: ignore[arg-type]
+            guessed = zip(places, ids.tolist(), kept.tolist(), strict=True)
+            row.settle({place: token for place, token, keep in guessed if keep}, watch)

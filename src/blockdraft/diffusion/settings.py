@@ -8,7 +8,7 @@ from pydantic import Field
 
 from blockdraft.denoisers.config import DiffusionConfig as DiffusionConfig  # to be had here too
 from blockdraft.errors import UsageError
-from blockdraft.settings import Amount, Count, Natural, Share, Texts, settings
+from blockdraft.settings import Amount, Count, Natural, Seed, Share, Texts, settings
 
 
 @settings
@@ -26,7 +26,7 @@ class ConvertSettings:
     block_size: Count = 8
     token_shift: bool = True
     mask_token_id: Natural | None = None
-    seed: Natural = 0
+    seed: Seed = 0
 
 
 @settings
@@ -53,7 +53,7 @@ class NewSettings:
     block_size: Count = 8
     condition_size: Count = 64
     mask_token_id: Natural | None = None
-    seed: Natural = 0
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
         if self.hidden_size % (2 * self.heads):
@@ -81,7 +81,7 @@ class LikelihoodSettings:
     length: Annotated[int, Field(ge=2)] | None = None
     draws: Annotated[int, Field(ge=4)] = 8
     batch: Count = 8
-    seed: Natural = 0
+    seed: Seed = 0
 
 
 @settings
@@ -98,6 +98,7 @@ class SampleSettings:
         top_p: Keep the most probable tokens that together reach this probability; 1 keeps all.
         seed: Same seed, same tokens; row i of several has the seed + i. None draws one.
         ignore_eos: Go on past the model's end tokens.
+        batch_size: Texts that are written at once; others wait until one of these ends.
     """
 
     max_new_tokens: Count = 128
@@ -105,8 +106,9 @@ class SampleSettings:
     temperature: Amount = 0.0
     top_k: Natural = 0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    seed: Natural | None = None
+    seed: Seed | None = None
     ignore_eos: bool = False
+    batch_size: Count = 16
 
 
 @settings
@@ -136,7 +138,8 @@ class DiffusionRecipe:
         eval_every: Steps between measurements; 0 measures at the end alone.
         save_every: Steps between checkpoints; 0 saves at the end alone.
         keep: Checkpoints that are kept, the newest ones.
-        dtype: Arithmetic: "auto" is bfloat16 on a GPU and float32 on a CPU. The weights are float32 either way.
+        dtype: Arithmetic: "auto" is bfloat16 on a GPU, and on a CPU with instructions for it (AVX512-BF16, AMX), else
+            float32. The weights are float32 either way.
         save_dtype: Of the weights that are written.
         trackers: Trackers of Accelerate that are told the figures besides log.jsonl.
     """
@@ -155,7 +158,7 @@ class DiffusionRecipe:
     warmup: Natural = 100
     clip: Amount = 1.0
     ema: Annotated[float, Field(ge=0, lt=1)] = 0.9999
-    seed: Natural = 0
+    seed: Seed = 0
     held_out: Share = 0.02
     eval_every: Natural = 500
     save_every: Natural = 500

@@ -69,6 +69,14 @@ def gapped(text: str, gap: int, model: DiffusionModel) -> list[int | None]:
     return found
 
 
+def spelled(token: int, model: DiffusionModel) -> str:
+    """A token as it is written behind another one: many tokenizers leave out the space of a text's first token."""
+    tokenizer = model.text.tokenizer
+    assert tokenizer is not None
+    once, twice = (str(tokenizer.decode([token] * times)) for times in (1, 2))
+    return twice.removeprefix(once) if twice.startswith(once) else once
+
+
 def unseen(tokens: Sequence[int | None], block_size: int) -> tuple[int, int]:
     """How many known tokens stand behind the first gap, and how many of them share no block with a gap, so that they
     cannot be seen from one."""

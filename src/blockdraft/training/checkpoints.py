@@ -55,5 +55,13 @@ def newest(folder: Path) -> dict[str, Any] | None:
     return None
 
 
+def after_interruption(folder: Path) -> str:
+    """What the same command will do now, as a sentence."""
+    steps = [int(path.stem.removeprefix("step-")) for path in _checkpoints(folder)]
+    if not steps:
+        return "Interrupted before the first checkpoint (--save-every), so the same command begins anew."
+    return f"Interrupted; the same command goes on from step {steps[-1]}, the newest checkpoint (--save-every)."
+
+
 def _checkpoints(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*.pt"))

@@ -15,6 +15,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 from blockdraft.errors import UsageError
 from blockdraft.machine import multiplies_bfloat16
+from blockdraft.targets import device_and_dtype
 
 
 class DeviceRecipe(Protocol):
@@ -32,11 +33,13 @@ def make_accelerator(recipe: DeviceRecipe, folder: Path, device: str | None = No
 
     Args:
         folder: Where trackers write.
-        device: "cpu" uses no GPU even where there is one.
+        device: "cpu" uses no GPU even where there is one; None is the first GPU, or the CPU where there is none.
 
     Raises:
-        ValueError: A tracker is unknown or not installed.
+        UsageError: There is no such device, training cannot use it, or a tracker is unknown or not installed.
     """
+    if device is not None:
+        _check_device(device)
     cpu = device == "cpu" or not torch.cuda.is_available()
     if cpu:
         keep_freed_memory()
@@ -61,6 +64,15 @@ def make_accelerator(recipe: DeviceRecipe, folder: Path, device: str | None = No
             "tensorboard, or name others with --trackers (none with --trackers '')."
         )
     return found
+
+
+def _check_device(device: str) -> None:
+    placed, _ = device_and_dtype(device, None)
+    if placed.type not in ("cpu", "cuda") or placed.index:
+        raise UsageError(
+            f"device is {device}; training takes the CPU or the first NVIDIA GPU that it sees. Give cpu, or choose a "
+            f"GPU by the environment variable CUDA_VISIBLE_DEVICES={placed.index or 0}."
+        )
 
 
 def keep_freed_memory() -> bool:
