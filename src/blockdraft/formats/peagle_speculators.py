@@ -19,7 +19,7 @@ from blockdraft.formats.eagle3_speculators import network_keys, own_keys, said_t
 from blockdraft.formats.folder import write_folder
 from blockdraft.formats.speculators_config import guesses_of
 from blockdraft.formats.starting import LLAMA_CPP, SGLANG, TENSORRT_LLM, VLLM, Start, nowhere, vllm_alone
-from blockdraft.nn.draft_config import MOST_LAYERS, whole
+from blockdraft.nn.draft_config import whole
 from blockdraft.nn.peagle import PEagleConfig
 
 MODEL_TYPE, ARCHITECTURE = "peagle", "PEagleSpeculator"
@@ -50,7 +50,7 @@ class PEagleSpeculators(EagleLayout):
     ) -> tuple[PEagleConfig, bool]:
         taps, layers = said_taps(raw, num_target_layers)
         keys = network_keys(raw)
-        depth = whole("num_hidden_layers", keys.get("num_hidden_layers"), maximum=MOST_LAYERS)
+        depth = whole("num_hidden_layers", keys.get("num_hidden_layers"))
         more = {
             "num_hidden_layers": depth,
             "mask_token_id": raw.get("mask_token_id"),

@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import is_gguf
-from blockdraft.nn.draft_config import need, whole
+from blockdraft.nn.draft_config import MOST_LAYERS, need, whole
 
 VERSION = "0.9.0"  # of the release whose keys are written
 TOLD = 200  # characters of what transformers says, which may list all of its models
@@ -87,6 +87,7 @@ def layer_config(raw: Any) -> dict[str, Any]:
     need(isinstance(raw, Mapping), "transformer_layer_config", raw, "a JSON object")
     settings = {**raw}
     kind = settings.pop("model_type", "qwen3")
+    whole("num_hidden_layers", settings.get("num_hidden_layers", 1), maximum=MOST_LAYERS)
     try:
         return {**AutoConfig.for_model(kind, **settings).to_dict()}
     except Exception as error:  # transformers checks values by many means
