@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 from blockdraft import cli
+from blockdraft.cli.inspect import show
 from blockdraft.formats import zlab
+from blockdraft.formats.starting import Start
+from blockdraft.inspection import Check, Report
 
 Run = Callable[..., int]
 
@@ -56,6 +59,15 @@ def test_tables(
     ):
         assert line in shown, line
     assert f"blockdraft serve --target {tiny_target_dir} --drafter {tiny_drafter_dir}" in shown
+
+
+def test_brackets_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    check = Check("mask token", True, "3 is '[/INST]'")
+    start = Start(None, "it reads [no] such file")
+    show(Report("a[bold]/b", "drafter", "zlab", {"mask_token": "[mask]"}, fits=(check,), starts={"vLLM": start}))
+    shown = capsys.readouterr().out
+    for said in ("zlab: a[bold]/b", "[mask]", "3 is '[/INST]'", "vLLM: it reads [no] such file"):
+        assert said in shown, said
 
 
 def test_what_does_not_fit(

@@ -87,6 +87,34 @@ def test_sampling(decode: Callable[..., Tensor]) -> None:
     assert torch.equal(first, decode(**given))
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_model_that_was_cast_meanwhile_is_drafted_for_again(
+    model: PreTrainedModel, decode: Callable[..., Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    twin = copy.deepcopy(model)
+    decode(of=twin, max_new_tokens=4)
+    answer = decode(of=twin.to(torch.bfloat16), max_new_tokens=12)
+    assert torch.equal(answer, twin.generate(PROMPTS, max_new_tokens=12)) and not caplog.records
+
+
+def test_a_model_in_training_stays_so_and_answers_without_dropout(
+    model: PreTrainedModel, decode: Callable[..., Tensor]
+) -> None:
+    twin = copy.deepcopy(model)
+    for layer in twin.model.layers:
+        layer.self_attn.attention_dropout = 0.9
+    for _ in range(2):
+        assert torch.equal(decode(of=twin.train(), max_new_tokens=8), decode(max_new_tokens=8)) and twin.training
+
+
+def test_folders_with_a_plus_in_their_name_are_joined(
+    drafter_dir: Path, decode: Callable[..., Tensor], tmp_path: Path
+) -> None:
+    (tmp_path / "a+b").symlink_to(drafter_dir)
+    joined = decode(max_new_tokens=8, drafter=f"prompt_lookup+{tmp_path / 'a+b'}")
+    assert torch.equal(joined, decode(max_new_tokens=8))
+
+
 class Heard(BaseStreamer):
     def __init__(self) -> None:
         self.put_tokens: list[int] = []
@@ -114,6 +142,10 @@ def test_streamer(decode: Callable[..., Tensor]) -> None:
         ({"num_beams": 3}, "num_beams is 3, which is not supported"),
         ({"return_dict_in_generate": True}, "return_dict_in_generate is True"),
         ({"stop_strings": ["a"]}, "stop_strings is"),
+        ({"stop_strings": ["a"], "tokenizer": object()}, "stop_strings is"),
+        ({"input_ids": PROMPTS}, "inputs and input_ids are both given"),
+        ({"do_sample": True, "temperature": 0.0}, "temperature is 0 with do_sample=True"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0"),
         ({"min_new_tokens": 3}, "min_new_tokens is 3"),
         ({"no_repeat_ngram_size": 2}, "no_repeat_ngram_size is 2"),
         ({"logits_processor": LogitsProcessorList([MinLengthLogitsProcessor(3, 1)])}, "logits_processor is not supp"),

@@ -238,9 +238,11 @@ def test_norms_kept_otherwise(target: Target, learned: Callable[..., Checkpoint]
     assert found.fault == "norm" and "norms that the file keeps whole" in found.finding, found
 
 
-def test_p_eagle_is_refused_by_name(target: Target, tiny_peagle_dir: Path) -> None:
+def test_what_cannot_be_examined(target: Target, tiny_peagle_dir: Path) -> None:
     with pytest.raises(UsageError, match=r"is of a kind \(PEagleConfig\) that cannot be examined"):
         bench_of(tiny_peagle_dir, target)
+    with pytest.raises(UsageError, match="There is no prompt_lookup; give the folder or GGUF file"):
+        bench_of("prompt_lookup", target)
 
 
 def test_readings_are_different_and_possible(

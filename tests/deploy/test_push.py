@@ -184,6 +184,24 @@ def test_what_lies_beside_a_drafter_is_found(tmp_path: Path) -> None:
         known_of(drafter, data=tmp_path / "other")
 
 
+def test_what_is_none_of_ours_is_refused(tmp_path: Path, tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
+    target = str(tiny_target_dir)
+    for wrong, message in (
+        (Known({"mine": 1}, (), None), "results.json is not as `blockdraft bench --out` writes it"),
+        (Known({**BENCH, "methods": {"none": {}}}, (), None), "results.json is not"),
+        (Known(None, (), {"counts": []}), "data.json is not as `blockdraft data --out` writes it"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            prepare(tiny_drafter_dir, target, tmp_path / "out", None, wrong)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_log_of_a_killed_run(tmp_path: Path) -> None:
+    (tmp_path / "drafter.run").mkdir()
+    (tmp_path / "drafter.run" / "log.jsonl").write_text('{"step": 1, "tau": 2.5}\n{"step": 2, "ta')
+    assert known_of(tmp_path / "drafter").taus == [2.5]
+
+
 def test_refused(tmp_path: Path, tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
     target = str(tiny_target_dir)
     config, tensors = zlab.read_checkpoint(tiny_drafter_dir)

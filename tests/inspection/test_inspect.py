@@ -5,6 +5,7 @@ import shlex
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from blockdraft.diffusion.new import new_model
 from blockdraft.diffusion.settings import NewSettings
-from blockdraft.drafters import BUNDLED
+from blockdraft.drafters import BUNDLED, load_drafter
 from blockdraft.errors import UsageError
 from blockdraft.formats import Borrowed, layouts, read_drafter, speculators, zlab
 from blockdraft.inspection import Report, inspect
@@ -198,6 +199,8 @@ def test_an_adapter(tmp_path: Path) -> None:
     assert found.about["parameters"] == 64 and found.about["modules"] == ["q_proj", "v_proj"]
     line = f"blockdraft chat --target owner/model --adapter {tmp_path} --drafter none"
     assert found.starts["blockdraft"].line == line
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**raw, "target_modules": "all-linear"}))
+    assert inspect(tmp_path).about["modules"] == ["all-linear"]
 
 
 def test_the_bundled_drafter() -> None:
@@ -236,6 +239,94 @@ def test_wrong_places(variant: Variant, tiny_target_dir: Path, tmp_path: Path) -
         inspect(empty)
     with pytest.raises(UsageError, match="is a target itself; leave --target out"):
         inspect(tiny_target_dir, tiny_target_dir)
+
+
+def test_weights_that_are_cut_short(tiny_target_dir: Path, tiny_medusa_dir: Path, tmp_path: Path) -> None:
+    new_model(tiny_target_dir, tmp_path / "denoiser", NewSettings(kind="causal", layers=1, hidden_size=32, heads=2))
+    shutil.copytree(tiny_target_dir, tmp_path / "target")
+    shutil.copytree(tiny_medusa_dir, tmp_path / "medusa")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    shutil.copy(tiny_target_dir / "model.safetensors", tmp_path / "adapter" / "adapter_model.safetensors")
+    for name in ("denoiser", "target", "medusa", "adapter"):
+        for file in [*(tmp_path / name).glob("*.safetensors"), *(tmp_path / name).glob("*.pt")]:
+            for length in (file.stat().st_size // 2, 4, 0):
+                with file.open("r+b") as opened:
+                    opened.truncate(length)
+                with pytest.raises(UsageError, match=name):
+                    inspect(tmp_path / name)
+
+
+RUINS: list[tuple[str, tuple[str, ...], Any, str]] = [
+    ("tiny_drafter_dir", ("num_hidden_layers",), 10**12, "num_hidden_layers is 1000000000000; it must be at most 1024"),
+    ("tiny_drafter_dir", ("intermediate_size",), 10**40, "it must be at most"),
+    ("tiny_drafter_dir", ("rms_norm_eps",), 10**400, "it must be a positive number up to 1e\\+30"),
+    ("tiny_drafter_dir", ("rope_parameters", "rope_type"), [], "rope_scaling is .*; it must be a JSON object"),
+    ("tiny_medusa_dir", ("medusa_num_layers",), 10**12, "medusa_num_layers is 1000000000000; it must be at most 1024"),
+    ("tiny_medusa_dir", ("hidden_size",), 10**12, "hidden_size is 1000000000000; it must be at most"),
+    ("tiny_mtp_dir", ("rope_scaling",), -1, "rope_scaling is -1"),
+    ("tiny_peagle_dir", ("speculators_model_type",), [], "speculators_model_type is"),
+    ("tiny_peagle_dir", ("speculators_config",), -1, "speculators_config is -1; it must be a JSON object"),
+    ("tiny_peagle_dir", ("speculators_config", "proposal_methods"), {"a": 1}, "proposal_methods is"),
+    ("tiny_peagle_dir", ("speculators_config", "proposal_methods"), [[]], "proposal_methods is"),
+    ("tiny_peagle_dir", ("speculators_config", "verifier"), 5, "verifier is 5"),
+    ("tiny_peagle_dir", ("transformer_layer_config", "num_hidden_layers"), 10**12, "it must be at most 1024"),
+    ("tiny_peagle_dir", ("transformer_layer_config", "model_type"), "x", "of the type 'x' cannot be read: .{1,200}$"),
+]
+
+
+@pytest.mark.parametrize(("drafter", "place", "value", "message"), RUINS)
+def test_values_that_are_none(
+    drafter: str, place: tuple[str, ...], value: Any, message: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """They are refused by name, before anything is made as large as they say."""
+    folder = tmp_path / "ruined"
+    shutil.copytree(request.getfixturevalue(drafter), folder)
+    raw = json.loads((folder / "config.json").read_text())
+    *outer, last = place
+    inner = raw
+    for key in outer:
+        inner = inner[key]
+    inner[last] = value
+    (folder / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(UsageError, match=message):
+        inspect(folder)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "\xff", "{", "[]", "5"])
+def test_configurations_that_are_none(text: str, tiny_drafter_dir: Path, tiny_target_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_drafter_dir, tmp_path / "odd")
+    (tmp_path / "odd" / "config.json").write_text(text, encoding="latin1")
+    target = load_target(tiny_target_dir, device="cpu")
+    for read in (inspect, partial(load_drafter, target=target)):
+        with pytest.raises(UsageError, match="odd"):
+            read(tmp_path / "odd")
+
+
+def test_targets_with_values_that_are_none(tiny_target_dir: Path, tmp_path: Path) -> None:
+    """What no one can compute is told, and no error of torch's."""
+    shutil.copytree(tiny_target_dir, tmp_path / "odd")
+    raw = json.loads((tmp_path / "odd" / "config.json").read_text())
+    for changed in (
+        {"architectures": -1},
+        {"architectures": [[]]},
+        {"head_dim": -1},
+        {"rope_parameters": {"rope_theta": "x"}},
+    ):
+        (tmp_path / "odd" / "config.json").write_text(json.dumps({**raw, **changed}))
+        found = inspect(tmp_path / "odd")
+        assert found.what == "target" and found.about["architecture"] in ("qwen3", "Qwen3ForCausalLM")
+
+
+def test_commands_with_odd_paths(tiny_target_dir: Path, tiny_drafter_dir: Path, tmp_path: Path) -> None:
+    odd = tmp_path / 'it\'s a "place" [/b] $HOME'
+    done = export_gguf(tiny_drafter_dir, odd, tiny_target_dir, "bf16")
+    assert shlex.split(str(inspect(done.target).starts["llama.cpp"].line)) == ["llama-server", "-m", str(done.target)]
+    folder = str(shutil.copytree(tiny_drafter_dir, odd / "drafter"))
+    starts = inspect(folder, tiny_target_dir).starts
+    assert shlex.split(str(starts["blockdraft"].line))[-1] == folder
+    assert folder in shlex.split(str(starts["SGLang"].line)) and folder in shlex.split(str(starts["llama.cpp"].remedy))
+    assert json.loads(shlex.split(str(starts["vLLM"].line))[-1])["model"] == folder
 
 
 def test_targets_that_are_none(tiny_drafter_dir: Path, tmp_path: Path) -> None:

@@ -29,12 +29,13 @@ LINE_SECONDS = 60.0  # between lines of progress where there is no terminal
 
 
 def terminal() -> Console:
-    return Console(highlight=False)
+    """Brackets are no markup there: names of files and tokens may hold any."""
+    return Console(highlight=False, markup=False)
 
 
 def plain() -> Console:
     """Text without colours and lines, whatever the environment says."""
-    return Console(file=sys.stdout, force_terminal=False, highlight=False, width=100)
+    return Console(file=sys.stdout, force_terminal=False, highlight=False, markup=False, width=100)
 
 
 def stream_answer(console: Console, engine: Engine, prompt: str, params: SamplingParams) -> Stats:
@@ -97,7 +98,8 @@ def progress(noun: str) -> Iterator[Callable[[str, int, int], None]]:
     """
     console = Console(stderr=True, highlight=False)
     if console.is_terminal:
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(f"{noun}, left:")
+        stage = TextColumn("{task.description}", markup=False)
+        columns = stage, BarColumn(), MofNCompleteColumn(), TextColumn(f"{noun}, left:")
         with Progress(*columns, TimeRemainingColumn(), console=console, auto_refresh=False, transient=True) as bar:
             task = bar.add_task("")
 

@@ -90,7 +90,7 @@ def show(console: Console, found: Diagnosis) -> None:
     for each in found.tried:
         table.add_row(each.told, f"{each.accepted:.2f}", _percents(each.by_position))
     console.print(table)
-    console.print(f"\n{f'Fault: {found.fault}. ' if found.fault else ''}{found.finding} {found.remedy}", markup=False)
+    console.print(f"\n{f'Fault: {found.fault}. ' if found.fault else ''}{found.finding} {found.remedy}")
 
 
 def _percents(shares: tuple[float, ...]) -> str:

@@ -59,11 +59,12 @@ def inspect(
 def show(report: Report) -> None:
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
     from blockdraft.cli import display
 
     console = display.terminal()
-    console.print(f"[bold]{report.what}[/bold], {report.layout}: {report.path}", soft_wrap=True)
+    console.print(Text.assemble((report.what, "bold"), f", {report.layout}: {report.path}"), soft_wrap=True)
     for title, facts in (("", report.about), ("wants", report.wants), ("conventions", report.conventions)):
         if facts:
             table = Table(title=title or None, title_justify="left", box=box.SIMPLE, show_header=False, pad_edge=False)
@@ -79,12 +80,12 @@ def show(report: Report) -> None:
             table.add_row(check.name, mark, check.said, style=style)
         console.print(table)
     for engine, start in report.starts.items():
-        console.print(f"[bold]{engine}[/bold]: {start.reason}" if start.line is None else f"[bold]{engine}[/bold]")
+        console.print(Text.assemble((engine, "bold"), "" if start.reason is None else f": {start.reason}"))
         for line in (start.line, start.remedy):
             if line is not None:
-                console.print(f"  {line}", soft_wrap=True, markup=False)
+                console.print(f"  {line}", soft_wrap=True)
         for name, content in start.files.items():
-            console.print(f"  {name}: {content}", soft_wrap=True, markup=False)
+            console.print(f"  {name}: {content}", soft_wrap=True)
 
 
 def rows(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

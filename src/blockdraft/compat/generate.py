@@ -6,6 +6,7 @@ Such a folder, or repository of the hub, is made by `write_custom_generate`; it 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from blockdraft.compat.adapt import check_token_ids, engine_for, stops_of, without_padding
-from blockdraft.drafters import Drafter, load_drafter
+from blockdraft.drafters import Drafter, joined, load_drafter
 from blockdraft.engine import Engine
 from blockdraft.errors import UsageError, describe
 from blockdraft.targets import Target, as_target
@@ -95,16 +96,18 @@ def generate(
         raise UsageError("drafter is not given; name its folder or hub name, as in generate(..., drafter=DIR).")
     given = {name: value for name, value in given.items() if value is not None}
     of_config = {name: given.pop(name) for name in set(given) & set(GenerationConfig().to_dict())}
+    if inputs is not None and "input_ids" in given:
+        raise UsageError("inputs and input_ids are both given, and are the same argument; leave one out.")
     ids, mask = given.pop("input_ids", inputs), given.pop("attention_mask", None)
     given = {name: value for name, value in given.items() if not (hasattr(value, "__len__") and len(value) == 0)}
+    of_model: Any = model  # its generation is a mixin of each model's class
+    config, _ = of_model._prepare_generation_config(generation_config, **of_config)
+    _check(config)
     if given or synced_gpus:
         raise UsageError(f"{', '.join(given) or 'synced_gpus'} is not supported with a drafter; leave it out.")
     if ids is None:
         raise UsageError("There is no prompt; give inputs or input_ids, [batch, length].")
     check_token_ids(ids)
-    of_model: Any = model  # its generation is a mixin of each model's class
-    config, _ = of_model._prepare_generation_config(generation_config, **of_config)
-    _check(config)
     stops = [config.eos_token_id] if isinstance(config.eos_token_id, int) else list(config.eos_token_id or ())
     pad = config.pad_token_id
     if mask is None and pad is not None and pad not in stops:
@@ -112,30 +115,42 @@ def generate(
     count = config.num_return_sequences or 1
     ids = ids.repeat_interleave(count, dim=0)
     prompts = without_padding(ids, None if mask is None else mask.repeat_interleave(count, dim=0))
-    target, chosen = _pair(model, drafter)
     longest = _new_tokens(model, generation_config, config, ids.size(1), "max_length" in of_config)
-    params = [
-        SamplingParams(
-            longest,
-            **_sampling(config),
-            repetition_penalty=config.repetition_penalty or 1.0,
-            seed=None if seed is None else seed + row,
-            stop_token_ids=stops_of(stops, target),
-            ignore_eos=True,
-        )
-        for row in range(len(prompts))
-    ]
-    engine = engine_for(target, chosen, prompts, longest)
-    if streamer is None:
-        answers = [completion.checked().token_ids for completion in engine.generate(prompts, params)]
-    elif len(prompts) == 1:
-        answers = [[token for part in _streamed(engine, prompts[0], params[0], ids, streamer) for token in part]]
-    else:
-        raise UsageError(f"There are {len(prompts)} prompts and a streamer; it takes one, so call once for each.")
+    with _evaluating(model):
+        target, chosen = _pair(model, drafter)
+        params = [
+            SamplingParams(
+                longest,
+                **_sampling(config),
+                repetition_penalty=1.0 if config.repetition_penalty is None else config.repetition_penalty,
+                seed=None if seed is None else seed + row,
+                stop_token_ids=stops_of(stops, target),
+                ignore_eos=True,
+            )
+            for row in range(len(prompts))
+        ]
+        engine = engine_for(target, chosen, prompts, longest)
+        if streamer is None:
+            answers = [completion.checked().token_ids for completion in engine.generate(prompts, params)]
+        elif len(prompts) == 1:
+            answers = [[token for part in _streamed(engine, prompts[0], params[0], ids, streamer) for token in part]]
+        else:
+            raise UsageError(f"There are {len(prompts)} prompts and a streamer; it takes one, so call once for each.")
     width = max(map(len, answers))
     filler = pad if pad is not None else next(iter(stops), 0)
     filled = torch.tensor([answer + [filler] * (width - len(answer)) for answer in answers], device=ids.device)
     return torch.cat([ids.long(), filled], dim=1)
+
+
+@contextmanager
+def _evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """In evaluation mode meanwhile, since dropout would give each forward another law."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
 
 
 def _check(config: GenerationConfig) -> None:
@@ -150,6 +165,8 @@ def _sampling(config: GenerationConfig) -> dict[str, Any]:
     """Temperature and cuts as the engine takes them."""
     if not config.do_sample:
         return {}
+    if config.temperature == 0:
+        raise UsageError("temperature is 0 with do_sample=True; use do_sample=False to decode greedily.")
     names = ("temperature", "top_k", "top_p", "min_p")
     return {name: value for name in names if (value := getattr(config, name)) is not None}
 
@@ -170,8 +187,8 @@ def _new_tokens(
 
 def _pair(model: PreTrainedModel, drafter: str | Path) -> tuple[Target, Drafter]:
     kept = model.__dict__.setdefault(LOADED, Loaded())
-    if kept.target is None:
-        kept.target = as_target(model)
+    if kept.target is None or (kept.target.dtype, kept.target.device) != (model.dtype, model.device):
+        kept.target, kept.drafters = as_target(model), {}
     if str(drafter) not in kept.drafters:
         kept.drafters[str(drafter)] = load_drafter(_folder(drafter), target=kept.target)
     return kept.target, kept.drafters[str(drafter)]
@@ -181,8 +198,9 @@ def _folder(drafter: str | Path) -> str | Path:
     """Where a drafter lies, or all of a combination; one of the hub is fetched."""
     if "/" not in str(drafter) or Path(drafter).exists():
         return drafter
-    if JOINT in str(drafter):
-        return JOINT.join(str(_folder(name)) for name in str(drafter).split(JOINT))
+    names = joined(drafter)
+    if len(names) > 1:
+        return JOINT.join(str(_folder(name)) for name in names)
     from huggingface_hub import snapshot_download
 
     try:

@@ -22,7 +22,7 @@ from blockdraft.formats import clear_remains, find_layout
 from blockdraft.formats.engines import starts
 from blockdraft.formats.folder import weight_files
 from blockdraft.inspection import Report
-from blockdraft.training.records import run_folder
+from blockdraft.training.records import logged, run_folder
 
 CARD = "README.md"
 LOCAL = "DRAFTER"  # where the card has people fetch it to
@@ -68,11 +68,9 @@ def known_of(drafter: Path, bench: Path | None = None, data: Path | None = None)
         ValueError: A folder that is named lacks its file, or a file is broken.
     """
     fitted = Where(drafter, None).folder
-    log = run_folder(drafter) / "log.jsonl"
-    lines = log.read_text(encoding="utf-8").splitlines() if log.is_file() else []
     return Known(
         _json(bench or fitted / "bench", "results.json", bench is not None),
-        tuple(json.loads(line) for line in lines),
+        tuple(logged(run_folder(drafter) / "log.jsonl")),
         _json(data or fitted / "data", "data.json", data is not None),
     )
 
@@ -169,11 +167,11 @@ def model_card(report: Report, target: str, repo: str | None, known: Known, lice
         "",
         "## Measured",
         "",
-        *_measured(known),
+        *_told(_measured(known), "results.json", "blockdraft bench --out"),
         "",
         "## Training data",
         "",
-        *_data(known),
+        *_told(_data(known), "data.json", "blockdraft data --out"),
         "",
         "## Use",
         "",
@@ -187,6 +185,14 @@ def _read(taps: Mapping[str, Any] | str) -> str:
     if isinstance(taps, str):
         return taps
     return f"the outputs of the target's layers {', '.join(map(str, taps['blockdraft']))} (from 0)"
+
+
+def _told(lines: Iterator[str], name: str, command: str) -> list[str]:
+    """Raises a UsageError where the file that the lines are made of is none that this command wrote."""
+    try:
+        return [*lines]
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise UsageError(f"{name} is not as `{command}` writes it ({describe(error)}); give its folder.") from error
 
 
 def _measured(known: Known) -> Iterator[str]:

@@ -3,7 +3,6 @@ hold it, and what trains it."""
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Sequence
@@ -24,7 +23,8 @@ from blockdraft.drafters.base import (
     parts_of,
 )
 from blockdraft.errors import UsageError
-from blockdraft.formats import trained_for
+from blockdraft.formats import read_config, trained_for
+from blockdraft.formats.architectures import architecture_of
 from blockdraft.formats.gguf import is_gguf, open_gguf
 from blockdraft.formats.gguf.drafter import drafter_config, gguf_trained_for
 from blockdraft.formats.gguf.kinds import kind_in
@@ -63,7 +63,7 @@ def load_drafter(path: str | Path | None = None, *, target: Target) -> Drafter:
             with one that is named twice or guesses nothing.
     """
     try:
-        names = [path] if path is None else _joined(path)
+        names = [path] if path is None else joined(path)
         if len(names) == 1:
             return _load(path, target)
         [combined] = [entry for entry in entries().values() if entry.joins]
@@ -88,7 +88,7 @@ def as_given(folder: str | Path) -> str:
     return f"./{folder}" if str(folder) in names() else str(folder)
 
 
-def _joined(path: str | Path) -> list[str]:
+def joined(path: str | Path) -> list[str]:
     """The names that a combination joins; the path itself where it is none. A folder may have a + in its name."""
     pieces, names = str(path).split(JOINT), list[str]()
     while pieces:
@@ -109,7 +109,8 @@ def _load(path: str | Path | None, target: Target) -> Drafter:
     if str(path) in names() and folder != BUNDLED:
         return known[str(path)].load(None, target)
     said, source = _said(folder, target) if is_gguf(folder) else _said_by_folder(folder, str(path))
-    found = said.get("architectures") or []
+    found = said.get("architectures")
+    found = found if isinstance(found, list | tuple) else []
     kinds = [entry for entry in known.values() if entry.claims(said)]
     kinds += [entry for name in found for entry in known.values() if name in entry.architectures]
     if kinds:
@@ -137,10 +138,7 @@ def _said_by_folder(folder: Path, path: str) -> tuple[dict[str, Any], str | None
             f"{folder} is no drafter: a folder with config.json or one of the names {', '.join(sorted(names()))} is "
             f"needed.{fetch}"
         )
-    try:
-        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{folder / 'config.json'} is no JSON object ({error}); fetch or copy it again.") from error
+    raw = read_config(folder)
     if not isinstance(raw, dict):
         raise UsageError(f"{folder / 'config.json'} is no JSON object; fetch or copy it again.")
     return raw, trained_for(raw)
@@ -177,6 +175,7 @@ __all__ = [
     "drafter_of",
     "entries",
     "entry_of_variant",
+    "joined",
     "load_drafter",
     "parts_of",
 ]

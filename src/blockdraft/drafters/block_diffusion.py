@@ -230,5 +230,5 @@ def load(path: Path, target: Target) -> BlockDiffusionDrafter:
 
 
 DRAFTER = Entry(
-    load, architectures=("A2DQwen3LMHeadModel", "BD3LM"), claims=lambda raw: raw.get("model_type") in FAMILY_OF
+    load, architectures=("A2DQwen3LMHeadModel", "BD3LM"), claims=lambda raw: raw.get("model_type") in [*FAMILY_OF]
 )

@@ -24,7 +24,7 @@ from blockdraft.formats.eagle3 import (
     written_tensors,
 )
 from blockdraft.formats.folder import write_folder
-from blockdraft.formats.speculators_config import ids_of, layer_config, named, taps_of
+from blockdraft.formats.speculators_config import guesses_said, ids_of, layer_config, named, taps_of
 from blockdraft.formats.starting import SGLANG, TENSORRT_LLM, VLLM, Start, vllm_alone
 from blockdraft.nn.draft_config import need
 from blockdraft.nn.eagle3 import BLOCK_SIZE, Eagle3Config, default_taps
@@ -116,8 +116,7 @@ class Eagle3Speculators(EagleLayout):
 def _block_size(raw: Mapping[str, Any]) -> int:
     """The guesses that the file proposes, with the anchor. It says what paid in training, and no more than a few; the
     drafter can always go on as far as EAGLE-3 does."""
-    methods = (raw.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    guesses = methods[0].get("speculative_tokens")
+    guesses = guesses_said(raw)
     if guesses is not None and type(guesses) is not int:
         raise UsageError(f"speculative_tokens is {guesses!r}; it must be a whole number.")
     return max(BLOCK_SIZE, 1 + (guesses or 0))

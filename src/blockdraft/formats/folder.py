@@ -30,8 +30,8 @@ def blaming(file: Path) -> Iterator[None]:
     """Raise what goes wrong inside as a ValueError that names this file or folder."""
     try:
         yield
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError, SafetensorError) as error:
-        raise UsageError(f"{file} cannot be read ({error}); give a drafter's folder or copy it again.") from error
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError, RecursionError, SafetensorError) as error:
+        raise UsageError(f"{file} cannot be read ({error}); give another one, or copy it again.") from error
     except ValueError as error:
         raise UsageError(f"{file}: {error}") from error
 

@@ -19,7 +19,7 @@ from blockdraft.formats.base import Checkpoint
 from blockdraft.formats.folder import blaming, check_tensors, read_config, read_tensors, write_folder
 from blockdraft.formats.starting import LLAMA_CPP, SGLANG, TENSORRT_LLM, VLLM, Start, nowhere
 from blockdraft.formats.stored import Stored
-from blockdraft.nn.draft_config import need, whole
+from blockdraft.nn.draft_config import MOST_LAYERS, need, whole
 from blockdraft.nn.medusa import MedusaConfig, MedusaNetwork
 
 ARCHITECTURE = "MedusaModel"
@@ -86,7 +86,7 @@ def _config(
     raw: Mapping[str, Any], tensors: Mapping[str, Tensor] | Mapping[str, Stored], num_target_layers: int
 ) -> MedusaConfig:
     """What config.json says, and the tensors where it is silent."""
-    layers = whole("medusa_num_layers", raw.get("medusa_num_layers", 1))
+    layers = whole("medusa_num_layers", raw.get("medusa_num_layers", 1), maximum=MOST_LAYERS)
     # Published configurations say 2 of files that hold 5 heads.
     heads = len({name.partition(".")[0] for name in tensors})
     need(heads > 0, "the number of heads", heads, "at least 1; copy the weights again")

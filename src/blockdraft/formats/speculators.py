@@ -67,7 +67,7 @@ def parse_config(raw: Mapping[str, Any], num_target_layers: int) -> tuple[DraftC
     """
     found = raw.get("speculators_model_type")
     known = model_types()
-    need(found in known, "speculators_model_type", found, f"one of {sorted(known)}, all that is supported")
+    need(found in [*known], "speculators_model_type", found, f"one of {sorted(known)}, all that is supported")
     architecture = known[str(found)]
     kind = architecture.speculator
     assert kind is not None

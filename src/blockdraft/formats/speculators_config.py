@@ -9,9 +9,10 @@ from transformers import AutoConfig
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import is_gguf
-from blockdraft.nn.draft_config import need, whole
+from blockdraft.nn.draft_config import MOST_LAYERS, need, whole
 
 VERSION = "0.9.0"  # of the release whose keys are written
+TOLD = 200  # characters of what transformers says, which may list all of its models
 
 
 def named(
@@ -36,10 +37,30 @@ def named(
     }
 
 
+def guesses_said(raw: Mapping[str, Any]) -> Any:
+    """The guesses that a file proposes; None where it does not say."""
+    methods = _said(raw).get("proposal_methods") or [{}]
+    sound = isinstance(methods, list) and isinstance(methods[0], Mapping)
+    need(sound, "proposal_methods", methods, "a list of JSON objects")
+    return methods[0].get("speculative_tokens")
+
+
 def guesses_of(raw: Mapping[str, Any]) -> int:
-    """The guesses that a file proposes. Raises ValueError where it does not say."""
-    methods = (raw.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    return whole("speculative_tokens", methods[0].get("speculative_tokens"))
+    """The same. Raises ValueError where it does not say."""
+    return whole("speculative_tokens", guesses_said(raw))
+
+
+def target_said(raw: Mapping[str, Any]) -> Any:
+    """The target that a file names; None where it names none."""
+    verifier = _said(raw).get("verifier") or {}
+    need(isinstance(verifier, Mapping), "verifier", verifier, "a JSON object")
+    return verifier.get("name_or_path")
+
+
+def _said(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = raw.get("speculators_config") or {}
+    need(isinstance(found, Mapping), "speculators_config", found, "a JSON object")
+    return found
 
 
 def taps_of(raw: Mapping[str, Any], key: str, num_target_layers: int) -> tuple[int, ...]:
@@ -66,7 +87,9 @@ def layer_config(raw: Any) -> dict[str, Any]:
     need(isinstance(raw, Mapping), "transformer_layer_config", raw, "a JSON object")
     settings = {**raw}
     kind = settings.pop("model_type", "qwen3")
+    whole("num_hidden_layers", settings.get("num_hidden_layers", 1), maximum=MOST_LAYERS)
     try:
         return {**AutoConfig.for_model(kind, **settings).to_dict()}
     except Exception as error:  # transformers checks values by many means
-        raise UsageError(f"transformer_layer_config of the type {kind!r} cannot be read: {error}") from error
+        told = str(error)[:TOLD]
+        raise UsageError(f"transformer_layer_config of the type {kind!r} cannot be read: {told}") from error

@@ -71,7 +71,8 @@ class ZLab:
 
     def recognises(self, raw: Mapping[str, Any]) -> bool:
         found = raw.get("architectures")
-        return "speculators_model_type" not in raw and isinstance(found, list) and any(n in by_name() for n in found)
+        names = found if isinstance(found, list) and "speculators_model_type" not in raw else []
+        return any(name in [*by_name()] for name in names)
 
     def config(
         self,

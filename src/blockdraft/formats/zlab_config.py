@@ -12,7 +12,7 @@ from typing import Any
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.architectures import architecture_of, by_name
-from blockdraft.nn.draft_config import DraftConfig, LayerAttention, default_taps, need, whole
+from blockdraft.nn.draft_config import MOST_LAYERS, DraftConfig, LayerAttention, default_taps, need, whole
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Keys of `dflash_config` that `parse_config` reads; each may as well stand at the top level.
@@ -52,7 +52,8 @@ def parse_config(raw: Mapping[str, Any], vocabulary: Mapping[str, int] | None = 
             if value is not None and (key in inert or (level is nested and key not in read)):
                 need(value in inert.get(key, (False,)), key, value, "absent: this value is not supported")
     named = {field.name: _pick(raw, field.name) for field in fields(architecture.config)}
-    depth, heads, hidden = (whole(k, named[k]) for k in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
+    heads, hidden = (whole(key, named[key]) for key in ("num_attention_heads", "hidden_size"))
+    depth = whole("num_hidden_layers", named["num_hidden_layers"], maximum=MOST_LAYERS)
     if named["mask_token_id"] is None:
         text = _pick(raw, "mask_token")
         named["mask_token_id"] = (vocabulary or {}).get(text)

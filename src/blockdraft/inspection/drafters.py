@@ -15,6 +15,7 @@ from blockdraft.formats.folder import blaming, open_folder, weight_files
 from blockdraft.formats.gguf import GGUFFile
 from blockdraft.formats.gguf.drafter import drafter_config, gguf_trained_for
 from blockdraft.formats.gguf.kinds import kind_in
+from blockdraft.formats.speculators_config import target_said
 from blockdraft.inspection.base import Check, Report
 from blockdraft.inspection.fits import checks_of, layers_of, same_mask, same_tokenizer, word_of
 from blockdraft.inspection.heads import head_report
@@ -39,9 +40,9 @@ def layout_report(path: Path, name: str, layout: Layout, raw: Mapping[str, Any],
     for tensor in tensors.values():
         kinds[tensor.kind] = kinds.get(tensor.kind, 0) + math.prod(tensor.shape)
     kept = raw.get("draft_vocab_size") or config.vocab_size
-    verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
     size = sum(file.stat().st_size for file in files)
-    named = verifier.get("name_or_path") or raw.get("base_model_name_or_path")
+    with blaming(path / "config.json"):
+        named = target_said(raw) or raw.get("base_model_name_or_path")
     wants = {"name": named, "fingerprint": trained_for(raw)}
     if isinstance(config, DraftConfig):
         return _report(str(path), name, config, layers_known, kinds, size, int(kept), wants, target, None)

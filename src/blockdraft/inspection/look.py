@@ -13,6 +13,7 @@ from blockdraft.denoisers.folder import FAMILY_OF
 from blockdraft.drafters import BUNDLED
 from blockdraft.errors import UsageError
 from blockdraft.formats import layout_of, layouts, read_config
+from blockdraft.formats.folder import blaming
 from blockdraft.formats.gguf import is_gguf, open_gguf
 from blockdraft.formats.gguf.drafter import is_drafter
 from blockdraft.formats.starting import Start
@@ -95,9 +96,10 @@ def _target(path: str | Path, found: Description, given: Description | None) -> 
         raise UsageError(f"{path} is a target itself; leave --target out, or give a drafter to compare with it.")
     config, name = found.config, str(path)
     rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
-    few = found.few_bits or {}
+    few, architectures = found.few_bits or {}, getattr(config, "architectures", None)
+    is_named = isinstance(architectures, list) and architectures and isinstance(architectures[0], str)
     about: dict[str, Any] = {
-        "architecture": [*(getattr(config, "architectures", None) or [config.model_type])][0],
+        "architecture": architectures[0] if is_named else config.model_type,
         "layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
         "heads": config.num_attention_heads,
@@ -125,7 +127,8 @@ def _target(path: str | Path, found: Description, given: Description | None) -> 
         }
     ours = {"blockdraft": Start(shlex.join(["blockdraft", "chat", "--target", name, "--drafter", "none"]))}
     if is_gguf(path):
-        return Report(name, "target", "gguf", about, starts={**ours, "llama.cpp": Start(f"llama-server -m {name}")})
+        llama_cpp = Start(shlex.join(["llama-server", "-m", name]))
+        return Report(name, "target", "gguf", about, starts={**ours, "llama.cpp": llama_cpp})
     served = {"vLLM": ["vllm", "serve", name], "SGLang": ["python", "-m", "sglang.launch_server", "--model-path", name]}
     lines = {engine: Start(shlex.join(line)) for engine, line in served.items()}
     remedy = shlex.join(["blockdraft", "export", "DRAFTER", "--target", name, "--format", "gguf", "--out", "DIR"])
@@ -139,7 +142,8 @@ def _denoiser(place: Path, raw: Mapping[str, Any], given: Description | None) ->
             f"{place} is a block-diffusion model, which goes with any target of the same tokens; leave --target out."
         )
     files = sorted(place.glob("*.safetensors"))
-    tensors = open_tensors([str(file) for file in files])
+    with blaming(place):
+        tensors = open_tensors([str(file) for file in files])
     about = {
         "architecture": raw["model_type"],
         "block_size": raw.get("block_size"),
@@ -154,17 +158,19 @@ def _denoiser(place: Path, raw: Mapping[str, Any], given: Description | None) ->
 def _adapter(place: Path, given: Description | None) -> Report:
     try:
         raw = json.loads((place / ADAPTER).read_text(encoding="utf-8"))
-        kind = raw["peft_type"]
-    except (ValueError, KeyError, TypeError) as error:
+        kind, modules = raw["peft_type"], raw.get("target_modules") or []
+        modules = [modules] if isinstance(modules, str) else sorted(map(str, modules))  # a text stands for several
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(f"{place / ADAPTER} is no adapter's ({error!r}); copy or fetch it again.") from error
     files = sorted(place.glob("*.safetensors"))
-    tensors = open_tensors([str(file) for file in files])
+    with blaming(place):
+        tensors = open_tensors([str(file) for file in files])
     base = raw.get("base_model_name_or_path")
     about = {
         "architecture": kind,
         "rank": raw.get("r"),
         "alpha": raw.get("lora_alpha"),
-        "modules": sorted(raw.get("target_modules") or []),
+        "modules": modules,
         "parameters": sum(math.prod(tensor.shape) for tensor in tensors.values()),
         "bytes": sum(file.stat().st_size for file in files),
     }

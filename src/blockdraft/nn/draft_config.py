@@ -9,6 +9,9 @@ from typing import Any
 
 from blockdraft.errors import UsageError
 
+# Beyond these a number is no model's, and to make a network of it would take all memory.
+LARGEST, MOST_LAYERS, LARGEST_FLOAT = 2**31, 1024, 1e30
+
 
 @dataclass(frozen=True)
 class LayerAttention:
@@ -112,7 +115,11 @@ def check_fields(config: Any, least: Mapping[str, int]) -> None:
         if kind == "int":
             whole(field.name, value, minimum=least.get(field.name, 1))
         elif kind == "float" or (kind == "float | None" and value is not None):
-            need(type(value) in (int, float) and 0 < value < math.inf, field.name, value, "a positive number")
+            sound = type(value) in (int, float) and 0 < value <= LARGEST_FLOAT
+            need(sound, field.name, value, f"a positive number up to {LARGEST_FLOAT:g}")
+        elif field.name == "rope_scaling" and value is not None:
+            named = isinstance(value, Mapping) and type(value.get("rope_type")) is str
+            need(named, field.name, value, "a JSON object with a rope_type, or absent")
         elif kind in ("bool", "str"):
             need(type(value).__name__ == kind, field.name, value, f"a {kind}")
 
@@ -149,7 +156,8 @@ def need(holds: bool, name: str, value: Any, limit: str) -> None:
         raise UsageError(f"{name} is {'absent' if value is None else repr(value)}; it must be {limit}.")
 
 
-def whole(name: str, value: Any, minimum: int = 1) -> int:
-    """The value, if it is a whole number of at least `minimum`."""
+def whole(name: str, value: Any, minimum: int = 1, maximum: int = LARGEST) -> int:
+    """The value, if it is a whole number from `minimum` to `maximum`."""
     need(type(value) is int and value >= minimum, name, value, f"a whole number of at least {minimum}")
+    need(value <= maximum, name, value, f"at most {maximum}")
     return int(value)

@@ -17,6 +17,18 @@ def run_folder(out: Path) -> Path:
     return out.with_name(f"{out.name}.run")
 
 
+def logged(log: Path) -> list[dict[str, Any]]:
+    """The lines of a run's log; none where there is no such file. One that was cut short when the process was killed is
+    left out."""
+    lines = []
+    for line in log.read_text(encoding="utf-8").splitlines() if log.exists() else ():
+        try:
+            lines.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return lines
+
+
 class Records:
     """`log.jsonl`: a line a step, with the figures of an evaluation where there was one.
 
@@ -27,15 +39,7 @@ class Records:
 
     def __init__(self, folder: Path, step: int) -> None:
         self._path = folder / "log.jsonl"
-        self.lines: list[dict[str, Any]] = []
-        if self._path.exists():
-            for line in self._path.read_text(encoding="utf-8").splitlines():
-                try:
-                    found = json.loads(line)
-                except json.JSONDecodeError:  # cut short when the process was killed
-                    continue
-                if found["step"] <= step:
-                    self.lines.append(found)
+        self.lines = [line for line in logged(self._path) if line["step"] <= step]
         partial = self._path.with_suffix(".partial")
         partial.write_text("".join(json.dumps(line) + "\n" for line in self.lines), encoding="utf-8")
         partial.replace(self._path)

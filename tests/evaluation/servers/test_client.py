@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any
 
@@ -32,9 +32,9 @@ def stream(usage: Any, **choice: Any) -> str:
     return f"data: {json.dumps(said)}\n\ndata: {json.dumps({'choices': [], 'usage': usage})}\n\ndata: [DONE]\n\n"
 
 
-def ask() -> Heard:
+def ask(**given: Any) -> Heard:
     async def asked() -> Heard:
-        async with Client("http://there/v1/", "m") as client:
+        async with Client("http://there/v1/", "m", **given) as client:
             return await client.ask("hello", SamplingParams(8))
 
     return asyncio.run(asked())
@@ -66,11 +66,33 @@ def test_cached_tokens_in_another_form_are_not_known(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["<html>", 'data: {"choices": [\n\n', "data: [1]\n\n", 'data: {"choices": [null]}\n\n', "data: 3\n\n"]
+    "text",
+    [
+        "<html>",
+        'data: {"choices": [\n\n',
+        "data: [1]\n\n",
+        'data: {"choices": [null]}\n\n',
+        "data: 3\n\n",
+        f"data: {'[' * 100_000}\n\n",
+        stream({"completion_tokens": 10**400}),
+    ],
 )
 def test_no_answer_of_this_form(serve: Serve, text: str) -> None:
     serve(lambda request: httpx.Response(200, text=text))
     assert ask().problem
+
+
+def test_comments_are_no_answer(serve: Serve) -> None:
+    """Servers send them while they compute, and one that hangs goes on sending them."""
+
+    async def comments() -> AsyncIterator[bytes]:
+        for _ in range(1000):
+            yield b": still here\n\n"
+            await asyncio.sleep(0.002)
+
+    serve(lambda request: httpx.Response(200, content=comments()))
+    with pytest.raises(UsageError, match="has said nothing for 0.05 s"):
+        ask(silence=0.05)
 
 
 def test_metrics_of_a_web_page_are_none(serve: Serve) -> None:

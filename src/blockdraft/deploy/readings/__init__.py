@@ -20,6 +20,8 @@ def bench_of(path: str | Path, target: Target) -> tuple[Bench, str | None]:
     Raises:
         ValueError: It cannot be read, or none of the files here knows its kind.
     """
+    if not Path(path).exists():
+        raise UsageError(f"There is no {path}; give the folder or GGUF file of a drafter that has a network.")
     vocabulary = target.tokenizer.get_vocab() if target.tokenizer else None
     found = read_drafter(path, vocabulary, target.num_layers)
     kinds: list[type[Bench]] = [module.BENCH for module in plugins(__name__).values()]

@@ -16,6 +16,7 @@ from blockdraft.evaluation.servers.settings import LoadSettings
 from blockdraft.types import SamplingParams
 
 CONNECT_SECONDS = 30.0
+MOST_TOKENS = 2**31  # of an answer
 TOLD = 200  # characters of what a server says that went wrong
 
 
@@ -83,7 +84,7 @@ class Client:
             try:
                 listed.raise_for_status()
                 self._model = str(listed.json()["data"][0]["id"])
-            except (httpx.HTTPStatusError, ValueError, LookupError, TypeError) as error:
+            except (httpx.HTTPStatusError, ValueError, LookupError, TypeError, RecursionError) as error:
                 raise UsageError(
                     f"{self.url}/v1/models names no model (status {listed.status_code}: {listed.text[:TOLD]}); give "
                     "the model's name (--model), and the key ($BLOCKDRAFT_SERVER_KEY) if there is one."
@@ -125,8 +126,14 @@ class Client:
                     told = (await response.aread()).decode(errors="replace")
                     heard.problem = f"status {response.status_code}: {told[:TOLD]}"
                 else:
+                    spoke = time.perf_counter()
                     async for line in response.aiter_lines():
-                        lines.append((time.perf_counter(), line))
+                        now = time.perf_counter()
+                        if line.startswith("data:"):
+                            lines.append((now, line))
+                            spoke = now
+                        elif now - spoke > self.silence:  # comments keep connections open, whatever hangs behind them
+                            raise self._hangs()
         except httpx.ReadTimeout as error:
             raise self._hangs() from error
         except httpx.HTTPError as error:
@@ -135,7 +142,7 @@ class Client:
         if not heard.problem:
             try:
                 _read(heard, lines)
-            except (ValueError, LookupError, TypeError, AttributeError) as error:
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
                 heard.problem = f"an answer in another form than OpenAI's ({describe(error)})"
         return heard
 
@@ -155,11 +162,11 @@ class Client:
 
 
 def _read(heard: Heard, lines: list[tuple[float, str]]) -> None:
-    """Take a stream of events apart."""
+    """Take the events of a stream apart."""
     usage: Mapping[str, Any] = {}
     done = False
     for moment, line in lines:
-        data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
+        data = line.removeprefix("data:").strip()
         done = done or data == "[DONE]"
         if not data or data == "[DONE]":
             continue
@@ -182,7 +189,7 @@ def _read(heard: Heard, lines: list[tuple[float, str]]) -> None:
 def _tokens(usage: Mapping[str, Any], text: str) -> int:
     """Of an answer. Raises ValueError where that is no count of the tokens of this text."""
     found = usage.get("completion_tokens", 0)
-    if type(found) is not int or found < 0 or (usage and text and not found):
+    if type(found) is not int or not 0 <= found <= MOST_TOKENS or (usage and text and not found):
         raise ValueError(f"completion_tokens is {found!r} for {len(text)} characters")
     return found
 

@@ -86,10 +86,13 @@ def rope(config: PretrainedConfig, layer_type: str | None = None, default: Any =
     of_kind: dict[str, Any] = parameters[layer_type] if nested and layer_type else parameters
     name = of_kind.get("rope_type", "default")
     longest = of_kind.get("original_max_position_embeddings") or config.max_position_embeddings
-    if name not in STATIC_ROPES or (name == "longrope" and config.max_position_embeddings > longest):
+    if str(name) not in STATIC_ROPES or (name == "longrope" and config.max_position_embeddings > longest):
         raise NotCovered(f"its rotary embeddings ({name}) change with the length of the text")
     compute: Any = ROPE_INIT_FUNCTIONS.get(name)
     if compute is None:
         compute = (Gemma3RotaryEmbedding if nested else default).compute_default_rope_parameters
-    frequencies, scale = compute(config, **({"layer_type": layer_type} if nested else {}))
+    try:
+        frequencies, scale = compute(config, **({"layer_type": layer_type} if nested else {}))
+    except Exception as error:  # values that are no numbers, sizes that no memory holds
+        raise NotCovered(f"its rotary embeddings cannot be computed ({error})") from error
     return Rope(tuple(frequencies.float().tolist()), float(scale))
