@@ -24,7 +24,6 @@ from blockdraft.drafters.base import (
 )
 from blockdraft.errors import UsageError
 from blockdraft.formats import read_config, trained_for
-from blockdraft.formats.architectures import architecture_of
 from blockdraft.formats.gguf import is_gguf, open_gguf
 from blockdraft.formats.gguf.drafter import drafter_config, gguf_trained_for
 from blockdraft.formats.gguf.kinds import kind_in

@@ -97,9 +97,9 @@ def _target(path: str | Path, found: Description, given: Description | None) -> 
     config, name = found.config, str(path)
     rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
     few, architectures = found.few_bits or {}, getattr(config, "architectures", None)
-    is_named = isinstance(architectures, list) and architectures and isinstance(architectures[0], str)
+    listed = architectures if isinstance(architectures, list) else []
     about: dict[str, Any] = {
-        "architecture": architectures[0] if is_named else config.model_type,
+        "architecture": listed[0] if listed and isinstance(listed[0], str) else config.model_type,
         "layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
         "heads": config.num_attention_heads,
