@@ -15,6 +15,7 @@ from blockdraft.formats.quantized import NotRead, read_quantized
 from blockdraft.formats.quantized.compressed_tensors import parts_of
 from blockdraft.formats.stored import FEW_BITS, Stored
 from blockdraft.nn.quantized import QuantizedWeight
+from blockdraft.nn.rounding import rounded
 from blockdraft.targets import load_target
 
 OUT, IN, GROUP = 16, 64, 32
@@ -150,6 +151,12 @@ def test_what_is_written_is_read(bits: int, symmetric: bool) -> None:
     again = parts_of(NAME, read(scheme(bits), parts))
     assert again.keys() == parts.keys()
     assert all(torch.equal(again[name], tensor) for name, tensor in parts.items())
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_groups_of_zeros_have_their_zero_in_the_middle(bits: int) -> None:
+    parts = parts_of(NAME, rounded(torch.zeros(32 // bits, IN), bits, IN, zero_points=True))
+    assert parts[f"{NAME}.weight_zero_point"].tolist() == [words([1 << bits - 1] * (32 // bits), bits)]
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
