@@ -67,14 +67,19 @@ def check_order(name: str, tensors: Mapping[str, Stored], inputs: int, groups: i
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
     """The values from 0 up in int32 words `[n, words]`, the lowest bits first: `[n, words * 32 / bits]` uint8."""
-    octets = words.contiguous().view(torch.uint8)
+    octets = _own(words).view(torch.uint8)
     return octets if bits == 8 else torch.stack([octets & 15, octets >> 4], -1).flatten(1)
 
 
 def packed(values: Tensor, bits: int) -> Tensor:
     """The inverse of `unpacked`."""
-    octets = values.contiguous() if bits == 8 else values[:, ::2] | values[:, 1::2] << 4
-    return octets.contiguous().view(torch.int32)
+    octets = values if bits == 8 else values[:, ::2] | values[:, 1::2] << 4
+    return _own(octets).view(torch.int32)
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """A copy whose rows lie one behind the other; `contiguous` leaves single rows and columns with any stride."""
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def few_bits(values: Tensor, zeros: Tensor | None, scale: Tensor, bits: int) -> QuantizedWeight:
