@@ -204,10 +204,11 @@ class TreeRecurrence:
 
     def after(self, place: int, nodes: list[int]) -> State:
         own = slice(place, place + 1)
+        kept = slice(len(nodes)) if nodes == [*range(len(nodes))] else nodes  # most are, and need no copy
         keys, corrections, decays = (
-            each[own, :, nodes] for each in (self.nodes.keys, self.corrections, self.nodes.decays)
+            each[own, :, kept] for each in (self.nodes.keys, self.corrections, self.nodes.decays)
         )
-        inputs = torch.cat([self.state.convolution[own], self.mixed[own, nodes]], dim=1)[:, len(nodes) :]
+        inputs = torch.cat([self.state.convolution[own], self.mixed[own, kept]], dim=1)[:, len(nodes) :]
         return State(inputs.clone(), corrected(self.state.recurrence[own], keys, corrections, decays))
 
 
@@ -225,6 +226,7 @@ class ExactRecurrence:
         self.parents = parents
         self.last_child = [{parent: node for node, parent in enumerate(above)} for above in parents]
         self.behind: dict[tuple[int, int], State] = {}  # nodes of which children are still to come
+        self.newest: dict[int, State] = {}  # behind the last node of each row so far
         self.inputs: list[tuple[Tensor, Tensor, Tensor]] = []  # of the nodes so far
 
     def run(self, net: GatedDeltaNet, mixed: Tensor, shares: Tensor, decays: Tensor) -> Tensor:
@@ -238,6 +240,7 @@ class ExactRecurrence:
             state = self.before[row] if parent < 0 else self.behind[row, parent]
             inputs = mixed[piece_node].clone(), shares[piece_node].clone(), decays[piece_node].clone()
             said[piece_node], after = step(net, state, *inputs)
+            self.newest[row] = after
             self.inputs.append(inputs)
             if node in last_child:
                 self.behind[row, node] = after
@@ -246,8 +249,9 @@ class ExactRecurrence:
         return said
 
     def after(self, place: int, nodes: list[int]) -> State:
-        state = self.before[place]
-        for node in nodes:
+        through_all = len(nodes) == len(self.parents[place])
+        state = self.newest[place] if through_all else self.before[place]
+        for node in () if through_all else nodes:
             _, state = step(self.net, state, *self.inputs[place * len(self.parents[0]) + node])
         return State(*(part.unsqueeze(0) for part in state))
 
