@@ -71,8 +71,8 @@ def export(
         drafter = str(BUNDLED)
     if drafter in names():
         raise UsageError(
-            f"DRAFTER is {drafter}, which has no files of its own to write; give the folder of a drafter. Which engines "
-            "find an MTP head in the target's folder is in docs/export.md."
+            f"DRAFTER is {drafter}, which has no files of its own to write; give the folder of a drafter. Which "
+            "engines find an MTP head in the target's folder is in docs/export.md."
         )
     if to_format == GGUF:
         for name, given in (("target-name", target_name), ("backend", backend if backend != DEFAULT_BACKEND else None)):
