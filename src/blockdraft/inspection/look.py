@@ -96,7 +96,8 @@ def _target(path: str | Path, found: Description, given: Description | None) -> 
         raise UsageError(f"{path} is a target itself; leave --target out, or give a drafter to compare with it.")
     config, name = found.config, str(path)
     rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
-    few, architectures = found.few_bits or {}, getattr(config, "architectures", None)
+    few = found.few_bits or {}
+    architectures: Any = getattr(config, "architectures", None)
     is_named = isinstance(architectures, list) and architectures and isinstance(architectures[0], str)
     about: dict[str, Any] = {
         "architecture": architectures[0] if is_named else config.model_type,
