@@ -102,7 +102,7 @@ def test_unknown_drafters_are_refused(tmp_path: Path, target: Target) -> None:
     with pytest.raises(ValueError, match=r"HydraModel.*dflash \(DFlashDraftModel.*draft_lm \(.* more\)"):
         load_drafter(tmp_path, target=target)
     config.write_text("{")
-    with pytest.raises(ValueError, match="no JSON object"):
+    with pytest.raises(ValueError, match="config.json cannot be read"):
         load_drafter(tmp_path, target=target)
 
 

@@ -365,7 +365,7 @@ def test_read_shards_prefixes_and_foreign_tensors(tmp_path: Path) -> None:
 
 
 def test_read_refuses_a_missing_or_broken_folder(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="nowhere/config.json cannot be read .*; give a drafter's folder"):
+    with pytest.raises(ValueError, match="nowhere/config.json cannot be read .*; give another one"):
         read_checkpoint(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="config.json cannot be read"):
         read_checkpoint(tmp_path)

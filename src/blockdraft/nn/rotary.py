@@ -10,6 +10,8 @@ from torch import Tensor
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
+from blockdraft.errors import UsageError, describe
+
 
 def rotary_frequencies(
     head_dim: int, max_positions: int, theta: float, scaling: Mapping[str, Any] | None
@@ -17,12 +19,21 @@ def rotary_frequencies(
     """Radians a position of each pair of channels `[head_dim / 2]` float32, and a factor on cosine and sine.
 
     The many kinds of scaling are transformers' business. Arguments as of `Rotary`.
+
+    Raises:
+        UsageError: Transformers does not know the scaling, or it lacks a parameter.
     """
     rope = {"rope_type": "default", **(scaling or {}), "rope_theta": theta}
-    with torch.device("cpu"):  # also where the weights are still to come
-        rotary = Qwen3RotaryEmbedding(
-            Qwen3Config(head_dim=head_dim, max_position_embeddings=max_positions, rope_parameters=rope)
-        )
+    try:
+        with torch.device("cpu"):  # also where the weights are still to come
+            rotary = Qwen3RotaryEmbedding(
+                Qwen3Config(head_dim=head_dim, max_position_embeddings=max_positions, rope_parameters=rope)
+            )
+    except Exception as error:  # of many kinds
+        raise UsageError(
+            f"rope_scaling is {scaling}, of which transformers makes no angles ({describe(error)}); name a rope_type "
+            "that it knows, with its parameters."
+        ) from error
     return cast(Tensor, rotary.inv_freq), float(rotary.attention_scaling)
 
 
