@@ -147,6 +147,7 @@ def test_a_flow_map_drafts_in_as_many_passes_as_it_was_trained_to_say(
         assert answered.exit_code == 0, answered.exception
         answers.append(answered.stdout.splitlines()[0])
     assert answers[0] == answers[1] == answers[2]
-    words = ["train", "flow", *flags, "--out", str(tmp_path / "x"), "--format", "speculators"]
-    refused = CliRunner().invoke(app, words)
+    refused = CliRunner().invoke(
+        app, ["train", "flow", *flags, "--out", str(tmp_path / "x"), "--format", "speculators"]
+    )
     assert isinstance(refused.exception, ValueError) and "FlowMapDraftModel" in str(refused.exception)

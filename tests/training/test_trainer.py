@@ -88,7 +88,8 @@ def same(one: Path, two: Path) -> bool:
 )
 def test_a_run_learns_and_leaves_a_drafter(variant: str, run: Run, tmp_path: Path, tiny_target_dir: Path) -> None:
     out = tmp_path / "drafter"
-    lines = run(out, variant, steps="30", trackers="tensorboard", eval_every="15")
+    few = {"jumps": "0.1"} if variant == "flow" else {}  # learning from itself takes it longer
+    lines = run(out, variant, steps="30", trackers="tensorboard", eval_every="15", **few)
     assert [line["step"] for line in lines] == list(range(1, 31))
     assert sum(line["loss"] for line in lines[-5:]) < 0.95 * sum(line["loss"] for line in lines[:5])
     end = lines[-1]

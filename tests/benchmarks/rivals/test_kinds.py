@@ -62,8 +62,9 @@ def test_the_weights_of_a_pass(target: Target) -> None:
         features = [
             n for n in own if n.startswith(("fc", "hidden_norm")) or n.endswith(("k_proj.weight", "v_proj.weight"))
         ]
-        reads = name in ("dflash", "dspark", "flow", "eagle3")
-        assert found.observed == (sum(own[n] for n in features) if reads else 0)
+        assert found.observed == (
+            sum(own[n] for n in features) if name in ("dflash", "dspark", "flow", "eagle3") else 0
+        )
 
 
 def test_a_forward_reads_a_tied_embedding_once(target: Target) -> None:

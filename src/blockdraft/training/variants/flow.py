@@ -134,7 +134,7 @@ class FlowVariant(DFlashFamily[FlowRecipe, FlowNetwork]):
         places = first_BA1 + torch.arange(1, rows.tokens_BAL.size(2), device=first_BA1.device)
         return place_noise(target.hidden_size).to(places.device)[places % PLACES]
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _moments(self, rows: Rows, size: int) -> Moments:
         """Drawn for each row from the seed, its text and its anchors, so that a run that goes on draws the same."""
         device, (blocks, slots) = rows.anchors_BA.device, rows.taught_BAK.shape[1:]
