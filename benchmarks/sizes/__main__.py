@@ -17,6 +17,9 @@ import json
 import shutil
 import sys
 import tempfile
+from collections.abc import Collection
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import psutil
@@ -26,7 +29,7 @@ from benchmarks.peers import environments
 from benchmarks.peers.process import PeerProcess
 from benchmarks.sizes import pairs, report
 from benchmarks.sizes.runs import Runs, measure, steps, tasks
-from benchmarks.sizes.ways import LLAMA, LLAMA_KINDS, OUR_KINDS, Q4_K_ROW, Way, start, ways
+from benchmarks.sizes.ways import LLAMA, LLAMA_KINDS, OUR_KINDS, Q4_K_ROW, Way, memory, start, ways
 from benchmarks.sizes.widen import TARGET
 from blockdraft.engine.text import encode
 from blockdraft.evaluation.prompts import read_prompt_sets
@@ -58,6 +61,7 @@ def arguments() -> argparse.Namespace:
     add(
         "--methods", default="chain:3,chain:5,chain:7,tree:16,chain:auto,tree:auto", help="N guesses, or as many as pay"
     )
+    add("--llama-guesses", default="3,5", help="guesses of llama.cpp's drafting (3,5); '' for none")
     add("--limit", type=int, default=8, help="prompts (8)")
     add("--tokens", type=int, default=96, help="most new tokens of an answer (96)")
     add("--first", default="16,512", help="prompt lengths of which the first token is timed (16,512)")
@@ -86,8 +90,9 @@ def measure_size(
 ) -> dict[Way, str]:
     """Measure what is left of a size; returns why ways are missing."""
     first, contexts = ([int(each) for each in words(text)] for text in (arguments.first, arguments.contexts))
+    guesses = [int(each) for each in words(arguments.llama_guesses)]
     found = tasks(size, prompts, arguments.tokens, first, contexts)
-    chosen = ways(words(arguments.kinds), words(arguments.methods), words(arguments.llama))
+    chosen = ways(words(arguments.kinds), words(arguments.methods), words(arguments.llama), guesses)
     missing: dict[Way, str] = {}
     if reason := environments.why_missing("llama_cpp"):
         missing |= {way: reason for way in chosen if way.side == LLAMA}
@@ -105,7 +110,8 @@ def measure_size(
     longest = max(len(task.prompt) for task in found) + arguments.tokens + 64  # some peers look ahead
     with tempfile.TemporaryDirectory(dir=arguments.out) as folder:
         print(f"size {size}: making the pair", file=sys.stderr, flush=True)
-        target, drafter = pairs.make(size, Path(folder), longest)
+        with ProcessPoolExecutor(1, get_context("spawn")) as apart:  # the memory that making takes ends with it
+            target, drafter = apart.submit(pairs.make, size, Path(folder), longest).result()
         given = {
             "target": str(target),
             "drafter": str(drafter),
@@ -123,8 +129,19 @@ def measure_size(
 
         for bits in dict.fromkeys(way.bits for way in chosen):  # these are in memory together
             own = [step for step in left if step[1].bits == bits]
+            _check_memory(size, bits, {way.process for _, way, _ in own}, target, drafter)
             missing |= measure(size, pairs.parameters(target), own, load, stops, runs)
     return missing
+
+
+def _check_memory(size: str, bits: int, processes: Collection[Way], target: Path, drafter: Path) -> None:
+    weights = [(folder / "model.safetensors").stat().st_size for folder in (target, drafter)]
+    needed, free = memory(processes, *weights), psutil.virtual_memory().available
+    if needed > free:
+        raise ValueError(
+            f"The {len(processes)} processes that decode size {size} with {bits} bits take about {needed / 1e9:.1f} GB"
+            f" together; {free / 1e9:.1f} GB are free. Give fewer --kinds, --llama or --llama-guesses."
+        )
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ EXACT = "bf16"  # llama.cpp's kind that is not rounded
 LLAMA_KINDS = {EXACT: 16, "Q8_0": 8, "Q4_0": 4, "Q4_K": 4}
 LLAMA_GUESSES = (3, 5)
 Q4_K_ROW = 256  # weights; a row must be a multiple
+MEMORY_MARGIN = 1.25  # scales, heads of 8 bits, caches and what a process takes anyway
 TREE_BLOCK = 8  # how deep a tree of a fixed size may be
 
 
@@ -59,7 +61,9 @@ class Way:
         return Way(OURS, self.kind, "") if self.side == OURS else self
 
 
-def ways(kinds: list[str], methods: list[str], llama_kinds: list[str]) -> list[Way]:
+def ways(
+    kinds: list[str], methods: list[str], llama_kinds: list[str], llama_guesses: Sequence[int] = LLAMA_GUESSES
+) -> list[Way]:
     """All of them; those of the same bits stand side by side.
 
     Raises:
@@ -75,8 +79,27 @@ def ways(kinds: list[str], methods: list[str], llama_kinds: list[str]) -> list[W
     for kind in llama_kinds:
         found.append(Way(LLAMA, kind, PLAIN))
         drafters = dict.fromkeys([EXACT, kind])
-        found += [Way(LLAMA, kind, f"chain:{guesses}", each) for each in drafters for guesses in LLAMA_GUESSES]
+        found += [Way(LLAMA, kind, f"chain:{guesses}", each) for each in drafters for guesses in llama_guesses]
     return sorted(found, key=lambda way: -way.bits)
+
+
+def memory(processes: Iterable[Way], target: int, drafter: int) -> int:
+    """About how many bytes these take while all are loaded.
+
+    Args:
+        target: Bytes of its checkpoint, in bfloat16.
+        drafter: Likewise.
+    """
+
+    def share(kind: str) -> float:
+        return (OUR_KINDS[kind][0] if kind in OUR_KINDS else LLAMA_KINDS[kind]) / 16
+
+    def taken(process: Way) -> float:
+        if process.side == LLAMA and process.method == PLAIN:
+            return target * share(process.kind)
+        return target * share(process.kind) + drafter * share(process.drafter or process.kind)
+
+    return int(MEMORY_MARGIN * sum(map(taken, processes)))
 
 
 def drafting(method: str) -> dict[str, Any]:

@@ -1,7 +1,9 @@
 """What is made of all runs, and what is measured; measuring itself is `make bench-sizes ARGS=--quick`."""
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fakes import fake, started
@@ -69,6 +71,7 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return started(fake(log.stem), tmp_path)
 
     monkeypatch.setattr(program, "start", start)
+    monkeypatch.setattr(program, "ProcessPoolExecutor", lambda *_: ThreadPoolExecutor(1))  # starts at once
     monkeypatch.setattr(program.report, "draw", lambda runs, path: path.touch())
     monkeypatch.setattr(environments, "why_missing", lambda name: None)
     words = ["--widths", "1", "--methods", "chain:3", "--limit", "2", "--repeats", "1", "--tokens", "4"]
@@ -85,6 +88,16 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "sizes.png",
     }
     assert "rows are no multiple of 256: llama.cpp Q4_K plain" in (tmp_path / "out" / "sizes.md").read_text()
+
+
+def test_more_than_fits_is_refused_before_it_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "ProcessPoolExecutor", lambda *_: ThreadPoolExecutor(1))
+    monkeypatch.setattr(program, "start", lambda *_: pytest.fail("something was loaded"))
+    monkeypatch.setattr(program.psutil, "virtual_memory", lambda: SimpleNamespace(available=1_000_000))
+    monkeypatch.setattr(sys, "argv", ["sizes", "--widths", "1", "--llama", "", "--out", str(tmp_path / "out")])
+    with pytest.raises(ValueError, match=r"take about 0.0 GB together; 0.0 GB are free\. Give fewer --kinds"):
+        program.run(program.arguments())
+    assert not list((tmp_path / "out").glob("tmp*"))
 
 
 def test_parameters_are_those_of_the_weights() -> None:

@@ -1,6 +1,6 @@
 import pytest
 
-from benchmarks.sizes.ways import LLAMA, OURS, Way, drafting, ways
+from benchmarks.sizes.ways import LLAMA, OURS, Way, drafting, memory, ways
 
 
 def test_guesses_do_not_count_the_anchor() -> None:
@@ -36,3 +36,16 @@ def test_one_process_serves_all_of_our_ways_and_each_of_theirs_has_its_own() -> 
     assert len({way.process for way in found if way.side == OURS}) == 1
     assert len({way.process for way in found if way.side == LLAMA}) == 3
     assert Way(LLAMA, "Q4_0", "chain:3", "Q4_0").name == "chain:3, drafter Q4_0"
+
+
+def test_guesses_of_llama_are_chosen() -> None:
+    found = ways([], [], ["Q4_0"], [4])
+    assert {way.method for way in found} == {"plain", "chain:4"}
+    assert [way.method for way in ways([], [], ["Q4_0"], [])] == ["plain"]
+
+
+def test_memory_counts_each_process_with_its_drafter() -> None:
+    plain, drafting_exact = Way(LLAMA, "Q4_0", "plain"), Way(LLAMA, "Q4_0", "chain:3", "bf16")
+    assert memory([plain], 1600, 160) == 500
+    assert memory([plain, drafting_exact], 1600, 160) == 500 + 700
+    assert memory([Way(OURS, "int8", "")], 1600, 160) == 1100
