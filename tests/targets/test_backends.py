@@ -46,8 +46,16 @@ def test_a_backend_that_does_not_know_a_model_says_so(toy_dir: Path, tiny_target
     assert load_target(tiny_target_dir).backend == "native"
 
 
-@pytest.mark.parametrize("drafting", [Drafting(), Drafting(tree_budget=9), Drafting("auto"), Drafting(drawn=True)])
-@pytest.mark.parametrize("name", ["prompt_lookup", "dflash"])
+@pytest.mark.parametrize(
+    ("name", "drafting"),
+    [
+        pytest.param(name, drafting, marks=pytest.mark.slow if (kind + way) % 2 else ())
+        for kind, name in enumerate(["prompt_lookup", "dflash"])
+        for way, drafting in enumerate(
+            [Drafting(), Drafting(tree_budget=9), Drafting("auto"), Drafting(drawn=True)],
+        )
+    ],
+)
 def test_drafting_changes_no_answer(toy: Target, tiny_drafter_dir: Path, name: str, drafting: Drafting) -> None:
     drafter = load_drafter(tiny_drafter_dir if name == "dflash" else name, target=toy)
     none = load_drafter("none", target=toy)

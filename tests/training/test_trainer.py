@@ -106,7 +106,7 @@ def test_a_run_learns_and_leaves_a_drafter(variant: str, run: Run, tmp_path: Pat
     assert len(list((folder / "checkpoints").iterdir())) == 2
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
 def test_a_run_that_stopped_goes_on_to_the_same_weights(
     optimizer: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
