@@ -97,7 +97,6 @@ def converted(
         eval_every=0,
         save_every=math.ceil(settings.tune_steps / SAVES),
         keep=1,
-        dtype="float32",  # on every machine
     )
     texts = read_texts([str(data)], RowSettings(), model)
     telling = Telling(lambda told, done, steps: progress(f"training, {told}", done, steps))
