@@ -135,7 +135,7 @@ def test_it_is_inspected_and_refused_by_name_where_it_cannot_go(
     assert [engine for engine, start in report.starts.items() if start.line] == ["blockdraft"]
     assert all(start.remedy is None for engine, start in report.starts.items() if engine != "blockdraft")
     assert "Flow" in str(report.starts["llama.cpp"].reason)
-    with pytest.raises(UsageError, match="the kind of drafter is 'Flow'; it must be one of those that GGUF files hold"):
+    with pytest.raises(UsageError, match="The kind of drafter is .Flow.; llama.cpp drafts with files of DFlash"):
         drafter_metadata(drafter.config)
     with pytest.raises(UsageError, match="the architecture is 'FlowMapDraftModel'; it must be one of"):
         convert(tiny_flow_dir, tmp_path / "out", format_for("speculators", target, str(tiny_target_dir)), target)

@@ -54,3 +54,8 @@ def test_devices_that_training_cannot_use(
     monkeypatch.setattr(devices, "device_and_dtype", lambda name, dtype: (torch.device(name), dtype))
     with pytest.raises(UsageError, match=f"device is {device}; training takes the CPU or the first NVIDIA GPU.*{told}"):
         make_accelerator(Recipe(), tmp_path, device)
+
+
+def test_one_process_trains_in_one_arithmetic_after_the_other(fresh_accelerator: None, tmp_path: Path) -> None:
+    for dtype, precision in (("float32", "no"), ("bfloat16", "bf16"), ("bfloat16", "bf16"), ("float32", "no")):
+        assert make_accelerator(Recipe(dtype=dtype), tmp_path, "cpu").mixed_precision == precision

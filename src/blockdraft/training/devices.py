@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 from blockdraft.errors import UsageError
@@ -44,12 +45,15 @@ def make_accelerator(recipe: DeviceRecipe, folder: Path, device: str | None = No
     if cpu:
         keep_freed_memory()
     bfloat16 = recipe.dtype == "bfloat16" or (recipe.dtype == "auto" and (not cpu or multiplies_bfloat16()))
+    precision = "bf16" if bfloat16 else "no"
+    if AcceleratorState._shared_state and AcceleratorState().mixed_precision != precision:
+        AcceleratorState._reset_state()  # else a process could train in one arithmetic alone
     sharded = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true")
     # The context's keys and values read all layers' weights at once, so the network is sharded and gathered as a whole.
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap") if sharded else None
     found = Accelerator(
         cpu=cpu,
-        mixed_precision="bf16" if bfloat16 else "no",
+        mixed_precision=precision,
         fsdp_plugin=plugin,
         log_with=list(recipe.trackers) or None,
         project_dir=str(folder),

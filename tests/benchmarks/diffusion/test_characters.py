@@ -26,7 +26,7 @@ def test_models_differ_by_the_seed_alone(corpus: Corpus, tiny: TextSettings) -> 
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[1], weights[2])
     assert (other.config.block_size, other.config.token_shift) == (4, False)
     assert other.config.mask_token_id == corpus.tokenizer.convert_tokens_to_ids(MASK)
-    assert other.files == ()
+    assert not other.files
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
