@@ -6,7 +6,7 @@ import glob
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -171,11 +171,12 @@ def clear_remains(path: str | Path) -> None:
     """Clear away what a killed `write_folder` left beside this folder, which nobody may be writing now."""
     path = Path(path).resolve()
     for scratch in path.parent.glob(f".{glob.escape(path.name)}.*"):
-        if not scratch.is_dir() or {one.name for one in scratch.iterdir()} - {"new", "old"}:
-            continue
-        if (scratch / "old").exists() and not path.exists():
-            (scratch / "old").rename(path)
-        shutil.rmtree(scratch)
+        with suppress(FileNotFoundError):  # a fellow process was trying whether it may write here, and is done
+            if not scratch.is_dir() or {one.name for one in scratch.iterdir()} - {"new", "old"}:
+                continue
+            if (scratch / "old").exists() and not path.exists():
+                (scratch / "old").rename(path)
+            shutil.rmtree(scratch)
 
 
 def _holds_drafter(path: Path) -> bool:
