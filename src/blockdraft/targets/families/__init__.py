@@ -1,6 +1,8 @@
 """Families that the native decoder knows: one file a family, named after the `model_type` of its configuration.
 
 Each holds `decoder_config`, which turns a configuration of transformers into a `DecoderConfig` or raises `NotCovered`.
+One that ends in `_text` may say `HAS_OTHER_PARTS`: then transformers' causal LM of the models around it is the text
+part alone.
 """
 
 from __future__ import annotations
@@ -15,12 +17,12 @@ from blockdraft.targets.families.base import NotCovered, check_covered
 
 FAMILIES = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem not in ("__init__", "base"))
 
-WITH_PICTURES = ("qwen3_5",)  # of which transformers' causal LM is the text model alone
-
 
 def text_part(config: PretrainedConfig) -> PretrainedConfig:
     """The configuration of a model's text part, where it has others that are left out; else its own."""
-    return config.get_text_config() if config.model_type in WITH_PICTURES else config
+    family = f"{config.model_type}_text"
+    has_others = family in FAMILIES and getattr(import_module(f"{__name__}.{family}"), "HAS_OTHER_PARTS", False)
+    return config.get_text_config() if has_others else config
 
 
 def decoder_config(config: PretrainedConfig) -> DecoderConfig:

@@ -9,6 +9,8 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedd
 from blockdraft.nn.decoder_config import DecoderConfig, DeltaNet, LayerKind
 from blockdraft.targets.families.base import NotCovered, base_config, rope
 
+HAS_OTHER_PARTS = True
+
 
 def decoder_config(config: PretrainedConfig) -> DecoderConfig:
     own, bias = rope(config, default=Qwen3_5TextRotaryEmbedding), bool(config.attention_bias)
