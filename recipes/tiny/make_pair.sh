@@ -33,7 +33,7 @@ settle() {
     touch "$build/target/$name"
 }
 settle settled "$build/first_answers.jsonl" 220 --limit 7000 --sampled-share 0.2
-settle settled_again "$build/answers.jsonl" 60 --limit 14000 --sampled-share 0.3 --seed 2
+settle settled_again "$build/answers.jsonl" 60 --limit 24000 --sampled-share 0.3 --seed 2
 
 run pack_answers.py --answers "$build/first_answers.jsonl" "$build/answers.jsonl" --target "$build/target" --out "$build/data"
 "$python" -m blockdraft train dflash "$here/drafter.toml" --target "$build/target" --data "$build/data" --out "$build/drafter"

@@ -22,7 +22,7 @@ from blockdraft import Engine, SamplingParams, load_drafter, load_target
 from blockdraft.engine import Chunk, Request, loops
 
 FROM_CORPUS = {"gsm8k": 7500, "algorithms": 800}
-DRAWN = {"problem": 3000, "task": 3000}
+DRAWN = {"problem": 6000, "task": 6000}
 
 
 def training_prompts(corpus: Path, seed: int, sampled_share: float) -> list[tuple[str, str, bool]]:
