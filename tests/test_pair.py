@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 import blockdraft
+from blockdraft.drafters import bundled
 from blockdraft.engine import mean_tau
+from blockdraft.formats import read_config
 
 PAIR = Path(blockdraft.__file__).parent / "pair"
 SHARED = Path(os.environ.get("BLOCKDRAFT_DATA", Path(__file__).parents[2] / "shared/data"))
@@ -20,10 +22,10 @@ PROMPTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def engine() -> blockdraft.Engine:
+@pytest.fixture(scope="module", params=sorted({*bundled().values()}), ids=lambda folder: folder.name)
+def engine(request: pytest.FixtureRequest) -> blockdraft.Engine:
     target = blockdraft.load_target()
-    return blockdraft.Engine(target, blockdraft.load_drafter(target=target))
+    return blockdraft.Engine(target, blockdraft.load_drafter(request.param, target=target))
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +36,9 @@ def plain(engine: blockdraft.Engine) -> blockdraft.Engine:
 def test_files_are_small_and_complete() -> None:
     files = [file for file in PAIR.rglob("*") if file.is_file()]
     assert sum(file.stat().st_size for file in files) <= 40e6
-    for folder in ("target", "drafter"):
-        assert {"README.md", "config.json", "model.safetensors"} <= {file.name for file in (PAIR / folder).iterdir()}
+    for folder in (PAIR / "target", *bundled().values()):
+        assert {"README.md", "config.json", "model.safetensors"} <= {file.name for file in folder.iterdir()}
+    assert read_config(bundled()["bundled-dflash"])["architectures"] == ["DFlashDraftModel"]
 
 
 def test_shape_of_the_pair(engine: blockdraft.Engine) -> None:

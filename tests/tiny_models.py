@@ -1,5 +1,6 @@
 """Tiny random models that the tests share. Their answers are nonsense, which leaves the decoding of nonsense exact."""
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from accelerate.state import AcceleratorState, PartialState
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from blockdraft import drafters
 from blockdraft.data.documents import DataWriter, Document, tokenizer_fingerprint
 from blockdraft.formats import Checkpoint, find_layout
 from blockdraft.formats.zlab import read_checkpoint, write_checkpoint
@@ -142,6 +144,17 @@ def tiny_dspark_dir(tmp_path_factory: pytest.TempPathFactory, tiny_drafter_dir: 
     network.load_state_dict(tensors, strict=False)
     write_checkpoint(folder, config, network.state_dict())
     return folder
+
+
+@pytest.fixture
+def two_kinds(
+    tmp_path: Path, tiny_drafter_dir: Path, tiny_dspark_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Path, Path]:
+    """Two tiny drafters in place of what is bundled: the DFlash one, and a DSpark one beside it."""
+    pair = tmp_path / "pair"
+    monkeypatch.setattr(drafters, "PAIR", pair)
+    dflash, dspark = pair / "drafter", pair / "drafter-dspark"
+    return shutil.copytree(tiny_drafter_dir, dflash), shutil.copytree(tiny_dspark_dir, dspark)
 
 
 @pytest.fixture(scope="session")

@@ -73,6 +73,14 @@ def test_there_and_back(
     assert drafted(source, target) == drafted(tmp_path / "there", target) == drafted(tmp_path / "back", target)
 
 
+def test_the_bundled_dflash_drafter_is_what_other_engines_get(
+    export: Run, tmp_path: Path, two_kinds: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export("bundled", "--out", tmp_path / "out") == 0
+    assert "bundled is bundled-dflash for other engines" in capsys.readouterr().err
+    assert zlab.read_config(tmp_path / "out") == zlab.read_config(two_kinds[0])
+
+
 def test_eagle3_there_and_back(
     export: Run, tmp_path: Path, target: Target, tiny_eagle3_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 from blockdraft import cli
 from blockdraft.cli.loading import TargetOptions, takes_target
 from blockdraft.cli.options import need_drafter
-from blockdraft.drafters import BUNDLED
+from blockdraft.drafters import BUNDLED_DFLASH, bundled
 from blockdraft.targets import load_target_text
 
 COMMANDS = {
@@ -52,7 +52,7 @@ def test_adapter_and_revision_reach_the_loader(
 ) -> None:
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "hello"}\n')
     places = {"PROMPTS": tmp_path / "prompts.jsonl", "DATA": tiny_data_dir, "OUT": tmp_path / "out"}
-    places["DRAFTER"] = BUNDLED
+    places["DRAFTER"] = bundled()[BUNDLED_DFLASH]
     args = [places.get(arg, arg) for arg in COMMANDS[command]]
     own = ("--drafter", "none") if command in DECODING else ()
     device = () if command == "export" else ("--device", "cpu")

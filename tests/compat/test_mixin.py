@@ -13,6 +13,7 @@ from blockdraft.compat import mixin as compat_mixin
 from blockdraft.drafters import load_drafter
 from blockdraft.nn.reduced_head import ReducedHead
 from blockdraft.proposal import Plan
+from blockdraft.targets import load_target
 from blockdraft.targets.hf import HFTarget
 from blockdraft.types import SamplingParams
 
@@ -36,6 +37,12 @@ def config(drafter_dir: Path) -> DFlashConfig:
 @pytest.fixture
 def mixin(model: PreTrainedModel, config: DFlashConfig) -> DFlashGenerationMixin:
     return DFlashGenerationMixin(model, config=config)
+
+
+def test_the_bundled_one_is_always_the_dflash_drafter(tiny_target_dir: Path, two_kinds: tuple[Path, Path]) -> None:
+    """Several passes over a block are not for every kind."""
+    target = load_target(tiny_target_dir)
+    assert DFlashGenerationMixin(target, DFlashConfig(diffusion_steps=2)).drafter.diffusion_steps == 2
 
 
 @pytest.mark.parametrize(("side", "use_dflash"), [("left", True), ("right", True), ("right", False)])

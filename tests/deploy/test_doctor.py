@@ -16,7 +16,7 @@ from blockdraft.deploy.doctor import Diagnosis, conclude, examine
 from blockdraft.deploy.readings import Reading
 from blockdraft.deploy.readings.dflash import readings
 from blockdraft.deploy.settings import DoctorSettings
-from blockdraft.drafters import BUNDLED
+from blockdraft.drafters import BUNDLED_DFLASH, bundled
 from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.formats.zlab import read_config
 from blockdraft.nn.cache import KVCache
@@ -24,6 +24,7 @@ from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.draft_config import LayerAttention
 from blockdraft.targets import Target, load_target
 
+DRAFTER = bundled()[BUNDLED_DFLASH]
 PROMPTS = [
     "Ann has 4 apples and buys 7 more. How many apples does she have now?",
     "Tom has 3 boxes of 12 pens. He gives away 5 pens. How many are left?",
@@ -41,7 +42,7 @@ def broken(tmp_path: Path) -> Callable[..., Path]:
     """The bundled drafter with another config.json."""
 
     def change(**changes: Any) -> Path:
-        folder = shutil.copytree(BUNDLED, tmp_path / "broken")
+        folder = shutil.copytree(DRAFTER, tmp_path / "broken")
         raw = json.loads((folder / "config.json").read_text())
         raw["dflash_config"] |= changes.pop("dflash_config", {})
         (folder / "config.json").write_text(json.dumps(raw | changes))
@@ -56,7 +57,7 @@ def diagnosis(target: Target, folder: Path) -> Diagnosis:
 
 @pytest.mark.slow
 def test_a_good_pair(target: Target) -> None:
-    found = diagnosis(target, BUNDLED)
+    found = diagnosis(target, DRAFTER)
     assert (found.fault, found.remedy, found.alike) == (None, "", 1.0)
     assert found.decoded == found.own and found.decoded[0] > 0.5
     usual, *others = found.tried
@@ -141,7 +142,7 @@ def test_attention_that_was_trained_otherwise(
         return through(self, *given) * (-1 if is_wrong(self.config.layers[0]) else 1)
 
     monkeypatch.setattr(DFlashNetwork, "through_layers", spoilt)
-    found = diagnosis(target, BUNDLED)
+    found = diagnosis(target, DRAFTER)
     assert found.fault == fault and told in found.finding and found.remedy
 
 
@@ -154,7 +155,7 @@ def test_a_shift_by_one(target: Target, monkeypatch: pytest.MonkeyPatch) -> None
         return through(self, *given).roll(-1, dims=1)
 
     monkeypatch.setattr(DFlashNetwork, "through_layers", late)
-    found = diagnosis(target, BUNDLED)
+    found = diagnosis(target, DRAFTER)
     assert found.fault == "shift" and "slot 0 guesses the token behind the anchor" in found.finding
 
 
@@ -171,7 +172,7 @@ def test_numbers_that_do_not_fit(broken: Callable[..., Path]) -> None:
 
 @pytest.mark.slow
 def test_another_target(tmp_path: Path, target: Target) -> None:
-    folder = shutil.copytree(BUNDLED.parent / "target", tmp_path / "target")
+    folder = shutil.copytree(DRAFTER.parent / "target", tmp_path / "target")
     random = torch.Generator().manual_seed(0)
     tensors = {
         name: torch.randn(tensor.shape, generator=random).to(tensor.dtype)
@@ -179,7 +180,7 @@ def test_another_target(tmp_path: Path, target: Target) -> None:
         for name, tensor in load_file(folder / "model.safetensors").items()
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    found = diagnosis(load_target(folder, compile="off"), BUNDLED)
+    found = diagnosis(load_target(folder, compile="off"), DRAFTER)
     assert found.fault == "target" and "another target" in found.finding and "fingerprint" in found.finding
 
 
@@ -192,12 +193,12 @@ def test_decoding_at_fault(target: Target, monkeypatch: pytest.MonkeyPatch) -> N
         return hidden, logits.roll(1, dims=1)
 
     monkeypatch.setattr(DFlashDrafter, "_draft_pass", confused)
-    found = diagnosis(target, BUNDLED)
+    found = diagnosis(target, DRAFTER)
     assert found.fault == "decoding" and found.alike < 0.9 and "report it" in found.remedy
 
 
 def test_readings_are_different_and_possible() -> None:
-    config = read_config(BUNDLED)
+    config = read_config(DRAFTER)
     known = list(readings(config, 1, {"rope_theta": 500_000.0}, torch.bfloat16, 1000))
     assert len({(one.config.layers, one.taps, one.config.rope_theta, one.shift, one.dtype) for one in known}) == len(
         known
@@ -217,7 +218,7 @@ def test_readings_are_different_and_possible() -> None:
 
 
 def test_small_gains_are_no_fault() -> None:
-    config = read_config(BUNDLED)
+    config = read_config(DRAFTER)
     usual, other = Reading("", "usual", "", config), Reading("taps", "other", "do this", config)
     chance = torch.Generator().manual_seed(0)
     runs = [(torch.rand(60, 1, generator=chance) < share).long() for share in (0.5, 0.6)]

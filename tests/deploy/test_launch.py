@@ -189,6 +189,20 @@ def test_dry_run(
     assert capsys.readouterr().out.startswith(f"vllm serve {BUNDLED} ")
 
 
+def test_other_engines_get_the_bundled_dflash_drafter(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tiny_target_dir: Path,
+    two_kinds: tuple[Path, Path],
+) -> None:
+    dflash, dspark = two_kinds
+    for name, told in (("bundled", True), ("bundled-dflash", False)):
+        assert run(monkeypatch, "vllm", "--target", tiny_target_dir, "--drafter", name, "--dry-run") == 0
+        said = capsys.readouterr()
+        assert f'"{dflash}"' in said.out
+        assert ("bundled is bundled-dflash for other engines" in said.err and str(dspark) in said.err) == told
+
+
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize(("prompt", "told"), [("FAIL", "4 requests failed"), ("HANG", "said nothing for 1 s")])
 def test_a_measurement_that_failed_does_not_end_serving(

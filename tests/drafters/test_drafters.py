@@ -1,11 +1,12 @@
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-from blockdraft.drafters import NetworkDrafter, as_given, drafter_of, entries, load_drafter
+from blockdraft.drafters import NetworkDrafter, as_given, bundled, drafter_of, entries, load_drafter, parts_of
 from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.drafters.none import NoDrafter
 from blockdraft.errors import UsageError
@@ -87,13 +88,39 @@ def test_weights_are_borrowed_not_copied(target: Target, tiny_drafter_dir: Path)
     assert not any("embed" in name or "lm_head" in name for name, _ in drafter.network.named_parameters())
 
 
+def test_another_kind_beside_the_bundled_dflash_drafter(two_kinds: tuple[Path, Path], target: Target) -> None:
+    dflash, dspark = two_kinds
+    for name in (None, "bundled", Path("bundled")):
+        assert load_drafter(name, target=target).path == dspark
+    assert load_drafter("bundled-dflash", target=target).path == dflash
+    both = load_drafter("prompt_lookup+bundled", target=target)
+    assert [part.path for part in parts_of(both)] == [None, dspark]
+    (dspark / "config.json").unlink()  # what a copy that was broken off has left is none
+    assert load_drafter(target=target).path == dflash
+
+
+def test_one_alone_can_be_the_default(two_kinds: tuple[Path, Path]) -> None:
+    assert list(bundled()) == ["bundled", "bundled-dflash"]
+    shutil.copytree(two_kinds[1], two_kinds[1].with_name("drafter-dflash2"))
+    with pytest.raises(AssertionError, match="2 drafters beside drafter"):
+        bundled()
+
+
+def test_a_bundled_drafter_that_does_not_fit_is_told_as_such(target: Target) -> None:
+    for name in (None, "bundled", "bundled-dflash"):
+        with pytest.raises(ValueError, match="The bundled drafter does not fit this target; name a drafter"):
+            load_drafter(name, target=target)
+
+
 def test_a_folder_with_the_name_of_a_drafter() -> None:
     assert [as_given(path) for path in ("mtp", Path("bundled"), "own/mtp", "mine")] == [
         "./mtp", "./bundled", "own/mtp", "mine"]  # fmt: skip
 
 
 def test_unknown_drafters_are_refused(tmp_path: Path, target: Target) -> None:
-    with pytest.raises(ValueError, match="nowhere is no drafter: .* bundled, mtp, none, prompt_lookup is needed"):
+    with pytest.raises(
+        ValueError, match="nowhere is no drafter: .* bundled, bundled-dflash, mtp, none, prompt_lookup is needed"
+    ):
         load_drafter("nowhere", target=target)
     with pytest.raises(ValueError, match="fetch it: hf download owner/a-drafter --local-dir DIR"):
         load_drafter("owner/a-drafter", target=target)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from blockdraft.diffusion.new import new_model
 from blockdraft.diffusion.settings import NewSettings
-from blockdraft.drafters import BUNDLED, load_drafter
+from blockdraft.drafters import BUNDLED_DFLASH, bundled, load_drafter
 from blockdraft.errors import UsageError
 from blockdraft.formats import Borrowed, layouts, read_drafter, speculators, zlab
 from blockdraft.inspection import Report, inspect
@@ -204,9 +204,15 @@ def test_an_adapter(tmp_path: Path) -> None:
 
 
 def test_the_bundled_drafter() -> None:
-    found = inspect("bundled")
+    found = inspect("bundled-dflash")
     assert found.about["architecture"] == "DFlashDraftModel" and verdicts(found)["fingerprint"] is True
-    assert inspect(BUNDLED, "bundled").fits == found.fits
+    assert inspect(bundled()[BUNDLED_DFLASH], "bundled").fits == found.fits
+
+
+def test_another_kind_beside_the_bundled_dflash_drafter(two_kinds: tuple[Path, Path], tiny_target_dir: Path) -> None:
+    for name, folder, kind in zip(("bundled-dflash", "bundled"), two_kinds, ("DFlash", "DSpark"), strict=True):
+        found = inspect(name, tiny_target_dir)
+        assert found.path == str(folder) and kind in found.about["architecture"]
 
 
 def test_wrong_places(variant: Variant, tiny_target_dir: Path, tmp_path: Path) -> None:

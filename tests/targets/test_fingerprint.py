@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from blockdraft.drafters import BUNDLED, load_drafter
+from blockdraft.drafters import bundled, load_drafter
 from blockdraft.formats import read_config, read_drafter, trained_for
 from blockdraft.quantize.run import quantize
 from blockdraft.quantize.settings import QuantizeSettings
@@ -101,6 +101,7 @@ def test_a_converted_drafter_stays_one_for_its_own_target(
 
 def test_the_bundled_drafter_is_the_bundled_targets(caplog: pytest.LogCaptureFixture) -> None:
     target = load_target(device="cpu")
-    assert trained_for(read_config(BUNDLED)) == target.source_fingerprint
-    load_drafter(target=target)
+    for name, folder in bundled().items():
+        assert trained_for(read_config(folder)) == target.source_fingerprint
+        load_drafter(name, target=target)
     assert caplog.messages == []

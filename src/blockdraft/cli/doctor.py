@@ -30,7 +30,7 @@ def doctor(
     run: TargetOptions,
     drafter: Annotated[
         str | None,
-        typer.Option(metavar="DIR", help="A drafter's folder; by default the bundled one."),
+        typer.Option(metavar="DIR", help="A drafter's folder; by default the bundled DFlash drafter."),
     ] = None,
     prompts: Annotated[
         list[Path] | None,
@@ -55,11 +55,11 @@ def doctor(
 
     from blockdraft.cli import display
     from blockdraft.deploy.doctor import examine
-    from blockdraft.drafters import BUNDLED
+    from blockdraft.drafters import BUNDLED_DFLASH, bundled
 
     target = run.load()
     with display.progress("readings") as progress:
-        found = examine(target, drafter or BUNDLED, texts or SAMPLES.prompts, settings, progress)
+        found = examine(target, drafter or bundled()[BUNDLED_DFLASH], texts or SAMPLES.prompts, settings, progress)
     if as_json:
         print(json.dumps(asdict(found), indent=2))
     else:

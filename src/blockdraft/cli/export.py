@@ -21,8 +21,8 @@ def export(
         str,
         typer.Argument(
             metavar="DRAFTER",
-            help="A drafter in any format that `generate` reads, as a folder or GGUF file, or bundled, the one that "
-            "comes along.",
+            help="A drafter in any format that `generate` reads, as a folder or GGUF file, or bundled, the DFlash "
+            "drafter that comes along.",
         ),
     ],
     out: Annotated[str, typer.Option(metavar="DIR", help="Where to write; new, empty or a draft model's folder.")],
@@ -63,12 +63,11 @@ def export(
 
     The format gguf writes two files for llama.cpp, drafter-TYPE.gguf and target-TYPE.gguf.
     """
-    from blockdraft.drafters import BUNDLED, names
+    from blockdraft.drafters import for_others, names
     from blockdraft.formats import find_layout
     from blockdraft.training.export import convert, format_for, usual_format
 
-    if drafter == "bundled":
-        drafter = str(BUNDLED)
+    drafter = str(for_others(drafter, loading.tell))
     if drafter in names():
         raise UsageError(
             f"DRAFTER is {drafter}, which has no files of its own to write; give the folder of a drafter. Which "

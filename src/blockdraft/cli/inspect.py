@@ -27,7 +27,7 @@ def inspect(
         typer.Argument(
             metavar="DIR|FILE",
             help="A drafter, a target, an adapter or a block-diffusion model, as a folder or GGUF file; bundled is "
-            "the drafter that comes along.",
+            "the drafter that comes along, bundled-dflash the one that other engines read.",
         ),
     ],
     target: Annotated[

@@ -13,6 +13,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from blockdraft.compat.adapt import check_token_ids, engine_for, stops_of, without_padding
 from blockdraft.drafters import (
+    BUNDLED_DFLASH,
     DIFFUSION_STEPS,
     NOISE_SCHEDULE,
     Drafter,
@@ -35,7 +36,7 @@ class DFlashConfig:
         diffusion_steps: Draft passes a block; each pass settles the guesses it is surest of, and the next sees them.
             None is the drafter's own number, which is 1 but for flow maps.
         noise_schedule: Share of the guesses settled after each pass, "cosine" or "linear".
-        drafter: A DFlash checkpoint folder; None is the bundled drafter, which fits the bundled target.
+        drafter: A DFlash checkpoint folder; None is the bundled one, which fits the bundled target.
     """
 
     block_size: int | None = None
@@ -67,7 +68,7 @@ class DFlashGenerationMixin:
         self.dflash_config = config = config or DFlashConfig()
         self.target = as_target(base_model)
         self.last_stats: list[Stats] = []
-        loaded = load_drafter(config.drafter, target=self.target)
+        loaded = load_drafter(config.drafter or BUNDLED_DFLASH, target=self.target)
         if not isinstance(loaded, NetworkDrafter):
             raise UsageError(
                 f"drafter is {str(config.drafter)!r}, which is no DFlash drafter; give a DFlash checkpoint."

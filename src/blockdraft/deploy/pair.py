@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from blockdraft.drafters import for_others
 from blockdraft.errors import UsageError
 from blockdraft.inspection import Report, inspect
 
@@ -16,13 +17,14 @@ def checked_pair(drafter: str | Path, target: str, note: Callable[[str], None]) 
     """What is found out about a drafter that goes with this target.
 
     Args:
+        drafter: Folder, or "bundled": the bundled DFlash drafter, which other engines read.
         target: Folder or hub name.
         note: Told of what may be wrong nevertheless, a line each.
 
     Raises:
         ValueError: It is no drafter's folder, cannot be read, or does not fit.
     """
-    report = inspect(drafter, target)
+    report = inspect(for_others(drafter, note), target)
     if report.what != "drafter" or not Path(report.path).is_dir():
         raise UsageError(
             f"{drafter} is no drafter's folder; give that of a drafter (a GGUF file is for llama.cpp alone)."

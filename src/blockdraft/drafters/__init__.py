@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,7 +31,35 @@ from blockdraft.plugins import plugins
 from blockdraft.targets import Target, other_target_warning
 from blockdraft.types import JOINT
 
-BUNDLED = Path(__file__).parents[1] / "pair" / "drafter"
+PAIR = Path(__file__).parents[1] / "pair"
+BUNDLED_DFLASH = "bundled-dflash"
+
+
+def bundled() -> dict[str, Path]:
+    """The bundled drafters' folders by name: "bundled" is the one that drafts by default, "bundled-dflash" the DFlash
+    drafter, which other engines read as well. They are the same where none of another kind lies beside that."""
+    dflash = PAIR / "drafter"
+    others = sorted(config.parent for config in PAIR.glob("drafter-*/config.json"))
+    assert len(others) <= 1, f"{PAIR} has {len(others)} drafters beside {dflash.name}; one can be the default"
+    return {"bundled": others[0] if others else dflash, BUNDLED_DFLASH: dflash}
+
+
+def for_others(drafter: str | Path, note: Callable[[str], None]) -> str | Path:
+    """A drafter as engines other than ours are to read it: of the bundled ones the DFlash drafter.
+
+    Args:
+        drafter: "bundled", "bundled-dflash", or any other, which is returned as it is.
+        note: Told, where "bundled" is another drafter here, that the DFlash one is taken.
+    """
+    folders = bundled()
+    if str(drafter) not in folders:
+        return drafter
+    if folders[str(drafter)] != folders[BUNDLED_DFLASH]:
+        note(
+            f"{drafter} is {BUNDLED_DFLASH} for other engines, since all of them read DFlash; the one that drafts by "
+            f"default here is {folders[str(drafter)]}"
+        )
+    return folders[BUNDLED_DFLASH]
 
 
 def entries() -> dict[str, Entry]:
@@ -53,7 +81,8 @@ def load_drafter(path: str | Path | None = None, *, target: Target) -> Drafter:
         path: The folder or GGUF file of a drafter, the folder of a smaller language model with the target's tokens, or
             the name of a drafter that needs no folder ("none" decodes plainly, "mtp" is the MTP head in the target's
             own folder). None or "bundled" is the bundled drafter, which fits the bundled target and what was made of
-            it. Several of these with a + between them, such as "prompt_lookup+bundled", draft together.
+            it; "bundled-dflash" is the bundled one of the kind DFlash, if another kind drafts by default. Several of
+            these with a + between them, such as "prompt_lookup+bundled", draft together.
         target: The target that it will draft for; dtype and device are taken from it. Where the drafter says that it
             was trained for another one of the same shape, a warning is logged.
 
@@ -68,7 +97,7 @@ def load_drafter(path: str | Path | None = None, *, target: Target) -> Drafter:
         [combined] = [entry for entry in entries().values() if entry.joins]
         return combined.load([_load(name, target) for name in names], target)
     except UsageError as error:
-        if path is not None:
+        if path is not None and str(path) not in bundled():
             raise
         raise UsageError(
             f"The bundled drafter does not fit this target; name a drafter that was made for it, or none. ({error})"
@@ -79,7 +108,7 @@ def load_drafter(path: str | Path | None = None, *, target: Target) -> Drafter:
 
 def names() -> set[str]:
     """What `load_drafter` takes in place of a folder."""
-    return {"bundled", *(name for name, entry in entries().items() if entry.by_name)}
+    return {*bundled(), *(name for name, entry in entries().items() if entry.by_name)}
 
 
 def as_given(folder: str | Path) -> str:
@@ -103,10 +132,11 @@ def joined(path: str | Path) -> list[str]:
 
 
 def _load(path: str | Path | None, target: Target) -> Drafter:
-    folder = BUNDLED if path is None or str(path) == "bundled" else Path(path)
+    folder = bundled().get("bundled" if path is None else str(path))
     known = entries()
-    if str(path) in names() and folder != BUNDLED:
+    if folder is None and str(path) in names():
         return known[str(path)].load(None, target)
+    folder = folder or Path(str(path))
     said, source = _said(folder, target) if is_gguf(folder) else _said_by_folder(folder, str(path))
     found = said.get("architectures")
     found = found if isinstance(found, list | tuple) else []
@@ -163,6 +193,7 @@ def _few(names: Sequence[str]) -> str:
 
 
 __all__ = [
+    "BUNDLED_DFLASH",
     "DIFFUSION_STEPS",
     "NOISE_SCHEDULE",
     "Drafter",
@@ -170,10 +201,12 @@ __all__ = [
     "NetworkDrafter",
     "State",
     "as_given",
+    "bundled",
     "check_refinement",
     "drafter_of",
     "entries",
     "entry_of_variant",
+    "for_others",
     "joined",
     "load_drafter",
     "parts_of",

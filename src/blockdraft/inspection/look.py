@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from blockdraft.denoisers.folder import FAMILY_OF
-from blockdraft.drafters import BUNDLED
+from blockdraft.drafters import bundled
 from blockdraft.errors import UsageError
 from blockdraft.formats import layout_of, layouts, read_config
 from blockdraft.formats.folder import blaming
@@ -20,8 +20,7 @@ from blockdraft.formats.starting import Start
 from blockdraft.formats.stored import open_tensors
 from blockdraft.inspection.base import Report
 from blockdraft.inspection.drafters import gguf_report, layout_report
-from blockdraft.targets import BUNDLED as BUNDLED_TARGET
-from blockdraft.targets import Description, describe_target
+from blockdraft.targets import BUNDLED, Description, describe_target
 
 ADAPTER = "adapter_config.json"
 
@@ -30,16 +29,17 @@ def inspect(path: str | Path, target: str | Path | None = None, revision: str | 
     """Say what a checkpoint is.
 
     Args:
-        path: A folder, a GGUF file, the hub name of a target, or "bundled", the drafter that comes along.
+        path: A folder, a GGUF file, the hub name of a target, or "bundled", the drafter that comes along and drafts by
+            default, or "bundled-dflash", its DFlash drafter.
         target: What a drafter is to go with: folder, hub name, GGUF file, or "bundled", the one that comes along.
         revision: Of a hub name.
 
     Raises:
         UsageError: There is nothing there that is known, or it cannot be read.
     """
-    place = BUNDLED if str(path) == "bundled" else Path(path)
-    if str(target) == "bundled" or (target is None and place == BUNDLED):
-        target = BUNDLED_TARGET
+    place = bundled().get(str(path), Path(path))
+    if str(target) == "bundled" or (target is None and place in bundled().values()):
+        target = BUNDLED
     if target is not None:
         _check_target(Path(target))
     given = None if target is None else describe_target(target, revision)
