@@ -6,6 +6,7 @@ stood once: the wide pair says the same words, with the same tau, at the cost of
 two rounds no weight.
 
     python -m benchmarks.sizes.widen 4 build/wide4
+    python -m benchmarks.sizes.widen 4 build/wide4 DIR/target DIR/drafter      # others of the same shape
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import shutil
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -26,7 +28,7 @@ WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_va
 
 
 def widen(folder: Path, out: Path, factor: int) -> Path:
-    """Write a wider twin of a model folder, of a target or a DFlash drafter of the Qwen3 shape; returns `out`.
+    """Write a wider twin of a model folder, of a target or a DFlash or DSpark drafter of Qwen3's shape; returns `out`.
 
     Raises:
         ValueError: The factor is no power of two.
@@ -35,12 +37,13 @@ def widen(folder: Path, out: Path, factor: int) -> Path:
         raise ValueError(f"factor is {factor}; choose a power of two, which rounds no weight.")
     out.mkdir(parents=True, exist_ok=True)
     config = json.loads((folder / "config.json").read_text())
+    hidden = config["hidden_size"]
     for name in WIDTHS:
         config[name] *= factor
     config.pop("target_fingerprint", None)  # of a drafter: the wide target is another one
     (out / "config.json").write_text(json.dumps(config, indent=2))
     weights = load_file(folder / "model.safetensors")
-    wide = {name: _wide(name, weight, factor).contiguous() for name, weight in weights.items()}
+    wide = {name: _wide(name, weight, factor, hidden).contiguous() for name, weight in weights.items()}
     save_file(wide, out / "model.safetensors", {"format": "pt"})
     for file in folder.iterdir():
         if file.name.startswith(("tokenizer", "chat_template", "generation_config")):
@@ -48,7 +51,11 @@ def widen(folder: Path, out: Path, factor: int) -> Path:
     return out
 
 
-def _wide(name: str, weight: Tensor, factor: int) -> Tensor:
+def _wide(name: str, weight: Tensor, factor: int, hidden: int) -> Tensor:
+    if name.startswith("markov_head.") or name == "confidence_head.proj.bias":  # of tokens, and a single number
+        return weight
+    if name == "confidence_head.proj.weight":  # reads what the final norm made, as the head does, and the token before
+        return torch.cat([weight[:, :hidden].repeat(1, factor), weight[:, hidden:]], dim=1)
     part = name.removesuffix(".weight").rsplit(".", 1)[-1]
     if part in ("q_norm", "k_norm"):  # of one head
         return weight
@@ -69,8 +76,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("factor", type=int)
     parser.add_argument("out", type=Path)
+    parser.add_argument("sources", type=Path, nargs="*", default=[TARGET, DRAFTER], metavar="DIR")
     arguments = parser.parse_args()
-    for source in (TARGET, DRAFTER):
+    for source in arguments.sources:
         print(widen(source, arguments.out / source.name, arguments.factor))
 
 

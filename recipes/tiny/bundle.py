@@ -1,18 +1,29 @@
-"""Step 7: copy the pair into the package and write its model cards from the measured figures."""
+"""Step 8: copy the pair into the package and write its model cards from the measured figures.
+
+A second drafter comes along, and then drafts by default, where it decodes the wide pair clearly faster than the DFlash
+one; `figures.json` says so or not.
+"""
 
 import argparse
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
+from making import Took, answers_kept, digest, took_drafter, took_target
 from safetensors import safe_open
 
+from blockdraft.formats import read_config, zlab
+from blockdraft.nn.draft_config import DraftConfig, DSparkConfig
 from blockdraft.types import CPU_BLOCK_SIZE
 
 PACKAGE = Path(__file__).parents[2] / "src/blockdraft/pair"
 KEPT = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 KEPT |= {"chat_template.jinja", "special_tokens_map.json"}
+FASTER = 1.10  # than the DFlash drafter, from which on a second one comes along
+MOST_BYTES = 40e6  # of the pair
+TARGET, DFLASH = "target", "drafter"
 
 TARGET_CARD = """\
 ---
@@ -36,38 +47,40 @@ was seen.
 | loop (one run of 8 tokens four times or more) | {gsm8k[looping]:.1%} | {humaneval[looping]:.1%} |
 | mean length, tokens | {gsm8k[mean_tokens]} | {humaneval[mean_tokens]} |
 | right final answer | {gsm8k[right_answers]:.1%} | not measured |
-"""
+
+Of program-made word problems that it was not trained on ({problems[problems]}) it solves
+{problems[solved_of_one_or_two_steps]:.0%} of those of one or two steps; by steps: {solved}.
+{making}"""
 
 DRAFTER_CARD = """\
 ---
 license: apache-2.0
 ---
-# The bundled drafter
+# {title}
 
-A DFlash v1 drafter (arXiv 2602.06036) of {parameters:.2f} M parameters for the bundled target: {layers} layers, blocks
-of {block_size} tokens, taps {taps}, bidirectional full attention. Trained by `recipes/tiny` on the target's own answers
-to training prompts, greedy and sampled, with random anchors, D-PACE and distillation.
+{intro} Trained by `recipes/tiny` on the target's own answers to training prompts, greedy and sampled.
 
-Measured at temperature 0 in float32 on prompts that neither model was trained on; answers that loop are left out of
-tau.
+Measured in float32 on prompts that neither model was trained on, at temperature 0 where nothing else is said; answers
+that loop are left out of tau.
 
 | | GSM8K test ({gsm8k[prompts]}) | HumanEval ({humaneval[prompts]}) |
 |---|---|---|
-| tau (all tokens over all cycles) | {gsm8k[tau]:.2f} | {humaneval[tau]:.2f} |
-| tau (mean over answers) | {gsm8k[tau_mean_over_answers]:.2f} | {humaneval[tau_mean_over_answers]:.2f} |
-| answers with the same tokens as plain decoding | {gsm8k[identical_to_plain]} | {humaneval[identical_to_plain]} |
-| transformers backend, tokens/s plain, drafted (2 CPU cores) | {gsm8k[hf][tokens_per_second_plain]}, \
-{gsm8k[hf][tokens_per_second_drafted]} | {humaneval[hf][tokens_per_second_plain]}, \
-{humaneval[hf][tokens_per_second_drafted]} |
-| native backend, tokens/s plain, drafted in blocks of {cpu_block_size} | {gsm8k[native][tokens_per_second_plain]}, \
-{gsm8k[native][tokens_per_second_drafted]} | {humaneval[native][tokens_per_second_plain]}, \
-{humaneval[native][tokens_per_second_drafted]} |
+{rows}
 
 Share of cycles in which the first i guesses were accepted, i = 1, 2, ...:
 
-- GSM8K: {gsm8k_positions}
-- HumanEval: {humaneval_positions}
-"""
+{positions}
+{making}"""
+
+DFLASH_INTRO = """\
+A DFlash v1 drafter (arXiv 2602.06036) of {parameters:.2f} M parameters for the bundled target: {layers} layers, blocks
+of {block_size} tokens, taps {taps}, bidirectional full attention, taught by D-PACE and distillation. Every engine that
+reads DFlash reads it."""
+DSPARK_INTRO = """\
+A DSpark drafter (arXiv 2607.05147) of {parameters:.2f} M parameters for the bundled target: {layers} layers,
+{block_size} guesses a block, taps {taps}, a bias by the token before of rank {rank}, a confidence head. It began with
+the weights of the bundled DFlash drafter (`bundled-dflash`), and drafts by default in its place, since a pair of
+{wide:.0f} M parameters that says the same words decodes {over:.2f} times as fast with it."""
 
 
 def parameters(folder: Path) -> float:
@@ -82,54 +95,147 @@ def parameters(folder: Path) -> float:
     return total / 1e6
 
 
-def copy(source: Path, destination: Path) -> None:
-    shutil.rmtree(destination, ignore_errors=True)
-    destination.mkdir(parents=True)
-    for file in source.iterdir():
-        if file.name in KEPT:
-            shutil.copy(file, destination)
+def second_drafter(figures: dict[str, Any]) -> str | None:
+    """The drafter that comes along beside the DFlash one: the fastest of those that are clearly faster."""
+    over: dict[str, float] = figures.get("wide", {}).get("over_first", {})
+    best = max(over, key=lambda name: over[name], default=None)
+    return best if best is not None and over[best] >= FASTER else None
+
+
+def said_of(figures: dict[str, Any], chosen: str | None) -> str:
+    """What is told of the drafters beside the DFlash one."""
+    over: dict[str, float] = figures.get("wide", {}).get("over_first", {})
+    if not over:
+        return f"{DFLASH} comes alone: figures.json compares no other with it (measure.py --wide)"
+    speeds = ", ".join(f"{name} {times:.2f} times as fast as {DFLASH}" for name, times in over.items())
+    verdict = f"{chosen} comes along and drafts by default" if chosen else f"{DFLASH} comes alone"
+    return f"{verdict}: the wide pair decodes with {speeds}, and {FASTER:.2f} is asked for"
+
+
+def making_table(rows: list[Took], note: str = "") -> str:
+    """A section of a card; empty where nothing was recorded."""
+    if not rows:
+        return ""
+    table = "\n".join(["| | steps | tokens | minutes |", "|---|---|---|---|", *(row.row() for row in rows)])
+    return f"\n## What making it took\n\n{table}\n" + (f"\n{note}\n" if note else "")
+
+
+def target_card(folder: Path, figures: dict[str, Any], making: list[Took]) -> str:
+    config, problems = read_config(folder), figures["problems"]
+    assert isinstance(config, dict)
+    return TARGET_CARD.format(
+        parameters=parameters(folder),
+        layers=config["num_hidden_layers"],
+        hidden=config["hidden_size"],
+        vocabulary=config["vocab_size"],
+        context=config["max_position_embeddings"],
+        new=figures["max_new_tokens"],
+        problems=problems,
+        solved=", ".join(f"{steps}: {share:.0%}" for steps, share in problems["solved"].items()),
+        making=making_table(making),
+        **figures["sets"],
+    )
+
+
+def rows_of(name: str, sets: list[dict[str, Any]]) -> str:
+    """The table of a drafter's card, a column a prompt set."""
+    budget, temperature = sets[0]["tree_budget"], sets[0]["temperature"]
+
+    def row(title: str, *values: Any) -> str:
+        return "| " + " | ".join([title, *map(str, values)]) + " |"
+
+    own = [each["drafters"][name] for each in sets]
+    rows = [
+        row("tau (all tokens over all cycles)", *(f"{each['tau']:.2f}" for each in own)),
+        row("tau (mean over answers)", *(f"{each['tau_mean_over_answers']:.2f}" for each in own)),
+        row(f"tau of trees of {budget} guesses", *(f"{each['tree']['tau']:.2f}" for each in own)),
+        row(f"tau at temperature {temperature:g}", *(f"{each['sampled']['tau']:.2f}" for each in own)),
+        row("answers with the same tokens as plain decoding", *(each["identical_to_plain"] for each in own)),
+    ]
+    for backend, how in (("hf", ""), ("native", f" in blocks of {CPU_BLOCK_SIZE}")):
+        rates = [
+            f"{rates[f'{backend}, plain']}, {rates[f'{backend}, {name}']}"
+            for rates in (each["tokens_per_second"] for each in sets)
+        ]
+        title = "transformers" if backend == "hf" else backend
+        rows.append(row(f"{title} backend, tokens/s plain, drafted{how} (2 CPU cores)", *rates))
+    return "\n".join(rows)
+
+
+def drafter_card(name: str, folder: Path, figures: dict[str, Any], making: str) -> str:
+    config: DraftConfig = zlab.read_config(folder)
+    sets: dict[str, Any] = figures["sets"]
+    facts: dict[str, Any] = {
+        "parameters": parameters(folder),
+        "layers": config.num_hidden_layers,
+        "block_size": config.block_size,
+        "taps": ", ".join(map(str, config.taps)),
+    }
+    title, intro = "The bundled drafter", DFLASH_INTRO
+    assert isinstance(config, DSparkConfig) == (name != DFLASH), f"no card for {name}, a {type(config).__name__}"
+    if isinstance(config, DSparkConfig):
+        title, intro, wide = "The bundled drafter that drafts by default", DSPARK_INTRO, figures["wide"]
+        facts |= {"rank": config.markov_rank, "wide": wide["parameters"] / 1e6, "over": wide["over_first"][name]}
+    positions = {
+        key: " ".join(f"{share:.2f}" for share in each["drafters"][name]["acceptance_by_position"])
+        for key, each in sets.items()
+    }
+    return DRAFTER_CARD.format(
+        title=title,
+        intro=intro.format(**facts),
+        rows=rows_of(name, [sets["gsm8k"], sets["humaneval"]]),
+        positions=f"- GSM8K: {positions['gsm8k']}\n- HumanEval: {positions['humaneval']}",
+        making=making,
+        **sets,
+    )
+
+
+def bundle(build: Path, out: Path) -> str:
+    """Make the package's pair of what `build` holds: all of it, or nothing where something is missing or too large.
+
+    Returns:
+        What was done, in a sentence or two.
+    """
+    figures: dict[str, Any] = json.loads((build / "figures.json").read_text(encoding="utf-8"))
+    second = second_drafter(figures)
+    names = [TARGET, DFLASH, *([second] if second else [])]
+    for name in names:
+        if digest(build / name) != figures["weights"][name]:
+            sys.exit(
+                f"figures.json is of other weights of {name} than {build / name} holds; delete it and measure again."
+            )
+    answers, tokens = answers_kept([build / "first_answers.jsonl", build / "answers.jsonl"])
+    learned = f"Learned from {answers:,} answers, {tokens:,} tokens." if answers else ""
+    cards = {TARGET: target_card(build / TARGET, figures, took_target(build / TARGET))}
+    for name in names[1:]:
+        took = took_drafter(build / name)
+        cards[name] = drafter_card(name, build / name, figures, making_table([took] if took else [], learned))
+    files = {name: [file for file in sorted((build / name).iterdir()) if file.name in KEPT] for name in names}
+    size = sum(file.stat().st_size for each in files.values() for file in each)
+    size += sum(len(card.encode()) for card in cards.values())
+    if size > MOST_BYTES:
+        sys.exit(
+            f"The pair would take {size / 1e6:.1f} MB ({', '.join(names)}), and {MOST_BYTES / 1e6:g} MB is the most; "
+            "nothing was copied. Make a drafter smaller (drafter.toml, dspark.toml), or measure without the second one."
+        )
+    gone = [old for old in out.glob("drafter-*") if old.name != second]
+    for old in [*gone, *(out / name for name in names)]:
+        shutil.rmtree(old, ignore_errors=True)
+    for name in names:
+        (out / name).mkdir(parents=True)
+        for file in files[name]:
+            shutil.copy(file, out / name)
+        (out / name / "README.md").write_text(cards[name], encoding="utf-8")
+    removed = f" {', '.join(old.name for old in gone)} was removed." if gone else ""
+    return f"{out}: {', '.join(names)}, {size / 1e6:.1f} MB. {said_of(figures, second)}.{removed}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--build", type=Path, default=Path("build/tiny"), help="holds target, drafter, figures.json")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--build", type=Path, default=Path("build/tiny"), help="holds target, drafters, figures.json")
     parser.add_argument("--out", type=Path, default=PACKAGE)
     args = parser.parse_args()
-    figures: dict[str, Any] = json.loads((args.build / "figures.json").read_text(encoding="utf-8"))
-    for name in ("target", "drafter"):
-        copy(args.build / name, args.out / name)
-    target = json.loads((args.out / "target/config.json").read_text(encoding="utf-8"))
-    draft = json.loads((args.out / "drafter/config.json").read_text(encoding="utf-8"))
-    (args.out / "target/README.md").write_text(
-        TARGET_CARD.format(
-            parameters=parameters(args.out / "target"),
-            layers=target["num_hidden_layers"],
-            hidden=target["hidden_size"],
-            vocabulary=target["vocab_size"],
-            context=target["max_position_embeddings"],
-            new=figures["max_new_tokens"],
-            **figures["sets"],
-        ),
-        encoding="utf-8",
-    )
-    positions = {
-        f"{name}_positions": " ".join(f"{share:.2f}" for share in figure["acceptance_by_position"])
-        for name, figure in figures["sets"].items()
-    }
-    (args.out / "drafter/README.md").write_text(
-        DRAFTER_CARD.format(
-            parameters=parameters(args.out / "drafter"),
-            layers=draft["num_hidden_layers"],
-            block_size=draft["block_size"],
-            cpu_block_size=CPU_BLOCK_SIZE,
-            taps=", ".join(map(str, draft["dflash_config"]["target_layer_ids"])),
-            **figures["sets"],
-            **positions,
-        ),
-        encoding="utf-8",
-    )
-    size = sum(file.stat().st_size for file in args.out.rglob("*") if file.is_file())
-    print(f"{args.out}: {size / 1e6:.1f} MB")
+    print(bundle(args.build, args.out))
 
 
 if __name__ == "__main__":

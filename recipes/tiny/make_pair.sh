@@ -37,5 +37,12 @@ settle settled_again "$build/answers.jsonl" 60 --limit 24000 --sampled-share 0.3
 
 run pack_answers.py --answers "$build/first_answers.jsonl" "$build/answers.jsonl" --target "$build/target" --out "$build/data"
 "$python" -m blockdraft train dflash "$here/drafter.toml" --target "$build/target" --data "$build/data" --out "$build/drafter"
-run measure.py --data "$data" --target "$build/target" --drafter "$build/drafter" --out "$build/figures.json"
+
+# A second kind, which begins with the DFlash drafter. Whether it is the faster one is told by wide twins of the pair.
+"$python" -m blockdraft train dspark "$here/dspark.toml" --init "$build/drafter" --target "$build/target" --data "$build/data" \
+    --out "$build/drafter-dspark"
+drafters=("$build/drafter" "$build/drafter-dspark")
+PYTHONPATH="$here/../.." "$python" -m benchmarks.sizes.widen 4 "$build/wide" "$build/target" "${drafters[@]}"
+[ -f "$build/figures.json" ] || run measure.py --data "$data" --target "$build/target" --drafters "${drafters[@]}" \
+    --wide "$build/wide" --corpus "$build/corpus.jsonl" --out "$build/figures.json"
 run bundle.py --build "$build"

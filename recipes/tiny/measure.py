@@ -1,49 +1,107 @@
-"""Step 6: measure the pair on prompts that it was never trained on, plain and drafted, and write the figures down.
+"""Step 7: measure the pair on prompts that it was never trained on, plain and drafted, and write the figures down.
 
-For each prompt set: tau over the answers that do not loop, acceptance by position, the share of answers that end by
-themselves and that loop, whether drafted and plain tokens are the same, and tokens per second of both, one prompt after
-the other and each decoded in turns.
+For each prompt set: right answers, the share of answers that end by themselves and that loop, and of each drafter, in
+turns prompt by prompt, tau over the answers that do not loop, of chains, of trees and of chains at temperature 1,
+acceptance by position, whether drafted and plain tokens are the same, and tokens per second of all. Of the target
+besides, how many program-made problems it solves.
+
+Which drafter is the faster one is told by a pair of 75 M parameters that says the same words (`--wide`), since the
+small one costs so little that guesses hardly pay.
 """
 
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-from blockdraft import Engine, SamplingParams, load_drafter, load_target
+from making import digest
+from solve import answer_of, solved
+
+from blockdraft import Completion, Engine, SamplingParams, load_drafter, load_target
+from blockdraft.drafters import bundled
 from blockdraft.engine import Stats, loops, merge
 from blockdraft.types import CPU_BLOCK_SIZE, Backend, Drafting
 
 # What is timed, and in blocks of which size (None: the drafter's own): as `blockdraft generate` does by default.
 BACKENDS: dict[Backend, int | None] = {"native": CPU_BLOCK_SIZE, "hf": None}
+TREE_BUDGET, TEMPERATURE = 32, 1.0
+# How the wide pairs decode; each drafter is judged by what is fastest for it.
+WIDE_WAYS = {"auto": Drafting("auto"), "blocks of 4": Drafting(4), "blocks of 8": Drafting(8)}
+PLAIN = "plain"
 
 
-def answer_of(text: str) -> str | None:
-    """The number in the last box of an answer."""
-    _, box, rest = text.rpartition("\\boxed{")
-    return rest.partition("}")[0].replace(",", "").replace("$", "") if box else None
-
-
-def speeds(engines: Sequence[Engine], prompts: list[str], params: SamplingParams, repeats: int) -> list[float]:
+def speeds(
+    engines: Mapping[str, Engine], prompts: Sequence[str], params: SamplingParams, repeats: int
+) -> dict[str, float]:
     """Median over `repeats` of each engine's tokens per second over all prompts, first tokens left out."""
-    rates: list[list[float]] = [[] for _ in engines]
+    rates: dict[str, list[float]] = {name: [] for name in engines}
     for _ in range(repeats):
-        stats: list[list[Stats]] = [[] for _ in engines]
+        stats: dict[str, list[Stats]] = {name: [] for name in engines}
         for prompt in prompts:
-            for engine, own in zip(engines, stats, strict=True):
-                own.append(engine.generate([prompt], params)[0].stats)
-        for rate, own in zip(rates, stats, strict=True):
-            rate.append(sum(sum(s.committed) for s in own) / sum(s.total_seconds for s in own))
-    return [median(rate) for rate in rates]
+            for name, engine in engines.items():
+                stats[name].append(engine.generate([prompt], params)[0].stats)
+        for name, own in stats.items():
+            rates[name].append(sum(sum(s.committed) for s in own) / sum(s.total_seconds for s in own))
+    return {name: round(median(rate), 1) for name, rate in rates.items()}
+
+
+def guessed(completions: Sequence[Completion]) -> tuple[Stats, dict[str, float]]:
+    """What was guessed in answers that do not loop, all together, and the figures of it."""
+    sound = [c.stats for c in completions if not loops(c.token_ids)]
+    together = merge(sound)
+    return together, {
+        "tau": round(together.tau, 3),
+        "tau_mean_over_answers": round(sum(s.tau for s in sound) / max(len(sound), 1), 3),
+        "looping": round(1 - len(sound) / len(completions), 4),
+    }
+
+
+def over_first(rates: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
+    """How many times as fast as the first drafter the others decode, each in its fastest way.
+
+    Args:
+        rates: Tokens per second by "NAME, WAY".
+        names: Of the drafters.
+    """
+    best = {name: max(rates[f"{name}, {way}"] for way in WIDE_WAYS) for name in names}
+    return {name: round(best[name] / best[names[0]], 3) for name in names[1:]}
+
+
+def measure_wide(
+    folder: Path, names: Sequence[str], prompts: Sequence[str], params: SamplingParams, repeats: int
+) -> dict[str, Any]:
+    """Speeds of a wide target, plain and with each of its drafters, in turns.
+
+    Args:
+        folder: Holds `target` and drafters of these names, from `benchmarks/sizes/widen.py`.
+    """
+    target = load_target(folder / "target", threads="auto")
+    engines = {PLAIN: Engine(target)}
+    for name in names:
+        drafter = load_drafter(folder / name, target=target)
+        engines |= {f"{name}, {way}": Engine(target, drafter, drafting=how) for way, how in WIDE_WAYS.items()}
+    rates = speeds(engines, prompts, params, repeats)
+    return {
+        "running": target.running,
+        "parameters": sum(weight.numel() for _, weight in target.named_weights()),
+        "prompts": len(prompts),
+        "repeats": repeats,
+        "tokens_per_second": rates,
+        "over_first": over_first(rates, names),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with prompts/*.jsonl")
     parser.add_argument("--target", type=Path, default=None, help="default: the bundled target")
-    parser.add_argument("--drafter", type=Path, default=None, help="default: the bundled drafter")
+    parser.add_argument("--drafters", type=Path, nargs="+", default=None, help="default: the bundled ones")
+    parser.add_argument("--wide", type=Path, default=None, help="folder with wide twins: target, and drafters by name")
+    parser.add_argument("--corpus", type=Path, default=None, help="problems to solve are none of this")
+    parser.add_argument("--problems", type=int, default=500, help="program-made ones to solve")
     parser.add_argument("--sets", nargs="+", default=["gsm8k", "humaneval"])
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--limit", type=int, default=None, help="only so many prompts of each set")
@@ -52,63 +110,80 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="of the measurement of speed")
     parser.add_argument("--out", type=Path, default=None, help="JSON file for the figures")
     args = parser.parse_args()
+    if args.wide and not args.speed:
+        parser.error("--wide is timed on the prompts of --speed; give it some")
 
+    folders = args.drafters or sorted({*bundled().values()})  # DFlash first
+    names = [folder.name for folder in folders]
     # The first backend answers, both are timed.
-    loaded = [load_target(args.target, backend=backend, threads="auto") for backend in BACKENDS]
-    drafters = [load_drafter(args.drafter, target=target) for target in loaded]
-    pairs = [
-        (
-            Engine(target, drafter, drafting=Drafting(block_size)),
-            Engine(target, load_drafter("none", target=target), max_batch_size=64),
-        )
-        for target, drafter, block_size in zip(loaded, drafters, BACKENDS.values(), strict=True)
-    ]
-    drafted, plain = Engine(loaded[0], drafters[0]), pairs[0][1]
-    params = SamplingParams(args.max_new_tokens)
-    figures = {}
-    for name in args.sets:
-        with (args.data / f"prompts/{name}.jsonl").open(encoding="utf-8") as file:
+    targets = {backend: load_target(args.target, backend=backend, threads="auto") for backend in BACKENDS}
+    timed: dict[str, Engine] = {}
+    for backend, block_size in BACKENDS.items():
+        target = targets[backend]
+        timed[f"{backend}, {PLAIN}"] = Engine(target, max_batch_size=64)
+        for name, folder in zip(names, folders, strict=True):
+            timed[f"{backend}, {name}"] = Engine(
+                target, load_drafter(folder, target=target), drafting=Drafting(block_size)
+            )
+    target, plain = targets["native"], timed[f"native, {PLAIN}"]
+    greedy, ways = SamplingParams(args.max_new_tokens), {}
+    for name in names:
+        drafter = timed[f"native, {name}"].drafter
+        chains, trees = Engine(target, drafter), Engine(target, drafter, drafting=Drafting(tree_budget=TREE_BUDGET))
+        ways |= {(name, "chain"): (chains, 0.0), (name, "tree"): (trees, 0.0), (name, "sampled"): (chains, TEMPERATURE)}
+    figures, to_time = {}, list[str]()
+    for set_name in args.sets:
+        with (args.data / f"prompts/{set_name}.jsonl").open(encoding="utf-8") as file:
             prompts = [json.loads(line)["turns"][0] for line in file][: args.limit]
         began = time.time()
-        completions = [drafted.generate([prompt], params)[0] for prompt in prompts]
-        sound = [c.stats for c in completions if not loops(c.token_ids)]
-        together = merge(sound)
-        figure = {
+        said: dict[tuple[str, str], list[Completion]] = {way: [] for way in ways}
+        for seed, prompt in enumerate(prompts):
+            for way, (engine, temperature) in ways.items():
+                params = SamplingParams(args.max_new_tokens, temperature, seed=seed)
+                said[way] += engine.generate([prompt], params)
+        answers = said[names[0], "chain"]  # greedy ones are the same with every drafter
+        figure: dict[str, Any] = {
             "prompts": len(prompts),
-            "tau": round(together.tau, 3),
-            "tau_mean_over_answers": round(sum(s.tau for s in sound) / len(sound), 3),
-            "acceptance_by_position": [round(share, 3) for share in together.acceptance_by_position],
-            "ended_by_themselves": round(sum(c.finish_reason == "stop" for c in completions) / len(prompts), 4),
-            "looping": round(1 - len(sound) / len(prompts), 4),
-            "mean_tokens": round(sum(len(c.token_ids) for c in completions) / len(prompts), 1),
+            "ended_by_themselves": round(sum(c.finish_reason == "stop" for c in answers) / len(prompts), 4),
+            "looping": guessed(answers)[1]["looping"],
+            "mean_tokens": round(sum(len(c.token_ids) for c in answers) / len(prompts), 1),
             "seconds": round(time.time() - began, 1),
+            "tree_budget": TREE_BUDGET,
+            "temperature": TEMPERATURE,
+            "drafters": {},
         }
-        if not args.skip_plain:
-            reference = plain.generate(prompts, params)
-            same = sum(a.token_ids == b.token_ids for a, b in zip(completions, reference, strict=True))
-            figure["identical_to_plain"] = same
+        reference = None if args.skip_plain else plain.generate(prompts, greedy)
+        for name in names:
+            together, own = guessed(said[name, "chain"])
+            own |= {"tree": guessed(said[name, "tree"])[1], "sampled": guessed(said[name, "sampled"])[1]}
+            own["acceptance_by_position"] = [round(share, 3) for share in together.acceptance_by_position]
+            if reference is not None:
+                pairs = zip(said[name, "chain"], reference, strict=True)
+                own["identical_to_plain"] = sum(a.token_ids == b.token_ids for a, b in pairs)
+            figure["drafters"][name] = own
         if args.speed:
-            chosen = [p for p, c in zip(prompts, completions, strict=True) if not loops(c.token_ids)][: args.speed]
+            chosen = [p for p, c in zip(prompts, answers, strict=True) if not loops(c.token_ids)][: args.speed]
+            to_time += chosen[: args.speed // len(args.sets)]
             figure["speed_prompts"], figure["repeats"] = len(chosen), args.repeats
-            rates = speeds([engine for pair in pairs for engine in pair], chosen, params, args.repeats)
-            for backend, drafted_rate, plain_rate in zip(BACKENDS, rates[::2], rates[1::2], strict=True):
-                figure[backend] = {
-                    "tokens_per_second_plain": round(plain_rate, 1),
-                    "tokens_per_second_drafted": round(drafted_rate, 1),
-                    "speedup": round(drafted_rate / plain_rate, 2),
-                }
-        answers = args.data / f"prompts/{name}_test_with_answers.jsonl"
-        if answers.is_file():
-            with answers.open(encoding="utf-8") as file:
+            figure["tokens_per_second"] = speeds(timed, chosen, greedy, args.repeats)
+        gold_file = args.data / f"prompts/{set_name}_test_with_answers.jsonl"
+        if gold_file.is_file():
+            with gold_file.open(encoding="utf-8") as file:
                 gold = [json.loads(line)["answer"].split("####")[-1].strip().replace(",", "") for line in file]
-            right = sum(answer_of(c.text) == g for c, g in zip(completions, gold, strict=False))
+            right = sum(answer_of(c.text) == g for c, g in zip(answers, gold, strict=False))
             figure["right_answers"] = round(right / len(prompts), 4)
-        figures[name] = figure
-        print(name, json.dumps(figure, indent=2), flush=True)
-        for prompt, completion in list(zip(prompts, completions, strict=True))[:3]:
+        figures[set_name] = figure
+        print(set_name, json.dumps(figure, indent=2), flush=True)
+        for prompt, completion in list(zip(prompts, answers, strict=True))[:3]:
             print(f"--- {prompt}\n>>> {completion.text}  [tau {completion.tau:.2f}, {completion.finish_reason}]")
+    assert target.path is not None
+    report: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "sets": figures}
+    report["weights"] = {folder.name: digest(folder) for folder in (Path(target.path), *folders)}
+    report["problems"] = solved(target, args.problems, args.corpus)
+    if args.wide:
+        report["wide"] = measure_wide(args.wide, names, to_time, greedy, args.repeats)
+    print(json.dumps({name: report[name] for name in report if name != "sets"}, indent=2))
     if args.out:
-        report = {"max_new_tokens": args.max_new_tokens, "sets": figures}
         args.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 

@@ -8,15 +8,22 @@ import json
 import random
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from corpus import MATHS_REQUEST
-from measure import answer_of
 from word_problems import word_problem
 
 from blockdraft import Engine, SamplingParams, load_target
 from blockdraft.engine import loops
+from blockdraft.targets import Target
 
 SEED = 20_000_003
+
+
+def answer_of(text: str) -> str | None:
+    """The number in the last box of an answer."""
+    _, box, rest = text.rpartition("\\boxed{")
+    return rest.partition("}")[0].replace(",", "").replace("$", "") if box else None
 
 
 def problems(count: int, known: frozenset[str] = frozenset()) -> list[tuple[str, str]]:
@@ -37,15 +44,10 @@ def read_questions(corpus: Path) -> frozenset[str]:
     return frozenset(question.removesuffix(MATHS_REQUEST) for question in questions)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", type=Path, default=None, help="default: the bundled target")
-    parser.add_argument("--corpus", type=Path, default=None, help="leave out its problems")
-    parser.add_argument("--count", type=int, default=500)
-    parser.add_argument("--out", type=Path, default=None, help="JSON file for the figures")
-    args = parser.parse_args()
-    asked = problems(args.count, read_questions(args.corpus) if args.corpus else frozenset())
-    with Engine(load_target(args.target, threads="auto"), max_batch_size=32) as engine:
+def solved(target: Target, count: int, corpus: Path | None) -> dict[str, Any]:
+    """Shares of the problems that the target solves greedily. Problems of this corpus are not among them."""
+    asked = problems(count, read_questions(corpus) if corpus else frozenset())
+    with Engine(target, max_batch_size=32) as engine:
         said = engine.generate([question + MATHS_REQUEST for question, _ in asked], SamplingParams(200))
     total, right = Counter[str](), Counter[str]()
     for (_, answer), completion in zip(asked, said, strict=True):
@@ -53,12 +55,22 @@ def main() -> None:
         total[steps] += 1
         right[steps] += answer_of(completion.text) == answer_of(answer)
     easy = sum(right[steps] for steps in "12") / sum(total[steps] for steps in "12")
-    figures = {
+    return {
         "problems": len(asked),
         "solved": {steps: round(right[steps] / total[steps], 3) for steps in sorted(total)},
         "solved_of_one_or_two_steps": round(easy, 3),
         "looping": round(sum(loops(completion.token_ids) for completion in said) / len(said), 4),
     }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", type=Path, default=None, help="default: the bundled target")
+    parser.add_argument("--corpus", type=Path, default=None, help="leave out its problems")
+    parser.add_argument("--count", type=int, default=500)
+    parser.add_argument("--out", type=Path, default=None, help="JSON file for the figures")
+    args = parser.parse_args()
+    figures = solved(load_target(args.target, threads="auto"), args.count, args.corpus)
     print(json.dumps(figures, indent=2))
     if args.out:
         args.out.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")

@@ -1,7 +1,7 @@
 """Step 3: train the target, a small Qwen3 model, on the corpus. Interrupted, it goes on from its last checkpoint.
 
 Documents are packed whole into rows that begin with a document, as decoding does; rows are 256 tokens long at first and
-512 for the last 40 % of the steps, when the longer documents join.
+512 for the last 40 % of the steps, when the longer documents join. What the steps took is noted in `making.jsonl`.
 
 The stage `main` reads everything, and for its first quarter mostly what is easy: problems of one or two steps, and
 Python tasks. The stage `finish` goes on from its weights with a lower rate and leaves out what a model of this size
@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from making import Making
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
@@ -207,6 +208,7 @@ def main() -> None:
         lambda: (SHORT if step < switch else LONG) + 1,
     )
     losses, began = [], time.time()
+    making = Making(args.out, args.stage, start, args.tokens_per_step)
     for step in range(args.steps):
         length = SHORT if step < switch else LONG
         batch = []
@@ -238,6 +240,7 @@ def main() -> None:
         if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
             state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": step + 1}
             save_checkpoint(checkpoint, state)
+            making.note(step + 1)
 
     model.generation_config.eos_token_id = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|endoftext|>")]
     model.generation_config.pad_token_id = tokenizer.pad_token_id

@@ -69,7 +69,12 @@ def main() -> None:
 
     target = load_target(args.target)
     engine = Engine(target, load_drafter("none", target=target), max_batch_size=args.batch)
-    prompts = training_prompts(args.corpus, args.seed, args.sampled_share)[: args.limit]
+    prompts = training_prompts(args.corpus, args.seed, args.sampled_share)
+    if args.limit is not None and args.limit > len(prompts):
+        parser.error(
+            f"--limit is {args.limit}; there are {len(prompts)}, so take at most as many, or draw more (DRAWN)"
+        )
+    prompts = prompts[: args.limit]
     done: set[int] = set()
     if args.out.exists():  # what follows the last whole line is a row that was being written
         whole = args.out.read_bytes().rpartition(b"\n")[0].splitlines(keepends=True)

@@ -9,10 +9,9 @@ import random
 import re
 
 from corpus import clean_gsm8k, documented_functions
-from measure import answer_of
 from paired_answers import pairs
 from python_tasks import python_task
-from solve import problems
+from solve import answer_of, problems
 from train_target import MIXTURES, kind_of, mixture, packed_rows
 from word_problems import word_problem
 

@@ -213,7 +213,7 @@ class Trainer:
             moment = time.monotonic()
             figures = {"step": step, "epoch": epoch, **self._step(batch, step - 1)}
             count = int((batch.tensors.documents_BS >= 0).sum())
-            figures["tokens_per_second"] = count / (time.monotonic() - moment)
+            figures |= {"tokens": count, "tokens_per_second": count / (time.monotonic() - moment)}
             tokens += count
             end = step == self.schedule.end
             if end or (recipe.eval_every and step % recipe.eval_every == 0):

@@ -1,0 +1,93 @@
+"""What making the pair took: `train_target.py` notes it, `blockdraft train` and the answers tell it by themselves.
+And whether figures are of the weights that are there."""
+
+import hashlib
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from blockdraft.training.records import logged, run_folder
+
+NAME = "making.jsonl"  # in the target's folder
+
+
+class Making:
+    """A line of `making.jsonl`: the steps of a stage that this process did, and the seconds that they took.
+
+    Args:
+        folder: Of the target.
+        start: Steps of the stage that were done before.
+    """
+
+    def __init__(self, folder: Path, stage: str, start: int, tokens_per_step: int) -> None:
+        self._path = folder / NAME
+        self._before = logged(self._path)
+        self._line = {"stage": stage, "from": start, "tokens_per_step": tokens_per_step}
+        self._began = time.monotonic()
+
+    def note(self, step: int) -> None:
+        """So many steps are done; call it when the checkpoint of this step is there."""
+        line = {**self._line, "to": step, "seconds": round(time.monotonic() - self._began, 1)}
+        partial = self._path.with_suffix(".partial")
+        partial.write_text("".join(json.dumps(each) + "\n" for each in (*self._before, line)), encoding="utf-8")
+        partial.replace(self._path)
+
+
+@dataclass(frozen=True)
+class Took:
+    """Attributes:
+    untimed: Steps of which nobody noted how long they took; `minutes` are those of the others.
+    """
+
+    name: str
+    steps: int
+    tokens: int
+    minutes: float
+    untimed: int = 0
+
+    def row(self) -> str:
+        """Of a table."""
+        without = f" (without {self.untimed:,} steps, which were not timed)" if self.untimed else ""
+        return f"| {self.name} | {self.steps:,} | {self.tokens / 1e6:.1f} M | {self.minutes:,.0f}{without} |"
+
+
+def took_target(folder: Path) -> list[Took]:
+    """By stage, in their order. Of a stage that was run again its steps are summed."""
+    found: dict[str, Took] = {}
+    done = 0
+    for line in logged(folder / NAME):
+        stage, first, last = line["stage"], line["from"], line["to"]
+        before = found.get(stage, Took(stage, 0, 0, 0.0))
+        done = 0 if stage not in found or first < done else done
+        untimed, steps = first - done, last - done
+        tokens = steps * line["tokens_per_step"]
+        found[stage] = Took(
+            stage,
+            before.steps + steps,
+            before.tokens + tokens,
+            before.minutes + line["seconds"] / 60,
+            before.untimed + untimed,
+        )
+        done = last
+    return list(found.values())
+
+
+def took_drafter(drafter: Path) -> Took | None:
+    """By the log of its run, without the evaluations; None where there is none."""
+    lines = [line for line in logged(run_folder(drafter) / "log.jsonl") if "tokens" in line]
+    if not lines:
+        return None
+    seconds = sum(line["tokens"] / line["tokens_per_second"] for line in lines)
+    return Took("training", len(lines), sum(line["tokens"] for line in lines), seconds / 60)
+
+
+def digest(folder: Path) -> str:
+    """By which weights are known again."""
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+
+
+def answers_kept(files: list[Path]) -> tuple[int, int]:
+    """Answers that were kept of those in these files, and their tokens."""
+    lengths = [len(row["ids"]) for file in files for row in logged(file) if "ids" in row]
+    return len(lengths), sum(lengths)

@@ -1,0 +1,122 @@
+"""What comes along with the package, by the figures that were measured."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import bundle
+import measure
+import pytest
+from making import Making, digest
+
+from benchmarks.sizes.widen import widen
+from blockdraft import Drafting, drafters, load_drafter, load_target
+
+Build = Callable[..., Path]
+DRAFTERS = ("drafter", "drafter-dspark")
+
+
+@pytest.fixture
+def build(tmp_path: Path, tiny_target_dir: Path, tiny_drafter_dir: Path, tiny_dspark_dir: Path) -> Build:
+    """Writes what `make_pair.sh` makes. The second drafter is so many times as fast; with None nobody has looked."""
+
+    def write(over: float | None = 1.2, **other: Any) -> Path:
+        sources = zip(("target", *DRAFTERS), (tiny_target_dir, tiny_drafter_dir, tiny_dspark_dir), strict=True)
+        folders = [shutil.copytree(source, tmp_path / "build" / name) for name, source in sources]
+        rates = {f"{backend}, {way}": 7.5 for backend in ("native", "hf") for way in ("plain", *DRAFTERS)}
+        own = {"tau": 3.4, "tau_mean_over_answers": 3.6, "tree": {"tau": 4.1}, "sampled": {"tau": 2.2}}
+        own |= {"acceptance_by_position": [0.5, 0.25], "identical_to_plain": 9}
+        one = {"prompts": 9, "ended_by_themselves": 0.9, "looping": 0.1, "mean_tokens": 50.5, "right_answers": 0.02}
+        one |= {"tree_budget": 32, "temperature": 1.0, "tokens_per_second": rates}
+        one |= {"drafters": dict.fromkeys(DRAFTERS, own)}
+        figures = {"max_new_tokens": 256, "sets": {"gsm8k": one, "humaneval": one}}
+        figures["problems"] = {"problems": 500, "solved": {"1": 0.5, "3": 0.1}, "solved_of_one_or_two_steps": 0.42}
+        figures["weights"] = {folder.name: digest(folder) for folder in folders}
+        if over is not None:
+            figures["wide"] = {"parameters": 75_000_000, "over_first": {"drafter-dspark": over}}
+        (tmp_path / "build/figures.json").write_text(json.dumps({**figures, **other}))
+        return tmp_path / "build"
+
+    return write
+
+
+def test_a_clearly_faster_second_drafter_comes_along(
+    build: Build, tmp_path: Path, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, folder = tmp_path / "pair", build(1.1)
+    (out / "drafter-dflash2").mkdir(parents=True)
+    Making(folder / "target", "main", 0, 6144).note(100)
+    said = bundle.bundle(folder, out)
+    assert "drafter-dspark comes along and drafts by default" in said and "1.10 times as fast as drafter" in said
+    assert {each.name for each in out.iterdir()} == {"target", *DRAFTERS}
+    assert said.endswith("drafter-dflash2 was removed.")
+    monkeypatch.setattr(drafters, "PAIR", out)
+    assert load_drafter(target=load_target(tiny_target_dir)).path == out / "drafter-dspark"
+    target, dflash, dspark = ((out / name / "README.md").read_text() for name in ("target", *DRAFTERS))
+    assert (
+        "42% of those of one or two steps; by steps: 1: 50%, 3: 10%." in target and "| main | 100 | 0.6 M |" in target
+    )
+    assert "DFlash v1" in dflash and "| tau of trees of 32 guesses | 4.10 | 4.10 |" in dflash
+    assert "75 M parameters that says the same words decodes 1.10 times as fast" in dspark
+    assert "| native backend, tokens/s plain, drafted in blocks of 4 (2 CPU cores) | 7.5, 7.5 |" in dspark
+
+
+@pytest.mark.parametrize(("over", "told"), [(1.09, "drafter-dspark 1.09 times as fast"), (None, "compares no other")])
+def test_others_stay_behind(over: float | None, told: str, build: Build, tmp_path: Path) -> None:
+    said = bundle.bundle(build(over), tmp_path / "pair")
+    assert "drafter comes alone" in said and told in said
+    assert {each.name for each in (tmp_path / "pair").iterdir()} == {"target", "drafter"}
+
+
+def test_nothing_is_copied_that_is_too_large_or_was_not_measured(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, old = build(), tmp_path / "pair/drafter/old"
+    old.parent.mkdir(parents=True)
+    old.touch()
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(SystemExit, match="target, drafter, drafter-dspark.* is the most"),
+    ):
+        patch.setattr(bundle, "MOST_BYTES", 10_000)
+        bundle.bundle(folder, tmp_path / "pair")
+    with (folder / "drafter/model.safetensors").open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(SystemExit, match="of other weights of drafter than .*; delete it and measure again"):
+        bundle.bundle(folder, tmp_path / "pair")
+    assert [each.relative_to(tmp_path / "pair") for each in (tmp_path / "pair").rglob("*.*")] == [] and old.exists()
+
+
+def test_each_drafter_is_judged_by_its_fastest_way() -> None:
+    rates = {f"a, {way}": rate for way, rate in zip(measure.WIDE_WAYS, (100.0, 90.0, 50.0), strict=True)}
+    rates |= {f"b, {way}": rate for way, rate in zip(measure.WIDE_WAYS, (80.0, 115.0, 110.0), strict=True)}
+    assert measure.over_first(rates, ["a", "b"]) == {"b": 1.15}
+
+
+@pytest.mark.slow
+def test_figures_that_are_measured_make_cards(build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, data = build(), tmp_path / "data/prompts"
+    monkeypatch.setattr(measure, "WIDE_WAYS", {"blocks of 2": Drafting(2)})
+    problems = {"problems": 20, "solved": {"1": 0.5}, "solved_of_one_or_two_steps": 0.5}  # too long for the tiny target
+    monkeypatch.setattr(measure, "solved", lambda target, count, corpus: problems)
+    for name in ("target", *DRAFTERS):
+        widen(folder / name, folder / "wide" / name, 2)
+    data.mkdir(parents=True)
+    for name in ("gsm8k", "humaneval"):
+        (data / f"{name}.jsonl").write_text('{"turns": ["abc"]}\n{"turns": ["What is it?"]}\n')
+    (data / "gsm8k_test_with_answers.jsonl").write_text('{"answer": "#### 1"}\n{"answer": "#### 2"}\n')
+    command = ["measure.py", "--data", data.parent, "--target", folder / "target", "--wide", folder / "wide"]
+    command += ["--max-new-tokens", 12, "--speed", 2, "--repeats", 1, "--problems", 20]
+    command += ["--out", folder / "figures.json", "--drafters", *(folder / name for name in DRAFTERS)]
+    monkeypatch.setattr(sys, "argv", list(map(str, command)))
+    measure.main()
+    figures = json.loads((folder / "figures.json").read_text())
+    for each in figures["sets"].values():
+        assert [own["identical_to_plain"] for own in each["drafters"].values()] == [2, 2]
+        assert each["drafters"]["drafter"]["tau"] >= 1 and each["tokens_per_second"].keys() >= {"hf, plain"}
+    assert figures["wide"]["over_first"]["drafter-dspark"] > 0 and figures["wide"]["prompts"] > 0
+    monkeypatch.setattr(bundle, "FASTER", 0.0)
+    assert "drafter-dspark comes along" in bundle.bundle(folder, tmp_path / "pair")
