@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from blockdraft.drafters import load_drafter
+from blockdraft.drafters import BUNDLED_DFLASH, load_drafter
 from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.proposal import chain
 from blockdraft.targets import BUNDLED, Target, load_target
@@ -104,7 +104,7 @@ def main() -> None:
             how = "on" if quantize else way
             targets[way] = load_target(path, options.dtype, "cpu", "native", how, quantize, threads=1)  # type: ignore[arg-type]
             if options.shape == "pair":
-                drafters[way] = load_drafter(target=targets[way])
+                drafters[way] = load_drafter(BUNDLED_DFLASH, target=targets[way])
                 reason = drafters[way].compile_reason  # type: ignore[attr-defined]
                 if how == "on" and reason is not None:
                     raise SystemExit(f"The drafter is not compiled: {reason}.")
