@@ -41,8 +41,8 @@ def mixin(model: PreTrainedModel, config: DFlashConfig) -> DFlashGenerationMixin
 
 def test_the_bundled_one_is_always_the_dflash_drafter(tiny_target_dir: Path, two_kinds: tuple[Path, Path]) -> None:
     """Several passes over a block are not for every kind."""
-    target = load_target(tiny_target_dir)
-    assert DFlashGenerationMixin(target, DFlashConfig(diffusion_steps=2)).drafter.diffusion_steps == 2
+    drafter = DFlashGenerationMixin(load_target(tiny_target_dir), DFlashConfig(diffusion_steps=2)).drafter
+    assert drafter.path == two_kinds[0] and drafter.diffusion_steps == 2
 
 
 @pytest.mark.parametrize(("side", "use_dflash"), [("left", True), ("right", True), ("right", False)])
