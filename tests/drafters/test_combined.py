@@ -183,7 +183,9 @@ REPEATING = "Read this aloud: one red apple, two green pears. One red apple, two
 
 def test_both_together_accept_more_than_each_alone_where_text_repeats() -> None:
     pair, params = load_target(), SamplingParams(max_new_tokens=48, ignore_eos=True)
-    lookup, model, both = (load_drafter(n, target=pair) for n in ("prompt_lookup", "bundled", "prompt_lookup+bundled"))
+    lookup, model, both = (
+        load_drafter(n, target=pair) for n in ("prompt_lookup", "bundled-dflash", "prompt_lookup+bundled-dflash")
+    )
     [plain] = Engine(pair).generate([REPEATING], params)
     for drafting in (Drafting(), Drafting(tree_budget=16)):
         found = [
