@@ -42,7 +42,7 @@ run pack_answers.py --answers "$build/first_answers.jsonl" "$build/answers.jsonl
 "$python" -m blockdraft train dspark "$here/dspark.toml" --init "$build/drafter" --target "$build/target" --data "$build/data" \
     --out "$build/drafter-dspark"
 drafters=("$build/drafter" "$build/drafter-dspark")
-PYTHONPATH="$here/../.." "$python" -m benchmarks.sizes.widen 4 "$build/wide" "$build/target" "${drafters[@]}"
+PYTHONPATH="$here/../..${PYTHONPATH:+:$PYTHONPATH}" "$python" -m benchmarks.sizes.widen 4 "$build/wide" "$build/target" "${drafters[@]}"
 [ -f "$build/figures.json" ] || run measure.py --data "$data" --target "$build/target" --drafters "${drafters[@]}" \
     --wide "$build/wide" --corpus "$build/corpus.jsonl" --out "$build/figures.json"
 run bundle.py --build "$build"
