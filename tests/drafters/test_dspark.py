@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockdraft.drafters.dspark import CANDIDATES, DSparkDrafter, calibrated
+from blockdraft.drafters.dspark import CANDIDATES, DSparkDrafter, calibrated, load
 from blockdraft.formats.zlab import read_checkpoint
 from blockdraft.nn.dspark import DSparkNetwork
 from blockdraft.proposal import Plan, Proposal, depths
@@ -200,9 +200,13 @@ def test_rows_without_temperature_are_not_drawn(drafter: DSparkDrafter) -> None:
     assert proposal.tokens[0].tolist() == greedy.tokens[0].tolist() != proposal.tokens[1].tolist()
 
 
-def test_several_draft_passes_are_refused(target: Target, drafter: DSparkDrafter) -> None:
-    with pytest.raises(ValueError, match="diffusion_steps is 3; a DSpark drafter has one draft pass"):
+def test_several_draft_passes_are_refused(target: Target, drafter: DSparkDrafter, tiny_dspark_dir: Path) -> None:
+    refused = pytest.raises(ValueError, match="diffusion_steps is 3; a DSpark drafter has one draft pass")
+    with refused:
         DSparkDrafter(drafter.network, target, diffusion_steps=3)
+    for one in (drafter, load(tiny_dspark_dir, target)):
+        with refused:
+            one.adapted(target, diffusion_steps=3)
 
 
 @pytest.mark.parametrize("chance", [0.0, 0.1, 0.5, 0.9, 1.0])

@@ -56,7 +56,7 @@ class DFlashDrafter:
     ) -> None:
         self.config: DraftConfig = network.config
         diffusion_steps = self.usual_steps if diffusion_steps is None else diffusion_steps
-        check_refinement(diffusion_steps, noise_schedule)
+        self.check_steps(diffusion_steps, noise_schedule)
         self.network = network.eval()
         self.path = path
         self.taps = self.config.taps
@@ -69,6 +69,10 @@ class DFlashDrafter:
         self.network.to(target.device, target.dtype)
         self._owned = owned
         self._masks = torch.full((1, self.block_size), self.config.mask_token_id, device=target.device)
+
+    def check_steps(self, diffusion_steps: int, noise_schedule: str) -> None:
+        """Raise a UsageError for draft passes that this kind of drafter cannot make."""
+        check_refinement(diffusion_steps, noise_schedule)
 
     @property
     def usual_steps(self) -> int:
@@ -107,7 +111,7 @@ class DFlashDrafter:
         schedule = self.noise_schedule if noise_schedule is None else noise_schedule
         network, owned = self.network, self._owned
         if target is self._target and owned:  # whoever runs the network has all that is left of it
-            check_refinement(steps, schedule)
+            self.check_steps(steps, schedule)
             found = copy.copy(self)
             found.diffusion_steps, found.noise_schedule = steps, schedule
             return found

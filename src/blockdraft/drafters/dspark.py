@@ -49,11 +49,14 @@ class DSparkDrafter(DFlashDrafter):
         reduced_head: ReducedHead | None = None,
         owned: bool = False,
     ) -> None:
-        if diffusion_steps not in (None, 1):
-            raise UsageError(f"diffusion_steps is {diffusion_steps}; a DSpark drafter has one draft pass, so give 1.")
         super().__init__(network, target, diffusion_steps, noise_schedule, path, reduced_head, owned)
         self.block_size = self.config.block_size + 1
         self.knows_lengths = self.network.confidence_head is not None
+
+    def check_steps(self, diffusion_steps: int, noise_schedule: str) -> None:
+        if diffusion_steps != 1:
+            raise UsageError(f"diffusion_steps is {diffusion_steps}; a DSpark drafter has one draft pass, so give 1.")
+        super().check_steps(diffusion_steps, noise_schedule)
 
     def _refined_pass(self, state: KVCache, anchor: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
         """Hidden states and logits of the D = block_size - 1 guesses; the anchor's slot makes the first."""
