@@ -50,6 +50,7 @@ from blockdraft.training.variants.dflash import DFlashRecipe
 
 ROOT = Path(__file__).parents[2]
 MADE = ROOT / "build" / "trials" / "redraft" / "drafters"
+DONE = "trained"  # file of a training that has ended, beside its drafter
 Plain: TypeAlias = dict[int, list[int]]  # answers by prompt
 
 
@@ -119,7 +120,7 @@ def with_drafters(options: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def drafters_of(given: argparse.Namespace) -> list[Path]:
     """The drafters of the seeds. Raises UsageError where there are none."""
-    names = given.drafter or sorted(str(folder) for folder in MADE.glob("base-*") if folder.suffix != ".run")
+    names = given.drafter or sorted(str(folder) for folder in MADE.glob("base-*") if (run_folder(folder) / DONE).exists())
     if not names:
         raise UsageError(f"There is no drafter in {MADE}; give --drafter, or run benchmarks.trials.redraft first.")
     return [(BUNDLED if name == "bundled" else Path(name)).resolve() for name in names]
@@ -133,7 +134,7 @@ def learn(variant: str, target: Target, data: Path, out: Path, recipe: Path, **c
         recipe: A TOML file as for `blockdraft train dflash`.
         changes: Fields of the variant's recipe that have other values.
     """
-    done = run_folder(out) / "trained"
+    done = run_folder(out) / DONE
     if done.exists():
         return
     with with_rooms():

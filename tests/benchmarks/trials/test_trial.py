@@ -26,10 +26,8 @@ def row(name: str, seed: int, of: str, tau: float, passes: float = 1.0, way: str
 
 
 def rows(ratio: float, passes: float = 1.0, sets: tuple[str, ...] = ("maths", "code")) -> list[Answers]:
-    found = [row("base", seed, of, 3.0 + seed) for seed in (0, 1, 2) for of in sets]
-    return found + [
-        replace(row(each.kind, each.seed, each.set, ratio * each.tau, passes), kind="new") for each in found
-    ]
+    base = [row("base", seed, of, 3.0 + seed) for seed in (0, 1, 2) for of in sets]
+    return base + [row("new", each.seed, each.set, ratio * each.tau, passes) for each in base]
 
 
 def verdict(found: list[Answers], out: Path) -> str:
@@ -58,8 +56,7 @@ def test_what_accepts_more_at_the_same_cost_pays(tmp_path: Path) -> None:
         rows(1.1, passes=2.0),  # a second pass takes three tenths of the target's weights
         rows(1.1, sets=("maths",)),
         [*rows(1.2)[:-1], row("new", 2, "code", 5.0)],  # for one seed on one set not
-        [each for each in rows(1.0)]
-        + [row("base", seed, of, 4.0 + seed, way="tree:7") for seed in range(3) for of in "ab"],
+        rows(1.0),
     ],
     ids=["too little", "two passes", "one set", "one case", "the same"],
 )
@@ -120,8 +117,8 @@ def test_each_trial_runs_and_does_nothing_twice(
     assert names_in(tmp_path / "refill") == {"base", "refill"}
     cases = json.loads((tmp_path / "redraft" / "results.json").read_text())
     assert {case["set"] for one in cases for case in one["cases"]} == {"maths", "code"}
-    passes = {(one["name"], one["way"]): one["cases"][0]["passes"] for one in cases}
-    assert all(1.5 < count <= 2 if name == "fixed:1" else count <= 1 for (name, _), count in passes.items())
+    passes = {one["name"]: sum(case["passes"] for case in one["cases"]) for one in cases if one["cost_of_16"] == 3}
+    assert passes["fixed:1"] > 1.2 * passes["once"]  # near the end of an answer there is nothing to repeat
 
     def again(*given: Any, **named: Any) -> None:
         raise AssertionError("this was done")
