@@ -232,7 +232,7 @@ class RedraftVariant(DFlashFamily[RedraftRecipe, DFlashNetwork]):
         ]
         is_shown, share = torch.stack(drawn, dim=1).to(rows.anchors_BA.device)
         most = (rows.taught_BAK.long().cumprod(dim=-1).sum(dim=-1) - 1).clamp(min=0)
-        count = 1 + (share * most).long().clamp(max=most - 1)
+        count = 1 + (share * most).long()
         return torch.where((is_shown < self.recipe.shown) & (most > 0), count, 0)
 
 

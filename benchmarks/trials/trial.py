@@ -120,7 +120,8 @@ def with_drafters(options: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def drafters_of(given: argparse.Namespace) -> list[Path]:
     """The drafters of the seeds. Raises UsageError where there are none."""
-    names = given.drafter or sorted(str(folder) for folder in MADE.glob("base-*") if (run_folder(folder) / DONE).exists())
+    made = [folder for folder in sorted(MADE.glob("base-*")) if (run_folder(folder) / DONE).exists()]
+    names = given.drafter or [str(folder) for folder in made]
     if not names:
         raise UsageError(f"There is no drafter in {MADE}; give --drafter, or run benchmarks.trials.redraft first.")
     return [(BUNDLED if name == "bundled" else Path(name)).resolve() for name in names]

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from heapq import nlargest
 from itertools import product
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.trials import redraft
 from benchmarks.trials.redraft import RedraftDrafter, RedraftRecipe, RedraftVariant, Rule, parse
 from benchmarks.trials.rooms import with_rooms
 from blockdraft.data.features import tapped_features
@@ -106,35 +106,45 @@ def test_rows_are_repeated_each_by_itself(drafter: RedraftDrafter, target: Targe
             assert changed.any() and sure.sum() == 2 and not changed[~sure].any()
 
 
-def test_a_tree_has_the_second_chances_behind_what_was_given(drafter: RedraftDrafter, target: Target) -> None:
+@pytest.mark.parametrize("kept", [[1, 2], [0, 1]])
+def test_a_tree_has_the_second_chances_behind_what_was_given(kept: list[int]) -> None:
+    """Against all paths; of two rows, each with guesses and laws of its own."""
+    random = torch.Generator().manual_seed(kept[0])
+    first, second = ((3 * torch.randn(2, 3, 12, generator=random)).log_softmax(dim=-1) for _ in range(2))
+    guesses = first.argmax(dim=-1)
+    tree = redraft._tree(torch.tensor([3, 4]), guesses, kept, first, second, 40)
+    assert tree.tokens[:, 0].tolist() == [3, 4]
+    deep = set[bool]()
+    for row, count in enumerate(kept):
+        given = tuple(guesses[row, :count].tolist())
+        chances: dict[tuple[int, ...], float] = {}
+        for depth in (1, 2, 3):
+            for path in product(range(12), repeat=depth):
+                behind = second if given and path[:count] == given else first
+                laws = [*first[row, :count], *behind[row, count:]]
+                chances[path] = sum(float(law[token]) for law, token in zip(laws, path, strict=False))
+        best = set(nlargest(40, chances, key=chances.__getitem__))
+        assert _paths(tree, row) == best
+        deep |= {path[:count] == given for path in best if given and len(path) > count}
+    assert deep == {True, False}  # both laws decide
+
+
+def test_trees_are_of_both_passes(drafter: RedraftDrafter, target: Target) -> None:
     state, anchor = told(drafter, target, [1])
+    asked = plan(1, tree_budget=10, params=[SamplingParams(temperature=0.2)])
+    once = drafter.propose(state, anchor, asked)
     drafter.rule = Rule("fixed", 1)
-    asked = plan(1, block_size=4, tree_budget=8, params=[SamplingParams(temperature=0.3)])  # firm guesses, deep trees
-    tree = drafter.propose(state, anchor, asked)
-    block = _masked(drafter, anchor)[:, :4]
-    first = (drafter._draft_pass(state, block, 1)[1][0] / 0.3).softmax(dim=-1)
-    block[0, 1] = given = int(first[0].argmax())
-    second = (drafter._draft_pass(state, block, 1)[1][0] / 0.3).softmax(dim=-1)
-    likely = [[*a.topk(8).indices.tolist(), *b.topk(8).indices.tolist()] for a, b in zip(first, second, strict=True)]
-    chances: dict[tuple[int, ...], float] = {}
-    for depth in (1, 2, 3):
-        for path in product(*likely[:depth]):
-            laws = [first[0], *(second if path[0] == given else first)[1:]]
-            chances[path] = prod(float(law[token]) for law, token in zip(laws, path, strict=False))
-    assert _paths(tree) == set(nlargest(8, chances, key=chances.__getitem__))
-    assert any(len(path) > 1 and path[0] == given for path in _paths(tree))
-    drafter.rule = Rule()
-    assert _paths(tree) != _paths(drafter.propose(state, anchor, asked))
+    assert _paths(drafter.propose(state, anchor, asked), 0) != _paths(once, 0)
 
 
 def _masked(drafter: RedraftDrafter, anchor: Tensor) -> Tensor:
     return torch.cat([anchor[:, None], torch.full((len(anchor), 7), drafter.config.mask_token_id)], dim=1)
 
 
-def _paths(tree: Proposal) -> set[tuple[int, ...]]:
+def _paths(tree: Proposal, row: int) -> set[tuple[int, ...]]:
     found = list[tuple[int, ...]]([()])
     for node in range(1, tree.tokens.size(1)):
-        found.append((*found[tree.parent_lists[0][node]], int(tree.tokens[0, node])))
+        found.append((*found[tree.parent_lists[row][node]], int(tree.tokens[row, node])))
     return set(found[1:])
 
 
