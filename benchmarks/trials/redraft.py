@@ -255,6 +255,7 @@ class Redraft:
             help="of `blockdraft train dflash`",
         )
         add("--steps", type=int, help="of each training, instead of the recipe's")
+        add("--features", help="folder of stored features, or memory, instead of the recipe's")
         add("--seeds", type=int, default=3, help="of each drafter (3)")
         add("--shown", type=float, default=RedraftRecipe.shown, help="share of the blocks that show tokens (0.5)")
         add("--rules", default=RULES, help=f"when there is a second pass ({RULES})")
@@ -269,7 +270,7 @@ class Redraft:
     def made(self, name: str, rule: Rule, seed: int) -> tuple[Target, RedraftDrafter]:
         given, target, out = self.given, self.trial.target, self.trial.out / "drafters" / f"{name}-{seed}"
         changes: dict[str, Any] = {"seed": seed}
-        changes |= {} if given.steps is None else {"steps": given.steps}
+        changes |= {key: getattr(given, key) for key in ("steps", "features") if getattr(given, key) is not None}
         changes |= {} if name == BASE else {"shown": given.shown}
         learn("dflash" if name == BASE else ON_TRIAL, target, given.data, out, given.recipe, **changes)
         drafter = load(out, target, RedraftDrafter)

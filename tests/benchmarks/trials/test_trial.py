@@ -9,12 +9,17 @@ import pytest
 
 from benchmarks.rivals import measure
 from benchmarks.rivals.kinds import Weights
-from benchmarks.rivals.rows import Answers
+from benchmarks.rivals.rows import PLAIN, Answers
+from benchmarks.rivals.ways import parse
 from benchmarks.trials import report, trial
-from benchmarks.trials.recycle import Recycle
-from benchmarks.trials.redraft import Redraft
+from benchmarks.trials.recycle import Recycle, beside
+from benchmarks.trials.redraft import Redraft, RedraftDrafter, Rule
 from benchmarks.trials.refill import Refill
+from blockdraft.drafters.dflash import load
+from blockdraft.drafters.none import NoDrafter
 from blockdraft.errors import UsageError
+from blockdraft.evaluation.prompts import PromptSet
+from blockdraft.targets import load_target
 
 WEIGHTS, TARGET = Weights(passed=300, observed=100), 1000
 RECIPE = "layers = 1\nblock_size = 4\ntaps = 2\nlength = 64\nbatch = 4\nanchors = 6\nheld_out = 4\nsteps = 2\n"
@@ -76,6 +81,31 @@ def test_each_is_judged_by_its_best_way(tmp_path: Path) -> None:
 def test_what_changes_tokens_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="These change tokens, .*: new chain:7"):
         verdict([*rows(1.1), replace(row("new", 3, "maths", 9.0), same=0.5)], tmp_path)
+
+
+def test_passes_are_those_that_were_made(tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
+    """By the drafter itself, alone and in a combination."""
+    target = load_target(tiny_target_dir, compile="off")
+    prompts = PromptSet("questions", ("Count.",))
+    drafter = load(tiny_drafter_dir, target, RedraftDrafter)
+    assert isinstance(drafter, RedraftDrafter)
+    both = beside(target, drafter, ["swapped"])
+
+    def silent(*told: Any) -> None:
+        pass
+
+    _, plain = measure.answers(PLAIN, 0, target, NoDrafter(), prompts, 0.0, 10, [], None, silent)
+
+    def passes(target: Any, drafter: Any) -> dict[int, float]:
+        asked = (0.0, 10, [parse("chain:4")], plain, silent)
+        [found], _ = measure.answers("dflash", 0, target, drafter, prompts, *asked)
+        assert found.guesses > 3
+        return dict(found.passes_by_tokens)
+
+    once, combined = passes(target, drafter), passes(*both)
+    drafter.rule = Rule("fixed", 1)
+    twice = passes(target, drafter)
+    assert once == combined and once[5] > 0.5 and twice[5] == pytest.approx(2 * once[5], abs=1e-3)
 
 
 def words(folder: Path, target: Path) -> list[str]:
