@@ -43,10 +43,8 @@ from blockdraft.proposal import Plan, Proposal, best_first
 from blockdraft.targets import Target
 
 READINGS = ("swapped", "skipped", "early")
-START, WEIGHT = (
-    0.3,
-    5.0,
-)  # share of what is promised that comes true, to begin with, and how many tokens that counts for
+START = 0.25, 0.75  # share of what is promised that comes true, to begin with, of the first tokens and of the others
+WEIGHT = 5.0  # tokens that it counts for
 NEWEST = 0.05  # weight of the newest token in that share
 
 
@@ -75,7 +73,7 @@ class Memory:
     left: Rejected = field(default_factory=lambda: Rejected([], []))
     committed: list[int] = field(default_factory=list)
     promised: list[float] = field(default_factory=lambda: [WEIGHT, WEIGHT])
-    true: list[float] = field(default_factory=lambda: [START * WEIGHT, START * WEIGHT])
+    true: list[float] = field(default_factory=lambda: [START[0] * WEIGHT, START[1] * WEIGHT])
     foretold: list[tuple[int, float]] = field(default_factory=list)
 
     def trust(self, depth: int) -> float:

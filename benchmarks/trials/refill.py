@@ -149,10 +149,14 @@ class RefillVariant(DFlashFamily[RefillRecipe, DFlashNetwork]):
         self._known = known_places(Path(recipe.collected)) if recipe.collected else {}
 
     def hidden(self, network: DFlashNetwork, target: Target, features_BSF: Tensor, rows: Rows) -> Tensor:
+        return self.pass_over_blocks(network, target, features_BSF, rows)(self.added(target, rows))[:, :, 1:]
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def added(self, target: Target, rows: Rows) -> Tensor:
+        """What is added to the masks, `[B, A, K, H]`."""
         slots = rows.tokens_BAL.size(2) - 1
-        added = filling(target.embed, list(self.known(rows)), slots, rows.tokens_BS.device)
-        added = added.view(*rows.anchors_BA.shape, slots, -1)
-        return self.pass_over_blocks(network, target, features_BSF, rows)(added)[:, :, 1:]
+        found = filling(target.embed, list(self.known(rows)), slots, rows.tokens_BS.device)
+        return found.view(*rows.anchors_BA.shape, slots, -1)
 
     def known(self, rows: Rows) -> Iterator[Known | None]:
         """What is known behind each anchor, row after row."""
