@@ -62,11 +62,15 @@ class Watched:
 
     @contextmanager
     def _counting(self, plan: Plan) -> Iterator[None]:
-        """Networks that guess a token at a time are watched; the others have one pass for all guesses, or as many as
-        their diffusion steps."""
+        """A drafter that counts its passes itself, as `counted`, is believed. Networks that guess a token at a time are
+        watched; the others have one pass for all guesses, or as many as their diffusion steps."""
         inner: Any = self.inner
         network, model = getattr(inner, "network", None), getattr(inner, "model", None)
-        if isinstance(network, RowNetwork):
+        if (counted := getattr(inner, "counted", None)) is not None:
+            before = Counter(counted)
+            yield
+            self.passes.update(counted - before)
+        elif isinstance(network, RowNetwork):
             hook = network.register_forward_hook(lambda module, given, out: self.passes.update([given[0].size(1)]))
             yield
             hook.remove()

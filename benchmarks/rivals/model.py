@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks.rivals.kinds import Weights
 from benchmarks.rivals.rows import Answers, Forward, Trained
 
 # The time of the target's forward over so many nodes, over that of one.
@@ -58,12 +59,12 @@ class Costs:
 
 
 def by_weights(
-    answers: Answers, trained: Trained | None, target_weights: int, curve: Curve, host: float = 0.0
+    answers: Answers, trained: Trained | Weights | None, target_weights: int, curve: Curve, host: float = 0.0
 ) -> Costs:
     """The cycle that these answers took on the mean.
 
     Args:
-        trained: None for a drafter without weights.
+        trained: Says which weights the drafter reads; None for one without weights.
         host: What a cycle takes in no network, over a forward of one node.
     """
     draft = 0.0
