@@ -62,6 +62,7 @@ class Scheduler:
         self._remembered = Remembered(prefix_tokens)
         self._kept: dict[int, int] = {}  # slots of remembered rows
         self._sources: dict[Row, tuple[Row | None, int, int]] = {}  # whom a row waits for: (row, its start, tokens)
+        self._told = set[str]()  # why cycles failed, each once: a broken drafter fails in every cycle
 
     def add(self, requests: Sequence[Request]) -> None:
         """Queue requests, which have been checked. May be called from any thread."""
@@ -283,8 +284,10 @@ class Scheduler:
         try:
             outcome = self._runner.step(rows, plan)
         except Exception as error:
-            if plan.block_size > 1:
-                log.warning("A cycle failed and is done again without drafts: %s", describe(error))
+            told = describe(error)
+            if plan.block_size > 1 and told not in self._told:
+                self._told.add(told)
+                log.warning("A cycle failed and is done again without drafts, as are all that fail like it: %s", told)
             self._apart(rows, None, error)
             return
         suspects = [rows[place] for place in outcome.lawless]
