@@ -26,7 +26,8 @@ from blockdraft.training import checkpoints, start
 from blockdraft.training.devices import make_accelerator
 from blockdraft.training.finish import FINISH
 from blockdraft.training.records import Records
-from blockdraft.training.trainer import Telling, run_folder, train
+from blockdraft.training.telling import Telling
+from blockdraft.training.trainer import run_folder, train
 from blockdraft.training.variants import find_variant, variant_names
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerator")

@@ -30,7 +30,8 @@ from blockdraft.machine import free_bytes, wait_for
 from blockdraft.targets import Target
 from blockdraft.training.devices import make_accelerator
 from blockdraft.training.records import run_folder
-from blockdraft.training.trainer import Telling, train
+from blockdraft.training.telling import Telling
+from blockdraft.training.trainer import train
 from blockdraft.training.variants import find_variant
 from blockdraft.types import SamplingParams
 
