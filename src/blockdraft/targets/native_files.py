@@ -23,8 +23,9 @@ from blockdraft.errors import UsageError
 from blockdraft.formats.quantized import NotRead, read_quantized
 from blockdraft.formats.stored import FEW_BITS, Stored, open_tensors, stored
 from blockdraft.machine import return_freed
-from blockdraft.nn.decoder import Decoder, Read
+from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.decoder_config import DecoderConfig
+from blockdraft.nn.decoder_layer import Read
 from blockdraft.nn.packed import LaidOut, lay_out
 from blockdraft.nn.quantized import QuantizedWeight, best_group
 from blockdraft.nn.rounding import QUICK, rounded
