@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from blockdraft.data import features
-from blockdraft.data.documents import DataWriter, Document, TokenData, read_data, tokenizer_fingerprint
+from blockdraft.data.documents import Document, TokenData, read_data, tokenizer_fingerprint
 from blockdraft.data.features import (
     batches,
     chosen_taps,
@@ -20,6 +20,7 @@ from blockdraft.data.features import (
     tapped_features,
 )
 from blockdraft.data.settings import FeatureSettings
+from blockdraft.data.writer import DataWriter
 from blockdraft.folders import held
 from blockdraft.proposal import chain
 from blockdraft.settings import from_text

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockdraft.data.documents import DataWriter, Document, tokenizer_fingerprint
+from blockdraft.data.documents import Document, tokenizer_fingerprint
 from blockdraft.data.features import tapped_features
+from blockdraft.data.writer import DataWriter
 from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.engine import Engine
 from blockdraft.proposal import Plan

@@ -18,7 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from blockdraft import load_drafter, load_target
-from blockdraft.data.documents import DataWriter, Document, read_data, tokenizer_fingerprint
+from blockdraft.data.documents import Document, read_data, tokenizer_fingerprint
+from blockdraft.data.writer import DataWriter
 from blockdraft.folders import held
 from blockdraft.settings import read_settings
 from blockdraft.targets import Target, target_fingerprint

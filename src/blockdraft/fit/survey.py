@@ -17,9 +17,10 @@ from typing import Any
 import psutil
 import torch
 
-from blockdraft.data.documents import DataWriter, Document, TokenData, read_data, tokenizer_fingerprint
+from blockdraft.data.documents import Document, TokenData, read_data, tokenizer_fingerprint
 from blockdraft.data.features import tapped_features
 from blockdraft.data.settings import DataSettings
+from blockdraft.data.writer import DataWriter
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Completion, Engine, loops
 from blockdraft.engine.probe import Probe
