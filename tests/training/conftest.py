@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.data.documents import Document, tokenizer_fingerprint
-from blockdraft.data.features import tapped_features
+from blockdraft.data.taps import tapped_features
 from blockdraft.data.writer import DataWriter
 from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.engine import Engine

@@ -18,8 +18,8 @@ import psutil
 import torch
 
 from blockdraft.data.documents import Document, TokenData, read_data, tokenizer_fingerprint
-from blockdraft.data.features import tapped_features
 from blockdraft.data.settings import DataSettings
+from blockdraft.data.taps import tapped_features
 from blockdraft.data.writer import DataWriter
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Completion, Engine, loops

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from blockdraft.data.documents import TokenData, grown_since, read_state
-from blockdraft.data.features import tapped_features
+from blockdraft.data.taps import tapped_features
 from blockdraft.errors import Complaints, UsageError, counted
 from blockdraft.formats import check_writable, read_config, trained_for
 from blockdraft.proposal import chain
