@@ -394,15 +394,15 @@ def test_an_interrupted_forward_leaves_nothing_behind(
     with pytest.raises(KeyboardInterrupt):
         scheduler.step()
     assert all(torch.isfinite(store).all() for store in scheduler._runner.cache._stores())
-    assert scheduler._slots.take(engine.cache_tokens) == 0  # all of them are free
+    assert scheduler._places._slots.take(engine.cache_tokens) == 0  # all of them are free
 
 
 def test_what_a_broken_request_held_is_not_remembered(target: Target, drafter: Drafter) -> None:
     engine = Engine(target, drafter, prefix_tokens=500)
     assert engine.submit(list(range(40)), GREEDY, lambda chunk: 1 / 0).result().failure is not None
-    assert engine.scheduler._kept == {}
+    assert engine.scheduler._places._kept == {}
     assert engine.submit(list(range(40)), GREEDY).result().failure is None
-    assert len(engine.scheduler._kept) == 1
+    assert len(engine.scheduler._places._kept) == 1
 
 
 def test_a_bug_of_ours_in_a_step_ends_the_requests_and_no_one_waits_for_ever(
