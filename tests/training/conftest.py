@@ -23,6 +23,18 @@ from blockdraft.types import SamplingParams
 LENGTHS, ANCHORS = (17, 30, 23), ((3, 11, 16), (1, 9, 22, 29), (8, 20))
 
 
+@pytest.fixture(autouse=True)
+def without_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run's picture takes longer than its few steps. Who looks at it asks for the fixture `with_pictures`."""
+    if "with_pictures" not in request.fixturenames:
+        monkeypatch.setattr("blockdraft.training.trainer.draw", lambda records, path: True)
+
+
+@pytest.fixture
+def with_pictures() -> None:
+    """See `without_pictures`."""
+
+
 class Drafted(NamedTuple):
     """What a drafter guesses behind an anchor, and its state before it."""
 

@@ -88,7 +88,9 @@ def same(one: Path, two: Path) -> bool:
         for name in sorted({*variant_names()} - {"medusa", "mtp"})
     ],
 )
-def test_a_run_learns_and_leaves_a_drafter(variant: str, run: Run, tmp_path: Path, tiny_target_dir: Path) -> None:
+def test_a_run_learns_and_leaves_a_drafter(
+    variant: str, run: Run, tmp_path: Path, tiny_target_dir: Path, with_pictures: None
+) -> None:
     out = tmp_path / "drafter"
     few = {"jumps": "0.1"} if variant == "flow" else {}  # learning from itself takes it longer
     lines = run(out, variant, steps="30", trackers="tensorboard", eval_every="15", **few)
