@@ -12,7 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from blockdraft import drafters
-from blockdraft.data.documents import DataWriter, Document, tokenizer_fingerprint
+from blockdraft.data.documents import Document, tokenizer_fingerprint
+from blockdraft.data.writer import DataWriter
 from blockdraft.formats import Checkpoint, find_layout
 from blockdraft.formats.zlab import read_checkpoint, write_checkpoint
 from blockdraft.machine import cache_folder

@@ -23,7 +23,7 @@ from blockdraft.diffusion.settings import ConvertSettings, DiffusionRecipe, Samp
 from blockdraft.diffusion.text import read_texts
 from blockdraft.diffusion.train import train
 from blockdraft.engine import loops
-from blockdraft.training.trainer import Telling
+from blockdraft.training.telling import Telling
 
 PLAIN, DRAFTED = "autoregressive", "drafted by "
 TUNED = "tuned"  # folder of the fine-tuned model

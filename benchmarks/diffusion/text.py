@@ -18,7 +18,7 @@ from blockdraft.diffusion.text import Tokens
 from blockdraft.diffusion.train import train
 from blockdraft.errors import UsageError
 from blockdraft.training.records import run_folder
-from blockdraft.training.trainer import Telling
+from blockdraft.training.telling import Telling
 
 AUTOREGRESSIVE = "autoregressive"
 SAVES = 4  # checkpoints of a run

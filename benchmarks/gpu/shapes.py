@@ -14,9 +14,10 @@ from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention
-from blockdraft.targets import Target, native
+from blockdraft.targets import Target
 from blockdraft.targets.families import NotCovered, decoder_config
 from blockdraft.targets.hf import HFTarget
+from blockdraft.targets.native_target import NativeTarget
 
 WEIGHT_SCALE = 0.02
 
@@ -189,7 +190,7 @@ def build(shape: Shape, backend: str, dtype: torch.dtype, device: torch.device) 
     return target, DFlashDrafter(DFlashNetwork(draft_config(shape)), target)
 
 
-def _native(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> native.NativeTarget:
+def _native(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> NativeTarget:
     try:
         wanted = decoder_config(config)
     except NotCovered as reason:
@@ -200,7 +201,7 @@ def _native(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) 
         scale = WEIGHT_SCALE if len(shapes[name]) > 1 else 0.0
         return torch.randn(shapes[name], dtype=dtype, device=device) * scale + float(len(shapes[name]) == 1)
 
-    return native.NativeTarget(Decoder(wanted, weight), config)
+    return NativeTarget(Decoder(wanted, weight), config)
 
 
 def bytes_per_token(target: Target, config: PretrainedConfig, context: int) -> float:

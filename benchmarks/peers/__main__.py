@@ -30,7 +30,7 @@ from benchmarks.peers.trials import Journal, Task, measure
 from blockdraft.cli import display
 from blockdraft.engine.text import encode
 from blockdraft.evaluation.prompts import read_prompt_sets
-from blockdraft.evaluation.report import hardware
+from blockdraft.evaluation.results import hardware
 from blockdraft.targets import BUNDLED, TargetText, load_target_text
 
 JOURNAL = BUILD / "journal.jsonl"

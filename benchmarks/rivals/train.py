@@ -25,7 +25,7 @@ from blockdraft.targets import Target, load_target
 from blockdraft.training.devices import make_accelerator
 from blockdraft.training.recipe import Recipe
 from blockdraft.training.records import run_folder
-from blockdraft.training.trainer import Telling
+from blockdraft.training.telling import Telling
 from blockdraft.training.trainer import train as train_variant
 from blockdraft.training.variants import find_variant
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from blockdraft import load_target
-from blockdraft.data.documents import DataWriter, Document, tokenizer_fingerprint
+from blockdraft.data.documents import Document, tokenizer_fingerprint
+from blockdraft.data.writer import DataWriter
 
 LEAST = 4  # tokens of an answer
 

@@ -1,15 +1,25 @@
 """A command in this process. And for gguf_writer.py and fake_server.py, which lie beside other tests."""
 
+import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import typer.main
 
 from blockdraft import cli
 
 sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("targets", "evaluation/servers")]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def commands_are_made_once() -> Iterator[None]:
+    """As in a process of its own: out of all the signatures, which takes longer than many a command runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.main, "get_command", functools.cache(typer.main.get_command))
+        yield
 
 
 class Result(NamedTuple):

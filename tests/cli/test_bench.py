@@ -11,7 +11,7 @@ import pytest
 
 from blockdraft import cli
 from blockdraft.cli import display
-from blockdraft.evaluation import report, speed
+from blockdraft.evaluation import folder, speed
 
 METHOD_KEYS = {"tokens_per_second", "speedup", "tau", "acceptance_by_position", "cycle_cost", "identical", "looping"}
 METHODS = ["none", "dflash", "dflash:3"]
@@ -118,7 +118,7 @@ def test_a_failed_write_still_prints_what_was_measured(
     def full(*_: Any) -> None:
         raise ValueError("no space")
 
-    monkeypatch.setattr(report, "write", full)
+    monkeypatch.setattr(folder, "write", full)
     result = bench("--out", tmp_path, "--no-pictures", "--limit", 1)
     assert (result.code, result.err.splitlines()[-1]) == (2, "error: no space")
     assert "dflash:3" in result.out

@@ -74,7 +74,11 @@ def test_a_server_that_hangs_leaves_the_levels_before(bench: Run, tmp_path: Path
     with FakeServer().served() as url:
         result = bench("--prompts", more, "--url", url, "--concurrency", 2, "--silence", 1.5, "--out", out, "--json")
     assert result.code == 2
-    assert "said nothing for 1.5 s" in result.err and "--silence SECONDS" in result.err and f"in {out}." in result.err
+    assert (
+        "has gone 1.5 s without an answer" in result.err
+        and "--silence SECONDS" in result.err
+        and f"in {out}." in result.err
+    )
     for found in (json.loads(result.out), json.loads((out / "server.json").read_text())):
         assert [level["prompt_set"] for level in found["levels"]] == ["first"] and "hang" in found["stopped"]
 

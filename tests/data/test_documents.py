@@ -1,4 +1,4 @@
-"""Data folders: written in pieces, read as one, gone on with, refused."""
+"""Data folders: read as one, as they are and as they were, refused."""
 
 import json
 import pickle
@@ -6,36 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from some_documents import DOCUMENTS, IDENTITY, ids, write
 
-from blockdraft.data import documents
-from blockdraft.data.documents import DataWriter, Document, grown_since, read_data, tokenizer_fingerprint
+from blockdraft.data.documents import Document, grown_since, read_data, tokenizer_fingerprint
+from blockdraft.data.writer import DataWriter
 from blockdraft.targets import load_target_text
-
-IDENTITY = {"tokenizer": "abc", "length": 9, "written_by": {"writer": "text"}}
-
-
-def document(*ids: int, cut: bool = False) -> Document:
-    tokens = torch.tensor(ids)
-    return Document(tokens, tokens % 2 == 1, cut)
-
-
-DOCUMENTS = {0: [document(1, 2, 3)], 1: [document(4, 5), document(6, 7, 8, 9, cut=True)], 3: [document(10, 11)]}
-
-
-def write(folder: Path, order: list[list[int]]) -> DataWriter:
-    """The rows of `DOCUMENTS`, and row 2, which gave none, in shards of these."""
-    writer = DataWriter(folder, IDENTITY)
-    writer.begin(target="somewhere")
-    for rows in order:
-        for row in rows:
-            writer.add(row, DOCUMENTS.get(row, []), "answer loops" if row == 2 else None)
-        writer.flush()
-    return writer
-
-
-def ids(folder: Path) -> list[list[int]]:
-    return [one.tokens.tolist() for one in read_data(folder)]
 
 
 def test_documents_come_in_the_order_of_their_rows(tmp_path: Path) -> None:
@@ -79,19 +54,6 @@ def test_documents_are_mapped_and_not_read(tmp_path: Path) -> None:
     assert len(pickle.dumps(read)) < 1000
 
 
-def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
-    write(tmp_path, [[1], [2]])
-    with pytest.raises(ValueError, match="is unfinished; run the `blockdraft data` command"):
-        read_data(tmp_path)
-    writer = DataWriter(tmp_path, IDENTITY)
-    assert writer.done == {1, 2}
-    writer.begin()
-    writer.add(3, DOCUMENTS[3])
-    writer.add(0, DOCUMENTS[0])
-    writer.finish()
-    assert ids(tmp_path) == [[1, 2, 3], [4, 5], [6, 7, 8, 9], [10, 11]]
-
-
 def test_how_much_has_come_since(tmp_path: Path) -> None:
     """Since any state, finished or not, over interruptions; None for a state of something else."""
     seen: dict[str, tuple[int, int]] = {}  # documents and tokens by fingerprint
@@ -123,20 +85,6 @@ def test_how_much_has_come_since(tmp_path: Path) -> None:
         assert grown_since(data, fingerprint) == (4 - count, 11 - tokens)
     assert grown_since(data, data.fingerprint) == (0, 0)
     assert grown_since(data, "0123") is None
-
-
-def test_folders_without_a_history_have_one_from_now_on(tmp_path: Path) -> None:
-    write(tmp_path, [[0, 1, 2]]).finish()
-    manifest = json.loads((tmp_path / "data.json").read_text())
-    del manifest["states"]
-    (tmp_path / "data.json").write_text(json.dumps(manifest))
-    before = read_data(tmp_path)
-    assert grown_since(before, before.fingerprint) == (0, 0)
-    writer = DataWriter(tmp_path, IDENTITY)
-    writer.begin()
-    writer.add(3, DOCUMENTS[3])
-    writer.finish()
-    assert grown_since(read_data(tmp_path), before.fingerprint) == (1, 2)
 
 
 def test_data_that_are_being_made(tmp_path: Path) -> None:
@@ -176,39 +124,6 @@ def test_a_shard_that_no_manifest_knows_yet(tmp_path: Path) -> None:
     assert data.lengths == [3, 2, 4] and data.manifest["counts"]["rows"] == 2
 
 
-def test_shards_are_written_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By size, and by the work that would be lost."""
-    monkeypatch.setattr(documents, "SHARD_TOKENS", 4)
-    writer = write(tmp_path / "size", [])
-    writer.add(0, DOCUMENTS[0])
-    assert list((tmp_path / "size").glob("tokens-*")) == []
-    writer.add(1, DOCUMENTS[1])
-    assert [path.name for path in (tmp_path / "size").glob("tokens-*")] == ["tokens-00000.safetensors"]
-    monkeypatch.setattr(documents, "SHARD_SECONDS", -1.0)
-    writer.add(3, DOCUMENTS[3])
-    assert len(load_file(tmp_path / "size/tokens-00001.safetensors")["rows"]) == 1
-
-
-def test_other_arguments_and_other_files_are_refused(tmp_path: Path) -> None:
-    write(tmp_path / "a", [[0]]).finish()
-    with pytest.raises(ValueError, match=r"made with length 9, not 10; choose another folder for --out"):
-        DataWriter(tmp_path / "a", IDENTITY | {"length": 10})
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b/notes.txt").touch()
-    with pytest.raises(ValueError, match="holds other files"):
-        DataWriter(tmp_path / "b", IDENTITY)
-
-
-def test_nothing_to_learn_is_refused(tmp_path: Path) -> None:
-    writer = DataWriter(tmp_path, IDENTITY)
-    writer.begin()
-    writer.add(0, [], "no supervised token")
-    with pytest.raises(ValueError, match=r"None of the 1 rows has a token to learn from .*'no supervised token': 1"):
-        writer.finish()
-    with pytest.raises(ValueError, match="unfinished"):
-        read_data(tmp_path)
-
-
 def test_broken_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="data.json does not exist; give a folder made by `blockdraft data`"):
         read_data(tmp_path)
@@ -228,30 +143,6 @@ def test_broken_folders_are_refused(tmp_path: Path) -> None:
     manifest.write_text("{")
     with pytest.raises(ValueError, match=r"data\.json cannot be read"):
         read_data(tmp_path / "a")
-
-
-def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: Path, content: bytes) -> int:
-        self.touch()
-        raise OSError(28, "No space left on device")
-
-    writer = write(tmp_path, [[0]])
-    writer.add(1, DOCUMENTS[1])
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_bytes", full)
-        with pytest.raises(ValueError, match=r"cannot be written \(No space left on device\)"):
-            writer.flush()
-    assert {path.name for path in tmp_path.iterdir()} == {"data.json", "tokens-00000.safetensors"}
-
-
-def test_a_killed_write_leaves_no_obstacle(tmp_path: Path) -> None:
-    (tmp_path / ".data.json.123.tmp").write_text("{")
-    write(tmp_path, [[0]]).finish()
-    assert not list(tmp_path.glob(".*")) and len(read_data(tmp_path)) == 1
-    with pytest.raises(ValueError, match=r"inside cannot be written to \(Not a directory\)"):
-        write(tmp_path / "data.json/inside", [])
-    with pytest.raises(ValueError, match=r"data\.json holds other files"):
-        write(tmp_path / "data.json", [])
 
 
 def test_tokenizers(tmp_path: Path, tiny_target_dir: Path) -> None:

@@ -1,4 +1,4 @@
-"""Features: in the loop and on disk, of the right target, data and taps."""
+"""Features on disk, of the right target, data and taps."""
 
 import pickle
 import shutil
@@ -8,67 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from some_features import LENGTHS, TAPS, alone, made
 
 from blockdraft.data import features
-from blockdraft.data.documents import DataWriter, Document, TokenData, read_data, tokenizer_fingerprint
-from blockdraft.data.features import (
-    batches,
-    chosen_taps,
-    plan_features,
-    read_features,
-    tapped_features,
-)
+from blockdraft.data.documents import TokenData
+from blockdraft.data.features import batches, plan_features, read_features
 from blockdraft.data.settings import FeatureSettings
 from blockdraft.folders import held
-from blockdraft.proposal import chain
-from blockdraft.settings import from_text
 from blockdraft.targets import Target, load_target, target_fingerprint
 
-TAPS = (2, 0)
 FLOAT = FeatureSettings(dtype="float32", batch_tokens=30)
-LENGTHS = [7, 1, 12, 3, 40, 9, 9]
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(tiny_target_dir, device="cpu")
-
-
-@pytest.fixture
-def data(tmp_path: Path, target: Target) -> TokenData:
-    return made(tmp_path / "data", target)
-
-
-def made(folder: Path, target: Target, seed: int = 0) -> TokenData:
-    generator = torch.Generator().manual_seed(seed)
-    assert target.tokenizer is not None
-    writer = DataWriter(folder, {"tokenizer": tokenizer_fingerprint(target.tokenizer)})
-    writer.begin()
-    for row, length in enumerate(LENGTHS):
-        tokens = torch.randint(target.vocab_size, (length,), generator=generator)
-        writer.add(row, [Document(tokens, tokens > 0)])
-    writer.finish()
-    return read_data(folder)
-
-
-def alone(target: Target, data: TokenData, i: int) -> torch.Tensor:
-    """By transformers itself: hidden state t + 1 is the output of layer t."""
-    model = AutoModelForCausalLM.from_pretrained(target.path)
-    states = model(data[i].tokens[None], output_hidden_states=True).hidden_states
-    last = model.model.layers[2]
-    kept = []
-    hook = last.register_forward_hook(lambda module, args, output: kept.append(output))
-    model(data[i].tokens[None])
-    hook.remove()
-    return torch.cat([kept[0][0] if isinstance(kept[0], tuple) else kept[0], states[1]], dim=-1)[0]
-
-
-def test_tapped_features_are_the_layers_outputs(target: Target, data: TokenData) -> None:
-    found = tapped_features(target, TAPS, [one.tokens for one in data])
-    assert [tuple(one.shape) for one in found] == [(length, 2 * target.hidden_size) for length in LENGTHS]
-    for i, one in enumerate(found):
-        torch.testing.assert_close(one, alone(target, data, i), atol=1e-4, rtol=1e-4)
 
 
 def test_a_cache_holds_them_in_document_order(
@@ -185,43 +134,6 @@ def test_what_another_process_has_written_since_the_plan_stays(tmp_path: Path, t
     read_features(tmp_path / "f").check(target, data, TAPS)
 
 
-def test_how_many_taps_and_which_a_small_target_has() -> None:
-    found = {layers: chosen_taps(None, layers) for layers in (1, 2, 3, 4, 6, 7, 8, 36)}
-    assert found == {
-        1: (0,),
-        2: (0, 1),
-        3: (0, 1, 2),
-        4: (0, 1, 2, 3),
-        6: (0, 1, 2, 3, 4),
-        7: (0, 1, 2, 4, 5),
-        8: (1, 2, 3, 4, 5),
-        36: (1, 9, 17, 25, 33),
-    }
-    assert [chosen_taps(count, 6) for count in (1, 2, 4, 5, 6)] == [
-        (3,),
-        (1, 3),
-        (0, 1, 3, 4),
-        (0, 1, 2, 3, 4),
-        (0, 1, 2, 3, 4, 5),
-    ]
-    for count in (0, 7):
-        with pytest.raises(ValueError, match=f"taps is {count}, the number of layers to tap, and the target has 6"):
-            chosen_taps(count, 6)
-
-
-def test_taps(target: Target, data: TokenData) -> None:
-    for text, layers in (("2", (1, 5)), ("1,3,5", (1, 3, 5)), ("3,", (3,)), ("[3]", (3,)), ("0,", (0,))):
-        assert chosen_taps(from_text(FeatureSettings, "taps", text), 8) == layers
-    for text in ("", "x", "1,x", ","):
-        with pytest.raises(ValueError, match="it must be a whole number"):
-            chosen_taps(from_text(FeatureSettings, "taps", text), 8)
-    for taps in ((4,), (-1,), ()):
-        with pytest.raises(ValueError, match="the target has 3 layers; name one or more of 0 to 2, or 3 for"):
-            tapped_features(target, taps, [data[0].tokens])
-    with pytest.raises(ValueError, match=r"has 300 tokens and the target's context 256"):
-        tapped_features(target, TAPS, [torch.zeros(300, dtype=torch.int64)])
-
-
 def test_batches_hold_like_lengths() -> None:
     assert list(batches([5, 1, 4, 9, 1], 10)) == [[3], [0, 2], [1, 4]]
     assert sorted(i for group in batches([50] * 3, 10) for i in group) == [0, 1, 2]
@@ -232,12 +144,3 @@ def test_bad_settings_are_refused() -> None:
         FeatureSettings(dtype="int8")
     with pytest.raises(ValueError, match="batch_tokens is 0"):
         FeatureSettings(batch_tokens=0)
-
-
-def test_the_input_of_the_head_can_be_tapped(tiny_target_dir: Path) -> None:
-    target = load_target(tiny_target_dir)
-    tokens = torch.arange(5, 25)
-    [hidden] = tapped_features(target, (0, target.num_layers), [tokens])
-    proposal = chain(tokens[None])
-    logits = target.forward(proposal.tokens, proposal.parents, target.new_cache(1, 20)).logits[0]
-    torch.testing.assert_close(target.head(hidden[:, target.hidden_size :]), logits, atol=1e-5, rtol=1e-5)

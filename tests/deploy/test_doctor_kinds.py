@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from blockdraft.data.features import tapped_features
+from blockdraft.data.taps import tapped_features
 from blockdraft.deploy.doctor import Diagnosis, examine
 from blockdraft.deploy.readings import bench_of
 from blockdraft.deploy.settings import DoctorSettings

@@ -27,7 +27,8 @@ from blockdraft.diffusion.train import train
 from blockdraft.errors import NumbersError, UsageError
 from blockdraft.training import checkpoints
 from blockdraft.training.finish import FINISH
-from blockdraft.training.trainer import Telling, run_folder
+from blockdraft.training.telling import Telling
+from blockdraft.training.trainer import run_folder
 
 SMALL = {"length": 12, "batch": 4, "warmup": 2, "held_out": 0.1, "save_every": 2, "eval_every": 0, "ema": 0.0}
 SMALL |= {"dtype": "float32"}  # whatever the processor

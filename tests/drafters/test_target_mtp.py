@@ -281,7 +281,7 @@ DOWN = "mtp.layers.0.mlp.experts.2.down_proj.weight"
         (lambda tensors: tensors.update({DOWN: torch.ones(16, 32)}), r"expected \(32, 16\), found \(16, 32\)"),
         (lambda tensors: tensors.update({"mtp.gru.weight": torch.ones(3)}), r"mtp.gru.weight: expected None"),
         (lambda tensors: tensors.update({"mtp.layers.1.x": torch.ones(3)}), "several MTP layers"),
-        (lambda tensors: tensors.update({DOWN: torch.ones(32, 16).to(torch.float8_e4m3fn)}), "is of F8_E4M3"),
+        (lambda tensors: tensors.update({DOWN: torch.ones(32, 16).to(torch.float8_e4m3fn)}), "is of type F8_E4M3"),
     ],
 )
 def test_a_head_that_does_not_fit_is_refused_by_name(

@@ -184,7 +184,7 @@ def test_a_forward_that_fails_once_changes_nothing(
     break_forward(target, monkeypatch, spoil)
     with caplog.at_level(logging.WARNING):
         assert answers(engine) == expected
-    assert "without drafts: RuntimeError: a hiccup" in caplog.text
+    assert "fail like it: RuntimeError: a hiccup" in caplog.text
 
 
 def test_a_prompt_that_could_not_be_read_is_not_tried_for_ever(
@@ -272,6 +272,28 @@ def test_drawn_guesses_without_numbers_end_no_request(target: Target, drafter: D
         PROMPTS
     )
     assert asked > 3
+
+
+def test_a_drafter_without_numbers_is_told_of_once(
+    target: Target, drafter: Drafter, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It can draw no guesses in any cycle, and the answers are those of the target alone."""
+    warm = SamplingParams(30, 1.0, seed=3, ignore_eos=True)
+    none = load_drafter("none", target=target)
+    expected = [completion.token_ids for completion in Engine(target, none).generate(PROMPTS, warm)]
+
+    def spoiled(*args: Any) -> Any:
+        hidden, logits = guesses(*args)
+        return hidden, logits.fill_(torch.nan)
+
+    run: Any = drafter._run  # type: ignore[attr-defined]
+    guesses, run.guesses = run.guesses, spoiled
+    engine = Engine(target, drafter, drafting=Drafting(drawn=True))
+    with caplog.at_level(logging.WARNING):
+        assert [completion.token_ids for completion in engine.generate(PROMPTS, warm)] == expected
+        assert [completion.token_ids for completion in engine.generate(PROMPTS, warm)] == expected
+    assert len(caplog.messages) < 10 and len(set(caplog.messages)) == len(caplog.messages)
+    assert all("without drafts, as are all that fail like it" in message for message in caplog.messages)
 
 
 @pytest.mark.parametrize("method", ["propose", "observe"])
@@ -372,15 +394,15 @@ def test_an_interrupted_forward_leaves_nothing_behind(
     with pytest.raises(KeyboardInterrupt):
         scheduler.step()
     assert all(torch.isfinite(store).all() for store in scheduler._runner.cache._stores())
-    assert scheduler._slots.take(engine.cache_tokens) == 0  # all of them are free
+    assert scheduler._places._slots.take(engine.cache_tokens) == 0  # all of them are free
 
 
 def test_what_a_broken_request_held_is_not_remembered(target: Target, drafter: Drafter) -> None:
     engine = Engine(target, drafter, prefix_tokens=500)
     assert engine.submit(list(range(40)), GREEDY, lambda chunk: 1 / 0).result().failure is not None
-    assert engine.scheduler._kept == {}
+    assert engine.scheduler._places._kept == {}
     assert engine.submit(list(range(40)), GREEDY).result().failure is None
-    assert len(engine.scheduler._kept) == 1
+    assert len(engine.scheduler._places._kept) == 1
 
 
 def test_a_bug_of_ours_in_a_step_ends_the_requests_and_no_one_waits_for_ever(

@@ -4,8 +4,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
-from blockdraft.formats.folder import clear_remains
+from blockdraft.errors import UsageError
+from blockdraft.formats import read_drafter
+from blockdraft.formats.folder import check_tensors, clear_remains
 
 
 def test_remains_go_and_what_they_replaced_comes_back(tmp_path: Path) -> None:
@@ -29,3 +33,26 @@ def test_what_another_process_takes_away_meanwhile_is_no_error(tmp_path: Path, m
     monkeypatch.setattr(shutil, "rmtree", late)
     clear_remains(tmp_path / "drafter")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [(torch.int8, "I8"), (torch.int64, "I64"), (torch.float8_e4m3fn, "F8_E4M3")]
+)
+def test_weights_that_are_no_numbers_as_they_stand(
+    tiny_drafter_dir: Path, tmp_path: Path, dtype: torch.dtype, kind: str
+) -> None:
+    shutil.copytree(tiny_drafter_dir, tmp_path / "drafter")
+    file = tmp_path / "drafter" / "model.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, "fc.weight": tensors["fc.weight"].to(dtype)}, file)
+    wrong = f"{tmp_path / 'drafter'}: fc.weight is of type {kind}; weights must be of one of F64, F32, BF16, F16"
+    with pytest.raises(UsageError, match=wrong):
+        read_drafter(tmp_path / "drafter", None, 3)
+
+
+def test_maps_of_the_vocabulary_may_be_integers() -> None:
+    found = {"fc.weight": torch.zeros(2), "d2t": torch.zeros(3, dtype=torch.int64), "t2d": torch.zeros(5).bool()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
+    check_tensors(shapes, found)
+    with pytest.raises(UsageError, match="x is of type I64, and 1 other tensors are of such a type too; weights"):
+        check_tensors(shapes, {"x": found["d2t"], "y": found["d2t"], **found})

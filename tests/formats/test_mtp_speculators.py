@@ -132,3 +132,12 @@ def test_what_the_format_cannot_say_is_refused(tmp_path: Path) -> None:
         LAYOUT.check({}, None, ())
     with pytest.raises(UsageError, match="readers load no model.gguf"):
         LAYOUT.check(CONFIG, "model.gguf", ())
+
+
+def test_weights_that_were_rounded_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "head")
+    file = tmp_path / "head" / "model.safetensors"
+    name = "mtp_layers.0.input_proj.weight"
+    save_file(load_file(file) | {name: torch.ones(16, 32, dtype=torch.int8)}, file)
+    with pytest.raises(UsageError, match=f"head: {name} is of type I8; weights must be of one of F64, F32, BF16, F16"):
+        read_drafter(tmp_path / "head", None, 5)

@@ -12,7 +12,8 @@ from beside import TOKENS, Ours, accepts_alike, peer
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from benchmarks.server import chats
-from blockdraft.data.documents import DataWriter, Document, read_data, tokenizer_fingerprint
+from blockdraft.data.documents import Document, read_data, tokenizer_fingerprint
+from blockdraft.data.writer import DataWriter
 from blockdraft.formats import Checkpoint, find_layout, read_drafter
 from blockdraft.formats.eagle3 import tensor_shapes
 from blockdraft.settings import read_settings

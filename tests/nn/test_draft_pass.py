@@ -21,7 +21,7 @@ from blockdraft.nn.dflash2 import DFlash2Network
 from blockdraft.nn.draft_config import DFlash2Config, DraftConfig, LayerAttention
 from blockdraft.nn.draft_pass import DraftPass
 from blockdraft.targets import Target, load_target
-from blockdraft.targets.native import NativeTarget
+from blockdraft.targets.native_target import NativeTarget
 
 Run: TypeAlias = DraftPass | CompiledDraftPass
 

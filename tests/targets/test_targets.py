@@ -12,7 +12,7 @@ from blockdraft import targets
 from blockdraft.errors import UsageError
 from blockdraft.targets import LoadOptions, NotCovered, as_target, load_target, transformers_model
 from blockdraft.targets.hf import HFTarget
-from blockdraft.targets.native import NativeTarget
+from blockdraft.targets.native_target import NativeTarget
 
 
 def use(monkeypatch: pytest.MonkeyPatch, **ranks: int | None) -> list[tuple[str, LoadOptions]]:

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockdraft.data.documents import DataWriter, Document, tokenizer_fingerprint
-from blockdraft.data.features import tapped_features
+from blockdraft.data.documents import Document, tokenizer_fingerprint
+from blockdraft.data.taps import tapped_features
+from blockdraft.data.writer import DataWriter
 from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.engine import Engine
 from blockdraft.proposal import Plan
@@ -20,6 +21,18 @@ from blockdraft.training.variants import Variant
 from blockdraft.types import SamplingParams
 
 LENGTHS, ANCHORS = (17, 30, 23), ((3, 11, 16), (1, 9, 22, 29), (8, 20))
+
+
+@pytest.fixture(autouse=True)
+def without_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run's picture takes longer than its few steps. Who looks at it asks for the fixture `with_pictures`."""
+    if "with_pictures" not in request.fixturenames:
+        monkeypatch.setattr("blockdraft.training.trainer.draw", lambda records, path: True)
+
+
+@pytest.fixture
+def with_pictures() -> None:
+    """See `without_pictures`."""
 
 
 class Drafted(NamedTuple):

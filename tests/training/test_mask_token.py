@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from blockdraft.data.documents import DataWriter, Document, TokenData, read_data
+from blockdraft.data.documents import Document, TokenData, read_data
+from blockdraft.data.writer import DataWriter
 from blockdraft.targets import Target, load_target
 from blockdraft.training.mask_token import mask_token
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from blockdraft.data.documents import DataWriter, Document, TokenData, read_data
+from blockdraft.data.documents import Document, TokenData, read_data
+from blockdraft.data.writer import DataWriter
 from blockdraft.errors import Complaints
 from blockdraft.targets import Target, load_target
 from blockdraft.training.settle import Settled, settle

@@ -18,7 +18,8 @@ from blockdraft.settings import read_settings
 from blockdraft.training import checkpoints
 from blockdraft.training.devices import make_accelerator
 from blockdraft.training.export import Format, convert, export
-from blockdraft.training.trainer import Telling, run_folder, train
+from blockdraft.training.telling import Telling
+from blockdraft.training.trainer import run_folder, train
 from blockdraft.training.variants import find_variant, variant_names
 
 ROOMS = {"nn": "nn", "formats": "formats", "drafters": "drafters", "variants": "training.variants"}

@@ -18,7 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from blockdraft import load_drafter, load_target
-from blockdraft.data.documents import DataWriter, Document, read_data, tokenizer_fingerprint
+from blockdraft.data.documents import Document, read_data, tokenizer_fingerprint
+from blockdraft.data.writer import DataWriter
 from blockdraft.folders import held
 from blockdraft.settings import read_settings
 from blockdraft.targets import Target, target_fingerprint
@@ -26,7 +27,8 @@ from blockdraft.training import checkpoints, start
 from blockdraft.training.devices import make_accelerator
 from blockdraft.training.finish import FINISH
 from blockdraft.training.records import Records
-from blockdraft.training.trainer import Telling, run_folder, train
+from blockdraft.training.telling import Telling
+from blockdraft.training.trainer import run_folder, train
 from blockdraft.training.variants import find_variant, variant_names
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerator")
@@ -86,7 +88,9 @@ def same(one: Path, two: Path) -> bool:
         for name in sorted({*variant_names()} - {"medusa", "mtp"})
     ],
 )
-def test_a_run_learns_and_leaves_a_drafter(variant: str, run: Run, tmp_path: Path, tiny_target_dir: Path) -> None:
+def test_a_run_learns_and_leaves_a_drafter(
+    variant: str, run: Run, tmp_path: Path, tiny_target_dir: Path, with_pictures: None
+) -> None:
     out = tmp_path / "drafter"
     few = {"jumps": "0.1"} if variant == "flow" else {}  # learning from itself takes it longer
     lines = run(out, variant, steps="30", trackers="tensorboard", eval_every="15", **few)

@@ -130,13 +130,15 @@ def bench(
     sets = read_prompt_sets(prompts, limit)
 
     from blockdraft.cli import display
-    from blockdraft.evaluation import report, speed
+    from blockdraft.evaluation import folder, report, speed
+    from blockdraft.evaluation.pictures import require_pictures
     from blockdraft.evaluation.profile import profiles as speed_profiles
+    from blockdraft.evaluation.results import results
 
     if out is not None:
-        report.check_folder(out, overwrite)
+        folder.check_folder(out, overwrite)
         if pictures:
-            report.require_pictures()
+            require_pictures()
     loaded = run.load()
     engines = speed.load_methods(chosen, loaded, batch_size)
     try:
@@ -172,10 +174,10 @@ def bench(
         "running": loaded.running,
     }
     drawn = {method.name for method in chosen if method.drafting.drawn}
-    found = report.results(trials, arguments, loaded.device, profiles, drawn)
+    found = results(trials, arguments, loaded.device, profiles, drawn)
     try:
         if out is not None:
-            report.write(out, found, pictures)
+            folder.write(out, found, pictures)
     finally:  # also where the disk is full
         if as_json:
             print(found.as_json(), end="")

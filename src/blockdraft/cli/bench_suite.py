@@ -96,7 +96,7 @@ def measure_suite(
     from contextlib import nullcontext
 
     from blockdraft.cli import display
-    from blockdraft.evaluation.report import hardware
+    from blockdraft.evaluation.results import hardware
     from blockdraft.evaluation.speed import load_methods
     from blockdraft.evaluation.suite import measure, report, results
     from blockdraft.evaluation.suite.paper import model_of

@@ -129,7 +129,7 @@ def train(
         from blockdraft.training.devices import make_accelerator
         from blockdraft.training.finish import finish_on_signal
         from blockdraft.training.records import run_folder
-        from blockdraft.training.trainer import Telling
+        from blockdraft.training.telling import Telling
     except ModuleNotFoundError as error:
         raise UsageError(f"Training takes {error.name}; run pip install 'blockdraft[train]'.") from error
 

@@ -38,7 +38,8 @@ def features(
     """
     from blockdraft.cli import display
     from blockdraft.data.documents import read_data
-    from blockdraft.data.features import chosen_taps, plan_features, size
+    from blockdraft.data.features import plan_features, size
+    from blockdraft.data.taps import chosen_taps
 
     wanted = FeatureSettings.taps if taps is None else from_text(FeatureSettings, "taps", taps)
     settings = FeatureSettings(wanted, dtype, batch_tokens)

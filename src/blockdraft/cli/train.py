@@ -134,7 +134,8 @@ def _train(
         from blockdraft.training.finish import finish_on_signal
         from blockdraft.training.objectives import find_objective
         from blockdraft.training.records import run_folder
-        from blockdraft.training.trainer import Telling, train
+        from blockdraft.training.telling import Telling
+        from blockdraft.training.trainer import train
     except ModuleNotFoundError as error:
         raise UsageError(f"Training takes {error.name}; run pip install 'blockdraft[train]'.") from error
 

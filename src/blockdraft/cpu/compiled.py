@@ -13,8 +13,9 @@ from torch import Tensor
 
 from blockdraft.cpu.library import NORMS, PROJECTIONS, CallFields, LayerFields, Library, ModelFields
 from blockdraft.nn.cache import KVCache
-from blockdraft.nn.decoder import Decoder, Norm
+from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.decoder_config import DecoderConfig
+from blockdraft.nn.decoder_layer import Norm
 from blockdraft.nn.packed import check_tokens
 
 FIRST_POSITIONS = 1024  # of the tables of angles, which grow as texts do

@@ -1,4 +1,5 @@
-"""Training data on disk: shards of tokens, mapped into memory when read, and their manifest `data.json`.
+"""Training data on disk: shards of tokens, mapped into memory when read, and their manifest `data.json`. `writer.py`
+makes them.
 
 A shard is a safetensors file that appears whole or not at all. It holds the documents of some source rows, and says
 which rows these are and which were left out; so it records both the data and how far their making is.
@@ -14,10 +15,6 @@ keeps them with their counts, so that who has read an earlier one can tell how m
 
 from __future__ import annotations
 
-import hashlib
-import json
-import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,18 +22,17 @@ from typing import Any, overload
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from blockdraft.data.folder import check_free, fingerprint, make_folder, read_manifest, write_file
+from blockdraft.data.folder import fingerprint, read_manifest
 from blockdraft.errors import UsageError
 
 FORMAT = 1
 MANIFEST = "data.json"
 LOOPS = "answer loops"
 REASONS = ("no supervised token", LOOPS, "prompt too long")
-SHARD_TOKENS = 2**24
 SHARD_SECONDS = 120.0  # of work that a killed process loses at most
 
 
@@ -140,7 +136,7 @@ def _open(folder: Path, manifest: dict[str, Any]) -> TokenData:
     shards = read_shards(folder)
     if not manifest["finished"]:  # others may have come since
         shards = {name: shard for name, shard in shards.items() if name in manifest["shards"]}
-    found = _rows_of(shards)
+    found = rows_of(shards)
     if found != manifest["shards"]:
         raise UsageError(f"{folder} holds the shards {found} and should hold {manifest['shards']}; copy it again.")
     return TokenData(folder, manifest, list(shards.values()))
@@ -155,14 +151,14 @@ def read_state(folder: Path, manifest: dict[str, Any]) -> TokenData:
 def grown_since(data: TokenData, fingerprint: str) -> tuple[int, int] | None:
     """How many documents and tokens have come since the data had this fingerprint, finished or not; None if they never
     had it. They hold what they held then, but what was read unfinished may have others in between."""
-    states = _states(data.manifest)
+    states = states_of(data.manifest)
     then = next((state for state in states if state["fingerprint"] == fingerprint), None)
     if then is None:
         return None
     return states[-1]["documents"] - then["documents"], states[-1]["tokens"] - then["tokens"]
 
 
-def _states(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+def states_of(manifest: dict[str, Any]) -> list[dict[str, Any]]:
     """What a folder has held one after the other, the present last."""
     states: list[dict[str, Any]] = list(manifest.get("states") or [])
     if manifest.get("fingerprint") and (not states or states[-1]["fingerprint"] != manifest["fingerprint"]):
@@ -171,7 +167,8 @@ def _states(manifest: dict[str, Any]) -> list[dict[str, Any]]:
     return states
 
 
-def _rows_of(shards: dict[str, dict[str, Tensor]]) -> dict[str, int]:
+def rows_of(shards: dict[str, dict[str, Tensor]]) -> dict[str, int]:
+    """Documents of each shard."""
     return {name: len(shard["rows"]) for name, shard in shards.items()}
 
 
@@ -193,143 +190,3 @@ def read_shards(folder: Path) -> dict[str, dict[str, Tensor]]:
             raise UsageError(f"{path} is broken ({error}); delete it, and make the data again.") from error
         shards[path.name] = shard
     return shards
-
-
-class DataWriter:
-    """Makes a data folder, or goes on with an unfinished one, or adds to a finished one.
-
-    Args:
-        folder: Made if need be.
-        identity: What the data are made with, `tokenizer` among it. A folder of the same identity is gone on with.
-
-    Attributes:
-        done: Source rows that need no work any more.
-        supervised: Supervised tokens added in this run.
-
-    Raises:
-        ValueError: The folder holds data of another identity, or other files.
-    """
-
-    def __init__(self, folder: Path, identity: dict[str, Any]) -> None:
-        self.folder = folder
-        self.manifest = read_manifest(folder / MANIFEST, FORMAT)
-        if self.manifest is None:
-            check_free(folder)
-        known = identity if self.manifest is None else self.manifest
-        for name, ours in identity.items():
-            theirs = known.get(name)
-            if theirs != ours:
-                raise UsageError(
-                    f"{folder} was made with {name} {theirs!r}, not {ours!r}; choose another folder for --out, or "
-                    f"delete this one."
-                )
-        self._identity = identity
-        self._shards = read_shards(folder)
-        self._next = 1 + max((int(name[7:12]) for name in self._shards), default=-1)
-        self.done = {
-            row for shard in self._shards.values() for row in shard["rows"].tolist() + shard["left_out"][:, 0].tolist()
-        }
-        self.supervised = 0
-        self._clear()
-
-    def begin(self, **facts: Any) -> None:
-        """Mark the folder as unfinished, and note facts in its manifest."""
-        make_folder(self.folder)
-        self._record(self._chained(), finished=False, **facts)
-
-    def add(self, row: int, documents: Sequence[Document], reason: str | None = None) -> None:
-        """Take a source row's documents, or the reason, one of `REASONS`, for which it has none."""
-        assert (reason is None) == bool(documents)
-        if reason is not None:
-            self._left_out.append((row, REASONS.index(reason)))
-        for document in documents:
-            self._documents.append((row, document))
-            self._held += len(document.tokens)
-            self.supervised += int(document.supervised.sum())
-        self.done.add(row)
-        if self._held >= SHARD_TOKENS or time.monotonic() - self._since > SHARD_SECONDS:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write what was added as a shard, and record it."""
-        if self._write_shard():
-            self._record(self._chained(), finished=False)
-
-    def _write_shard(self) -> bool:
-        some = bool(self._documents or self._left_out)
-        if some:
-            rows, documents = [row for row, _ in self._documents], [document for _, document in self._documents]
-            nothing = torch.zeros(0, dtype=torch.int32)
-            shard = {
-                "tokens": torch.cat([nothing, *(document.tokens.int() for document in documents)]),
-                "supervised": torch.cat([nothing.bool(), *(document.supervised for document in documents)]),
-                "offsets": torch.tensor([0, *(len(document.tokens) for document in documents)]).cumsum(0),
-                "rows": torch.tensor(rows, dtype=torch.int64),
-                "cut": torch.tensor([document.cut for document in documents], dtype=torch.bool),
-                "left_out": torch.tensor(self._left_out, dtype=torch.int64).reshape(-1, 2),
-            }
-            path = self.folder / f"tokens-{self._next:05}.safetensors"
-            write_file(path, save(shard))
-            self._shards[path.name] = load_file(path)  # mapped, so that memory does not fill
-            self._next += 1
-        self._clear()
-        return some
-
-    def finish(self) -> dict[str, Any]:
-        """Count, and mark the folder as finished; returns its manifest.
-
-        Raises:
-            ValueError: There is no supervised token in it.
-        """
-        self._write_shard()
-        counts = self._counts()
-        if not counts["supervised"]:
-            raise UsageError(
-                f"None of the {counts['rows']} rows has a token to learn from (left out: {counts['left_out']}); "
-                f"check the rows and the chat template, then delete {self.folder}."
-            )
-        assert self.manifest is not None
-        digest = hashlib.sha256(self._identity["tokenizer"].encode())
-        for document in TokenData(self.folder, self.manifest, list(self._shards.values())):
-            digest.update(len(document.tokens).to_bytes(8, "little"))
-            digest.update(document.tokens.int().numpy().tobytes() + document.supervised.numpy().tobytes())
-        return self._record(digest.hexdigest()[:16], finished=True)
-
-    def _counts(self) -> dict[str, Any]:
-        shards = list(self._shards.values())
-        reasons = Counter(int(i) for shard in shards for i in shard["left_out"][:, 1])
-        return {
-            "rows": len(self.done),
-            "documents": sum(len(shard["rows"]) for shard in shards),
-            "tokens": sum(len(shard["tokens"]) for shard in shards),
-            "supervised": sum(int(shard["supervised"].sum()) for shard in shards),
-            "cut": sum(int(shard["cut"].sum()) for shard in shards),
-            "left_out": {REASONS[i]: count for i, count in sorted(reasons.items())},
-        }
-
-    def _chained(self) -> str | None:
-        """The fingerprint of an unfinished state: of the state before it and the shards that are new since, as reading
-        all of them each time would take too long."""
-        known = self.manifest or {}
-        found: str | None = known.get("fingerprint")
-        for name, shard in self._shards.items():
-            if name not in known.get("shards", {}):
-                digest = hashlib.sha256((found or self._identity["tokenizer"]).encode())
-                for part in ("tokens", "supervised", "offsets"):
-                    digest.update(shard[part].numpy().tobytes())
-                found = digest.hexdigest()[:16]
-        return found
-
-    def _clear(self) -> None:
-        self._documents: list[tuple[int, Document]] = []
-        self._left_out: list[tuple[int, int]] = []
-        self._held, self._since = 0, time.monotonic()
-
-    def _record(self, fingerprint: str | None, finished: bool, **facts: Any) -> dict[str, Any]:
-        """Write the manifest of the present state; returns it."""
-        known = self.manifest or {}
-        state = {"finished": finished, "fingerprint": fingerprint, "counts": self._counts()}
-        self.manifest = {"format": FORMAT} | self._identity | known | facts | state | {"shards": _rows_of(self._shards)}
-        self.manifest["states"] = _states({**self.manifest, "states": _states(known)})
-        write_file(self.folder / MANIFEST, (json.dumps(self.manifest, indent=2) + "\n").encode())
-        return self.manifest

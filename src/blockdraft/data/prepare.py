@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from blockdraft.data.answerers import Answerer
-from blockdraft.data.documents import FORMAT, MANIFEST, DataWriter
+from blockdraft.data.documents import FORMAT, MANIFEST
 from blockdraft.data.folder import check_writable, read_manifest
 from blockdraft.data.reading import Reading
 from blockdraft.data.regenerate import regenerate
 from blockdraft.data.rows import Row
 from blockdraft.data.settings import DataSettings, RowSettings
+from blockdraft.data.writer import DataWriter
 from blockdraft.errors import UsageError
 from blockdraft.folders import held
 from blockdraft.targets import Target, TargetText

@@ -13,8 +13,9 @@ from torch import tensor
 
 from blockdraft.data.answerers import Answer, Answerer
 from blockdraft.data.chats import ChatEncoder, answer_places
-from blockdraft.data.documents import LOOPS, DataWriter, Document
+from blockdraft.data.documents import LOOPS, Document
 from blockdraft.data.rows import Message
+from blockdraft.data.writer import DataWriter
 from blockdraft.engine import loops
 from blockdraft.errors import UsageError
 from blockdraft.types import SamplingParams

@@ -21,7 +21,7 @@ from blockdraft.denoisers.config import DiffusionConfig
 from blockdraft.denoisers.model import DiffusionModel
 from blockdraft.errors import UsageError
 from blockdraft.formats.folder import check_tensors
-from blockdraft.formats.stored import open_tensors
+from blockdraft.formats.stored import check_floats, open_tensors
 from blockdraft.nn.denoiser import CausalDenoiser, Denoiser, why_not_denoiser
 from blockdraft.nn.dit import DiT, DiTConfig
 from blockdraft.targets import FAMILIES, HEAD, NotCovered, decoder_config, device_and_dtype, load_text_with
@@ -120,6 +120,7 @@ def _load_weights(network: Denoiser, folder: Path) -> None:
         raise UsageError(f"{folder} has no *.safetensors; copy the model's weights there.")
     try:
         stored = open_tensors(list(map(str, files)))
+        check_floats(stored)
         # Copied, so that nothing depends on files that may be written anew.
         tensors = {name: each.tensor().to(torch.float32, copy=True) for name, each in stored.items()}
     except (OSError, SafetensorError) as error:

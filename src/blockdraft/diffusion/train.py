@@ -16,7 +16,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from blockdraft.diffusion.folder import write_model
 from blockdraft.diffusion.intervals import steadiest_of
@@ -36,7 +35,8 @@ from blockdraft.training.devices import make_accelerator
 from blockdraft.training.finish import forget_finish, told_to_finish
 from blockdraft.training.records import Records, run_folder
 from blockdraft.training.start import check_same
-from blockdraft.training.trainer import WHOLE, Telling
+from blockdraft.training.state import gathered, restore
+from blockdraft.training.telling import Telling
 
 BETAS = (0.9, 0.999)
 EVAL_DRAWS = 4
@@ -145,7 +145,7 @@ class _Training:
         self.mean = RunningMean(self.network, recipe.ema, None if state is None else state["ema"])
         if state is not None:
             self.clip = tuple(state["clip"])
-            self._restore(state)
+            restore(self.module, self.optimizer, state)
         if accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
         self.records = Records(self.folder, self.begin) if accelerator.is_main_process else None
@@ -278,7 +278,7 @@ class _Training:
     def _save(self, step: int) -> None:
         """Write the model and then a checkpoint, so that a run whose last checkpoint is there has nothing to do."""
         ema = {name: weight.to("cpu", copy=True) for name, weight in self.mean.weights.items()}
-        network, optimizers = get_state_dict(self.module, self.optimizer, options=WHOLE)
+        state = gathered(self.module, self.optimizer)
         if self.records is not None:
             dtype = getattr(torch, self.recipe.save_dtype)
             buffers = {name: one.detach().cpu() for name, one in self.network.named_buffers()}
@@ -286,17 +286,7 @@ class _Training:
                 if name in buffers:  # as the paper's checkpoints say it
                     buffers[name] = torch.tensor(end)
             write_model(self.model, buffers | {name: weight.to(dtype) for name, weight in ema.items()}, self.out)
-            state = {"step": step, "identity": self.identity, "clip": list(self.clip), "ema": ema}
-            state |= {"network": network, "optimizers": optimizers}
+            state |= {"step": step, "identity": self.identity, "clip": list(self.clip), "ema": ema}
             checkpoints.save(self.folder / "checkpoints", step, state, self.recipe.keep)
         self.saved = step
         self.accelerator.wait_for_everyone()
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        set_state_dict(
-            self.module,
-            self.optimizer,
-            model_state_dict=state["network"],
-            optim_state_dict=state["optimizers"],
-            options=StateDictOptions(full_state_dict=True),
-        )

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from functools import cache
 
 from blockdraft.drafters import Drafter
-from blockdraft.engine.costs import Costs
-from blockdraft.engine.pace import Pace
+from blockdraft.engine.costs import Costs, prior
+from blockdraft.engine.pace import Pace, best_guesses, seconds_at
 from blockdraft.engine.request import Request
 from blockdraft.engine.trials import AGAIN, NEW, Trials
 from blockdraft.engine.yields import Yields
@@ -22,9 +22,6 @@ from blockdraft.types import Drafting, RequestDrafting
 MOST_GUESSES = 256  # of a tree whose budget is chosen each cycle
 MARGIN = 1.01  # gain below which drafting is not worth its risk
 SPARE_DEPTH = 1.25  # slots of a draft pass over the depth that paid lately
-DRAFT_PASS = 0.2  # of a plain cycle's time, where nothing is known of the machine
-GUESS = 0.05  # the same of each guess
-
 TOO_LONG = 2.5  # times the usual cycle: a trial that is expected to take longer is left out
 CLOSE = 0.85  # drafting that yields so much of plain decoding is tried again as it was
 REST = 16  # most cycles in a row that are not thought about: thinking takes time
@@ -147,14 +144,12 @@ class Controller:
 
     def _plan(self, requests: Sequence[Request]) -> Plan:
         params = [request.params for request in requests]
-        if all(request.drafting and not request.drafting.enabled for request in requests):
+        bounds = [request.drafting for request in requests]
+        if self._block_size == 1 or all(each and not each.enabled for each in bounds):
             self._thinks = False
             return Plan(1, params)
-        block_size = self._block_size
-        if block_size == 1:
-            return Plan(1, params)
         # A tree is no deeper than it has guesses, and a shorter block makes a cheaper draft pass.
-        block_size = min(block_size, 1 + self.most_guesses)
+        block_size = min(self._block_size, 1 + self.most_guesses)
         if not self._drafting.drawn:  # how a drawn chain is judged must not depend on the other rows
             # Guesses past the length limit would be cut; the anchor is there already.
             block_size = min(block_size, 1 + max(map(self._reach, requests)))
@@ -183,7 +178,7 @@ class Controller:
         times = self._pace.of(rows)
         plain, curve = times.expected()
         tokens = known.promised
-        usual = len(curve) - 1 if self._knows else _best(tokens, curve)
+        usual = len(curve) - 1 if self._knows else best_guesses(tokens, curve)
         if not known.begun or (self._knows and times not in known.usual):
             self._paused = False
             return curve[: usual + 1]
@@ -191,7 +186,7 @@ class Controller:
         seconds, promised, more = curve[usual], tokens[usual], float(usual)
         if self._knows:  # the drafter sets the number anew in each cycle; its mean stands for it
             more, promised, _ = known.usual[times]
-            seconds = _at(curve, more)
+            seconds = seconds_at(curve, more)
         yielded = sum(
             relative * promised if request.drafting is None else min(relative * promised, 1 + self._reach(request))
             for relative, request in zip(yields, requests, strict=True)
@@ -207,7 +202,7 @@ class Controller:
             if not self._paused and rows / least_plain > MARGIN * drafting:
                 trials.planned = NEW
                 return None
-            best = len(curve) - 1 if self._knows else _best(tokens, least[:affordable])
+            best = len(curve) - 1 if self._knows else best_guesses(tokens, least[:affordable])
             if self._paused or self._knows or best != usual:
                 trials.planned = NEW
                 return least[: min(best + 1, affordable)]
@@ -215,7 +210,7 @@ class Controller:
         if self._paused and trials.again_is_due():
             if self._knows:  # a chain may pay where as many guesses as usual do not
                 chains = known.chains()
-                best = _best(chains, curve)
+                best = best_guesses(chains, curve)
                 drafting = max(drafting, rows * chains[best] / curve[best])
             if drafting > CLOSE * pausing:
                 trials.planned = AGAIN
@@ -260,7 +255,7 @@ class Controller:
             self._pace.learn(rows, guesses if drafts else None, seconds)
         times = self._pace.of(rows)
         plain, curve = times.expected()
-        cost = _at(curve, guesses) if drafts else plain
+        cost = seconds_at(curve, guesses) if drafts else plain
         if not known.begun:
             trials.begin(plain)
         trials.make_up(cost * cycles)
@@ -292,11 +287,7 @@ class Controller:
 
     def _prior(self, rows: int) -> tuple[float, list[float], float]:
         """Times of cycles before any has run, as `Pace` asks for them."""
-        costs = self._costs()
-        plain = costs.plain_cycle(rows) if costs else 1.0
-        if costs is None or not costs.knows(self._tree):
-            return plain, [plain * (1 + DRAFT_PASS + GUESS * rows * n) for n in range(self.most_guesses + 1)], 1.0
-        return plain, costs.cycle(rows, self.most_guesses, self._tree), costs.variance(self._clock())
+        return prior(self._costs(), rows, self.most_guesses, self._tree, self._clock())
 
     def learned(self) -> Costs | None:
         """What cycles cost, as far as it has been learned, to be stored; None where nothing has."""
@@ -306,20 +297,3 @@ class Controller:
         rows, plain = tuple(found), tuple(plain for plain, _ in found.values())
         known, none = tuple(tuple(points) for _, points in found.values()), ((),) * len(found)
         return Costs(rows, plain, none if self._tree else known, known if self._tree else none, self._clock())
-
-
-def _best(tokens: Sequence[float], seconds: Sequence[float]) -> int:
-    """Guesses, at least one, that yield the most tokens over time."""
-    best, best_rate = 1, 0.0
-    for guesses in range(1, min(len(tokens), len(seconds))):
-        rate = tokens[guesses] / seconds[guesses]
-        if rate > best_rate:
-            best, best_rate = guesses, rate
-    return best
-
-
-def _at(curve: Sequence[float], guesses: float) -> float:
-    """An entry of a curve, interpolated; beyond its end the last one."""
-    below = min(int(guesses), len(curve) - 1)
-    above = min(below + 1, len(curve) - 1)
-    return curve[below] + (guesses - int(guesses)) * (curve[above] - curve[below])

@@ -35,6 +35,9 @@ LIMIT_SECONDS = 25.0  # once measuring has taken so long, larger batches are lef
 # Variances of the logarithms of stored times: when new, what they grow to, and the seconds in which half is done.
 FRESH, AGED, HALF_LIFE = 0.5, 1.0, 30 * 86400.0
 
+DRAFT_PASS = 0.2  # of a plain cycle's time, where nothing is known of the machine
+GUESS = 0.05  # the same of each guess
+
 Points = tuple[tuple[int, float], ...]  # guesses of a row, rising, and the seconds of a cycle with them
 
 
@@ -87,6 +90,23 @@ class Costs:
                 curves.append(_at(counts, guesses, seconds))
         found: list[float] = _at(rows, sizes, curves).tolist()
         return found
+
+
+def prior(costs: Costs | None, rows: int, most: int, tree: bool, now: float) -> tuple[float, list[float], float]:
+    """What is taken for the times of cycles before any has run.
+
+    Args:
+        costs: What is stored of the machine, if anything.
+        most: Most guesses of a row.
+        now: Seconds since 1970.
+
+    Returns:
+        Seconds of a plain cycle, seconds of one that drafts by its number of guesses, and the variance of these.
+    """
+    plain = costs.plain_cycle(rows) if costs else 1.0
+    if costs is None or not costs.knows(tree):
+        return plain, [plain * (1 + DRAFT_PASS + GUESS * rows * n) for n in range(most + 1)], 1.0
+    return plain, costs.cycle(rows, most, tree), costs.variance(now)
 
 
 def _costs(known: dict[int, tuple[float, Points, Points]], date: float) -> Costs:

@@ -212,3 +212,20 @@ def isotonic(values: Sequence[float], weights: Sequence[float]) -> list[float]:
             weight, count = weight + others, count + members
         pools.append((value, weight, count))
     return [value for value, _, count in pools for _ in range(count)]
+
+
+def best_guesses(tokens: Sequence[float], seconds: Sequence[float]) -> int:
+    """Guesses, at least one, that yield the most tokens over time; both are by their number."""
+    best, best_rate = 1, 0.0
+    for guesses in range(1, min(len(tokens), len(seconds))):
+        rate = tokens[guesses] / seconds[guesses]
+        if rate > best_rate:
+            best, best_rate = guesses, rate
+    return best
+
+
+def seconds_at(curve: Sequence[float], guesses: float) -> float:
+    """An entry of a curve, interpolated; beyond its end the last one."""
+    below = min(int(guesses), len(curve) - 1)
+    above = min(below + 1, len(curve) - 1)
+    return curve[below] + (guesses - int(guesses)) * (curve[above] - curve[below])

@@ -9,11 +9,10 @@ from collections import deque
 from collections.abc import Sequence
 
 from blockdraft.engine.controller import Controller
-from blockdraft.engine.prefixes import PrefixIndex, Remembered
+from blockdraft.engine.places import Places
 from blockdraft.engine.request import Request
 from blockdraft.engine.row import Row
 from blockdraft.engine.runner import Runner
-from blockdraft.engine.slots import Slots
 from blockdraft.errors import BlockdraftError, NumbersError, RequestError, describe
 from blockdraft.proposal import Plan
 
@@ -52,16 +51,13 @@ class Scheduler:
         prefill_tokens: int,
     ) -> None:
         self._runner, self._controller = runner, controller
-        self._slots = Slots(slots)
+        self._places = Places(runner, slots, prefix_tokens)
         self._max_rows, self._prefill_tokens = max_batch_size, prefill_tokens
-        self._can_share = runner.target.can_truncate
         self._lock = threading.Lock()  # of the queue: requests come from other threads
         self._waiting: deque[Request] = deque()
         self._rows: list[Row] = []
-        self._index = PrefixIndex()
-        self._remembered = Remembered(prefix_tokens)
-        self._kept: dict[int, int] = {}  # slots of remembered rows
         self._sources: dict[Row, tuple[Row | None, int, int]] = {}  # whom a row waits for: (row, its start, tokens)
+        self._told = set[str]()  # why cycles failed, each once: a broken drafter fails in every cycle
 
     def add(self, requests: Sequence[Request]) -> None:
         """Queue requests, which have been checked. May be called from any thread."""
@@ -126,9 +122,7 @@ class Scheduler:
                 request.fail(RequestError(f"Decoding was ended by an error: {describe(error)}"), error)
         self._sources.clear()
         for row in rows:
-            self._index.remove(row.start)
-            self._slots.give(row.start, row.capacity)
-            self._runner.close(row.start, wipe=True)
+            self._places.give(row, wipe=True)
         for request in [*(row.request for row in rows), *waiting]:
             request.publish()
 
@@ -138,39 +132,19 @@ class Scheduler:
         """Let in as many waiting requests as there are rows and slots for."""
         while self._waiting and len(self._rows) < self._max_rows:
             request = self._waiting[0]
-            size = request.slots
-            shares = self._can_share and request.params.prompt_logprobs is None
-            known = self._index.longest(request.prompt[:-1]) if shares else None
-            if known is not None:
-                self._remembered.use(known[0])  # so that it goes last
-            start = self._take(size)
+            known = self._places.longest(request)
+            start = self._places.take(request)
             if start is None:
                 return
-            row = Row(request, start, size)
-            self._runner.open(start, size)
+            row = Row(request, start, request.slots)
             if known is not None:
                 source = next((other for other in self._rows if other.start == known[0]), None)
-                if source is not None or known[0] in self._kept:
+                if source is not None or self._places.remembers(known[0]):
                     self._sources[row] = source, *known
             self._rows.append(row)
             with self._lock:
                 self._waiting.popleft()
-            self._index.add(start, request.prompt)
             self._follow(row)
-
-    def _take(self, size: int) -> int | None:
-        """Slots for a row; remembered rows make room where that helps."""
-        start = self._slots.take(size)
-        if start is None and self._slots.would_fit(size, self._kept.items()):
-            while start is None:
-                self._forget(self._remembered.forget())
-                start = self._slots.take(size)
-        return start
-
-    def _forget(self, row: int) -> None:
-        self._index.remove(row)
-        self._runner.close(row)
-        self._slots.give(row, self._kept.pop(row))
 
     def _follow(self, row: Row) -> None:
         """Copy the beginning that another row holds, once that has read so far; if it has gone, read it oneself."""
@@ -215,27 +189,10 @@ class Scheduler:
         self._rows = [row for row in self._rows if not row.request.finished]
         for row in gone:
             self._sources.pop(row, None)
-            self._index.remove(row.start)
-            if not self._remember(row):
-                self._runner.close(row.start, wipe=row.request.failure is not None)
-                self._slots.give(row.start, row.capacity)
+            self._places.leave(row)
         for row in gone:
             row.request.publish()
         return [row.request for row in gone]
-
-    def _remember(self, row: Row) -> bool:
-        """Keep what a request leaves behind, for requests that begin with it."""
-        request, held = row.request, self._runner.held(row.start)
-        text = (request.prompt + request.token_ids)[:held]
-        if request.failure is not None or not self._can_share or not 0 < len(text) <= self._remembered.most:
-            return False
-        self._runner.shrink(row.start, len(text))
-        self._slots.give(row.start + len(text), row.capacity - len(text))
-        self._kept[row.start] = len(text)
-        self._index.add(row.start, text)
-        for other in self._remembered.add(row.start, text):
-            self._forget(other)
-        return True
 
     # What they do.
 
@@ -283,8 +240,10 @@ class Scheduler:
         try:
             outcome = self._runner.step(rows, plan)
         except Exception as error:
-            if plan.block_size > 1:
-                log.warning("A cycle failed and is done again without drafts: %s", describe(error))
+            told = describe(error)
+            if plan.block_size > 1 and told not in self._told:
+                self._told.add(told)
+                log.warning("A cycle failed and is done again without drafts, as are all that fail like it: %s", told)
             self._apart(rows, None, error)
             return
         suspects = [rows[place] for place in outcome.lawless]

@@ -17,9 +17,10 @@ from typing import Any
 import psutil
 import torch
 
-from blockdraft.data.documents import DataWriter, Document, TokenData, read_data, tokenizer_fingerprint
-from blockdraft.data.features import tapped_features
+from blockdraft.data.documents import Document, TokenData, read_data, tokenizer_fingerprint
 from blockdraft.data.settings import DataSettings
+from blockdraft.data.taps import tapped_features
+from blockdraft.data.writer import DataWriter
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Completion, Engine, loops
 from blockdraft.engine.probe import Probe
@@ -30,7 +31,8 @@ from blockdraft.machine import free_bytes, wait_for
 from blockdraft.targets import Target
 from blockdraft.training.devices import make_accelerator
 from blockdraft.training.records import run_folder
-from blockdraft.training.trainer import Telling, train
+from blockdraft.training.telling import Telling
+from blockdraft.training.trainer import train
 from blockdraft.training.variants import find_variant
 from blockdraft.types import SamplingParams
 

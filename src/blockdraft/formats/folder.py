@@ -18,7 +18,8 @@ from torch import Tensor
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.find import layout_of
-from blockdraft.formats.stored import Stored, open_tensors, stored
+from blockdraft.formats.stored import Stored, check_floats, open_tensors, stored
+from blockdraft.formats.vocabulary import MAPS
 from blockdraft.nn.draft_config import need
 
 TRAINED_FOR = "target_fingerprint"  # key of config.json
@@ -98,7 +99,8 @@ def _unpickled(file: Path) -> dict[str, Stored]:
 
 
 def check_tensors(expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> None:
-    """Raise a ValueError unless just the expected tensors are there, each of its shape."""
+    """Raise a ValueError unless just the expected tensors are there, each of its shape, and weights as numbers."""
+    check_floats({name: stored(tensor) for name, tensor in tensors.items() if name not in MAPS})
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     wrong = [name for name in {**expected, **found} if expected.get(name) != found.get(name)]
     told = "; ".join(f"{name}: expected {expected.get(name)}, found {found.get(name)}" for name in wrong[:5])

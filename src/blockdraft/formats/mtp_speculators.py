@@ -15,7 +15,7 @@ from blockdraft.formats.base import Checkpoint
 from blockdraft.formats.folder import PICKLED, blaming, check_tensors, read_config, read_tensors, write_folder
 from blockdraft.formats.speculators_config import guesses_of, layer_config, named
 from blockdraft.formats.starting import LLAMA_CPP, SGLANG, TENSORRT_LLM, VLLM, Start, nowhere, vllm_alone
-from blockdraft.formats.stored import stored
+from blockdraft.formats.stored import check_floats, stored
 from blockdraft.formats.target_mtp import StoredHead
 from blockdraft.formats.zlab import one_dtype
 from blockdraft.formats.zlab_config import rope_of
@@ -113,6 +113,8 @@ class MTPSpeculators:
     def read(self, path: Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
         raw = read_config(path)
         found = {name: stored(tensor) for name, tensor in read_tensors(path).items() if name not in UNUSED}
+        with blaming(path):
+            check_floats(found)
         head = StoredHead(path, found, LAYERS, AROUND)
         with blaming(Path(path, "config.json")):
             config = parse_config(raw, num_target_layers, head.has_experts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,10 +10,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from blockdraft.errors import UsageError
 from blockdraft.nn.quantized import QuantizedWeight
 
-KINDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
-FLOATS = {kind for dtype, kind in KINDS.items() if dtype.is_floating_point} | {"F64"}
+FLOAT_KINDS = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+KINDS = {**FLOAT_KINDS, torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"}
+KINDS |= {torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
+FLOATS = {*FLOAT_KINDS.values()}
 FEW_BITS = "few bits"
 
 
@@ -56,3 +59,14 @@ def _read(file: str, name: str) -> Tensor:
 
 def stored(tensor: Tensor) -> Stored:
     return Stored(tuple(tensor.shape), KINDS.get(tensor.dtype, str(tensor.dtype)), lambda: tensor)
+
+
+def check_floats(tensors: Mapping[str, Stored]) -> None:
+    """Raise a UsageError unless all of them are floating-point numbers as they stand, of 16 bits or more."""
+    others = [name for name, one in tensors.items() if one.kind not in FLOATS]
+    if others:
+        more = f", and {len(others) - 1} other tensors are of such a type too" if len(others) > 1 else ""
+        raise UsageError(
+            f"{others[0]} is of type {tensors[others[0]].kind}{more}; weights must be of one of "
+            f"{', '.join(FLOAT_KINDS.values())}. Use the checkpoint that was not rounded, or cast them to one of these."
+        )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.folder import blaming
-from blockdraft.formats.stored import FLOATS, Stored, open_tensors
+from blockdraft.formats.stored import Stored, check_floats, open_tensors
 
 INDEX = "model.safetensors.index.json"
 QWEN, LAYER = "mtp.", "layers.0."
@@ -47,12 +47,8 @@ def find_head(folder: Path, num_layers: int) -> StoredHead:
         with blaming(file):
             opened |= open_tensors([str(file)])
     head = {name: opened[name] for name in own if name in opened and not name.endswith(LEFT_OUT)}
-    few = next((name for name, one in head.items() if one.kind not in FLOATS), None)
-    if few is not None:
-        raise UsageError(
-            f"{folder}: {few} of its MTP head is of {head[few].kind}, and only heads in 16 or 32 bits are read; give a "
-            "checkpoint that has it so, or use another drafter."
-        )
+    with blaming(folder):
+        check_floats(head)
     if prefix == QWEN:
         return StoredHead(folder, head, QWEN + LAYER, {name: QWEN + name for name in NEXTN})
     return StoredHead(folder, head, prefix, {name: prefix + own for name, own in NEXTN.items()})

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from blockdraft.nn.draft_config import need
 
+MAPS = ("t2d", "d2t")
+
 
 def kept_tokens(t2d: Tensor | None, d2t: Tensor | None) -> Tensor | None:
     """The target's ids of the draft vocabulary, None where neither map is there. Raises ValueError where the two maps

@@ -85,7 +85,7 @@ class DecoderConfig:
     head_dim: int
     layers: tuple[LayerKind, ...]  # one a layer
     norm_eps: float
-    activation: str  # a key of `nn.decoder.ACTIVATIONS`
+    activation: str  # a key of `nn.decoder_layer.ACTIVATIONS`
     query_scale: float  # factor on the scores of attention
     tied_head: bool  # the head is the embedding table
     qkv_bias: bool = False

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blockdraft.nn.attention import Visible, attend
-from blockdraft.nn.decoder import ACTIVATIONS, rope_angles, rope_frequencies
+from blockdraft.nn.decoder import rope_angles, rope_frequencies
 from blockdraft.nn.decoder_config import DecoderConfig
+from blockdraft.nn.decoder_layer import ACTIVATIONS
 from blockdraft.nn.layers import RMSNorm
 
 

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockdraft.nn.attention import grouped_mask, visible_slots
-from blockdraft.nn.decoder import DecoderLayer, Norm, rope_angles, rope_frequencies
+from blockdraft.nn.decoder import rope_angles, rope_frequencies
 from blockdraft.nn.decoder_config import DecoderConfig
+from blockdraft.nn.decoder_layer import DecoderLayer, Norm
 from blockdraft.nn.packed import PackedLinear
 
 TOKENS = 4096  # that go through a layer at once

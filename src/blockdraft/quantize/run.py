@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from blockdraft.formats.quantized.compressed_tensors import PACKED
-from blockdraft.nn.decoder import DecoderLayer, Norm
 from blockdraft.nn.decoder_config import DecoderConfig
+from blockdraft.nn.decoder_layer import DecoderLayer, Norm
 from blockdraft.nn.packed import PackedLinear
 from blockdraft.nn.quantized import QuantizedWeight, best_group, check_group
 from blockdraft.nn.rounding import compensated, rounded

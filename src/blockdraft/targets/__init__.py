@@ -34,7 +34,8 @@ from blockdraft.targets.exact import check_exact
 from blockdraft.targets.families import FAMILIES, NotCovered, decoder_config
 from blockdraft.targets.fingerprint import other_target_warning, target_fingerprint, weights_fingerprint
 from blockdraft.targets.gguf import gguf_architecture, load_gguf_text, tokenizer_metadata, write_gguf_target
-from blockdraft.targets.native_files import HEAD, SOURCE, TABLE, OpenCheckpoint, open_checkpoint
+from blockdraft.targets.native_files import HEAD, SOURCE, TABLE
+from blockdraft.targets.opened import OpenCheckpoint, open_checkpoint
 from blockdraft.types import DEFAULT_BACKEND, DEFAULT_COMPILE, Backend, Compile, KVDtype, Quantize
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

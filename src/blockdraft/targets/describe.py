@@ -20,7 +20,8 @@ from blockdraft.targets.families import NotCovered, decoder_config
 from blockdraft.targets.gguf import load_gguf_text
 from blockdraft.targets.gguf.checkpoint import understanding
 from blockdraft.targets.gguf.config import gguf_config
-from blockdraft.targets.native_files import READ, SOURCE, open_checkpoint, weight_files
+from blockdraft.targets.native_files import SOURCE, weight_files
+from blockdraft.targets.opened import READ, open_checkpoint
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache as TransformersCache
 
-from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import is_gguf
 from blockdraft.nn.attention import additive_mask, visible_slots
 from blockdraft.nn.cache import KVCache, slot_bucket
@@ -28,6 +27,7 @@ from blockdraft.targets.checkpoint import CheckpointTarget, checked_folder, load
 from blockdraft.targets.exact import forward_in_pieces
 from blockdraft.targets.families import NotCovered
 from blockdraft.targets.hf_exact import ExactCache, use_exact_attention
+from blockdraft.targets.hf_hooks import heading, listening, tappable
 from blockdraft.targets.hf_kinds import ATTENTION_KINDS, layer_kinds, window_of
 from blockdraft.targets.hf_states import over_trees, recurrent_layers
 
@@ -91,7 +91,7 @@ class HFTarget(CheckpointTarget):
         self.can_truncate = not self._recurrent
         kinds = layer_kinds(model, bool(self._recurrent))
         self._kinds = set(kinds) & ATTENTION_KINDS or {"full_attention"}
-        self._layers = _decoder_layers(model, self.num_layers)
+        self._tappable = tappable(model, self.num_layers)
         if exact:
             use_exact_attention(model)
             self._windows = [window_of(config) if kind == "sliding_attention" else None for kind in kinds]
@@ -176,7 +176,7 @@ class HFTarget(CheckpointTarget):
         over_nodes = (
             over_trees(cache, self._recurrent, past, parents) if isinstance(cache, StatesCache) else nullcontext()
         )
-        with self.lock, self._listening(taps) as tapped, self._only(logits_at), over_nodes:
+        with self.lock, self._listening(taps) as tapped, heading(self.model, logits_at), over_nodes:
             output = self.model(
                 input_ids=tokens,
                 position_ids=positions,
@@ -197,31 +197,14 @@ class HFTarget(CheckpointTarget):
         has_logits: bool,
     ) -> tuple[Tensor, Tensor | None]:
         layers = [attention[window] for window in self._windows]
-        with self._listening(taps) as tapped, self._only(None if has_logits else tokens.new_empty(0)):
+        with self._listening(taps) as tapped, heading(self.model, None if has_logits else tokens.new_empty(0)):
             output = self.model(
                 input_ids=tokens, position_ids=positions, past_key_values=ExactCache(cache, layers), use_cache=True
             )
         return output.logits, torch.cat([tapped[tap] for tap in taps], dim=-1) if taps else None
 
-    @contextmanager
-    def _only(self, logits_at: Tensor | None) -> Iterator[None]:
-        """Let the head see one node of each row only, or none where this is empty. `logits_to_keep` would compute these
-        nodes for every row."""
-        if logits_at is None:
-            yield
-            return
-
-        def pick(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            hidden = args[0]
-            if len(logits_at) == 0:
-                return (hidden[:, :0], *args[1:])
-            return (hidden[torch.arange(len(hidden), device=hidden.device), logits_at].unsqueeze(1), *args[1:])
-
-        hook = self.model.get_output_embeddings().register_forward_pre_hook(pick)
-        try:
-            yield
-        finally:
-            hook.remove()
+    def _listening(self, taps: Sequence[int]) -> AbstractContextManager[dict[int, Tensor]]:
+        return listening({tap: self._tappable[tap] for tap in taps})
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
         for name, weight in self.model.named_parameters():
@@ -237,24 +220,6 @@ class HFTarget(CheckpointTarget):
         logits: Tensor = self.model.get_output_embeddings()(hidden)
         return logits
 
-    @contextmanager
-    def _listening(self, taps: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-        """Collect the outputs of these layers. The hooks go afterwards: the model may be used without this target."""
-        tapped: dict[int, Tensor] = {}
-        hooks = []
-        tapped_modules = dict(enumerate(self._layers)) | {self.num_layers: self.model.base_model}
-        for tap in set(taps):
-
-            def keep(module: nn.Module, args: Any, output: Any, tap: int = tap) -> None:
-                tapped[tap] = output if isinstance(output, Tensor) else output[0]
-
-            hooks.append(tapped_modules[tap].register_forward_hook(keep))
-        try:
-            yield tapped
-        finally:
-            for hook in hooks:
-                hook.remove()
-
 
 def _experts_alone(name: str, weight_EOI: Tensor) -> Iterator[tuple[str, Tensor]]:
     """The experts of a layer, which transformers keeps in one tensor and checkpoints one by one."""
@@ -263,13 +228,6 @@ def _experts_alone(name: str, weight_EOI: Tensor) -> Iterator[tuple[str, Tensor]
     for expert, weight in enumerate(weight_EOI):
         for part, own in zip(parts, weight.chunk(len(parts)), strict=True):
             yield f"{place}.{expert}.{part}.weight", own
-
-
-def _decoder_layers(model: PreTrainedModel, count: int) -> nn.ModuleList:
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return module
-    raise UsageError(f"{type(model).__name__} has no list of {count} layers, so none can be tapped.")
 
 
 def load(path: str | Path, options: LoadOptions) -> HFTarget:

@@ -1,10 +1,8 @@
-"""Checkpoints that our own decoder reads and writes, by the names and shapes of their tensors."""
+"""Checkpoints that our own decoder reads, by the names and shapes of their tensors."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +21,9 @@ from blockdraft.errors import UsageError
 from blockdraft.formats.quantized import NotRead, read_quantized
 from blockdraft.formats.stored import FEW_BITS, Stored, open_tensors, stored
 from blockdraft.machine import return_freed
-from blockdraft.nn.decoder import Decoder, Read
+from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.decoder_config import DecoderConfig
+from blockdraft.nn.decoder_layer import Read
 from blockdraft.nn.packed import LaidOut, lay_out
 from blockdraft.nn.quantized import QuantizedWeight, best_group
 from blockdraft.nn.rounding import QUICK, rounded
@@ -37,22 +36,9 @@ from blockdraft.targets.fingerprint import weights_fingerprint
 BITS = {"int8": 8, "int4": 4}
 TABLE_BITS = 8  # of embedding and head, in which fewer cost the most and save the least
 SOURCE = "source_fingerprint"  # key of quantization_config, which other programs ignore
-COMPANIONS = (  # files of a checkpoint that are not its weights
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-)
 TEXT_PART = "model.language_model."  # how names begin beside those of other parts
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 UNMEASURED = "on a GPU, CUDA graphs are captured where compile is on only: nobody has measured them yet"
-READ = "read"  # what may be done to every checkpoint
 
 
 @dataclass(frozen=True)
@@ -179,62 +165,6 @@ def weight_files(path: str | Path, revision: str | None = None) -> list[str]:
         return [whole]
     index = cached_file(path, "model.safetensors.index.json", **optional)
     return [] if index is None else list(get_checkpoint_shard_files(path, index, revision=revision)[0])
-
-
-@dataclass(frozen=True)
-class OpenCheckpoint:
-    """A checkpoint whose tensors are read one at a time.
-
-    Attributes:
-        config: As transformers reads it.
-        raw: What config.json holds.
-        files: Its other files, such as those of the tokenizer.
-        source_fingerprint: Of its weights, or with an adapter of those that this was made for.
-    """
-
-    wanted: DecoderConfig
-    config: PretrainedConfig
-    raw: dict[str, Any]
-    tensors: Mapping[str, Stored]
-    files: Sequence[Path]
-    source_fingerprint: str
-
-
-@contextmanager
-def open_checkpoint(
-    path: str | Path, revision: str | None = None, adapter: str | Path | None = None, doing: str = "rounded"
-) -> Iterator[OpenCheckpoint]:
-    """A checkpoint of a family that the native decoder knows, on the CPU, without reading its weights whole.
-
-    Args:
-        doing: What is to be done to it, for messages.
-
-    Raises:
-        UsageError: The decoder does not know it, it is quantised already, or as in `load_target`.
-    """
-    checked_folder(path, revision)
-    with loading(path):
-        config = AutoConfig.from_pretrained(path, revision=revision)
-        optional: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False, "revision": revision}
-        found = [cached_file(path, name, **optional) for name in ("config.json", *COMPANIONS)]
-    if few := getattr(config, "quantization_config", None):
-        raise UsageError(
-            f"{path} is quantised already ({few.get('quant_method')}); give the model that it was made of."
-        )
-    config = text_part(config)
-    options = LoadOptions(torch.float32, torch.device("cpu"), "off", revision=revision, adapter=adapter)
-    try:
-        wanted = decoder_config(config)
-        tensors, source = open_weights(path, wanted, config, options)
-    except NotCovered as refused:
-        raise UsageError(f"{path} cannot be {doing}, because the native decoder cannot run it: {refused}.") from refused
-    if wanted.torch_only and doing != READ:
-        raise UsageError(f"{path} cannot be {doing}: it has {wanted.torch_only}, which only decoding knows.")
-    raw = json.loads(Path(str(found[0])).read_text(encoding="utf-8"))
-    with loading(path):
-        if source is None:
-            source = weights_fingerprint((name, tensors[name].tensor()) for name in wanted.tensor_shapes())
-    yield OpenCheckpoint(wanted, config, raw, tensors, [Path(file) for file in found[1:] if file is not None], source)
 
 
 def few_bits_of(config: PretrainedConfig, options: LoadOptions) -> Mapping[str, Any] | None:

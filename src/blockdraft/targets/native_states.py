@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from blockdraft.machine import send
-from blockdraft.nn.decoder import Decoder, DecoderLayer
+from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.decoder_config import DecoderConfig
+from blockdraft.nn.decoder_layer import DecoderLayer
 from blockdraft.nn.delta_net import CHUNK, Ancestry, DeltaRecurrence, ExactRecurrence, TreeRecurrence
 from blockdraft.nn.states import State, StatesCache, joined
 from blockdraft.proposal import is_chain, tree_mask

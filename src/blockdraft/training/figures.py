@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from blockdraft.errors import NumbersError
 from blockdraft.training.batches import Batch
 from blockdraft.training.loss import Sums, term_weights
 from blockdraft.training.variants import Variant
@@ -45,3 +46,22 @@ def figures_of(
         figures |= {name: float(count / taught.sum()) for name, count in zip(counted, counts, strict=True)}
     figures["accepted_length"] = float(accepted / blocks) if blocks else None
     return figures
+
+
+def not_finite(said: Iterable[Tensor], done: int, loss: float, norm: float) -> NumbersError:
+    """Why loss or gradient norm of a step are not finite.
+
+    Args:
+        said: What the target computed at this step.
+        done: Steps before it.
+    """
+    kept = " The newest checkpoint stays as it is." if done else ""
+    if all(bool(one.isfinite().all()) for one in said):
+        return NumbersError(
+            f"Loss {loss} and gradient norm {norm} at step {done + 1} are not both finite; lower the learning rate, or "
+            f"use dtype float32.{kept}"
+        )
+    return NumbersError(
+        f"The target computed numbers that are not finite at step {done + 1}, so nothing can be learned from it; load "
+        f"it with --target-dtype float32, or, if it is already, copy its weights again.{kept}"
+    )

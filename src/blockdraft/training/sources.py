@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from blockdraft.data.documents import TokenData
-from blockdraft.data.features import read_features, tapped_features
+from blockdraft.data.features import read_features
+from blockdraft.data.taps import tapped_features
 from blockdraft.errors import UsageError
 from blockdraft.targets import Target
 from blockdraft.training.batches import Batch, Documents

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from blockdraft.data.documents import TokenData, grown_since, read_state
-from blockdraft.data.features import tapped_features
-from blockdraft.errors import UsageError, counted
+from blockdraft.data.taps import tapped_features
+from blockdraft.errors import Complaints, UsageError, counted
 from blockdraft.formats import check_writable, read_config, trained_for
 from blockdraft.proposal import chain
 from blockdraft.targets import Target, other_target_warning, target_fingerprint
 from blockdraft.training.batches import Documents
+from blockdraft.training.export import Format
+from blockdraft.training.measure import encoded
 from blockdraft.training.recipe import Recipe
-from blockdraft.training.settle import FEW_STEPS
+from blockdraft.training.settle import FEW_STEPS, Settled, settle
+from blockdraft.types import Prompt
 
 # Recipe fields that may change when a run goes on: they say how and how often, not what is learned.
 FREE = {
@@ -64,6 +67,42 @@ def data_of_run(data: TokenData, began_with: dict[str, Any], out: Path, note: Ca
         f"with those it began with. To learn from all, begin another run with its drafter: --init {out} --out FOLDER"
     )
     return read_state(data.folder, began_with)
+
+
+def checked(
+    variant_name: str,
+    recipe: Recipe,
+    target: Target,
+    data: TokenData,
+    processes: int,
+    written: Format,
+    prompts: Sequence[Prompt] | None,
+    earlier: Mapping[str, Any] | None,
+    other_answers: bool,
+) -> tuple[Settled, Any, list[list[int]] | None]:
+    """What the recipe leaves open, settled; the network's configuration; the prompts as tokens, None where there are
+    none. Arguments as in `train` and `settle`.
+
+    Raises:
+        ValueError: Data, target, recipe and format do not fit together. All that does not is told at once.
+    """
+    complaints, config, tokens = Complaints(), None, None
+    with complaints.noting():
+        data.check_tokenizer(target.tokenizer)
+    if not other_answers:
+        with complaints.noting():
+            check_answers(data, target)
+    settled = settle(variant_name, recipe, target, data, processes, complaints, earlier)
+    if settled is not None:
+        with complaints.noting():
+            config = settled.variant.config(target)
+            written.check(config)
+    if prompts is not None:
+        with complaints.noting():
+            tokens = encoded(prompts, target, recipe.eval_tokens)
+    complaints.check()
+    assert settled is not None
+    return settled, config, tokens
 
 
 def check_answers(data: TokenData, target: Target) -> None:

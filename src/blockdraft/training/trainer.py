@@ -6,24 +6,16 @@ import contextlib
 import math
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
 
 from blockdraft.data.documents import TokenData
 from blockdraft.drafters import entry_of_variant
-from blockdraft.errors import Complaints, NumbersError
+from blockdraft.errors import NumbersError
 from blockdraft.folders import held
 from blockdraft.formats import clear_remains
 from blockdraft.settings import as_toml
@@ -31,33 +23,19 @@ from blockdraft.targets import Target
 from blockdraft.training import checkpoints, start
 from blockdraft.training.batches import Batch, Batches
 from blockdraft.training.export import Format, export
-from blockdraft.training.figures import figures_of, loss_of, weights_of
+from blockdraft.training.figures import figures_of, loss_of, not_finite, weights_of
 from blockdraft.training.finish import forget_finish, told_to_finish
 from blockdraft.training.loss import DraftLoss, Sums
-from blockdraft.training.measure import encoded, held_out_prompts, measured_tau
+from blockdraft.training.measure import held_out_prompts, measured_tau
 from blockdraft.training.optimizers import make_optimizers, set_rate
 from blockdraft.training.recipe import Recipe
 from blockdraft.training.records import Records, draw, run_folder
 from blockdraft.training.schedule import Schedule
-from blockdraft.training.settle import settle
 from blockdraft.training.sources import features_of, open_source
+from blockdraft.training.state import gathered, gathered_weights, restore
+from blockdraft.training.telling import Telling
 from blockdraft.training.trackers import begin_trackers, track
 from blockdraft.types import Prompt
-
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
-
-
-@dataclass(frozen=True)
-class Telling:
-    """Whom a run tells how far it is; only the main process tells anything.
-
-    Attributes:
-        progress: Called with the present stage, what is done and what there is to do.
-        note: Called with a sentence that should stay on the screen.
-    """
-
-    progress: Callable[[str, int, int], None] = lambda stage, done, total: None
-    note: Callable[[str], None] = lambda text: None
 
 
 def train(
@@ -129,22 +107,9 @@ class Trainer:
         known = None
         if state is not None:
             known, data = state["identity"], start.data_of_run(data, state["data"], out, telling.note)
-        complaints = Complaints()
-        with complaints.noting():
-            data.check_tokenizer(target.tokenizer)
-        if not other_answers:
-            with complaints.noting():
-                start.check_answers(data, target)
-        settled = settle(variant_name, recipe, target, data, accelerator.num_processes, complaints, known)
-        if settled is not None:
-            with complaints.noting():
-                self.config = settled.variant.config(target)
-                self.written.check(self.config)
-        if prompts is not None:
-            with complaints.noting():
-                self.prompts = encoded(prompts, target, recipe.eval_tokens)
-        complaints.check()
-        assert settled is not None
+        settled, self.config, self.prompts = start.checked(
+            variant_name, recipe, target, data, accelerator.num_processes, self.written, prompts, known, other_answers
+        )
         self.variant, documents, trained, held_out = settled.variant, *settled[1:4]
         self.recipe = recipe = self.variant.recipe
         vocabulary = target.tokenizer.get_vocab() if target.tokenizer is not None else None
@@ -173,7 +138,7 @@ class Trainer:
         # Rows that one process has on its device at a time.
         self.rows = recipe.batch // (accelerator.num_processes * recipe.accumulation)
         self.fixed = Batches(documents, held_out, recipe, slots).fixed(self.rows)
-        if prompts is None:
+        if self.prompts is None:
             self.prompts = held_out_prompts(documents, held_out, recipe.eval_prompts)
         self.taps = taps = self.config.taps
         if self.variant.needs_teacher:
@@ -193,7 +158,7 @@ class Trainer:
         self.module, *wrapped = accelerator.prepare(module, *optimizers)
         self.optimizers = [cast(torch.optim.Optimizer, getattr(one, "optimizer", one)) for one in wrapped]
         if state is not None:
-            self._restore(state)
+            restore(self.module, self.optimizers, state)
         self.records = Records(self.folder, self.begin) if accelerator.is_main_process else None
 
     def run(self) -> list[dict[str, Any]]:
@@ -255,14 +220,14 @@ class Trainer:
         norm = accelerator.clip_grad_norm_(self.module.parameters(), recipe.clip or math.inf)
         figures = figures_of(self.variant, found, weights, accelerator)
         if not math.isfinite(figures["loss"]) or not math.isfinite(float(norm)):
-            raise self._not_finite(batch, done, figures["loss"], float(norm))
+            raise self._failure(batch, done, figures["loss"], float(norm))
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         return {"rate": share, "gradient_norm": float(norm), **figures}
 
     @torch.no_grad()
-    def _not_finite(self, batch: Batch, done: int, loss: float, norm: float) -> NumbersError:
+    def _failure(self, batch: Batch, done: int, loss: float, norm: float) -> NumbersError:
         """Why a step failed. Removes the run's folder where this was its first step."""
         target = self.target
         parts = [batch.rows(begin, begin + self.rows) for begin in range(0, len(batch.contents), self.rows)]
@@ -272,16 +237,7 @@ class Trainer:
             self.accelerator.end_training()
             if self.accelerator.is_main_process:
                 shutil.rmtree(self.folder)
-        kept = " The newest checkpoint stays as it is." if done else ""
-        if all(bool(one.isfinite().all()) for one in said):
-            return NumbersError(
-                f"Loss {loss} and gradient norm {norm} at step {done + 1} are not both finite; lower the learning "
-                f"rate, or use dtype float32.{kept}"
-            )
-        return NumbersError(
-            f"The target computed numbers that are not finite at step {done + 1}, so nothing can be learned from it; "
-            f"load it with --target-dtype float32, or, if it is already, copy its weights again.{kept}"
-        )
+        return not_finite(said, done, loss, norm)
 
     def _forward(self, rows: Batch) -> Sums:
         features = features_of(rows, self.source, self.width, self.target)
@@ -318,29 +274,19 @@ class Trainer:
 
     def _export(self, folder: Path, written: Format) -> None:
         """Write the drafter as it is now."""
-        tensors = get_model_state_dict(self.module, options=WHOLE)
+        tensors = gathered_weights(self.module)
         if self.accelerator.is_main_process:
-            named = {name.removeprefix("network."): cast(Tensor, tensor) for name, tensor in tensors.items()}
+            named = {name.removeprefix("network."): tensor for name, tensor in tensors.items()}
             export(folder, written, self.config, self.variant.saved(named), self.target)
 
     def _save(self, step: int) -> None:
         """Write the drafter and then a checkpoint, so that a run whose last checkpoint is there has nothing to do."""
         self._export(self.out, self.written)
-        network, optimizers = get_state_dict(self.module, self.optimizers, options=WHOLE)
+        state = gathered(self.module, self.optimizers)
         if self.accelerator.is_main_process:
-            state = {"step": step, "identity": self.identity, "schedule": self.schedule.saved()}
-            state |= {"data": self.manifest, "network": network, "optimizers": optimizers}
+            state |= {"step": step, "identity": self.identity, "schedule": self.schedule.saved(), "data": self.manifest}
             checkpoints.save(self.folder / "checkpoints", step, state, self.recipe.keep)
         self.accelerator.wait_for_everyone()
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        set_state_dict(
-            self.module,
-            self.optimizers,
-            model_state_dict=state["network"],
-            optim_state_dict=state["optimizers"],
-            options=StateDictOptions(full_state_dict=True),
-        )
 
     def _plan(self, more: int) -> None:
         """How many steps there are, and a word on it."""

@@ -91,8 +91,44 @@ def test_comments_are_no_answer(serve: Serve) -> None:
             await asyncio.sleep(0.002)
 
     serve(lambda request: httpx.Response(200, content=comments()))
-    with pytest.raises(UsageError, match="has said nothing for 0.05 s"):
+    with pytest.raises(UsageError, match="has gone 0.05 s without an answer or a line of one"):
         ask(silence=0.05)
+
+
+async def drips() -> AsyncIterator[bytes]:
+    """Something all the time, and no end of a line."""
+    for _ in range(1000):
+        yield b"data: "
+        await asyncio.sleep(0.002)
+
+
+@pytest.mark.parametrize("status", [200, 500])
+def test_bytes_without_line_ends_are_no_answer(serve: Serve, status: int) -> None:
+    serve(lambda request: httpx.Response(status, content=drips()))
+    with pytest.raises(UsageError, match="has gone 0.05 s without an answer or a line of one"):
+        ask(silence=0.05)
+
+
+def test_metrics_that_never_end(serve: Serve) -> None:
+    async def metrics() -> Any:
+        async with Client("http://there", silence=0.05) as client:
+            return await client.metrics()
+
+    serve(lambda request: httpx.Response(200, content=drips()))
+    with pytest.raises(UsageError, match="has gone 0.05 s without an answer or a line of one"):
+        asyncio.run(metrics())
+
+
+def test_lines_that_come_may_take_longer_in_all(serve: Serve) -> None:
+    """Patience begins anew with each."""
+
+    async def words() -> AsyncIterator[bytes]:
+        for line in stream({"completion_tokens": 4}).splitlines(keepends=True):
+            yield line.encode()
+            await asyncio.sleep(0.06)
+
+    serve(lambda request: httpx.Response(200, content=words()))
+    assert not ask(silence=0.25).problem
 
 
 def test_metrics_of_a_web_page_are_none(serve: Serve) -> None:

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from blockdraft import Engine, load_drafter, load_target
-from blockdraft.data.documents import DataWriter, Document, TokenData, read_data, tokenizer_fingerprint
+from blockdraft.data.documents import Document, TokenData, read_data, tokenizer_fingerprint
 from blockdraft.data.features import FeatureSettings, plan_features
+from blockdraft.data.writer import DataWriter
 from blockdraft.errors import Complaints, UsageError
 from blockdraft.formats import read_drafter
 from blockdraft.nn.eagle3 import Eagle3Network

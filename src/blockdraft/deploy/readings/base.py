@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from blockdraft.data.features import tapped_features
+from blockdraft.data.taps import tapped_features
 from blockdraft.drafters import Entry, entries
 from blockdraft.formats import Checkpoint
 from blockdraft.targets import Target

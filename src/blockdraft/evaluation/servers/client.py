@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import anyio
 import httpx
 
 from blockdraft.errors import UsageError, describe
@@ -67,7 +68,7 @@ class Client:
         self._model = model
         self._http = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=httpx.Timeout(silence, connect=CONNECT_SECONDS),
+            timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),  # for what comes after, see `silence`
             limits=httpx.Limits(max_connections=None),
         )
 
@@ -99,8 +100,9 @@ class Client:
 
     async def _get(self, path: str) -> httpx.Response:
         try:
-            return await self._http.get(self.url + path, follow_redirects=True)
-        except httpx.ReadTimeout as error:
+            with anyio.fail_after(self.silence):
+                return await self._http.get(self.url + path, follow_redirects=True)
+        except TimeoutError as error:
             raise self._hangs() from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise UsageError(
@@ -109,8 +111,8 @@ class Client:
 
     def _hangs(self) -> UsageError:
         return UsageError(
-            f"{self.url} has said nothing for {self.silence:g} s, so it seems to hang; restart it, or wait longer by "
-            "--silence SECONDS."
+            f"{self.url} has gone {self.silence:g} s without an answer or a line of one, so it seems to hang; restart "
+            "it, or wait longer by --silence SECONDS."
         )
 
     async def ask(self, prompt: str, params: SamplingParams) -> Heard:
@@ -121,20 +123,18 @@ class Client:
         heard = Heard(time.perf_counter())
         try:
             path = "/v1/completions" if self.raw else "/v1/chat/completions"
-            async with self._http.stream("POST", self.url + path, json=body) as response:
-                if response.status_code != 200:
-                    told = (await response.aread()).decode(errors="replace")
-                    heard.problem = f"status {response.status_code}: {told[:TOLD]}"
-                else:
-                    spoke = time.perf_counter()
-                    async for line in response.aiter_lines():
-                        now = time.perf_counter()
-                        if line.startswith("data:"):
-                            lines.append((now, line))
-                            spoke = now
-                        elif now - spoke > self.silence:  # comments keep connections open, whatever hangs behind them
-                            raise self._hangs()
-        except httpx.ReadTimeout as error:
+            with anyio.fail_after(self.silence) as patience:
+                async with self._http.stream("POST", self.url + path, json=body) as response:
+                    if response.status_code != 200:
+                        told = (await response.aread()).decode(errors="replace")
+                        heard.problem = f"status {response.status_code}: {told[:TOLD]}"
+                    else:
+                        async for line in response.aiter_lines():
+                            # Comments keep connections open, whatever hangs behind them, and so do bytes of no line.
+                            if line.startswith("data:"):
+                                lines.append((time.perf_counter(), line))
+                                patience.deadline = anyio.current_time() + self.silence
+        except TimeoutError as error:
             raise self._hangs() from error
         except httpx.HTTPError as error:
             heard.problem = describe(error)

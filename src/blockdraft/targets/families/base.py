@@ -9,8 +9,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from blockdraft.nn.decoder import ACTIVATIONS
 from blockdraft.nn.decoder_config import DecoderConfig, LayerKind, Rope
+from blockdraft.nn.decoder_layer import ACTIVATIONS
 
 # Rotary scalings whose frequencies stay the same however long the text gets, within the context.
 STATIC_ROPES = {"default", "linear", "dynamic", "yarn", "llama3", "longrope"}

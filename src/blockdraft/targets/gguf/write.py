@@ -15,7 +15,7 @@ from blockdraft.nn.decoder_config import DecoderConfig, LayerKind
 from blockdraft.targets.families import NotCovered, decoder_config
 from blockdraft.targets.gguf.config import ARCHITECTURES, gguf_config, gguf_metadata
 from blockdraft.targets.gguf.tensors import fitted, gguf_tensors
-from blockdraft.targets.native_files import OpenCheckpoint
+from blockdraft.targets.opened import OpenCheckpoint
 from blockdraft.types import GGUFWeights
 
 

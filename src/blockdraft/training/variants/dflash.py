@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from blockdraft.data.documents import TokenData
-from blockdraft.data.features import chosen_taps
+from blockdraft.data.taps import chosen_taps
 from blockdraft.errors import Complaints, UsageError, counted
 from blockdraft.formats.zlab import read_checkpoint, read_config
 from blockdraft.nn.dflash import DFlashNetwork, DraftLayer

@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor
 
 from blockdraft.data.documents import TokenData
-from blockdraft.data.features import chosen_taps
+from blockdraft.data.taps import chosen_taps
 from blockdraft.errors import Complaints
 from blockdraft.formats import Checkpoint, check_fits, read_drafter
 from blockdraft.nn.draft_config import need

@@ -1,0 +1,81 @@
+"""Which layers of the target are tapped, and what they say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from blockdraft.errors import UsageError
+from blockdraft.proposal import chain
+from blockdraft.targets import Target
+
+
+def tapped_features(target: Target, taps: Sequence[int], tokens: Sequence[Tensor]) -> list[Tensor]:
+    """Features of some documents, in one forward of the target over all of them.
+
+    Args:
+        target: Its weights stay as they are; no gradients.
+        taps: 0-based layers whose outputs are read.
+        tokens: `[S]` int64, one a document, of any lengths.
+
+    Returns:
+        `[S, m * H]` for each document, in the target's dtype and on its device, the taps side by side in their order.
+        They share the memory of the padded batch.
+
+    Raises:
+        ValueError: The target lacks a tapped layer, or a document is longer than its context.
+    """
+    check_taps(target, taps)
+    longest = max(map(len, tokens))
+    if longest > target.max_context:
+        raise UsageError(
+            f"A document has {longest} tokens and the target's context {target.max_context}; make the data anew with "
+            f"--length {target.max_context}."
+        )
+    padded = torch.zeros(len(tokens), longest, dtype=torch.int64)
+    for row, document in zip(padded, tokens, strict=True):
+        row[: len(document)] = document
+    proposal = chain(padded.to(target.device))
+    cache = target.new_cache(len(tokens), longest)
+    first = torch.zeros(len(tokens), dtype=torch.int64, device=target.device)  # no logits are needed; one is the least
+    output = target.forward(proposal.tokens, proposal.parents, cache, taps, logits_at=first)
+    assert output.features is not None
+    features = output.features.to(target.dtype)
+    return [row[: len(document)] for row, document in zip(features, tokens, strict=True)]
+
+
+def chosen_taps(taps: int | tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
+    """The layers that are tapped.
+
+    Args:
+        taps: Those; or how many, spread from layer 1 to the third from the end as z-lab's drafters have them, and in a
+            target of few layers over more of it; None is 5, or as many as a smaller target has.
+
+    Raises:
+        ValueError: The target has fewer layers than that.
+    """
+    count = min(5, num_layers) if taps is None else taps
+    if not isinstance(count, int):
+        return count
+    if not 1 <= count <= num_layers:
+        raise UsageError(
+            f"taps is {count}, the number of layers to tap, and the target has {num_layers}; give at most that, or "
+            "name the layers, as in --taps 0,1 or, for layer 0 alone, --taps 0,"
+        )
+    if count == 1:
+        return (num_layers // 2,)
+    ranges = ((1, num_layers - 3), (0, num_layers - 2), (0, num_layers - 1))
+    first, last = next((first, last) for first, last in ranges if last - first + 1 >= count)
+    return tuple(round(first + i * (last - first) / (count - 1)) for i in range(count))
+
+
+def check_taps(target: Target, taps: Sequence[int]) -> None:
+    """Raises ValueError where there are no taps, or the target lacks a tapped layer."""
+    outside = [tap for tap in taps if not 0 <= tap <= target.num_layers]
+    if outside or not taps:
+        raise UsageError(
+            f"taps are {list(taps)} and the target has {target.num_layers} layers; name one or more of "
+            f"0 to {target.num_layers - 1}, or {target.num_layers} for what goes into the head."
+        )

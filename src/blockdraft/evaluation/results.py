@@ -1,0 +1,98 @@
+"""The figures of a benchmark, as results.json holds them."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from blockdraft.evaluation.profile import Profile
+from blockdraft.evaluation.speed import Figures, Trial, figures
+
+
+@dataclass(frozen=True)
+class SetFigures:
+    methods: dict[str, Figures]
+
+
+@dataclass(frozen=True)
+class Results:
+    """What results.json holds.
+
+    Attributes:
+        methods: Figures by method, over all sets.
+        sets: The same for each prompt set.
+        arguments: What was asked for.
+        versions: Of blockdraft, torch, transformers and python.
+        hardware: See `hardware`.
+        profiles: Where the time of each method's cycles goes, where that was asked for.
+    """
+
+    methods: dict[str, Figures]
+    sets: dict[str, SetFigures]
+    arguments: dict[str, Any]
+    versions: dict[str, str]
+    hardware: dict[str, Any]
+    profiles: dict[str, Profile] | None = None
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+
+def results(
+    trials: Sequence[Trial],
+    arguments: Mapping[str, Any],
+    device: torch.device,
+    profiles: dict[str, Profile] | None = None,
+    drawn: Collection[str] = (),
+) -> Results:
+    """Everything about one benchmark.
+
+    Args:
+        arguments: What was asked for; they say with `temperature` whether it was greedy.
+        drawn: Methods whose guesses are drawn at random, where decoding is not greedy.
+    """
+    incomparable = () if arguments["temperature"] == 0 else drawn
+    sets = list(dict.fromkeys(t.prompt_set for t in trials))
+    return Results(
+        methods=figures(trials, incomparable),
+        sets={name: SetFigures(figures([t for t in trials if t.prompt_set == name], incomparable)) for name in sets},
+        arguments=dict(arguments),
+        versions={
+            "blockdraft": version("blockdraft"),
+            "torch": torch.__version__,
+            "transformers": version("transformers"),
+            "python": platform.python_version(),
+        },
+        hardware=hardware(device),
+        profiles=profiles,
+    )
+
+
+def hardware(device: torch.device) -> dict[str, Any]:
+    """The machine: processor, its cores and logical cores, threads that torch uses, memory in bytes, and the GPU's
+    name where the device is one."""
+    return {
+        "cpu": _cpu_name(),
+        "cores": psutil.cpu_count(logical=False),
+        "logical_cores": psutil.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

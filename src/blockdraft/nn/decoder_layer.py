@@ -1,0 +1,183 @@
+"""A layer of the decoder, and its norms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from blockdraft.nn.attention import attend_grouped
+from blockdraft.nn.cache import write_nodes
+from blockdraft.nn.decoder_config import DecoderConfig
+from blockdraft.nn.delta_net import DeltaRecurrence, GatedDeltaNet
+from blockdraft.nn.exact import ExactAttention
+from blockdraft.nn.experts import experts_say
+from blockdraft.nn.packed import LaidOut, PackedLinear
+from blockdraft.nn.quantized import QuantizedWeight, joined_weights
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+# From the name of a checkpoint's tensor to the tensor, on the device and in the dtype of the network, or in few bits.
+Read: TypeAlias = Callable[[str], Tensor | QuantizedWeight]
+# From the names of weights that are computed at once to all their output channels, one behind the other.
+ReadFused: TypeAlias = Callable[[Sequence[str]], Tensor | QuantizedWeight | LaidOut]
+
+
+class Norm(nn.Module):
+    """RMS norm over the last dimension (arXiv 1910.07467), with a weight of its own for each of several heads.
+
+    Args:
+        config: Its epsilon, and whether one is added to the weights.
+        given: The weights as the checkpoint has them, each `[size]`.
+        heads: To how many heads each of them belongs; without it there is one weight and no dimension of heads.
+    """
+
+    def __init__(self, config: DecoderConfig, given: Sequence[Tensor], heads: Sequence[int] = ()) -> None:
+        super().__init__()
+        self.given = given
+        rows = [weight.float() + 1 if config.norm_plus_one else weight for weight in given]
+        self.weight: Tensor
+        stacked = [row.expand(count, -1) for row, count in zip(rows, heads, strict=True)] if heads else rows
+        self.register_buffer("weight", torch.cat(stacked))
+        self.eps: Tensor
+        self.register_buffer("eps", torch.tensor(config.norm_eps, device=self.weight.device))
+
+    def scale(self, x: Tensor) -> Tensor:
+        """The factor that norms x, float32. Half as many operations as `F.rms_norm` on a CPU, where each one costs more
+        than its arithmetic."""
+        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        return torch.addcmul(self.eps, size, size, value=1 / x.size(-1)).rsqrt_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.scale(x)).mul_(self.weight).to(x.dtype)
+
+
+def plain(weight: Tensor | QuantizedWeight) -> Tensor:
+    assert isinstance(weight, Tensor), "few bits are for matrices"
+    return weight
+
+
+def joined(weights: Sequence[Tensor | QuantizedWeight]) -> Tensor | QuantizedWeight:
+    """Their output channels, one behind the other; all of few bits, or none."""
+    few = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
+    assert not few or len(few) == len(weights), "what is computed at once is either of few bits or not"
+    if len(weights) == 1:
+        return weights[0]
+    return joined_weights(few) if few else torch.cat([plain(weight) for weight in weights])
+
+
+def joining(read: Read) -> ReadFused:
+    return lambda names: joined([read(name) for name in names])
+
+
+class DecoderLayer(nn.Module):
+    """Attributes:
+    given: Weights of the norms by their roles, as the checkpoint has them.
+    """
+
+    qkv: PackedLinear
+    output: PackedLinear
+    router: PackedLinear
+    gate_up: PackedLinear
+    down: PackedLinear
+    before_attention: Norm
+    after_attention: Norm
+    before_mlp: Norm
+    after_mlp: Norm
+    qk_norm: Norm
+
+    def __init__(self, config: DecoderConfig, number: int, read: Read, fused: ReadFused | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.number = number
+        own = config.layers[number]
+        self.rope, self.mask = config.ropes.index(own.rope), config.windows.index(own.window)
+        self.activation = ACTIVATIONS[config.activation]
+        self.experts = config.experts_of(number)
+        fused = fused or joining(read)
+        for projection, parts in config.projections(number).items():
+            bias = None
+            if config.has_bias(number, projection):
+                bias = torch.cat([plain(read(f"{name}.bias")) for name, _ in parts])
+            setattr(self, projection, PackedLinear(fused([f"{name}.weight" for name, _ in parts]), bias))
+        self.given = given = {role: plain(read(name)) for role, name in config.norms(number).items()}
+        self.post_norms = config.post_norms
+        for role in ("before_attention", "before_mlp", *(("after_attention", "after_mlp") if self.post_norms else ())):
+            setattr(self, role, Norm(config, [given[role]]))
+        if "query" in given:
+            heads = (config.num_heads, config.num_kv_heads)
+            self.qk_norm = Norm(config, [given["query"], given["key"]], heads)
+        self.delta_net: GatedDeltaNet | None = None
+        recurrent = config.delta_net_of(number)
+        if recurrent is not None:
+            names = zip(recurrent.tensors, config.delta_tensors(number), strict=True)
+            self.delta_net = GatedDeltaNet(recurrent, {own: plain(read(name)) for own, name in names}, config.norm_eps)
+
+    def forward(
+        self,
+        x: Tensor,
+        angles: Sequence[tuple[Tensor, Tensor]],
+        slots: Tensor,
+        masks: Sequence[Tensor | ExactAttention | None],
+        memory: Tensor | DeltaRecurrence,
+    ) -> Tensor:
+        """Rows `[B * N, H]` to rows; the other arguments are those of `Decoder.forward`."""
+        before = self.before_attention(x)
+        if isinstance(memory, Tensor):
+            added: Tensor = self.attention(before, *angles[self.rope], slots, masks[self.mask], memory)
+        else:
+            assert self.delta_net is not None
+            added = self.output(self.delta_net(self.qkv(before), memory))
+        x = x + (self.after_attention(added) if self.post_norms else added)
+        added = self.mlp(self.before_mlp(x))
+        return x + (self.after_mlp(added) if self.post_norms else added)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        if self.experts is not None:
+            return experts_say(x, self.experts, self.router, self.gate_up.weight, self.down.weight, self.activation)
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        out: Tensor = self.down(self.activation(gate) * up)
+        return out
+
+    def attention(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        mask: Tensor | ExactAttention | None,
+        store: Tensor,
+    ) -> Tensor:
+        config = self.config
+        heads, kv_heads = config.num_heads, config.num_kv_heads
+        rows, gate = self.qkv(x), None
+        if config.gated:  # which lie beside the queries, head by head
+            parts, others = rows.split([2 * heads * config.head_dim, 2 * kv_heads * config.head_dim], dim=-1)
+            own, gate = parts.unflatten(-1, (heads, 2, -1)).unbind(-2)
+            rows = torch.cat([own.flatten(1), others], dim=-1)
+        qkv = rows.view(len(store), -1, heads + 2 * kv_heads, config.head_dim)
+        # Queries and keys are normed and rotated together, where they lie.
+        qk = qkv.narrow(2, 0, heads + kv_heads)
+        if config.qk_norm:
+            qk.mul_(self.qk_norm.scale(qk) * self.qk_norm.weight)
+        turned = qk.narrow(-1, 0, cos.size(-1))
+        swapped = turned.roll(cos.size(-1) // 2, dims=-1)
+        turned.mul_(cos).addcmul_(swapped, sin)
+        queries, new = qkv.narrow(2, 0, heads), qkv.narrow(2, heads, 2 * kv_heads)
+        keys, values = store.chunk(2, dim=1)
+        if isinstance(mask, ExactAttention):
+            mask.write(store[0], new)
+            attended = mask.attend(queries, keys[0], values[0], config.query_scale, config.attention_softcap)
+        else:
+            write_nodes(store, new, slots)
+            attended = attend_grouped(queries, keys, values, mask, config.query_scale, config.attention_softcap)
+        said = attended.view(x.size(0), -1)
+        out: Tensor = self.output(said if gate is None else said * gate.sigmoid().flatten(1))
+        return out

@@ -1,0 +1,21 @@
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # for some_documents.py and some_features.py
+
+from some_features import made  # noqa: E402
+
+from blockdraft.data.documents import TokenData  # noqa: E402
+from blockdraft.targets import Target, load_target  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_dir: Path) -> Target:
+    return load_target(tiny_target_dir, device="cpu")
+
+
+@pytest.fixture
+def data(tmp_path: Path, target: Target) -> TokenData:
+    return made(tmp_path / "data", target)

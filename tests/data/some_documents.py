@@ -1,0 +1,33 @@
+"""Small data folders."""
+
+from pathlib import Path
+
+import torch
+
+from blockdraft.data.documents import Document, read_data
+from blockdraft.data.writer import DataWriter
+
+IDENTITY = {"tokenizer": "abc", "length": 9, "written_by": {"writer": "text"}}
+
+
+def document(*ids: int, cut: bool = False) -> Document:
+    tokens = torch.tensor(ids)
+    return Document(tokens, tokens % 2 == 1, cut)
+
+
+DOCUMENTS = {0: [document(1, 2, 3)], 1: [document(4, 5), document(6, 7, 8, 9, cut=True)], 3: [document(10, 11)]}
+
+
+def write(folder: Path, order: list[list[int]]) -> DataWriter:
+    """The rows of `DOCUMENTS`, and row 2, which gave none, in shards of these."""
+    writer = DataWriter(folder, IDENTITY)
+    writer.begin(target="somewhere")
+    for rows in order:
+        for row in rows:
+            writer.add(row, DOCUMENTS.get(row, []), "answer loops" if row == 2 else None)
+        writer.flush()
+    return writer
+
+
+def ids(folder: Path) -> list[list[int]]:
+    return [one.tokens.tolist() for one in read_data(folder)]

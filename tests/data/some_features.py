@@ -1,0 +1,37 @@
+"""Small data of a target, and their features by another hand."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from blockdraft.data.documents import Document, TokenData, read_data, tokenizer_fingerprint
+from blockdraft.data.writer import DataWriter
+from blockdraft.targets import Target
+
+TAPS = (2, 0)
+LENGTHS = [7, 1, 12, 3, 40, 9, 9]
+
+
+def made(folder: Path, target: Target, seed: int = 0) -> TokenData:
+    generator = torch.Generator().manual_seed(seed)
+    assert target.tokenizer is not None
+    writer = DataWriter(folder, {"tokenizer": tokenizer_fingerprint(target.tokenizer)})
+    writer.begin()
+    for row, length in enumerate(LENGTHS):
+        tokens = torch.randint(target.vocab_size, (length,), generator=generator)
+        writer.add(row, [Document(tokens, tokens > 0)])
+    writer.finish()
+    return read_data(folder)
+
+
+def alone(target: Target, data: TokenData, i: int) -> torch.Tensor:
+    """By transformers itself: hidden state t + 1 is the output of layer t."""
+    model = AutoModelForCausalLM.from_pretrained(target.path)
+    states = model(data[i].tokens[None], output_hidden_states=True).hidden_states
+    last = model.model.layers[2]
+    kept = []
+    hook = last.register_forward_hook(lambda module, args, output: kept.append(output))
+    model(data[i].tokens[None])
+    hook.remove()
+    return torch.cat([kept[0][0] if isinstance(kept[0], tuple) else kept[0], states[1]], dim=-1)[0]

@@ -1,0 +1,67 @@
+"""Which layers are tapped, and what they say."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from some_features import LENGTHS, TAPS, alone
+
+from blockdraft.data.documents import TokenData
+from blockdraft.data.settings import FeatureSettings
+from blockdraft.data.taps import chosen_taps, tapped_features
+from blockdraft.proposal import chain
+from blockdraft.settings import from_text
+from blockdraft.targets import Target, load_target
+
+
+def test_tapped_features_are_the_layers_outputs(target: Target, data: TokenData) -> None:
+    found = tapped_features(target, TAPS, [one.tokens for one in data])
+    assert [tuple(one.shape) for one in found] == [(length, 2 * target.hidden_size) for length in LENGTHS]
+    for i, one in enumerate(found):
+        torch.testing.assert_close(one, alone(target, data, i), atol=1e-4, rtol=1e-4)
+
+
+def test_how_many_taps_and_which_a_small_target_has() -> None:
+    found = {layers: chosen_taps(None, layers) for layers in (1, 2, 3, 4, 6, 7, 8, 36)}
+    assert found == {
+        1: (0,),
+        2: (0, 1),
+        3: (0, 1, 2),
+        4: (0, 1, 2, 3),
+        6: (0, 1, 2, 3, 4),
+        7: (0, 1, 2, 4, 5),
+        8: (1, 2, 3, 4, 5),
+        36: (1, 9, 17, 25, 33),
+    }
+    assert [chosen_taps(count, 6) for count in (1, 2, 4, 5, 6)] == [
+        (3,),
+        (1, 3),
+        (0, 1, 3, 4),
+        (0, 1, 2, 3, 4),
+        (0, 1, 2, 3, 4, 5),
+    ]
+    for count in (0, 7):
+        with pytest.raises(ValueError, match=f"taps is {count}, the number of layers to tap, and the target has 6"):
+            chosen_taps(count, 6)
+
+
+def test_taps(target: Target, data: TokenData) -> None:
+    for text, layers in (("2", (1, 5)), ("1,3,5", (1, 3, 5)), ("3,", (3,)), ("[3]", (3,)), ("0,", (0,))):
+        assert chosen_taps(from_text(FeatureSettings, "taps", text), 8) == layers
+    for text in ("", "x", "1,x", ","):
+        with pytest.raises(ValueError, match="it must be a whole number"):
+            chosen_taps(from_text(FeatureSettings, "taps", text), 8)
+    for taps in ((4,), (-1,), ()):
+        with pytest.raises(ValueError, match="the target has 3 layers; name one or more of 0 to 2, or 3 for"):
+            tapped_features(target, taps, [data[0].tokens])
+    with pytest.raises(ValueError, match=r"has 300 tokens and the target's context 256"):
+        tapped_features(target, TAPS, [torch.zeros(300, dtype=torch.int64)])
+
+
+def test_the_input_of_the_head_can_be_tapped(tiny_target_dir: Path) -> None:
+    target = load_target(tiny_target_dir)
+    tokens = torch.arange(5, 25)
+    [hidden] = tapped_features(target, (0, target.num_layers), [tokens])
+    proposal = chain(tokens[None])
+    logits = target.forward(proposal.tokens, proposal.parents, target.new_cache(1, 20)).logits[0]
+    torch.testing.assert_close(target.head(hidden[:, target.hidden_size :]), logits, atol=1e-5, rtol=1e-5)
