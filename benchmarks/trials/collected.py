@@ -14,7 +14,8 @@ from torch import Tensor
 from benchmarks.diffusion.kept import whole_lines
 from benchmarks.trials.overheard import Rejected
 from blockdraft.cli.display import progress
-from blockdraft.data.documents import LOOPS, DataWriter, Document, read_data, tokenizer_fingerprint
+from blockdraft.data.documents import LOOPS, Document, read_data, tokenizer_fingerprint
+from blockdraft.data.writer import DataWriter
 from blockdraft.engine import Engine, loops
 from blockdraft.targets import Target
 from blockdraft.types import SamplingParams
