@@ -228,9 +228,7 @@ def main() -> None:
     parser.add_argument("recipe", type=Path, help="the base recipe")
     parser.add_argument("--written", type=Path, required=True, help="token data that the target wrote")
     parser.add_argument("--original", type=Path, required=True, help="token data of the same prompts, original text")
-    parser.add_argument(
-        "--features", type=Path, help="folder of stored features, DATA-TAPS each, instead of the target"
-    )
+    parser.add_argument("--features", type=Path, help="stored features, DATA-TAPS each, instead of the target")
     parser.add_argument("--prompts", type=Path, action="append", required=True, help="prompt set; may be repeated")
     parser.add_argument("--steps", type=int, help="of each run, instead of the recipe's")
     parser.add_argument("--limit", type=int, default=32, help="prompts of each set")
@@ -289,7 +287,8 @@ def write(out: Path, names: Sequence[str], header: str) -> None:
         for file in sorted(out.glob(f"{arm.replace(' ', '_')}-*.tau.json")):
             found = json.loads(file.read_text())
             if all(name in found for name in names):
-                results.setdefault(arm, {})[file.name.split(".")[0].rpartition("-")[2]] = found
+                seed = file.name.split(".")[0].rpartition("-")[2]
+                results.setdefault(arm, {})[seed] = {name: found[name] for name in names}
     if BASE in results:
         (out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
         (out / "results.md").write_text(header + table(results, names))

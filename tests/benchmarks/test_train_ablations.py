@@ -1,3 +1,4 @@
+import json
 import sys
 from dataclasses import fields, replace
 from functools import partial
@@ -109,6 +110,10 @@ def test_what_is_measured_is_kept_and_only_what_is_not_yet_is_measured(
     assert "- tree: trees of so many guesses" in rows and sum(row.startswith("| base") for row in rows) == 1
     assert not any(row.startswith("| 1 tap") for row in rows)  # not measured with trees
     assert any("some: tau" in row and "some, tree:4: tau" in row for row in rows)
+    measured.clear()
+    run("--arms", "base,1 tap")
+    assert not measured and (tmp_path / "results.md").read_text().startswith(first.rstrip())
+    assert json.loads((tmp_path / "results.json").read_text())[BASE] == {"0": {"some": 2.0}}
 
 
 @pytest.fixture(scope="module")
