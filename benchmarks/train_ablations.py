@@ -8,48 +8,100 @@
     python benchmarks/train_ablations.py recipes/tiny/ablation.toml --written data/written --original data/original \
         --features features --prompts gsm8k.jsonl --prompts humaneval.jsonl --out build/ablations
 
-Every arm changes one thing of the base recipe. Each seed of an arm is one `blockdraft train` run; what is finished is
-kept, so the command goes on where it stopped. It writes results.json, results.md and results.png. A direction counts as
-found if every seed has it on every prompt set.
+Every arm changes one thing of the base recipe. Each seed of an arm is one `blockdraft train` run, or two of half the
+steps each, of which the second begins with the drafter of the first; what is finished is kept, so the command goes on
+where it stopped. It writes results.json, results.md and results.png. A direction counts as found if every seed has it
+on every prompt set, decoded in each way asked for. Whether it pays that a tree knows which guess follows which:
+
+    ... --arms base,DFlash2,DSpark --decoding chain,tree:32,path:32,draft:32
 """
 
 import argparse
 import json
+import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from types import MethodType
+from typing import Any, NamedTuple
 
-from blockdraft import Engine, SamplingParams, Target, load_drafter, load_target
+from torch import Tensor
+from torch.nn.functional import pad
+
+from blockdraft import Drafter, Drafting, Engine, SamplingParams, Target, load_drafter, load_target
+from blockdraft.drafters.dflash import DFlashDrafter
+from blockdraft.drafters.dflash2 import walk
 from blockdraft.engine import loops, merge
 from blockdraft.evaluation.prompts import PromptSet, read_prompt_sets
+from blockdraft.sampling import best_tokens
 from blockdraft.settings import read_settings
 from blockdraft.training.variants.dflash import DFlashRecipe
 
 BASE = "base"
-# Arm: what it changes, and whether the base is expected to accept more than it (None: no direction is claimed).
-ARMS: dict[str, tuple[dict[str, str], bool | None]] = {
-    BASE: ({}, None),
-    "original text": ({"data": "original"}, True),
-    "fixed blocks": ({"anchor_placement": "fixed"}, True),
-    "1 tap": ({"taps": "1"}, True),
-    "no decay": ({"gamma": "0"}, True),
-    "D-PACE": ({"objective": "dpace=1"}, False),
-    "half forward KL": ({"objective": "decay=0.5,forward_kl=0.5", "stored": "teacher"}, None),
-    "DFlash2": ({"variant": "dflash2"}, False),
+
+
+class Arm(NamedTuple):
+    """Attributes:
+    changes: What it changes of the base.
+    worse: Whether the base is expected to accept more than it; None where no direction is claimed.
+    warm: Whether it begins with a drafter of the base after half of the steps, and goes on for the other half.
+    """
+
+    changes: dict[str, str]
+    worse: bool | None = None
+    warm: bool = False
+
+
+def objective(name: str) -> dict[str, str]:
+    return {"objective": name, "stored": "teacher"}
+
+
+DSPARK = {"variant": "dspark", "stored": "teacher"}
+ARMS = {
+    BASE: Arm({}),
+    "original text": Arm({"data": "original"}, True),
+    "fixed blocks": Arm({"anchor_placement": "fixed"}, True),
+    "1 tap": Arm({"taps": "1"}, True),
+    "no decay": Arm({"gamma": "0"}, True),
+    "D-PACE": Arm({"objective": "dpace=1"}, False),
+    "half forward KL": Arm(objective("decay=0.5,forward_kl=0.5")),
+    "DFlash2": Arm({"variant": "dflash2"}, False),
     # The codebooks of the selector are most of what DFlash2 adds; with these it has about as many weights as the base.
-    "small DFlash2": ({"variant": "dflash2", "selector_rank": "16"}, False),
-    "1 layer": ({"layers": "1"}, True),
-    "3 layers": ({"layers": "3"}, False),
-    "block 8": ({"block_size": "8"}, True),
+    "small DFlash2": Arm({"variant": "dflash2", "selector_rank": "16"}, False),
+    "1 layer": Arm({"layers": "1"}, True),
+    "3 layers": Arm({"layers": "3"}, False),
+    "block 8": Arm({"block_size": "8"}, True),
+    # Its blocks guess 7 tokens, as those of "block 8" do.
+    "DSpark": Arm(DSPARK, False),
+    # Rates rise and fall twice where training begins with a drafter: this one tells what that does alone.
+    "DFlash from DFlash": Arm({}, warm=True),
+    "DFlash2 from DFlash": Arm({"variant": "dflash2"}, False, warm=True),
+    "DSpark from DFlash": Arm(DSPARK, False, warm=True),
+    "total variation": Arm(objective("total_variation=1")),
+    "LK hybrid": Arm(objective("lk_hybrid=1")),
+    "block verification": Arm(objective("block_verification=1")),
+    "block verification from DFlash": Arm(objective("block_verification=1"), warm=True),
+}
+FIRST_STAGE = 1000  # added to its seed, so that the second stage does not read the same rows in the same order
+
+# Ways to decode. All but the last are greedy; of trees a number says the most guesses. A tree of DFlash2 or DSpark
+# knows the law of each guess after each other one. Two others do not, so as to tell what that is worth.
+DECODINGS = {
+    "chain": "the drafter's chains",
+    "tree": "trees of so many guesses",
+    "path": "trees in which each slot has one law, that on the way of the best chain",
+    "draft": "trees in which each slot has one law, that of the draft pass without selector or Markov head",
+    "drawn": "chains drawn from the drafter's law, at temperature 1, with block verification",
 }
 
 
 def arguments(recipe: Path, data: dict[str, Path], features: Path | None, arm: str) -> list[str]:
     """Those of `blockdraft train` for this arm."""
-    changes = dict(ARMS[arm][0])
+    changes = dict(ARMS[arm].changes)
     variant, kind = changes.pop("variant", "dflash"), changes.pop("data", "written")
     stored = changes.pop("stored", changes.get("taps", "5"))
     found = [variant, str(recipe), "--data", str(data[kind])]
@@ -60,14 +112,72 @@ def arguments(recipe: Path, data: dict[str, Path], features: Path | None, arm: s
     return found
 
 
-def measure(drafter: str, target: Target, sets: Sequence[PromptSet], tokens: int) -> dict[str, float]:
-    """tau on each prompt set, greedily, answers that loop left out."""
-    engine = Engine(target, load_drafter(drafter, target=target), max_batch_size=16)
+def stages(
+    arguments_of: Callable[[str], list[str]], arm: str, seed: int, steps: int, out: Path
+) -> list[tuple[Path, list[str]]]:
+    """The runs that make the drafter of an arm, in order: their folders and all arguments of `blockdraft train`."""
+
+    def stage(arm: str, folder: Path, seed: int, steps: int, *more: str) -> tuple[Path, list[str]]:
+        options = ["--out", str(folder), "--seed", str(seed), "--steps", str(steps), *more]
+        return folder, [*arguments_of(arm), *options]
+
+    folder = out / f"{arm.replace(' ', '_')}-{seed}"
+    if not ARMS[arm].warm:
+        return [stage(arm, folder, seed, steps)]
+    first, half = out / f"first_half-{seed}", steps // 2
+    return [
+        stage(BASE, first, FIRST_STAGE + seed, half),
+        stage(arm, folder, seed, steps - half, "--init", str(first)),
+    ]
+
+
+@cache  # arms share their first stage; `blockdraft train` itself sees what an earlier command has finished
+def train(*options: str) -> None:
+    subprocess.run([sys.executable, "-m", "blockdraft", "train", *options], check=True, stdout=subprocess.DEVNULL)
+
+
+def read_decoding(text: str) -> tuple[str, Drafting, SamplingParams]:
+    """A kind of `DECODINGS`, and what an engine is told of it. Raises ValueError where there is none such."""
+    if not re.fullmatch("chain|drawn|(tree|path|draft):[1-9][0-9]*", text):
+        raise ValueError(f"decoding is {text!r}; give chain, tree:N, path:N, draft:N or drawn, N guesses at most")
+    kind, _, size = text.partition(":")
+    params = SamplingParams(temperature=1.0, seed=0) if kind == "drawn" else SamplingParams()
+    return kind, Drafting(tree_budget=int(size or 0), drawn=kind == "drawn"), params
+
+
+def forget_pairs(drafter: Drafter, kind: str) -> None:
+    """Make a drafter grow the trees of the kinds "path" and "draft"; one without a lattice grows them anyway."""
+    if kind == "draft" and isinstance(drafter, DFlashDrafter):
+        drafter._guess = MethodType(DFlashDrafter._guess, drafter)  # type: ignore[method-assign]
+    if kind == "path":
+        for holder, name in ((drafter, "_lattice"), (getattr(drafter, "network", None), "lattice")):
+            if hasattr(holder, name):
+                setattr(holder, name, partial(on_the_way, getattr(holder, name)))
+
+
+def on_the_way(lattice: Callable[..., tuple[Tensor, Tensor]], *args: Any) -> tuple[Tensor, Tensor]:
+    """A lattice whose slots have the same law after each guess: that after the best path up to there."""
+    ids_BDK, values_BDKK = lattice(*args)
+    before_BD = pad(walk(best_tokens(values_BDKK))[:, :-1], (1, 0))
+    law_BD1K = values_BDKK.gather(2, before_BD[:, :, None, None].expand_as(values_BDKK[:, :, :1]))
+    return ids_BDK, law_BD1K.expand_as(values_BDKK)
+
+
+def name_of(prompts: str, decoding: str) -> str:
+    return prompts if decoding == "chain" else f"{prompts}, {decoding}"
+
+
+def measure(drafter: str, target: Target, sets: Sequence[PromptSet], tokens: int, decoding: str) -> dict[str, float]:
+    """tau on each prompt set, answers that loop left out."""
+    kind, drafting, params = read_decoding(decoding)
+    loaded = load_drafter(drafter, target=target)
+    forget_pairs(loaded, kind)
+    engine = Engine(target, loaded, max_batch_size=16, drafting=drafting)
     found = {}
     for one in sets:
-        completions = engine.generate(list(one.prompts), SamplingParams(max_new_tokens=tokens))
+        completions = engine.generate(list(one.prompts), replace(params, max_new_tokens=tokens))
         sound = [completion.stats for completion in completions if not loops(completion.token_ids)]
-        found[one.name] = merge(sound).tau
+        found[name_of(one.name, decoding)] = merge(sound).tau
     return found
 
 
@@ -83,7 +193,7 @@ def table(results: dict[str, dict[str, dict[str, float]]], names: Sequence[str])
             ratios += [mine / base for mine, base in shared]
             ratio = statistics.mean(mine / base for mine, base in shared) if shared else float("nan")
             cells += [f"{statistics.mean(taus):.2f} ({min(taus):.2f} to {max(taus):.2f})", f"{ratio:.2f}"]
-        worse = ARMS[arm][1]
+        worse = ARMS[arm].worse
         expected = {None: "", True: "less", False: "more"}[worse]
         found = "less" if max(ratios, default=1) < 1 else "more" if min(ratios, default=1) > 1 else "neither"
         found = "" if arm == BASE else found
@@ -97,7 +207,8 @@ def picture(results: dict[str, dict[str, dict[str, float]]], names: Sequence[str
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(1, len(names), figsize=(5 * len(names), 4.5), sharey=True, squeeze=False)
+    size = 5 * len(names), 0.375 * max(12, len(results))
+    figure, axes = plt.subplots(1, len(names), figsize=size, sharey=True, squeeze=False)
     arms = list(results)[::-1]
     for axis, name in zip(axes[0], names, strict=True):
         for place, arm in enumerate(arms):
@@ -117,9 +228,7 @@ def main() -> None:
     parser.add_argument("recipe", type=Path, help="the base recipe")
     parser.add_argument("--written", type=Path, required=True, help="token data that the target wrote")
     parser.add_argument("--original", type=Path, required=True, help="token data of the same prompts, original text")
-    parser.add_argument(
-        "--features", type=Path, help="folder of stored features, DATA-TAPS each, instead of the target"
-    )
+    parser.add_argument("--features", type=Path, help="stored features, DATA-TAPS each, instead of the target")
     parser.add_argument("--prompts", type=Path, action="append", required=True, help="prompt set; may be repeated")
     parser.add_argument("--steps", type=int, help="of each run, instead of the recipe's")
     parser.add_argument("--limit", type=int, default=32, help="prompts of each set")
@@ -127,13 +236,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--arms", default=",".join(ARMS), help=f"of: {', '.join(ARMS)}")
+    ways = "; ".join(f"{name}, {meaning}" for name, meaning in DECODINGS.items())
+    parser.add_argument("--decoding", default="chain", help=f"chain, tree:N, path:N, draft:N, drawn; {ways}")
     args = parser.parse_args()
     arms = [arm.strip() for arm in args.arms.split(",")]
     if unknown := [arm for arm in arms if arm not in ARMS]:
         parser.error(f"unknown arms {unknown}; there are {', '.join(ARMS)}")
+    decodings = [decoding.strip() for decoding in args.decoding.split(",")]
+    try:
+        kinds = [read_decoding(decoding)[0] for decoding in decodings]
+    except ValueError as error:
+        parser.error(str(error))
 
     sets = read_prompt_sets(args.prompts, args.limit)
-    names = [one.name for one in sets]
+    names = [name_of(one.name, decoding) for decoding in decodings for one in sets]
     target = load_target()
     steps = args.steps or read_settings(DFlashRecipe, args.recipe).steps
     args.out.mkdir(parents=True, exist_ok=True)
@@ -142,29 +258,37 @@ def main() -> None:
         f"those that loop left out, after {steps} steps: mean of the seeds (lowest to highest). Written by "
         "benchmarks/train_ablations.py.\n\n"
     )
-    data = {"written": args.written, "original": args.original}
+    if decodings != ["chain"]:
+        header += "".join(f"- {kind}: {DECODINGS[kind]}\n" for kind in dict.fromkeys(kinds)) + "\n"
+    options_of = partial(arguments, args.recipe, {"written": args.written, "original": args.original}, args.features)
     # Seed after seed, so that an interrupted comparison has seen every arm equally often.
     for seed in range(args.seeds):
         for arm in arms:
-            folder = args.out / f"{arm.replace(' ', '_')}-{seed}"
-            found = folder.with_suffix(".tau.json")
-            if not found.exists():
-                print(f"seed {seed}: {arm}", flush=True)
-                command = [sys.executable, "-m", "blockdraft", "train"]
-                command += arguments(args.recipe, data, args.features, arm)
-                command += ["--out", str(folder), "--seed", str(seed), "--steps", str(steps)]
-                subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-                found.write_text(json.dumps(measure(str(folder), target, sets, args.max_new_tokens)))
-                print(f"  tau {json.loads(found.read_text())}", flush=True)
+            runs = stages(options_of, arm, seed, steps, args.out)
+            folder = runs[-1][0]
+            file = folder.with_suffix(".tau.json")
+            found = json.loads(file.read_text()) if file.exists() else {}
+            for decoding in decodings:
+                if all(name_of(one.name, decoding) in found for one in sets):
+                    continue
+                print(f"seed {seed}: {arm}, {decoding}", flush=True)
+                for _, options in runs:
+                    train(*options)
+                taus = measure(str(folder), target, sets, args.max_new_tokens, decoding)
+                file.write_text(json.dumps(found := {**found, **taus}))
+                print(f"  tau {taus}", flush=True)
             write(args.out, names, header)
 
 
 def write(out: Path, names: Sequence[str], header: str) -> None:
+    """The results of all runs that have been measured in all these ways."""
     results: dict[str, dict[str, Any]] = {}
     for arm in ARMS:
-        files = sorted(out.glob(f"{arm.replace(' ', '_')}-*.tau.json"))
-        if files:
-            results[arm] = {file.name.split(".")[0].rpartition("-")[2]: json.loads(file.read_text()) for file in files}
+        for file in sorted(out.glob(f"{arm.replace(' ', '_')}-*.tau.json")):
+            found = json.loads(file.read_text())
+            if all(name in found for name in names):
+                seed = file.name.split(".")[0].rpartition("-")[2]
+                results.setdefault(arm, {})[seed] = {name: found[name] for name in names}
     if BASE in results:
         (out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
         (out / "results.md").write_text(header + table(results, names))

@@ -1,4 +1,5 @@
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,17 @@ def test_losses_are_taken_over_the_draft_vocabulary(target: Target) -> None:
     assert variant.counts(network, slots)["covered"].tolist() == expected
     best = slots.logits_CKV.argmax(dim=-1)
     assert variant.guesses(network, slots).tolist() == [[KEPT[i] for i in row] for row in best.tolist()]
+
+
+@pytest.mark.parametrize("objective", ["dpace", "block_verification"])
+def test_a_token_that_it_cannot_guess_does_not_count_for_the_slots_behind(target: Target, objective: str) -> None:
+    variant, network = made(target, draft_vocab=len(KEPT), block_size=4, objective={objective: 1.0})
+    network.keep(torch.tensor(KEPT))
+    slots = slots_of(network, target.vocab_size)
+    known_CK = variant.counts(network, slots)["covered"]
+    assert not known_CK[:, 0].all()
+    passed_over = variant.losses(network, replace(slots, taught_CK=known_CK))[objective]
+    assert torch.equal(variant.losses(network, slots)[objective], passed_over)
 
 
 def test_the_draft_vocabulary_is_what_the_answers_say_most(target: Target, tmp_path: Path) -> None:

@@ -160,7 +160,8 @@ class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
         known_CK = {False: tokens[:, 1:] >= 0}
         if teacher is not None:
             known_CK[True], teacher = draft_ids[teacher.argmax(dim=-1)] >= 0, teacher[..., network.kept]
-        reduced = replace(slots, tokens_CL=tokens.clamp(min=0), teacher_CKV=teacher)
+        taught = slots.taught_CK & known_CK[False]  # what it cannot guess says nothing of the slots behind it
+        reduced = replace(slots, tokens_CL=tokens.clamp(min=0), taught_CK=taught, teacher_CKV=teacher)
         found = super().losses(network, reduced)
         return {n: loss.masked_fill(~known_CK[self.objectives[n].NEEDS_TEACHER], 0) for n, loss in found.items()}
 
