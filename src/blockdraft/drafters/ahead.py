@@ -8,6 +8,7 @@ them is drafted as usual; else all of it is. So the guesses are those that are m
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -50,20 +51,23 @@ class Work:
     def begin(self, draft: Callable[[Event], None]) -> None:
         """Call this in a thread; it is to end soon after the event is set. What goes wrong in it is logged."""
         self._stop = Event()
-        thread = Thread(target=_logged, args=(partial(draft, self._stop),), name=NAME)
+        # A thread that is no daemon would keep a process that ends waiting.
+        thread = Thread(target=_logged, args=(partial(draft, self._stop),), name=NAME, daemon=True)
         try:
             thread.start()
-        except RuntimeError as error:  # too many threads, or the process ends
-            _tell(error)
+        except RuntimeError as error:  # there are too many, or the process ends, which is no news
+            if "shutdown" not in str(error):
+                _tell(error)
         else:
             self._thread = thread
 
     def stop(self) -> None:
         """Let the thread end after its present pass, and wait for that."""
-        thread, self._thread = self._thread, None
+        thread = self._thread
         if thread is not None:
             self._stop.set()
             thread.join()
+            self._thread = None
 
 
 def _logged(draft: Callable[[], None]) -> None:
@@ -80,8 +84,10 @@ def _tell(error: Exception) -> None:
 _works: WeakSet[Work] = WeakSet()
 
 
+@atexit.register
 def _stop_all() -> None:
-    """A child process has no thread that would end its pass and give back the model's lock."""
+    """Before a process ends, since a thread inside of a forward would not survive it, or is forked: the child has no
+    thread that would end its pass and give back the model's lock."""
     for work in list(_works):
         work.stop()
 

@@ -239,7 +239,8 @@ class DraftLMDrafter:
             Logits `[B, V]` after each row's last token.
         """
         state.truncate([min(len(text), len(held)) for text, held in zip(texts, state.held, strict=True)])
-        count = max(len(text) - len(held) for text, held in zip(texts, state.held, strict=True))
+        # At least one, also where no text is left that is read: all have outgrown the model's context.
+        count = max(1, *(len(text) - len(held) for text, held in zip(texts, state.held, strict=True)))
         if count > state.capacity:  # of another row, which must not write over what follows the shortest one
             alone = [
                 self._read(state.of([row]), [text])
