@@ -45,6 +45,9 @@ class Pace:
         output: TargetOutput = self._forward(*args, **named)
         self._over.release()
         if self.ahead == self.fails_at:
+            cache = args[2]
+            for store in cache._stores():  # as a forward may leave it that did not come to its end
+                store[..., cache.rows[0] + cache.lengths[0], :] = torch.nan
             raise MemoryError("full")
         return output
 
@@ -291,6 +294,8 @@ def test_an_error_ahead_is_told_and_costs_what_it_had_not_reached(
     pace.let(fails_at)
     pace.held = False
     finish(state)
+    cache: Any = state.inner.cache
+    assert not any(store.isnan().any() for store in cache._stores())
     assert "Drafting ahead failed, and the next draft is made as usual: MemoryError" in caplog.text
     caplog.clear()
     for _ in range(3):
@@ -366,8 +371,11 @@ def test_a_row_that_takes_the_place_of_another_finds_nothing(drafter: AheadDraft
 # Where there is no room.
 
 
-def test_near_the_end_of_its_slots_fewer_guesses_are_drafted_ahead(drafter: AheadDrafter) -> None:
+def test_near_the_end_of_its_slots_fewer_guesses_are_drafted_ahead(
+    drafter: AheadDrafter, caplog: pytest.LogCaptureFixture
+) -> None:
     """A branch has a node for each of its guesses but the last."""
+    caplog.clear()
     for slots, guesses in ((30, 4), (8 + 3 * COUNT, 3), (8 + COUNT, 1), (7 + COUNT, 0), (8, 0), (7, None)):
         state = drafter.new_state(1, 60)
         state.close(0)
@@ -380,6 +388,7 @@ def test_near_the_end_of_its_slots_fewer_guesses_are_drafted_ahead(drafter: Ahea
             assert outcomes == []
         else:
             assert [len(each) for each in outcomes] == [guesses] * COUNT
+    assert not caplog.text
 
 
 def test_near_the_end_of_its_context_nothing_is_drafted_ahead(

@@ -179,13 +179,11 @@ class AheadDrafter:
         if plan.draws is not None and any(params.temperature > 0 for params in plan.params):
             return self._drafter.propose(state.inner, anchor, plan)
         known = [
-            outcomes.get((*text[length:], token), [])
-            for text, token, (length, outcomes) in zip(
-                state.inner.texts, anchor.tolist(), (each or (0, {}) for each in found), strict=True
-            )
+            [] if each is None else each[1].get((*text[each[0] :], token), [])
+            for each, text, token in zip(found, state.inner.texts, anchor.tolist(), strict=True)
         ]
         count = min(map(len, known))
-        if all(found):
+        if None not in found:
             self.tried += 1
             self.foreseen += count > 0
         device = self._drafter.model.device
@@ -196,7 +194,7 @@ class AheadDrafter:
         return proposal
 
     def _begin(self, state: AheadState, proposal: Proposal) -> None:
-        """Draft behind these chains, as far as they go themselves."""
+        """Begin to draft behind these chains, as far as they go themselves."""
         guesses = proposal.tokens.size(1) - 1
         chains = [
             ids[: 1 + sum(parent >= 0 for parent in parents)]
