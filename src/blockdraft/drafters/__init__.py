@@ -73,9 +73,9 @@ def load_drafter(
         ValueError: Unknown folder or architecture, unreadable weights, a drafter of another target, a combination
             with one that is named twice or guesses nothing, or a device of its own for what has no use for it.
     """
+    placed = on_its_own(device, ahead, target)
     try:
         names = [path] if path is None else joined(path)
-        placed = on_its_own(device, ahead, target)
         parts = [_load(name, target, placed, ahead) for name in names]
         if placed is not None and not any(movable for _, movable in parts):
             raise UsageError(
@@ -135,13 +135,16 @@ def _load(path: str | Path | None, target: Target, device: torch.device | None, 
     kinds = [entry for entry in known.values() if entry.claims(said)]
     kinds += [entry for name in found for entry in known.values() if name in entry.architectures]
     if kinds:
-        load_on = kinds[0].load_on
-        own = device is not None and load_on is not None
-        drafter = load_on(folder, target, device) if own else kinds[0].load(folder, target)
+        entry, own = kinds[0], False
+        if device is None or entry.load_on is None:
+            drafter = entry.load(folder, target)
+        else:
+            own, drafter = True, entry.load_on(folder, target, device)
+            drafter = draft_ahead(drafter, target, ahead) if ahead else drafter
         told = other_target_warning(folder, source, target)
         if told:
             logging.getLogger(__name__).warning(told)
-        return (draft_ahead(drafter, target, ahead) if own and ahead else drafter), own
+        return drafter, own
     others = ", ".join(f"{name} ({_few(entry.architectures)})" for name, entry in known.items() if entry.architectures)
     raise UsageError(f"{folder} holds the architecture {found}; the drafters known here are {others}.")
 

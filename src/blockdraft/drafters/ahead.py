@@ -8,92 +8,23 @@ them is drafted as usual; else all of it is. So the guesses are those that are m
 
 from __future__ import annotations
 
-import atexit
 import logging
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from threading import Event, Thread
-from typing import TypeAlias
-from weakref import WeakSet
+from threading import Event
 
 import torch
 from torch import Tensor
 
 from blockdraft.drafters.base import Drafter, parts_of
 from blockdraft.drafters.draft_lm import DraftLMDrafter, DraftState, chances_of
-from blockdraft.errors import UsageError, describe
+from blockdraft.drafters.work import Outcomes, Work
+from blockdraft.errors import UsageError
 from blockdraft.proposal import Plan, Proposal
 from blockdraft.sampling import best_tokens
 from blockdraft.targets import Target, device_and_dtype
 
-NAME = "blockdraft-ahead"
-
-# By the tokens that follow the text a row had: guesses after them, with the model's probabilities.
-Outcomes: TypeAlias = dict[tuple[int, ...], list[tuple[int, float]]]
-
 log = logging.getLogger(__name__)
-
-
-class Work:
-    """What is drafted ahead for the rows of one store, in a thread that ends with it.
-
-    Attributes:
-        found: By row, how long its text was, and what was drafted. To be read when the work has stopped.
-    """
-
-    def __init__(self) -> None:
-        self.found: dict[int, tuple[int, Outcomes]] = {}
-        self._stop = Event()
-        self._thread: Thread | None = None
-        _works.add(self)
-
-    def begin(self, draft: Callable[[Event], None]) -> None:
-        """Call this in a thread; it is to end soon after the event is set. What goes wrong in it is logged."""
-        self._stop = Event()
-        # A thread that is no daemon would keep a process that ends waiting.
-        thread = Thread(target=_logged, args=(partial(draft, self._stop),), name=NAME, daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:  # there are too many, or the process ends, which is no news
-            if "shutdown" not in str(error):
-                _tell(error)
-        else:
-            self._thread = thread
-
-    def stop(self) -> None:
-        """Let the thread end after its present pass, and wait for that."""
-        thread = self._thread
-        if thread is not None:
-            self._stop.set()
-            thread.join()
-            self._thread = None
-
-
-def _logged(draft: Callable[[], None]) -> None:
-    try:
-        draft()
-    except Exception as error:
-        _tell(error)
-
-
-def _tell(error: Exception) -> None:
-    log.warning("Drafting ahead failed, and the next draft is made as usual: %s", describe(error))
-
-
-_works: WeakSet[Work] = WeakSet()
-
-
-@atexit.register
-def _stop_all() -> None:
-    """Before a process ends, since a thread inside of a forward would not survive it, or is forked: the child has no
-    thread that would end its pass and give back the model's lock."""
-    for work in list(_works):
-        work.stop()
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(before=_stop_all)
 
 
 class AheadState:
@@ -162,7 +93,7 @@ class AheadDrafter:
                 "chains only; use ahead=0."
             )
         self._drafter, self._count = drafter, count
-        self.path, self.block_size = drafter.path, drafter.block_size
+        self.path, self.device, self.block_size = drafter.path, drafter.device, drafter.block_size
         self.state_bytes, self.weight_bytes = drafter.state_bytes, drafter.weight_bytes
         self.tried = self.foreseen = 0
 
@@ -186,9 +117,8 @@ class AheadDrafter:
         if None not in found:
             self.tried += 1
             self.foreseen += count > 0
-        device = self._drafter.model.device
         columns = [zip(*(row[depth] for row in known), strict=True) for depth in range(count)]
-        foreseen = [(torch.tensor(ids, device=device), torch.tensor(probs, device=device)) for ids, probs in columns]
+        foreseen = [tuple(torch.tensor(each, device=self.device) for each in column) for column in columns]
         proposal = self._drafter.propose(state.inner, anchor, plan, foreseen)
         self._begin(state, proposal)
         return proposal
@@ -286,7 +216,7 @@ class AheadDrafter:
                     branch.append((token, chance))
 
     def _forward(self, state: DraftState, tokens: Tensor, parents: Tensor) -> Tensor:
-        return self._drafter.forward(tokens.to(self._drafter.model.device), state.cache, parents)
+        return self._drafter.forward(tokens.to(self.device), state.cache, parents)
 
 
 def _filled(chains: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:

@@ -133,7 +133,7 @@ class DraftLMDrafter:
             )
         check_same_tokens(model.tokenizer, model.vocab_size, target)
         self.model = model
-        self.path = model.path
+        self.path, self.device = model.path, model.device
         self.block_size = block_size
         self._vocab_size = target.vocab_size
 
@@ -164,7 +164,7 @@ class DraftLMDrafter:
 
     @torch.no_grad()
     def propose(
-        self, state: DraftState, anchor: Tensor, plan: Plan, foreseen: Sequence[tuple[Tensor, Tensor]] = ()
+        self, state: DraftState, anchor: Tensor, plan: Plan, foreseen: Sequence[Sequence[Tensor]] = ()
     ) -> Proposal:
         """As in `Drafter`.
 
