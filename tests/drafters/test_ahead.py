@@ -61,13 +61,14 @@ class Pace:
             assert self._over.acquire(timeout=20)
 
     def hurry_when_told_to_stop(self, state: AheadState) -> None:
-        """The forward that is held up goes on when the work is to stop, and is its last."""
+        """The forward that is held up goes on when the work is to stop, as would those that followed it."""
         assert self._waits.acquire(timeout=20)
-        stop, free = state.work._stop, self._free
+        stop = state.work._stop
 
         def go() -> None:
             assert stop.wait(20)
-            free.release()
+            self.held = False
+            self._free.release()
 
         threading.Thread(target=go).start()
 
