@@ -2,12 +2,15 @@
 
 Speculative speculative decoding (arXiv 2603.03251) drafts on a device of its own for the k likeliest outcomes of a
 verification, while that runs. Where the real outcome is among them, the next draft is there at once; else it is made
-afterwards, as usual. Nothing of this is built here: it is computed, from what is measured on this machine, how much
-faster such decoding would be, and from which share of the draft in a cycle on.
+afterwards, as usual. Smaller language models do so (`load_drafter(..., device=..., ahead=k)`); other drafters do not.
+Here it is computed, from what is measured on this machine, how much faster such decoding is, and from which share of
+the draft in a cycle on.
 
 Measured: how often the outcome, which is how many guesses were accepted and the target's token after them, is among
 the k that the drafter thinks likeliest, by its own probabilities (a prompt set, one request at a time); the time of a
-draft, of k drafts in one batch, and of the rest of a cycle. Computed, with h the share of outcomes that were foreseen:
+draft, of k drafts in one batch, and of the rest of a cycle. With --drafter-device a language model drafts ahead there
+while this is counted, and what was not ready in time counts as not foreseen. Computed, with h the share of outcomes
+that were foreseen:
 
     cycle = handover + h * max(rest, k drafts) + (1 - h) * (rest + draft)
 
@@ -24,7 +27,7 @@ import argparse
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +36,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.command import in_words
-from blockdraft.drafters import Drafter, load_drafter
+from blockdraft.drafters import Drafter, hits, load_drafter
 from blockdraft.engine import Engine
 from blockdraft.engine.probe import Probe
 from blockdraft.evaluation.prompts import read_prompt_sets
@@ -136,25 +139,35 @@ def pays_between(hits: float, growth: float, handover: float) -> tuple[float, fl
     return least / (1 + least), 1.0 if most == math.inf else most / (1 + most)
 
 
-def figures(cycles: Sequence[tuple[Sequence[Outcome], Outcome]], times: Times, handover: float) -> list[Figures]:
-    """Of each number of drafts that was timed.
+def shares(cycles: Sequence[tuple[Sequence[Outcome], Outcome]]) -> dict[int, float]:
+    """Of outcomes that were foreseen, by the number that is drafted for.
 
     Args:
         cycles: The outcomes that were thought likeliest, and the real one.
+    """
+    return {count: sum(real in foreseen[:count] for foreseen, real in cycles) / len(cycles) for count in COUNTS}
+
+
+def figures(foreseen: Mapping[int, float], cycles: int, times: Times, handover: float) -> list[Figures]:
+    """Of each number of drafts that was timed.
+
+    Args:
+        foreseen: As from `shares`.
+        cycles: Of which these are the shares.
         handover: Seconds.
     """
     found, draft = [], times.drafts[1]
     for count, drafts in times.drafts.items():
-        hits = sum(real in foreseen[:count] for foreseen, real in cycles) / len(cycles)
+        share = foreseen[count]
         found.append(
             Figures(
                 count,
-                hits,
-                NOISE * math.sqrt(hits * (1 - hits) / len(cycles)),
+                share,
+                NOISE * math.sqrt(share * (1 - share) / cycles),
                 drafts,
-                speedup(hits, times.rest, draft, drafts, handover),
-                one_device(hits, times.rest, draft, drafts),
-                pays_between(hits, drafts / draft, handover / times.rest),
+                speedup(share, times.rest, draft, drafts, handover),
+                one_device(share, times.rest, draft, drafts),
+                pays_between(share, drafts / draft, handover / times.rest),
             )
         )
     return found
@@ -199,6 +212,22 @@ def measure_outcomes(
                 if len(tokens) == accepted + 1:  # not cut at the end of the answer
                     found.append((foreseen, (accepted, tokens[-1])))
     return found
+
+
+def measure_ahead(
+    target: Target, path: str, device: str, prompts: Sequence[Any], block_size: int, params: SamplingParams
+) -> tuple[dict[int, float], int]:
+    """The same shares of a language model that drafts ahead on a device of its own, and the cycles of the fewest."""
+    found, cycles = dict[int, float](), list[int]()
+    for count in COUNTS:
+        drafter = load_drafter(path, target=target, device=device, ahead=count)
+        with Engine(target, drafter, 1, Drafting(block_size)) as engine:
+            for prompt in prompts:
+                engine.generate([prompt], params)
+        foreseen, tried = hits(drafter)
+        cycles.append(tried)
+        found[count] = foreseen / max(tried, 1)
+    return found, min(cycles)
 
 
 def measure_times(target: Target, drafter: Drafter, block_size: int, context: int, cycles: int) -> Times:
@@ -250,12 +279,12 @@ def picture(found: Sequence[Figures], times: Times, handover: float, path: Path)
     left.bar(counts, [each.hits for each in found], yerr=[each.noise for each in found], capsize=4)
     left.set(xlabel="drafts ahead", ylabel="share of outcomes foreseen", ylim=(0, 1))
     draft = times.drafts[1]
-    shares = [n / 200 for n in range(1, 180)]
+    parts = [n / 200 for n in range(1, 180)]
     for each in found:
-        lengths = [times.rest * share / (1 - share) for share in shares]  # of a draft
+        lengths = [times.rest * part / (1 - part) for part in parts]  # of a draft
         growth = each.drafts / draft
         gains = [speedup(each.hits, times.rest, length, growth * length, handover) for length in lengths]
-        right.plot(shares, gains, label=f"{each.count} ahead")
+        right.plot(parts, gains, label=f"{each.count} ahead")
     right.axhline(1, color="black", linewidth=0.8)
     right.axvline(draft / (times.rest + draft), color="tab:gray", linestyle="--", label="this machine")
     right.set(xlabel="draft's share of a usual cycle", ylabel="speed-up with a device of its own")
@@ -269,7 +298,8 @@ def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=Path, action="append", required=True, help="prompt set; may be repeated")
     parser.add_argument("--target", help="by default the bundled pair's")
-    parser.add_argument("--drafter", help="one that grows trees; by default the bundled one")
+    parser.add_argument("--drafter", help="one that grows trees, or a language model; by default the bundled one")
+    parser.add_argument("--drafter-device", help="where a language model, as --drafter, drafts ahead; needed for one")
     parser.add_argument("--block-size", type=int, help="tokens verified, at most; by default the drafter's, less one")
     parser.add_argument("--limit", type=int, default=16, help="prompts of each set")
     parser.add_argument("--max-new-tokens", type=int, default=128)
@@ -287,7 +317,7 @@ def main(given: Sequence[str] | None = None) -> None:
 def run(args: argparse.Namespace) -> None:
     sets = read_prompt_sets(args.prompts, args.limit)
     target = load_target(args.target)
-    drafter = load_drafter(args.drafter, target=target)
+    drafter = load_drafter(args.drafter, target=target, device=args.drafter_device)
     block_size = drafter.block_size - 1 if args.block_size is None else args.block_size
     if not 2 <= block_size < drafter.block_size:
         raise ValueError(
@@ -297,16 +327,22 @@ def run(args: argparse.Namespace) -> None:
     if not drafter.knows_probabilities:
         raise ValueError(f"{args.drafter} does not say how likely its guesses are; name another --drafter.")
     params = SamplingParams(args.max_new_tokens, args.temperature, seed=0)
-    cycles = measure_outcomes(target, drafter, [p for one in sets for p in one.prompts], block_size, params)
+    prompts = [prompt for one in sets for prompt in one.prompts]
+    if args.drafter_device is None:
+        outcomes = measure_outcomes(target, drafter, prompts, block_size, params)
+        foreseen, cycles = shares(outcomes) if outcomes else {}, len(outcomes)
+    else:
+        how = prompts, block_size, params
+        foreseen, cycles = measure_ahead(target, args.drafter, args.drafter_device, *how)
     if not cycles:
         raise ValueError("No cycle drafted; raise --max-new-tokens or give other --prompts.")
     times = measure_times(target, drafter, block_size, args.context, args.cycles)
-    found = figures(cycles, times, args.handover / 1000)
+    found = figures(foreseen, cycles, times, args.handover / 1000)
     args.out.mkdir(parents=True, exist_ok=True)
-    text = table(found, times, len(cycles))
+    text = table(found, times, cycles)
     facts = {"running": target.running, "device": str(target.device)}
     facts |= {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
-    facts |= {"prompts": [str(path) for path in args.prompts], "block_size": block_size, "outcomes": len(cycles)}
+    facts |= {"prompts": [str(path) for path in args.prompts], "block_size": block_size, "outcomes": cycles}
     facts |= {"times": asdict(times), "figures": [asdict(each) for each in found]}
     (args.out / "overlap.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     (args.out / "overlap.md").write_text(text + "\n", encoding="utf-8")

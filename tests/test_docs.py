@@ -44,6 +44,7 @@ PROCESSES = "starts several processes of accelerate; tests/training/test_devices
 ASKS = "asks running servers; tests/cli/test_bench_server.py has such"
 SUITE = "takes datasets of the hub; tests/cli/test_bench_suite.py has a few rows of some"
 SERVE = "serves until it is told to end; tests/serving/test_run.py does that"
+TWO_DEVICES = "takes a second GPU; tests/cli/test_bench.py does that on a CPU"
 FIT = "takes hours; tests/fit/test_run.py runs the steps"
 NOT_RUN = {
     "blockdraft fit --target MODEL --data prompts.jsonl --hours 2 --out drafter": FIT,
@@ -55,6 +56,9 @@ NOT_RUN = {
     "blockdraft serve": SERVE,
     "blockdraft serve --target MODEL --drafter DRAFTER --port 8001 --served-model-name my-model": SERVE,
     "blockdraft serve --self-check 8": SERVE,
+    "blockdraft serve --target MODEL --drafter SMALL-MODEL --drafter-device cuda:1 --draft-ahead 4": TWO_DEVICES,
+    "blockdraft bench --target MODEL --drafter SMALL-MODEL --drafter-device cuda:1 --draft-ahead 4 --methods dflash "
+    "--prompts PROMPTS.jsonl": TWO_DEVICES,
     "blockdraft serve --host 0.0.0.0 --allow-host box.local": SERVE,
     "blockdraft bench --url http://localhost:8000 --prompts gsm8k.jsonl --concurrency 1,8,64 --temperature 0,1 --out "
     "results": ASKS,

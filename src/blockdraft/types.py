@@ -213,6 +213,20 @@ class Drafting:
 
 
 @dataclass(frozen=True)
+class DraftModel:
+    """Where a smaller language model drafts, and what it does while the target verifies; see `load_drafter`.
+
+    Attributes:
+        drafter_device: A device of its own for a language model that drafts, such as cuda:1, or cpu beside a GPU; None
+            is the target's.
+        draft_ahead: How many outcomes of each verification it drafts for meanwhile, on a device of its own; 0 is none.
+    """
+
+    drafter_device: str | None = None
+    draft_ahead: int = 0
+
+
+@dataclass(frozen=True)
 class RequestDrafting:
     """How far one request is drafted for: bounds inside of those of its engine. As `Drafting`, it changes the speed and
     never the law of the output.

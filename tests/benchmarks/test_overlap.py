@@ -7,8 +7,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks.overlap import COUNTS, Times, figures, main, one_device, pays_between, ranked, speedup, table
+from benchmarks.overlap import COUNTS, Times, figures, main, one_device, pays_between, ranked, shares, speedup, table
 from blockdraft.proposal import Proposal
+from blockdraft.targets import BUNDLED
 
 # Tokens, parents and chances behind the anchor 1. The chain is 5, 6, 7: the last of it is not verified.
 TREE = [(5, 0, 0.7), (8, 0, 0.2), (6, 1, 0.5), (9, 1, 0.1), (7, 3, 0.3), (4, 3, 0.15), (6, 2, 0.14), (3, 5, 0.2)]
@@ -27,10 +28,10 @@ def test_outcomes_are_the_ends_of_a_chains_walks() -> None:
 @pytest.mark.parametrize("growth", [1.0, 1.2, 3.0])
 @pytest.mark.parametrize("handover", [0.0, 0.01, 0.4])
 def test_break_even_is_where_the_speedup_crosses_one(hits: float, growth: float, handover: float) -> None:
-    shares = [n / 1000 for n in range(1, 1000)]
-    drafts = [share / (1 - share) for share in shares]
+    parts = [n / 1000 for n in range(1, 1000)]
+    drafts = [part / (1 - part) for part in parts]
     faster = [
-        share for share, d in zip(shares, drafts, strict=True) if speedup(hits, 1.0, d, growth * d, handover) > 1 + 1e-9
+        part for part, d in zip(parts, drafts, strict=True) if speedup(hits, 1.0, d, growth * d, handover) > 1 + 1e-9
     ]
     found = pays_between(hits, growth, handover)
     if found is None:
@@ -52,7 +53,7 @@ def test_speedups_by_hand() -> None:
 def test_hits_are_counted_among_as_many_as_are_drafted() -> None:
     foreseen = [(0, 5), (1, 6), (2, 7)]
     cycles = [(foreseen, (0, 5)), (foreseen, (1, 6)), (foreseen, (2, 7)), (foreseen, (2, 8))]
-    found = figures(cycles, Times(8.0, {1: 2.0, 2: 2.5, 4: 3.0}), 0.0)
+    found = figures(shares(cycles), len(cycles), Times(8.0, {1: 2.0, 2: 2.5, 4: 3.0}), 0.0)
     assert [(each.count, each.hits) for each in found] == [(1, 0.25), (2, 0.5), (4, 0.75)]
     assert found[2].speedup == pytest.approx(10 / (0.75 * 8 + 0.25 * 10))
     assert found[2].pays == (0.0, pytest.approx(2 / 3))  # three drafts take half as long again as one
@@ -74,6 +75,11 @@ def test_the_bundled_pair_is_measured(tmp_path: Path, capsys: pytest.CaptureFixt
     assert hits == sorted(hits) and 0 < hits[-1] <= 1
     assert (tmp_path / "out/overlap.md").read_text() == capsys.readouterr().out
     assert (tmp_path / "out/overlap.png").read_bytes().startswith(b"\x89PNG")
+    model = ["--drafter", str(BUNDLED), "--drafter-device", "cpu", "--out", str(tmp_path / "model")]
+    main([*options, *model])  # the target itself, as a language model that drafts ahead
+    facts = json.loads((tmp_path / "model/overlap.json").read_text())
+    assert facts["outcomes"] > 4 and all(0 <= each["hits"] <= 1 for each in facts["figures"])
+    capsys.readouterr()
     for wrong, message in ((["--block-size", "99"], "--block-size is 99"), (["--drafter", "prompt_lookup"], "likely")):
         with pytest.raises(SystemExit):
             main([*options, *wrong])

@@ -215,3 +215,11 @@ def test_profile(bench: Run, tmp_path: Path) -> None:
     bench("--out", tmp_path, "--overwrite", "--limit", 1, "--repeats", 1)
     assert not (tmp_path / "profile.png").exists()
     assert json.loads((tmp_path / "results.json").read_text())["profiles"] is None
+
+
+def test_a_language_model_drafts_ahead(bench: Run, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ("--drafter", tiny_target_dir, "--drafter-device", "cpu", "--draft-ahead", 2)
+    found = bench("--repeats", 1, "--methods", "dflash:4", *model)
+    assert found.code == 0 and re.search(r"Drafted ahead: \d+ of \d+ outcomes", found.err)
+    found = bench("--repeats", 1, "--methods", "prompt_lookup", *model)
+    assert found.code == 2 and "prompt_lookup cannot run on cpu" in found.err

@@ -523,3 +523,12 @@ def test_a_request_that_fails_ends_with_its_error(
     monkeypatch.setattr(Request, "extend", failing)
     result = generate("hello", terminal=terminal)
     assert (result.code, result.err) == (1, f"error: {failure}\n")
+
+
+def test_a_language_model_drafts_ahead(generate: Run, expected: dict[str, Any], tiny_target_dir: Path) -> None:
+    model = ("--drafter", tiny_target_dir, "--block-size", 4)
+    ahead = generate("hello", *model, "--drafter-device", "cpu", "--draft-ahead", 2)
+    assert (ahead.code, ahead.out) == (0, expected["text"] + "\n")
+    assert re.search(r"Drafted ahead: \d+ of \d+ outcomes were foreseen \(\d+%\)\.", ahead.err)
+    refused = generate("hello", *model, "--draft-ahead", 2)
+    assert refused.code == 2 and "name a device of its own" in refused.err

@@ -246,6 +246,14 @@ def test_past_its_context_it_stops_guessing(target: Target, tiny_target_dir: Pat
         assert completion.stats.committed[:-1] == [1 + count for count in guessed[:-1]]  # it is the target itself
 
 
+def test_a_prompt_alone_that_is_longer_than_its_context_is_not_read(
+    target: Target, tiny_target_dir: Path, tmp_path: Path
+) -> None:
+    drafter = load_drafter(altered(tiny_target_dir, tmp_path / "short", max_position_embeddings=20), target=target)
+    [completion] = Engine(target, drafter).generate([[7] * 30], SamplingParams(4, ignore_eos=True))
+    assert completion.checked().stats.drafted == [0] * 3
+
+
 def test_no_more_is_drafted_than_pays(drafter: DraftLMDrafter) -> None:
     def count(seconds: list[float], **fields: Any) -> int:
         state = drafter.new_state(2, 60)

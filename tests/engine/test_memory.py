@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from blockdraft.drafters import Drafter, load_drafter
+from blockdraft.drafters.combined import CombinedDrafter
 from blockdraft.engine import Engine
 from blockdraft.engine import memory as memory_module
 from blockdraft.targets import Target, load_target
@@ -63,6 +64,22 @@ def test_fewer_slots_where_the_memory_does_not_suffice(
     assert part.memory_bytes() <= limit < part.memory.bytes(part.cache_tokens + 1)
     monkeypatch.setattr(memory_module, "free_bytes", lambda device: int(limit / memory_module.SHARE) + 1)
     assert Engine(target, drafter).cache_tokens == part.cache_tokens
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_drafter_elsewhere_takes_the_memory_of_its_own_device(
+    target: Target, drafter: Drafter, joined: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere, free = torch.device("cuda:1"), {target.device: 10**12}
+    monkeypatch.setattr(drafter, "device", elsewhere, raising=False)
+    own = CombinedDrafter([load_drafter("prompt_lookup", target=target), drafter]) if joined else drafter
+    engine = Engine(target, own)
+    free[elsewhere] = drafter.state_bytes(1, 1000) / memory_module.SHARE + 1
+    monkeypatch.setattr(memory_module, "free_bytes", free.__getitem__)
+    assert Engine(target, own).cache_tokens == 1000
+    free[elsewhere], whole = 10**12, engine.memory.bytes(1000) - drafter.state_bytes(1, 1000)
+    free[target.device] = whole / memory_module.SHARE + 1
+    assert Engine(target, own).cache_tokens == 1000
 
 
 def test_too_little_memory_is_refused_before_decoding(target: Target, drafter: Drafter) -> None:

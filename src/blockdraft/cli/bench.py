@@ -13,12 +13,12 @@ import typer
 from blockdraft.cli import bench_suite
 from blockdraft.cli.bench_server import ServerOptions, check_options, measure_servers, temperatures
 from blockdraft.cli.bench_suite import SuiteOptions, measure_suite
-from blockdraft.cli.loading import TargetOptions, takes_target
+from blockdraft.cli.loading import TargetOptions, takes_target, tell
 from blockdraft.cli.options import BlockSize, DraftPasses, DraftWindow, extent, need_drafter, option
 from blockdraft.errors import UsageError
 from blockdraft.evaluation.methods import CHAINS, DRAWN, PLAIN, TREES, Settings, parse_methods
 from blockdraft.evaluation.prompts import read_prompt_sets
-from blockdraft.types import SamplingParams
+from blockdraft.types import DraftModel, SamplingParams
 
 
 @takes_target
@@ -51,6 +51,7 @@ def bench(
             help=f"What {CHAINS} and {TREES} draft with: a checkpoint folder; by default the bundled one.",
         ),
     ] = None,
+    model: DraftModel,
     limit: Annotated[int | None, option(Settings, "limit")] = Settings.limit,
     max_new_tokens: Annotated[int, option(SamplingParams, "max_new_tokens")] = SamplingParams.max_new_tokens,
     temperature: Annotated[str, option(SamplingParams, "temperature", metavar="T")] = str(SamplingParams.temperature),
@@ -107,7 +108,7 @@ def bench(
             SamplingParams(wanted.max_new_tokens, each, top_k, top_p, seed=wanted.seed)
             for each in temperatures(temperature)
         ]
-        measure_suite(suite.suite, wanted, run, chosen, drafter, sampling, out, overwrite, as_json)
+        measure_suite(suite.suite, wanted, run, chosen, drafter, model, sampling, out, overwrite, as_json)
         return
     prompts = prompts or []
     seed = secrets.randbits(32) if seed is None else seed
@@ -140,7 +141,7 @@ def bench(
         if pictures:
             require_pictures()
     loaded = run.load()
-    engines = speed.load_methods(chosen, loaded, batch_size)
+    engines = speed.load_methods(chosen, loaded, batch_size, model)
     try:
         with display.progress("answers") as progress:
             trials = speed.measure(engines, sets, params, settings, progress)
@@ -168,6 +169,7 @@ def bench(
         "tree_budget": settings.tree_budget,
         "draft_window": draft_window,
         "draft_passes": draft_passes,
+        **asdict(model),
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "device": str(loaded.device),
         "backend": loaded.backend,
@@ -183,4 +185,6 @@ def bench(
             print(found.as_json(), end="")
         else:
             report.show(display.terminal() if sys.stdout.isatty() else display.plain(), found)
+        for note in {display.ahead_note(engine.drafter) for engine in engines.values()} - {None}:
+            tell(str(note))
         sys.stdout.flush()  # here, where a closed pipe still ends the command quietly

@@ -16,7 +16,7 @@ from blockdraft.errors import UsageError
 from blockdraft.evaluation.methods import CHAINS, PLAIN, Method
 from blockdraft.evaluation.suite.settings import SuiteSettings
 from blockdraft.evaluation.suite.tasks import SUITES
-from blockdraft.types import SamplingParams
+from blockdraft.types import DraftModel, SamplingParams
 
 if TYPE_CHECKING:
     from blockdraft.cli.loading import TargetOptions
@@ -82,6 +82,7 @@ def measure_suite(
     run: TargetOptions,
     methods: Sequence[Method],
     drafter: str | None,
+    model: DraftModel,
     sampling: Sequence[SamplingParams],
     out: Path | None,
     overwrite: bool,
@@ -110,6 +111,7 @@ def measure_suite(
     asked: dict[str, Any] = {
         "suite": suite,
         "drafter": drafter,
+        **{name: value for name, value in asdict(model).items() if value},
         "methods": {method.name: asdict(method.drafting) for method in methods},
         **{name: getattr(settings, name) for name in ("limit", "max_new_tokens", "seed")},
         **{name: getattr(sampling[0], name) for name in ("top_k", "top_p")},
@@ -129,7 +131,7 @@ def measure_suite(
         ]
         if left:
             measure.check_prompts(target, prompts, sampling[0])
-        engines = load_methods(methods, target, batch_size=1) if left else {}
+        engines = load_methods(methods, target, 1, model) if left else {}
         drawn = {method.name for method in methods if method.drafting.drawn}
         try:
             with display.progress("prompts") as progress:

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from blockdraft.cli.compare import RUNS, Comparison
+from blockdraft.drafters import Drafter, hits
 from blockdraft.engine import Chunk, Completion, Costs, Engine, Stats
 from blockdraft.engine.text import AnswerText
 from blockdraft.quantize.run import Perplexity
@@ -207,6 +208,12 @@ def show_training(console: Console, lines: Sequence[Mapping[str, Any]]) -> None:
         accuracy = " ".join("?" if a is None else f"{100 * a:.0f}" for a in line.get("held_out_accuracy") or [])
         table.add_row(str(line["step"]), *("?" if n is None else f"{n:.3f}" for n in numbers), accuracy)
     console.print(table)
+
+
+def ahead_note(drafter: Drafter) -> str | None:
+    """How often what was drafted ahead was of use; None where nothing was."""
+    foreseen, tried = hits(drafter)
+    return f"Drafted ahead: {foreseen} of {tried} outcomes were foreseen ({foreseen / tried:.0%})." if tried else None
 
 
 def as_dict(completion: Completion, comparison: Comparison | None, target: Target) -> dict[str, Any]:

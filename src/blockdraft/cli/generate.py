@@ -17,7 +17,7 @@ from blockdraft.cli.loading import TargetOptions, takes_target
 from blockdraft.cli.options import DrafterPlace, SamplingOptions, need_drafter, option
 from blockdraft.errors import UsageError
 from blockdraft.evaluation.methods import Settings
-from blockdraft.types import SamplingParams
+from blockdraft.types import DraftModel, SamplingParams
 
 if TYPE_CHECKING:
     from blockdraft.engine import Chunk, Engine
@@ -31,6 +31,7 @@ def generate(
         str | None, typer.Argument(help="What to answer; without it, or with -, it is read from standard input.")
     ] = None,
     drafter: DrafterPlace = None,
+    model: DraftModel,
     max_new_tokens: Annotated[int, option(SamplingParams, "max_new_tokens")] = SamplingParams.max_new_tokens,
     sampling: SamplingOptions,
     prompts: Annotated[
@@ -72,11 +73,12 @@ def generate(
     if batch_size is None and not prompts:
         batch_size = 1  # one prompt needs room for one
     rows = {} if batch_size is None else {"max_batch_size": batch_size}
-    guesser = load_drafter(drafter, target=loaded)
+    guesser = load_drafter(drafter, target=loaded, device=model.drafter_device, ahead=model.draft_ahead)
     engine = Engine(loaded, guesser, drafting=drafting, **rows)
 
     if prompts:
         _answer_all(engine, texts, params)
+        _tell(display.ahead_note(guesser))
         return
     [text] = texts
     if sys.stdout.isatty() and not as_json:
@@ -87,6 +89,7 @@ def generate(
                 measured = compare_with_plain(engine, text, params)
             display.show_comparison(console, measured)
         _tell(slower_note(engine, stats, measured))
+        _tell(display.ahead_note(guesser))
         return
     measured = compare_with_plain(engine, text, params) if compare else None
     completion = measured.drafted if measured else engine.generate([text], params)[0].checked()
@@ -100,6 +103,7 @@ def generate(
             display.show_comparison(display.plain(), measured)
     sys.stdout.flush()  # here, where a closed pipe still ends the command quietly
     _tell(slower_note(engine, completion.stats, measured))
+    _tell(display.ahead_note(guesser))
 
 
 def _tell(text: str | None) -> None:

@@ -21,7 +21,7 @@ from blockdraft.cli.options import (
 )
 from blockdraft.errors import UsageError
 from blockdraft.serving.settings import LOOPBACK, ServeSettings
-from blockdraft.types import DEFAULT_BACKEND
+from blockdraft.types import DEFAULT_BACKEND, DraftModel
 
 if TYPE_CHECKING:
     import socket
@@ -89,6 +89,7 @@ def serve(
     *,
     run: TargetOptions,
     drafter: DrafterPlace = None,
+    model: DraftModel,
     block_size: AutoBlockSize = None,
     tree_budget: TreeBudget = None,
     draft_window: DraftWindow = None,
@@ -116,7 +117,7 @@ def serve(
     usual, *others = settings.backends or _both(run)
     with server.bind(settings) as bound:
         print("Loading the model ...", file=sys.stderr, flush=True)
-        load = partial(_engine, run, drafter, drafting, settings)
+        load = partial(_engine, run, drafter, model, drafting, settings)
         backends = Backends(load(usual), {name: partial(load, name) for name in others})
         try:
             service = Service(backends, settings)
@@ -134,7 +135,12 @@ def _both(run: TargetOptions) -> tuple[str, ...]:
 
 
 def _engine(
-    run: TargetOptions, drafter: str | None, drafting: Drafting, settings: ServeSettings, backend: str
+    run: TargetOptions,
+    drafter: str | None,
+    model: DraftModel,
+    drafting: Drafting,
+    settings: ServeSettings,
+    backend: str,
 ) -> Engine:
     from blockdraft.drafters import load_drafter
     from blockdraft.engine import Engine
@@ -143,7 +149,7 @@ def _engine(
     remembered = settings.prefix_tokens
     return Engine(
         target,
-        load_drafter(drafter, target=target),
+        load_drafter(drafter, target=target, device=model.drafter_device, ahead=model.draft_ahead),
         settings.max_batch_size,
         drafting,
         prefix_tokens=4 * target.max_context if remembered is None else remembered,

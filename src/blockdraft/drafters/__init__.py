@@ -9,9 +9,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import nn
 
 from blockdraft.cpu.threads import let_team_go
+from blockdraft.drafters.ahead import draft_ahead, hits, on_its_own
 from blockdraft.drafters.base import (
     DIFFUSION_STEPS,
     NOISE_SCHEDULE,
@@ -29,7 +31,7 @@ from blockdraft.formats.gguf.drafter import drafter_config, gguf_trained_for
 from blockdraft.formats.gguf.kinds import kind_in
 from blockdraft.plugins import plugins
 from blockdraft.targets import Target, other_target_warning
-from blockdraft.types import JOINT
+from blockdraft.types import JOINT, DraftModel
 
 PAIR = Path(__file__).parents[1] / "pair"
 BUNDLED_DFLASH = "bundled-dflash"
@@ -64,7 +66,7 @@ def for_others(drafter: str | Path, note: Callable[[str], None]) -> str | Path:
 
 def entries() -> dict[str, Entry]:
     """Every kind of drafter, by its file name."""
-    return {name: module.DRAFTER for name, module in plugins(__name__).items()}
+    return {name: module.DRAFTER for name, module in plugins(__name__).items() if hasattr(module, "DRAFTER")}
 
 
 def entry_of_variant(name: str) -> Entry:
@@ -74,7 +76,13 @@ def entry_of_variant(name: str) -> Entry:
     return found[0]
 
 
-def load_drafter(path: str | Path | None = None, *, target: Target) -> Drafter:
+def load_drafter(
+    path: str | Path | None = None,
+    *,
+    target: Target,
+    device: str | torch.device | None = DraftModel.drafter_device,
+    ahead: int = DraftModel.draft_ahead,
+) -> Drafter:
     """Load the drafter of a target.
 
     Args:
@@ -85,19 +93,32 @@ def load_drafter(path: str | Path | None = None, *, target: Target) -> Drafter:
             these with a + between them, such as "prompt_lookup+bundled", draft together.
         target: The target that it will draft for; dtype and device are taken from it. Where the drafter says that it
             was trained for another one of the same shape, a warning is logged.
+        device: Where a smaller language model drafts, such as "cuda:1", or "cpu" beside a GPU; None is the target's
+            device. Of a combination, it is that of its language models.
+        ahead: Outcomes of each verification for which such a model drafts meanwhile; 0 is none. It takes a device of
+            its own.
 
     Raises:
-        ValueError: Unknown folder or architecture, unreadable weights, a drafter of another target, or a combination
-            with one that is named twice or guesses nothing.
+        ValueError: Unknown folder or architecture, unreadable weights, a drafter of another target, a combination
+            with one that is named twice or guesses nothing, or a device of its own for what has no use for it.
     """
+    placed = on_its_own(device, ahead, target)
     try:
         names = [path] if path is None else joined(path)
-        if len(names) == 1:
-            return _load(path, target)
+        parts = [_load(name, target, placed, ahead) for name in names]
+        if placed is not None and not any(movable for _, movable in parts):
+            raise UsageError(
+                f"The drafter {path or 'bundled'} cannot run on {placed} beside a target on {target.device}: only a "
+                "smaller language model has a device of its own, since it reads tokens alone. Name one, or leave the "
+                "device out."
+            )
+        drafters = [drafter for drafter, _ in parts]
+        if len(drafters) == 1:
+            return drafters[0]
         [combined] = [entry for entry in entries().values() if entry.joins]
-        return combined.load([_load(name, target) for name in names], target)
+        return combined.load(drafters, target)
     except UsageError as error:
-        if path is not None and str(path) not in bundled():
+        if placed is not None or (path is not None and str(path) not in bundled()):
             raise
         raise UsageError(
             f"The bundled drafter does not fit this target; name a drafter that was made for it, or none. ({error})"
@@ -131,11 +152,12 @@ def joined(path: str | Path) -> list[str]:
     return names
 
 
-def _load(path: str | Path | None, target: Target) -> Drafter:
+def _load(path: str | Path | None, target: Target, device: torch.device | None, ahead: int) -> tuple[Drafter, bool]:
+    """One drafter, and whether it can have a device of its own."""
     folder = bundled().get("bundled" if path is None else str(path))
     known = entries()
     if folder is None and str(path) in names():
-        return known[str(path)].load(None, target)
+        return known[str(path)].load(None, target), False
     folder = folder or Path(str(path))
     said, source = _said(folder, target) if is_gguf(folder) else _said_by_folder(folder, str(path))
     found = said.get("architectures")
@@ -143,11 +165,16 @@ def _load(path: str | Path | None, target: Target) -> Drafter:
     kinds = [entry for entry in known.values() if entry.claims(said)]
     kinds += [entry for name in found for entry in known.values() if name in entry.architectures]
     if kinds:
-        drafter = kinds[0].load(folder, target)
+        entry, own = kinds[0], False
+        if device is None or entry.load_on is None:
+            drafter = entry.load(folder, target)
+        else:
+            own, drafter = True, entry.load_on(folder, target, device)
+            drafter = draft_ahead(drafter, target, ahead) if ahead else drafter
         told = other_target_warning(folder, source, target)
         if told:
             logging.getLogger(__name__).warning(told)
-        return drafter
+        return drafter, own
     others = ", ".join(f"{name} ({_few(entry.architectures)})" for name, entry in known.items() if entry.architectures)
     raise UsageError(f"{folder} holds the architecture {found}; the drafters known here are {others}.")
 
@@ -207,6 +234,7 @@ __all__ = [
     "entries",
     "entry_of_variant",
     "for_others",
+    "hits",
     "joined",
     "load_drafter",
     "parts_of",

@@ -101,6 +101,7 @@ class Entry:
         variant: File of `training/variants/` that trains it; None where nothing does.
         drafter: Class that drafts with a network for a target, called with both; None without a network.
         joins: Whether it is made of other drafters; it has no name of its own.
+        load_on: Loads it onto a device of its own; None for one that reads the target's features, or has no model.
     """
 
     load: Callable[[Any, Target], Drafter]
@@ -112,6 +113,7 @@ class Entry:
     variant: str | None = None
     drafter: Callable[[Any, Target], Drafter] | None = None
     joins: bool = False
+    load_on: Callable[[Path, Target, torch.device], Drafter] | None = None
 
 
 def parts_of(drafter: Drafter) -> Sequence[Drafter]:

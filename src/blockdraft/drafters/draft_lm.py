@@ -13,6 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from blockdraft.drafters.base import Entry, check_same_tokens
 from blockdraft.errors import UsageError
+from blockdraft.machine import send
 from blockdraft.proposal import Plan, Proposal, SparseLaw, chain, chain_laws, cut_laws, next_pays
 from blockdraft.sampling import best_tokens, draw, probabilities
 from blockdraft.targets import Cache, Target, load_target
@@ -45,6 +46,11 @@ class DraftState:
     def capacity(self) -> int:
         """Slots of the shortest row."""
         return min(self._capacities[row] for row in self.rows)
+
+    @property
+    def room(self) -> int:
+        """Slots behind what the cache holds, of the row that has the fewest."""
+        return min(self._capacities[row] - held for row, held in zip(self.rows, self.cache.lengths, strict=True))
 
     @property
     def texts(self) -> list[list[int]]:
@@ -127,7 +133,7 @@ class DraftLMDrafter:
             )
         check_same_tokens(model.tokenizer, model.vocab_size, target)
         self.model = model
-        self.path = model.path
+        self.path, self.device = model.path, model.device
         self.block_size = block_size
         self._vocab_size = target.vocab_size
 
@@ -157,7 +163,16 @@ class DraftLMDrafter:
             self._read(state, [text if len(text) <= self.model.max_context else [] for text in state.texts])
 
     @torch.no_grad()
-    def propose(self, state: DraftState, anchor: Tensor, plan: Plan) -> Proposal:
+    def propose(
+        self, state: DraftState, anchor: Tensor, plan: Plan, foreseen: Sequence[Sequence[Tensor]] = ()
+    ) -> Proposal:
+        """As in `Drafter`.
+
+        Args:
+            foreseen: The first guesses and the model's probabilities of them, `[B]` each, where they are known already.
+                No forward is spent on them. Not where guesses are drawn.
+        """
+        wanted_on, anchor = anchor.device, send(anchor, self.model.device)
         room = [max(0, min(plan.block_size - 1, self.model.max_context - len(text))) for text in state.texts]
         draws = plan.draws if any(params.temperature > 0 for params in plan.params) else None
         seconds = plan.cycle_seconds if draws is None else None
@@ -169,20 +184,30 @@ class DraftLMDrafter:
         for depth in range(max(room) if seconds is None else min(max(room), len(seconds) - 1)):
             if seconds and not next_pays(expected, survival, depth, seconds, plan.trust):
                 break
-            if depth == 0:
-                logits = self._read(state, known)
+            if depth < len(foreseen):
+                guess, chance = foreseen[depth]
             else:
-                logits = self._forward(guesses[-1][:, None], state.cache)[:, 0]
-                state.cache.commit([[0] if free > depth else [] for free in room])
-            if draws is not None:
-                laws.append(cut_laws(probabilities(logits[:, None], plan.params)))  # [B, 1, K]
-                drawn = draw(laws[-1].probs, draws[:, depth : depth + 1])
-                guess = laws[-1].ids[:, 0].gather(1, drawn.to(anchor.device))[:, 0]
-            else:
-                guess = best_tokens(logits)
+                if depth == len(foreseen):
+                    ids = torch.stack(guesses, dim=1).tolist()
+                    texts = [
+                        text[:-1] + row[: min(free, 1 + depth)]
+                        for text, row, free in zip(known, ids, room, strict=True)
+                    ]
+                    logits = self._read(state, texts)
+                else:
+                    logits = self.forward(guesses[-1][:, None], state.cache)[:, 0]
+                    state.cache.commit([[0] if free > depth else [] for free in room])
+                if draws is not None:
+                    laws.append(cut_laws(probabilities(logits[:, None], plan.params)))  # [B, 1, K]
+                    drawn = draw(laws[-1].probs, draws[:, depth : depth + 1])
+                    guess = laws[-1].ids[:, 0].gather(1, drawn.to(anchor.device))[:, 0]
+                else:
+                    guess = best_tokens(logits)
+                if seconds:
+                    chance = chances_of(logits, guess)
             if seconds:
                 within = torch.tensor([free > depth for free in room], device=anchor.device)
-                survival = survival * within * logits.float().softmax(dim=-1).gather(1, guess[:, None])[:, 0]
+                survival = survival * within * chance
                 expected += survival
                 survivals.append(survival.tolist())
             guesses.append(guess)
@@ -191,6 +216,7 @@ class DraftLMDrafter:
         if made:  # the last guess has not been read
             read = [ids[: min(free, made)] for ids, free in zip(tokens.tolist(), room, strict=True)]
             state.note(state.texts, [text[:-1] + ids for text, ids in zip(known, read, strict=True)])
+        tokens = tokens.to(wanted_on)
         past = torch.arange(made + 1) > torch.tensor(room)[:, None]
         parents = chain(tokens).parents.masked_fill(past, -1)
         if not laws:
@@ -198,7 +224,8 @@ class DraftLMDrafter:
                 return Proposal(tokens, parents)
             chances = tuple(tuple(each[row] for each in survivals[:free]) for row, free in enumerate(room))
             return Proposal(tokens, parents, expected=tuple(expected.tolist()), chances=chances)
-        drawn_from = SparseLaw(torch.cat([law.ids for law in laws], 1), torch.cat([law.probs for law in laws], 1))
+        ids, probs = torch.cat([law.ids for law in laws], 1), torch.cat([law.probs for law in laws], 1)
+        drawn_from = SparseLaw(ids.to(wanted_on), probs.to(wanted_on))
         return Proposal(tokens, parents, chain_laws(drawn_from, made, plan.params))
 
     @torch.no_grad()
@@ -212,7 +239,8 @@ class DraftLMDrafter:
             Logits `[B, V]` after each row's last token.
         """
         state.truncate([min(len(text), len(held)) for text, held in zip(texts, state.held, strict=True)])
-        count = max(len(text) - len(held) for text, held in zip(texts, state.held, strict=True))
+        # At least one, also where no text is left that is read: all have outgrown the model's context.
+        count = max(1, *(len(text) - len(held) for text, held in zip(texts, state.held, strict=True)))
         if count > state.capacity:  # of another row, which must not write over what follows the shortest one
             alone = [
                 self._read(state.of([row]), [text])
@@ -226,23 +254,36 @@ class DraftLMDrafter:
         tokens = torch.tensor([[*ids, *[0] * (count - len(ids))] for ids in new], device=self.model.device)
         last = torch.tensor([max(len(ids) - 1, 0) for ids in new], device=self.model.device)
         # The target computes the logits that it is asked for in every row.
-        logits = self._forward(tokens, state.cache, last if count > len(new) else None)
+        logits = self.forward(tokens, state.cache, logits_at=last if count > len(new) else None)
         state.cache.commit([range(len(ids)) for ids in new])
         state.note(state.texts, [list(text) for text in texts])
         return logits[torch.arange(len(new)), last.clamp(max=logits.size(1) - 1)]
 
-    def _forward(self, tokens: Tensor, cache: Cache, logits_at: Tensor | None = None) -> Tensor:
-        """Logits of a chain over the target's vocabulary. Where the two models' embeddings are padded to different
-        sizes, a token that this one lacks is read as its last one: no text of the tokenizer holds it."""
+    def forward(
+        self, tokens: Tensor, cache: Cache, parents: Tensor | None = None, logits_at: Tensor | None = None
+    ) -> Tensor:
+        """Logits of a tree, or of a chain where there are no parents, over the target's vocabulary. Where the two
+        models' embeddings are padded to different sizes, a token that this one lacks is read as its last one: no text
+        of the tokenizer holds it."""
         mark(GUESSES)
         known = tokens.clamp(max=self.model.vocab_size - 1)
-        logits = self.model.forward(known, chain(known).parents, cache, logits_at=logits_at).logits
+        parents = chain(known).parents if parents is None else parents
+        logits = self.model.forward(known, parents, cache, logits_at=logits_at).logits
         mark(PASS)
         return logits[..., : self._vocab_size]
 
 
-def load(path: Path, target: Target) -> DraftLMDrafter:
-    return DraftLMDrafter(load_target(path, target.dtype, target.device, threads=torch.get_num_threads()), target)
+def chances_of(logits: Tensor, guesses: Tensor) -> Tensor:
+    """The probability `[...]` that logits `[..., V]` give to guesses `[...]`."""
+    return logits.float().softmax(dim=-1).gather(-1, guesses.unsqueeze(-1)).squeeze(-1)
 
 
-DRAFTER = Entry(load, architectures=tuple(sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()})))
+def load(path: Path, target: Target, device: torch.device | None = None) -> DraftLMDrafter:
+    """On the target's device, or another one in the dtype that is usual there."""
+    device = target.device if device is None else device
+    dtype = target.dtype if device.type == target.device.type else None
+    return DraftLMDrafter(load_target(path, dtype, device, threads=torch.get_num_threads()), target)
+
+
+LM = tuple(sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}))
+DRAFTER = Entry(load, architectures=LM, load_on=load)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from blockdraft.drafters import Drafter
+from blockdraft.drafters import Drafter, parts_of
 from blockdraft.engine.observing import MOST_KEPT
 from blockdraft.machine import free_bytes
 from blockdraft.targets import Target
@@ -33,6 +33,16 @@ class Memory:
     def bytes(self, slots: int) -> int:
         """Of both stores, allocated once, and of what a step needs meanwhile."""
         return self.stores(slots) + self.meanwhile(slots)
+
+    def by_device(self, slots: int) -> dict[torch.device, int]:
+        """The same where it is taken: a drafter may have a device of its own."""
+        taken = {self.target.device: self.bytes(slots)}
+        for part in parts_of(self.drafter):
+            device = getattr(part, "device", None) or self.target.device
+            size = part.state_bytes(1, slots)
+            taken[self.target.device] -= size
+            taken[device] = taken.get(device, 0) + size
+        return taken
 
     def stores(self, slots: int) -> int:
         # Some targets keep something for each row besides its slots.
@@ -64,12 +74,17 @@ class Memory:
     def slots(self, prefix_tokens: int, limit: int | None) -> int:
         """As many as all rows may need at most, with what is remembered; fewer where the memory does not suffice."""
         wanted = self.max_batch_size * self.target.row_slots(self.target.max_context + self.nodes) + prefix_tokens
-        if limit is None:
-            limit = int(SHARE * free_bytes(self.target.device))
-        if self.bytes(wanted) <= limit:
+        free = {device: SHARE * free_bytes(device) for device in self.by_device(0)} if limit is None else {}
+
+        def suffices(slots: int) -> bool:
+            if limit is not None:
+                return self.bytes(slots) <= limit
+            return all(taken <= int(free[device]) for device, taken in self.by_device(slots).items())
+
+        if suffices(wanted):
             return wanted
         fits, too_many = 0, wanted
         while too_many - fits > 1:
             middle = (fits + too_many) // 2
-            fits, too_many = (middle, too_many) if self.bytes(middle) <= limit else (fits, middle)
+            fits, too_many = (middle, too_many) if suffices(middle) else (fits, middle)
         return fits

@@ -17,7 +17,7 @@ from blockdraft.evaluation.lossless import identical_share, looping_share
 from blockdraft.evaluation.methods import CHAINS, PLAIN, TREES, Method, Settings
 from blockdraft.evaluation.prompts import PromptSet
 from blockdraft.targets import Target
-from blockdraft.types import SamplingParams
+from blockdraft.types import DraftModel, SamplingParams
 
 WARM_UP_TOKENS = 8
 
@@ -102,18 +102,23 @@ class Figures:
     looping: float
 
 
-def load_methods(methods: Sequence[Method], target: Target, batch_size: int) -> dict[str, Engine]:
-    """An engine for each method, by its name; methods with the same drafter share it.
+def load_methods(
+    methods: Sequence[Method], target: Target, batch_size: int, model: DraftModel | None = None
+) -> dict[str, Engine]:
+    """An engine for each method, by its name; methods with the same drafter share it. `model` is of all that draft.
 
     Raises:
         ValueError: An unknown method, a drafter that does not load, or a setting beyond what its drafter can do.
     """
     drafters: dict[str | None, Drafter] = {}
-    engines = {}
+    engines, model = {}, model or DraftModel()
     for method in methods:
         try:
             if method.drafter not in drafters:
-                drafters[method.drafter] = load_drafter(method.drafter, target=target)
+                own = DraftModel() if method.drafter == PLAIN else model
+                drafters[method.drafter] = load_drafter(
+                    method.drafter, target=target, device=own.drafter_device, ahead=own.draft_ahead
+                )
             engines[method.name] = Engine(target, drafters[method.drafter], batch_size, method.drafting)
         except ValueError as error:
             unknown = method.drafter is not None and not Path(method.drafter).exists()

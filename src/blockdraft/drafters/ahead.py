@@ -1,0 +1,272 @@
+"""While the target verifies, a language model on a device of its own drafts for what may come out of it: speculative
+speculative decoding (arXiv 2603.03251).
+
+An outcome is how many guesses were accepted and the target's token after them. The likeliest ones are drafted for, all
+in one tree, a guess of each a pass. If one of these comes true, its guesses are there at once, and what is lacking of
+them is drafted as usual; else all of it is. So the guesses are those that are made without drafting ahead.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from threading import Event
+
+import torch
+from torch import Tensor
+
+from blockdraft.drafters.base import Drafter, parts_of
+from blockdraft.drafters.draft_lm import DraftLMDrafter, DraftState, chances_of
+from blockdraft.drafters.work import Outcomes, Work
+from blockdraft.errors import UsageError
+from blockdraft.proposal import Plan, Proposal
+from blockdraft.sampling import best_tokens
+from blockdraft.targets import Target, device_and_dtype
+
+log = logging.getLogger(__name__)
+
+
+class AheadState:
+    """The state of the draft model, which nobody touches while something is drafted ahead on it."""
+
+    def __init__(self, inner: DraftState, work: Work) -> None:
+        self.inner, self.work = inner, work
+
+    def of(self, rows: Sequence[int]) -> AheadState:
+        return AheadState(self.inner.of(rows), self.work)
+
+    def open(self, row: int, capacity: int) -> None:
+        self._forget(row)
+        self.inner.open(row, capacity)
+
+    def close(self, row: int) -> None:
+        self._forget(row)
+        self.inner.close(row)
+
+    def shrink(self, row: int, capacity: int) -> None:
+        self._forget(row)
+        self.inner.shrink(row, capacity)
+
+    def copy(self, source: int, row: int, length: int) -> None:
+        self._forget(row)
+        self.inner.copy(source, row, length)
+
+    def wipe(self, row: int, whole: bool = False) -> None:
+        self._forget(row)
+        self.inner.wipe(row, whole)
+
+    def _forget(self, row: int) -> None:
+        self.work.stop()
+        self.work.found.pop(row, None)
+
+
+class AheadDrafter:
+    """Drafts as a language model does, and in the meantime for the likeliest outcomes of verification.
+
+    A batch is ahead where all of its rows are: one that has to draft lets the others wait. Guesses that are drawn are
+    not drafted ahead, since the numbers that they are drawn with are not known before. Nor is there anything to do
+    ahead near the end of the model's context; near the end of a row's slots fewer guesses are.
+
+    Args:
+        drafter: Its model must not be the target.
+        target: Whom it drafts for.
+        count: Outcomes that are drafted for in each row, at least 1.
+
+    Attributes:
+        tried: Drafts of which some outcome had been drafted for.
+        foreseen: Those among them whose outcome was, so that their first guesses were there.
+
+    Raises:
+        UsageError: The model is the target, or scores no trees.
+    """
+
+    taps: tuple[int, ...] = ()
+    knows_probabilities = knows_lengths = True
+
+    def __init__(self, drafter: DraftLMDrafter, target: Target, count: int) -> None:
+        if drafter.model.lock is target.lock:
+            raise UsageError("The draft model is the target itself, which is busy while it verifies; load it twice.")
+        if not drafter.model.has_trees:
+            raise UsageError(
+                f"ahead is {count}, and the backend {drafter.model.backend} runs the draft model ({drafter.path}) on "
+                "chains only; use ahead=0."
+            )
+        self._drafter, self._count = drafter, count
+        self.path, self.device, self.block_size = drafter.path, drafter.device, drafter.block_size
+        self.state_bytes, self.weight_bytes = drafter.state_bytes, drafter.weight_bytes
+        self.tried = self.foreseen = 0
+
+    def new_state(self, batch: int, capacity: int) -> AheadState:
+        return AheadState(self._drafter.new_state(batch, capacity), Work())
+
+    def observe(self, state: AheadState, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
+        state.work.stop()
+        self._drafter.observe(state.inner, tokens, features, lengths)
+
+    def propose(self, state: AheadState, anchor: Tensor, plan: Plan) -> Proposal:
+        state.work.stop()
+        found = [state.work.found.pop(row, None) for row in state.inner.rows]
+        if plan.draws is not None and any(params.temperature > 0 for params in plan.params):
+            return self._drafter.propose(state.inner, anchor, plan)
+        known = [
+            [] if each is None else each[1].get((*text[each[0] :], token), [])
+            for each, text, token in zip(found, state.inner.texts, anchor.tolist(), strict=True)
+        ]
+        count = min(map(len, known))
+        if None not in found:
+            self.tried += 1
+            self.foreseen += count > 0
+        columns = [zip(*(row[depth] for row in known), strict=True) for depth in range(count)]
+        foreseen = [tuple(torch.tensor(each, device=self.device) for each in column) for column in columns]
+        proposal = self._drafter.propose(state.inner, anchor, plan, foreseen)
+        self._begin(state, proposal)
+        return proposal
+
+    def _begin(self, state: AheadState, proposal: Proposal) -> None:
+        """Begin to draft behind these chains, as far as they go themselves."""
+        guesses = proposal.tokens.size(1) - 1
+        chains = [
+            ids[: 1 + sum(parent >= 0 for parent in parents)]
+            for ids, parents in zip(proposal.tokens.tolist(), proposal.parent_lists, strict=True)
+        ]
+        texts = state.inner.texts
+        ends = [len(text) + len(chain) + guesses for text, chain in zip(texts, chains, strict=True)]
+        if not guesses or max(ends) > self._drafter.model.max_context:
+            return
+        outcomes: list[Outcomes] = [{} for _ in texts]
+        for row, text, each in zip(state.inner.rows, texts, outcomes, strict=True):
+            state.work.found[row] = len(text), each
+        state.work.begin(partial(self._draft, state.inner, chains, guesses, outcomes))
+
+    @torch.no_grad()
+    def _draft(
+        self, state: DraftState, chains: Sequence[list[int]], guesses: int, outcomes: Sequence[Outcomes], stop: Event
+    ) -> None:
+        """Add guesses for the likeliest outcomes of verifying these chains. Runs in a thread."""
+        try:
+            branches = None if stop.is_set() else self._likeliest(state, chains, outcomes)
+            if branches is not None:
+                self._follow(state, chains, *branches, guesses, outcomes, stop)
+        except Exception:
+            for row in state.rows:  # what a forward has left half done must not stay
+                state.wipe(row)
+            raise
+
+    def _likeliest(
+        self, state: DraftState, chains: Sequence[list[int]], outcomes: Sequence[Outcomes]
+    ) -> tuple[list[list[int]], Tensor] | None:
+        """Read text and chains, and note what is known of the chains themselves.
+
+        Returns:
+            The outcomes, best first, as the places of the last accepted token in the chain and the tokens after it,
+            `[B, K]` each; None where a row has no slots for it.
+        """
+        texts = state.texts
+        state.truncate([len(text) for text in texts])  # the chain is read as a part of the tree
+        unread = [text[held:] for text, held in zip(texts, state.cache.lengths, strict=True)]
+        tokens, parents = _filled([new + chain for new, chain in zip(unread, chains, strict=True)])
+        if tokens.size(1) > state.room:
+            return None
+        logits = self._forward(state, tokens, parents)
+        state.cache.commit([range(len(new)) for new in unread])
+        places, following = list[list[int]](), list[Tensor]()
+        for row, (new, chain) in enumerate(zip(unread, chains, strict=True)):
+            laws = logits[row, len(new) : len(new) + len(chain)].float().log_softmax(-1)
+            rest = torch.tensor(chain[1:], device=laws.device)[:, None]
+            own = laws[:-1].gather(1, rest)
+            chances = own[:, 0].exp().tolist()
+            for place in range(1, len(rest)):  # where fewer guesses were verified than there are
+                outcomes[row][tuple(chain[: place + 1])] = list(zip(chain[place + 1 :], chances[place:], strict=True))
+            survival = torch.cat([own.new_zeros(1), own[:, 0].cumsum(0)])
+            laws[:-1].scatter_(1, rest, float("-inf"))  # with the next guess more would be accepted
+            size = laws.size(1)
+            best = (survival[:, None] + laws).flatten().topk(min(self._count, size - 1)).indices
+            places.append((best // size).tolist())
+            following.append(best % size)
+        return places, torch.stack(following)
+
+    def _follow(
+        self,
+        state: DraftState,
+        chains: Sequence[list[int]],
+        places: list[list[int]],
+        latest: Tensor,
+        guesses: int,
+        outcomes: Sequence[Outcomes],
+        stop: Event,
+    ) -> None:
+        """Draft behind outcomes, as `_likeliest` returns them, a guess of each a pass."""
+        tokens, parents = _filled(chains)
+        made = [
+            [each.setdefault((*chain[: place + 1], token), []) for place, token in zip(row, ids, strict=True)]
+            for each, chain, row, ids in zip(outcomes, chains, places, latest.tolist(), strict=True)
+        ]
+        tokens, above = tokens.to(latest.device), torch.tensor(places)
+        for _ in range(guesses):
+            below = torch.arange(tokens.size(1), tokens.size(1) + latest.size(1)).expand_as(above)
+            tokens, parents = torch.cat([tokens, latest], 1), torch.cat([parents, above], 1)
+            if stop.is_set() or tokens.size(1) > state.room:
+                return
+            logits = self._forward(state, tokens, parents)[:, -latest.size(1) :]
+            latest, above = best_tokens(logits), below
+            pairs = zip(made, latest.tolist(), chances_of(logits, latest).tolist(), strict=True)
+            for of_row, ids, chances in pairs:
+                for branch, token, chance in zip(of_row, ids, chances, strict=True):
+                    branch.append((token, chance))
+
+    def _forward(self, state: DraftState, tokens: Tensor, parents: Tensor) -> Tensor:
+        return self._drafter.forward(tokens.to(self.device), state.cache, parents)
+
+
+def _filled(chains: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Chains as tokens `[B, N]` and parents `[B, N]`, shorter ones filled up with nodes that nobody sees."""
+    count = max(map(len, chains))
+    tokens = torch.tensor([[*chain, *[chain[-1]] * (count - len(chain))] for chain in chains])
+    parents = torch.tensor([[*range(-1, len(chain) - 1), *[-1] * (count - len(chain))] for chain in chains])
+    return tokens, parents
+
+
+def hits(drafter: Drafter) -> tuple[int, int]:
+    """Of a drafter, or of those that it is made of, drafts whose outcome had been drafted for, and drafts of which some
+    outcome had."""
+    found = [part for part in parts_of(drafter) if isinstance(part, AheadDrafter)]
+    return sum(part.foreseen for part in found), sum(part.tried for part in found)
+
+
+def on_its_own(device: str | torch.device | None, ahead: int, target: Target) -> torch.device | None:
+    """Where a draft model is to run, None for the target's device.
+
+    Raises:
+        UsageError: The device is not usable, or shared with the target where something is to be drafted ahead on it.
+    """
+    if ahead < 0:
+        raise UsageError(f"ahead is {ahead}; it must be at least 0 (nothing is drafted ahead).")
+    if device is None:
+        if ahead:
+            raise UsageError(
+                f"ahead is {ahead}, and the draft model would share {target.device} with the target, where one waits "
+                "for the other; name a device of its own, such as device='cuda:1' (--drafter-device cuda:1), or 'cpu' "
+                "beside a GPU."
+            )
+        return None
+    placed, _ = device_and_dtype(device, None)
+    if ahead and placed == target.device:
+        if placed.type != "cpu":
+            raise UsageError(
+                f"ahead is {ahead}, and device is {placed}, where the target runs: one waits for the other. Name "
+                "another device, or use ahead=0."
+            )
+        log.warning("Target and draft model share the cores of this machine, so drafting ahead slows both.")
+    return placed
+
+
+def draft_ahead(drafter: Drafter, target: Target, count: int) -> Drafter:
+    """The same drafter, drafting ahead; see `AheadDrafter`.
+
+    Raises:
+        UsageError: It is none that can.
+    """
+    if not isinstance(drafter, DraftLMDrafter):
+        raise UsageError(f"ahead is {count}; only a smaller language model drafts ahead, since it reads tokens alone.")
+    return AheadDrafter(drafter, target, count)

@@ -1,0 +1,512 @@
+import gc
+import json
+import shutil
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from blockdraft.drafters import hits, load_drafter
+from blockdraft.drafters.ahead import AheadDrafter, AheadState, on_its_own
+from blockdraft.drafters.draft_lm import DraftLMDrafter
+from blockdraft.drafters.work import NAME, _stop_all
+from blockdraft.engine import Engine
+from blockdraft.errors import UsageError
+from blockdraft.proposal import Plan
+from blockdraft.targets import Target, TargetOutput, load_target
+from blockdraft.types import Drafting, RequestDrafting, SamplingParams
+
+COUNT = 3  # outcomes that are drafted for
+GREEDY = SamplingParams(24, ignore_eos=True)
+PROMPTS = [[(5 * i * i + 7 * row) % 60 + 4 for i in range(1 + 3 * row)] for row in range(5)]
+
+
+class Pace:
+    """Counts the forwards of a draft model, and lets those that happen ahead be held up or fail."""
+
+    def __init__(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._forward, self._free = model.forward, threading.Semaphore(0)
+        self._waits, self._over = threading.Semaphore(0), threading.Semaphore(0)
+        self.held, self.fails_at = False, 0
+        self.ahead = self.usual = 0
+        monkeypatch.setattr(model, "forward", self._paced)
+
+    def _paced(self, *args: Any, **named: Any) -> TargetOutput:
+        if threading.current_thread().name != NAME:
+            self.usual += 1
+            return self._forward(*args, **named)  # type: ignore[no-any-return]
+        if self.held:
+            self._waits.release()
+            assert self._free.acquire(timeout=20)
+        self.ahead += 1
+        output: TargetOutput = self._forward(*args, **named)
+        self._over.release()
+        if self.ahead == self.fails_at:
+            cache = args[2]
+            for store in cache._stores():  # as a forward may leave it that did not come to its end
+                store[..., cache.rows[0] + cache.lengths[0], :] = torch.nan
+            raise MemoryError("full")
+        return output
+
+    def let(self, count: int) -> None:
+        """So many forwards happen, and are over when this returns."""
+        for _ in range(count):
+            assert self._waits.acquire(timeout=20)
+            self._free.release()
+            assert self._over.acquire(timeout=20)
+
+    def hurry_when_told_to_stop(self, state: AheadState) -> None:
+        """The forward that is held up goes on when the work is to stop, as would those that followed it."""
+        assert self._waits.acquire(timeout=20)
+        stop = state.work._stop
+
+        def go() -> None:
+            assert stop.wait(20)
+            self.held = False
+            self._free.release()
+
+        threading.Thread(target=go).start()
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_dir: Path) -> Target:
+    return load_target(tiny_target_dir)
+
+
+@pytest.fixture
+def usual(tiny_lm_dir: Path, target: Target) -> DraftLMDrafter:
+    loaded = load_drafter(tiny_lm_dir, target=target)
+    assert isinstance(loaded, DraftLMDrafter)
+    return loaded
+
+
+@pytest.fixture
+def drafter(tiny_lm_dir: Path, target: Target) -> AheadDrafter:
+    loaded = load_drafter(tiny_lm_dir, target=target, device="cpu", ahead=COUNT)
+    assert isinstance(loaded, AheadDrafter)
+    return loaded
+
+
+@pytest.fixture
+def pace(drafter: AheadDrafter, monkeypatch: pytest.MonkeyPatch) -> Pace:
+    return Pace(drafter._drafter.model, monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    yield
+    for thread in threading.enumerate():
+        if thread.name == NAME:
+            thread.join(20)
+            assert not thread.is_alive()
+
+
+def finish(state: AheadState) -> None:
+    """Wait until all is drafted ahead that is to be."""
+    if state.work._thread is not None:
+        state.work._thread.join(20)
+
+
+def observe(drafter: Any, state: Any, rows: list[list[int]]) -> None:
+    longest = max(map(len, rows))
+    padded = torch.tensor([row + [77] * (longest - len(row)) for row in rows], dtype=torch.long)
+    drafter.observe(state, padded, None, [len(row) for row in rows])
+
+
+def foreseen_of(state: AheadState, row: int = 0) -> list[tuple[int, int]]:
+    """The outcomes that are drafted for, best first: guesses accepted, and the token after them."""
+    _, outcomes = state.work.found[row]
+    return [(len(path) - 2, path[-1]) for path in outcomes][-COUNT:]
+
+
+def begun(drafter: AheadDrafter, block_size: int = 5) -> tuple[AheadState, Tensor]:
+    """A state whose next outcomes are drafted for, and what was proposed."""
+    state = drafter.new_state(2, 60).of([60])
+    observe(drafter, state, [[9, 8, 7]])
+    return state, drafter.propose(state, torch.tensor([5]), Plan(block_size, [GREEDY])).tokens[0]
+
+
+def expected_after(usual: DraftLMDrafter, text: list[int], block_size: int = 5) -> list[int]:
+    """Anchor and guesses behind a text whose last token is the anchor, without drafting ahead."""
+    state = usual.new_state(1, 60)
+    observe(usual, state, [text[:-1]])
+    made: list[int] = usual.propose(state, torch.tensor(text[-1:]), Plan(block_size, [GREEDY])).tokens[0].tolist()
+    return made
+
+
+# The guesses are those of the same model without drafting ahead.
+
+
+@pytest.mark.parametrize("seconds", [None, [1.0, 1.1, 1.2, 1.4, 1.7]])
+def test_guesses_are_the_usual_ones_hit_or_miss(
+    drafter: AheadDrafter, usual: DraftLMDrafter, pace: Pace, seconds: list[float] | None
+) -> None:
+    """With rows that leave, come and stand still, outcomes that were foreseen or not, and drafts half done."""
+    generator = torch.Generator().manual_seed(3)
+    texts = [[9, 8, 7], [4] * 12, [30]]
+    params = [SamplingParams(), SamplingParams(temperature=0.7), SamplingParams()]
+    ours, theirs = drafter.new_state(3, 90), usual.new_state(3, 90)
+    rows = [0, 90, 180]
+    anchor = torch.randint(4, 60, (3,), generator=generator)
+    for each, state in ((drafter, ours), (usual, theirs)):
+        observe(each, state, texts)
+    for cycle in range(12):
+        if cycle == 5:  # a row leaves, and another one comes in its place
+            for state in (ours, theirs):
+                state.close(90)
+                state.open(90, 60)
+            rows, texts = [0, 90, 180], [texts[0], list(range(20, 40)), texts[2]]
+            for each, state in ((drafter, ours), (usual, theirs)):
+                observe(each, state.of([90]), [texts[1]])
+        if cycle == 8:  # another order, of fewer rows
+            rows, texts, params, anchor = [180, 0], [texts[2], texts[0]], params[:2], anchor[[2, 0]]
+        of_ours, of_theirs = ours.of(rows), theirs.of(rows)
+        plan = Plan(5 if cycle % 4 else 4, params[: len(rows)], cycle_seconds=seconds)
+        hits_before = drafter.foreseen
+        made = drafter.propose(of_ours, anchor, plan)
+        expected = usual.propose(of_theirs, anchor, plan)
+        assert made.tokens.tolist() == expected.tokens.tolist(), cycle
+        assert torch.equal(made.parents, expected.parents)
+        if expected.chances is not None:
+            assert made.chances is not None
+            torch.testing.assert_close(torch.tensor(made.chances), torch.tensor(expected.chances))
+            torch.testing.assert_close(made.expected, expected.expected)
+        if cycle in (1, 2, 3, 6, 7, 9, 10, 11):
+            assert drafter.foreseen == hits_before + 1, cycle
+        # Outcomes that were foreseen, except in every fourth cycle.
+        finish(of_ours)
+        new, following = list[list[int]](), list[int]()
+        for place, row in enumerate(rows):
+            likely = foreseen_of(of_ours, row) if row in of_ours.work.found else []
+            accepted, token = likely[cycle % 3] if likely and cycle % 4 != 3 else (0, 63)
+            new.append(made.tokens[place, : 1 + accepted].tolist())
+            following.append(token)
+        for each, state in ((drafter, of_ours), (usual, of_theirs)):
+            observe(each, state, new)
+        texts = [text + more for text, more in zip(texts, new, strict=True)]
+        anchor = torch.tensor(following)
+    assert 8 <= drafter.foreseen < drafter.tried
+
+
+def test_drawn_guesses_are_not_drafted_ahead(drafter: AheadDrafter, usual: DraftLMDrafter, pace: Pace) -> None:
+    """The numbers that they are drawn with come with the plan. Rows at temperature 0 wait for those beside them."""
+    params = [SamplingParams(temperature=0.8), GREEDY]
+    states: list[tuple[Any, Any]] = [(drafter, drafter.new_state(2, 60)), (usual, usual.new_state(2, 60))]
+    for cycle in range(3):
+        plan = Plan(5, params, draws=torch.rand(2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(7)))
+        made = [each.propose(state, torch.tensor([5, 6]), plan) for each, state in states]
+        assert made[0].tokens.tolist() == made[1].tokens.tolist() and made[0].q is not None
+        assert torch.equal(made[0].q[0].ids, made[1].q[0].ids) and made[0].q[1] is None
+        for each, state in states:
+            observe(each, state, made[0].tokens[:, : 1 + cycle].tolist())
+    assert pace.ahead == drafter.tried == 0
+    drafter.propose(states[0][1], torch.tensor([5, 6]), Plan(5, [GREEDY] * 2, draws=torch.zeros(2, 4)))
+    finish(states[0][1])
+    assert pace.ahead == 5
+
+
+# Which outcomes.
+
+
+def test_the_likeliest_outcomes_are_drafted_for(drafter: AheadDrafter, usual: DraftLMDrafter) -> None:
+    state, chain = begun(drafter)
+    finish(state)
+    alone, outcomes = usual.new_state(1, 60), list[tuple[float, int, int]]()
+    text, survival = [9, 8, 7], 0.0
+    for place, token in enumerate(chain.tolist()):
+        text.append(token)
+        law = usual._read(alone, [text])[0].log_softmax(-1)
+        following = chain[place + 1] if place + 1 < len(chain) else -1
+        outcomes += [(survival + float(chance), place, id) for id, chance in enumerate(law) if id != following]
+        survival += float(law[following])
+    assert foreseen_of(state, 60) == [each[1:] for each in sorted(outcomes, reverse=True)[:COUNT]]
+
+
+def test_a_request_with_shorter_blocks_finds_its_outcomes_on_the_chain(drafter: AheadDrafter, pace: Pace) -> None:
+    """Where fewer guesses are verified than were made, the next one is the likeliest to come after them."""
+    state, chain = begun(drafter)
+    finish(state)
+    observe(drafter, state, [chain[:2].tolist()])
+    pace.usual = 0
+    assert drafter.propose(state, chain[2:3], Plan(3, [GREEDY])).tokens[0].tolist() == chain[2:].tolist()
+    assert (drafter.foreseen, pace.usual) == (1, 0)
+
+
+# When it is ready.
+
+
+@pytest.mark.parametrize("passes", range(1, 6))  # one for the outcomes, and one for each of four guesses
+def test_what_is_not_ready_is_drafted_as_usual(
+    drafter: AheadDrafter, usual: DraftLMDrafter, pace: Pace, passes: int
+) -> None:
+    """The forward that is under way when the target has verified is waited for, and no other."""
+    pace.held = True
+    state, chain = begun(drafter)
+    pace.let(1)  # it is known what is drafted for
+    pace.let(passes - 1)
+    place, token = foreseen_of(state, 60)[1]
+    if passes < 5:
+        pace.hurry_when_told_to_stop(state)
+    committed = chain[: 1 + place].tolist()
+    observe(drafter, state, [committed])
+    ready = min(passes, 4)
+    assert pace.ahead == 1 + ready
+    pace.usual, pace.held = 0, False
+    made = drafter.propose(state, torch.tensor([token]), Plan(5, [GREEDY])).tokens[0].tolist()
+    assert made == expected_after(usual, [9, 8, 7, *committed, token])
+    assert (pace.usual, drafter.foreseen, drafter.tried) == (4 - ready, 1, 1)
+    finish(state)
+
+
+def test_an_outcome_that_was_not_drafted_for(drafter: AheadDrafter, usual: DraftLMDrafter, pace: Pace) -> None:
+    state, chain = begun(drafter)
+    finish(state)
+    observe(drafter, state, [chain[:2].tolist()])
+    token = next(id for id in range(60) if (1, id) not in foreseen_of(state, 60) and id != chain[2])
+    pace.usual = 0
+    made = drafter.propose(state, torch.tensor([token]), Plan(5, [GREEDY])).tokens[0].tolist()
+    assert made == expected_after(usual, [9, 8, 7, *chain[:2].tolist(), token])
+    assert (pace.usual, drafter.foreseen, drafter.tried) == (4, 0, 1)
+
+
+def test_a_longer_block_goes_on_where_what_was_drafted_ends(
+    drafter: AheadDrafter, usual: DraftLMDrafter, pace: Pace
+) -> None:
+    state, chain = begun(drafter, block_size=3)
+    finish(state)
+    place, token = foreseen_of(state, 60)[0]
+    committed = chain[: 1 + place].tolist()
+    observe(drafter, state, [committed])
+    pace.usual = 0
+    made = drafter.propose(state, torch.tensor([token]), Plan(6, [GREEDY])).tokens[0].tolist()
+    assert made == expected_after(usual, [9, 8, 7, *committed, token], 6)
+    assert pace.usual == 3  # two of five were there
+
+
+@pytest.mark.parametrize("fails_at", [1, 3])
+def test_an_error_ahead_is_told_and_costs_what_it_had_not_reached(
+    drafter: AheadDrafter, usual: DraftLMDrafter, pace: Pace, fails_at: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    pace.fails_at = fails_at
+    pace.held = True
+    state, chain = begun(drafter)
+    text = [9, 8, 7]
+    pace.let(fails_at)
+    pace.held = False
+    finish(state)
+    cache: Any = state.inner.cache
+    assert not any(store.isnan().any() for store in cache._stores())
+    assert "Drafting ahead failed, and the next draft is made as usual: MemoryError" in caplog.text
+    caplog.clear()
+    for _ in range(3):
+        place, token = foreseen_of(state, 60)[0] if state.work.found[60][1] else (1, 44)
+        committed = chain[: 1 + place].tolist()
+        observe(drafter, state, [committed])
+        text += committed
+        chain = drafter.propose(state, torch.tensor([token]), Plan(5, [GREEDY])).tokens[0]
+        assert chain.tolist() == expected_after(usual, [*text, token])
+        finish(state)
+    assert (drafter.foreseen, drafter.tried) == (3 if fails_at == 3 else 2, 3) and not caplog.text
+
+
+def test_without_a_thread_drafts_are_the_usual_ones(
+    drafter: AheadDrafter, usual: DraftLMDrafter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError(reason)
+
+    monkeypatch.setattr("blockdraft.drafters.work.Thread.start", refuse)
+    for reason, told in (("can't start new thread", True), ("can't create new thread at interpreter shutdown", False)):
+        state, chain = begun(drafter)
+        observe(drafter, state, [chain[:1].tolist()])
+        made = drafter.propose(state, torch.tensor([44]), Plan(5, [GREEDY])).tokens[0].tolist()
+        assert made == expected_after(usual, [9, 8, 7, 5, 44])
+        assert (reason in caplog.text) == told
+
+
+@pytest.mark.parametrize(
+    "meanwhile",
+    [
+        lambda state: state.open(0, 60),
+        lambda state: state.close(60),
+        lambda state: state.shrink(60, 2),
+        lambda state: state.copy(60, 0, 3),
+        lambda state: state.wipe(60),
+        lambda state: _stop_all(),
+    ],
+)
+def test_nobody_touches_a_state_that_is_drafted_on(
+    drafter: AheadDrafter, usual: DraftLMDrafter, pace: Pace, meanwhile: Callable[[AheadState], None]
+) -> None:
+    pace.held = True
+    state, _ = begun(drafter)
+    pace.let(2)
+    thread = state.work._thread
+    assert thread is not None and thread.is_alive()
+    pace.hurry_when_told_to_stop(state)
+    meanwhile(state)
+    assert not thread.is_alive() and pace.ahead == 3
+    pace.held = False
+    other = state.of([0])
+    made = drafter.propose(other, torch.tensor([17]), Plan(5, [GREEDY])).tokens[0].tolist()
+    copied = other.inner.texts[0]
+    assert made == expected_after(usual, [*copied, 17]) and len(copied) in (0, 3)
+    finish(state)
+
+
+def test_a_row_that_takes_the_place_of_another_finds_nothing(drafter: AheadDrafter, usual: DraftLMDrafter) -> None:
+    state, _ = begun(drafter)
+    finish(state)
+    _, outcomes = state.work.found[60]
+    state.close(60)
+    state.open(60, 60)
+    assert 60 not in state.work.found and outcomes
+    observe(drafter, state, [[9, 8, 7]])
+    assert drafter.propose(state, torch.tensor([6]), Plan(5, [GREEDY])).tokens[0].tolist() == expected_after(
+        usual, [9, 8, 7, 6]
+    )
+    finish(state)
+
+
+# Where there is no room.
+
+
+def test_near_the_end_of_its_slots_fewer_guesses_are_drafted_ahead(
+    drafter: AheadDrafter, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A branch has a node for each of its guesses but the last."""
+    caplog.clear()
+    for slots, guesses in ((30, 4), (8 + 3 * COUNT, 3), (8 + COUNT, 1), (7 + COUNT, 0), (8, 0), (7, None)):
+        state = drafter.new_state(1, 60)
+        state.close(0)
+        state.open(0, slots)
+        observe(drafter, state, [[9, 8, 7]])
+        drafter.propose(state, torch.tensor([5]), Plan(5, [GREEDY]))
+        finish(state)
+        outcomes = list(state.work.found[0][1].values())[-COUNT:]
+        if guesses is None:
+            assert outcomes == []
+        else:
+            assert [len(each) for each in outcomes] == [guesses] * COUNT
+    assert not caplog.text
+
+
+def test_near_the_end_of_its_context_nothing_is_drafted_ahead(
+    target: Target, tiny_lm_dir: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "short"
+    shutil.copytree(tiny_lm_dir, folder)
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"max_position_embeddings": 20}))
+    drafter, usual = load_drafter(folder, target=target, device="cpu", ahead=COUNT), load_drafter(folder, target=target)
+    for length, begins in ((11, True), (12, False), (18, False), (25, False)):
+        state, plain = drafter.new_state(1, 60), usual.new_state(1, 60)
+        for each, one in ((drafter, state), (usual, plain)):
+            observe(each, one, [[7 + i for i in range(length)]])
+        plan, anchor = Plan(5, [GREEDY]), torch.tensor([6])
+        made, expected = drafter.propose(state, anchor, plan), usual.propose(plain, anchor, plan)
+        assert made.tokens.tolist() == expected.tokens.tolist() and torch.equal(made.parents, expected.parents)
+        assert (0 in state.work.found) == begins
+        finish(state)
+
+
+# In an engine.
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_an_engine_decodes_the_same_in_the_same_cycles(
+    target: Target, drafter: AheadDrafter, usual: DraftLMDrafter, temperature: float
+) -> None:
+    """Guesses are the usual ones whenever the target is done, with requests that come, go and are bounded."""
+    params = [SamplingParams(20 + 3 * i, temperature, seed=i, ignore_eos=True) for i in range(len(PROMPTS))]
+    bounds = [None, RequestDrafting(block_size=3), None, RequestDrafting(enabled=False), None]
+    found = []
+    for each in (drafter, usual):
+        with Engine(target, each, 2, Drafting(5), prefix_tokens=100) as engine:
+            requests = [engine.submit(*one) for one in zip(PROMPTS, params, [None] * 5, bounds, strict=True)]
+            found.append([request.result().checked() for request in requests])
+            alone = engine.generate([PROMPTS[2] + [5, 6, 7]], params[0])[0]
+            found[-1].append(alone)
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        assert (ours.stats.committed, ours.stats.drafted) == (theirs.stats.committed, theirs.stats.drafted)
+    assert hits(drafter) == (drafter.foreseen, drafter.tried) and drafter.tried > 10
+    assert hits(usual) == (0, 0)
+
+
+def test_a_request_that_is_cancelled_leaves_no_thread(target: Target, drafter: AheadDrafter, pace: Pace) -> None:
+    pace.held = True
+    with Engine(target, drafter, 2, Drafting(5)) as engine:
+        chunks = engine.stream(PROMPTS[2], SamplingParams(50, ignore_eos=True))
+        next(chunks)  # of the prompt
+        pace.let(1)
+        pace.held = False
+        pace._free.release(2)
+        next(chunks)
+        chunks.close()  # type: ignore[attr-defined]
+    assert not [thread for thread in threading.enumerate() if thread.name == NAME]
+
+
+def test_a_combination_has_a_part_that_drafts_ahead(target: Target, tiny_lm_dir: Path) -> None:
+    drafter = load_drafter(f"prompt_lookup+{tiny_lm_dir}", target=target, device="cpu", ahead=COUNT)
+    with (
+        Engine(target, drafter, drafting=Drafting(5)) as engine,
+        Engine(target, load_drafter("none", target=target)) as plain,
+    ):
+        assert engine.generate(PROMPTS, GREEDY)[3].token_ids == plain.generate(PROMPTS, GREEDY)[3].token_ids
+    assert hits(drafter)[1] > 0
+
+
+# How it is asked for.
+
+
+def test_what_makes_no_sense_is_refused(
+    target: Target, tiny_lm_dir: Path, tiny_drafter_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(match: str, path: Path | str = tiny_lm_dir, **given: Any) -> None:
+        with pytest.raises(UsageError, match=match):
+            load_drafter(path, target=target, **given)
+
+    refused("ahead is -1; it must be at least 0", ahead=-1)
+    refused("ahead is 2, and the draft model would share cpu .*--drafter-device cuda:1", ahead=2)
+    refused(f"{tiny_drafter_dir} cannot run on cpu .* only a smaller language model", tiny_drafter_dir, device="cpu")
+    refused("The drafter prompt_lookup cannot run on cpu", "prompt_lookup", device="cpu", ahead=2)
+    refused("Device cuda:99 is not usable here", device="cuda:99", ahead=2)
+    caplog.clear()
+    assert type(load_drafter(tiny_lm_dir, target=target, device="cpu")) is DraftLMDrafter
+    assert not caplog.text
+    load_drafter(tiny_lm_dir, target=target, device="cpu", ahead=1)
+    assert "share the cores of this machine" in caplog.text
+
+
+def test_one_gpu_is_not_enough(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda:0")
+    monkeypatch.setattr(target, "device", gpu)
+    monkeypatch.setattr("blockdraft.drafters.ahead.device_and_dtype", lambda device, _: (torch.device(device), None))
+    with pytest.raises(UsageError, match="ahead is 2, and device is cuda:0, where the target runs"):
+        on_its_own("cuda:0", 2, target)
+    assert on_its_own("cuda:1", 2, target) == torch.device("cuda:1")
+    assert on_its_own("cuda:0", 0, target) == gpu
+    assert on_its_own(None, 0, target) is None
+
+
+def test_models_that_cannot(target: Target, usual: DraftLMDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="is the target itself"):
+        AheadDrafter(DraftLMDrafter(target, target), target, 2)
+    monkeypatch.setattr(usual.model, "has_trees", False)
+    with pytest.raises(UsageError, match=r"ahead is 2, and the backend native .* chains only"):
+        AheadDrafter(usual, target, 2)
+
+
+def test_a_state_that_nobody_holds_is_gone(drafter: AheadDrafter) -> None:
+    state, _ = begun(drafter)
+    finish(state)
+    work = weakref.ref(state.work)
+    del state
+    gc.collect()
+    assert work() is None
