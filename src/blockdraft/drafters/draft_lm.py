@@ -224,8 +224,10 @@ class DraftLMDrafter:
                 return Proposal(tokens, parents)
             chances = tuple(tuple(each[row] for each in survivals[:free]) for row, free in enumerate(room))
             return Proposal(tokens, parents, expected=tuple(expected.tolist()), chances=chances)
-        ids, probs = torch.cat([law.ids for law in laws], 1), torch.cat([law.probs for law in laws], 1)
-        drawn_from = SparseLaw(ids.to(wanted_on), probs.to(wanted_on))
+        drawn_from = SparseLaw(
+            torch.cat([law.ids for law in laws], 1).to(wanted_on),
+            torch.cat([law.probs for law in laws], 1).to(wanted_on),
+        )
         return Proposal(tokens, parents, chain_laws(drawn_from, made, plan.params))
 
     @torch.no_grad()
