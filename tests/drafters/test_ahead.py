@@ -60,6 +60,11 @@ class Pace:
             self._free.release()
             assert self._over.acquire(timeout=20)
 
+    def wait_for_another(self) -> None:
+        """What the last forward said is noted when this returns, since the next one is about to happen."""
+        assert self._waits.acquire(timeout=20)
+        self._waits.release()
+
     def hurry_when_told_to_stop(self, state: AheadState) -> None:
         """The forward that is held up goes on when the work is to stop, as would those that followed it."""
         assert self._waits.acquire(timeout=20)
@@ -247,7 +252,8 @@ def test_what_is_not_ready_is_drafted_as_usual(
     """The forward that is under way when the target has verified is waited for, and no other."""
     pace.held = True
     state, chain = begun(drafter)
-    pace.let(1)  # it is known what is drafted for
+    pace.let(1)
+    pace.wait_for_another()  # it is known what is drafted for
     pace.let(passes - 1)
     place, token = foreseen_of(state, 60)[1]
     if passes < 5:
