@@ -34,7 +34,7 @@ from benchmarks.trials.rooms import with_rooms
 from blockdraft.cli.display import progress
 from blockdraft.data.documents import read_data
 from blockdraft.data.folder import write_file
-from blockdraft.drafters import BUNDLED, parts_of
+from blockdraft.drafters import BUNDLED_DFLASH, bundled, parts_of
 from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.drafters.none import NoDrafter
 from blockdraft.errors import UsageError
@@ -124,7 +124,7 @@ def drafters_of(given: argparse.Namespace) -> list[Path]:
     names = given.drafter or [str(folder) for folder in made]
     if not names:
         raise UsageError(f"There is no drafter in {MADE}; give --drafter, or run benchmarks.trials.redraft first.")
-    return [(BUNDLED if name == "bundled" else Path(name)).resolve() for name in names]
+    return [(bundled()[BUNDLED_DFLASH] if name == "bundled" else Path(name)).resolve() for name in names]
 
 
 def learn(variant: str, target: Target, data: Path, out: Path, recipe: Path, **changes: Any) -> None:

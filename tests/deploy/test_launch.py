@@ -204,7 +204,7 @@ def test_other_engines_get_the_bundled_dflash_drafter(
 
 
 @pytest.mark.parametrize("keep", [True, False])
-@pytest.mark.parametrize(("prompt", "told"), [("FAIL", "4 requests failed"), ("HANG", "said nothing for 1 s")])
+@pytest.mark.parametrize(("prompt", "told"), [("FAIL", "4 requests failed"), ("HANG", "gone 1 s without an answer")])
 def test_a_measurement_that_failed_does_not_end_serving(
     keep: bool,
     prompt: str,

@@ -1,6 +1,5 @@
 """What must hold for every drafter, whatever it guesses. A new file in `drafters/` needs a line in `FOLDERS`."""
 
-import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +33,7 @@ FOLDERS = {
     "peagle": "tiny_peagle_dir",
     "prompt_lookup": None,
 }
-FILES = [module.name for module in pkgutil.iter_modules(drafters.__path__) if module.name != "base"]
+FILES = sorted(drafters.entries())
 DRAFTINGS = {"chain": Drafting(), "tree": Drafting(tree_budget=12), "auto": Drafting("auto", 12)}
 # Drafting costs little here, so that "auto" drafts, pauses where nothing is accepted, and tries again.
 COSTS = Costs(
