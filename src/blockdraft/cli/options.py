@@ -123,9 +123,9 @@ DrafterPlace = Annotated[
         help="Drafter: the folder or GGUF file of a drafter, the folder of a smaller language model or of a "
         "block-diffusion model with the target's tokens, mtp to use the head in the target's own folder, prompt_lookup "
         "to guess what the text repeats, none to decode plainly, or bundled to use the one that comes along, which "
-        "fits the bundled target and what was made of it, and is the default there, or bundled-dflash to use the DFlash "
-        "one of these, which other engines read too. Several with + between them, such as prompt_lookup+DIR, draft "
-        "together.",
+        "fits the bundled target and what was made of it, and is the default there, or bundled-dflash to use the "
+        "DFlash one of these, which other engines read too. Several with + between them, such as prompt_lookup+DIR, "
+        "draft together.",
     ),
 ]
 AutoBlockSize = Annotated[
