@@ -24,6 +24,7 @@ from typing import Any
 from python_tasks import python_task
 from word_problems import word_problem
 
+ODD = 0.7  # of the names in odd tasks
 MATHS_REQUEST = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 PYTHON_REQUEST = "Write a solution to the following problem and make sure that it passes the tests:\n"
 
@@ -106,11 +107,12 @@ def leetcode(data: Path) -> Iterator[dict[str, Any]]:
             yield {"kind": "leetcode", "text": first_solution}
 
 
-def documents(data: Path, problems: int, tasks: int, seed: int) -> list[dict[str, Any]]:
+def documents(data: Path, problems: int, tasks: int, odd_tasks: int, seed: int) -> list[dict[str, Any]]:
     rng = random.Random(seed)
     rows = [*gsm8k(data, rng), *math(data, rng), *the_algorithms(data, rng), *leetcode(data)]
     rows += [maths_chat("problem", *word_problem(rng), rng) for _ in range(problems)]
     rows += [python_chat("task", *python_task(rng), rng) for _ in range(tasks)]
+    rows += [python_chat("odd_task", *python_task(rng, ODD), rng) for _ in range(odd_tasks)]
     rng.shuffle(rows)
     return rows
 
@@ -121,9 +123,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/tiny/corpus.jsonl"))
     parser.add_argument("--problems", type=int, default=120_000)
     parser.add_argument("--tasks", type=int, default=32_000)
+    parser.add_argument("--odd-tasks", type=int, default=24_000, help="whose names can only be copied")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    rows = documents(args.data, args.problems, args.tasks, args.seed)
+    rows = documents(args.data, args.problems, args.tasks, args.odd_tasks, args.seed)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with args.out.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

@@ -8,12 +8,14 @@ of an argument, and every other placeholder is a constant that the family declar
 
 from __future__ import annotations
 
+import builtins
 import random
 import re
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from string import Template
+from keyword import iskeyword
+from string import Template, ascii_lowercase
 from typing import Any
 
 # --- Values for the examples ------------------------------------------------------------------------------------
@@ -1120,12 +1122,31 @@ def draw_constants(rng: random.Random, family: Family) -> dict[str, str]:
     return drawn
 
 
-def draw_arguments(rng: random.Random, family: Family, kinds: list[Kind], constants: dict[str, str]) -> dict[str, str]:
+def odd_name(rng: random.Random, taken: set[str]) -> str:
+    """A name that says nothing: a letter, made-up syllables, or two words, none of them taken."""
+    parts = ("bcdfghjklmnpqrstvwxyz", "aeiou", ("", "", "n", "r", "s"))
+    while True:
+        made = "".join(rng.choice(letters) for letters in parts * rng.randint(1, 3))
+        pieces = [rng.choice(WORDS).lower(), made]
+        name = rng.choice((rng.choice(ascii_lowercase), pieces[0], made, made, "_".join(rng.sample(pieces, 2))))
+        if name not in taken and not iskeyword(name) and not hasattr(builtins, name):
+            return name
+
+
+def draw_arguments(
+    rng: random.Random, family: Family, kinds: list[Kind], constants: dict[str, str], odd: float
+) -> dict[str, str]:
     """Names for the arguments and their elements that clash with nothing else in the body."""
     text = " ".join([family.body, *constants.values()])
     taken = set(re.findall(r"(?<![$\w])[a-z_]+", text))
     drawn: dict[str, str] = {}
     for letter, element, kind in zip("abc", "efg", kinds, strict=False):
+        if odd and rng.random() < odd:
+            drawn[letter] = odd_name(rng, taken)
+            taken.add(drawn[letter])
+            drawn[element] = next(name for name in ("item", "each", "one", "it") if name not in taken)
+            taken.add(drawn[element])
+            continue
         loops = f"${element}" in text
         own = {n: {n, singular(n)} if loops else {n} for n in kind.names.split()}
         name = rng.choice([n for n in own if not own[n] & taken])
@@ -1176,13 +1197,22 @@ def typing_names(annotation: str) -> str:
     return re.sub(r"\b(list|dict|tuple)\[", lambda match: match[1].capitalize() + "[", annotation)
 
 
-def python_task(rng: random.Random) -> tuple[str, str]:
-    """Draw one task. Returns (stub, solution)."""
+def python_task(rng: random.Random, odd: float = 0.0) -> tuple[str, str]:
+    """Draw one task.
+
+    Args:
+        odd: Share of the names of functions and arguments that say nothing, so that they can only be copied.
+
+    Returns:
+        Stub and solution.
+    """
     family = rng.choice(FAMILIES)
     kinds = [KINDS[kind] for kind in family.args.split()]
     names = draw_constants(rng, family)
-    names.update(draw_arguments(rng, family, kinds, names))
+    names.update(draw_arguments(rng, family, kinds, names, odd))
     name = fill(rng.choice(family.names.split()), names)
+    if odd and rng.random() < odd:
+        name = odd_name(rng, {*names.values(), *re.findall(r"[a-z_]+", family.body)})
 
     arguments = [names[letter] for letter, _ in zip("abc", kinds, strict=False)]
     signature = f"def {name}({', '.join(arguments)}):"

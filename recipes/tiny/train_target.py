@@ -5,7 +5,8 @@ Documents are packed whole into rows that begin with a document, as decoding doe
 
 The stage `main` reads everything, and for its first quarter mostly what is easy: problems of one or two steps, and
 Python tasks. The stage `finish` goes on from its weights with a lower rate and leaves out what a model of this size
-cannot follow (GSM8K answers of more than three steps, most MATH): after `main` alone 29 % of the greedy answers to
+cannot follow (GSM8K answers of more than three steps, most MATH), and brings tasks whose names can only be copied, for
+without them the model copies no name that it has not seen: after `main` alone 29 % of the greedy answers to
 GSM8K questions repeat themselves, because the model writes steps that lead nowhere.
 
 The stage `settle` comes after `write_answers.py` and reads the model's own answers, from which those that loop have
@@ -44,7 +45,15 @@ MIXTURES = {
         "math": 0.04,
         "leetcode": 0.04,
     },
-    "finish": {"gsm8k": 0.32, "easy": 0.22, "problem": 0.2, "task": 0.23, "algorithms": 0.02, "math": 0.01},
+    "finish": {
+        "gsm8k": 0.3,
+        "easy": 0.2,
+        "problem": 0.17,
+        "task": 0.15,
+        "odd_task": 0.15,
+        "algorithms": 0.02,
+        "math": 0.01,
+    },
     "settle": {"own": 0.75, "gsm8k": 0.1, "easy": 0.03, "problem": 0.02, "task": 0.1},
 }
 STAGES = [stage for stage in MIXTURES if stage != "begin"]

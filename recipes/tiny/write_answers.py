@@ -11,10 +11,11 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
-from corpus import maths_chat, python_chat
+from corpus import ODD, maths_chat, python_chat
 from python_tasks import python_task
 from word_problems import word_problem
 
@@ -22,7 +23,7 @@ from blockdraft import Engine, SamplingParams, load_drafter, load_target
 from blockdraft.engine import Chunk, Request, loops
 
 FROM_CORPUS = {"gsm8k": 7500, "algorithms": 800}
-DRAWN = {"problem": 6000, "task": 6000}
+DRAWN = {"problem": 6000, "task": 4000, "odd_task": 2000}
 
 
 def training_prompts(corpus: Path, seed: int, sampled_share: float) -> list[tuple[str, str, bool]]:
@@ -35,7 +36,12 @@ def training_prompts(corpus: Path, seed: int, sampled_share: float) -> list[tupl
             if taken[row["kind"]] < FROM_CORPUS.get(row["kind"], 0):
                 taken[row["kind"]] += 1
                 prompts.append((row["kind"], row["messages"][0]["content"]))
-    for kind, make, chat in (("problem", word_problem, maths_chat), ("task", python_task, python_chat)):
+    makers = (
+        ("problem", word_problem, maths_chat),
+        ("task", python_task, python_chat),
+        ("odd_task", partial(python_task, odd=ODD), python_chat),
+    )
+    for kind, make, chat in makers:
         for _ in range(DRAWN[kind]):
             prompts.append((kind, chat(kind, *make(rng), rng)["messages"][0]["content"]))
     all_prompts = [(kind, prompt, False) for kind, prompt in prompts]

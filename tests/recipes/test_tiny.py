@@ -8,6 +8,7 @@ import json
 import random
 import re
 
+import pytest
 from corpus import clean_gsm8k, documented_functions
 from paired_answers import pairs
 from python_tasks import python_task
@@ -31,10 +32,11 @@ def test_word_problems_are_right() -> None:
         assert boxed and float(boxed[1]) == results[-1]
 
 
-def test_python_tasks_do_what_their_examples_say() -> None:
+@pytest.mark.parametrize("odd", [0.0, 1.0])
+def test_python_tasks_do_what_their_examples_say(odd: float) -> None:
     rng = random.Random(5)
     for _ in range(100):
-        stub, solution = python_task(rng)
+        stub, solution = python_task(rng, odd)
         space: dict[str, object] = {}
         imports = "\n".join(line for line in stub.splitlines() if line.startswith(("from ", "import ")))
         exec(imports + "\n" + solution, space)
@@ -101,3 +103,9 @@ def test_each_prompt_is_paired_once_with_what_the_target_said_and_what_it_came_w
     answers: list[dict[str, object]] = [{"prompt": "c", "ids": [1]}, {"number": 7}, {"prompt": "b", "ids": [2]}]
     answers += [{"prompt": "a", "ids": [3]}, {"prompt": "a", "ids": [4]}]
     assert list(pairs(corpus, map(json.dumps, answers))) == [("c", [1], "C"), ("a", [3], "A")]
+
+
+def test_odd_names_can_only_be_copied() -> None:
+    rng = random.Random(5)
+    usual, odd = ({python_task(rng, share)[1].partition("(")[0] for _ in range(300)} for share in (0.0, 1.0))
+    assert len(odd) > 200 and not usual & odd
