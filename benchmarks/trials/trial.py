@@ -44,7 +44,8 @@ from blockdraft.settings import read_settings
 from blockdraft.targets import Target, load_target, target_fingerprint
 from blockdraft.training.devices import make_accelerator
 from blockdraft.training.records import run_folder
-from blockdraft.training.trainer import Telling, train
+from blockdraft.training.telling import Telling
+from blockdraft.training.trainer import train
 from blockdraft.training.variants import find_variant
 from blockdraft.training.variants.dflash import DFlashRecipe
 

@@ -17,6 +17,7 @@ import argparse
 import json
 import math
 import random
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -97,6 +98,12 @@ def tokenized(corpus: Path, tokenizer: PreTrainedTokenizerBase, stage: str) -> d
     return {kind: tokenizer(rows)["input_ids"] for kind, rows in texts.items()}
 
 
+def check_kinds(documents: dict[str, list[list[int]]], stage: str) -> None:
+    """End where a kind is missing that the stage draws from."""
+    if missing := sorted(kind for kind in MIXTURES[stage] if not documents.get(kind)):
+        sys.exit(f"The stage {stage} needs documents of the kinds {', '.join(missing)}; make corpus and answers anew.")
+
+
 def own_answers(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Chats of the model's own answers that ended by themselves and hardly repeat themselves.
 
@@ -168,6 +175,7 @@ def main() -> None:
     if args.stage == "settle":
         documents["own"] = own_answers(args.answers, tokenizer)
     print({kind: len(rows) for kind, rows in documents.items()}, flush=True)
+    check_kinds(documents, args.stage)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=224,

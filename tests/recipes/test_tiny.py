@@ -13,7 +13,7 @@ from corpus import clean_gsm8k, documented_functions
 from paired_answers import pairs
 from python_tasks import python_task
 from solve import answer_of, problems
-from train_target import MIXTURES, kind_of, mixture, packed_rows
+from train_target import MIXTURES, check_kinds, kind_of, mixture, packed_rows
 from word_problems import word_problem
 
 
@@ -109,3 +109,10 @@ def test_odd_names_can_only_be_copied() -> None:
     rng = random.Random(5)
     usual, odd = ({python_task(rng, share)[1].partition("(")[0] for _ in range(300)} for share in (0.0, 1.0))
     assert len(odd) > 200 and not usual & odd
+
+
+def test_a_corpus_that_lacks_a_kind_is_named() -> None:
+    documents = {kind: [[1, 2]] for kind in MIXTURES["finish"]}
+    check_kinds(documents, "finish")
+    with pytest.raises(SystemExit, match="finish needs documents of the kinds odd_task;"):
+        check_kinds({**documents, "odd_task": []}, "finish")
