@@ -9,8 +9,8 @@ cannot follow (GSM8K answers of more than three steps, most MATH), and brings ta
 without them the model copies no name that it has not seen: after `main` alone 29 % of the greedy answers to
 GSM8K questions repeat themselves, because the model writes steps that lead nowhere.
 
-The stage `settle` comes after `write_answers.py` and reads the model's own answers, from which those that loop have
-been dropped (rejection-sampling fine-tuning): it takes away more of the loops and changes little else.
+The stage `settle` comes after `write_answers.py` and reads the model's own answers, those that loop replaced by drawn
+ones that do not (rejection-sampling fine-tuning): it takes away more of the loops and changes little else.
 """
 
 import argparse
@@ -61,6 +61,7 @@ STAGES = [stage for stage in MIXTURES if stage != "begin"]
 BEGINNING = 0.25  # share of the stage `main` in which its mixture comes out of the one that it begins with
 EASY_STEPS = 2
 MAX_STEPS = 3  # of GSM8K answers after the stage `main`
+MENDED = 4  # how often an answer comes that was drawn where another had looped
 SHORT, LONG, LONG_SHARE = 256, 512, 0.4
 
 
@@ -107,7 +108,8 @@ def check_kinds(documents: dict[str, list[list[int]]], stage: str) -> None:
 def own_answers(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Chats of the model's own answers that ended by themselves and hardly repeat themselves.
 
-    Answers to TheAlgorithms prompts are left out: most are empty phrases of checks that it cannot fill.
+    Answers to TheAlgorithms prompts are left out: most are empty phrases of checks that it cannot fill. Answers in the
+    place of one that looped come several times, for there is most to learn from them.
     """
     documents = []
     with path.open(encoding="utf-8") as file:
@@ -117,7 +119,8 @@ def own_answers(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[list[int
             if ids[-1] == tokenizer.eos_token_id and row["kind"] != "algorithms" and not loops(ids, size=6, times=3):
                 answer = tokenizer.decode(row["ids"][:-1])
                 chat = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": answer}]
-                documents.append(tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"])
+                document = tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"]
+                documents += [document] * (MENDED if row.get("again") else 1)
     return documents
 
 
@@ -159,7 +162,7 @@ def main() -> None:
     parser.add_argument("--answers", type=Path, default=Path("build/tiny/answers.jsonl"), help="for the stage settle")
     parser.add_argument("--out", type=Path, default=Path("build/tiny/target"), help="holds the tokenizer already")
     parser.add_argument("--stage", choices=STAGES, default="main")
-    parser.add_argument("--steps", type=int, default=4900)
+    parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--tokens-per-step", type=int, default=6144)
     parser.add_argument("--muon-lr", type=float, default=0.02)
     parser.add_argument("--adam-lr", type=float, default=3e-3)

@@ -1,7 +1,8 @@
 """Step 4: the target's own answers to training prompts, which the drafter learns from. Goes on where it stopped.
 
-Each prompt is answered greedily, and some once more with sampling. Answers that fall into a loop are left out: a
-drafter gains nothing from them. GSM8K and TheAlgorithms prompts are those of the corpus; word problems and Python tasks
+Each prompt is answered greedily, and some once more with sampling. Where an answer falls into a loop, others are drawn
+in its place until one does not: it is what the target has to learn there. If all do, the prompt is left out: a drafter
+gains nothing from loops. GSM8K and TheAlgorithms prompts are those of the corpus; word problems and Python tasks
 are drawn anew.
 """
 
@@ -10,7 +11,7 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -50,14 +51,40 @@ def training_prompts(corpus: Path, seed: int, sampled_share: float) -> list[tupl
     return all_prompts
 
 
-def tell(ended: SimpleQueue[int], number: int) -> Callable[[Chunk], None]:
-    """A listener that says by its number that a request has ended."""
+def answers(
+    engine: Engine, prompts: dict[int, str], params: Callable[[int, int], SamplingParams], again: int
+) -> Iterator[tuple[int, int, list[int]]]:
+    """Answers as they come, all prompts asked at once; those that loop are asked again.
 
-    def listen(chunk: Chunk) -> None:
-        if chunk.finish_reason is not None:
-            ended.put(number)
+    Args:
+        prompts: By number.
+        params: Of a prompt's number and how often it was asked before.
+        again: How often at most.
 
-    return listen
+    Yields:
+        A prompt's number, how often it was asked again, and the tokens of the last answer, which may still loop.
+    """
+    ended: SimpleQueue[int] = SimpleQueue()
+    requests: dict[int, Request] = {}
+    before = dict.fromkeys(prompts, 0)
+
+    def ask(number: int) -> None:
+        def listen(chunk: Chunk) -> None:
+            if chunk.finish_reason is not None:
+                ended.put(number)
+
+        requests[number] = engine.submit(prompts[number], params(number, before[number]), listen)
+
+    for number in prompts:
+        ask(number)
+    while requests:
+        number = ended.get()
+        ids = requests.pop(number).result().checked().token_ids
+        if loops(ids) and before[number] < again:
+            before[number] += 1
+            ask(number)
+        else:
+            yield number, before[number], ids
 
 
 def main() -> None:
@@ -69,6 +96,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--sampled-share", type=float, default=0.5, help="of the prompts, answered once more")
     parser.add_argument("--temperature", type=float, default=0.7)
+    parser.add_argument("--again", type=int, default=4, help="how often to ask again where an answer loops")
     parser.add_argument("--limit", type=int, default=None, help="only so many prompts")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
@@ -86,34 +114,33 @@ def main() -> None:
         whole = args.out.read_bytes().rpartition(b"\n")[0].splitlines(keepends=True)
         args.out.write_bytes(b"".join(whole).rstrip(b"\n") + b"\n" if whole else b"")
         done = {json.loads(line)["number"] for line in whole}
-    requests: dict[int, Request] = {}
-    ended: SimpleQueue[int] = SimpleQueue()
-    began, tokens, looping = time.time(), 0, 0
-    for number in sorted(set(range(len(prompts))) - done):
-        temperature = args.temperature if prompts[number][2] else 0.0
-        params = SamplingParams(args.max_new_tokens, temperature, seed=args.seed * 1_000_003 + number)
-        requests[number] = engine.submit(prompts[number][1], params, tell(ended, number))
+    began, tokens, looping, mended = time.time(), 0, 0, 0
+    left = {number: prompts[number][1] for number in sorted(set(range(len(prompts))) - done)}
+
+    def params(number: int, before: int) -> SamplingParams:
+        temperature = args.temperature if prompts[number][2] or before else 0.0
+        return SamplingParams(args.max_new_tokens, temperature, seed=(args.seed + 100 * before) * 1_000_003 + number)
+
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with engine, args.out.open("a", encoding="utf-8") as file:
-        for answered in range(1, len(requests) + 1):
-            number = ended.get()
-            request = requests.pop(number)
-            ids = request.result().checked().token_ids
+        for answered, (number, before, ids) in enumerate(answers(engine, left, params, args.again), 1):
             tokens += len(ids)
             row: dict[str, object] = {"number": number}
             if loops(ids):
                 looping += 1
             else:
                 kind, prompt, _ = prompts[number]
-                row |= {"kind": kind, "prompt": prompt, "temperature": request.params.temperature, "ids": ids}
+                temperature = params(number, before).temperature
+                row |= {"kind": kind, "prompt": prompt, "temperature": temperature, "ids": ids, "again": before}
+                mended += before > 0
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
             if answered % 100 == 0:
                 file.flush()
                 spent = time.time() - began
-                left = spent / answered * len(requests)
+                seconds = spent / answered * (len(left) - answered)
                 print(
                     f"{len(done) + answered}/{len(prompts)} answers, {tokens} tokens, {tokens / spent:.0f} tokens/s, "
-                    f"{looping} looping, {left / 60:.0f} min left",
+                    f"{looping} looping, {mended} not the second time, {seconds / 60:.0f} min left",
                     flush=True,
                 )
 

@@ -7,14 +7,20 @@ import io
 import json
 import random
 import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from corpus import clean_gsm8k, documented_functions
 from paired_answers import pairs
 from python_tasks import python_task
 from solve import answer_of, problems
-from train_target import MIXTURES, check_kinds, kind_of, mixture, packed_rows
+from train_target import MENDED, MIXTURES, check_kinds, kind_of, mixture, own_answers, packed_rows
 from word_problems import word_problem
+from write_answers import answers
+
+from blockdraft import SamplingParams
 
 
 def test_word_problems_are_right() -> None:
@@ -116,3 +122,53 @@ def test_a_corpus_that_lacks_a_kind_is_named() -> None:
     check_kinds(documents, "finish")
     with pytest.raises(SystemExit, match="finish needs documents of the kinds odd_task;"):
         check_kinds({**documents, "odd_task": []}, "finish")
+
+
+class LoopingEngine:
+    """Answers at once: `[7] * 80`, which loops, the first times that a prompt is asked, and then its parameters."""
+
+    def __init__(self, looping: dict[str, int]) -> None:
+        self.looping = looping
+
+    def submit(self, prompt: str, params: SamplingParams, listen: Any) -> Any:
+        ids = [7] * 80 if self.looping[prompt] else [int(params.temperature), params.seed]
+        self.looping[prompt] -= 1
+        listen(SimpleNamespace(finish_reason=None))
+        listen(SimpleNamespace(finish_reason="stop"))
+        done = SimpleNamespace(token_ids=ids)
+        return SimpleNamespace(result=lambda: SimpleNamespace(checked=lambda: done))
+
+
+def test_what_loops_is_asked_again_and_given_up_in_the_end() -> None:
+    engine: Any = LoopingEngine({"sound": 0, "twice": 2, "always": 9})
+    prompts = dict(enumerate(engine.looping))
+    params = {
+        (number, before): SamplingParams(80, float(before > 0), seed=10 * number + before)
+        for number in prompts
+        for before in range(4)
+    }
+    found = sorted(answers(engine, prompts, lambda number, before: params[number, before], again=3))
+    assert found == [(0, 0, [0, 0]), (1, 2, [1, 12]), (2, 3, [7] * 80)]
+    assert engine.looping["always"] == 5
+
+
+def test_an_answer_in_the_place_of_one_that_looped_is_learned_from_more_often(tmp_path: Path) -> None:
+    rows = [
+        {"kind": "gsm8k", "prompt": "a", "ids": [5, 0]},
+        {"kind": "gsm8k", "prompt": "b", "ids": [6, 0], "again": 2},
+        {"kind": "gsm8k", "prompt": "c", "ids": [6, 9], "again": 1},
+        {"number": 3},
+    ]
+    (tmp_path / "answers.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    class Tokenizer:
+        eos_token_id = 0
+
+        def decode(self, ids: list[int]) -> str:
+            return str(ids[0])
+
+        def apply_chat_template(self, chat: list[dict[str, str]], return_dict: bool) -> dict[str, list[int]]:
+            return {"input_ids": [int(chat[1]["content"])]}
+
+    tokenizer: Any = Tokenizer()
+    assert own_answers(tmp_path / "answers.jsonl", tokenizer) == [[5], *[[6]] * MENDED]
