@@ -204,7 +204,7 @@ def bundle(build: Path, out: Path) -> str:
             sys.exit(
                 f"figures.json is of other weights of {name} than {build / name} holds; delete it and measure again."
             )
-    answers, tokens = answers_kept([build / "first_answers.jsonl", build / "answers.jsonl"])
+    answers, tokens = answers_kept([build / "answers.jsonl"])
     learned = f"Learned from {answers:,} answers, {tokens:,} tokens." if answers else ""
     cards = {TARGET: target_card(build / TARGET, figures, took_target(build / TARGET))}
     for name in names[1:]:

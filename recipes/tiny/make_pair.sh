@@ -21,21 +21,25 @@ if [ ! -f "$build/target/finished" ]; then
     touch "$build/target/finished"
 fi
 
-# Twice: the target answers, and learns from those of its answers that hardly repeat themselves.
-settle() {
-    local name=$1 answers=$2 steps=$3
-    shift 3
-    [ -f "$build/target/$name" ] && return
-    run write_answers.py --corpus "$build/corpus.jsonl" --target "$build/target" --out "$answers" "$@"
-    run train_target.py --stage settle --steps "$steps" --rate 0.25 \
+# Three times: the target answers, and learns from its answers: not to repeat itself.
+own() {
+    local stage=$1 done=$2 answers=$3 steps=$4 rate=$5
+    shift 5
+    [ -f "$build/target/$done" ] && return
+    [ $# -eq 0 ] || run write_answers.py --corpus "$build/corpus.jsonl" --target "$build/target" --out "$answers" "$@"
+    run train_target.py --stage "$stage" --steps "$steps" --rate "$rate" \
         --corpus "$build/corpus.jsonl" --answers "$answers" --out "$build/target"
-    rm "$build/target/settle_state.pt"
-    touch "$build/target/$name"
+    rm "$build/target/${stage}_state.pt"
+    touch "$build/target/$done"
 }
-settle settled "$build/first_answers.jsonl" 220 --limit 7000 --sampled-share 0.2
-settle settled_again "$build/answers.jsonl" 60 --limit 24000 --sampled-share 0.3 --seed 2
+own settle settled "$build/first_answers.jsonl" 220 0.25 --limit 7000 --sampled-share 0.2
+own settle settled_again "$build/second_answers.jsonl" 60 0.25 --limit 24000 --sampled-share 0.3 --seed 2
+own unlearn unlearned "$build/second_answers.jsonl" 60 0.2
 
-run pack_answers.py --answers "$build/first_answers.jsonl" "$build/answers.jsonl" --target "$build/target" --out "$build/data"
+# What the drafters learn from.
+run write_answers.py --corpus "$build/corpus.jsonl" --target "$build/target" --out "$build/answers.jsonl" \
+    --limit 24000 --sampled-share 0.3 --seed 3
+run pack_answers.py --answers "$build/answers.jsonl" --target "$build/target" --out "$build/data"
 "$python" -m blockdraft train dflash "$here/drafter.toml" --target "$build/target" --data "$build/data" --out "$build/drafter"
 
 # A second kind, which begins with the DFlash drafter. Whether it is the faster one is told by wide twins of the pair.

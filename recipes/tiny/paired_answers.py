@@ -25,7 +25,7 @@ def pairs(corpus: Iterable[str], answers: Iterable[str]) -> Iterator[tuple[str, 
             originals.setdefault(prompt, answer)
     for line in answers:
         row = json.loads(line)
-        if row.get("prompt") in originals:  # rows of answers that looped have none
+        if "ids" in row and row["prompt"] in originals:  # where all answers looped there are none
             yield row["prompt"], row["ids"], originals.pop(row["prompt"])
 
 

@@ -11,6 +11,10 @@ GSM8K questions repeat themselves, because the model writes steps that lead nowh
 
 The stage `settle` comes after `write_answers.py` and reads the model's own answers, those that loop replaced by drawn
 ones that do not (rejection-sampling fine-tuning): it takes away more of the loops and changes little else.
+
+The stage `unlearn` lowers besides the likelihood of what repeats in the model's own looping answers (sequence-level
+unlikelihood training, arXiv 1908.04319), a little: with three times the weight, or twice the steps, loops of a token or
+two take the place of those that went. It reads more problems than `settle`, which cost some of the right answers.
 """
 
 import argparse
@@ -56,11 +60,14 @@ MIXTURES = {
         "math": 0.01,
     },
     "settle": {"own": 0.75, "gsm8k": 0.1, "easy": 0.03, "problem": 0.02, "task": 0.1},
+    "unlearn": {"own": 0.45, "gsm8k": 0.08, "easy": 0.28, "problem": 0.07, "task": 0.06, "odd_task": 0.06},
 }
 STAGES = [stage for stage in MIXTURES if stage != "begin"]
 BEGINNING = 0.25  # share of the stage `main` in which its mixture comes out of the one that it begins with
 EASY_STEPS = 2
 MAX_STEPS = 3  # of GSM8K answers after the stage `main`
+RUN = 6  # tokens that, said twice in an answer that loops, are unlearned
+LOOPS_A_STEP = 8  # answers
 MENDED = 4  # how often an answer comes that was drawn where another had looped
 SHORT, LONG, LONG_SHARE = 256, 512, 0.4
 
@@ -120,8 +127,34 @@ def own_answers(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[list[int
                 answer = tokenizer.decode(row["ids"][:-1])
                 chat = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": answer}]
                 document = tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"]
-                documents += [document] * (MENDED if row.get("again") else 1)
+                documents += [document] * (MENDED if "looped" in row else 1)
     return documents
+
+
+def loop_rows(path: Path, tokenizer: PreTrainedTokenizerBase, length: int) -> tuple[Tensor, Tensor]:
+    """The model's own answers that loop, and which of their tokens it should not have said.
+
+    Returns:
+        Tokens `[n, length]` int64, prompt first, filled up with zeros; and where a token ends a run of `RUN` tokens
+        that the answer holds already, `[n, length]` bool.
+    """
+    found, wrong = [], []
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            row = json.loads(line)
+            if "looped" not in row:
+                continue
+            chat = [{"role": "user", "content": row["prompt"]}]
+            prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+            ids, again, known = row["looped"], [], set[tuple[int, ...]]()
+            for end in range(1, len(ids) + 1):
+                run = tuple(ids[max(0, end - RUN) : end])
+                again.append(run in known)
+                known.add(run)
+            fill = [0] * length
+            found.append([*prompt, *ids, *fill][:length])
+            wrong.append([*([False] * len(prompt)), *again, *fill][:length])
+    return torch.tensor(found).view(-1, length), torch.tensor(wrong, dtype=torch.bool).view(-1, length)
 
 
 def packed_rows(
@@ -159,7 +192,8 @@ def save_checkpoint(path: Path, state: dict[str, object]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=Path, default=Path("build/tiny/corpus.jsonl"))
-    parser.add_argument("--answers", type=Path, default=Path("build/tiny/answers.jsonl"), help="for the stage settle")
+    parser.add_argument("--answers", type=Path, default=Path("build/tiny/answers.jsonl"), help="for settle and unlearn")
+    parser.add_argument("--unlearning", type=float, default=0.01, help="weight of what the stage unlearn adds")
     parser.add_argument("--out", type=Path, default=Path("build/tiny/target"), help="holds the tokenizer already")
     parser.add_argument("--stage", choices=STAGES, default="main")
     parser.add_argument("--steps", type=int, default=4000)
@@ -175,7 +209,7 @@ def main() -> None:
     torch.manual_seed(args.seed)
     tokenizer = AutoTokenizer.from_pretrained(args.out)
     documents = tokenized(args.corpus, tokenizer, args.stage)
-    if args.stage == "settle":
+    if args.stage in ("settle", "unlearn"):
         documents["own"] = own_answers(args.answers, tokenizer)
     print({kind: len(rows) for kind, rows in documents.items()}, flush=True)
     check_kinds(documents, args.stage)
@@ -217,7 +251,13 @@ def main() -> None:
         logits = model(input_ids=ids[:, :-1], use_cache=False).logits
         return F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
 
-    compiled = torch.compile(loss_of, dynamic=False)
+    def unlikelihood(ids: Tensor, wrong: Tensor) -> Tensor:
+        logits = model(input_ids=ids[:, :-1], use_cache=False).logits.float()
+        said = logits.log_softmax(dim=-1).gather(-1, ids[:, 1:].unsqueeze(-1)).squeeze(-1)
+        others = torch.log1p(-said.exp().clamp(max=1 - 1e-6))
+        return -(others * wrong[:, 1:]).sum() / wrong[:, 1:].sum().clamp(min=1)
+
+    compiled, compiled_unlikelihood = (torch.compile(each, dynamic=False) for each in (loss_of, unlikelihood))
     bfloat16 = args.device != "cpu" or multiplies_bfloat16()
     switch = math.ceil(args.steps * (1 - LONG_SHARE)) if args.stage == "main" else 0
     step = 0
@@ -227,6 +267,10 @@ def main() -> None:
         args.seed,
         lambda: (SHORT if step < switch else LONG) + 1,
     )
+    looped, order = None, torch.Generator().manual_seed(args.seed)
+    if args.stage == "unlearn":
+        looped = loop_rows(args.answers, tokenizer, SHORT + 1)
+        print(f"{len(looped[0])} looping answers, {int(looped[1].sum())} tokens to unlearn", flush=True)
     losses, began = [], time.time()
     making = Making(args.out, args.stage, start, args.tokens_per_step)
     for step in range(args.steps):
@@ -243,7 +287,13 @@ def main() -> None:
                 group["lr"] = peak * learning_rate(step, args.steps)
         with torch.autocast(args.device, torch.bfloat16, enabled=bfloat16):
             loss = compiled(torch.tensor(batch, device=args.device))
-        loss.backward()
+            objective = loss
+            if looped is not None:
+                chosen = torch.randint(len(looped[0]), (LOOPS_A_STEP,), generator=order)
+                objective = loss + args.unlearning * compiled_unlikelihood(
+                    *(each[chosen].to(args.device) for each in looped)
+                )
+        objective.backward()
         torch.nn.utils.clip_grad_norm_(others, 1.0)
         for optimizer in optimizers:
             optimizer.step()

@@ -1,9 +1,9 @@
 """Step 4: the target's own answers to training prompts, which the drafter learns from. Goes on where it stopped.
 
 Each prompt is answered greedily, and some once more with sampling. Where an answer falls into a loop, others are drawn
-in its place until one does not: it is what the target has to learn there. If all do, the prompt is left out: a drafter
-gains nothing from loops. GSM8K and TheAlgorithms prompts are those of the corpus; word problems and Python tasks
-are drawn anew.
+in its place until one does not: what the target has to learn there, as it has to unlearn the one that looped. If all
+loop, the drafter learns from none of them, for it would gain nothing. GSM8K and TheAlgorithms prompts are those of the
+corpus; word problems and Python tasks are drawn anew.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def training_prompts(corpus: Path, seed: int, sampled_share: float) -> list[tupl
 
 def answers(
     engine: Engine, prompts: dict[int, str], params: Callable[[int, int], SamplingParams], again: int
-) -> Iterator[tuple[int, int, list[int]]]:
+) -> Iterator[tuple[int, list[int], list[list[int]]]]:
     """Answers as they come, all prompts asked at once; those that loop are asked again.
 
     Args:
@@ -62,29 +62,29 @@ def answers(
         again: How often at most.
 
     Yields:
-        A prompt's number, how often it was asked again, and the tokens of the last answer, which may still loop.
+        A prompt's number, the tokens of its last answer, which may still loop, and those of the ones before, which do.
     """
     ended: SimpleQueue[int] = SimpleQueue()
     requests: dict[int, Request] = {}
-    before = dict.fromkeys(prompts, 0)
+    before: dict[int, list[list[int]]] = {number: [] for number in prompts}
 
     def ask(number: int) -> None:
         def listen(chunk: Chunk) -> None:
             if chunk.finish_reason is not None:
                 ended.put(number)
 
-        requests[number] = engine.submit(prompts[number], params(number, before[number]), listen)
+        requests[number] = engine.submit(prompts[number], params(number, len(before[number])), listen)
 
     for number in prompts:
         ask(number)
     while requests:
         number = ended.get()
         ids = requests.pop(number).result().checked().token_ids
-        if loops(ids) and before[number] < again:
-            before[number] += 1
+        if loops(ids) and len(before[number]) < again:
+            before[number].append(ids)
             ask(number)
         else:
-            yield number, before[number], ids
+            yield number, ids, before[number]
 
 
 def main() -> None:
@@ -123,16 +123,17 @@ def main() -> None:
 
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with engine, args.out.open("a", encoding="utf-8") as file:
-        for answered, (number, before, ids) in enumerate(answers(engine, left, params, args.again), 1):
+        for answered, (number, ids, before) in enumerate(answers(engine, left, params, args.again), 1):
             tokens += len(ids)
-            row: dict[str, object] = {"number": number}
+            kind, prompt, _ = prompts[number]
+            row: dict[str, object] = {"number": number, "kind": kind, "prompt": prompt}
+            if before:
+                row["looped"] = before[0]  # the stage `unlearn` reads it
             if loops(ids):
                 looping += 1
             else:
-                kind, prompt, _ = prompts[number]
-                temperature = params(number, before).temperature
-                row |= {"kind": kind, "prompt": prompt, "temperature": temperature, "ids": ids, "again": before}
-                mended += before > 0
+                row |= {"temperature": params(number, len(before)).temperature, "ids": ids}
+                mended += bool(before)
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
             if answered % 100 == 0:
                 file.flush()

@@ -12,11 +12,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from corpus import clean_gsm8k, documented_functions
 from paired_answers import pairs
 from python_tasks import python_task
 from solve import answer_of, problems
-from train_target import MENDED, MIXTURES, check_kinds, kind_of, mixture, own_answers, packed_rows
+from train_target import MENDED, MIXTURES, check_kinds, kind_of, loop_rows, mixture, own_answers, packed_rows
 from word_problems import word_problem
 from write_answers import answers
 
@@ -106,7 +107,7 @@ def test_each_prompt_is_paired_once_with_what_the_target_said_and_what_it_came_w
 
     corpus = [chat("gsm8k", "a", "A"), json.dumps({"kind": "text", "text": "a"}), chat("problem", "b", "B")]
     corpus += [chat("algorithms", "c", "C"), chat("gsm8k", "d", "D")]
-    answers: list[dict[str, object]] = [{"prompt": "c", "ids": [1]}, {"number": 7}, {"prompt": "b", "ids": [2]}]
+    answers: list[dict[str, object]] = [{"prompt": "c", "ids": [1]}, {"prompt": "b", "looped": [7]}, {"prompt": "b", "ids": [2]}]
     answers += [{"prompt": "a", "ids": [3]}, {"prompt": "a", "ids": [4]}]
     assert list(pairs(corpus, map(json.dumps, answers))) == [("c", [1], "C"), ("a", [3], "A")]
 
@@ -148,16 +149,17 @@ def test_what_loops_is_asked_again_and_given_up_in_the_end() -> None:
         for before in range(4)
     }
     found = sorted(answers(engine, prompts, lambda number, before: params[number, before], again=3))
-    assert found == [(0, 0, [0, 0]), (1, 2, [1, 12]), (2, 3, [7] * 80)]
+    loop = [7] * 80
+    assert found == [(0, [0, 0], []), (1, [1, 12], [loop] * 2), (2, loop, [loop] * 3)]
     assert engine.looping["always"] == 5
 
 
 def test_an_answer_in_the_place_of_one_that_looped_is_learned_from_more_often(tmp_path: Path) -> None:
     rows = [
         {"kind": "gsm8k", "prompt": "a", "ids": [5, 0]},
-        {"kind": "gsm8k", "prompt": "b", "ids": [6, 0], "again": 2},
-        {"kind": "gsm8k", "prompt": "c", "ids": [6, 9], "again": 1},
-        {"number": 3},
+        {"kind": "gsm8k", "prompt": "b", "ids": [6, 0], "looped": [7]},
+        {"kind": "gsm8k", "prompt": "c", "ids": [6, 9], "looped": [7]},
+        {"kind": "gsm8k", "prompt": "d", "looped": [7]},
     ]
     (tmp_path / "answers.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
@@ -172,3 +174,20 @@ def test_an_answer_in_the_place_of_one_that_looped_is_learned_from_more_often(tm
 
     tokenizer: Any = Tokenizer()
     assert own_answers(tmp_path / "answers.jsonl", tokenizer) == [[5], *[[6]] * MENDED]
+
+
+def test_only_what_an_answer_repeats_is_unlearned(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "ids": [5]}, {"prompt": "b", "looped": [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6, 1, 9]}]
+    (tmp_path / "answers.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    class Tokenizer:
+        def apply_chat_template(
+            self, chat: Any, add_generation_prompt: bool, return_dict: bool
+        ) -> dict[str, list[int]]:
+            return {"input_ids": [8, 8]}
+
+    tokenizer: Any = Tokenizer()
+    tokens, wrong = loop_rows(tmp_path / "answers.jsonl", tokenizer, 20)
+    assert tokens.tolist() == [[8, 8, *rows[1]["looped"], 0, 0, 0, 0]]
+    assert wrong[0].nonzero().flatten().tolist() == [13, 14]  # 1 2 3 4 5 6 once more, and 2 3 4 5 6 1
+    assert torch.equal(loop_rows(tmp_path / "answers.jsonl", tokenizer, 14)[0], tokens[:, :14])
