@@ -107,9 +107,9 @@ def test_each_prompt_is_paired_once_with_what_the_target_said_and_what_it_came_w
 
     corpus = [chat("gsm8k", "a", "A"), json.dumps({"kind": "text", "text": "a"}), chat("problem", "b", "B")]
     corpus += [chat("algorithms", "c", "C"), chat("gsm8k", "d", "D")]
-    answers: list[dict[str, object]] = [{"prompt": "c", "ids": [1]}, {"prompt": "b", "looped": [7]}, {"prompt": "b", "ids": [2]}]
-    answers += [{"prompt": "a", "ids": [3]}, {"prompt": "a", "ids": [4]}]
-    assert list(pairs(corpus, map(json.dumps, answers))) == [("c", [1], "C"), ("a", [3], "A")]
+    said: list[dict[str, object]] = [{"prompt": "c", "ids": [1]}, {"prompt": "b", "looped": [7]}]
+    said += [{"prompt": "b", "ids": [2]}, {"prompt": "a", "ids": [3]}, {"prompt": "a", "ids": [4]}]
+    assert list(pairs(corpus, map(json.dumps, said))) == [("c", [1], "C"), ("a", [3], "A")]
 
 
 def test_odd_names_can_only_be_copied() -> None:
