@@ -1,7 +1,7 @@
 """Muon (Jordan et al., 2024): momentum whose update is made orthogonal, for the matrices inside the layers.
 
 `torch.optim.Muon` runs its iteration in bfloat16 everywhere, which a CPU without bf16 instructions emulates ten times
-slower than float32; this one stays in float32 there and treats all matrices of one shape in one batch.
+slower than float32; this one stays in float32 on a CPU and treats all matrices of one shape in one batch.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from blockdraft.machine import multiplies_bfloat16
-
 # Coefficients of the quintic Newton-Schulz iteration, from the reference implementation.
 A, B, C = 3.4445, -4.7750, 2.0315
 
@@ -23,7 +21,7 @@ def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
     """Move the singular values of each matrix `[n, rows, cols]` towards 1."""
     x = matrices.mT if matrices.size(-2) > matrices.size(-1) else matrices
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    x = x.bfloat16() if x.is_cuda or multiplies_bfloat16() else x
+    x = x.bfloat16() if x.is_cuda else x
     for _ in range(steps):
         gram = x @ x.mT
         x = A * x + (B * gram + C * gram @ gram) @ x
