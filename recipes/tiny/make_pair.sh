@@ -21,7 +21,7 @@ if [ ! -f "$build/target/finished" ]; then
     touch "$build/target/finished"
 fi
 
-# Three times: the target answers, and learns from its answers: not to repeat itself.
+# The target learns from its own answers not to repeat itself: own STAGE DONE ANSWERS STEPS RATE [how to write the answers].
 own() {
     local stage=$1 done=$2 answers=$3 steps=$4 rate=$5
     shift 5

@@ -5,16 +5,16 @@ Documents are packed whole into rows that begin with a document, as decoding doe
 
 The stage `main` reads everything, and for its first quarter mostly what is easy: problems of one or two steps, and
 Python tasks. The stage `finish` goes on from its weights with a lower rate and leaves out what a model of this size
-cannot follow (GSM8K answers of more than three steps, most MATH), and brings tasks whose names can only be copied, for
-without them the model copies no name that it has not seen: after `main` alone 29 % of the greedy answers to
-GSM8K questions repeat themselves, because the model writes steps that lead nowhere.
+cannot follow (GSM8K answers of more than three steps, most MATH): after `main` alone 29 % of the greedy answers to
+GSM8K questions repeat themselves, because the model writes steps that lead nowhere. It brings tasks whose names can
+only be copied, for without them the model copies no name that it has not seen.
 
 The stage `settle` comes after `write_answers.py` and reads the model's own answers, those that loop replaced by drawn
 ones that do not (rejection-sampling fine-tuning): it takes away more of the loops and changes little else.
 
 The stage `unlearn` lowers besides the likelihood of what repeats in the model's own looping answers (sequence-level
-unlikelihood training, arXiv 1908.04319), a little: with three times the weight, or twice the steps, loops of a token or
-two take the place of those that went. It reads more problems than `settle`, which cost some of the right answers.
+unlikelihood training, arXiv 1908.04319), a little: with three times the weight and twice the steps, loops of a token or
+two took the place of those that went. It reads more problems than `settle`, so that fewer right answers are lost.
 """
 
 import argparse
@@ -271,6 +271,8 @@ def main() -> None:
     if args.stage == "unlearn":
         looped = loop_rows(args.answers, tokenizer, SHORT + 1)
         print(f"{len(looped[0])} looping answers, {int(looped[1].sum())} tokens to unlearn", flush=True)
+        if not len(looped[0]):
+            sys.exit(f"{args.answers} holds no answer that looped, so nothing is to be unlearned; skip this stage.")
     losses, began = [], time.time()
     making = Making(args.out, args.stage, start, args.tokens_per_step)
     for step in range(args.steps):
@@ -280,6 +282,7 @@ def main() -> None:
             row = next(rows)
             if len(row) == length + 1:  # a row begun before the switch may be short
                 batch.append(row)
+        chosen = torch.randint(len(looped[0]), (LOOPS_A_STEP,), generator=order) if looped else None
         if step < start:
             continue
         for optimizer, peak in zip(optimizers, peaks, strict=True):
@@ -288,11 +291,9 @@ def main() -> None:
         with torch.autocast(args.device, torch.bfloat16, enabled=bfloat16):
             loss = compiled(torch.tensor(batch, device=args.device))
             objective = loss
-            if looped is not None:
-                chosen = torch.randint(len(looped[0]), (LOOPS_A_STEP,), generator=order)
-                objective = loss + args.unlearning * compiled_unlikelihood(
-                    *(each[chosen].to(args.device) for each in looped)
-                )
+            if looped:
+                unlearned = compiled_unlikelihood(*(each[chosen].to(args.device) for each in looped))
+                objective = loss + args.unlearning * unlearned
         objective.backward()
         torch.nn.utils.clip_grad_norm_(others, 1.0)
         for optimizer in optimizers:

@@ -141,7 +141,7 @@ def main() -> None:
                 seconds = spent / answered * (len(left) - answered)
                 print(
                     f"{len(done) + answered}/{len(prompts)} answers, {tokens} tokens, {tokens / spent:.0f} tokens/s, "
-                    f"{looping} looping, {mended} not the second time, {seconds / 60:.0f} min left",
+                    f"{looping} looping, {mended} sound only when asked again, {seconds / 60:.0f} min left",
                     flush=True,
                 )
 
