@@ -59,7 +59,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--temperatures", default="0,1")
     add(
         "--ways",
-        default="chain:1,chain:2,chain:3,chain:5,chain:7,tree:4,tree:8,tree:16,tree:32,tree:60",
+        default="chain:1,chain:2,chain:4,chain:7,tree:8,tree:24,tree:60",
         help="chains and trees of N guesses",
     )
     add("--widths", help="how many times as wide cycles are timed, powers of two (1,4; of another target 1)")

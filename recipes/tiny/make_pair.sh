@@ -40,11 +40,14 @@ own unlearn unlearned "$build/second_answers.jsonl" 60 0.2
 run write_answers.py --corpus "$build/corpus.jsonl" --target "$build/target" --out "$build/answers.jsonl" \
     --limit 24000 --sampled-share 0.3 --seed 3
 run pack_answers.py --answers "$build/answers.jsonl" --target "$build/target" --out "$build/data"
-"$python" -m blockdraft train dflash "$here/drafter.toml" --target "$build/target" --data "$build/data" --out "$build/drafter"
+# For both drafters, once: the layers that they read, and what the head reads, which is distilled.
+"$python" -m blockdraft features --taps 1,2,3,4,5,8 --target "$build/target" --data "$build/data" --out "$build/features"
+"$python" -m blockdraft train dflash "$here/drafter.toml" --target "$build/target" --data "$build/data" \
+    --features "$build/features" --out "$build/drafter"
 
 # A second kind, which begins with the DFlash drafter. Whether it is the faster one is told by wide twins of the pair.
 "$python" -m blockdraft train dspark "$here/dspark.toml" --init "$build/drafter" --target "$build/target" --data "$build/data" \
-    --out "$build/drafter-dspark"
+    --features "$build/features" --out "$build/drafter-dspark"
 drafters=("$build/drafter" "$build/drafter-dspark")
 PYTHONPATH="$here/../..${PYTHONPATH:+:$PYTHONPATH}" "$python" -m benchmarks.sizes.widen 4 "$build/wide" "$build/target" "${drafters[@]}"
 [ -f "$build/figures.json" ] || run measure.py --data "$data" --target "$build/target" --drafters "${drafters[@]}" \
