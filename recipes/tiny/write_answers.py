@@ -4,11 +4,15 @@ Each prompt is answered greedily, and some once more with sampling. Where an ans
 in its place until one does not: what the target has to learn there, as it has to unlearn the one that looped. If all
 loop, the drafter learns from none of them, for it would gain nothing. GSM8K and TheAlgorithms prompts are those of the
 corpus; word problems and Python tasks are drawn anew.
+
+`--hard` takes the prompts whose answers are hard to guess, GSM8K's and TheAlgorithms', alone: as they are, answered
+with sampling, for their greedy answers are known by heart, and with other numbers, which make them prompts never seen.
 """
 
 import argparse
 import json
 import random
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -25,6 +29,33 @@ from blockdraft.engine import Chunk, Request, loops
 
 FROM_CORPUS = {"gsm8k": 7500, "algorithms": 800}
 DRAWN = {"problem": 6000, "task": 4000, "odd_task": 2000}
+WITH_OTHER_NUMBERS = {"gsm8k": 1, "algorithms": 3}  # how often, each time with others
+NUMBER = re.compile(r"(?<![\w.,])[1-9]\d*(?![\w.,]*\d)")  # no part of a name, a fraction or a number with commas
+
+
+def with_other_numbers(prompt: str, rng: random.Random) -> str:
+    """The prompt with each whole number between half of it and twice it and 3."""
+    return NUMBER.sub(lambda found: str(rng.randint(max(1, int(found[0]) // 2), 2 * int(found[0]) + 3)), prompt)
+
+
+def hard_prompts(corpus: Path, seed: int, sampled_share: float) -> list[tuple[str, str, bool]]:
+    """As `training_prompts`, of the kinds that are hard to guess."""
+    rng = random.Random(seed)
+    prompts = []
+    with corpus.open(encoding="utf-8") as file:
+        for line in file:
+            row = json.loads(line)
+            if row["kind"] not in WITH_OTHER_NUMBERS:
+                continue
+            kind, prompt = row["kind"], row["messages"][0]["content"]
+            prompts.append((kind, prompt, True))
+            for _ in range(WITH_OTHER_NUMBERS[kind]):
+                other = with_other_numbers(prompt, rng)
+                prompts.append((f"{kind}_other", other, False))
+                if rng.random() < sampled_share:
+                    prompts.append((f"{kind}_other", other, True))
+    rng.shuffle(prompts)
+    return prompts
 
 
 def training_prompts(corpus: Path, seed: int, sampled_share: float) -> list[tuple[str, str, bool]]:
@@ -96,6 +127,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--sampled-share", type=float, default=0.5, help="of the prompts, answered once more")
     parser.add_argument("--temperature", type=float, default=0.7)
+    parser.add_argument("--hard", action="store_true", help="prompts whose answers are hard to guess alone")
     parser.add_argument("--again", type=int, default=4, help="how often to ask again where an answer loops")
     parser.add_argument("--limit", type=int, default=None, help="only so many prompts")
     parser.add_argument("--seed", type=int, default=1)
@@ -103,7 +135,7 @@ def main() -> None:
 
     target = load_target(args.target)
     engine = Engine(target, load_drafter("none", target=target), max_batch_size=args.batch)
-    prompts = training_prompts(args.corpus, args.seed, args.sampled_share)
+    prompts = (hard_prompts if args.hard else training_prompts)(args.corpus, args.seed, args.sampled_share)
     if args.limit is not None and args.limit > len(prompts):
         parser.error(
             f"--limit is {args.limit}; there are {len(prompts)}, so take at most as many, or draw more (DRAWN)"

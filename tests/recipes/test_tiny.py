@@ -19,7 +19,7 @@ from python_tasks import python_task
 from solve import answer_of, problems
 from train_target import MENDED, MIXTURES, check_kinds, kind_of, loop_rows, mixture, own_answers, packed_rows
 from word_problems import word_problem
-from write_answers import answers
+from write_answers import answers, hard_prompts, with_other_numbers
 
 from blockdraft import SamplingParams
 
@@ -152,6 +152,34 @@ def test_what_loops_is_asked_again_and_given_up_in_the_end() -> None:
     loop = [7] * 80
     assert found == [(0, [0, 0], []), (1, [1, 12], [loop] * 2), (2, loop, [loop] * 3)]
     assert engine.looping["always"] == 5
+
+
+def test_only_whole_numbers_change() -> None:
+    prompt = "def f2(x: int = 50): 1,200 apples, 3.5 pens, 20% of $80. >>> f2(7)"
+    found = {with_other_numbers(prompt, random.Random(seed)) for seed in range(100)}
+    form = re.compile(r"def f2\(x: int = (\d+)\): 1,200 apples, 3.5 pens, (\d+)% of \$(\d+)\. >>> f2\((\d+)\)")
+    drawn = [[int(number) for number in form.fullmatch(one).groups()] for one in found]  # type: ignore[union-attr]
+    assert len(found) > 90
+    for place, number in enumerate((50, 20, 80, 7)):
+        values = [one[place] for one in drawn]
+        assert number // 2 <= min(values) < number < max(values) <= 2 * number + 3
+
+
+def test_hard_prompts_are_drawn_as_they_are_and_answered_with_other_numbers(tmp_path: Path) -> None:
+    said = {"gsm8k": "How much is 12 * 30?", "algorithms": "def f(n: int = 40)", "problem": "How much is 2 + 2?"}
+    rows = [json.dumps({"kind": kind, "messages": [{"content": text}]}) for kind, text in said.items()]
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("\n".join(rows), encoding="utf-8")
+    found = hard_prompts(corpus, 1, sampled_share=1.0)
+    assert found == hard_prompts(corpus, 1, sampled_share=1.0) != hard_prompts(corpus, 2, sampled_share=1.0)
+    kinds = ["gsm8k", *2 * ["gsm8k_other"], "algorithms", *6 * ["algorithms_other"]]
+    assert sorted(kind for kind, _, _ in found) == sorted(kinds)
+    for kind, prompt, sampled in found:
+        if not kind.endswith("_other"):
+            assert prompt == said[kind] and sampled
+        else:
+            assert (kind, prompt, not sampled) in found, "each is answered greedily and with sampling"
+    assert any(prompt not in said.values() for _, prompt, _ in found)
 
 
 def test_an_answer_in_the_place_of_one_that_looped_is_learned_from_more_often(tmp_path: Path) -> None:
