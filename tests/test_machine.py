@@ -100,15 +100,16 @@ def test_flags_are_those_that_all_cores_have(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells")
 def test_a_peak_is_what_was_taken_at_most_since() -> None:
-    before = torch.ones(64 << 20, dtype=torch.uint8)
+    before = torch.ones(256 << 20, dtype=torch.uint8)
     del before  # no peak of what comes
     peak = machine.PeakMemory()
     least = peak.bytes()
-    taken = torch.ones(96 << 20, dtype=torch.uint8)
+    taken = torch.ones(384 << 20, dtype=torch.uint8)
     del taken
     most = peak.bytes()
     assert least is not None and most is not None
-    assert least < 48 << 20 and 95 << 20 <= most < 140 << 20
+    # Wide bounds: the system may take pages of mapped files from this process at any time.
+    assert least < 128 << 20 and 256 << 20 <= most < 512 << 20
 
 
 def test_a_peak_that_cannot_be_measured_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,33 +21,41 @@ if [ ! -f "$build/target/finished" ]; then
     touch "$build/target/finished"
 fi
 
-# The target learns from its own answers not to repeat itself: own STAGE DONE ANSWERS STEPS RATE [how to write the answers].
-own() {
-    local stage=$1 done=$2 answers=$3 steps=$4 rate=$5
-    shift 5
-    [ -f "$build/target/$done" ] && return
-    [ $# -eq 0 ] || run write_answers.py --corpus "$build/corpus.jsonl" --target "$build/target" --out "$answers" "$@"
-    run train_target.py --stage "$stage" --steps "$steps" --rate "$rate" \
-        --corpus "$build/corpus.jsonl" --answers "$answers" --out "$build/target"
-    rm "$build/target/${stage}_state.pt"
-    touch "$build/target/$done"
-}
-own settle settled "$build/first_answers.jsonl" 220 0.25 --limit 7000 --sampled-share 0.2
-own settle settled_again "$build/second_answers.jsonl" 60 0.25 --limit 24000 --sampled-share 0.3 --seed 2
-own unlearn unlearned "$build/second_answers.jsonl" 60 0.2
+answers() { run write_answers.py --corpus "$build/corpus.jsonl" --target "$build/target" --out "$build/$1" "${@:2}"; }
 
-# What the drafters learn from.
-run write_answers.py --corpus "$build/corpus.jsonl" --target "$build/target" --out "$build/answers.jsonl" \
-    --limit 24000 --sampled-share 0.3 --seed 3
-run pack_answers.py --answers "$build/answers.jsonl" --target "$build/target" --out "$build/data"
-# For both drafters, once: the layers that they read, and what the head reads, which is distilled.
-"$python" -m blockdraft features --taps 1,2,3,4,5,8 --target "$build/target" --data "$build/data" --out "$build/features"
-"$python" -m blockdraft train dflash "$here/drafter.toml" --target "$build/target" --data "$build/data" \
-    --features "$build/features" --out "$build/drafter"
+# The target learns from its own answers: not to repeat itself, and to be surer of what it says.
+# own STAGE DONE STEPS RATE ANSWERS...
+own() {
+    local answers=("${@:5}")
+    [ -f "$build/target/$2" ] && return
+    run train_target.py --stage "$1" --steps "$3" --rate "$4" --corpus "$build/corpus.jsonl" \
+        --answers "${answers[@]/#/$build/}" --out "$build/target"
+    rm "$build/target/${1}_state.pt"
+    touch "$build/target/$2"
+}
+if [ ! -f "$build/target/settled" ]; then answers first_answers.jsonl --limit 7000 --sampled-share 0.2; fi
+own settle settled 220 0.25 first_answers.jsonl
+if [ ! -f "$build/target/settled_again" ]; then answers second_answers.jsonl --limit 24000 --sampled-share 0.3 --seed 2; fi
+own settle settled_again 60 0.25 second_answers.jsonl
+own unlearn unlearned 60 0.2 second_answers.jsonl
+if [ ! -f "$build/target/sharpened" ]; then
+    answers third_answers.jsonl --limit 24000 --sampled-share 0.3 --seed 3
+    answers third_hard_answers.jsonl --hard --sampled-share 0.4 --temperature 1 --seed 4
+fi
+own sharpen sharpened 580 0.25 third_answers.jsonl third_hard_answers.jsonl
+
+# What the drafters learn from: mostly answers that are hard to guess. Features are computed once for both drafters: the
+# layers that they read, and what the head reads, which is distilled.
+answers hard_answers.jsonl --hard --sampled-share 0.4 --temperature 1 --limit 18000 --seed 6
+answers answers.jsonl --sampled-share 0.3 --temperature 1 --limit 7000 --seed 5
+run pack_answers.py --answers "$build/hard_answers.jsonl" "$build/answers.jsonl" --target "$build/target" --out "$build/data"
+learning=(--target "$build/target" --data "$build/data")
+"$python" -m blockdraft features --taps 1,2,3,4,5,8 "${learning[@]}" --out "$build/features"
+learning+=(--features "$build/features")
+"$python" -m blockdraft train dflash "$here/drafter.toml" "${learning[@]}" --out "$build/drafter"
 
 # A second kind, which begins with the DFlash drafter. Whether it is the faster one is told by wide twins of the pair.
-"$python" -m blockdraft train dspark "$here/dspark.toml" --init "$build/drafter" --target "$build/target" --data "$build/data" \
-    --features "$build/features" --out "$build/drafter-dspark"
+"$python" -m blockdraft train dspark "$here/dspark.toml" --init "$build/drafter" "${learning[@]}" --out "$build/drafter-dspark"
 drafters=("$build/drafter" "$build/drafter-dspark")
 PYTHONPATH="$here/../..${PYTHONPATH:+:$PYTHONPATH}" "$python" -m benchmarks.sizes.widen 4 "$build/wide" "$build/target" "${drafters[@]}"
 [ -f "$build/figures.json" ] || run measure.py --data "$data" --target "$build/target" --drafters "${drafters[@]}" \

@@ -79,7 +79,7 @@ def took_drafter(drafter: Path) -> Took | None:
     if not lines:
         return None
     seconds = sum(line["tokens"] / line["tokens_per_second"] for line in lines)
-    return Took("training", len(lines), sum(line["tokens"] for line in lines), seconds / 60)
+    return Took(drafter.name, len(lines), sum(line["tokens"] for line in lines), seconds / 60)
 
 
 def digest(folder: Path) -> str:

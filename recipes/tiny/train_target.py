@@ -15,9 +15,15 @@ ones that do not (rejection-sampling fine-tuning): it takes away more of the loo
 The stage `unlearn` lowers besides the likelihood of what repeats in the model's own looping answers (sequence-level
 unlikelihood training, arXiv 1908.04319), a little: with three times the weight and twice the steps, loops of a token or
 two took the place of those that went. It reads more problems than `settle`, so that fewer right answers are lost.
+
+The stage `sharpen` reads the model's own greedy answers to GSM8K and TheAlgorithms prompts, as they are and with other
+numbers (`write_answers.py --hard`): what it says by itself becomes likelier, so that its answers at temperature 1 are
+little worse than its greedy ones. Trained on text alone, a model of this size holds hardly any token for likely. It
+unlearns loops as well, which else come back.
 """
 
 import argparse
+import fileinput
 import json
 import math
 import random
@@ -61,6 +67,7 @@ MIXTURES = {
     },
     "settle": {"own": 0.75, "gsm8k": 0.1, "easy": 0.03, "problem": 0.02, "task": 0.1},
     "unlearn": {"own": 0.45, "gsm8k": 0.08, "easy": 0.28, "problem": 0.07, "task": 0.06, "odd_task": 0.06},
+    "sharpen": {"own": 0.6, "easy": 0.2, "problem": 0.07, "task": 0.06, "odd_task": 0.07},
 }
 STAGES = [stage for stage in MIXTURES if stage != "begin"]
 BEGINNING = 0.25  # share of the stage `main` in which its mixture comes out of the one that it begins with
@@ -68,6 +75,7 @@ EASY_STEPS = 2
 MAX_STEPS = 3  # of GSM8K answers after the stage `main`
 RUN = 6  # tokens that, said twice in an answer that loops, are unlearned
 LOOPS_A_STEP = 8  # answers
+SHARPENED = {"gsm8k", "gsm8k_other", "algorithms", "algorithms_other"}  # kinds of prompts
 MENDED = 4  # how often an answer comes that was drawn where another had looped
 SHORT, LONG, LONG_SHARE = 256, 512, 0.4
 
@@ -112,26 +120,32 @@ def check_kinds(documents: dict[str, list[list[int]]], stage: str) -> None:
         sys.exit(f"The stage {stage} needs documents of the kinds {', '.join(missing)}; make corpus and answers anew.")
 
 
-def own_answers(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+def own_answers(paths: list[Path], tokenizer: PreTrainedTokenizerBase, stage: str) -> list[list[int]]:
     """Chats of the model's own answers that ended by themselves and hardly repeat themselves.
 
-    Answers to TheAlgorithms prompts are left out: most are empty phrases of checks that it cannot fill. Answers in the
-    place of one that looped come several times, for there is most to learn from them.
+    For `sharpen` those that were decoded greedily, of its kinds. For other stages answers to TheAlgorithms prompts are
+    left out: most are empty phrases of checks that it cannot fill. Answers in the place of one that looped come several
+    times there, for there is most to learn from them.
     """
     documents = []
-    with path.open(encoding="utf-8") as file:
-        for line in file:
+    with fileinput.input(paths, encoding="utf-8") as lines:
+        for line in lines:
             row = json.loads(line)
             ids = row.get("ids", [None])
-            if ids[-1] == tokenizer.eos_token_id and row["kind"] != "algorithms" and not loops(ids, size=6, times=3):
+            if ids[-1] != tokenizer.eos_token_id or loops(ids, size=6, times=3):
+                continue
+            if stage == "sharpen":
+                times = int(row["kind"] in SHARPENED and row["temperature"] == 0)
+            else:
+                times = 0 if row["kind"] == "algorithms" else MENDED if "looped" in row else 1
+            if times:
                 answer = tokenizer.decode(row["ids"][:-1])
                 chat = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": answer}]
-                document = tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"]
-                documents += [document] * (MENDED if "looped" in row else 1)
+                documents += [tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"]] * times
     return documents
 
 
-def loop_rows(path: Path, tokenizer: PreTrainedTokenizerBase, length: int) -> tuple[Tensor, Tensor]:
+def loop_rows(paths: list[Path], tokenizer: PreTrainedTokenizerBase, length: int) -> tuple[Tensor, Tensor]:
     """The model's own answers that loop, and which of their tokens it should not have said.
 
     Returns:
@@ -139,8 +153,8 @@ def loop_rows(path: Path, tokenizer: PreTrainedTokenizerBase, length: int) -> tu
         that the answer holds already, `[n, length]` bool.
     """
     found, wrong = [], []
-    with path.open(encoding="utf-8") as file:
-        for line in file:
+    with fileinput.input(paths, encoding="utf-8") as lines:
+        for line in lines:
             row = json.loads(line)
             if "looped" not in row:
                 continue
@@ -192,8 +206,14 @@ def save_checkpoint(path: Path, state: dict[str, object]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=Path, default=Path("build/tiny/corpus.jsonl"))
-    parser.add_argument("--answers", type=Path, default=Path("build/tiny/answers.jsonl"), help="for settle and unlearn")
-    parser.add_argument("--unlearning", type=float, default=0.01, help="weight of what the stage unlearn adds")
+    parser.add_argument(
+        "--answers",
+        type=Path,
+        nargs="+",
+        default=[Path("build/tiny/answers.jsonl")],
+        help="for settle, unlearn and sharpen",
+    )
+    parser.add_argument("--unlearning", type=float, default=0.01, help="weight of what is unlearned")
     parser.add_argument("--out", type=Path, default=Path("build/tiny/target"), help="holds the tokenizer already")
     parser.add_argument("--stage", choices=STAGES, default="main")
     parser.add_argument("--steps", type=int, default=4000)
@@ -209,8 +229,8 @@ def main() -> None:
     torch.manual_seed(args.seed)
     tokenizer = AutoTokenizer.from_pretrained(args.out)
     documents = tokenized(args.corpus, tokenizer, args.stage)
-    if args.stage in ("settle", "unlearn"):
-        documents["own"] = own_answers(args.answers, tokenizer)
+    if "own" in MIXTURES[args.stage]:
+        documents["own"] = own_answers(args.answers, tokenizer, args.stage)
     print({kind: len(rows) for kind, rows in documents.items()}, flush=True)
     check_kinds(documents, args.stage)
     config = Qwen3Config(
@@ -268,11 +288,11 @@ def main() -> None:
         lambda: (SHORT if step < switch else LONG) + 1,
     )
     looped, order = None, torch.Generator().manual_seed(args.seed)
-    if args.stage == "unlearn":
+    if args.stage in ("unlearn", "sharpen"):
         looped = loop_rows(args.answers, tokenizer, SHORT + 1)
         print(f"{len(looped[0])} looping answers, {int(looped[1].sum())} tokens to unlearn", flush=True)
         if not len(looped[0]):
-            sys.exit(f"{args.answers} holds no answer that looped, so nothing is to be unlearned; skip this stage.")
+            sys.exit(f"{args.answers[0]} holds no answer that looped, so nothing is to be unlearned; skip this stage.")
     losses, began = [], time.time()
     making = Making(args.out, args.stage, start, args.tokens_per_step)
     for step in range(args.steps):

@@ -4,6 +4,7 @@ way to its GPU."""
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import platform
 from collections.abc import Iterator
@@ -63,7 +64,8 @@ class PeakMemory:
     the pages of files that are mapped. Only Linux tells, and forgets earlier peaks on request."""
 
     def __init__(self) -> None:
-        return_freed()  # else what was freed before would hide as much of what is to come
+        gc.collect()  # else what is freed meanwhile would hide as much of what is to come
+        return_freed()
         self._before: int | None = None
         with suppress(OSError):
             (PROCESS / "clear_refs").write_text("5")

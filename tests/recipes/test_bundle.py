@@ -49,6 +49,12 @@ def test_a_clearly_faster_second_drafter_comes_along(
     out, folder = tmp_path / "pair", build(1.1)
     (out / "drafter-dflash2").mkdir(parents=True)
     Making(folder / "target", "main", 0, 6144).note(100)
+    for steps, name in enumerate(DRAFTERS, 1):
+        log = folder / f"{name}.run/log.jsonl"
+        log.parent.mkdir()
+        log.write_text(steps * '{"tokens": 600000, "tokens_per_second": 10000}\n')
+    (folder / "answers.jsonl").write_text('{"ids": [1, 2]}\n')
+    (folder / "hard_answers.jsonl").write_text('{"ids": [3]}\n{}\n')
     said = bundle.bundle(folder, out)
     assert "drafter-dspark comes along and drafts by default" in said and "1.10 times as fast as drafter" in said
     assert {each.name for each in out.iterdir()} == {"target", *DRAFTERS}
@@ -60,6 +66,9 @@ def test_a_clearly_faster_second_drafter_comes_along(
         "42% of those of one or two steps; by steps: 1: 50%, 3: 10%." in target and "| main | 100 | 0.6 M |" in target
     )
     assert "DFlash v1" in dflash and "| tau of trees of 32 guesses | 4.10 | 4.10 |" in dflash
+    first = "| drafter | 1 | 0.6 M | 1 |\n"
+    assert first in dflash and f"{first}| drafter-dspark | 2 | 1.2 M | 2 |" in dspark
+    assert "drafter-dspark" not in dflash and "Learned from 2 answers, 3 tokens." in dflash
     assert "75 M parameters that says the same words decodes 1.10 times as fast" in dspark
     assert "| native backend, tokens/s plain, drafted in blocks of 4 (2 CPU cores) | 7.5, 7.5 |" in dspark
 

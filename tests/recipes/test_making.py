@@ -42,7 +42,7 @@ def test_a_drafters_run_tells_by_its_log(tmp_path: Path) -> None:
     log.parent.mkdir()
     lines = [{"step": n, "tokens": 600, "tokens_per_second": 10.0} for n in (1, 2)]
     log.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert took_drafter(tmp_path / "drafter") == Took("training", 2, 1200, 2.0)
+    assert took_drafter(tmp_path / "drafter") == Took("drafter", 2, 1200, 2.0)
 
 
 def test_answers_that_looped_do_not_count(tmp_path: Path) -> None:

@@ -182,6 +182,18 @@ def test_hard_prompts_are_drawn_as_they_are_and_answered_with_other_numbers(tmp_
     assert any(prompt not in said.values() for _, prompt, _ in found)
 
 
+class OneToken:
+    """A tokenizer of chats that are their answer, which is a number."""
+
+    eos_token_id = 0
+
+    def decode(self, ids: list[int]) -> str:
+        return str(ids[0])
+
+    def apply_chat_template(self, chat: list[dict[str, str]], return_dict: bool) -> dict[str, list[int]]:
+        return {"input_ids": [int(chat[1]["content"])]}
+
+
 def test_an_answer_in_the_place_of_one_that_looped_is_learned_from_more_often(tmp_path: Path) -> None:
     rows = [
         {"kind": "gsm8k", "prompt": "a", "ids": [5, 0]},
@@ -190,18 +202,24 @@ def test_an_answer_in_the_place_of_one_that_looped_is_learned_from_more_often(tm
         {"kind": "gsm8k", "prompt": "d", "looped": [7]},
     ]
     (tmp_path / "answers.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    tokenizer: Any = OneToken()
+    assert own_answers([tmp_path / "answers.jsonl"], tokenizer, "settle") == [[5], *[[6]] * MENDED]
 
-    class Tokenizer:
-        eos_token_id = 0
 
-        def decode(self, ids: list[int]) -> str:
-            return str(ids[0])
-
-        def apply_chat_template(self, chat: list[dict[str, str]], return_dict: bool) -> dict[str, list[int]]:
-            return {"input_ids": [int(chat[1]["content"])]}
-
-    tokenizer: Any = Tokenizer()
-    assert own_answers(tmp_path / "answers.jsonl", tokenizer) == [[5], *[[6]] * MENDED]
+def test_greedy_answers_to_hard_prompts_are_sharpened(tmp_path: Path) -> None:
+    files = [tmp_path / "answers.jsonl", tmp_path / "hard_answers.jsonl"]
+    row = {"prompt": "a", "temperature": 0.0}
+    looping = [*range(1, 7)] * 3 + [0]
+    rows = [
+        {**row, "kind": "gsm8k", "ids": [5, 0]},
+        {**row, "kind": "gsm8k", "ids": [6, 0], "temperature": 0.7},
+        {**row, "kind": "gsm8k", "ids": looping},
+        {**row, "kind": "problem", "ids": [7, 0]},
+    ]
+    files[0].write_text("\n".join(map(json.dumps, rows)) + "\n")
+    files[1].write_text(json.dumps({**row, "kind": "algorithms_other", "ids": [8, 0]}) + "\n")
+    tokenizer: Any = OneToken()
+    assert own_answers(files, tokenizer, "sharpen") == [[5], [8]]
 
 
 def test_only_what_an_answer_repeats_is_unlearned(tmp_path: Path) -> None:
@@ -215,7 +233,7 @@ def test_only_what_an_answer_repeats_is_unlearned(tmp_path: Path) -> None:
             return {"input_ids": [8, 8]}
 
     tokenizer: Any = Tokenizer()
-    tokens, wrong = loop_rows(tmp_path / "answers.jsonl", tokenizer, 20)
+    tokens, wrong = loop_rows([tmp_path / "answers.jsonl"], tokenizer, 20)
     assert tokens.tolist() == [[8, 8, *rows[1]["looped"], 0, 0, 0, 0]]
     assert wrong[0].nonzero().flatten().tolist() == [13, 14]  # 1 2 3 4 5 6 once more, and 2 3 4 5 6 1
-    assert torch.equal(loop_rows(tmp_path / "answers.jsonl", tokenizer, 14)[0], tokens[:, :14])
+    assert torch.equal(loop_rows([tmp_path / "answers.jsonl"], tokenizer, 14)[0], tokens[:, :14])
