@@ -60,7 +60,7 @@ def test_the_target_may_write_the_text(
     assert code == 0, err
     assert "prompts: 1" in err and "answers: 640 of 640" in err and "calibrated" in out
     found = {line.split()[0]: float(line.split()[-2]) for line in out.splitlines()[1:] if line.strip()}
-    assert 1 < found["as"] < 10  # it knows what it says
+    assert 1 < found["as"] < 40  # it knows what it says, of 4,096 tokens
 
 
 @pytest.mark.parametrize(
