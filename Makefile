@@ -4,7 +4,7 @@
 PYTHON ?= python3
 PIP = .venv/bin/python -m pip --disable-pip-version-check
 WIDE = --target build/demo/target --drafter build/demo/drafter --dtype bfloat16
-QUESTION = A baker makes 4 trays of 6 rolls. She sells 9 rolls. How many rolls are left?
+QUESTION = Tom has 3 boxes of 12 pens. He gives away 5 pens. How many are left?
 
 # One thread a worker: the models of the tests are too small to share.
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --maxprocesses 8

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 WORK, DIST = ROOT / "build" / "wheel", ROOT / "dist"
 PACKED = ("pyproject.toml", "README.md", "LICENSE", "src")
 GLIBC = 28  # 2.28: that of torch's own wheels
-QUESTION = "A baker makes 4 trays of 6 rolls. She sells 9 rolls. How many rolls are left?"
+QUESTION = "Tom has 3 boxes of 12 pens. He gives away 5 pens. How many are left?"
 RUNTIMES = """
 import sys, torch
 from pathlib import Path

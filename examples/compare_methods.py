@@ -11,8 +11,8 @@ from blockdraft import Drafting, Engine, SamplingParams, load_drafter, load_targ
 from blockdraft.engine import merge
 
 PROMPTS = [
-    "A baker makes 4 trays of 6 rolls. She sells 9 rolls. How many rolls are left?",
-    "Ann reads 12 pages a day. How many pages does she read in 5 days?",
+    "Tom has 3 boxes of 12 pens. He gives away 5 pens. How many are left?",
+    "Ben reads 15 pages a day. His book has 180 pages. After 7 days, how many pages are left to read?",
 ]
 METHODS = {
     "plain": ("none", Drafting()),

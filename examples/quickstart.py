@@ -5,7 +5,7 @@ python examples/quickstart.py
 
 import blockdraft
 
-QUESTION = "A baker makes 4 trays of 6 rolls. She sells 9 rolls. How many rolls are left?"
+QUESTION = "Tom has 3 boxes of 12 pens. He gives away 5 pens. How many are left?"
 
 
 def main() -> None:
