@@ -14,7 +14,7 @@ PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --maxprocesses 8
 demo: .venv/.installed
 	.venv/bin/blockdraft generate --compare --tree-budget 16 --backend hf "$(QUESTION)"
 	.venv/bin/blockdraft generate --compare "$(QUESTION)"
-	@echo; echo "A forward of 5 M parameters takes so little time that guessing has not much to gain."
+	@echo; echo "A forward of 5 M parameters takes so little time that the processor decides what guessing gains."
 	@echo "The same pair, four times as wide, says the same words at the cost of 75 M parameters, in bfloat16 and in 8 bits:"
 	.venv/bin/python -m benchmarks.sizes.widen 4 build/demo
 	.venv/bin/blockdraft generate --compare $(WIDE) "$(QUESTION)"

@@ -1,6 +1,8 @@
 """How many program-made problems a target solves, by their steps: problems of a seed that no corpus is made with.
 
-A problem counts as solved where the box at the end of the greedy answer holds its result.
+A problem counts as solved where the box at the end of the greedy answer holds its result. `--drafter` tells how many
+tokens a cycle (tau) it makes on these problems, and `--tasks` how many program-made Python tasks, as they are and with
+names that say nothing, the target writes as their solution has them, word for word.
 """
 
 import argparse
@@ -10,11 +12,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from corpus import MATHS_REQUEST
+from corpus import MATHS_REQUEST, ODD, python_chat
+from python_tasks import python_task
 from word_problems import word_problem
 
-from blockdraft import Engine, SamplingParams, load_target
-from blockdraft.engine import loops
+from blockdraft import Engine, SamplingParams, load_drafter, load_target
+from blockdraft.engine import loops, merge
 from blockdraft.targets import Target
 
 SEED = 20_000_003
@@ -63,14 +66,55 @@ def solved(target: Target, count: int, corpus: Path | None) -> dict[str, Any]:
     }
 
 
+def tau(target: Target, drafter: str, count: int, corpus: Path | None) -> float:
+    """Tokens a cycle on the same problems."""
+    asked = problems(count, read_questions(corpus) if corpus else frozenset())
+    with Engine(target, load_drafter(drafter, target=target), max_batch_size=16) as engine:
+        said = engine.generate([question + MATHS_REQUEST for question, _ in asked], SamplingParams(200))
+    return merge(completion.stats for completion in said).tau
+
+
+def written(target: Target, count: int, odd: float, corpus: Path | None) -> float:
+    """Share of Python tasks whose greedy answer is their solution. Tasks of this corpus are not among them.
+
+    Args:
+        odd: Share of the names that say nothing.
+    """
+    known, asked = set[str](), list[tuple[str, str]]()
+    if corpus:
+        with corpus.open(encoding="utf-8") as file:
+            rows = (json.loads(line) for line in file)
+            known = {row["messages"][0]["content"] for row in rows if row["kind"] in ("task", "odd_task")}
+    rng = random.Random(SEED)
+    while len(asked) < count:
+        task, solution = (
+            message["content"] for message in python_chat("task", *python_task(rng, odd), rng)["messages"]
+        )
+        if task not in known:
+            known.add(task)
+            asked.append((task, solution))
+    with Engine(target, max_batch_size=32) as engine:
+        said = engine.generate([task for task, _ in asked], SamplingParams(200))
+    same = (completion.text.strip() == solution for completion, (_, solution) in zip(said, asked, strict=True))
+    return sum(same) / count
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=Path, default=None, help="default: the bundled target")
     parser.add_argument("--corpus", type=Path, default=None, help="leave out its problems")
     parser.add_argument("--count", type=int, default=500)
+    parser.add_argument("--drafter", default=None, help="tell its tau, too; bundled is the bundled one")
+    parser.add_argument("--tasks", type=int, default=0, help="ask so many Python tasks of each sort, too")
     parser.add_argument("--out", type=Path, default=None, help="JSON file for the figures")
     args = parser.parse_args()
-    figures = solved(load_target(args.target, threads="auto"), args.count, args.corpus)
+    target = load_target(args.target, threads="auto")
+    figures = solved(target, args.count, args.corpus)
+    if args.drafter:
+        figures["tau"] = round(tau(target, args.drafter, args.count, args.corpus), 2)
+    if args.tasks:
+        shares = (round(written(target, args.tasks, odd, args.corpus), 3) for odd in (0.0, ODD))
+        figures["tasks_as_their_solution"] = dict(zip(("usual names", "odd names"), shares, strict=True))
     print(json.dumps(figures, indent=2))
     if args.out:
         args.out.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")

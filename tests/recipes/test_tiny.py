@@ -12,11 +12,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import solve
 import torch
 from corpus import clean_gsm8k, documented_functions
 from paired_answers import pairs
 from python_tasks import python_task
-from solve import answer_of, problems
+from solve import answer_of, problems, written
 from train_target import MENDED, MIXTURES, check_kinds, kind_of, loop_rows, mixture, own_answers, packed_rows
 from word_problems import word_problem
 from write_answers import answers, hard_prompts, with_other_numbers
@@ -180,6 +181,51 @@ def test_hard_prompts_are_drawn_as_they_are_and_answered_with_other_numbers(tmp_
         else:
             assert (kind, prompt, not sampled) in found, "each is answered greedily and with sampling"
     assert any(prompt not in said.values() for _, prompt, _ in found)
+
+
+def test_tasks_count_that_are_written_as_their_solution_and_that_no_corpus_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[str]()
+
+    class Wrong:
+        """Answers nothing right, and keeps what it was asked."""
+
+        def __init__(self, *given: Any, **named: Any) -> None: ...
+        def __enter__(self) -> "Wrong":
+            return self
+
+        def __exit__(self, *error: object) -> None: ...
+        def generate(self, prompts: list[str], params: SamplingParams) -> list[Any]:
+            asked.extend(prompts)
+            return [SimpleNamespace(text="") for _ in prompts]
+
+    class Knows(Wrong):
+        """Knows every task, and is wrong about the first."""
+
+        def generate(self, prompts: list[str], params: SamplingParams) -> list[Any]:
+            return [SimpleNamespace(text="\n" + said[prompt] * (n > 0)) for n, prompt in enumerate(prompts)]
+
+    target: Any = None
+    said = dict[str, str]()
+    chat = solve.python_chat
+
+    def kept(*given: Any) -> Any:
+        found = chat(*given)
+        said[found["messages"][0]["content"]] = found["messages"][1]["content"]
+        return found
+
+    monkeypatch.setattr(solve, "python_chat", kept)
+    monkeypatch.setattr(solve, "Engine", Wrong)
+    assert written(target, 20, 0.0, None) == 0 and len(set(asked)) == 20
+    monkeypatch.setattr(solve, "Engine", Knows)
+    assert written(target, 20, 0.5, None) == 0.95
+    first, corpus = asked.copy(), tmp_path / "corpus.jsonl"
+    corpus.write_text(json.dumps({"kind": "task", "messages": [{"content": first[3]}]}) + "\n")
+    asked.clear()
+    monkeypatch.setattr(solve, "Engine", Wrong)
+    written(target, 20, 0.0, corpus)
+    assert first[3] not in asked and asked[:3] == first[:3] and len(asked) == 20
 
 
 class OneToken:
