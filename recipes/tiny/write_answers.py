@@ -41,7 +41,7 @@ def with_other_numbers(prompt: str, rng: random.Random) -> str:
 def hard_prompts(corpus: Path, seed: int, sampled_share: float) -> list[tuple[str, str, bool]]:
     """As `training_prompts`, of the kinds that are hard to guess."""
     rng = random.Random(seed)
-    prompts = []
+    prompts, asked = list[tuple[str, str, bool]](), set[str]()
     with corpus.open(encoding="utf-8") as file:
         for line in file:
             row = json.loads(line)
@@ -51,6 +51,9 @@ def hard_prompts(corpus: Path, seed: int, sampled_share: float) -> list[tuple[st
             prompts.append((kind, prompt, True))
             for _ in range(WITH_OTHER_NUMBERS[kind]):
                 other = with_other_numbers(prompt, rng)
+                if other in asked:  # a prompt without numbers has no others
+                    continue
+                asked.add(other)
                 prompts.append((f"{kind}_other", other, False))
                 if rng.random() < sampled_share:
                     prompts.append((f"{kind}_other", other, True))

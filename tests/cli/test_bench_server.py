@@ -68,6 +68,7 @@ def test_failed_requests_end_in_1(bench: Run, tmp_path: Path) -> None:
     assert result.code == 1 and "2 requests failed: status 500" in result.out
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs_leaves_the_levels_before(bench: Run, tmp_path: Path) -> None:
     more, out = tmp_path / "more.jsonl", tmp_path / "out"
     more.write_text('{"prompt": "HANG"}\n{"prompt": "long enough to be asked first"}\n')

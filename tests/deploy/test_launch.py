@@ -127,6 +127,7 @@ def test_pairs_that_do_not_fit(tmp_path: Path, tiny_target_dir: Path, tiny_draft
         command("llama", target, str(tiny_drafter_dir), 8000)
 
 
+@pytest.mark.slow
 def test_engines_that_do_not_come_up(program: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     with pytest.raises(UsageError, match="no-such-engine cannot be started .* --dry-run"):
@@ -145,6 +146,7 @@ def test_engines_that_do_not_come_up(program: Callable[[str], Path], monkeypatch
             Running([str(file)], port, 5)
 
 
+@pytest.mark.slow
 def test_workers_of_an_engine_that_died_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, child, go = (tmp_path / name for name in ("engine", "child", "go"))
     engine.write_text(f"#!/bin/sh\nsleep 60 &\necho $! > {child}\nwhile [ ! -e {go} ]; do sleep 0.02; done\nexit 3\n")
@@ -204,7 +206,13 @@ def test_other_engines_get_the_bundled_dflash_drafter(
 
 
 @pytest.mark.parametrize("keep", [True, False])
-@pytest.mark.parametrize(("prompt", "told"), [("FAIL", "4 requests failed"), ("HANG", "gone 1 s without an answer")])
+@pytest.mark.parametrize(
+    ("prompt", "told"),
+    [
+        ("FAIL", "4 requests failed"),
+        pytest.param("HANG", "gone 1 s without an answer", marks=pytest.mark.slow),
+    ],
+)
 def test_a_measurement_that_failed_does_not_end_serving(
     keep: bool,
     prompt: str,

@@ -47,6 +47,7 @@ def test_an_engine_ends_with_the_command(tmp_path: Path, monkeypatch: pytest.Mon
         signal.signal(signal.SIGTERM, before)
 
 
+@pytest.mark.slow
 def test_an_engine_may_be_started_in_any_thread(tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as other, pytest.raises(UsageError, match="did not answer"):
         other.submit(Running, engine(tmp_path), 1, 3).result()

@@ -183,6 +183,13 @@ def test_hard_prompts_are_drawn_as_they_are_and_answered_with_other_numbers(tmp_
     assert any(prompt not in said.values() for _, prompt, _ in found)
 
 
+def test_hard_prompts_without_numbers_are_answered_greedily_once(tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text(json.dumps({"kind": "algorithms", "messages": [{"content": "def f()"}]}), encoding="utf-8")
+    found = hard_prompts(corpus, 1, sampled_share=0.0)
+    assert sorted(found) == [("algorithms", "def f()", True), ("algorithms_other", "def f()", False)]
+
+
 def test_tasks_count_that_are_written_as_their_solution_and_that_no_corpus_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

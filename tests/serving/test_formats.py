@@ -146,6 +146,7 @@ def test_an_answer_is_a_call_or_text_of_a_form(client: Client, engine: Engine, e
         assert choice["finish_reason"] == ("tool_calls" if called else "stop")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("with_tools", "slow")
 def test_streams_are_not_silent_while_a_call_is_written(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     function = {"name": "paint", "parameters": SCHEMA}
@@ -160,6 +161,7 @@ def test_streams_are_not_silent_while_a_call_is_written(client: Client, monkeypa
             assert "arguments" in text and (not comments) == silent
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("with_tools", "slow")
 def test_decoding_ends_with_the_only_call(client: Client, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     def several(*given: Any) -> Any:

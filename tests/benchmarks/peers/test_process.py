@@ -32,7 +32,12 @@ def test_a_peer_that_is_not_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "option, reason", [("die", "it ended with 1: out of memory"), ("fail", "ValueError: no"), ("hang", "within 2 s")]
+    "option, reason",
+    [
+        ("die", "it ended with 1: out of memory"),
+        ("fail", "ValueError: no"),
+        pytest.param("hang", "within 2 s", marks=pytest.mark.slow),
+    ],
 )
 def test_a_peer_that_fails_says_why(option: str, reason: str, tmp_path: Path) -> None:
     with started(fake("a", **{option: 7}), tmp_path, patience=2) as peer, pytest.raises(PeerError, match=reason):
