@@ -17,7 +17,6 @@ from blockdraft.drafters.draft_lm import DraftLMDrafter
 from blockdraft.errors import UsageError
 from blockdraft.formats import read_config, read_drafter
 from blockdraft.nn.dflash import DFlashNetwork
-from blockdraft.nn.dflash2 import DFlash2Network
 from blockdraft.targets import BUNDLED, Target
 
 
@@ -86,5 +85,5 @@ def check_compiled(kind: str, drafter: Drafter) -> None:
     """Refuse a drafter that could be compiled and is not."""
     network = getattr(drafter, "network", None)
     reason = getattr(drafter, "compile_reason", None)
-    if isinstance(network, DFlashNetwork) and not isinstance(network, DFlash2Network) and reason is not None:
+    if isinstance(network, DFlashNetwork) and reason is not None:
         raise UsageError(f"{KINDS[kind].title} is not compiled: {reason}. Add --uncompiled to measure it all the same.")

@@ -28,7 +28,7 @@ WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_va
 
 
 def widen(folder: Path, out: Path, factor: int) -> Path:
-    """Write a wider twin of a model folder, of a target or a DFlash or DSpark drafter of Qwen3's shape; returns `out`.
+    """Write a wider twin of a folder, of a target or a DFlash, DFlash2 or DSpark drafter of Qwen3's shape; returns `out`.
 
     Raises:
         ValueError: The factor is no power of two.
@@ -43,7 +43,8 @@ def widen(folder: Path, out: Path, factor: int) -> Path:
     config.pop("target_fingerprint", None)  # of a drafter: the wide target is another one
     (out / "config.json").write_text(json.dumps(config, indent=2))
     weights = load_file(folder / "model.safetensors")
-    wide = {name: _wide(name, weight, factor, hidden).contiguous() for name, weight in weights.items()}
+    groups = hidden // config.get("dflash_config", {}).get("conv_group_size", hidden)
+    wide = {name: _wide(name, weight, factor, hidden, groups).contiguous() for name, weight in weights.items()}
     save_file(wide, out / "model.safetensors", {"format": "pt"})
     for file in folder.iterdir():
         if file.name.startswith(("tokenizer", "chat_template", "generation_config")):
@@ -51,8 +52,15 @@ def widen(folder: Path, out: Path, factor: int) -> Path:
     return out
 
 
-def _wide(name: str, weight: Tensor, factor: int, hidden: int) -> Tensor:
+def _wide(name: str, weight: Tensor, factor: int, hidden: int, groups: int) -> Tensor:
+    """
+    Args:
+        hidden: Size before.
+        groups: Of channels that share a correction of a convolution, before.
+    """
     if name.startswith("markov_head.") or name == "confidence_head.proj.bias":  # of tokens, and a single number
+        return weight
+    if name.endswith("_codebook"):  # of tokens, too
         return weight
     if name == "confidence_head.proj.weight":  # reads what the final norm made, as the head does, and the token before
         return torch.cat([weight[:, :hidden].repeat(1, factor), weight[:, hidden:]], dim=1)
@@ -63,8 +71,12 @@ def _wide(name: str, weight: Tensor, factor: int, hidden: int) -> Tensor:
         return weight.repeat(factor) / factor
     if weight.ndim == 1:
         return weight.repeat(factor)
-    if part in ("embed_tokens", "lm_head"):
+    if part in ("embed_tokens", "lm_head", "hidden_projection"):
         return weight.repeat(1, factor)
+    if part == "base_kernel":  # of each channel
+        return weight.repeat(1, 1, factor)
+    if part == "kernel_projection":
+        return weight.unflatten(0, (-1, groups)).repeat(1, factor, factor).flatten(0, 1) / factor
     if part == "fc":  # reads several layers side by side, each of which is repeated
         outputs, inputs = weight.shape
         each = weight.view(outputs, inputs // outputs, outputs).repeat(factor, 1, factor)

@@ -74,6 +74,7 @@ def set_layer(name: str, **values: object) -> Callable[..., None]:
 
 
 POINTER, SIZES, COUNTS, THREADS = "a pointer is null", "a size of the model", "fewer than 0 rows", "fewer threads"
+KIND, CONVOLUTIONS = "a weight is of a kind", ("attention_conv", "mlp_conv")
 LENGTHS, PARENTS, TAPS, LOGITS = "a row begins before", "the parent of a node", "a tap lies beyond", "logits are wanted"
 BOTH = {
     **{f"no {name}": (set_call(**{name: None}), POINTER) for name in ("lengths", "starts", "store")},
@@ -82,6 +83,16 @@ BOTH = {
     **{f"inputs of {name}": (set_layer(name, inputs=7), SIZES) for name in library.PROJECTIONS},
     **{f"outputs of {name}": (set_layer(name, outputs=7), SIZES) for name in library.PROJECTIONS},
     **{f"{name} 0": (set_model(**{name: 0}), SIZES) for name in ("num_layers", "hidden", "inner", "heads", "kv_heads")},
+    **{f"{name} of -1 taps": (set_layer(name, taps=-1, groups=1, base=8), SIZES) for name in CONVOLUTIONS},
+    **{f"{name} without end": (set_layer(name, taps=1 << 62, groups=1, base=8), SIZES) for name in CONVOLUTIONS},
+    **{f"{name} of 0 groups": (set_layer(name, taps=1, groups=0, base=8), SIZES) for name in CONVOLUTIONS},
+    **{f"{name} of uneven groups": (set_layer(name, taps=1, groups=5, base=8), SIZES) for name in CONVOLUTIONS},
+    **{f"{name} without taps": (set_layer(name, taps=1, groups=1, base=None), POINTER) for name in CONVOLUTIONS},
+    **{f"{name} uncorrected": (set_layer(name, taps=1, groups=1, base=8), POINTER) for name in CONVOLUTIONS},
+    **{
+        f"{name} in few bits": (set_layer(name, taps=1, groups=1, base=8, projection=LinearFields(8, kind=2)), KIND)
+        for name in CONVOLUTIONS
+    },
     "heads that are in no group": (set_model(heads=3), SIZES),
     "heads of 3": (set_model(head_dim=3), SIZES),
     "no angles": (set_model(max_positions=0), SIZES),

@@ -16,6 +16,12 @@
     FIELD(S, i64, group) FIELD(S, i64, half_scales)
 STRUCT(Linear)
 
+/* Of a layer's input and output along the nodes of a row: taps [2, taps, hidden], corrected for each of so many groups of
+   channels by a projection of the input, [2, taps, groups] for each node. There is none where there are no taps. */
+#define Convolution_FIELDS(FIELD, S)                                                                      \
+    FIELD(S, Linear, projection) FIELD(S, const float *, base) FIELD(S, i64, taps) FIELD(S, i64, groups)
+STRUCT(Convolution)
+
 /* Norms but the first two may be null. whole_block: nodes see all nodes of their row, not their ancestors only. */
 #define Layer_FIELDS(FIELD, S)                                                                            \
     FIELD(S, Linear, qkv) FIELD(S, Linear, output) FIELD(S, Linear, gate_up) FIELD(S, Linear, down)       \
@@ -23,7 +29,8 @@ STRUCT(Linear)
     FIELD(S, const float *, after_attention) FIELD(S, const float *, after_mlp)                           \
     FIELD(S, const float *, query_norm) FIELD(S, const float *, key_norm)                                 \
     FIELD(S, const float *, cos) FIELD(S, const float *, sin)                                             \
-    FIELD(S, i64, window) FIELD(S, i64, whole_block)
+    FIELD(S, i64, window) FIELD(S, i64, whole_block)                                                      \
+    FIELD(S, Convolution, attention_conv) FIELD(S, Convolution, mlp_conv)
 STRUCT(Layer)
 
 /* max_positions: of the tables cos and sin. */
@@ -56,7 +63,7 @@ typedef struct {
 
 /* The fields of all structs; behind each struct's its own size, without a name; null ends it. */
 const Field *fields(void) {
-    static const Field all[] = {DESCRIBED(Linear) DESCRIBED(Layer) DESCRIBED(Model) DESCRIBED(Call){0}};
+    static const Field all[] = {DESCRIBED(Linear) DESCRIBED(Convolution) DESCRIBED(Layer) DESCRIBED(Model) DESCRIBED(Call){0}};
     return all;
 }
 
@@ -113,6 +120,14 @@ static i64 check_linear(const Linear *l, i64 inputs, i64 outputs) {
     return check_kind(l);
 }
 
+static i64 check_convolution(const Convolution *c, i64 size) {
+    if (!c->taps) return 0;
+    REFUSE(c->taps < 0 || c->groups < 1 || size % c->groups || c->taps > MOST / 2 / c->groups, SIZES);
+    REFUSE(!c->base, POINTER);
+    REFUSE(c->projection.kind != WEIGHT, KIND);
+    return check_linear(&c->projection, size, 2 * c->taps * c->groups);
+}
+
 static i64 check_layers(const Model *m) {
     const i64 H = m->hidden, mixed = m->heads * m->head_dim;
     for (i64 index = 0; index < m->num_layers; index++) {
@@ -121,6 +136,8 @@ static i64 check_layers(const Model *m) {
         if (!wrong) wrong = check_linear(&layer->output, mixed, H);
         if (!wrong) wrong = check_linear(&layer->gate_up, H, 2 * m->inner);
         if (!wrong) wrong = check_linear(&layer->down, m->inner, H);
+        if (!wrong) wrong = check_convolution(&layer->attention_conv, H);
+        if (!wrong) wrong = check_convolution(&layer->mlp_conv, H);
         REFUSE(wrong, -wrong);
         REFUSE(!layer->before_attention || !layer->before_mlp || !layer->cos || !layer->sin, POINTER);
     }

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from blockdraft.cpu.build import build
 from blockdraft.cpu.compiled import EVERYWHERE, CompiledDecoder, CompiledLayers, address, numbers
-from blockdraft.cpu.library import KINDS, CallFields, Library, LinearFields, ModelFields
+from blockdraft.cpu.library import KINDS, CallFields, ConvolutionFields, Library, LinearFields, ModelFields
 from blockdraft.machine import return_freed
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.dflash import DFlashNetwork, DraftLayer
+from blockdraft.nn.dflash2 import ConvolvedLayer, DynamicConv
 from blockdraft.nn.draft_pass import DraftPass
 from blockdraft.nn.packed import PackedLinear, fits_bfloat16, lay_out
 from blockdraft.nn.quantized import LEAST_GROUP, PIECE, QuantizedWeight, best_group
@@ -32,7 +33,7 @@ def why_not_drafts(network: DFlashNetwork, dtype: torch.dtype) -> str | None:
         return f"it is for CPUs, and the device is {device}"
     if dtype not in KINDS:
         return f"it knows float32 and bfloat16, and the dtype is {str(dtype).removeprefix('torch.')}"
-    if network.layer_class is not DraftLayer:
+    if network.layer_class not in (DraftLayer, ConvolvedLayer):
         return f"it does not know layers of the kind {network.layer_class.__name__}"
     return f"heads of {network.config.head_dim} are no multiple of 4" if network.config.head_dim % 4 else None
 
@@ -163,6 +164,9 @@ class CompiledDraftPass(CompiledLayers):
             own.query_norm = self._pointer(attention.q_norm.weight)
             own.key_norm = self._pointer(attention.k_norm.weight)
             own.window, own.whole_block = kind.window or 0, not kind.causal
+            if isinstance(layer, ConvolvedLayer):
+                own.attention_conv = self._convolution(layer.attention_conv)
+                own.mlp_conv = self._convolution(layer.mlp_conv)
         self._model = ModelFields(
             self._layers,
             LinearFields() if target is None else target.embedding,
@@ -253,11 +257,17 @@ class CompiledDraftPass(CompiledLayers):
     def _pointer(self, weight: Tensor) -> int:
         return super()._pointer(weight.to(self._dtype))
 
-    def _pack(self, module: nn.Module, *names: str) -> LinearFields:
-        """Lay some projections of a module out as one."""
+    def _convolution(self, module: DynamicConv) -> ConvolutionFields:
+        _, taps, groups = module.corrections
+        # Not rounded to few bits: it is small, and what it corrects is near the identity.
+        projection = self._pack(module, "kernel_projection", rounds=False)
+        return ConvolutionFields(projection, self._pointer(module.base_kernel), taps, groups)
+
+    def _pack(self, module: nn.Module, *names: str, rounds: bool = True) -> LinearFields:
+        """Lay some projections of a module out as one, rounded if weights are and `rounds`."""
         projections, dtype = [cast(nn.Linear, getattr(module, name)) for name in names], self._dtype
         parts: list[Tensor | QuantizedWeight] = [each.weight.detach() for each in projections]
-        if self._bits is not None:
+        if self._bits is not None and rounds:
             group, step = best_group(projections[0].in_features), max(1, PIECE // projections[0].in_features)
             pieces = [piece for each in projections for piece in each.weight.detach().split(step)]
             parts = [rounded(piece.to(dtype), self._bits, group, shares=QUICK) for piece in pieces]

@@ -154,6 +154,51 @@ static void activate(const Model *m, float *gate_up, i64 rows) {
     }
 }
 
+static i64 corrections_of(const Convolution *c) { return 2 * c->taps * c->groups; }
+
+/* y along the nodes of its row, by one side of the taps and their corrections; nothing comes in from before the row. */
+static void convolve(const Model *m, const Call *call, const Convolution *c, i64 side, const float *corrections,
+                     const float *y, float *out, int add) {
+    const i64 H = m->hidden, size = H / c->groups;
+    SHARE(call->batch * call->nodes, first, last);
+    for (i64 row = first; row < last; row++) {
+        const i64 node = row % call->nodes, taps = c->taps <= node ? c->taps : node + 1;
+        const float *corrected = corrections + row * corrections_of(c) + side * c->taps * c->groups;
+        for (i64 group = 0; group < c->groups; group++) {
+            const i64 from = group * size;
+            float *to = out + row * H + from;
+            for (i64 tap = 0; tap < taps; tap++) {
+                const float *base = c->base + (side * c->taps + tap) * H + from, *in = y + (row - tap) * H + from;
+                const float delta = corrected[tap * c->groups + group];
+                if (tap || add)
+                    for (i64 i = 0; i < size; i++) to[i] += (base[i] + delta) * in[i];
+                else
+                    for (i64 i = 0; i < size; i++) to[i] = (base[i] + delta) * in[i];
+            }
+        }
+    }
+}
+
+/* What a layer's first projection reads of the normed rows h: themselves, or convolved ones. */
+static const float *convolved(const Model *m, const Call *call, const Convolution *c, const float *h,
+                              float *corrections, float *turned) {
+    if (!c->taps) return h;
+#pragma omp barrier
+    project(&c->projection, h, m->hidden, (Rounded){0}, call->batch * call->nodes, corrections, corrections_of(c), 0);
+#pragma omp barrier
+    convolve(m, call, c, 0, corrections, h, turned, 0);
+    return turned;
+}
+
+/* Add to x what a layer's last projection left in h, where it has not been added yet: convolved or normed. */
+static void add_output(const Model *m, const Call *call, const Convolution *c, const float *norm,
+                       const float *corrections, const float *h, float *x) {
+    if (c->taps) {
+        convolve(m, call, c, 1, corrections, h, x, 1);
+#pragma omp barrier
+    } else if (norm) norm_rows(h, norm, m->eps, m->hidden, call->batch * call->nodes, x, 1);
+}
+
 static void tap(const Model *m, const Call *call, i64 layer, const float *x) {
     const i64 H = m->hidden;
     SHARE(call->batch * call->nodes, first, last);
@@ -165,7 +210,7 @@ static void tap(const Model *m, const Call *call, i64 layer, const float *x) {
 
 /* Where things lie in the workspace, in numbers of `float`; `end` is what is needed of it. */
 typedef struct {
-    i64 depths, x, h, qkv, wide, scores, scores_of_thread, strange, rounded, end;
+    i64 depths, x, h, qkv, wide, turned, corrections, scores, scores_of_thread, strange, rounded, end;
 } Places;
 
 static int has_integers(const Model *m) {
@@ -199,7 +244,16 @@ static Places places(const Model *m, i64 rows, i64 slots, i64 threads) {
     p.h = p.x + rows * m->hidden;
     p.qkv = p.h + rows * m->hidden;
     p.wide = p.qkv + rows * width;
-    p.scores = p.wide + rows * (2 * m->inner > mix_width ? 2 * m->inner : mix_width);
+    i64 most = 0; /* corrections of a row */
+    for (i64 index = 0; index < m->num_layers; index++) {
+        const i64 first = corrections_of(&m->layers[index].attention_conv);
+        const i64 second = corrections_of(&m->layers[index].mlp_conv);
+        if (first > most) most = first;
+        if (second > most) most = second;
+    }
+    p.turned = p.wide + rows * (2 * m->inner > mix_width ? 2 * m->inner : mix_width);
+    p.corrections = p.turned + (most ? rows * m->hidden : 0);
+    p.scores = p.corrections + rows * most;
     p.scores_of_thread = QUERIES * ((slots + LANES - 1) / LANES * LANES);
     p.strange = p.scores + threads * p.scores_of_thread;
     p.rounded = p.strange + (rows * m->kv_heads + 3) / 4;
@@ -230,6 +284,7 @@ i64 decoder_forward(const Model *m, const Call *call) {
     if (call->room < at.end) return at.end;
     REFUSE(!call->workspace, POINTER);
     float *w = call->workspace, *x = w + at.x, *h = w + at.h, *qkv = w + at.qkv, *wide = w + at.wide;
+    float *turned = w + at.turned, *corrections = w + at.corrections;
     i64 *depths = (i64 *)(w + at.depths);
     uint8_t *strange = (uint8_t *)(w + at.strange);
     const Rounded in = rounded_at(w + at.rounded, rows, widest_input(m));
@@ -249,11 +304,13 @@ i64 decoder_forward(const Model *m, const Call *call) {
         }
         for (i64 index = 0; index < m->num_layers; index++) {
             const Layer *layer = m->layers + index;
+            const Convolution *of_attention = &layer->attention_conv, *of_mlp = &layer->mlp_conv;
             /* The rows of x that this thread wrote last are those it reads now, unless a projection wrote them. */
             norm_rows(x, layer->before_attention, m->eps, H, rows, h, 0);
-            round_inputs(&layer->qkv, h, H, rows, in, 1);
+            const float *read = convolved(m, call, of_attention, h, corrections, turned);
+            round_inputs(&layer->qkv, read, H, rows, in, 1);
 #pragma omp barrier
-            project(&layer->qkv, h, H, in, rows, qkv, width, 0);
+            project(&layer->qkv, read, H, in, rows, qkv, width, 0);
 #pragma omp barrier
             place(m, layer, call, index, depths, qkv, m->heads, strange);
 #pragma omp barrier
@@ -263,13 +320,15 @@ i64 decoder_forward(const Model *m, const Call *call) {
                 round_inputs(&layer->output, wide, mix_width, rows, in, 0);
 #pragma omp barrier
             }
-            project(&layer->output, wide, mix_width, in, rows, layer->after_attention ? h : x, H, !layer->after_attention);
+            int added = !layer->after_attention && !of_attention->taps;
+            project(&layer->output, wide, mix_width, in, rows, added ? x : h, H, added);
 #pragma omp barrier
-            if (layer->after_attention) norm_rows(h, layer->after_attention, m->eps, H, rows, x, 1);
+            add_output(m, call, of_attention, layer->after_attention, corrections, h, x);
             norm_rows(x, layer->before_mlp, m->eps, H, rows, h, 0);
-            round_inputs(&layer->gate_up, h, H, rows, in, 1);
+            read = convolved(m, call, of_mlp, h, corrections, turned);
+            round_inputs(&layer->gate_up, read, H, rows, in, 1);
 #pragma omp barrier
-            project(&layer->gate_up, h, H, in, rows, wide, 2 * m->inner, 0);
+            project(&layer->gate_up, read, H, in, rows, wide, 2 * m->inner, 0);
 #pragma omp barrier
             activate(m, wide, rows);
 #pragma omp barrier
@@ -277,9 +336,10 @@ i64 decoder_forward(const Model *m, const Call *call) {
                 round_inputs(&layer->down, wide, 2 * m->inner, rows, in, 0);
 #pragma omp barrier
             }
-            project(&layer->down, wide, 2 * m->inner, in, rows, layer->after_mlp ? h : x, H, !layer->after_mlp);
+            added = !layer->after_mlp && !of_mlp->taps;
+            project(&layer->down, wide, 2 * m->inner, in, rows, added ? x : h, H, added);
 #pragma omp barrier
-            if (layer->after_mlp) norm_rows(h, layer->after_mlp, m->eps, H, rows, x, 1);
+            add_output(m, call, of_mlp, layer->after_mlp, corrections, h, x);
             tap(m, call, index, x);
         }
         norm_rows(x, m->norm, m->eps, H, rows, h, 0);

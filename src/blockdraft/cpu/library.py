@@ -34,6 +34,12 @@ class LinearFields(ctypes.Structure):
     ]
 
 
+class ConvolutionFields(ctypes.Structure):
+    """`Convolution` of calls.h."""
+
+    _fields_ = [("projection", LinearFields), ("base", c_void_p), ("taps", c_int64), ("groups", c_int64)]
+
+
 class LayerFields(ctypes.Structure):
     """`Layer` of calls.h."""
 
@@ -42,6 +48,8 @@ class LayerFields(ctypes.Structure):
         *((name, c_void_p) for name in (*NORMS, "query_norm", "key_norm", "cos", "sin")),
         ("window", c_int64),
         ("whole_block", c_int64),
+        ("attention_conv", ConvolutionFields),
+        ("mlp_conv", ConvolutionFields),
     ]
 
 
@@ -80,6 +88,7 @@ class Described(ctypes.Structure):
 
 STRUCTS: Mapping[str, type[ctypes.Structure]] = {
     "Linear": LinearFields,
+    "Convolution": ConvolutionFields,
     "Layer": LayerFields,
     "Model": ModelFields,
     "Call": CallFields,
