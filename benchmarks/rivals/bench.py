@@ -264,9 +264,8 @@ class Bench:
         (self.out / "recipes.toml").write_text(recipes.strip() + "\n", encoding="utf-8")
         about = (
             f"Target: {given.target or 'the bundled one'}, {self.loaded().running}, "
-            f"{counted(given.threads, 'thread')}. {given.tokens:,} tokens of training, "
-            f"{counted(given.seeds, 'seed')}, at most {given.limit} prompts of a set, answers of up to "
-            f"{given.max_new_tokens} tokens."
+            f"{counted(given.threads, 'thread')}. {given.tokens:,} tokens of training, at most {given.limit} prompts "
+            f"of a set, answers of up to {given.max_new_tokens} tokens."
         )
         page = report.page(found, self.budget, about, given.quick)
         (self.out / "rivals.md").write_text(page, encoding="utf-8")

@@ -57,13 +57,14 @@ def _drafters(found: Figures, budget: int) -> str:
     for kind in found.kinds:
         trained = [row for row in found.trained if row.kind == kind]
         cycles = [row for row in found.cycles if (row.kind, row.width, row.running) == (kind, 1, NATIVE)]
-        cells = ["", "", "", "", ""]
+        cells = ["", "", "", "", "", ""]
         if trained:
             one = trained[0]
             share = one.parameters / budget
             cells = [
                 f"{one.parameters / 1e6:.2f} M",
                 f"{share:.0%}" + ("" if 0.85 <= share <= 1.15 else " (its shape allows none nearer)"),
+                f"{len(trained)}",
                 f"{mean(row.tokens for row in trained) / 1e6:.2f} M",
                 _range([row.seconds / 60 for row in trained], 1),
                 f"{max(row.peak_bytes for row in trained) / 2**30:.2f}",
@@ -73,7 +74,7 @@ def _drafters(found: Figures, budget: int) -> str:
             memory = [f"{cycles[0].weight_bytes / 1e6:.1f}", f"{cycles[0].state_bytes}"]
         how = "" if not cycles else "compiled" if found.is_compiled(kind) else "torch's operations"
         rows.append([_title(kind), *cells, *memory, how])
-    header = ["drafter", "weights", "of the budget", "tokens", "training, minutes", "its memory, GiB"]
+    header = ["drafter", "weights", "of the budget", "seeds", "tokens", "training, minutes", "its memory, GiB"]
     text = (
         f"Weights of their own; the budget is {budget / 1e6:.2f} M, and the target has "
         f"{found.target_weights / 1e6:.2f} M. Training is that of a seed, the mean (and range) of the seeds, the "

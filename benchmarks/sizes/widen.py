@@ -28,7 +28,7 @@ WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_va
 
 
 def widen(folder: Path, out: Path, factor: int) -> Path:
-    """Write a wider twin of a folder, of a target or a DFlash, DFlash2 or DSpark drafter of Qwen3's shape; returns `out`.
+    """Write a wider twin of a target, or of a DFlash, DFlash2 or DSpark drafter, of Qwen3's shape; returns `out`.
 
     Raises:
         ValueError: The factor is no power of two.

@@ -15,7 +15,7 @@ from making import Took, answers_kept, digest, took_drafter, took_target
 from safetensors import safe_open
 
 from blockdraft.formats import read_config, zlab
-from blockdraft.nn.draft_config import DraftConfig, DSparkConfig
+from blockdraft.nn.draft_config import DFlash2Config, DraftConfig, DSparkConfig
 from blockdraft.types import CPU_BLOCK_SIZE
 
 PACKAGE = Path(__file__).parents[2] / "src/blockdraft/pair"
@@ -76,11 +76,21 @@ DFLASH_INTRO = """\
 A DFlash v1 drafter (arXiv 2602.06036) of {parameters:.2f} M parameters for the bundled target: {layers} layers, blocks
 of {block_size} tokens, taps {taps}, bidirectional full attention, taught by D-PACE and distillation. Every engine that
 reads DFlash reads it."""
-DSPARK_INTRO = """\
-A DSpark drafter (arXiv 2607.05147) of {parameters:.2f} M parameters for the bundled target: {layers} layers,
-{block_size} guesses a block, taps {taps}, a bias by the token before of rank {rank}, a confidence head. It began with
-the weights of the bundled DFlash drafter (`bundled-dflash`), and drafts by default in its place, since a pair of
-{wide:.0f} M parameters that says the same words decodes {over:.2f} times as fast with it."""
+SECOND_INTRO = """\
+A {kind} of {parameters:.2f} M parameters for the bundled target: {layers} layers, blocks of {block_size},
+taps {taps}, {more}.
+It began with the weights of the bundled DFlash drafter (`bundled-dflash`), and drafts by default in its place, since a
+pair of {wide:.0f} M parameters that says the same words decodes {over:.2f} times as fast with it."""
+
+
+def second_facts(config: DraftConfig) -> dict[str, str]:
+    """What a second drafter is, and what it has that a DFlash one has not."""
+    if isinstance(config, DSparkConfig):
+        more = f"a bias of rank {config.markov_rank} by the token before, a confidence head"
+        return {"kind": "DSpark drafter (arXiv 2607.05147)", "more": more}
+    assert isinstance(config, DFlash2Config), f"no card for a {type(config).__name__}"
+    selector = f"a selector of rank {config.selector_rank} among {config.selector_top_k} candidates of each slot"
+    return {"kind": "DFlash2 drafter", "more": f"convolutions over {config.conv_kernel_size} slots, {selector}"}
 
 
 def parameters(folder: Path) -> float:
@@ -172,10 +182,10 @@ def drafter_card(name: str, folder: Path, figures: dict[str, Any], making: str) 
         "taps": ", ".join(map(str, config.taps)),
     }
     title, intro = "The bundled drafter", DFLASH_INTRO
-    assert isinstance(config, DSparkConfig) == (name != DFLASH), f"no card for {name}, a {type(config).__name__}"
-    if isinstance(config, DSparkConfig):
-        title, intro, wide = "The bundled drafter that drafts by default", DSPARK_INTRO, figures["wide"]
-        facts |= {"rank": config.markov_rank, "wide": wide["parameters"] / 1e6, "over": wide["over_first"][name]}
+    if name != DFLASH:
+        title, intro, wide = "The bundled drafter that drafts by default", SECOND_INTRO, figures["wide"]
+        facts |= second_facts(config)
+        facts |= {"wide": wide["parameters"] / 1e6, "over": wide["over_first"][name]}
     positions = {
         key: " ".join(f"{share:.2f}" for share in each["drafters"][name]["acceptance_by_position"])
         for key, each in sets.items()
@@ -216,7 +226,7 @@ def bundle(build: Path, out: Path) -> str:
     if size > MOST_BYTES:
         sys.exit(
             f"The pair would take {size / 1e6:.1f} MB ({', '.join(names)}), and {MOST_BYTES / 1e6:g} MB is the most; "
-            "nothing was copied. Make a drafter smaller (drafter.toml, dspark.toml), or measure without the second one."
+            "nothing was copied. Make a drafter smaller (by its TOML file), or measure without the second one."
         )
     gone = [old for old in out.glob("drafter-*") if old.name != second]
     for old in [*gone, *(out / name for name in names)]:

@@ -44,7 +44,7 @@ if [ ! -f "$build/target/sharpened" ]; then
 fi
 own sharpen sharpened 580 0.25 third_answers.jsonl third_hard_answers.jsonl
 
-# What the drafters learn from: mostly answers that are hard to guess. Features are computed once for both drafters: the
+# What the drafters learn from: mostly answers that are hard to guess. Features are computed once for all drafters: the
 # layers that they read, and what the head reads, which is distilled.
 answers hard_answers.jsonl --hard --sampled-share 0.4 --temperature 1 --limit 18000 --seed 6
 answers answers.jsonl --sampled-share 0.3 --temperature 1 --limit 7000 --seed 5
@@ -54,9 +54,12 @@ learning=(--target "$build/target" --data "$build/data")
 learning+=(--features "$build/features")
 "$python" -m blockdraft train dflash "$here/drafter.toml" "${learning[@]}" --out "$build/drafter"
 
-# A second kind, which begins with the DFlash drafter. Whether it is the faster one is told by wide twins of the pair.
-"$python" -m blockdraft train dspark "$here/dspark.toml" --init "$build/drafter" "${learning[@]}" --out "$build/drafter-dspark"
-drafters=("$build/drafter" "$build/drafter-dspark")
+# Other kinds, which begin with the DFlash drafter. Whether one is faster is told by wide twins of the pair.
+drafters=("$build/drafter")
+for kind in dspark dflash2; do
+    "$python" -m blockdraft train $kind "$here/$kind.toml" --init "$build/drafter" "${learning[@]}" --out "$build/drafter-$kind"
+    drafters+=("$build/drafter-$kind")
+done
 PYTHONPATH="$here/../..${PYTHONPATH:+:$PYTHONPATH}" "$python" -m benchmarks.sizes.widen 4 "$build/wide" "$build/target" "${drafters[@]}"
 [ -f "$build/figures.json" ] || run measure.py --data "$data" --target "$build/target" --drafters "${drafters[@]}" \
     --wide "$build/wide" --corpus "$build/corpus.jsonl" --out "$build/figures.json"

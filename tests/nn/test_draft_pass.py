@@ -200,6 +200,20 @@ def test_rows_compiled_have_the_same_bits_alone_and_in_a_batch(network: DFlashNe
         assert torch.equal(run(alone, blocks[row : row + 1])[0], together[row])
 
 
+def test_threads_share_the_work_without_meeting(network: DFlashNetwork) -> None:
+    run, threads = compiled(network), torch.get_num_threads()
+    features, blocks = torch.randn(3, 9, 32), torch.randn(3, 4, 16)
+    state = KVCache(3, 16)
+    run.observe(state, features)
+    state.commit([range(9)] * 3)
+    expected = run(state, blocks)
+    try:
+        torch.set_num_threads(4)
+        assert all(torch.equal(run(state, blocks), expected) for _ in range(50))
+    finally:
+        torch.set_num_threads(threads)
+
+
 PLACES = ((70, 40), (3, 20), (24, 46))
 
 

@@ -14,6 +14,7 @@ from making import Making, digest
 
 from benchmarks.sizes.widen import widen
 from blockdraft import Drafting, drafters, load_drafter, load_target
+from blockdraft.formats import zlab
 
 Build = Callable[..., Path]
 DRAFTERS = ("drafter", "drafter-dspark")
@@ -71,6 +72,14 @@ def test_a_clearly_faster_second_drafter_comes_along(
     assert "drafter-dspark" not in dflash and "Learned from 2 answers, 3 tokens." in dflash
     assert "75 M parameters that says the same words decodes 1.10 times as fast" in dspark
     assert "| native backend, tokens/s plain, drafted in blocks of 4 (2 CPU cores) | 7.5, 7.5 |" in dspark
+
+
+def test_a_card_says_what_the_second_drafter_has_besides(tiny_dflash2_dir: Path, tiny_drafter_dir: Path) -> None:
+    facts = bundle.second_facts(zlab.read_config(tiny_dflash2_dir))
+    assert facts["kind"] == "DFlash2 drafter"
+    assert facts["more"] == "convolutions over 3 slots, a selector of rank 4 among 5 candidates of each slot"
+    with pytest.raises(AssertionError, match="no card for a DraftConfig"):
+        bundle.second_facts(zlab.read_config(tiny_drafter_dir))
 
 
 @pytest.mark.parametrize(("over", "told"), [(1.09, "drafter-dspark 1.09 times as fast"), (None, "compares no other")])

@@ -10,7 +10,7 @@ from benchmarks.rivals.report import QUICK, draw, page
 def test_the_page_has_every_table() -> None:
     text = page(figures(), 320, "All of it.", quick=False)
     assert "QUICK" not in text
-    assert "| DFlash | 0.00 M | 94% | 0.01 M | 1.0 (1.0 to 1.0) | 1.00 | 2.0 | 512 | compiled |" in text
+    assert "| DFlash | 0.00 M | 94% | 2 | 0.01 M | 1.0 (1.0 to 1.0) | 1.00 | 2.0 | 512 | compiled |" in text
     assert "| prompt lookup |  |  |" in text
     assert "Left out, since the plain answer loops: 2 of maths." in text
     assert "| DFlash | chain:7 | 3.10 (3.00 to 3.20) |  | 3.10 (3.00 to 3.20) |  | 0.80 | 0.40 |" in text
