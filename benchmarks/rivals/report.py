@@ -57,7 +57,7 @@ def _drafters(found: Figures, budget: int) -> str:
     for kind in found.kinds:
         trained = [row for row in found.trained if row.kind == kind]
         cycles = [row for row in found.cycles if (row.kind, row.width, row.running) == (kind, 1, NATIVE)]
-        cells = ["", "", "", "", "", ""]
+        cells = [""] * 6
         if trained:
             one = trained[0]
             share = one.parameters / budget

@@ -53,7 +53,8 @@ def widen(folder: Path, out: Path, factor: int) -> Path:
 
 
 def _wide(name: str, weight: Tensor, factor: int, hidden: int, groups: int) -> Tensor:
-    """
+    """A weight of the wider twin.
+
     Args:
         hidden: Size before.
         groups: Of channels that share a correction of a convolution, before.

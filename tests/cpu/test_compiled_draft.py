@@ -14,10 +14,10 @@ from blockdraft.nn.cache import KVCache
 from blockdraft.targets import load_target
 
 
-@pytest.fixture
-def run(tiny_target_dir: Path, tiny_drafter_dir: Path) -> CompiledDraftPass:
+@pytest.fixture(params=["tiny_drafter_dir", "tiny_dflash2_dir"])
+def run(tiny_target_dir: Path, request: pytest.FixtureRequest) -> CompiledDraftPass:
     target = load_target(tiny_target_dir, "float32", "cpu", "native", compile="on")
-    drafter: Any = load_drafter(tiny_drafter_dir, target=target)
+    drafter: Any = load_drafter(request.getfixturevalue(request.param), target=target)
     assert isinstance(drafter._run, CompiledDraftPass) and drafter.compile_reason is None
     return drafter._run
 

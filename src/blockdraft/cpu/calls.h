@@ -63,7 +63,8 @@ typedef struct {
 
 /* The fields of all structs; behind each struct's its own size, without a name; null ends it. */
 const Field *fields(void) {
-    static const Field all[] = {DESCRIBED(Linear) DESCRIBED(Convolution) DESCRIBED(Layer) DESCRIBED(Model) DESCRIBED(Call){0}};
+    static const Field all[] = {
+        DESCRIBED(Linear) DESCRIBED(Convolution) DESCRIBED(Layer) DESCRIBED(Model) DESCRIBED(Call){0}};
     return all;
 }
 
