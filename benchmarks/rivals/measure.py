@@ -26,7 +26,7 @@ from blockdraft.evaluation.speed import figures
 from blockdraft.evaluation.speed import measure as measure_speeds
 from blockdraft.nn.rows import RowNetwork
 from blockdraft.proposal import Plan, Proposal, chain
-from blockdraft.targets import Target
+from blockdraft.targets import DraftRows, Target
 from blockdraft.timing import DRAFTING, listening
 from blockdraft.types import SamplingParams
 
@@ -35,6 +35,21 @@ CYCLES = 4  # that a time is the mean of
 NODES = (1, 2, 4, 8, 16, 32, 64)
 
 Progress = Callable[[str, int, int], None]
+
+
+class CountedRows:
+    """Rows of a cycle that are counted."""
+
+    def __init__(self, inner: DraftRows, passes: Counter[int]) -> None:
+        self._inner, self._passes = inner, passes
+
+    @property
+    def room(self) -> int:
+        return self._inner.room
+
+    def __call__(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
+        self._passes.update([tokens.size(1)])
+        return self._inner(tokens, parents)
 
 
 class Watched:
@@ -71,9 +86,10 @@ class Watched:
             yield
             self.passes.update(counted - before)
         elif isinstance(network, RowNetwork):
-            hook = network.register_forward_hook(lambda module, given, out: self.passes.update([given[0].size(1)]))
+            run, rows = inner._run, inner._run.rows
+            run.rows = lambda *given: CountedRows(rows(*given), self.passes)
             yield
-            hook.remove()
+            del run.rows  # the class's own again
         elif model is not None:
             forward = model.forward
             model.forward = lambda tokens, *rest, **named: (

@@ -4,6 +4,7 @@ import ctypes
 import json
 import subprocess
 import sys
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -132,7 +133,35 @@ FORWARD = BOTH | {
     "token 999": (write("tokens", 999, at=4), "UsageError: Token id 999 is none of the 265"),
     "token -1": (write("tokens", -1), "UsageError: Token id -1 is none of the 265"),
 }
-CONTEXT = BOTH | {"no features": (set_call(embedded=None), POINTER)}
+CONTEXT = BOTH | {
+    "no features": (set_call(embedded=None), POINTER),
+    "pairs": (set_model(pairs=1, token_norm=8, feature_norm=8), SIZES),
+    "pairs that are joined": (
+        lambda model, call: set_model(
+            pairs=1, token_norm=8, feature_norm=8, joined=LinearFields(8, inputs=64, outputs=32)
+        )(model, call),
+        SIZES,
+    ),
+    "earlier nodes": (set_call(done=1, slots=32), SIZES),
+}
+# Of a network whose first layer reads pairs; one node of each row has been there before.
+ROWS = {
+    **{f"no {name}": (set_call(**{name: None}), POINTER) for name in ("beside", "parents", "tokens", "store")},
+    **{f"no {name}": (set_model(**{name: None}), POINTER) for name in ("token_norm", "feature_norm")},
+    "inputs of qkv": (set_layer("qkv", inputs=32), SIZES),
+    "no pairs": (set_model(pairs=0), SIZES),
+    "pairs that are joined": (set_model(joined=LinearFields(8, inputs=64, outputs=32)), SIZES),
+    "pairs that are joined to others": (set_model(joined=LinearFields(8, inputs=64, outputs=31)), SIZES),
+    "pairs in another kind": (set_model(joined=LinearFields(8, inputs=64, outputs=32, kind=1)), KIND),
+    "pairs that are convolved": (set_layer("attention_conv", taps=1, groups=1, base=8), SIZES),
+    **{f"{name} -1": (set_call(**{name: -1}), COUNTS) for name in ("done", "hidden_slots")},
+    "earlier nodes without end": (set_call(done=1 << 31), COUNTS),
+    "more earlier nodes than slots": (set_call(done=9), LENGTHS),
+    "a node that hangs on a later one": (write("parents", 2, at=1), PARENTS),
+    "an earlier node that hangs on itself": (write("parents", 0), PARENTS),
+    "a node of the second row that hangs on itself": (write("parents", 1, at=4), PARENTS),
+    "a parent of -2": (write("parents", -2, at=5), PARENTS),
+}
 
 
 def outcome(work: Callable[[], object]) -> str:
@@ -143,7 +172,7 @@ def outcome(work: Callable[[], object]) -> str:
     return "nothing"
 
 
-def try_all(target_dir: Path, drafter_dir: Path) -> None:
+def try_all(target_dir: Path, drafter_dir: Path, eagle_dir: Path) -> None:
     """Print each case and what came of it."""
     target: Any = load_target(target_dir, "float32", "cpu", "native", compile="on")
     drafter: Any = load_drafter(drafter_dir, target=target)
@@ -158,7 +187,17 @@ def try_all(target_dir: Path, drafter_dir: Path) -> None:
         tokens, parents = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[-1, 0, 0]] * 2)
         return decoder.forward(tokens.clone(), parents, cache, store, (0, 3))
 
+    eagle: Any = load_drafter(eagle_dir, target=target)
+    rows_run, texts = eagle._run, KVCache(2, 8)
+    rows_run.observe(texts, torch.ones(2, 5, dtype=torch.int64), torch.zeros(2, 5, 64))
+    texts.commit([range(5)] * 2)
+
+    def next_rows() -> object:
+        tokens, parents = torch.tensor([[1, 2], [4, 5]]), array("q", [-1, 0, 0] * 2)
+        return rows_run.pass_of(texts, tokens, torch.zeros(2, 2, 32), parents, 1, 100)
+
     for name, cases, user, work in (
+        ("rows", ROWS, rows_run, next_rows),
         ("forward", FORWARD, decoder, forward),
         ("context", CONTEXT, run, lambda: run.observe(state, torch.zeros(2, 3, 64))),
         ("pass", BOTH, run, lambda: run.guesses(state, torch.zeros(2, 3, dtype=torch.int64), 1)),
@@ -174,14 +213,14 @@ def try_all(target_dir: Path, drafter_dir: Path) -> None:
 
 @pytest.mark.slow
 def test_what_cannot_be_computed_is_refused_and_the_process_lives(
-    tiny_target_dir: Path, tiny_drafter_dir: Path
+    tiny_target_dir: Path, tiny_drafter_dir: Path, tiny_eagle3_dir: Path
 ) -> None:
-    command = [sys.executable, __file__, str(tiny_target_dir), str(tiny_drafter_dir)]
+    command = [sys.executable, __file__, str(tiny_target_dir), str(tiny_drafter_dir), str(tiny_eagle3_dir)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     found = dict(json.loads(line) for line in done.stdout.splitlines())
     last = list(found)[-1] if found else "the first case"
     assert done.returncode == 0, f"died behind {last!r}: {done.stderr[-2000:]}"
-    for name, cases in (("forward", FORWARD), ("context", CONTEXT), ("pass", BOTH)):
+    for name, cases in (("rows", ROWS), ("forward", FORWARD), ("context", CONTEXT), ("pass", BOTH)):
         for case, (_, words) in cases.items():
             assert words in found.pop(f"{name}: {case}"), (name, case)
         assert found.pop(f"{name}: nothing is wrong") == "nothing"

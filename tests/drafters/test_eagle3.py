@@ -28,15 +28,15 @@ FLAGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(tiny_target_dir)
+@pytest.fixture(scope="module", params=["compiled", "uncompiled"])
+def target(tiny_target_dir: Path, request: pytest.FixtureRequest) -> Target:
+    return load_target(tiny_target_dir, backend="native", compile="on" if request.param == "compiled" else "off")
 
 
 @pytest.fixture(scope="module")
 def drafter(tiny_eagle3_dir: Path, target: Target) -> Eagle3Drafter:
     loaded = load_drafter(tiny_eagle3_dir, target=target)
-    assert isinstance(loaded, Eagle3Drafter)
+    assert isinstance(loaded, Eagle3Drafter) and (loaded.compile_reason is None) == (target.compiled is not None)
     return loaded
 
 
@@ -208,9 +208,20 @@ def test_a_tree_ends_where_nothing_deeper_would_be_proposed(
 ) -> None:
     state, plan = drafter.new_state(1, 20), Plan(6, [SamplingParams()], 3)
     observe(drafter, state, [[9, 8, 7]], [taps_of(3, 3)])
-    passes, step = [], drafter._step
-    monkeypatch.setattr(drafter, "_step", lambda *given: passes.append(1) or step(*given))
-    found = []
+    passes, found = list[int](), []
+
+    class Counted:
+        room = 100
+
+        def __init__(self, *given: Any) -> None:
+            self.inner = rows(*given)
+
+        def __call__(self, *given: Any) -> Tensor:
+            passes.append(1)
+            return self.inner(*given)
+
+    rows = drafter._run.rows
+    monkeypatch.setattr(drafter._run, "rows", Counted)
     for stop in (lambda levels, budget: False, eagle3._enough):
         monkeypatch.setattr(eagle3, "_enough", stop)
         passes.clear()

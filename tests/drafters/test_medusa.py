@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from blockdraft.drafters import load_drafter
+from blockdraft.drafters.base import read_network
 from blockdraft.drafters.medusa import MedusaDrafter
 from blockdraft.engine import Engine
 from blockdraft.nn.cache import KVCache
@@ -22,15 +23,15 @@ from blockdraft.types import Drafting, SamplingParams
 PROMPT = [7, 60, 33, 12, 9, 21]
 
 
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(tiny_target_dir)
+@pytest.fixture(scope="module", params=["compiled", "uncompiled"])
+def target(tiny_target_dir: Path, request: pytest.FixtureRequest) -> Target:
+    return load_target(tiny_target_dir, backend="native", compile="on" if request.param == "compiled" else "off")
 
 
 @pytest.fixture(scope="module")
 def drafter(target: Target, tiny_medusa_dir: Path) -> MedusaDrafter:
     drafter = load_drafter(tiny_medusa_dir, target=target)
-    assert isinstance(drafter, MedusaDrafter)
+    assert isinstance(drafter, MedusaDrafter) and (drafter.compile_reason is None) == (target.compiled is not None)
     return drafter
 
 
@@ -74,9 +75,10 @@ class Watched(MedusaDrafter):
 
 @pytest.mark.parametrize("backend", ["native", "hf"])
 def test_each_head_reads_the_last_state_and_guesses_its_own_token(
-    backend: str, laws: Laws, drafter: MedusaDrafter, tiny_target_dir: Path
+    backend: str, laws: Laws, tiny_medusa_dir: Path, tiny_target_dir: Path
 ) -> None:
-    watched = Watched(drafter.network, load_target(tiny_target_dir, backend=backend))
+    target = load_target(tiny_target_dir, backend=backend)
+    watched = Watched(read_network(tiny_medusa_dir, target, MedusaNetwork), target)
     [answer] = Engine(watched._target, watched).generate([PROMPT], SamplingParams(12, ignore_eos=True))
     text = PROMPT + answer.token_ids
     assert sum(proposal.tokens.size(1) == 4 for _, proposal in watched.seen) > 5

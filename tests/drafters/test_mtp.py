@@ -36,9 +36,9 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) 
     return folder
 
 
-@pytest.fixture(scope="module")
-def target(target_dir: Path) -> Target:
-    return load_target(target_dir)
+@pytest.fixture(scope="module", params=["compiled", "uncompiled"])
+def target(target_dir: Path, request: pytest.FixtureRequest) -> Target:
+    return load_target(target_dir, backend="native", compile="on" if request.param == "compiled" else "off")
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +146,7 @@ def test_a_prompt_of_one_token(twin: Twin, target: Target, tiny_mtp_dir: Path) -
 
 def test_a_tree_holds_the_chain(target: Target, tiny_mtp_dir: Path) -> None:
     drafter = load_drafter(tiny_mtp_dir, target=target)
-    state = drafter.new_state(1, 20)
+    state = drafter.new_state(1, 40)
     features = torch.randn(1, 6, target.hidden_size, generator=torch.Generator().manual_seed(0))
     drafter.observe(state, torch.tensor([PROMPT]), features, [6])
     chain = drafter.propose(state, torch.tensor([5]), Plan(4, [SamplingParams()])).tokens[0].tolist()

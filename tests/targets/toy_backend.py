@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from blockdraft.nn.draft_pass import DraftPass
+from blockdraft.nn.medusa import HeadPass
+from blockdraft.nn.row_pass import RowPass
 from blockdraft.targets.base import LoadOptions, TargetOutput
 from blockdraft.targets.families import NotCovered
 
@@ -102,6 +104,12 @@ class ToyTarget:
         self, network: Any, head: Callable[[Tensor], Tensor] | None = None, owned: bool = False
     ) -> DraftPass:
         return DraftPass(network, self.embed, head or self.head)
+
+    def head_runner(self, network: Any, owned: bool = False) -> HeadPass:
+        return HeadPass(network, self.head)
+
+    def row_runner(self, network: Any, owned: bool = False) -> RowPass:
+        return RowPass(network, self.embed, self.head)
 
     def forward(
         self, tokens: Tensor, parents: Tensor, cache: Any, taps: Sequence[int] = (), logits_at: Tensor | None = None

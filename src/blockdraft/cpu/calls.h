@@ -33,19 +33,25 @@ STRUCT(Convolution)
     FIELD(S, Convolution, attention_conv) FIELD(S, Convolution, mlp_conv)
 STRUCT(Layer)
 
-/* max_positions: of the tables cos and sin. */
+/* max_positions: of the tables cos and sin. pairs: what enters is not a token's embedding alone, but that and a feature,
+   each behind its norm and beside each other. Then `joined` makes rows of them; or, where it has no weight, they are what
+   the first layer's qkv reads, and its output is added to the feature, the normed one with normed_stream. */
 #define Model_FIELDS(FIELD, S)                                                                            \
     FIELD(S, const Layer *, layers) FIELD(S, Linear, embedding) FIELD(S, Linear, head)                    \
     FIELD(S, const float *, norm) FIELD(S, i64, num_layers) FIELD(S, i64, hidden) FIELD(S, i64, heads)    \
     FIELD(S, i64, kv_heads) FIELD(S, i64, head_dim) FIELD(S, i64, inner) FIELD(S, i64, gelu)              \
     FIELD(S, i64, max_positions) FIELD(S, float, eps) FIELD(S, float, embedding_scale)                    \
-    FIELD(S, float, attention_scale) FIELD(S, float, attention_cap) FIELD(S, float, logit_cap)
+    FIELD(S, float, attention_scale) FIELD(S, float, attention_cap) FIELD(S, float, logit_cap)            \
+    FIELD(S, Linear, joined) FIELD(S, const float *, token_norm) FIELD(S, const float *, feature_norm)    \
+    FIELD(S, i64, pairs) FIELD(S, i64, normed_stream)
 STRUCT(Model)
 
 /* embedded: rows in the place of tokens, or null; reach: how many committed tokens are seen, the last; best: the
    likeliest token of each row of logits, see `best_of`, or null; slots: of the store; room: numbers of
    `float` in the workspace; store: [layers, keys and then values of all heads, slot, SLOT(head_dim)], by strides; starts: the
-   first slot of each row. */
+   first slot of each row; beside: of pairs the features, [batch, nodes, hidden]; hidden_slots: so many of the first
+   committed tokens are seen by nobody; done: nodes of each row, before these, that earlier calls have written behind the
+   committed tokens. `parents` has them too, [batch, done + nodes], and they are what it counts. */
 #define Call_FIELDS(FIELD, S)                                                                             \
     FIELD(S, const i64 *, tokens) FIELD(S, const i64 *, parents) FIELD(S, const i64 *, lengths)           \
     FIELD(S, const i64 *, taps) FIELD(S, const i64 *, logits_at) FIELD(S, const float *, embedded)        \
@@ -53,7 +59,8 @@ STRUCT(Model)
     FIELD(S, i64, reach) FIELD(S, i64, threads) FIELD(S, i64, slots) FIELD(S, i64, room)                  \
     FIELD(S, void *, store)                                                                               \
     FIELD(S, i64, layer_stride) FIELD(S, i64, head_stride) FIELD(S, const i64 *, starts)                   \
-    FIELD(S, float *, features) FIELD(S, float *, logits) FIELD(S, float *, workspace) FIELD(S, i64 *, best)
+    FIELD(S, float *, features) FIELD(S, float *, logits) FIELD(S, float *, workspace) FIELD(S, i64 *, best) \
+    FIELD(S, const float *, beside) FIELD(S, i64, hidden_slots) FIELD(S, i64, done)
 STRUCT(Call)
 
 typedef struct {
@@ -129,11 +136,18 @@ static i64 check_convolution(const Convolution *c, i64 size) {
     return check_linear(&c->projection, size, 2 * c->taps * c->groups);
 }
 
+/* Whether pairs are what a layer reads. */
+static int reads_pairs(const Model *m, i64 index) { return m->pairs && !m->joined.weight && !index; }
+
 static i64 check_layers(const Model *m) {
     const i64 H = m->hidden, mixed = m->heads * m->head_dim;
+    REFUSE(m->pairs && (!m->token_norm || !m->feature_norm), POINTER);
+    const i64 unfit = m->pairs && m->joined.weight ? check_linear(&m->joined, 2 * H, H) : 0;
+    REFUSE(unfit, -unfit);
     for (i64 index = 0; index < m->num_layers; index++) {
         const Layer *layer = m->layers + index;
-        i64 wrong = check_linear(&layer->qkv, H, mixed + 2 * m->kv_heads * m->head_dim);
+        REFUSE(reads_pairs(m, index) && layer->attention_conv.taps, SIZES);
+        i64 wrong = check_linear(&layer->qkv, reads_pairs(m, index) ? 2 * H : H, mixed + 2 * m->kv_heads * m->head_dim);
         if (!wrong) wrong = check_linear(&layer->output, mixed, H);
         if (!wrong) wrong = check_linear(&layer->gate_up, H, 2 * m->inner);
         if (!wrong) wrong = check_linear(&layer->down, m->inner, H);
@@ -148,19 +162,22 @@ static i64 check_layers(const Model *m) {
 /* What all calls that write to the store have in common. */
 static i64 check_rows(const Model *m, const Call *call) {
     REFUSE(call->nodes && m->max_positions < 1, SIZES);
+    REFUSE(call->done < 0 || call->done > MOST / (call->batch ? call->batch : 1) || call->hidden_slots < 0, COUNTS);
+    const i64 nodes = call->done + call->nodes;
     const i64 wrong = call->batch && call->nodes ? check_layers(m) : 0;
     REFUSE(wrong, -wrong);
     REFUSE(call->batch && (!call->lengths || !call->starts || !call->store), POINTER);
     for (i64 row = 0; row < call->batch; row++) {
         REFUSE(call->starts[row] < 0 || call->starts[row] > call->slots || call->lengths[row] < 0, LENGTHS);
-        REFUSE(call->lengths[row] > call->slots - call->nodes - call->starts[row], LENGTHS);
+        REFUSE(call->lengths[row] > call->slots - nodes - call->starts[row], LENGTHS);
     }
     return 0;
 }
 
 static i64 check_nodes(const Model *m, const Call *call) {
-    const i64 rows = call->batch * call->nodes;
+    const i64 rows = call->batch * call->nodes, all = call->done + call->nodes;
     REFUSE(rows && (!call->parents || !(call->tokens || call->embedded) || !m->norm), POINTER);
+    REFUSE(rows && m->pairs && !call->beside, POINTER);
     REFUSE(call->num_taps < 0, TAPS);
     REFUSE(call->num_logits < 0 || call->num_logits > rows, LOGITS);
     REFUSE(call->num_taps && rows && (!call->taps || !call->features), POINTER);
@@ -168,8 +185,8 @@ static i64 check_nodes(const Model *m, const Call *call) {
     i64 wrong = rows && !call->embedded ? check_linear(&m->embedding, m->hidden, m->embedding.outputs) : 0;
     if (!wrong && call->num_logits) wrong = check_linear(&m->head, m->hidden, m->head.outputs);
     REFUSE(wrong, -wrong);
-    for (i64 node = 0; node < rows; node++)
-        REFUSE(call->parents[node] < -1 || call->parents[node] >= node % call->nodes, PARENTS);
+    for (i64 node = 0; rows && node < call->batch * all; node++)
+        REFUSE(call->parents[node] < -1 || call->parents[node] >= node % all, PARENTS);
     for (i64 k = 0; k < call->num_taps; k++) REFUSE(call->taps[k] < 0 || call->taps[k] > m->num_layers, TAPS);
     REFUSE(call->num_logits && call->num_logits != rows && !call->logits_at, LOGITS);
     for (i64 k = 0; k < call->num_logits && call->logits_at; k++)

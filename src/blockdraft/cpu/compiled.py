@@ -6,6 +6,7 @@ import threading
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -40,6 +41,12 @@ def numbers(values: Iterable[int]) -> array[int]:
 
 def address(values: array[int]) -> int:
     return values.buffer_info()[0]
+
+
+@lru_cache(maxsize=256)
+def chain_parents(batch: int, count: int) -> array[int]:
+    """Of nodes in a line, in each row."""
+    return numbers(list(range(-1, count - 1)) * batch)
 
 
 class CompiledLayers(ABC):

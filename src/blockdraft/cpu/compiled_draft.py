@@ -2,40 +2,31 @@
 
 from __future__ import annotations
 
-import logging
 from array import array
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, cast
+from typing import cast
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from blockdraft.cpu.build import build
-from blockdraft.cpu.compiled import EVERYWHERE, CompiledDecoder, CompiledLayers, address, numbers
-from blockdraft.cpu.library import KINDS, CallFields, ConvolutionFields, Library, LinearFields, ModelFields
+from blockdraft.cpu.compiled import EVERYWHERE, CompiledDecoder, address, chain_parents, numbers
+from blockdraft.cpu.compiled_network import CompiledNetwork, library_for, why_not_compiled
+from blockdraft.cpu.library import CallFields, ConvolutionFields, Library, LinearFields, ModelFields
 from blockdraft.machine import return_freed
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.dflash import DFlashNetwork, DraftLayer
 from blockdraft.nn.dflash2 import ConvolvedLayer, DynamicConv
 from blockdraft.nn.draft_pass import DraftPass
-from blockdraft.nn.packed import PackedLinear, fits_bfloat16, lay_out
-from blockdraft.nn.quantized import LEAST_GROUP, PIECE, QuantizedWeight, best_group
-from blockdraft.nn.rounding import QUICK, rounded
+from blockdraft.nn.quantized import LEAST_GROUP
 from blockdraft.timing import PASS, mark
 
 
 def why_not_drafts(network: DFlashNetwork, dtype: torch.dtype) -> str | None:
     """Why a draft network has no compiled pass; None where it has one."""
-    device = network.fc.weight.device
-    if device.type != "cpu":
-        return f"it is for CPUs, and the device is {device}"
-    if dtype not in KINDS:
-        return f"it knows float32 and bfloat16, and the dtype is {str(dtype).removeprefix('torch.')}"
     if network.layer_class not in (DraftLayer, ConvolvedLayer):
         return f"it does not know layers of the kind {network.layer_class.__name__}"
-    return f"heads of {network.config.head_dim} are no multiple of 4" if network.config.head_dim % 4 else None
+    return why_not_compiled(network.fc.weight, dtype, network.config.head_dim)
 
 
 def draft_pass(
@@ -49,8 +40,6 @@ def draft_pass(
     dtype: torch.dtype | None = None,
 ) -> DraftPass | CompiledDraftPass:
     """The fastest way to run a network; where its target is compiled, a compiled one, if there is one.
-
-    Weights in float32 that bfloat16 holds as well are kept in it, for the same numbers in half of the memory.
 
     Args:
         target: That of the drafter, compiled.
@@ -74,52 +63,14 @@ def draft_pass(
     if bits is not None and fits and heads and target.library.store_dtype == store:
         own = None if own_head else target
         return CompiledDraftPass(network, target.library, embed, head, own, bits, owned, dtype)
-    halved = dtype == torch.float32 and all(
-        fits_bfloat16(each) for each in network.state_dict().values() if each.ndim == 2
-    )
-    made = build(torch.bfloat16 if halved else dtype, store, network.config.head_dim)
-    library = made.library()
+    library, reason = library_for(network.state_dict().values(), dtype, store, network.config.head_dim)
     if library is None:
-        logging.getLogger(__name__).warning("The drafter runs uncompiled, which is slower: %s.", made.reason)
-        return DraftPass(network.to(dtype), embed, head, made.reason)
+        return DraftPass(network.to(dtype), embed, head, reason)
     lends = target.library is library and not own_head
     return CompiledDraftPass(network, library, embed, head, target if lends else None, None, owned, dtype)
 
 
-class PartOfPacked(nn.Module):
-    """Stands in a network for an `nn.Linear` whose weight is kept laid out, some rows of a larger one; it takes no
-    memory of its own, and is slow. A deep copy is an `nn.Linear`."""
-
-    def __init__(self, whole: PackedLinear, rows: slice) -> None:
-        super().__init__()
-        self._whole, self._rows = [whole], rows  # in a list, so that it is no module of the network
-        self.in_features, self.out_features = whole.in_features, rows.stop - rows.start
-
-    @property
-    def weight(self) -> Tensor:
-        return self._whole[0].weight[self._rows]
-
-    @property
-    def bias(self) -> Tensor | None:
-        bias = self._whole[0].bias
-        return None if bias is None else bias[self._rows]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        destination[f"{prefix}weight"] = self.weight
-        if self.bias is not None:
-            destination[f"{prefix}bias"] = self.bias
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Linear:
-        with torch.device("meta"):
-            copied = nn.Linear(self.in_features, self.out_features, self.bias is not None)
-        copied.load_state_dict({name: each.clone() for name, each in self.state_dict().items()}, assign=True)
-        return copied
-
-
-class CompiledDraftPass(CompiledLayers):
+class CompiledDraftPass(CompiledNetwork):
     """`DraftPass` in one call each of its two methods. Arithmetic is float32, whatever the dtype.
 
     Args:
@@ -131,8 +82,6 @@ class CompiledDraftPass(CompiledLayers):
         bits: To which weights are rounded, if they are.
         owned, dtype: As in `draft_pass`.
     """
-
-    compile_reason: str | None = None
 
     @torch.no_grad()
     def __init__(
@@ -146,23 +95,11 @@ class CompiledDraftPass(CompiledLayers):
         owned: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self._embed, self._head = embed, head
-        self.config = config = network.config
-        super().__init__(library, config.num_hidden_layers, EVERYWHERE)
-        self._network, self._dtype = network, dtype or network.fc.weight.dtype
-        self._packed: list[PackedLinear] = []
-        self._bits, self._owned = bits, owned
+        self._embed, self._head, self._network, config = embed, head, network, network.config
+        super().__init__(library, config, config.num_hidden_layers, dtype or network.fc.weight.dtype, bits, owned)
         for own, module, kind in zip(self._layers, network.layers, config.layers, strict=True):
             layer = cast(DraftLayer, module)
-            attention, mlp = layer.self_attn, layer.mlp
-            own.qkv = self._pack(attention, "q_proj", "k_proj", "v_proj")
-            own.output = self._pack(attention, "o_proj")
-            own.gate_up = self._pack(mlp, "gate_proj", "up_proj")
-            own.down = self._pack(mlp, "down_proj")
-            own.before_attention = self._pointer(layer.input_layernorm.weight)
-            own.before_mlp = self._pointer(layer.post_attention_layernorm.weight)
-            own.query_norm = self._pointer(attention.q_norm.weight)
-            own.key_norm = self._pointer(attention.k_norm.weight)
+            self._lay_out(own, layer)
             own.window, own.whole_block = kind.window or 0, not kind.causal
             if isinstance(layer, ConvolvedLayer):
                 own.attention_conv = self._convolution(layer.attention_conv)
@@ -181,16 +118,6 @@ class CompiledDraftPass(CompiledLayers):
         return_freed()
         # The one output that is wanted is that of the final norm.
         self._taps = numbers([config.num_hidden_layers])
-
-    def new_state(self, batch: int, capacity: int) -> KVCache:
-        return KVCache(batch, capacity)
-
-    def state_bytes(self, batch: int, capacity: int) -> int:
-        config, slot = self.config, self.library.slot_size(self.config.head_dim) * self.library.store_dtype.itemsize
-        return 2 * config.num_hidden_layers * config.num_key_value_heads * slot * batch * capacity
-
-    def weight_bytes(self) -> int:
-        return sum(each.nbytes for each in self._packed) + sum(each.nbytes for each in self._alive)
 
     def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
         observed = 4 * self.library.draft_context_workspace(self._model, batch, nodes, self._features.inputs)
@@ -228,7 +155,7 @@ class CompiledDraftPass(CompiledLayers):
 
     def _pass(self, call: CallFields, end: int, tokens: Tensor | None, window: int | None) -> Tensor:
         """`[B, N, H]` behind the final norm."""
-        parents = _chain_parents(call.batch, call.nodes)
+        parents = chain_parents(call.batch, call.nodes)
         hidden = torch.empty(call.batch, call.nodes, self.config.hidden_size)
         call.parents, call.taps, call.num_taps = address(parents), address(self._taps), 1
         call.features, call.reach = hidden.data_ptr(), EVERYWHERE if window is None else window
@@ -240,51 +167,11 @@ class CompiledDraftPass(CompiledLayers):
         cos, sin = (table[:, : self.config.head_dim // 2].contiguous() for table in tables)
         return [(cos, sin)] * self.config.num_hidden_layers
 
-    def _call(
-        self, state: KVCache, batch: int, count: int, lengths: array[int], starts: array[int]
-    ) -> tuple[CallFields, int]:
-        """A call about N nodes behind each row's committed tokens; and the slots that it reaches."""
-        config, end = self.config, state.check_room(count)
-        size = self.library.slot_size(config.head_dim)
-        shape = (config.num_hidden_layers, 2 * config.num_key_value_heads, size)
-        memory = state.memory(*shape, torch.empty(0, dtype=self.library.store_dtype))
-        assert len(lengths) == batch, (state.lengths, batch)
-        call = CallFields(lengths=address(lengths), starts=address(starts), batch=batch, nodes=count)
-        call.store, call.threads, call.slots = memory.data_ptr(), torch.get_num_threads(), memory.size(2)
-        call.layer_stride, call.head_stride = memory.stride()[:2]
-        return call, end
-
-    def _pointer(self, weight: Tensor) -> int:
-        return super()._pointer(weight.to(self._dtype))
-
     def _convolution(self, module: DynamicConv) -> ConvolutionFields:
         _, taps, groups = module.corrections
         # Not rounded to few bits: it is small, and what it corrects is near the identity.
         projection = self._pack(module, "kernel_projection", rounds=False)
         return ConvolutionFields(projection, self._pointer(module.base_kernel), taps, groups)
-
-    def _pack(self, module: nn.Module, *names: str, rounds: bool = True) -> LinearFields:
-        """Lay some projections of a module out as one, rounded if weights are and `rounds`."""
-        projections, dtype = [cast(nn.Linear, getattr(module, name)) for name in names], self._dtype
-        parts: list[Tensor | QuantizedWeight] = [each.weight.detach() for each in projections]
-        if self._bits is not None and rounds:
-            group, step = best_group(projections[0].in_features), max(1, PIECE // projections[0].in_features)
-            pieces = [piece for each in projections for piece in each.weight.detach().split(step)]
-            parts = [rounded(piece.to(dtype), self._bits, group, shares=QUICK) for piece in pieces]
-        biases = [each.bias.detach().to(dtype) for each in projections if each.bias is not None]
-        packed = PackedLinear(lay_out(parts, self.library), torch.cat(biases) if biases else None)
-        packed.dtype = dtype
-        self._packed.append(packed)  # which owns the memory
-        if self._owned:
-            end = 0
-            for name, each in zip(names, projections, strict=True):
-                setattr(module, name, PartOfPacked(packed, slice(end, end := end + each.out_features)))
-        return self.library.linear(packed)
-
-
-@lru_cache(maxsize=256)
-def _chain_parents(batch: int, count: int) -> array[int]:
-    return numbers(list(range(-1, count - 1)) * batch)
 
 
 @lru_cache(maxsize=256)

@@ -26,12 +26,16 @@ static void rotate(const Model *m, const Layer *layer, const float *norm, float 
     }
 }
 
-/* Mark the slots that a node does not see. */
+/* Nodes of a row, those of earlier calls included. */
+static i64 all_nodes(const Call *call) { return call->done + call->nodes; }
+
+/* Mark the slots that a node does not see; those of earlier calls count in its number. */
 static void hide(const Layer *layer, const Call *call, i64 row, i64 node, i64 begin, i64 slots, const i64 *depths,
                  float *scores, float mark) {
-    const i64 length = call->lengths[row], *parents = call->parents + row * call->nodes;
+    const i64 length = call->lengths[row], *parents = call->parents + row * all_nodes(call);
     i64 first = layer->window ? length + depths[node] - layer->window + 1 : 0;
     if (first < length - call->reach) first = length - call->reach;
+    if (first < call->hidden_slots) first = call->hidden_slots < length ? call->hidden_slots : length;
     for (i64 t = begin; t < first && t < length; t++) scores[t] = mark;
     const i64 nodes = slots - length;
     if (!layer->whole_block && depths[node] == node) { /* all nodes before it are its ancestors, as in a chain */
@@ -55,9 +59,10 @@ static void attend(const Model *m, const Layer *layer, const Call *call, i64 row
                    i64 to, const uint8_t *strange, const i64 *depths, const void *keys, const void *values,
                    const float *qkv, float *mixed, float *scores) {
     const i64 D = m->head_dim, N = call->nodes, G = m->heads / m->kv_heads, length = call->lengths[row];
-    const i64 width = (m->heads + 2 * m->kv_heads) * D, slots = length + (layer->whole_block ? N : (to - 1) / G + 1);
-    const i64 stride = (length + N + LANES - 1) / LANES * LANES, count = to - from, item = BYTES(STORE);
-    const int skip = memchr(strange, 1, slots - length) != 0;
+    const i64 width = (m->heads + 2 * m->kv_heads) * D, behind = length + call->done;
+    const i64 slots = behind + (layer->whole_block ? N : (to - 1) / G + 1);
+    const i64 stride = (behind + N + LANES - 1) / LANES * LANES, count = to - from, item = BYTES(STORE);
+    const int skip = memchr(strange, 1, slots - behind) != 0;
     /* No query sees a slot before this one, since none lies before the committed tokens' end. */
     i64 begin = length - call->reach;
     if (layer->window && length - layer->window > begin) begin = length - layer->window;
@@ -72,7 +77,7 @@ static void attend(const Model *m, const Layer *layer, const Call *call, i64 row
     for (i64 t = begin; t < slots; t += LANES)
         score(q, count, (const char *)keys + t * SLOT(D) * item, D, slots - 1 - t, scores + t, stride);
     for (i64 j = 0; j < count; j++) {
-        i64 node = (from + j) / G;
+        i64 node = call->done + (from + j) / G;
         float *s = scores + j * stride;
         hide(layer, call, row, node, begin, slots, depths, s, -INFINITY);
         for (i64 t = slots; t < stride; t++) s[t] = -INFINITY;
@@ -96,7 +101,8 @@ static void attention(const Model *m, const Layer *layer, const Call *call, i64 
             + size * (index * call->layer_stride + head * call->head_stride + call->starts[row] * SLOT(m->head_dim));
         const char *values = keys + size * m->kv_heads * call->head_stride;
         const uint8_t *of_head = strange + (row * m->kv_heads + head) * N;
-        attend(m, layer, call, row, head, from, to, of_head, depths + row * N, keys, values, qkv, mixed, scores);
+        const i64 *own = depths + row * all_nodes(call);
+        attend(m, layer, call, row, head, from, to, of_head, own, keys, values, qkv, mixed, scores);
     }
 }
 
@@ -108,8 +114,8 @@ static void place(const Model *m, const Layer *layer, const Call *call, i64 inde
     const i64 all = heads + 2 * m->kv_heads, D = m->head_dim;
     SHARE(call->batch * call->nodes * all, first, last);
     for (i64 work = first; work < last; work++) {
-        i64 node = work / all, head = work % all, row = node / call->nodes;
-        i64 position = call->lengths[row] + (depths ? depths[node] : node % call->nodes);
+        i64 node = work / all, head = work % all, row = node / call->nodes, own = call->done + node % call->nodes;
+        i64 position = call->lengths[row] + (depths ? depths[row * all_nodes(call) + own] : own);
         /* Nodes that a shorter row of the batch will never commit may lie past the last position. */
         if (position >= m->max_positions) position = m->max_positions - 1;
         float *x = qkv + work * D;
@@ -117,7 +123,7 @@ static void place(const Model *m, const Layer *layer, const Call *call, i64 inde
             rotate(m, layer, head < heads ? layer->query_norm : layer->key_norm, x, position);
         if (head < heads) continue;
         i64 at = index * call->layer_stride + (head - heads) * call->head_stride
-            + (call->starts[row] + call->lengths[row] + node % call->nodes) * SLOT(D);
+            + (call->starts[row] + call->lengths[row] + own) * SLOT(D);
         if (STORE == INT8) {
             int8_t *to = (int8_t *)call->store + at;
             float factor;
@@ -210,11 +216,11 @@ static void tap(const Model *m, const Call *call, i64 layer, const float *x) {
 
 /* Where things lie in the workspace, in numbers of `float`; `end` is what is needed of it. */
 typedef struct {
-    i64 depths, x, h, qkv, wide, turned, corrections, scores, scores_of_thread, strange, rounded, end;
+    i64 depths, x, h, qkv, wide, pairs, turned, corrections, scores, scores_of_thread, strange, rounded, end;
 } Places;
 
 static int has_integers(const Model *m) {
-    int found = IS_INTEGER(&m->head);
+    int found = IS_INTEGER(&m->head) || IS_INTEGER(&m->joined);
     for (i64 index = 0; index < m->num_layers && !found; index++) {
         const Layer *layer = m->layers + index;
         found = IS_INTEGER(&layer->qkv) || IS_INTEGER(&layer->output) || IS_INTEGER(&layer->gate_up)
@@ -234,13 +240,15 @@ static Rounded rounded_at(float *memory, i64 rows, i64 inputs) {
 
 static i64 widest_input(const Model *m) {
     const i64 mixed = m->heads * m->head_dim, more = mixed > m->inner ? mixed : m->inner;
-    return more > m->hidden ? more : m->hidden;
+    const i64 own = m->pairs ? 2 * m->hidden : m->hidden;
+    return more > own ? more : own;
 }
 
-static Places places(const Model *m, i64 rows, i64 slots, i64 threads) {
+/* Of rows behind `done` ones in all. */
+static Places places(const Model *m, i64 rows, i64 done, i64 slots, i64 threads) {
     const i64 mix_width = m->heads * m->head_dim, width = (m->heads + 2 * m->kv_heads) * m->head_dim;
     Places p = {0};
-    p.x = p.depths + 2 * rows;
+    p.x = p.depths + 2 * (done + rows);
     p.h = p.x + rows * m->hidden;
     p.qkv = p.h + rows * m->hidden;
     p.wide = p.qkv + rows * width;
@@ -251,7 +259,8 @@ static Places places(const Model *m, i64 rows, i64 slots, i64 threads) {
         if (first > most) most = first;
         if (second > most) most = second;
     }
-    p.turned = p.wide + rows * (2 * m->inner > mix_width ? 2 * m->inner : mix_width);
+    p.pairs = p.wide + rows * (2 * m->inner > mix_width ? 2 * m->inner : mix_width);
+    p.turned = p.pairs + (m->pairs ? 2 * rows * m->hidden : 0);
     p.corrections = p.turned + (most ? rows * m->hidden : 0);
     p.scores = p.corrections + rows * most;
     p.scores_of_thread = QUERIES * ((slots + LANES - 1) / LANES * LANES);
@@ -261,10 +270,43 @@ static Places places(const Model *m, i64 rows, i64 slots, i64 threads) {
     return p;
 }
 
-/* Numbers of `float` that `decoder_forward` needs for rows that reach so many slots, its nodes' included. */
+/* Numbers of `float` that `decoder_forward` needs for rows that reach so many slots, its nodes' included; nodes of
+   earlier calls take less. */
 i64 decoder_workspace(const Model *m, i64 batch, i64 nodes, i64 slots, i64 threads) {
     i64 wrong = check_shape(m, batch, nodes, slots, threads);
-    return wrong ? wrong : places(m, batch * nodes, slots, threads).end;
+    return wrong ? wrong : places(m, batch * nodes, 0, slots, threads).end;
+}
+
+/* Some outputs of a weight, from a whole block on. */
+static Linear outputs_from(const Linear *l, i64 first, i64 count) {
+    Linear part = *l;
+    const i64 size = first * l->inputs, factors = IS_INTEGER(l) ? first * (l->inputs / l->group) : 0;
+    const i64 bytes = l->kind == INT4 ? size / 2 : l->kind == INT8 ? size : size * BYTES(WEIGHT);
+    part.weight = (const char *)part.weight + bytes;
+    if (part.scale) part.scale = (const char *)part.scale + factors * (l->half_scales ? 2 : 4);
+    if (part.offset) part.offset += factors;
+    if (part.bias) part.bias += first;
+    part.outputs = count;
+    return part;
+}
+
+/* Normed embeddings and features beside each other, of the rows of x that this thread has embedded; x is then what the
+   layers add to. */
+static void side_by_side(const Model *m, const Call *call, float *x, float *pairs, Rounded in) {
+    const i64 H = m->hidden, rows = call->batch * call->nodes;
+    SHARE(rows, first, last);
+    for (i64 row = first; row < last; row++) {
+        const float *feature = call->beside + row * H;
+        float *token = pairs + 2 * row * H, *normed = token + H;
+        rms_norm(x + row * H, m->token_norm, m->eps, H, token, 0);
+        rms_norm(feature, m->feature_norm, m->eps, H, normed, 0);
+        memcpy(x + row * H, m->normed_stream ? normed : feature, 4 * H);
+    }
+    if (!m->joined.weight) return;
+    round_inputs(&m->joined, pairs, 2 * H, rows, in, 1);
+#pragma omp barrier
+    project(&m->joined, pairs, 2 * H, in, rows, x, H, 0);
+#pragma omp barrier
 }
 
 /* Returns 0; or, having done nothing, how much room is needed, where there is less. */
@@ -279,17 +321,18 @@ i64 decoder_forward(const Model *m, const Call *call) {
     i64 longest = 0;
     for (i64 row = 0; row < call->batch; row++)
         if (call->lengths[row] > longest) longest = call->lengths[row];
-    const Places at = places(m, rows, longest + N, call->threads);
+    const i64 all = all_nodes(call);
+    const Places at = places(m, rows, call->batch * call->done, longest + all, call->threads);
     if (!rows) return 0;
     if (call->room < at.end) return at.end;
     REFUSE(!call->workspace, POINTER);
     float *w = call->workspace, *x = w + at.x, *h = w + at.h, *qkv = w + at.qkv, *wide = w + at.wide;
-    float *turned = w + at.turned, *corrections = w + at.corrections;
+    float *turned = w + at.turned, *corrections = w + at.corrections, *pairs = w + at.pairs;
     i64 *depths = (i64 *)(w + at.depths);
     uint8_t *strange = (uint8_t *)(w + at.strange);
     const Rounded in = rounded_at(w + at.rounded, rows, widest_input(m));
-    for (i64 node = 0; node < rows; node++)
-        depths[node] = call->parents[node] < 0 ? 0 : depths[node - node % N + call->parents[node]] + 1;
+    for (i64 node = 0; node < call->batch * all; node++)
+        depths[node] = call->parents[node] < 0 ? 0 : depths[node - node % all + call->parents[node]] + 1;
 #pragma omp parallel num_threads(call->threads)
     {
         float *scores = w + at.scores + omp_get_thread_num() * at.scores_of_thread;
@@ -302,15 +345,26 @@ i64 decoder_forward(const Model *m, const Call *call) {
                 for (i64 i = 0; i < H; i++)
                     x[row * H + i] = m->embedding_scale * load_one(m->embedding.weight, begin + i * LANES, WEIGHT);
         }
+        if (m->pairs) side_by_side(m, call, x, pairs, in);
         for (i64 index = 0; index < m->num_layers; index++) {
             const Layer *layer = m->layers + index;
             const Convolution *of_attention = &layer->attention_conv, *of_mlp = &layer->mlp_conv;
             /* The rows of x that this thread wrote last are those it reads now, unless a projection wrote them. */
-            norm_rows(x, layer->before_attention, m->eps, H, rows, h, 0);
-            const float *read = convolved(m, call, of_attention, h, corrections, turned);
-            round_inputs(&layer->qkv, read, H, rows, in, 1);
+            const float *read = pairs;
+            if (!reads_pairs(m, index)) {
+                norm_rows(x, layer->before_attention, m->eps, H, rows, h, 0);
+                read = convolved(m, call, of_attention, h, corrections, turned);
+            }
+            round_inputs(&layer->qkv, read, layer->qkv.inputs, rows, in, 1);
 #pragma omp barrier
-            project(&layer->qkv, read, H, in, rows, qkv, width, 0);
+            if (index + 1 == m->num_layers && !call->num_taps && !call->num_logits) { /* keys and values are all */
+                const Linear part = outputs_from(&layer->qkv, mix_width, width - mix_width);
+                project(&part, read, part.inputs, in, rows, qkv, width - mix_width, 0);
+#pragma omp barrier
+                place(m, layer, call, index, depths, qkv, 0, 0);
+                break;
+            }
+            project(&layer->qkv, read, layer->qkv.inputs, in, rows, qkv, width, 0);
 #pragma omp barrier
             place(m, layer, call, index, depths, qkv, m->heads, strange);
 #pragma omp barrier
@@ -376,19 +430,6 @@ i64 draft_context_workspace(const Model *m, i64 batch, i64 nodes, i64 inputs) {
     return batch * nodes * numbers + rounded_size(batch * nodes, m->hidden > inputs ? m->hidden : inputs);
 }
 
-/* Some outputs of a weight, from a whole block on. */
-static Linear outputs_from(const Linear *l, i64 first, i64 count) {
-    Linear part = *l;
-    const i64 size = first * l->inputs, factors = IS_INTEGER(l) ? first * (l->inputs / l->group) : 0;
-    const i64 bytes = l->kind == INT4 ? size / 2 : l->kind == INT8 ? size : size * BYTES(WEIGHT);
-    part.weight = (const char *)part.weight + bytes;
-    if (part.scale) part.scale = (const char *)part.scale + factors * (l->half_scales ? 2 : 4);
-    if (part.offset) part.offset += factors;
-    if (part.bias) part.bias += first;
-    part.outputs = count;
-    return part;
-}
-
 /* Write the keys and values of committed tokens, for all layers of a draft network, from its target's features, which
    are the embedded rows here: through a projection, a norm, and the keys' and values' part of each layer's qkv.
    Returns as `decoder_forward`. */
@@ -396,7 +437,7 @@ i64 draft_context(const Model *m, const Call *call, const Linear *features, cons
     REFUSE(!m || !call || !features || !norm || !features->weight, POINTER);
     i64 wrong = check_shape(m, call->batch, call->nodes, call->slots, call->threads);
     if (!wrong) wrong = check_rows(m, call);
-    REFUSE(features->inputs < 1 || features->outputs != m->hidden, SIZES);
+    REFUSE(features->inputs < 1 || features->outputs != m->hidden || m->pairs || call->done, SIZES);
     if (!wrong) wrong = check_kind(features);
     const i64 rows = call->batch * call->nodes;
     if (wrong || !rows) return wrong;

@@ -64,6 +64,9 @@ class ModelFields(ctypes.Structure):
         *((name, c_int64) for name in ("num_layers", "hidden", "heads", "kv_heads", "head_dim", "inner", "gelu")),
         ("max_positions", c_int64),
         *((name, c_float) for name in ("eps", "embedding_scale", "attention_scale", "attention_cap", "logit_cap")),
+        ("joined", LinearFields),
+        *((name, c_void_p) for name in ("token_norm", "feature_norm")),
+        *((name, c_int64) for name in ("pairs", "normed_stream")),
     ]
 
 
@@ -76,7 +79,8 @@ class CallFields(ctypes.Structure):
         *((name, c_int64) for name in ("slots", "room")),
         ("store", c_void_p),
         *((name, c_int64) for name in ("layer_stride", "head_stride")),
-        *((name, c_void_p) for name in ("starts", "features", "logits", "workspace", "best")),
+        *((name, c_void_p) for name in ("starts", "features", "logits", "workspace", "best", "beside")),
+        *((name, c_int64) for name in ("hidden_slots", "done")),
     ]
 
 

@@ -23,6 +23,7 @@ from blockdraft.drafters.base import (
     State,
     check_refinement,
     parts_of,
+    slots_behind,
 )
 from blockdraft.errors import UsageError
 from blockdraft.formats import read_config, trained_for
@@ -238,4 +239,5 @@ __all__ = [
     "joined",
     "load_drafter",
     "parts_of",
+    "slots_behind",
 ]

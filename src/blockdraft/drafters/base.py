@@ -122,6 +122,11 @@ def parts_of(drafter: Drafter) -> Sequence[Drafter]:
     return parts
 
 
+def slots_behind(drafter: Drafter, nodes: int) -> int:
+    """Slots that each row needs behind its text: for the nodes of a cycle, and for what drafters write there."""
+    return max(nodes, *(getattr(part, "slots_beside", 0) for part in parts_of(drafter)))
+
+
 def check_same_tokens(
     tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, target: Target, own: Collection[int] = ()
 ) -> None:

@@ -18,7 +18,7 @@ from blockdraft.nn.cache import KVCache
 from blockdraft.nn.medusa import MedusaNetwork
 from blockdraft.proposal import Plan, Proposal, chain
 from blockdraft.targets import Target
-from blockdraft.timing import CONTEXT, HEAD, OBSERVE, PASS, mark
+from blockdraft.timing import CONTEXT, OBSERVE, mark
 
 
 class MedusaDrafter:
@@ -29,18 +29,24 @@ class MedusaDrafter:
         network: Moves to the target's device and dtype.
         target: The target whose hidden states it was trained on.
         path: Where the network was read from.
+        owned: As in `Target.draft_runner`.
     """
 
     knows_probabilities = True
     knows_lengths = False
 
-    def __init__(self, network: MedusaNetwork, target: Target, path: Path | None = None) -> None:
+    def __init__(self, network: MedusaNetwork, target: Target, path: Path | None = None, owned: bool = False) -> None:
         self.network = network.to(target.device, target.dtype).eval()
         self.path = path
         self.taps = network.config.taps
         self.block_size = network.config.num_heads + 1
-        self._target = target
+        self._target, self._run = target, target.head_runner(self.network, owned)
         self._like = torch.empty(0, dtype=target.dtype, device=target.device)
+
+    @property
+    def compile_reason(self) -> str | None:
+        """Why the heads are not compiled for a CPU, in words; None where they are."""
+        return self._run.compile_reason
 
     def new_state(self, batch: int, capacity: int) -> KVCache:
         return KVCache(batch, capacity)
@@ -49,7 +55,7 @@ class MedusaDrafter:
         return batch * capacity * self._target.hidden_size * self._target.dtype.itemsize
 
     def weight_bytes(self) -> int:
-        return sum(weight.nbytes for weight in self.network.parameters())
+        return sum(weight.nbytes for weight in self.network.parameters()) + self._run.weight_bytes()
 
     @torch.no_grad()
     def observe(self, state: KVCache, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
@@ -70,11 +76,7 @@ class MedusaDrafter:
         assert min(state.lengths) > 0, "a row is drafted for once its prompt is read"
         newest = [row + length - 1 for row, length in zip(state.rows, state.lengths, strict=True)]
         hidden = self._known(state)[send(torch.tensor(newest), anchor.device)]
-        states = self.network(hidden, plan.block_size - 1)
-        mark(PASS)
-        logits = self.network.logits(states, self._target.head)
-        mark(HEAD)
-        return independent_guesses(anchor, logits, plan)
+        return independent_guesses(anchor, self._run(hidden, plan.block_size - 1), plan)
 
     def _known(self, state: KVCache) -> Tensor:
         """The target's hidden state at the token in each slot, `[slots, H]`."""
@@ -82,7 +84,7 @@ class MedusaDrafter:
 
 
 def load(path: Path, target: Target) -> MedusaDrafter:
-    return MedusaDrafter(read_network(path, target, MedusaNetwork), target, path)
+    return MedusaDrafter(read_network(path, target, MedusaNetwork), target, path, owned=True)
 
 
 DRAFTER = Entry(

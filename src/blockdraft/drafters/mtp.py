@@ -28,7 +28,7 @@ def load(path: Path | None, target: Target) -> MTPDrafter:
     """The head of a folder, or without one that in the target's own."""
     if path is None:
         return MTPDrafter(own_head(target), target)
-    return MTPDrafter(read_network(path, target, make_head), target, path)
+    return MTPDrafter(read_network(path, target, make_head), target, path, owned=True)
 
 
 def own_head(target: Target) -> TargetMTPNetwork:

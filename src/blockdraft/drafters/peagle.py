@@ -16,6 +16,7 @@ from blockdraft.machine import send
 from blockdraft.nn.attention import attend, visible_slots
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.peagle import PEagleNetwork
+from blockdraft.nn.row_pass import feature_store, last_features
 from blockdraft.proposal import Plan, Proposal, chain
 from blockdraft.targets import Target
 from blockdraft.timing import CONTEXT, HEAD, OBSERVE, PASS, mark
@@ -39,7 +40,8 @@ class PEagleDrafter(Eagle3Drafter):
         count = tokens.size(1)
         state.check_room(count)
         fused, device = self.network.fuse(features.to(self._target.dtype)), tokens.device
-        before = torch.cat([self._last_features(state), fused[:, :-1]], dim=1)
+        store = self._features(state)
+        before = torch.cat([last_features(state, store), fused[:, :-1]], dim=1)
         slots = state.slots(count, device)
         within = torch.ones(count, count, dtype=torch.bool, device=device).tril().expand(len(tokens), -1, -1)
         visible = visible_slots(state.lengths, within)
@@ -49,7 +51,6 @@ class PEagleDrafter(Eagle3Drafter):
             return attend(queries, *state.write(layer, keys, values), visible)
 
         self.network(self.network.embed_tokens(tokens), before, (slots - 1).clamp(min=0), attention)
-        store = self._features(state)
         for place, (row, length) in enumerate(zip(state.rows, state.lengths, strict=True)):
             store[row + length : row + length + count] = fused[place]
         mark(CONTEXT)
@@ -66,7 +67,7 @@ class PEagleDrafter(Eagle3Drafter):
         network, batch, count = self.network, len(anchor), plan.block_size - 1
         embedded, feature = network.masks(batch, count - 1)
         embedded = torch.cat([network.embed_tokens(anchor)[:, None], embedded], dim=1)
-        feature = torch.cat([self._last_features(state), feature], dim=1)
+        feature = torch.cat([last_features(state, self._features(state)), feature], dim=1)
         lengths = send(torch.tensor(state.lengths), anchor.device)[:, None]
         slots, own = torch.arange(max(state.lengths), device=anchor.device), torch.arange(count, device=anchor.device)
         window = len(slots) if plan.draft_window is None else plan.draft_window
@@ -88,8 +89,8 @@ class PEagleDrafter(Eagle3Drafter):
         return logits.new_full((batch, count, self.config.vocab_size), -torch.inf).index_copy_(2, self._kept, logits)
 
     def _features(self, state: KVCache) -> Tensor:
-        like = self.network.fc.weight
-        return state.layer(self.config.num_hidden_layers, like.new_empty(1, 1, 0, self.config.hidden_size))[0][0]
+        config = self.config
+        return feature_store(state, config.num_hidden_layers, config.hidden_size, self.network.fc.weight)
 
 
 def load(path: Path, target: Target) -> PEagleDrafter:

@@ -76,7 +76,7 @@ class Conversation:
     def limit(self) -> int:
         """Tokens that prompt and answer may have together: the target's context, or what the memory has room for."""
         engine = self.engine
-        return min(engine.target.max_context, engine.cache_tokens - 1 - engine.controller.most_guesses)
+        return min(engine.target.max_context, engine.cache_tokens - engine.slots_behind)
 
     def ask(
         self, text: str, params: SamplingParams | None = None, listener: Callable[[Chunk], object] | None = None

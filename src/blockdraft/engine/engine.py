@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from weakref import WeakSet
 
-from blockdraft.drafters import Drafter, load_drafter
+from blockdraft.drafters import Drafter, load_drafter, slots_behind
 from blockdraft.engine.asking import Asking
 from blockdraft.engine.controller import Controller
 from blockdraft.engine.costs import Costs, load, path, store
@@ -57,6 +57,7 @@ class Engine(Asking):
     Attributes:
         cache_tokens: As above, a number.
         memory: What it takes.
+        slots_behind: That each row needs behind its text.
     """
 
     def __init__(
@@ -96,7 +97,9 @@ class Engine(Asking):
         self.controller = Controller(drafter, drafting, lambda: load(path(target, drafter)))
         self.max_batch_size, self.prefix_tokens, self.prefill_tokens = max_batch_size, prefix_tokens, prefill_tokens
         nodes = 1 + self.controller.most_guesses
-        self.memory = Memory(target, drafter, max_batch_size, nodes, prefill_tokens, self.controller.automatic)
+        self.slots_behind = slots_behind(drafter, nodes) if drafting.tree_budget else nodes
+        automatic = self.controller.automatic
+        self.memory = Memory(target, drafter, max_batch_size, nodes, prefill_tokens, automatic, self.slots_behind)
         self._given_slots, self._limit = cache_tokens, memory_limit
         self._lock = threading.Lock()
         self._scheduler: Scheduler | None = None
@@ -179,7 +182,7 @@ class Engine(Asking):
         check_request(ids, params, self.target)
         stops = set(params.stop_token_ids) | (set() if params.ignore_eos else self.target.eos_token_ids)
         text = AnswerText(self.target.tokenizer, params.stop)
-        slots = self.target.row_slots(len(ids) + params.max_new_tokens + 1 + self.controller.most_guesses)
+        slots = self.target.row_slots(len(ids) + params.max_new_tokens + self.slots_behind)
         if slots > self.cache_tokens:
             raise UsageError(
                 f"A request of {len(ids)} and up to {params.max_new_tokens} new tokens needs {slots} slots with its "

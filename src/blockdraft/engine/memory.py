@@ -21,6 +21,7 @@ class Memory:
     Args:
         nodes: Most nodes of a row.
         automatic: Whether drafting may pause.
+        behind: Slots that a row needs behind its text, if these are more than its nodes.
     """
 
     target: Target
@@ -29,6 +30,12 @@ class Memory:
     nodes: int
     prefill_tokens: int
     automatic: bool
+    behind: int = 0
+
+    @property
+    def _most_slots(self) -> int:
+        """Of a row."""
+        return self.target.row_slots(self.target.max_context + max(self.nodes, self.behind))
 
     def bytes(self, slots: int) -> int:
         """Of both stores, allocated once, and of what a step needs meanwhile."""
@@ -53,7 +60,7 @@ class Memory:
         """Of the largest of forwards, with the logits of all nodes in their own dtype and twice in float32, and the
         features, by layer and side by side: of nodes, of the part of a prompt, or of a pause in drafting."""
         target, rows, size = self.target, self.max_batch_size, self.target.dtype.itemsize
-        longest = min(slots, target.row_slots(target.max_context + self.nodes))
+        longest = min(slots, self._most_slots)
         forward = max(
             target.forward_bytes(rows, self.nodes, min(longest, slots // rows + 1)),
             target.forward_bytes(1, min(self.prefill_tokens, longest), longest),
@@ -73,7 +80,7 @@ class Memory:
 
     def slots(self, prefix_tokens: int, limit: int | None) -> int:
         """As many as all rows may need at most, with what is remembered; fewer where the memory does not suffice."""
-        wanted = self.max_batch_size * self.target.row_slots(self.target.max_context + self.nodes) + prefix_tokens
+        wanted = self.max_batch_size * self._most_slots + prefix_tokens
         free = {device: SHARE * free_bytes(device) for device in self.by_device(0)} if limit is None else {}
 
         def suffices(slots: int) -> bool:

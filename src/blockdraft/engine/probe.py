@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from blockdraft.drafters import Drafter
+from blockdraft.drafters import Drafter, slots_behind
 from blockdraft.engine.request import Request
 from blockdraft.engine.row import Row
 from blockdraft.engine.runner import Runner
@@ -26,10 +26,10 @@ class Probe:
     drafter: Drafter
 
     def rows(self, count: int, context: int, room: int) -> tuple[Runner, list[Row]]:
-        """Rows whose prompts, of `context` arbitrary tokens, have been read, with slots for `room` more, be they past
-        the end of the target's context."""
+        """Rows whose prompts, of `context` arbitrary tokens, have been read, with slots for `room` more, or for as
+        many as drafters want, be they past the end of the target's context."""
         prompt = [(7 * i + 3) % self.target.vocab_size for i in range(context)]
-        capacity = self.target.row_slots(context + room)
+        capacity = self.target.row_slots(context + slots_behind(self.drafter, room))
         runner, params = Runner(self.target, self.drafter, count * capacity), SamplingParams(room, ignore_eos=True)
         requests = [
             Request(prompt, params, frozenset(), RandomNumbers(0), AnswerText(self.target.tokenizer))

@@ -141,6 +141,11 @@ class KVCache:
             longest = max(longest, end)
         return longest
 
+    @property
+    def spare(self) -> int:
+        """Nodes for which every row has slots."""
+        return min((self._capacities[row] - self._lengths[row] for row in self.rows), default=0)
+
     def view(self, memory: Tensor, count: int, end: int | None = None) -> tuple[Tensor, bool]:
         """The slots of the rows side by side: committed tokens and the next `count` nodes.
 

@@ -113,7 +113,7 @@ class Eagle3Base(nn.Module):
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
         # Token i of the draft vocabulary is the target's token i + d2t[i].
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
-        self._rotary = Rotary(config.head_dim, config.max_position_embeddings, config.rope_theta, config.rope_scaling)
+        self.rotary = Rotary(config.head_dim, config.max_position_embeddings, config.rope_theta, config.rope_scaling)
 
     @property
     def kept(self) -> Tensor:
@@ -123,20 +123,22 @@ class Eagle3Base(nn.Module):
         """Let these tokens of the target, `[Vd]` int64, be the draft vocabulary."""
         self.d2t.copy_(tokens - torch.arange(len(tokens), device=tokens.device))
 
-    def fuse(self, features: Tensor) -> Tensor:
+    def normed_taps(self, features: Tensor) -> Tensor:
+        """What `fc` reads of the tapped outputs `[..., m * H]`."""
         if self.config.fc_norm:
             taps = features.chunk(len(self.config.taps), dim=-1)
-            features = torch.cat([norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True)], dim=-1)
-        elif self.config.norm_before_fc:
-            features = self.input_norm(features)
-        return cast(Tensor, self.fc(features))
+            return torch.cat([norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True)], dim=-1)
+        return cast(Tensor, self.input_norm(features)) if self.config.norm_before_fc else features
+
+    def fuse(self, features: Tensor) -> Tensor:
+        return cast(Tensor, self.fc(self.normed_taps(features)))
 
     def first(self, embedded: Tensor, feature: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """What the layer makes of rows; arguments as in `RowNetwork.forward`."""
         layer = self.midlayer
         normed = layer.hidden_norm(feature)
         rows = layer.beside(embedded, normed)
-        out = layer.self_attn(rows, *self._rotary(positions, rows.dtype), attend)
+        out = layer.self_attn(rows, *self.rotary(positions, rows.dtype), attend)
         x = (normed if self.config.norm_before_residual else feature) + out
         return cast(Tensor, x + layer.mlp(layer.post_attention_layernorm(x)))
 
@@ -150,7 +152,7 @@ class Eagle3Network(Eagle3Base, RowNetwork):
     def keys_values(self, embedded: Tensor, feature: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         layer = self.midlayer
         rows = layer.beside(embedded, layer.hidden_norm(feature))
-        return layer.self_attn.keys_values(rows, *self._rotary(positions, rows.dtype))
+        return layer.self_attn.keys_values(rows, *self.rotary(positions, rows.dtype))
 
     def forward(self, embedded: Tensor, feature: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         return self.first(embedded, feature, positions, attend)

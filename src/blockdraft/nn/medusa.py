@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blockdraft.nn.draft_config import whole
+from blockdraft.timing import HEAD, PASS, mark
 
 
 @dataclass(frozen=True)
@@ -91,3 +92,27 @@ class MedusaNetwork(nn.ModuleList):
 
     def _heads(self, count: int) -> list[nn.Sequential]:
         return [cast(nn.Sequential, head) for head in list(self)[:count]]
+
+
+class HeadPass:
+    """Heads beside their target; see `HeadRunner` of targets.
+
+    Args:
+        head: The target's.
+        compile_reason: Why they are not compiled, where they might have been.
+    """
+
+    def __init__(
+        self, network: MedusaNetwork, head: Callable[[Tensor], Tensor], compile_reason: str | None = None
+    ) -> None:
+        self._network, self._head, self.compile_reason = network, head, compile_reason
+
+    def weight_bytes(self) -> int:
+        return 0
+
+    def __call__(self, hidden: Tensor, count: int) -> Tensor:
+        states = self._network(hidden, count)
+        mark(PASS)
+        logits = self._network.logits(states, self._head)
+        mark(HEAD)
+        return logits

@@ -90,18 +90,18 @@ class MTPNetwork(MTPHead):
 
     def __init__(self, config: MTPConfig) -> None:
         super().__init__(config, lambda: DraftLayer(config))
-        self._rotary = Rotary(config.head_dim, config.max_position_embeddings, config.rope_theta, config.rope_scaling)
+        self.rotary = Rotary(config.head_dim, config.max_position_embeddings, config.rope_theta, config.rope_scaling)
 
     def keys_values(self, embedded: Tensor, feature: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         layer = cast(DraftLayer, self.layers[0])
         attention, rows = layer.self_attn, layer.input_layernorm(self._rows(embedded, feature))
         projections = attention.k_proj, attention.v_proj
         keys, values = (projection(rows).unflatten(-1, (-1, attention.head_dim)) for projection in projections)
-        keys = rotate(attention.k_norm(keys), *self._rotary(positions, keys.dtype))
+        keys = rotate(attention.k_norm(keys), *self.rotary(positions, keys.dtype))
         return keys.transpose(1, 2), values.transpose(1, 2)
 
     def forward(self, embedded: Tensor, feature: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         rows = self._rows(embedded, feature)
-        angles = self._rotary(positions, rows.dtype)
+        angles = self.rotary(positions, rows.dtype)
         out: Tensor = self.layers[0](rows, *angles, 0, lambda layer, *heads: attend(*heads))
         return out

@@ -57,7 +57,7 @@ class PEagleNetwork(Eagle3Base):
             attend: Attention of a layer's rows to those that they see, themselves included.
         """
         x = self.first(embedded, feature, positions, lambda *heads: attend(0, *heads))
-        angles = self._rotary(positions, x.dtype)
+        angles = self.rotary(positions, x.dtype)
         for index, layer in enumerate(self.layers.values(), start=1):
             x = layer(x, *angles, index, attend)
         return x

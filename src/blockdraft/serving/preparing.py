@@ -38,7 +38,7 @@ class Prepared:
 
 def context_of(engine: Engine) -> int:
     """Tokens that prompt and answer may have together."""
-    return min(engine.target.max_context, engine.cache_tokens - 1 - engine.controller.most_guesses)
+    return min(engine.target.max_context, engine.cache_tokens - engine.slots_behind)
 
 
 def prepare(job: ChatJob | TextJob, backends: Backends, settings: ServeSettings) -> Prepared:

@@ -20,6 +20,7 @@ from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import is_gguf
 from blockdraft.targets.base import (
     Cache,
+    DraftRows,
     LoadOptions,
     Rows,
     Target,
@@ -194,6 +195,7 @@ __all__ = [
     "TABLE",
     "Cache",
     "Description",
+    "DraftRows",
     "LoadOptions",
     "NotCovered",
     "OpenCheckpoint",

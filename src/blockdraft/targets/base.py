@@ -13,7 +13,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from blockdraft.errors import UsageError
+from blockdraft.nn.cache import KVCache
 from blockdraft.nn.dflash import DFlashNetwork
+from blockdraft.nn.medusa import MedusaNetwork
+from blockdraft.nn.rows import RowNetwork
 from blockdraft.types import DEFAULT_COMPILE, Compile, KVDtype, Quantize
 
 
@@ -94,6 +97,78 @@ class DraftRunner(Protocol):
         Returns:
             Hidden states `[B, N - first, H]` and logits `[B, N - first, V]`.
         """
+
+
+class DraftRows(Protocol):
+    """Rows of a cycle, by which a network guesses a token at a time; see `nn.rows`. The first call has the anchors.
+
+    Attributes:
+        room: How many more there may be.
+    """
+
+    @property
+    def room(self) -> int: ...
+
+    def __call__(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
+        """Logits `[B, N, Vd]` of what follows one more row for each of the tokens.
+
+        Args:
+            tokens: `[B, N]` int64.
+            parents: `[B, N]` int64, the places of the rows that these follow in the call before, whose ancestors they
+                see; None is its only one, or the text.
+        """
+
+
+class RowRunner(Protocol):
+    """Runs a network that guesses a token at a time, in the target's way of computing.
+
+    What it keeps of a text lies in the slots of its tokens: slot s has the keys and values of the row of token s, which
+    takes the target's feature at s - 1, and the feature at s, which the row of the next token will take. Slot 0 has no
+    feature before it and is seen by nobody.
+
+    Attributes:
+        compile_reason: As of a `DraftRunner`.
+    """
+
+    compile_reason: str | None
+
+    def state_bytes(self, batch: int, capacity: int) -> int:
+        """As `Drafter.state_bytes`."""
+
+    def weight_bytes(self) -> int:
+        """Memory of weights that it keeps beside the network's own."""
+
+    def rows_beside(self, block_size: int, width: int) -> int:
+        """Slots behind a text that the rows of a cycle take, with so many of them on each level."""
+
+    def observe(self, state: KVCache, tokens: Tensor, features: Tensor) -> None:
+        """Write what is kept of tokens `[B, N]`, with the tapped outputs `[B, N, m * H]`, behind each row's own, for
+        `state.commit` to keep."""
+
+    def rows(self, state: KVCache, block_size: int, width: int, window: int | None = None) -> DraftRows:
+        """The rows of a cycle.
+
+        Args:
+            block_size: Tokens of a path, anchor included.
+            width: Most rows of a level behind the anchor.
+            window: Committed tokens that are seen, the last ones; None is all.
+        """
+
+
+class HeadRunner(Protocol):
+    """Runs Medusa's heads, in the target's way of computing.
+
+    Attributes:
+        compile_reason: As of a `DraftRunner`.
+    """
+
+    compile_reason: str | None
+
+    def weight_bytes(self) -> int:
+        """Memory of weights that it keeps beside the network's own."""
+
+    def __call__(self, hidden: Tensor, count: int) -> Tensor:
+        """Logits `[B, count, V]` of the first heads, of the target's hidden states `[B, H]`."""
 
 
 @dataclass(frozen=True)
@@ -225,6 +300,17 @@ class Target(Protocol):
             head: Its own; None is the target's.
             owned: Whether nobody else uses the network, so that layers may be exchanged for slow ones that take no
                 memory of their own, and whose weights may be rounded. What is left is moved to the target's dtype.
+        """
+
+    def head_runner(self, network: MedusaNetwork, owned: bool = False) -> HeadRunner:
+        """What runs Medusa's heads beside this target; arguments as in `row_runner`."""
+
+    def row_runner(self, network: RowNetwork, owned: bool = False) -> RowRunner:
+        """What runs a network that guesses a token at a time beside this target.
+
+        Args:
+            network: Of the target's device and dtype.
+            owned: As in `draft_runner`.
         """
 
     def forward(

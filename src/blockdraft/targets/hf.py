@@ -19,6 +19,9 @@ from blockdraft.nn.cache import KVCache, slot_bucket
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.draft_pass import DraftPass
 from blockdraft.nn.exact import EXACT_NODES, ExactAttention, attention_bytes
+from blockdraft.nn.medusa import HeadPass, MedusaNetwork
+from blockdraft.nn.row_pass import RowPass
+from blockdraft.nn.rows import RowNetwork
 from blockdraft.nn.states import StatesCache
 from blockdraft.proposal import chain_parents, depths, tree_mask
 from blockdraft.targets.adapter import load_model
@@ -144,6 +147,12 @@ class HFTarget(CheckpointTarget):
         self, network: DFlashNetwork, head: Callable[[Tensor], Tensor] | None = None, owned: bool = False
     ) -> DraftPass:
         return DraftPass(network.to(self.device, self.dtype), self.embed, head or self.head)
+
+    def head_runner(self, network: MedusaNetwork, owned: bool = False) -> HeadPass:
+        return HeadPass(network, self.head)
+
+    def row_runner(self, network: RowNetwork, owned: bool = False) -> RowPass:
+        return RowPass(network, self.embed, self.head)
 
     @torch.no_grad()
     def forward(

@@ -14,6 +14,8 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from blockdraft.cpu.compiled import CompiledDecoder
 from blockdraft.cpu.compiled_draft import draft_pass
+from blockdraft.cpu.compiled_heads import head_pass
+from blockdraft.cpu.compiled_rows import row_pass
 from blockdraft.cuda.graphs import MOST_NODES, CapturedDecoder, CapturedDraftPass, Recorder, room
 from blockdraft.machine import send
 from blockdraft.nn.attention import grouped_mask, visible_slots
@@ -22,9 +24,11 @@ from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.delta_net import DeltaRecurrence
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.exact import EXACT_NODES, ExactAttention, attention_bytes
+from blockdraft.nn.medusa import MedusaNetwork
+from blockdraft.nn.rows import RowNetwork
 from blockdraft.nn.states import StatesCache
 from blockdraft.proposal import chain_parents, depths, is_chain, tree_mask
-from blockdraft.targets.base import Cache, DraftRunner, TargetOutput
+from blockdraft.targets.base import Cache, DraftRunner, HeadRunner, RowRunner, TargetOutput
 from blockdraft.targets.checkpoint import CheckpointTarget
 from blockdraft.targets.exact import forward_in_pieces
 from blockdraft.targets.native_states import leave, recurrences, state_bytes, working_bytes
@@ -143,6 +147,12 @@ class NativeTarget(CheckpointTarget):
             return CapturedDraftPass(network.to(self.dtype), self.captured.recorder, self.embed, head or self.head)
         own_head, bits = head is not None, self.bits if self.round_drafters else None
         return draft_pass(network, self.compiled, self.embed, head or self.head, own_head, bits, owned, self.dtype)
+
+    def head_runner(self, network: MedusaNetwork, owned: bool = False) -> HeadRunner:
+        return head_pass(network, self.compiled, self.head, self.decoder.config.head_dim, owned)
+
+    def row_runner(self, network: RowNetwork, owned: bool = False) -> RowRunner:
+        return row_pass(network, self.compiled, self.embed, self.head, owned, self.dtype)
 
     def capture(self, recorder: Recorder) -> None:
         """Run forwards over few nodes as graphs from now on. Due before the first cache and the first drafter.
