@@ -16,7 +16,6 @@ from blockdraft.drafters import Drafter, entry_of_variant
 from blockdraft.drafters.draft_lm import DraftLMDrafter
 from blockdraft.errors import UsageError
 from blockdraft.formats import read_config, read_drafter
-from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.targets import BUNDLED, Target
 
 
@@ -83,7 +82,6 @@ def drafter_of(kind: str, path: Path | None, target: Target, width: int, running
 
 def check_compiled(kind: str, drafter: Drafter) -> None:
     """Refuse a drafter that could be compiled and is not."""
-    network = getattr(drafter, "network", None)
     reason = getattr(drafter, "compile_reason", None)
-    if isinstance(network, DFlashNetwork) and reason is not None:
+    if reason is not None:
         raise UsageError(f"{KINDS[kind].title} is not compiled: {reason}. Add --uncompiled to measure it all the same.")

@@ -127,13 +127,20 @@ def _costs(found: Figures) -> str:
                 mark = "" if found.is_compiled(kind) else "*"
                 rows.append([f"{width}", _title(kind) + mark, way, f"{1000 * draft:.2f}", *shown, model])
     text = (
-        "Behind arbitrary text; R is the time of a cycle over that of a plain one with as many rows. With a * the "
-        "draft network has no compiled pass and runs by torch's operations beside a compiled target; the last column "
-        "says what R of one row would be if its passes took the time of the target's, weight for weight. Width is how "
-        "many times as wide both were made; of wider drafters only the shape is measured.\n\n"
+        "Behind arbitrary text; R is the time of a cycle over that of a plain one with as many rows. The last column "
+        "says what R of one row would be if draft passes took the time of the target's, weight for weight. Width is "
+        "how many times as wide both were made; of wider drafters only the shape is measured."
+        + _uncompiled(found)
+        + "\n\n"
     )
     header = ["width", "drafter", "way", "draft, ms", *(f"R, {counted(batch, 'row')}" for batch in batches)]
     return text + _table([*header, "R, 1 row, by weights"], rows)
+
+
+def _uncompiled(found: Figures) -> str:
+    if all(found.is_compiled(row.kind) for row in found.cycles):
+        return ""
+    return " With a * the drafter is not compiled, and runs by torch's operations beside a compiled target."
 
 
 def _best(best: Best | None) -> str:
@@ -154,10 +161,9 @@ def _speedups(found: Figures, temperature: float) -> str:
         rows.append([_title(kind) + mark, *cells])
     text = (
         "tau / R of the fastest way of each drafter, the mean of seeds and sets (and the range of the seeds). On this "
-        "CPU R is measured; with a * it is that of a drafter that is not compiled, and by weights is what a compiled "
-        "one could come to; prompt lookup is judged so alone, as what it finds hangs on the text, and its "
-        "own time on the host is left out (Real answers have it). A wider pair says "
-        "the same words, so tau is that of width 1.\n\n"
+        "CPU R is measured, or reckoned by weights; prompt lookup is judged so alone, as what it finds hangs on the "
+        "text, and its own time on the host is left out (Real answers have it). A wider pair says the same words, so "
+        "tau is that of width 1." + _uncompiled(found) + "\n\n"
     )
     return text + _table(header, rows)
 

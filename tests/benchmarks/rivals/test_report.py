@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,15 @@ def test_the_page_has_every_table() -> None:
     assert "| DFlash | chain:7 | 1.90 (1.80 to 2.00), tau 3.00 |" in text
     assert "2.07 (2.00 to 2.13), chain:7 | 0.84 (0.80 to 0.88), chain:7 | 2.46 (2.42 to 2.50) |" in text
     assert "- this CPU, width 1, as measured, temperature 0: DFlash 2.07, EAGLE-3 0.84." in text
+
+
+def test_what_is_not_compiled_is_marked() -> None:
+    found = figures()
+    text = page(found, 320, "", quick=False)
+    assert text.count("With a * the drafter is not compiled") == 2 and "| EAGLE-3* |" in text
+    all_of_it = replace(found, cycles=[replace(row, compiled=1) for row in found.cycles])
+    text = page(all_of_it, 320, "", quick=False)
+    assert "With a *" not in text and "* |" not in text
 
 
 def test_a_size_far_from_the_budget_is_told() -> None:
