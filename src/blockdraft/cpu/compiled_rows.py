@@ -66,7 +66,8 @@ class _Parts:
     """Of a row network.
 
     Attributes:
-        fuses: `fc` makes features of the target's; else rows of embedding and feature.
+        fuses: `fc` makes features of the target's, and the head is its own; else `fc` makes rows of embedding and
+            feature, and the head is the target's.
         normed_stream: The layer's output is added to the normed feature.
         normed_feedback: What is fed on is behind the last norm.
     """
@@ -77,7 +78,6 @@ class _Parts:
     norm: RMSNorm
     rotary: Rotary
     fuses: bool
-    own_head: bool
     normed_stream: bool
     normed_feedback: bool
 
@@ -86,10 +86,10 @@ def _parts_of(network: RowNetwork) -> _Parts:
     if isinstance(network, Eagle3Network):
         layer, config = network.midlayer, network.config
         norms = layer.input_layernorm, layer.hidden_norm, network.norm
-        return _Parts(layer, *norms, network.rotary, True, True, config.norm_before_residual, config.norm_output)
+        return _Parts(layer, *norms, network.rotary, True, config.norm_before_residual, config.norm_output)
     assert isinstance(network, MTPNetwork)
     norms = cast(RMSNorm, network.pre_fc_norm_embedding), cast(RMSNorm, network.pre_fc_norm_hidden), network.norm
-    return _Parts(network.layers[0], *norms, network.rotary, False, False, False, network.config.normed_feedback)
+    return _Parts(network.layers[0], *norms, network.rotary, False, False, network.config.normed_feedback)
 
 
 class CompiledRows(CompiledNetwork):
@@ -119,7 +119,7 @@ class CompiledRows(CompiledNetwork):
         self.embed, self.head, self.network = embed, head, network
         self._lay_out(self._layers[0], parts.layer)
         self._fc = self._pack(network, "fc")
-        own_head = self._pack(network, "lm_head") if parts.own_head else None
+        own_head = self._pack(network, "lm_head") if parts.fuses else None
         self._model = ModelFields(
             self._layers,
             LinearFields() if target is None else target.embedding,

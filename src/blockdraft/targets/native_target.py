@@ -28,10 +28,11 @@ from blockdraft.nn.medusa import MedusaNetwork
 from blockdraft.nn.rows import RowNetwork
 from blockdraft.nn.states import StatesCache
 from blockdraft.proposal import chain_parents, depths, is_chain, tree_mask
-from blockdraft.targets.base import Cache, DraftRunner, HeadRunner, RowRunner, TargetOutput
+from blockdraft.targets.base import Cache, TargetOutput
 from blockdraft.targets.checkpoint import CheckpointTarget
 from blockdraft.targets.exact import forward_in_pieces
 from blockdraft.targets.native_states import leave, recurrences, state_bytes, working_bytes
+from blockdraft.targets.runners import DraftRunner, HeadRunner, RowRunner
 from blockdraft.types import CPU_BLOCK_SIZE
 
 
