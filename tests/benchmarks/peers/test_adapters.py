@@ -1,6 +1,7 @@
 """The adapters of packages that this environment has, on tiny random models."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 from benchmarks.peers.process import PeerError, PeerProcess
 from benchmarks.peers.registry import PEERS, REFERENCE
 from blockdraft import Drafting, Engine, SamplingParams, load_drafter, load_target
+from blockdraft.formats import read_checkpoint, write_checkpoint
+from blockdraft.nn.dflash import DFlashNetwork
 
 pytestmark = pytest.mark.slow
 HERE = ("transformers", "transformers lookup", "transformers dflash", "ours plain", "ours dflash", "ours ddtree")
@@ -56,15 +59,16 @@ def test_the_margin_of_two_tokens(settings: dict[str, Any], tmp_path: Path) -> N
 
 @pytest.mark.parametrize("part", ["target", "drafter"])
 def test_ours_is_compiled_or_not_measured(
-    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_dflash2_dir: Path, part: str
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     if part == "target":
         monkeypatch.setenv("CC", "no-such-compiler")
     else:
-        settings["drafter"] = str(tiny_dflash2_dir)  # of a kind that is never compiled
-    with pytest.raises(
-        PeerError, match="no C compiler" if part == "target" else "drafter is not compiled: .*Convolved"
-    ):
+        config, _ = read_checkpoint(Path(settings["drafter"]))
+        odd = replace(config, head_dim=6)
+        write_checkpoint(tmp_path / "odd", odd, DFlashNetwork(odd).state_dict())
+        settings["drafter"] = str(tmp_path / "odd")
+    with pytest.raises(PeerError, match="no C compiler" if part == "target" else "drafter is not compiled: heads of 6"):
         adapter("ours dflash", settings, tmp_path)
     with adapter("ours plain (hf)" if part == "target" else "ours plain", settings, tmp_path):
         pass
