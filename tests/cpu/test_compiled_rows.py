@@ -200,6 +200,8 @@ def test_a_tree_has_slots_until_the_last_token(
     [plain] = Engine(target).generate([[7, 60, 33]], SamplingParams(20, ignore_eos=True))
     assert answer.token_ids == plain.token_ids and min(room) >= drafter.slots_beside
     assert Engine(target, drafter).slots_behind == drafter.block_size
+    alone = Engine(target, drafter, 1, Drafting(tree_budget=3))
+    assert alone.request([5] * 9, SamplingParams(target.max_context - 9)).slots == alone.cache_tokens
 
 
 def test_chains_of_rows_of_different_kinds_are_those_alone(tiny_target_dir: Path, tiny_eagle3_dir: Path) -> None:

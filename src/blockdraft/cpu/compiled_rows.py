@@ -217,9 +217,8 @@ class CompiledRows(CompiledNetwork):
         return fused
 
     def _angles(self, count: int) -> list[tuple[Tensor, Tensor]]:
-        # The row of the token in slot s stands at position s - 1; that of a text's first token is seen by nobody.
-        positions = (torch.arange(count) - 1).clamp(min=0)
-        cos, sin = self._rotary(positions[None], torch.float32)
+        # The row of slot s stands at position s - 1, but only differences between positions matter.
+        cos, sin = self._rotary(torch.arange(count)[None], torch.float32)
         half = self.config.head_dim // 2
         return [(cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous())]
 
