@@ -126,6 +126,13 @@ class Watched(MTPDrafter):
         super().__init__(drafter.network, target)
         self.seen: list[tuple[int, Proposal, Tensor]] = []
         self._logits: list[Tensor] = []
+        logits = self.network.logits
+
+        def kept(hidden: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
+            self._logits.append(logits(hidden, head))
+            return self._logits[-1]
+
+        vars(self.network)["logits"] = kept
 
     def propose(self, state: KVCache, anchor: Tensor, plan: Plan) -> Proposal:
         [length] = state.lengths
@@ -133,11 +140,6 @@ class Watched(MTPDrafter):
         proposal = super().propose(state, anchor, plan)
         self.seen.append((length, proposal, torch.cat(self._logits, dim=1)[0]))
         return proposal
-
-    def _step(self, *args: Any) -> tuple[Tensor, Tensor]:
-        features, logits = super()._step(*args)
-        self._logits.append(logits)
-        return features, logits
 
 
 @torch.no_grad()

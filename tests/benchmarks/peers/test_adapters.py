@@ -10,7 +10,7 @@ import pytest
 from benchmarks.peers.process import PeerError, PeerProcess
 from benchmarks.peers.registry import PEERS, REFERENCE
 from blockdraft import Drafting, Engine, SamplingParams, load_drafter, load_target
-from blockdraft.formats import read_checkpoint, write_checkpoint
+from blockdraft.formats.zlab import read_checkpoint, write_checkpoint
 from blockdraft.nn.dflash import DFlashNetwork
 
 pytestmark = pytest.mark.slow
