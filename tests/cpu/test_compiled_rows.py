@@ -66,7 +66,7 @@ def taps(network: RowNetwork, rows: int, count: int, seed: int) -> Tensor:
 
 @torch.no_grad()
 def logits_of(run: Any, network: RowNetwork, window: int | None = None) -> list[Tensor]:
-    """Of three levels behind two texts of different lengths that lie anywhere, one of them read in two parts."""
+    """Of six levels behind two texts of different lengths that lie anywhere, one of them read in two parts."""
     state = KVCache(2, 150)
     for row in (0, 150):
         state.close(row)
@@ -83,6 +83,8 @@ def logits_of(run: Any, network: RowNetwork, window: int | None = None) -> list[
     found.append(rows(torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.zeros(2, 3, dtype=torch.int64)))
     found.append(rows(torch.tensor([[7, 8, 9], [10, 11, 12]]), torch.tensor([[2, 0, 2], [1, 1, 0]])))
     found.append(rows(torch.tensor([[9, 8], [9, 8]]), torch.tensor([[2, 1], [0, 2]])))
+    found.append(rows(torch.tensor([[3], [3]]), torch.tensor([[1], [0]])))
+    found.append(rows(torch.tensor([[4], [5]])))
     return found
 
 
@@ -95,6 +97,7 @@ def test_logits_are_torchs(name: str, window: int | None, store: str, tiny_targe
     exact = logits_of(RowPass(network, target.embed, target.head), network, window)
     run = row_pass(network_of(name).to(target.dtype), target.compiled, target.embed, target.head, owned=True)
     assert isinstance(run, CompiledRows)
+    assert run.library.store_dtype == target.compiled.library.store_dtype
     assert store == "weights of 8 bits" or (run._target is None) == (network.config.head_dim != 8)
     for ours, theirs in zip(logits_of(run, network, window), exact, strict=True):
         scale = float(theirs.float().std())
