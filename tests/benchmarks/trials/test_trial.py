@@ -12,7 +12,6 @@ from benchmarks.rivals.kinds import Weights
 from benchmarks.rivals.rows import PLAIN, Answers
 from benchmarks.rivals.ways import parse
 from benchmarks.trials import report, trial
-from benchmarks.trials.recycle import Recycle, beside
 from benchmarks.trials.redraft import Redraft, RedraftDrafter, Rule
 from benchmarks.trials.refill import Refill
 from blockdraft.drafters.dflash import load
@@ -84,12 +83,11 @@ def test_what_changes_tokens_is_refused(tmp_path: Path) -> None:
 
 
 def test_passes_are_those_that_were_made(tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
-    """By the drafter itself, alone and in a combination."""
+    """By the drafter itself."""
     target = load_target(tiny_target_dir, compile="off")
     prompts = PromptSet("questions", ("Count.",))
     drafter = load(tiny_drafter_dir, target, RedraftDrafter)
     assert isinstance(drafter, RedraftDrafter)
-    both = beside(target, drafter, ["swapped"])
 
     def silent(*told: Any) -> None:
         pass
@@ -102,10 +100,10 @@ def test_passes_are_those_that_were_made(tiny_target_dir: Path, tiny_drafter_dir
         assert found.guesses > 3
         return dict(found.passes_by_tokens)
 
-    once, combined = passes(target, drafter), passes(*both)
+    once = passes(target, drafter)
     drafter.rule = Rule("fixed", 1)
     twice = passes(target, drafter)
-    assert once == combined and once[5] > 0.5 and twice[5] == pytest.approx(2 * once[5], abs=1e-3)
+    assert once[5] > 0.5 and twice[5] == pytest.approx(2 * once[5], abs=1e-3)
 
 
 def words(folder: Path, target: Path) -> list[str]:
@@ -131,19 +129,17 @@ def test_each_trial_runs_and_does_nothing_twice(
 ) -> None:
     common = words(tmp_path, tiny_target_dir)
     learning = ["--data", str(tiny_data_dir), "--recipe", str(tmp_path / "recipe.toml")]
-    out = [["--out", str(tmp_path / name)] for name in ("redraft", "recycle", "refill")]
+    out = [["--out", str(tmp_path / name)] for name in ("redraft", "refill")]
     made = str(tmp_path / "redraft" / "drafters" / "base-0")
     rules = ["--rules", "once,fixed:1", "--seeds", "1"]
     trials: list[tuple[Any, list[str]]] = [
         (Redraft, [*common, *learning, *out[0], *rules]),
-        (Recycle, [*common, *out[1], "--drafter", made, "--readings", "swapped,swapped+early"]),
-        (Refill, [*common, *learning, *out[2], "--drafter", made, "--documents", "8", "--steps", "2"]),
+        (Refill, [*common, *learning, *out[1], "--drafter", made, "--documents", "8", "--steps", "2"]),
     ]
     for kind, given in trials:
         kind(given).run()
         assert "**Verdict** (more than 1.03 times the base in every case): where" in capsys.readouterr().out
     assert names_in(tmp_path / "redraft") == {"base", "once", "fixed:1"}
-    assert names_in(tmp_path / "recycle") == {"base", "swapped", "swapped+early"}
     assert names_in(tmp_path / "refill") == {"base", "refill"}
     cases = json.loads((tmp_path / "redraft" / "results.json").read_text())
     assert {case["set"] for one in cases for case in one["cases"]} == {"maths", "code"}
@@ -158,16 +154,16 @@ def test_each_trial_runs_and_does_nothing_twice(
     for kind, given in trials:
         kind(given).run()
     with pytest.raises(ValueError, match="other max_new_tokens; choose another --out"):
-        Recycle([*trials[1][1], "--max-new-tokens", "9"])
+        Refill([*trials[1][1], "--max-new-tokens", "9"])
 
 
-def test_bad_options_are_refused(tmp_path: Path, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    common = [*words(tmp_path, tiny_target_dir), "--out", str(tmp_path / "out")]
+def test_bad_options_are_refused(
+    tmp_path: Path, tiny_target_dir: Path, tiny_data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common = [*words(tmp_path, tiny_target_dir), "--out", str(tmp_path / "out"), "--data", str(tiny_data_dir)]
     with pytest.raises(UsageError, match="--costs-of-16 is 'dear'; give numbers"):
-        Recycle([*common, "--drafter", "bundled", "--costs-of-16", "dear"])
-    with pytest.raises(UsageError, match="reading 'upside-down' is unknown"):
-        Recycle([*common, "--drafter", "bundled", "--readings", "swapped+upside-down"])
+        Refill([*common, "--drafter", "bundled", "--costs-of-16", "dear"])
     monkeypatch.setattr(trial, "MADE", tmp_path / "none")
     with pytest.raises(UsageError, match=f"no drafter in {tmp_path / 'none'}; give --drafter, or run"):
-        Recycle(common)
+        Refill(common)
     assert not (tmp_path / "out").exists()
