@@ -34,7 +34,7 @@ from benchmarks.trials.rooms import with_rooms
 from blockdraft.cli.display import progress
 from blockdraft.data.documents import read_data
 from blockdraft.data.folder import write_file
-from blockdraft.drafters import BUNDLED_DFLASH, bundled, parts_of
+from blockdraft.drafters import BUNDLED_DFLASH, bundled
 from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.drafters.none import NoDrafter
 from blockdraft.errors import UsageError
@@ -228,10 +228,9 @@ class Trial:
 
 
 def read_by(drafter: Any, target: Target) -> Weights:
-    """Weights that a DFlash drafter reads, or that of a combination."""
-    config = next(part for part in parts_of(drafter) if part.path is not None).config
+    """Weights that a DFlash drafter reads."""
     with torch.device("meta"):
-        network = DFlashNetwork(config)  # of the loaded one not all weights are in their places
+        network = DFlashNetwork(drafter.config)  # of the loaded one not all weights are in their places
     return weights_read(KINDS["dflash"], network, 0, target)
 
 
