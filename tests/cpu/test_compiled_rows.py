@@ -1,5 +1,6 @@
 """Compiled rows of EAGLE-3 and MTP heads beside torch's, and what only they can do wrong."""
 
+from array import array
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -161,6 +162,11 @@ def test_tokens_must_be_known(run: CompiledRows) -> None:
     for wrong in (-1, 265):
         with pytest.raises(UsageError, match=f"Token id {wrong} is none of the 265"):
             run.rows(KVCache(1, 16), 8, 1)(torch.tensor([[wrong]]))
+
+
+def test_what_the_library_refuses_is_told_in_its_own_words(run: CompiledRows) -> None:
+    with pytest.raises(AssertionError, match="the parent of a node is neither -1 nor a node before it"):
+        run._run_rows(KVCache(1, 16), torch.tensor([[4, 5]]), torch.zeros(1, 2, 32), array("q", [-1, 5]), 0, 9)
 
 
 def test_what_is_not_compiled_says_why(tiny_target_dir: Path) -> None:

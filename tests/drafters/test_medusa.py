@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from blockdraft.drafters import load_drafter
+from blockdraft.drafters import drafter_of, load_drafter
 from blockdraft.drafters.base import read_network
 from blockdraft.drafters.medusa import MedusaDrafter
 from blockdraft.engine import Engine
@@ -85,6 +85,17 @@ def test_each_head_reads_the_last_state_and_guesses_its_own_token(
     for [length], proposal in watched.seen:
         anchor, *guesses = proposal.tokens[0].tolist()
         assert anchor == text[length] and guesses == laws(text[:length]).argmax(dim=-1).tolist()[: len(guesses)]
+
+
+def test_the_network_of_a_loaded_drafter_drafts_again(
+    drafter: MedusaDrafter, tiny_medusa_dir: Path, target: Target
+) -> None:
+    again = drafter_of(drafter.network, target)
+    assert (again.compile_reason is None) == (drafter.compile_reason is None)
+    answers = [
+        Engine(target, each).generate([PROMPT], SamplingParams(12, ignore_eos=True))[0] for each in (drafter, again)
+    ]
+    assert answers[0].token_ids == answers[1].token_ids and answers[0].stats.committed == answers[1].stats.committed
 
 
 def test_guesses_are_those_of_heads_that_know_the_answer(target: Target) -> None:

@@ -36,6 +36,16 @@ def test_trust_is_the_share_of_what_was_expected() -> None:
     assert fed(0, 1e-4, cycles=3000)[0].trust > 0.9  # cycles of which nothing is expected say nothing
 
 
+def test_what_a_drafter_expects_that_computed_nonsense_is_forgotten() -> None:
+    found, row = fed(1, expected=2.0, knows=True)
+    trust = found.trust
+    for number in (float("nan"), float("inf")):
+        for usual in (True, False):
+            told = found.learn(TIMES, [row], 3, [3], [1], [number], 300, usual=usual)
+            assert 0 < told < 4
+    assert found.trust == trust
+
+
 def test_what_is_known_of_a_request_is_told_apart_from_what_is_known_of_all() -> None:
     found, good = fed(3)
     bad = request()

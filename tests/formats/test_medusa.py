@@ -107,6 +107,8 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
         ("list", [torch.zeros(2)], "its content is 'list'"),
         ("empty", {}, "the number of heads is 0"),
         ("whole", {f"medusa_head.{n}": t for n, t in tensors().items()}, "it lacks 0.0.linear.weight"),
+        ("flat", {**tensors(), "0.0.linear.weight": torch.tensor(1.0)}, "the shape of a weight of head 0 is"),
+        ("thin", {**tensors(), "0.1.weight": torch.zeros(20)}, "the shape of a weight of head 0 is"),
         ("gap", {n: t for n, t in tensors().items() if n != "3.1.weight"}, "3.1.weight: expected .20, 8., found None"),
     ):
         with pytest.raises(ValueError, match=told):

@@ -35,11 +35,12 @@ def head_pass(
     """
     if target is None:
         return HeadPass(network, head, "its target is not compiled")
-    weight = next(network.parameters())
-    reason = why_not_compiled(weight, weight.dtype, head_dim)
+    weights = list(network.state_dict().values())  # of a network whose weights are laid out, too
+    dtype = weights[0].dtype
+    reason = why_not_compiled(weights[0], dtype, head_dim)
     library = None
     if reason is None:
-        library, reason = library_for(network.parameters(), weight.dtype, target.library.store_dtype, head_dim)
+        library, reason = library_for(weights, dtype, target.library.store_dtype, head_dim)
     return HeadPass(network, head, reason) if library is None else CompiledHeads(network, library, head, owned)
 
 
@@ -59,7 +60,7 @@ class CompiledHeads:
         self, network: MedusaNetwork, library: Library, head: Callable[[Tensor], Tensor], owned: bool = False
     ) -> None:
         self._library, self._head, self._config = library, head, network.config
-        self._dtype = next(network.parameters()).dtype
+        self._dtype = next(iter(network.state_dict().values())).dtype
         heads = [list(cast(nn.Sequential, each)) for each in network]
         blocks = [[cast(ResidualBlock, block) for block in each[: network.config.num_layers]] for each in heads]
 

@@ -204,7 +204,7 @@ class CompiledRows(CompiledNetwork):
             call.taps, call.num_taps, call.features = address(self._taps), len(self._taps), features.data_ptr()
         if logits is not None:
             call.logits, call.num_logits = logits.data_ptr(), tokens.numel()
-        self._run(call, end, tokens)
+        self._run(call, end, None if self._target is None else tokens)
 
     def _fuse(self, features: Tensor) -> Tensor:
         """Of the tapped outputs `[B, N, m * H]`, `[B, N, H]` float32."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -102,11 +103,13 @@ class Yields:
                 self._accepted[position] = (1 - MEMORY) * self._accepted[position] + (position < length)
         if expected is not None:
             for hope, length in zip(expected, lengths, strict=True):
+                if not isfinite(hope):  # a drafter that computes nonsense now may come to its senses
+                    continue
                 kept = 1 - MEMORY * min(hope, 1.0)
                 self._expected = kept * self._expected + hope
                 self._came_true = kept * self._came_true + length
         if self._knows and not usual:
-            hopes = lengths if expected is None else expected
+            hopes = lengths if expected is None else [hope for hope in expected if isfinite(hope)]
             return len(requests) + sum(hopes) * self.trust
         weight = self._doubt / (self._doubt + NOISE)
         self._doubt *= 1 - weight

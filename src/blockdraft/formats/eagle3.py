@@ -109,6 +109,7 @@ def checkpoint_of(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> Checkp
     elif t2d is not None:
         kept_tokens(t2d, d2t)
     else:
+        check_tensors({"d2t": shapes["d2t"]}, {"d2t": d2t})
         kept = d2t.long() + torch.arange(len(d2t))
         sound = bool((kept.diff() > 0).all()) and int(kept[0]) >= 0 and int(kept[-1]) < size
         need(sound, "d2t", d2t[:5].tolist(), f"offsets to tokens below {size} in ascending order")

@@ -93,6 +93,9 @@ def _config(
     first, last = tensors.get("0.0.linear.weight"), tensors.get(f"0.{layers}.weight")
     if first is None:
         raise UsageError(f"it lacks 0.0.linear.weight, and begins with {min(tensors)}; give Medusa's heads alone.")
+    for weight in (first, last):
+        if weight is not None:
+            need(len(weight.shape) == 2, "the shape of a weight of head 0", tuple(weight.shape), "of two dimensions")
     return MedusaConfig(
         hidden_size=raw.get("hidden_size", first.shape[0]),
         vocab_size=raw.get("vocab_size") if last is None else last.shape[0],  # type: ignore[arg-type]  # None is refused

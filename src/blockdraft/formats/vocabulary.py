@@ -17,6 +17,7 @@ def kept_tokens(t2d: Tensor | None, d2t: Tensor | None) -> Tensor | None:
     if t2d is None or d2t is None:
         need(t2d is None and d2t is None, "one of t2d and d2t", None, "there where the other is")
         return None
+    need(d2t.ndim == 1, "the shape of d2t", tuple(d2t.shape), "of one dimension")
     ids = d2t.long() + torch.arange(len(d2t))
     marked = t2d.nonzero().flatten()
     need(torch.equal(ids, marked), "d2t", d2t[:5].tolist(), "offsets to the tokens that t2d marks, in ascending order")
