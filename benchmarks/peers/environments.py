@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -87,8 +88,13 @@ def _llama_cpp() -> None:
         (home / "unpacking" / source.name).rename(source)
     cmake, ninja = _tools()
     options = ("-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}", f"-DLLAMA_CPP_SOURCE={source}/vendor/llama.cpp")
-    _run(name, cmake, "-S", HERE, "-B", home / "build", *options)
+    _run(name, cmake, "-S", HERE, "-B", home / "build", *options, *shlex.split(_llama_options()))
     _build(name, "llama_peer")
+
+
+def _llama_options() -> str:
+    """What the user adds to llama.cpp's build, for a processor on which the usual one does not run."""
+    return os.environ.get("LLAMA_CPP_OPTIONS", "")
 
 
 def _llama_server() -> None:
@@ -131,7 +137,8 @@ def _recipe() -> str:
         HERE / "CMakeLists.txt",
         *sorted(HERE.glob("adapters/*.cpp")),
     ]
-    return hashlib.sha256(b"".join(path.read_bytes() for path in made_from)).hexdigest()
+    made_by = b"".join(path.read_bytes() for path in made_from) + _llama_options().encode()
+    return hashlib.sha256(made_by).hexdigest()
 
 
 def install(name: str) -> str | None:

@@ -41,6 +41,20 @@ def test_what_is_installed_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(calls) == 2
 
 
+def test_other_options_build_llama_cpp_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[tuple[str, ...]] = []
+    monkeypatch.setattr(environments, "_run", lambda name, *command: ran.append(tuple(map(str, command))))
+    monkeypatch.setattr(environments, "_tools", lambda: ["cmake", "ninja"])
+    home = environments.folder("llama_cpp")
+    (home / "llama").mkdir(parents=True)
+    (home / "llama.tar.gz").touch()
+    for options in ("", "-DGGML_NATIVE=OFF -DGGML_AVX512=ON", "-DGGML_NATIVE=OFF -DGGML_AVX512=ON"):
+        monkeypatch.setenv("LLAMA_CPP_OPTIONS", options)
+        assert environments.install("llama_cpp") is None
+    configured = [command for command in ran if "-S" in command]
+    assert len(configured) == 2 and configured[1][-2:] == ("-DGGML_NATIVE=OFF", "-DGGML_AVX512=ON")
+
+
 def test_one_failure_does_not_stop_the_others(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
