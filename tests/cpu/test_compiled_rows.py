@@ -13,6 +13,7 @@ from torch import Tensor
 from blockdraft import Drafting, Engine, SamplingParams, load_drafter
 from blockdraft.cpu.compiled_rows import CompiledRows, row_pass, why_not_rows
 from blockdraft.drafters import slots_behind
+from blockdraft.drafters.combined import CombinedDrafter
 from blockdraft.errors import UsageError
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.eagle3 import Eagle3Config, Eagle3Network
@@ -194,6 +195,10 @@ def test_a_tree_has_slots_until_the_last_token(
     target: Any = load_target(tiny_target_dir, backend="native", compile="on")
     drafter: Any = load_drafter(request.getfixturevalue(folder), target=target)
     assert slots_behind(drafter, 5) == drafter.slots_beside == 1 + 10 * (drafter.block_size - 2) > 13
+    assert (
+        slots_behind(CombinedDrafter([load_drafter("prompt_lookup", target=target), drafter]), 5)
+        == drafter.slots_beside
+    )
     room = list[int]()
     rows = drafter._run.rows
 

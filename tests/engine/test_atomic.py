@@ -405,6 +405,28 @@ def test_what_a_broken_request_held_is_not_remembered(target: Target, drafter: D
     assert len(engine.scheduler._places._kept) == 1
 
 
+def test_what_a_drafter_could_not_be_told_of_is_not_remembered(
+    target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(target, drafter, drafting=Drafting(block_size=1), prefix_tokens=100)
+    prompt = [7] * 30
+    observe, calls = type(drafter).observe, list[int]()
+
+    def fail_late(self: Drafter, state: Any, tokens: Tensor, *more: Any) -> None:
+        calls.append(tokens.size(1))
+        if len(calls) == 2:  # behind the prompt: what cycles without a draft have committed
+            raise ArithmeticError("no memory")
+        observe(self, state, tokens, *more)
+
+    monkeypatch.setattr(type(drafter), "observe", fail_late)
+    [first] = engine.generate([prompt], GREEDY)
+    assert calls[0] == 30 and len(calls) == 2 and "no memory" in str(first.error)
+    assert engine.scheduler._places._kept == {}
+    [second], [plain] = engine.generate([prompt], GREEDY), Engine(target).generate([prompt], GREEDY)
+    assert second.error is None and second.token_ids == plain.token_ids
+    assert len(engine.scheduler._places._kept) == 1
+
+
 def test_a_bug_of_ours_in_a_step_ends_the_requests_and_no_one_waits_for_ever(
     target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:

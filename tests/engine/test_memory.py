@@ -1,5 +1,7 @@
 """What an engine says that it takes."""
 
+import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.drafters.combined import CombinedDrafter
 from blockdraft.engine import Engine
 from blockdraft.engine import memory as memory_module
+from blockdraft.engine.observing import AT_ONCE
+from blockdraft.proposal import Plan
 from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, SamplingParams
 
@@ -120,12 +124,36 @@ def test_what_one_request_takes(target: Target, drafter: Drafter) -> None:
     assert found["workspace"] == Engine(target, drafter, 1, cache_tokens=100).memory.meanwhile(100)
 
 
+@pytest.mark.parametrize("folder", ["tiny_drafter_dir", "tiny_eagle3_dir", "tiny_medusa_dir", "tiny_mtp_dir"])
 @pytest.mark.parametrize("quantize", [None, "int4"])
-def test_weights_that_are_laid_out_count_once(tiny_target_dir: Path, tiny_drafter_dir: Path, quantize: Any) -> None:
+def test_weights_that_are_laid_out_count_once(
+    quantize: Any, folder: str, tiny_target_dir: Path, request: pytest.FixtureRequest
+) -> None:
     target = load_target(tiny_target_dir, quantize=quantize, compile="on")
-    drafter = load_drafter(tiny_drafter_dir, target=target)
+    drafter: Any = load_drafter(request.getfixturevalue(folder), target=target)
+    assert drafter.compile_reason is None
     numbers = sum(weight.numel() for _, weight in target.named_weights())
-    drafted = sum(weight.numel() for weight in drafter.network.state_dict().values())  # type: ignore[attr-defined]
+    drafted = sum(weight.numel() for weight in drafter.network.state_dict().values())
+    rounds = folder == "tiny_drafter_dir"  # of the others' weights none are rounded
     padding = 1.3  # up to whole blocks of channels, and scales of few bits
-    for count, size in ((numbers, target.weight_bytes()), (drafted, drafter.weight_bytes())):
-        assert size <= padding * count * (4 if quantize is None else 1.5)
+    for count, size, few in ((numbers, target.weight_bytes(), True), (drafted, drafter.weight_bytes(), rounds)):
+        least, most = (4, 4) if quantize is None or not few else (0.5, 1.5)
+        assert least * count <= size <= padding * most * count
+
+
+@pytest.mark.parametrize("folder", ["tiny_drafter_dir", "tiny_eagle3_dir"])
+def test_what_a_compiled_drafter_keeps_for_its_calls_counts(
+    folder: str, tiny_target_dir: Path, request: pytest.FixtureRequest
+) -> None:
+    target = load_target(tiny_target_dir, compile="on")
+    drafter: Any = load_drafter(request.getfixturevalue(folder), target=target)
+    engine = Engine(target, drafter, 2, Drafting("auto"), cache_tokens=1000, prefill_tokens=20)
+    silent = copy.copy(drafter)
+    silent.workspace_bytes = lambda *_: 0
+    planned = engine.memory_bytes() - replace(engine.memory, drafter=silent).bytes(1000)
+    assert planned == drafter.workspace_bytes(1, AT_ONCE, target.max_context + engine.slots_behind)
+    state = drafter.new_state(2, 500)
+    features = torch.randn(2, AT_ONCE // 2, len(drafter.taps) * target.hidden_size)
+    drafter.observe(state, torch.ones(features.shape[:2], dtype=torch.int64), features, [AT_ONCE // 2] * 2)
+    drafter.propose(state, torch.tensor([3, 4]), Plan(drafter.block_size, [SamplingParams()] * 2))
+    assert planned // 4 < drafter._run._workspace.nbytes <= planned

@@ -101,3 +101,32 @@ def test_a_row_for_which_the_drafter_fails_ends_alone() -> None:
     assert [row.request.finish_reason is None for row in rows] == [True, False, True]
     assert isinstance(rows[1].request.failure, RequestError)
     assert str(rows[1].request.failure) == "The drafter failed: ArithmeticError: 99"
+
+
+def test_much_is_told_in_pieces_of_so_many_tokens_of_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observing, "AT_ONCE", 5)
+    observer, drafter, rows = made()
+    for tokens in ((1, 2), (3, 4), (5, 6)):
+        observer.keep(rows, *node(*tokens))
+    observer.catch_up()
+    assert [tokens for _, tokens, _, _ in drafter.told] == [[[1, 3], [2, 4]], [[5], [6]]]
+    assert [lengths for *_, lengths in drafter.told] == [[2, 2], [1, 1]]
+
+
+def test_a_row_for_which_a_piece_fails_is_told_no_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observing, "AT_ONCE", 2)
+    observer, drafter, rows = made()
+    for tokens in ((99, 2), (3, 4)):
+        observer.keep(rows, *node(*tokens))
+    observer.catch_up()
+    assert drafter.told == [([10], [[2]], [[2.5]], [1]), ([10], [[4]], [[4.5]], [1])]
+    assert isinstance(rows[0].request.failure, RequestError) and rows[1].request.failure is None
+
+
+def test_nothing_is_told_once_all_rows_have_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observing, "AT_ONCE", 1)
+    observer, drafter, rows = made(1)
+    for token in (99, 3):
+        observer.keep(rows, *node(token))
+    observer.catch_up()
+    assert drafter.told == [] and rows[0].request.failure is not None

@@ -95,6 +95,7 @@ class AheadDrafter:
         self._drafter, self._count = drafter, count
         self.path, self.device, self.block_size = drafter.path, drafter.device, drafter.block_size
         self.state_bytes, self.weight_bytes = drafter.state_bytes, drafter.weight_bytes
+        self.workspace_bytes = drafter.workspace_bytes
         self.tried = self.foreseen = 0
 
     def new_state(self, batch: int, capacity: int) -> AheadState:

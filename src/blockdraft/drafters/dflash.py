@@ -96,6 +96,9 @@ class DFlashDrafter:
         head = 0 if self.reduced_head is None else self.reduced_head.weight.nbytes
         return sum(each.nbytes() for each in memory.values()) + head + self._run.weight_bytes()
 
+    def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
+        return self._run.workspace_bytes(batch, nodes, slots)
+
     @torch.no_grad()
     def observe(self, state: KVCache, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
         assert features is not None

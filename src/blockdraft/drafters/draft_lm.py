@@ -148,6 +148,9 @@ class DraftLMDrafter:
     def weight_bytes(self) -> int:
         return self.model.weight_bytes()
 
+    def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
+        return self.model.forward_bytes(batch, nodes, slots)
+
     def observe(self, state: DraftState, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
         new = [row[:length] for row, length in zip(tokens.tolist(), lengths, strict=True)]
         state.truncate(

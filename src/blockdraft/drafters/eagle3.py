@@ -75,6 +75,9 @@ class Eagle3Drafter:
         memory = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in kept}
         return sum(each.nbytes() for each in memory.values()) + self._run.weight_bytes()
 
+    def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
+        return self._run.workspace_bytes(batch, nodes, slots)
+
     @torch.no_grad()
     def observe(self, state: KVCache, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
         assert features is not None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from blockdraft.drafters import Drafter, parts_of
-from blockdraft.engine.observing import MOST_KEPT
+from blockdraft.engine.observing import AT_ONCE, MOST_KEPT
 from blockdraft.machine import free_bytes
 from blockdraft.targets import Target
 
@@ -46,7 +46,7 @@ class Memory:
         taken = {self.target.device: self.bytes(slots)}
         for part in parts_of(self.drafter):
             device = getattr(part, "device", None) or self.target.device
-            size = part.state_bytes(1, slots)
+            size = part.state_bytes(1, slots) + self._drafting(part, slots)
             taken[self.target.device] -= size
             taken[device] = taken.get(device, 0) + size
         return taken
@@ -58,7 +58,8 @@ class Memory:
 
     def meanwhile(self, slots: int) -> int:
         """Of the largest of forwards, with the logits of all nodes in their own dtype and twice in float32, and the
-        features, by layer and side by side: of nodes, of the part of a prompt, or of a pause in drafting."""
+        features, by layer and side by side: of nodes, of the part of a prompt, or of a pause in drafting; and of what
+        drafters do."""
         target, rows, size = self.target, self.max_batch_size, self.target.dtype.itemsize
         longest = min(slots, self._most_slots)
         forward = max(
@@ -69,7 +70,14 @@ class Memory:
         tokens = max(self.prefill_tokens, rows * self.nodes)
         if self.automatic:
             tokens = max(tokens, rows * min(MOST_KEPT, target.max_context))
-        return forward + logits + 2 * tokens * len(self.drafter.taps) * target.hidden_size * size
+        features = 2 * tokens * len(self.drafter.taps) * target.hidden_size * size
+        return forward + logits + features + sum(self._drafting(part, slots) for part in parts_of(self.drafter))
+
+    def _drafting(self, part: Drafter, slots: int) -> int:
+        """What a drafter keeps for its calls: drafts, and what it is told of."""
+        told = max(self.prefill_tokens, self.max_batch_size * self.nodes, AT_ONCE if self.automatic else 0)
+        reached = max(min(slots, self._most_slots), told)
+        return part.workspace_bytes(1, told, reached) if hasattr(part, "workspace_bytes") else 0
 
     def of_one(self, slots: int) -> dict[str, int]:
         """What one request alone takes with so many slots, by what it is taken for: weights of target and drafter,

@@ -15,6 +15,7 @@ from blockdraft.machine import send
 from blockdraft.proposal import Plan
 
 MOST_KEPT = 512  # cycles whose features are kept before the drafter is told of them
+AT_ONCE = 256  # tokens, of all rows together, that it is then told of in a call: what a call takes grows with them
 
 
 class Observer:
@@ -48,10 +49,15 @@ class Observer:
         if not self._kept:
             return
         tokens, features = zip(*self._kept, strict=True)
-        together = None if features[0] is None else torch.cat(features, dim=1)
-        rows, count = self._rows, len(tokens)
+        rows = self._rows
         self._kept, self._rows = [], []
-        self.observe(rows, torch.cat(tokens, dim=1), together, [range(count)] * len(rows))
+        step = max(1, AT_ONCE // len(rows))
+        for first in range(0, len(tokens), step):
+            alive = [place for place, row in enumerate(rows) if row.request.failure is None]
+            piece = slice(first, first + step)
+            told = torch.cat(tokens[piece], dim=1)[alive]
+            together = None if features[0] is None else torch.cat(features[piece], dim=1)[alive]
+            self.observe([rows[place] for place in alive], told, together, [range(told.size(1))] * len(alive))
 
     def forget(self, row: int) -> None:
         """Drop what is kept of a row that goes, where it is that row's alone: no one will ask the drafter about it."""
@@ -69,7 +75,7 @@ class Observer:
             path: The nodes of each row.
         """
         lengths = [len(nodes) for nodes in path]
-        most = max(lengths)
+        most = max(lengths, default=0)
         if most == 0:
             return
         if all(not nodes or nodes[-1] == len(nodes) - 1 for nodes in path):  # the first nodes, as always in chains

@@ -65,6 +65,7 @@ class Places:
 
     def _remember(self, row: Row) -> bool:
         """Keep what a request leaves behind, for requests that begin with it; whether that was possible."""
+        self._runner.observer.catch_up()  # a drafter that fails over it has the request fail
         request, held = row.request, self._runner.held(row.start)
         text = (request.prompt + request.token_ids)[:held]
         if request.failure is not None or not self._can_share or not 0 < len(text) <= self._remembered.most:

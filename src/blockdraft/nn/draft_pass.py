@@ -104,6 +104,9 @@ class DraftPass:
     def weight_bytes(self) -> int:
         return self._context.nbytes
 
+    def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
+        return 0
+
     def observe(self, state: KVCache, features: Tensor) -> None:
         """Write the keys and values of committed tokens, as nodes that are yet to be committed.
 

@@ -43,6 +43,9 @@ class RowPass:
     def weight_bytes(self) -> int:
         return 0
 
+    def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
+        return 0
+
     def rows_beside(self, block_size: int, width: int) -> int:
         return 0  # the rows of a cycle lie elsewhere
 

@@ -27,6 +27,10 @@ class DraftRunner(Protocol):
     def weight_bytes(self) -> int:
         """Memory of weights that it keeps beside the network's own."""
 
+    def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
+        """Memory that is kept from call to call, beside results: for so many rows, tokens of each, and slots that a
+        row reaches, these tokens' included. 0 of torch's operations, which give theirs back."""
+
     def observe(self, state: Any, features: Tensor) -> None:
         """Write what the network keeps of tokens `[B, N, m * H]` behind each row's own, for `state.commit` to keep."""
 
@@ -85,6 +89,9 @@ class RowRunner(Protocol):
 
     def weight_bytes(self) -> int:
         """Memory of weights that it keeps beside the network's own."""
+
+    def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
+        """As of a `DraftRunner`."""
 
     def rows_beside(self, block_size: int, width: int) -> int:
         """Slots behind a text that the rows of a cycle take, with so many of them on each level."""
