@@ -11,7 +11,7 @@
 Every arm changes one thing of the base recipe. Each seed of an arm is one `blockdraft train` run, or two of half the
 steps each, of which the second begins with the drafter of the first; what is finished is kept, so the command goes on
 where it stopped. It writes results.json, results.md and results.png. A direction counts as found if every seed has it
-on every prompt set, decoded in each way asked for. Whether it pays that a tree knows which guess follows which:
+on every prompt set, decoded in the first way asked for. Whether it pays that a tree knows which guess follows which:
 
     ... --arms base,DFlash2,DSpark --decoding chain,tree:32,path:32,draft:32
 """
@@ -190,7 +190,8 @@ def table(results: dict[str, dict[str, dict[str, float]]], names: Sequence[str])
         for name in names:
             taus = [run[name] for run in runs.values()]
             shared = [(run[name], results[BASE][seed][name]) for seed, run in runs.items() if seed in results[BASE]]
-            ratios += [mine / base for mine, base in shared]
+            if name.partition(", ")[2] == names[0].partition(", ")[2]:  # the first of the decodings decides
+                ratios += [mine / base for mine, base in shared]
             ratio = statistics.mean(mine / base for mine, base in shared) if shared else float("nan")
             cells += [f"{statistics.mean(taus):.2f} ({min(taus):.2f} to {max(taus):.2f})", f"{ratio:.2f}"]
         worse = ARMS[arm].worse
