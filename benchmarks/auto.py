@@ -22,8 +22,8 @@ from typing import Any
 
 from benchmarks.sizes.widen import DRAFTER, TARGET, widen
 from blockdraft import Drafting, Engine, SamplingParams, load_drafter, load_target
-from blockdraft.engine.costs import Costs, Points, measure
-from blockdraft.engine.probe import Probe
+from blockdraft.engine.adaptive.calibrate import Probe
+from blockdraft.engine.adaptive.stored_costs import Costs, Points, measure
 
 SIZES = (1, 2, 3, 4, 5, 6, 8)
 STRETCHES = ((0, 100), (100, 500), (500, 1 << 30))  # cycles

@@ -38,7 +38,7 @@ from torch import Tensor
 from benchmarks.command import in_words
 from blockdraft.drafters import Drafter, hits, load_drafter
 from blockdraft.engine import Engine
-from blockdraft.engine.probe import Probe
+from blockdraft.engine.adaptive.calibrate import Probe
 from blockdraft.evaluation.prompts import read_prompt_sets
 from blockdraft.machine import wait_for
 from blockdraft.proposal import Plan, Proposal

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from blockdraft.drafters import Drafter
 from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.drafters.none import NoDrafter
-from blockdraft.engine.probe import Probe
+from blockdraft.engine.adaptive.calibrate import Probe
 from blockdraft.proposal import Plan, Proposal
 from blockdraft.targets import Target
 from blockdraft.timing import FORWARD, NETWORKS, listening

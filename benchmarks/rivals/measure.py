@@ -18,7 +18,7 @@ from benchmarks.rivals.ways import Way, ways_of
 from blockdraft.drafters import Drafter
 from blockdraft.drafters.none import NoDrafter
 from blockdraft.engine import Engine, loops, merge
-from blockdraft.engine.probe import Probe
+from blockdraft.engine.adaptive.calibrate import Probe
 from blockdraft.evaluation.methods import PLAIN as NONE
 from blockdraft.evaluation.methods import Settings
 from blockdraft.evaluation.prompts import PromptSet

@@ -13,7 +13,7 @@ from blockdraft import cli
 from blockdraft.cpu import kept
 from blockdraft.cpu.build import Build
 from blockdraft.drafters import load_drafter
-from blockdraft.engine import costs
+from blockdraft.engine.adaptive import stored_costs
 from blockdraft.machine import CACHED
 from blockdraft.targets import load_target
 
@@ -85,7 +85,9 @@ def test_what_is_kept_is_of_a_known_kind(
     library = Build(torch.float32, torch.float32).library()
     target = load_target(tiny_target_dir, device="cpu", threads="auto")
     torch.set_num_threads(threads)
-    costs.store(costs.path(target, load_drafter("none", target=target)), costs.Costs((1,), (1.0,), ((),), ((),)))
+    stored_costs.store(
+        stored_costs.path(target, load_drafter("none", target=target)), stored_costs.Costs((1,), (1.0,), ((),), ((),))
+    )
     kinds = {path.name for path in tmp_path.iterdir()}
     assert kinds <= set(CACHED)
     assert kinds == set(CACHED) or library is None  # without a compiler there are no libraries to count threads for

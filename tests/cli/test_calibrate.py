@@ -26,7 +26,7 @@ def test_costs_are_measured_once_and_shown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
-    monkeypatch.setattr("blockdraft.engine.costs.REPEATS", 1)
+    monkeypatch.setattr("blockdraft.engine.adaptive.stored_costs.REPEATS", 1)
     pair = ("--target", tiny_target_dir, "--drafter", tiny_drafter_dir, "--batch-size", 2)
     code, out, err = calibrate(capsys, monkeypatch, *pair)
     assert code == 0

@@ -19,7 +19,8 @@ from blockdraft import cli
 from blockdraft.cli import display
 from blockdraft.cli.compare import Comparison, compare_with_plain, slower_note
 from blockdraft.drafters import load_drafter
-from blockdraft.engine import Chunk, Completion, Engine, Request, Stats, costs
+from blockdraft.engine import Chunk, Completion, Engine, Request, Stats
+from blockdraft.engine.adaptive import stored_costs
 from blockdraft.errors import BlockdraftError, NumbersError, RequestError
 from blockdraft.targets import load_target
 from blockdraft.types import Drafting, SamplingParams
@@ -209,7 +210,7 @@ def test_it_is_told_when_drafting_is_slower(
     assert slower_note(fixed, Stats(), None) is None
     assert slower_note(fixed, answer, None) is None  # nothing is known
     for plain, slower in ((0.01, True), (0.03, False)):  # seconds of a cycle
-        costs.store(costs.path(target, drafter), costs.Costs((1,), (plain,), ((),), ((),), 0.0))
+        stored_costs.store(stored_costs.path(target, drafter), stored_costs.Costs((1,), (plain,), ((),), ((),), 0.0))
         assert (slower_note(fixed, answer, None) is not None) == slower
         assert slower_note(auto, answer, None) is None
     assert slower_note(Engine(target), answer, measured(1.0)) is None

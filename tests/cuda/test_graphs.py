@@ -15,7 +15,7 @@ from blockdraft.cuda import graphs
 from blockdraft.cuda.graphs import CapturedDecoder, CudaRecorder, Graphs, Recorder, room
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
-from blockdraft.engine.probe import Probe
+from blockdraft.engine.adaptive.calibrate import Probe
 from blockdraft.nn.cache import bucket, slot_bucket
 from blockdraft.nn.decoder import Decoder
 from blockdraft.proposal import Plan, chain_parents

@@ -12,7 +12,7 @@ from torch import Tensor
 from blockdraft import drafters
 from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.engine import Costs, Engine
-from blockdraft.engine.controller import Controller
+from blockdraft.engine.adaptive.policy import Controller
 from blockdraft.proposal import Plan, Proposal
 from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, SamplingParams

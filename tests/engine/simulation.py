@@ -15,8 +15,8 @@ from heapq import heappop, heappush
 from itertools import accumulate
 from operator import mul
 
-from blockdraft.engine.controller import Controller
-from blockdraft.engine.costs import Costs
+from blockdraft.engine.adaptive.policy import Controller
+from blockdraft.engine.adaptive.stored_costs import Costs
 from blockdraft.engine.request import Request
 from blockdraft.engine.text import AnswerText
 from blockdraft.proposal import best_count

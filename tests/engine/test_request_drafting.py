@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Chunk, Engine
-from blockdraft.engine.controller import Controller
+from blockdraft.engine.adaptive.policy import Controller
 from blockdraft.errors import UsageError
 from blockdraft.proposal import Plan
 from blockdraft.targets import Target, load_target

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from blockdraft.drafters import Drafter, load_drafter
-from blockdraft.engine import Chunk, Engine, Request, costs
+from blockdraft.engine import Chunk, Engine, Request
+from blockdraft.engine.adaptive import stored_costs
 from blockdraft.engine.worker import worker_of
 from blockdraft.errors import ClosedError, UsageError
 from blockdraft.targets import Target, load_target
@@ -120,11 +121,11 @@ def test_what_auto_has_learned_is_kept_for_the_next_engine(
     target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
-    file = costs.path(target, drafter)
+    file = stored_costs.path(target, drafter)
     with Engine(target, drafter, drafting=Drafting("auto")) as engine:
         engine.generate(PROMPTS, GREEDY)
-        assert costs.load(file) is None
-    assert costs.load(file) is not None
+        assert stored_costs.load(file) is None
+    assert stored_costs.load(file) is not None
     with Engine(target, drafter) as fixed:
         fixed.generate(PROMPTS[:1], GREEDY)
     assert len(list((tmp_path / "costs").iterdir())) == 1

@@ -31,20 +31,20 @@ def calibrate(
 
     from blockdraft.cli import display
     from blockdraft.drafters import load_drafter
-    from blockdraft.engine import costs
-    from blockdraft.engine.probe import Probe
+    from blockdraft.engine.adaptive import stored_costs
+    from blockdraft.engine.adaptive.calibrate import Probe
 
     loaded = run.load()
     guesser = load_drafter(drafter, target=loaded)
-    file = costs.path(loaded, guesser)
-    known = None if anew else costs.load(file)
+    file = stored_costs.path(loaded, guesser)
+    known = None if anew else stored_costs.load(file)
 
     def report(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
     if known is None:
-        known = costs.measure(Probe(loaded, guesser), guesser.block_size, batch_size, loaded.max_context, report)
-        costs.store(file, known)
+        known = stored_costs.measure(Probe(loaded, guesser), guesser.block_size, batch_size, loaded.max_context, report)
+        stored_costs.store(file, known)
     else:
         report(f"From {file}; --anew measures again.")
     if as_json:

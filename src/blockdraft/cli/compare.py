@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
-from blockdraft.engine import Completion, Engine, Stats, costs
+from blockdraft.engine import Completion, Engine, Stats
+from blockdraft.engine.adaptive import stored_costs
 from blockdraft.types import SamplingParams
 
 RUNS = 3
@@ -61,7 +62,9 @@ def slower_note(engine: Engine, stats: Stats, measured: Comparison | None) -> st
         said = f"speed-up {ratio:.2f}" if slower else ""
     else:
         # With "auto" whoever plans the cycles sees to it.
-        known = None if engine.controller.automatic else costs.load(costs.path(engine.target, engine.drafter))
+        known = (
+            None if engine.controller.automatic else stored_costs.load(stored_costs.path(engine.target, engine.drafter))
+        )
         plain = 0.0 if known is None else 1 / known.plain_cycle(1)
         slower = stats.tokens_per_second < SLOWER_THAN_STORED * plain
         said = f"{stats.tokens_per_second:.0f} tokens/s, and {plain:.0f} by the stored times of plain cycles"

@@ -1,7 +1,7 @@
 """The engine: one lossless decode loop for all drafters and targets."""
 
+from blockdraft.engine.adaptive.stored_costs import Costs
 from blockdraft.engine.conversation import ContextFull, Conversation, Turn, chat_engine
-from blockdraft.engine.costs import Costs
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import Chunk, Completion, Request
 from blockdraft.engine.stats import Stats, loops, mean_tau, merge

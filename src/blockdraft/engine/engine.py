@@ -10,9 +10,9 @@ from types import TracebackType
 from weakref import WeakSet
 
 from blockdraft.drafters import Drafter, load_drafter, slots_behind
+from blockdraft.engine.adaptive.policy import Controller
+from blockdraft.engine.adaptive.stored_costs import Costs, load, path, store
 from blockdraft.engine.asking import Asking
-from blockdraft.engine.controller import Controller
-from blockdraft.engine.costs import Costs, load, path, store
 from blockdraft.engine.grammar import AnswerGrammar
 from blockdraft.engine.memory import Memory
 from blockdraft.engine.request import Request

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from blockdraft.engine.controller import Controller
+from blockdraft.engine.adaptive.policy import Controller
 from blockdraft.engine.places import Places
 from blockdraft.engine.request import Request
 from blockdraft.engine.row import Row

@@ -23,7 +23,7 @@ from blockdraft.data.taps import tapped_features
 from blockdraft.data.writer import DataWriter
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Completion, Engine, loops
-from blockdraft.engine.probe import Probe
+from blockdraft.engine.adaptive.calibrate import Probe
 from blockdraft.engine.text import encode
 from blockdraft.fit.facts import Machine, Measured, Speeds, TargetFacts
 from blockdraft.fit.recipe import anchors, reference

@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from blockdraft.engine.pace import Pace, isotonic, sizes
+from blockdraft.engine.adaptive.cycle_times import Pace, isotonic, sizes
 
 CURVE = [1.2 + 0.05 * n for n in range(257)]
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from blockdraft.drafters import load_drafter
-from blockdraft.engine.probe import Probe
+from blockdraft.engine.adaptive.calibrate import Probe
 from blockdraft.proposal import chain_parents
 from blockdraft.targets import load_target
 

@@ -1,9 +1,9 @@
 import pytest
 
-from blockdraft.engine.pace import Times
+from blockdraft.engine.adaptive.acceptance import Yields
+from blockdraft.engine.adaptive.cycle_times import Times
 from blockdraft.engine.request import Request
 from blockdraft.engine.text import AnswerText
-from blockdraft.engine.yields import Yields
 from blockdraft.sampling import RandomNumbers
 from blockdraft.types import SamplingParams
 

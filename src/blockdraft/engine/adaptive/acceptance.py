@@ -7,7 +7,7 @@ from math import isfinite
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from blockdraft.engine.pace import Times
+from blockdraft.engine.adaptive.cycle_times import Times
 from blockdraft.engine.request import Request
 
 MEMORY = 0.01  # weight of the newest cycle in running means of what all requests share

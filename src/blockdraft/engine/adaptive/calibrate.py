@@ -42,7 +42,7 @@ class Probe:
         return runner, rows
 
     def __call__(self, rows: int, context: int, guesses: int, tree: bool, count: int) -> list[tuple[int, float]]:
-        """As `costs.Cycles`."""
+        """As `stored_costs.Cycles`."""
         drafter = self.drafter
         # Asked as the controller asks: with times by which just so many guesses pay, or for a chain of this length.
         knows = drafter.knows_probabilities if tree else drafter.knows_lengths

@@ -4,8 +4,9 @@ from pathlib import Path
 import pytest
 
 from blockdraft.drafters import load_drafter
-from blockdraft.engine import Costs, costs
-from blockdraft.engine.probe import Probe
+from blockdraft.engine import Costs
+from blockdraft.engine.adaptive import stored_costs
+from blockdraft.engine.adaptive.calibrate import Probe
 from blockdraft.errors import UsageError
 from blockdraft.targets import Target, load_target
 
@@ -26,13 +27,13 @@ def target(tiny_target_dir: Path) -> Target:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rough figures will do."""
-    monkeypatch.setattr(costs, "REPEATS", 1)
-    monkeypatch.setattr(costs, "TREE_GUESSES", (1, 8))
+    monkeypatch.setattr(stored_costs, "REPEATS", 1)
+    monkeypatch.setattr(stored_costs, "TREE_GUESSES", (1, 8))
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    return tmp_path / "new" / "costs.json"
+    return tmp_path / "new" / "stored_costs.json"
 
 
 def test_costs_are_interpolated() -> None:
@@ -55,9 +56,9 @@ def test_rows_without_times_borrow_from_those_that_have_some() -> None:
 
 def test_old_costs_weigh_less() -> None:
     ages = [COSTS.variance(5.0 + days * 86400) for days in (-1, 0, 30, 300)]
-    assert ages[0] == ages[1] == costs.FRESH
-    assert ages[2] == pytest.approx((costs.FRESH + costs.AGED) / 2)
-    assert ages[3] == pytest.approx(costs.AGED, rel=0.01)
+    assert ages[0] == ages[1] == stored_costs.FRESH
+    assert ages[2] == pytest.approx((stored_costs.FRESH + stored_costs.AGED) / 2)
+    assert ages[3] == pytest.approx(stored_costs.AGED, rel=0.01)
 
 
 def test_newer_costs_take_the_place_of_older_ones() -> None:
@@ -71,11 +72,14 @@ def test_newer_costs_take_the_place_of_older_ones() -> None:
 def test_measuring_covers_the_largest_batch(target: Target, tiny_drafter_dir: Path) -> None:
     lines: list[str] = []
     drafter = load_drafter(tiny_drafter_dir, target=target)
-    found = costs.measure(Probe(target, drafter), drafter.block_size, 3, target.max_context, lines.append)
+    found = stored_costs.measure(Probe(target, drafter), drafter.block_size, 3, target.max_context, lines.append)
     assert found.rows == (1, 2, 3) and len(lines) == 3
     assert min(found.plain) > 0 and found.date > 1.7e9
     longest = drafter.block_size - 1
-    for points, sizes in ((found.chain, {*costs.CHAIN_GUESSES, longest}), (found.tree, costs.TREE_GUESSES)):
+    for points, sizes in (
+        (found.chain, {*stored_costs.CHAIN_GUESSES, longest}),
+        (found.tree, stored_costs.TREE_GUESSES),
+    ):
         for row in points:
             assert [guesses for guesses, _ in row] == sorted(n for n in sizes if points is found.tree or n <= longest)
             assert min(seconds for _, seconds in row) > 0
@@ -95,13 +99,13 @@ class Recorder:
         return [(guesses, 9.0), *[(guesses, 1.0 + guesses)] * (count - 1)]
 
     def measured(self, rows: int = 1) -> Costs:
-        return costs.measure(self, self.block_size, rows, self.max_context)
+        return stored_costs.measure(self, self.block_size, rows, self.max_context)
 
 
 @pytest.mark.parametrize("max_context", [16, 40, 100, 160, 161, 300, 4096])
 @pytest.mark.parametrize("repeats", [1, 7])
 def test_whatever_fits_the_context_is_measured(max_context: int, repeats: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs, "REPEATS", repeats)
+    monkeypatch.setattr(stored_costs, "REPEATS", repeats)
     cycles = Recorder(max_context, 16)
     if (max_context, repeats) == (16, 7):
         with pytest.raises(UsageError, match="context of 16 tokens is too short.*need 21.*fixed block size"):
@@ -116,12 +120,12 @@ def test_the_first_cycle_does_not_count_and_the_largest_sizes_are_left_out() -> 
     cycles = Recorder(4096, 16)
     found = cycles.measured(rows=512)
     assert max(found.plain) == 1.0
-    assert all(rows * guesses <= costs.MOST_GUESSES for rows, guesses, _ in cycles.asked)
-    assert found.rows == (*costs.ROWS, 512)
+    assert all(rows * guesses <= stored_costs.MOST_GUESSES for rows, guesses, _ in cycles.asked)
+    assert found.rows == (*stored_costs.ROWS, 512)
 
 
 def test_measuring_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs, "LIMIT_SECONDS", 0.0)
+    monkeypatch.setattr(stored_costs, "LIMIT_SECONDS", 0.0)
     assert Recorder(4096, 16).measured(rows=64).rows == (1,)
 
 
@@ -136,46 +140,52 @@ def test_a_target_of_a_tiny_context_is_measured(
 ) -> None:
     drafter = load_drafter(tiny_drafter_dir, target=target)
     monkeypatch.setattr(target, "max_context", max_context)
-    assert costs.measure(Probe(target, drafter), drafter.block_size, 1, max_context).knows(tree=True)
+    assert stored_costs.measure(Probe(target, drafter), drafter.block_size, 1, max_context).knows(tree=True)
 
 
 def test_a_pair_has_a_file_of_its_own(target: Target, tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
     none = load_drafter("none", target=target)
     files = [
-        costs.path(target, load_drafter(tiny_drafter_dir, target=target)),
-        costs.path(target, none),
-        costs.path(load_target(tiny_target_dir, backend="hf"), none),
+        stored_costs.path(target, load_drafter(tiny_drafter_dir, target=target)),
+        stored_costs.path(target, none),
+        stored_costs.path(load_target(tiny_target_dir, backend="hf"), none),
     ]
-    assert len(set(files)) == 3 and costs.path(target, none) == files[1]
+    assert len(set(files)) == 3 and stored_costs.path(target, none) == files[1]
 
 
 def test_what_is_stored_is_found_again(file: Path) -> None:
-    assert costs.load(file) is None
-    costs.store(file, COSTS)
-    assert costs.load(file) == COSTS
-    costs.store(file, COSTS.updated(COSTS))
+    assert stored_costs.load(file) is None
+    stored_costs.store(file, COSTS)
+    assert stored_costs.load(file) == COSTS
+    stored_costs.store(file, COSTS.updated(COSTS))
     assert [each.name for each in file.parent.iterdir()] == [file.name]
 
 
 @pytest.mark.parametrize(
     "content",
-    ["{", "[1]", "\xff", json.dumps({"layout": costs.LAYOUT, "rows": [1]}), json.dumps({"layout": costs.LAYOUT - 1})],
+    [
+        "{",
+        "[1]",
+        "\xff",
+        json.dumps({"layout": stored_costs.LAYOUT, "rows": [1]}),
+        json.dumps({"layout": stored_costs.LAYOUT - 1}),
+    ],
 )
 def test_what_cannot_be_read_is_as_nothing(file: Path, content: str) -> None:
     file.parent.mkdir()
     file.write_bytes(content.encode("latin-1"))
-    assert costs.load(file) is None
+    assert stored_costs.load(file) is None
 
 
 def test_another_layout_is_not_read(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    costs.store(file, COSTS)
-    monkeypatch.setattr(costs, "LAYOUT", costs.LAYOUT + 1)
-    assert costs.load(file) is None
+    stored_costs.store(file, COSTS)
+    monkeypatch.setattr(stored_costs, "LAYOUT", stored_costs.LAYOUT + 1)
+    assert stored_costs.load(file) is None
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), "1"])
 def test_times_that_are_none_are_not_read(file: Path, seconds: float) -> None:
-    costs.store(file, Costs((1,), (seconds,), (((1, 1.0),),), ((),)))
-    assert costs.load(file) is None
-    costs.store(file, Costs((1,), (1.0,), (((1, seconds),),), ((),)))
-    assert costs.load(file) is None
+    stored_costs.store(file, Costs((1,), (seconds,), (((1, 1.0),),), ((),)))
+    assert stored_costs.load(file) is None
+    stored_costs.store(file, Costs((1,), (1.0,), (((1, seconds),),), ((),)))
+    assert stored_costs.load(file) is None
