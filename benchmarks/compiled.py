@@ -28,9 +28,9 @@ from benchmarks.sizes.widen import TARGET, widen
 from blockdraft.cpu.kept import SWITCH
 from blockdraft.cpu.library import Library
 from blockdraft.cpu.sources import PARALLEL, VECTORS, command, defines
+from blockdraft.decode.proposal import chain_parents
 from blockdraft.nn.packed import PackedLinear
 from blockdraft.nn.quantized import QuantizedWeight
-from blockdraft.proposal import chain_parents
 from blockdraft.targets import Target, load_target
 
 HIDDEN, INNER, LAYERS = 1536, 4608, 8

@@ -36,12 +36,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.command import in_words
+from blockdraft.decode.proposal import Plan, Proposal
 from blockdraft.drafters import Drafter, hits, load_drafter
 from blockdraft.engine import Engine
 from blockdraft.engine.adaptive.calibrate import Probe
 from blockdraft.evaluation.prompts import read_prompt_sets
 from blockdraft.machine import wait_for
-from blockdraft.proposal import Plan, Proposal
 from blockdraft.targets import Target, load_target
 from blockdraft.timing import GUESSES, HEAD, PASS, listening
 from blockdraft.types import Drafting, SamplingParams

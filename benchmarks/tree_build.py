@@ -19,7 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from blockdraft import load_target
-from blockdraft.proposal import best_first, chain, depths, tree_mask
+from blockdraft.decode.proposal import chain, depths, tree_mask
+from blockdraft.decode.tree import best_first
 
 SIZES = (16, 32, 64, 128, 256)
 

@@ -17,11 +17,10 @@ LAYERS = [
     {"errors", "machine", "plugins", "timing"},
     {"settings", "folders"},
     {"types"},
-    {"sampling"},
-    {"proposal", "nn"},
+    {"decode", "nn"},
     {"cpu", "cuda"},
     {"formats"},
-    {"targets", "verification"},
+    {"targets"},
     {"denoisers"},
     {"drafters"},
     {"engine"},
@@ -34,6 +33,12 @@ LAYERS = [
     {"cli"},
 ]
 HEIGHT = {name: height for height, group in enumerate(LAYERS) for name in group}
+
+# What these packages may import of `decode`: a target scores proposals, a drafter makes them, and the engine verifies.
+DECODE_FOR = {
+    "targets": {"blockdraft.decode.proposal"},
+    "drafters": {f"blockdraft.decode.{name}" for name in ("proposal", "tree", "distributions", "sampling")},
+}
 
 # Circles of imports inside one package that are still to be cut.
 KNOWN_CIRCLES: set[tuple[str, ...]] = set()
@@ -152,6 +157,19 @@ def test_imports_run_downward() -> None:
     assert wrong_order(read_modules()) == []
 
 
+def test_targets_and_drafters_import_no_more_of_decode_than_they_need() -> None:
+    modules = read_modules()
+    known = {module.name for module in modules}
+    found = {
+        (module.name, name)
+        for module in modules
+        if module.unit in DECODE_FOR
+        for name in imports_of(module, known)
+        if unit_of(name) == "decode" and name not in DECODE_FOR[module.unit]
+    }
+    assert found == set()
+
+
 def test_known_circles_are_still_there() -> None:
     assert circles(read_modules()) >= KNOWN_CIRCLES
 
@@ -193,14 +211,14 @@ TWO_DRAFTERS = [
 @pytest.mark.parametrize(
     ("importer", "source"),
     [
-        ("blockdraft.sampling", "from blockdraft.engine import Engine"),  # upward
-        ("blockdraft.sampling", "import blockdraft.engine.engine"),
-        ("blockdraft.sampling", "from blockdraft import engine"),
-        ("blockdraft.sampling", "from blockdraft import Engine"),  # through the root
-        ("blockdraft.sampling", "def f():\n    from .engine import Engine"),
+        ("blockdraft.decode.sampling", "from blockdraft.engine import Engine"),  # upward
+        ("blockdraft.decode.sampling", "import blockdraft.engine.engine"),
+        ("blockdraft.decode.sampling", "from blockdraft import engine"),
+        ("blockdraft.decode.sampling", "from blockdraft import Engine"),  # through the root
+        ("blockdraft.decode.sampling", "def f():\n    from ..engine import Engine"),
         ("blockdraft.nn.cache", "from ..engine import Engine"),
-        ("blockdraft.nn.cache", "from blockdraft.proposal import Proposal"),  # sideways
-        ("blockdraft.verification.verify", "from blockdraft.targets.base import Target"),
+        ("blockdraft.nn.cache", "from blockdraft.decode.proposal import Proposal"),  # sideways
+        ("blockdraft.decode.verification", "from blockdraft.targets.base import Target"),
         ("blockdraft.unheard_of", "import torch"),
     ],
 )
@@ -212,7 +230,7 @@ def test_wrong_order_is_reported(importer: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("importer", "source"),
     [
-        ("blockdraft.sampling", "import torch\nfrom blockdraft.types import SamplingParams"),
+        ("blockdraft.decode.sampling", "import torch\nfrom blockdraft.types import SamplingParams"),
         ("blockdraft.nn.cache", "from .layers import RMSNorm\nfrom . import attention"),
         ("blockdraft.engine.stats", "from ..drafters.base import Drafter\nfrom blockdraft import targets"),
         ("blockdraft.__main__", "from blockdraft.cli import main"),

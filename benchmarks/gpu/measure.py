@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from blockdraft.decode.proposal import Plan, Proposal
 from blockdraft.drafters import Drafter
 from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.drafters.none import NoDrafter
 from blockdraft.engine.adaptive.calibrate import Probe
-from blockdraft.proposal import Plan, Proposal
 from blockdraft.targets import Target
 from blockdraft.timing import FORWARD, NETWORKS, listening
 from blockdraft.types import SamplingParams

@@ -3,10 +3,10 @@
 The mutations are in this folder's TOML files, an entry each:
 
     [[mutant]]
-    file = "src/blockdraft/proposal/budget.py"
+    file = "src/blockdraft/decode/tree.py"
     old = "tokens[0] = len(path_probs)"                # must occur exactly once
     new = "tokens[0] = 1"
-    tests = ["tests/proposal/test_budget.py"]          # as pytest takes them
+    tests = ["tests/decode/test_tree.py"]          # as pytest takes them
     why = "The bonus of one row counted for all."
 
 Each is applied to a copy of the working tree. Results are kept in build/mutants.json until a source or a test changes,

@@ -15,6 +15,7 @@ from torch import Tensor
 from benchmarks.rivals.kinds import KINDS
 from benchmarks.rivals.rows import PLAIN, Answers, Cycle, Forward, Speed
 from benchmarks.rivals.ways import Way, ways_of
+from blockdraft.decode.proposal import Plan, Proposal, chain
 from blockdraft.drafters import Drafter
 from blockdraft.drafters.none import NoDrafter
 from blockdraft.engine import Engine, loops, merge
@@ -25,7 +26,6 @@ from blockdraft.evaluation.prompts import PromptSet
 from blockdraft.evaluation.speed import figures
 from blockdraft.evaluation.speed import measure as measure_speeds
 from blockdraft.nn.rows import RowNetwork
-from blockdraft.proposal import Plan, Proposal, chain
 from blockdraft.targets import DraftRows, Target
 from blockdraft.timing import DRAFTING, listening
 from blockdraft.types import SamplingParams

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from blockdraft.decode.proposal import Plan
 from blockdraft.errors import UsageError
-from blockdraft.proposal import Plan
 from blockdraft.types import Drafting, SamplingParams
 
 

@@ -8,7 +8,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.overlap import COUNTS, Times, figures, main, one_device, pays_between, ranked, shares, speedup, table
-from blockdraft.proposal import Proposal
+from blockdraft.decode.proposal import Proposal
 from blockdraft.targets import BUNDLED
 
 # Tokens, parents and chances behind the anchor 1. The chain is 5, 6, 7: the last of it is not verified.

@@ -12,9 +12,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import train_ablations
 from benchmarks.train_ablations import ARMS, BASE, arguments, forget_pairs, picture, read_decoding, stages, table
+from blockdraft.decode.proposal import Plan, Proposal
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.dflash import DFlashDrafter, independent_guesses
-from blockdraft.proposal import Plan, Proposal
 from blockdraft.settings import read_settings
 from blockdraft.targets import Target, load_target
 from blockdraft.training.variants import find_variant

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from blockdraft import cli
+from blockdraft.decode.proposal import Plan
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.formats import Borrowed, speculators, zlab
-from blockdraft.proposal import Plan
 from blockdraft.serving.backends import weights_of
 from blockdraft.targets import Target, embedding_and_head, load_target
 from blockdraft.types import SamplingParams

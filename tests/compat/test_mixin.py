@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 
 from blockdraft import DFlashConfig, DFlashGenerationMixin
 from blockdraft.compat import mixin as compat_mixin
+from blockdraft.decode.proposal import Plan
 from blockdraft.drafters import load_drafter
 from blockdraft.nn.reduced_head import ReducedHead
-from blockdraft.proposal import Plan
 from blockdraft.targets import load_target
 from blockdraft.targets.hf import HFTarget
 from blockdraft.types import SamplingParams

@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from blockdraft.decode.proposal import chain
 from blockdraft.errors import UsageError
 from blockdraft.nn.cache import KVCache
-from blockdraft.proposal import chain
 from blockdraft.targets import Target, TargetOutput, load_target
 
 TAPS = (0, 2, 3)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from blockdraft import Drafting, Engine, SamplingParams, load_drafter
 from blockdraft.cpu.compiled_rows import CompiledRows, row_pass, why_not_rows
+from blockdraft.decode.proposal import Plan
 from blockdraft.drafters import slots_behind
 from blockdraft.drafters.combined import CombinedDrafter
 from blockdraft.errors import UsageError
@@ -20,7 +21,6 @@ from blockdraft.nn.eagle3 import Eagle3Config, Eagle3Network
 from blockdraft.nn.mtp import MTPConfig, MTPNetwork
 from blockdraft.nn.row_pass import RowPass
 from blockdraft.nn.rows import RowNetwork
-from blockdraft.proposal import Plan
 from blockdraft.targets import load_target
 
 SHAPE: dict[str, Any] = {

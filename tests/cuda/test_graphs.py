@@ -13,12 +13,12 @@ from transformers import AutoConfig
 
 from blockdraft.cuda import graphs
 from blockdraft.cuda.graphs import CapturedDecoder, CudaRecorder, Graphs, Recorder, room
+from blockdraft.decode.proposal import Plan, chain_parents
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.engine.adaptive.calibrate import Probe
 from blockdraft.nn.cache import bucket, slot_bucket
 from blockdraft.nn.decoder import Decoder
-from blockdraft.proposal import Plan, chain_parents
 from blockdraft.targets import load_target
 from blockdraft.targets.families import decoder_config
 from blockdraft.targets.native_target import NativeTarget

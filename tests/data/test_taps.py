@@ -9,7 +9,7 @@ from some_features import LENGTHS, TAPS, alone
 from blockdraft.data.documents import TokenData
 from blockdraft.data.settings import FeatureSettings
 from blockdraft.data.taps import chosen_taps, tapped_features
-from blockdraft.proposal import chain
+from blockdraft.decode.proposal import chain
 from blockdraft.settings import from_text
 from blockdraft.targets import Target, load_target
 

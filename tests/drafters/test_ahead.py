@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from blockdraft.decode.proposal import Plan
 from blockdraft.drafters import hits, load_drafter
 from blockdraft.drafters.ahead import AheadDrafter, AheadState, on_its_own
 from blockdraft.drafters.draft_lm import DraftLMDrafter
 from blockdraft.drafters.work import NAME, _stop_all
 from blockdraft.engine import Engine
 from blockdraft.errors import UsageError
-from blockdraft.proposal import Plan
 from blockdraft.targets import Target, TargetOutput, load_target
 from blockdraft.types import Drafting, RequestDrafting, SamplingParams
 

@@ -11,6 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from blockdraft.decode.distributions import probabilities
+from blockdraft.decode.proposal import LAW_SIZE, Plan
+from blockdraft.decode.sampling import draw
 from blockdraft.diffusion.convert import convert
 from blockdraft.diffusion.settings import ConvertSettings
 from blockdraft.drafters import block_diffusion, load_drafter
@@ -18,8 +21,6 @@ from blockdraft.drafters.block_diffusion import BlockDiffusionDrafter, BlockStat
 from blockdraft.engine import Engine
 from blockdraft.errors import UsageError
 from blockdraft.nn.attention import visible_slots
-from blockdraft.proposal import LAW_SIZE, Plan
-from blockdraft.sampling import draw, probabilities
 from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, SamplingParams
 

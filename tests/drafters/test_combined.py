@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from blockdraft.decode.proposal import Plan, Proposal, SparseLaw
 from blockdraft.drafters import Drafter, combined, load_drafter, parts_of
 from blockdraft.drafters.combined import CombinedDrafter, merged
 from blockdraft.drafters.prompt_lookup import PromptLookupDrafter
 from blockdraft.engine import Engine
 from blockdraft.errors import UsageError
-from blockdraft.proposal import Plan, Proposal, SparseLaw
 from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, SamplingParams
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from blockdraft.decode.proposal import LAW_SIZE, Plan, Proposal, depths
 from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.formats.zlab import read_checkpoint
 from blockdraft.nn.dflash import DFlashNetwork
-from blockdraft.proposal import LAW_SIZE, Plan, Proposal, depths
 from blockdraft.targets import Target, load_target
 from blockdraft.types import SamplingParams
 

@@ -7,17 +7,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from blockdraft.decode.distributions import Laws
+from blockdraft.decode.proposal import Plan, Proposal, depths
+from blockdraft.decode.sampling import draw
+from blockdraft.decode.verification import verify
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.drafters.dflash2 import DFlash2Drafter, walk
 from blockdraft.formats.zlab import read_checkpoint
 from blockdraft.nn.dflash2 import DFlash2Network
 from blockdraft.nn.draft_config import DFlash2Config
-from blockdraft.proposal import Plan, Proposal, depths
-from blockdraft.sampling import Laws, draw
 from blockdraft.targets import Target, load_target
 from blockdraft.types import SamplingParams
-from blockdraft.verification import verify
 
 GREEDY = SamplingParams()
 DEPTH, TOP_K = 7, 5

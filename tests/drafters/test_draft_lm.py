@@ -11,11 +11,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from blockdraft.decode.distributions import probabilities
+from blockdraft.decode.proposal import LAW_SIZE, Plan
+from blockdraft.decode.sampling import draw
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.draft_lm import BLOCK_SIZE, DraftLMDrafter, DraftState
 from blockdraft.engine import Engine
-from blockdraft.proposal import LAW_SIZE, Plan
-from blockdraft.sampling import draw, probabilities
 from blockdraft.targets import Target, TargetOutput, load_target
 from blockdraft.types import Drafting, SamplingParams
 

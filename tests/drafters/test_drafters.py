@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from blockdraft.decode.proposal import Plan
 from blockdraft.drafters import NetworkDrafter, as_given, bundled, drafter_of, entries, load_drafter, parts_of
 from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.drafters.none import NoDrafter
@@ -14,7 +15,6 @@ from blockdraft.formats.zlab import read_checkpoint, write_checkpoint
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.draft_config import LayerAttention
 from blockdraft.nn.reduced_head import ReducedHead
-from blockdraft.proposal import Plan
 from blockdraft.targets import Target, load_target
 from blockdraft.types import SamplingParams
 

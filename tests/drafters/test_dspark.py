@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from blockdraft.decode.proposal import Plan, Proposal, depths
 from blockdraft.drafters.dspark import CANDIDATES, DSparkDrafter, calibrated, load
 from blockdraft.formats.zlab import read_checkpoint
 from blockdraft.nn.dspark import DSparkNetwork
-from blockdraft.proposal import Plan, Proposal, depths
 from blockdraft.targets import Target, load_target
 from blockdraft.types import SamplingParams
 

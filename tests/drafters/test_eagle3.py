@@ -10,14 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from blockdraft.decode.distributions import probabilities
+from blockdraft.decode.proposal import LAW_SIZE, Plan
+from blockdraft.decode.sampling import draw
 from blockdraft.drafters import eagle3, load_drafter
 from blockdraft.drafters.eagle3 import Eagle3Drafter
 from blockdraft.errors import UsageError
 from blockdraft.formats import eagle3 as layout
 from blockdraft.formats import eagle3_speculators, read_drafter
 from blockdraft.formats.base import Borrowed, Checkpoint
-from blockdraft.proposal import LAW_SIZE, Plan
-from blockdraft.sampling import draw, probabilities
 from blockdraft.targets import Target, load_target
 from blockdraft.types import SamplingParams
 

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from blockdraft.compat import DFlashConfig, DFlashGenerationMixin
+from blockdraft.decode.proposal import Plan, Proposal
 from blockdraft.deploy.readings import bench_of
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.flow import FlowDrafter
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf.drafter import drafter_metadata
 from blockdraft.inspection import inspect
-from blockdraft.proposal import Plan, Proposal
 from blockdraft.targets import Target, load_target
 from blockdraft.training.export import Format, convert, format_for
 from blockdraft.types import SamplingParams

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from blockdraft import drafters
+from blockdraft.decode.proposal import Plan, Proposal
 from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.engine import Costs, Engine
 from blockdraft.engine.adaptive.policy import Controller
-from blockdraft.proposal import Plan, Proposal
 from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, SamplingParams
 

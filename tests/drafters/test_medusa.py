@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from blockdraft.decode.proposal import Plan, Proposal
 from blockdraft.drafters import drafter_of, load_drafter
 from blockdraft.drafters.base import read_network
 from blockdraft.drafters.medusa import MedusaDrafter
 from blockdraft.engine import Engine
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.medusa import MedusaConfig, MedusaNetwork
-from blockdraft.proposal import Plan, Proposal
 from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, SamplingParams
 

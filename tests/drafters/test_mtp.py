@@ -11,13 +11,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from blockdraft.decode.proposal import Plan, Proposal
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.mtp import MTPDrafter
 from blockdraft.engine import Engine
 from blockdraft.formats import read_drafter
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.mtp import MTPNetwork
-from blockdraft.proposal import Plan, Proposal
 from blockdraft.targets import Target, load_target
 from blockdraft.types import SamplingParams
 

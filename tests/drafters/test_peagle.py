@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
+from blockdraft.decode.proposal import Plan
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.peagle import PEagleDrafter
-from blockdraft.proposal import Plan
 from blockdraft.targets import Target, load_target
 from blockdraft.types import SamplingParams
 

@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 import torch
 
+from blockdraft.decode.proposal import Plan
 from blockdraft.drafters.prompt_lookup import GUESSES_A_TOKEN, LONGEST, RECENT, START, PromptLookupDrafter, Text, Texts
-from blockdraft.proposal import Plan
 from blockdraft.types import SamplingParams
 
 DRAFTER = PromptLookupDrafter()

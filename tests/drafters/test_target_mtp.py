@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from blockdraft.decode.proposal import Plan, Proposal
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.mtp import FAMILIES, MTPDrafter
 from blockdraft.engine import Engine
 from blockdraft.errors import UsageError
 from blockdraft.nn.cache import KVCache
-from blockdraft.proposal import Plan, Proposal
 from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, SamplingParams
 

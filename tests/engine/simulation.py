@@ -15,12 +15,12 @@ from heapq import heappop, heappush
 from itertools import accumulate
 from operator import mul
 
+from blockdraft.decode.sampling import RandomNumbers
+from blockdraft.decode.tree import best_count
 from blockdraft.engine.adaptive.policy import Controller
 from blockdraft.engine.adaptive.stored_costs import Costs
 from blockdraft.engine.request import Request
 from blockdraft.engine.text import AnswerText
-from blockdraft.proposal import best_count
-from blockdraft.sampling import RandomNumbers
 from blockdraft.types import Drafting, SamplingParams
 
 BLOCK_SIZE = 16

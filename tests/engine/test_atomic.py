@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from blockdraft.decode.proposal import Plan, Proposal, SparseLaw, chain
 from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.engine import Engine
 from blockdraft.engine.logprobs import token_logprobs
 from blockdraft.engine.runner import Runner
 from blockdraft.errors import NumbersError, RequestError
-from blockdraft.proposal import Plan, Proposal, SparseLaw, chain
 from blockdraft.targets import Target, TargetOutput, load_target
 from blockdraft.types import Drafting, SamplingParams
 

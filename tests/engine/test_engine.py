@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from blockdraft.decode.proposal import Plan, Proposal, chain
 from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.drafters.none import NoDrafter
@@ -17,7 +18,6 @@ from blockdraft.engine import Engine, Request
 from blockdraft.engine.row import Row
 from blockdraft.engine.runner import Runner
 from blockdraft.errors import UsageError
-from blockdraft.proposal import Plan, Proposal, chain
 from blockdraft.targets import Target, load_target
 from blockdraft.targets.hf import HFTarget
 from blockdraft.types import Drafting, SamplingParams

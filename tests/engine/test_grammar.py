@@ -17,12 +17,12 @@ from test_engine import Oracle
 from torch import Tensor
 from transformers import LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from blockdraft.decode.distributions import Laws
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.none import NoDrafter
 from blockdraft.engine import Engine
 from blockdraft.engine.grammar import AnswerGrammar
 from blockdraft.errors import NumbersError, UsageError
-from blockdraft.sampling import Laws
 from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, Grammar, RequestDrafting, SamplingParams
 

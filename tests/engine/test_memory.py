@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from blockdraft.decode.proposal import Plan
 from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.drafters.combined import CombinedDrafter
 from blockdraft.engine import Engine
 from blockdraft.engine import memory as memory_module
 from blockdraft.engine.observing import AT_ONCE
-from blockdraft.proposal import Plan
 from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, SamplingParams
 

@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from blockdraft.decode.proposal import Plan
+from blockdraft.decode.sampling import RandomNumbers
 from blockdraft.engine import observing
 from blockdraft.engine.observing import Observer
 from blockdraft.engine.request import Request
 from blockdraft.engine.row import Row
 from blockdraft.engine.text import AnswerText
 from blockdraft.errors import RequestError
-from blockdraft.proposal import Plan
-from blockdraft.sampling import RandomNumbers
 from blockdraft.types import SamplingParams
 
 PLAIN, DRAFTED = Plan(1, []), Plan(4, [])

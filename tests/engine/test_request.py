@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
+from blockdraft.decode.sampling import RandomNumbers
 from blockdraft.engine import Chunk, Completion, Request, Stats
 from blockdraft.engine.text import AnswerText
 from blockdraft.errors import BlockdraftError, NumbersError, RequestError
-from blockdraft.sampling import RandomNumbers
 from blockdraft.types import SamplingParams
 
 

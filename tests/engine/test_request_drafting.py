@@ -8,11 +8,11 @@ from test_drawn_law import LENGTH, NOISE, PROMPT, surprise, write_model
 from test_trees import Oracle
 from transformers import LlamaForCausalLM
 
+from blockdraft.decode.proposal import Plan
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Chunk, Engine
 from blockdraft.engine.adaptive.policy import Controller
 from blockdraft.errors import UsageError
-from blockdraft.proposal import Plan
 from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, RequestDrafting, SamplingParams
 

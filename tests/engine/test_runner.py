@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from blockdraft.decode.proposal import Plan
 from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.engine import Engine, Request
 from blockdraft.engine.row import Row
 from blockdraft.engine.runner import Runner
-from blockdraft.proposal import Plan
 from blockdraft.targets import Target, TargetOutput, load_target
 from blockdraft.types import SamplingParams
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from blockdraft.decode.proposal import Plan, Proposal, chain
+from blockdraft.decode.tree import best_first
 from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.drafters.none import NoDrafter
 from blockdraft.engine import Completion, Engine, mean_tau
-from blockdraft.proposal import Plan, Proposal, best_first, chain
 from blockdraft.targets import Cache, Target, load_target
 from blockdraft.types import Drafting, SamplingParams
 

@@ -6,6 +6,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from blockdraft.decode.distributions import Laws
+from blockdraft.decode.proposal import Proposal
+from blockdraft.decode.verification import Verdict, verify
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Completion, Engine, Stats, runner
 from blockdraft.engine.runner import Runner
@@ -13,11 +16,8 @@ from blockdraft.evaluation import lossless, speed
 from blockdraft.evaluation.methods import Settings, parse_methods
 from blockdraft.evaluation.prompts import PromptSet
 from blockdraft.evaluation.speed import Trial, figures, load_methods, measure
-from blockdraft.proposal import Proposal
-from blockdraft.sampling import Laws
 from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, SamplingParams
-from blockdraft.verification import Verdict, verify
 
 SETS = [PromptSet("a", ("one", "two", "three")), PromptSet("b", ("four",))]
 SHORT = SamplingParams(max_new_tokens=6)  # too short to loop

@@ -11,9 +11,10 @@ from fuzz_drive import answers
 from fuzz_models import COMPILED, ROUNDED, Models
 
 from blockdraft import Completion, Engine, SamplingParams, Target
+from blockdraft.decode.distributions import Laws
+from blockdraft.decode.proposal import chain
+from blockdraft.decode.sampling import RandomNumbers
 from blockdraft.engine.grammar import AnswerGrammar
-from blockdraft.proposal import chain
-from blockdraft.sampling import Laws, RandomNumbers
 from blockdraft.types import TokenLogprob
 
 NEAR = 1e-4  # relative; logits closer than this may change places where sums are added up in another order

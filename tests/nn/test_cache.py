@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from blockdraft.decode.proposal import chain, depths, tree_mask
 from blockdraft.nn.attention import additive_mask, visible_slots
 from blockdraft.nn.cache import KVCache, write_nodes
-from blockdraft.proposal import chain, depths, tree_mask
 
 PLACES = {"side by side": ((0, 10), (10, 10)), "anywhere": ((22, 10), (3, 15)), "one at the end": ((9, 10), (30, 10))}
 

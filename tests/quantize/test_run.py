@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
+from blockdraft.decode.proposal import chain_parents
 from blockdraft.errors import UsageError
 from blockdraft.nn.quantized import QuantizedWeight
 from blockdraft.nn.rounding import rounded
-from blockdraft.proposal import chain_parents
 from blockdraft.quantize import folder, run
 from blockdraft.quantize.run import quantize
 from blockdraft.quantize.settings import CalibrationSettings, QuantizeSettings

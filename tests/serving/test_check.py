@@ -4,9 +4,9 @@ import pytest
 from torch import Tensor
 
 from blockdraft import Drafting, Engine
+from blockdraft.decode.verification import Verdict, verify
 from blockdraft.serving import check
 from blockdraft.serving.check import answers_differ
-from blockdraft.verification import Verdict, verify
 
 
 def test_drafting_is_tried_even_where_the_engine_pauses(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

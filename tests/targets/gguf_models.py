@@ -11,7 +11,7 @@ from gguf_writer import tiny
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
-from blockdraft.proposal import chain
+from blockdraft.decode.proposal import chain
 from blockdraft.targets import Target
 
 SMALL: dict[str, Any] = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from blockdraft.proposal import chain
+from blockdraft.decode.proposal import chain
 from blockdraft.quantize.run import quantize
 from blockdraft.quantize.settings import QuantizeSettings
 from blockdraft.targets import load_target, target_fingerprint

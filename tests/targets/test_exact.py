@@ -13,10 +13,10 @@ from test_native import MODELS, folders  # noqa: F401 (a fixture)
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from blockdraft.decode.proposal import Plan, Proposal, chain
 from blockdraft.drafters import Drafter
 from blockdraft.drafters.prompt_lookup import PromptLookupDrafter, Texts
 from blockdraft.engine import Costs, Engine
-from blockdraft.proposal import Plan, Proposal, chain
 from blockdraft.targets import LoadOptions, Target, TargetOutput, exact, load_target, native
 from blockdraft.targets.hf import HFTarget
 from blockdraft.types import Drafting, SamplingParams

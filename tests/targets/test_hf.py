@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from tiny_families import ATTENTION, make_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from blockdraft.proposal import chain
+from blockdraft.decode.proposal import chain
 from blockdraft.targets import load_target
 from blockdraft.targets.hf import HFTarget
 from blockdraft.targets.hf_kinds import REFUSED_FAMILIES

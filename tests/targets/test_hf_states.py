@@ -10,10 +10,10 @@ from tiny_families import RECURRENT, make_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from blockdraft.decode.proposal import chain
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.draft_lm import DraftLMDrafter
 from blockdraft.engine import Engine
-from blockdraft.proposal import chain
 from blockdraft.targets import Target
 from blockdraft.targets.hf import HFTarget
 from blockdraft.types import Drafting, RequestDrafting, SamplingParams

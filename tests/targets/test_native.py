@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from blockdraft.proposal import chain
+from blockdraft.decode.proposal import chain
 from blockdraft.targets import Target, embedding_and_head, load_target, open_checkpoint
 from blockdraft.targets.families import FAMILIES
 

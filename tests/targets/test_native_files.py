@@ -14,8 +14,8 @@ from torch import Tensor
 
 from blockdraft.cpu import kept
 from blockdraft.cpu.build import build
+from blockdraft.decode.proposal import chain
 from blockdraft.formats.stored import Stored
-from blockdraft.proposal import chain
 from blockdraft.targets import Target, load_target, native_files, target_fingerprint
 
 WAYS: list[dict[str, Any]] = [

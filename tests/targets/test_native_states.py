@@ -10,9 +10,9 @@ from test_hf_states import check_drafting, check_scores
 from tiny_families import SMALL, make_model, write_model
 from transformers import AutoConfig, Qwen3_5ForConditionalGeneration
 
+from blockdraft.decode.proposal import chain, chain_parents
 from blockdraft.drafters.draft_lm import DraftLMDrafter
 from blockdraft.nn.delta_net import CHUNK
-from blockdraft.proposal import chain, chain_parents
 from blockdraft.targets import Target, describe_target, load_target
 from blockdraft.targets.native_target import NativeTarget
 

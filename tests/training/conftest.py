@@ -11,9 +11,9 @@ from torch import Tensor
 from blockdraft.data.documents import Document, tokenizer_fingerprint
 from blockdraft.data.taps import tapped_features
 from blockdraft.data.writer import DataWriter
+from blockdraft.decode.proposal import Plan
 from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.engine import Engine
-from blockdraft.proposal import Plan
 from blockdraft.targets import Target, load_target
 from blockdraft.training.batches import Rows
 from blockdraft.training.objectives import Slots

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from blockdraft.data.documents import read_data
-from blockdraft.proposal import chain
+from blockdraft.decode.proposal import chain
 from blockdraft.targets import load_target
 from blockdraft.training.batches import Batches, Documents
 from blockdraft.training.loss import DraftLoss, Sums, term_weights

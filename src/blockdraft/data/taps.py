@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from blockdraft.decode.proposal import chain
 from blockdraft.errors import UsageError
-from blockdraft.proposal import chain
 from blockdraft.targets import Target
 
 

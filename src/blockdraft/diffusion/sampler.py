@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from blockdraft.decode.distributions import probabilities
+from blockdraft.decode.sampling import draw
 from blockdraft.diffusion.context import Context
 from blockdraft.diffusion.model import DiffusionModel, hide_mask_token
 from blockdraft.diffusion.settings import SampleSettings
@@ -16,8 +18,6 @@ from blockdraft.diffusion.strategies import Guesses, Strategy, read_strategy
 from blockdraft.diffusion.unfinished import Chunk, Step, Unfinished, Watch
 from blockdraft.engine.text import AnswerText, encode
 from blockdraft.errors import UsageError
-from blockdraft.sampling.drawing import draw
-from blockdraft.sampling.probabilities import probabilities
 from blockdraft.types import Prompt, SamplingParams
 
 __all__ = ["Chunk", "Sampler", "Step", "Watch"]

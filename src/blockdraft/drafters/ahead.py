@@ -16,12 +16,12 @@ from threading import Event
 import torch
 from torch import Tensor
 
+from blockdraft.decode.proposal import Plan, Proposal
+from blockdraft.decode.sampling import best_tokens
 from blockdraft.drafters.base import Drafter, parts_of
 from blockdraft.drafters.draft_lm import DraftLMDrafter, DraftState, chances_of
 from blockdraft.drafters.work import Outcomes, Work
 from blockdraft.errors import UsageError
-from blockdraft.proposal import Plan, Proposal
-from blockdraft.sampling import best_tokens
 from blockdraft.targets import Target, device_and_dtype
 
 log = logging.getLogger(__name__)

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from blockdraft.decode.proposal import Plan, Proposal
 from blockdraft.errors import UsageError
 from blockdraft.formats import check_fits, read_drafter
 from blockdraft.nn.draft_config import DraftConfig
-from blockdraft.proposal import Plan, Proposal
 from blockdraft.targets import Target
 from blockdraft.targets.base import Rows
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from blockdraft.decode.proposal import Plan, Proposal, chain, cut
 from blockdraft.denoisers.folder import FAMILY_OF, load_model
 from blockdraft.denoisers.model import DiffusionModel, hide_mask_token
 from blockdraft.drafters.base import DIFFUSION_STEPS, NOISE_SCHEDULE, NOISE_SCHEDULES, Entry, check_same_tokens
 from blockdraft.drafters.dflash import independent_guesses
 from blockdraft.nn.cache import KVCache
-from blockdraft.proposal import Plan, Proposal, chain, cut
 from blockdraft.targets import Target
 from blockdraft.timing import GUESSES, HEAD, PASS, mark
 from blockdraft.types import RequestDrafting

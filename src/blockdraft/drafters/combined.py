@@ -14,9 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from blockdraft.decode.proposal import Plan, Proposal, SparseLaw, chain
+from blockdraft.decode.tree import best_count
 from blockdraft.drafters.base import Drafter, Entry, State
 from blockdraft.errors import UsageError
-from blockdraft.proposal import Plan, Proposal, SparseLaw, best_count, chain
 from blockdraft.timing import GUESSES, mark
 
 FIRST_YIELD = 1.0  # guesses of a chain taken to be accepted where its drafter does not say and none was tried

@@ -9,6 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from blockdraft.decode.distributions import probabilities
+from blockdraft.decode.proposal import Plan, Proposal, chain, chain_laws, cut_laws
+from blockdraft.decode.sampling import best_tokens, draw
+from blockdraft.decode.tree import best_count, best_first, paying_tree
 from blockdraft.drafters.base import DIFFUSION_STEPS, NOISE_SCHEDULE, NOISE_SCHEDULES, Entry, check_refinement
 from blockdraft.errors import UsageError
 from blockdraft.formats import Borrowed, check_fits, read_drafter
@@ -16,8 +20,6 @@ from blockdraft.nn.cache import KVCache
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.draft_config import DraftConfig
 from blockdraft.nn.reduced_head import ReducedHead
-from blockdraft.proposal import Plan, Proposal, best_count, best_first, chain, chain_laws, cut_laws, paying_tree
-from blockdraft.sampling import best_tokens, draw, probabilities
 from blockdraft.targets import Target
 from blockdraft.timing import CONTEXT, HEAD, OBSERVE, mark
 from blockdraft.types import SamplingParams

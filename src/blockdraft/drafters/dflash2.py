@@ -10,13 +10,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from blockdraft.decode.distributions import probabilities
+from blockdraft.decode.proposal import Plan, Proposal, SparseLaw, chain, chain_laws
+from blockdraft.decode.sampling import best_tokens, draw
+from blockdraft.decode.tree import best_count, lattice_tree
 from blockdraft.drafters.base import Entry
 from blockdraft.drafters.dflash import DFlashDrafter, log_probabilities
 from blockdraft.drafters.dflash import load as load_dflash
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.dflash2 import DFlash2Network
-from blockdraft.proposal import Plan, Proposal, SparseLaw, best_count, chain, chain_laws, lattice_tree
-from blockdraft.sampling import best_tokens, draw, probabilities
 from blockdraft.targets import Target
 
 

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from blockdraft.decode.distributions import probabilities
+from blockdraft.decode.proposal import Plan, Proposal, SparseLaw, chain, chain_laws, cut_laws
+from blockdraft.decode.sampling import best_tokens, draw
+from blockdraft.decode.tree import next_pays
 from blockdraft.drafters.base import Entry, check_same_tokens
 from blockdraft.errors import UsageError
 from blockdraft.machine import send
-from blockdraft.proposal import Plan, Proposal, SparseLaw, chain, chain_laws, cut_laws, next_pays
-from blockdraft.sampling import best_tokens, draw, probabilities
 from blockdraft.targets import Cache, Target, load_target
 from blockdraft.timing import GUESSES, PASS, mark
 

@@ -11,6 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from blockdraft.decode.distributions import probabilities
+from blockdraft.decode.proposal import Plan, Proposal, SparseLaw, chain, chain_laws, cut_laws
+from blockdraft.decode.sampling import best_tokens, draw
+from blockdraft.decode.tree import best_count, lattice_tree
 from blockdraft.drafters.base import NOISE_SCHEDULE, Entry
 from blockdraft.drafters.dflash import DFlashDrafter, log_probabilities
 from blockdraft.drafters.dflash import load as load_dflash
@@ -20,8 +24,6 @@ from blockdraft.nn.cache import KVCache
 from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.dspark import DSparkNetwork
 from blockdraft.nn.reduced_head import ReducedHead
-from blockdraft.proposal import Plan, Proposal, SparseLaw, best_count, chain, chain_laws, cut_laws, lattice_tree
-from blockdraft.sampling import best_tokens, draw, probabilities
 from blockdraft.targets import Target
 
 CANDIDATES = 16  # tokens of each slot that a tree chooses from

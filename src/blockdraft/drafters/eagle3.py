@@ -10,14 +10,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from blockdraft.decode.distributions import probabilities
+from blockdraft.decode.proposal import Plan, Proposal, SparseLaw, chain, chain_laws, cut_laws
+from blockdraft.decode.sampling import best_tokens, draw
+from blockdraft.decode.tree import best_of, next_pays
 from blockdraft.drafters.base import Entry
 from blockdraft.drafters.dflash import check_borrowed, log_probabilities
 from blockdraft.formats import check_fits, find_layout, read_drafter
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.eagle3 import Eagle3Network
 from blockdraft.nn.rows import RowNetwork
-from blockdraft.proposal import Plan, Proposal, SparseLaw, best_of, chain, chain_laws, cut_laws, next_pays
-from blockdraft.sampling import best_tokens, draw, probabilities
 from blockdraft.targets import DraftRows, Target
 from blockdraft.timing import CONTEXT, GUESSES, OBSERVE, mark
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from blockdraft.decode.proposal import Plan
 from blockdraft.drafters.base import NOISE_SCHEDULE, NOISE_SCHEDULES, Entry
 from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.drafters.dflash import load as load_dflash
@@ -20,7 +21,6 @@ from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.draft_config import FlowConfig
 from blockdraft.nn.flow import PLACES, FlowNetwork, mean_embedding, place_noise
 from blockdraft.nn.reduced_head import ReducedHead
-from blockdraft.proposal import Plan
 from blockdraft.targets import Target
 from blockdraft.timing import HEAD, PASS, mark
 

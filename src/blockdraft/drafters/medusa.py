@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from blockdraft.decode.proposal import Plan, Proposal, chain
 from blockdraft.drafters.base import Entry, read_network
 from blockdraft.drafters.dflash import independent_guesses
 from blockdraft.formats import find_layout
 from blockdraft.machine import send
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.medusa import MedusaNetwork
-from blockdraft.proposal import Plan, Proposal, chain
 from blockdraft.targets import Target
 from blockdraft.timing import CONTEXT, OBSERVE, mark
 

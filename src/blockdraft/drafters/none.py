@@ -7,8 +7,8 @@ from pathlib import Path
 
 from torch import Tensor
 
+from blockdraft.decode.proposal import Plan, Proposal, chain
 from blockdraft.drafters.base import Entry
-from blockdraft.proposal import Plan, Proposal, chain
 
 
 class _NoState:

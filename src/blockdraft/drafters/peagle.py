@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from blockdraft.decode.proposal import Plan, Proposal, chain
 from blockdraft.drafters.base import Entry, read_network
 from blockdraft.drafters.dflash import independent_guesses
 from blockdraft.drafters.eagle3 import Eagle3Drafter
@@ -17,7 +18,6 @@ from blockdraft.nn.attention import attend, visible_slots
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.peagle import PEagleNetwork
 from blockdraft.nn.row_pass import feature_store, last_features
-from blockdraft.proposal import Plan, Proposal, chain
 from blockdraft.targets import Target
 from blockdraft.timing import CONTEXT, HEAD, OBSERVE, PASS, mark
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from blockdraft.decode.proposal import Plan, Proposal
 from blockdraft.drafters.base import Entry
-from blockdraft.proposal import Plan, Proposal
 
 BLOCK_SIZE = 16
 LONGEST = 4  # most tokens that are matched; longer matches rarely tell places apart that these do not

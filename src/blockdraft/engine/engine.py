@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from weakref import WeakSet
 
+from blockdraft.decode.sampling import RandomNumbers
 from blockdraft.drafters import Drafter, load_drafter, slots_behind
 from blockdraft.engine.adaptive.policy import Controller
 from blockdraft.engine.adaptive.stored_costs import Costs, load, path, store
@@ -21,7 +22,6 @@ from blockdraft.engine.scheduler import Scheduler
 from blockdraft.engine.text import AnswerText, check_request, encode
 from blockdraft.engine.worker import end_all, worker_of
 from blockdraft.errors import ClosedError, UsageError, describe
-from blockdraft.sampling import RandomNumbers
 from blockdraft.targets import Target
 from blockdraft.types import Drafting, Prompt, RequestDrafting, SamplingParams
 

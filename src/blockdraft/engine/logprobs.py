@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from blockdraft.decode.distributions import PART
 from blockdraft.engine.request import Request
 from blockdraft.engine.row import Row
-from blockdraft.sampling import PART
 from blockdraft.types import TokenLogprob
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blockdraft.decode.proposal import Plan
 from blockdraft.drafters import Drafter
 from blockdraft.engine.row import Row
 from blockdraft.errors import RequestError, describe
 from blockdraft.machine import send
-from blockdraft.proposal import Plan
 
 MOST_KEPT = 512  # cycles whose features are kept before the drafter is told of them
 AT_ONCE = 256  # tokens, of all rows together, that it is then told of in a call: what a call takes grows with them

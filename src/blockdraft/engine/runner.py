@@ -10,14 +10,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from blockdraft.decode.distributions import Laws
+from blockdraft.decode.proposal import Plan, Proposal, chain, cut
+from blockdraft.decode.verification import Verdict, verify
 from blockdraft.drafters import Drafter
 from blockdraft.engine.logprobs import answer_logprobs, prompt_logprobs
 from blockdraft.engine.observing import Observer
 from blockdraft.engine.request import Request
 from blockdraft.engine.row import Row
 from blockdraft.machine import send
-from blockdraft.proposal import Plan, Proposal, chain, cut
-from blockdraft.sampling import Laws
 from blockdraft.targets import Target, TargetOutput
 from blockdraft.timing import (
     BOOKKEEPING,
@@ -30,7 +31,6 @@ from blockdraft.timing import (
     Cycle,
 )
 from blockdraft.types import CycleTrace
-from blockdraft.verification import Verdict, verify
 
 
 class Outcome(NamedTuple):

@@ -8,13 +8,13 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
+from blockdraft.decode.proposal import Plan
 from blockdraft.engine.adaptive.policy import Controller
 from blockdraft.engine.places import Places
 from blockdraft.engine.request import Request
 from blockdraft.engine.row import Row
 from blockdraft.engine.runner import Runner
 from blockdraft.errors import BlockdraftError, NumbersError, RequestError, describe
-from blockdraft.proposal import Plan
 
 log = logging.getLogger(__name__)
 

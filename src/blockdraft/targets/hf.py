@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache as TransformersCache
 
+from blockdraft.decode.proposal import chain_parents, depths, tree_mask
 from blockdraft.formats.gguf import is_gguf
 from blockdraft.nn.attention import additive_mask, visible_slots
 from blockdraft.nn.cache import KVCache, slot_bucket
@@ -23,7 +24,6 @@ from blockdraft.nn.medusa import HeadPass, MedusaNetwork
 from blockdraft.nn.row_pass import RowPass
 from blockdraft.nn.rows import RowNetwork
 from blockdraft.nn.states import StatesCache
-from blockdraft.proposal import chain_parents, depths, tree_mask
 from blockdraft.targets.adapter import load_model
 from blockdraft.targets.base import Cache, LoadOptions, TargetOutput
 from blockdraft.targets.checkpoint import CheckpointTarget, checked_folder, load_tokenizer, loading

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from blockdraft.decode.proposal import is_chain
 from blockdraft.nn.states import State, StatesCache, joined
-from blockdraft.proposal import is_chain
 
 # Families whose recurrent layers are tested to keep nothing but what `State` holds.
 RECURRENT_FAMILIES = (

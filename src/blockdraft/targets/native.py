@@ -11,9 +11,9 @@ from blockdraft.cpu.build import Build
 from blockdraft.cpu.compiled import CompiledDecoder
 from blockdraft.cpu.threads import use_best_threads
 from blockdraft.cuda.graphs import CudaRecorder
+from blockdraft.decode.proposal import chain_parents
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import is_gguf
-from blockdraft.proposal import chain_parents
 from blockdraft.targets.base import LoadOptions
 from blockdraft.targets.gguf import read_gguf
 from blockdraft.targets.native_files import read_checkpoint

@@ -7,13 +7,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from blockdraft.decode.proposal import is_chain, tree_mask
 from blockdraft.machine import send
 from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.nn.decoder_layer import DecoderLayer
 from blockdraft.nn.delta_net import CHUNK, Ancestry, DeltaRecurrence, ExactRecurrence, TreeRecurrence
 from blockdraft.nn.states import State, StatesCache, joined
-from blockdraft.proposal import is_chain, tree_mask
 
 MOST_TREE = 256  # nodes of trees, for which memory is planned; more are those of prompts, which are lines
 

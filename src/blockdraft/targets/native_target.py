@@ -17,6 +17,7 @@ from blockdraft.cpu.compiled_draft import draft_pass
 from blockdraft.cpu.compiled_heads import head_pass
 from blockdraft.cpu.compiled_rows import row_pass
 from blockdraft.cuda.graphs import MOST_NODES, CapturedDecoder, CapturedDraftPass, Recorder, room
+from blockdraft.decode.proposal import chain_parents, depths, is_chain, tree_mask
 from blockdraft.machine import send
 from blockdraft.nn.attention import grouped_mask, visible_slots
 from blockdraft.nn.cache import KVCache, bucket, slot_bucket
@@ -27,7 +28,6 @@ from blockdraft.nn.exact import EXACT_NODES, ExactAttention, attention_bytes
 from blockdraft.nn.medusa import MedusaNetwork
 from blockdraft.nn.rows import RowNetwork
 from blockdraft.nn.states import StatesCache
-from blockdraft.proposal import chain_parents, depths, is_chain, tree_mask
 from blockdraft.targets.base import Cache, TargetOutput
 from blockdraft.targets.checkpoint import CheckpointTarget
 from blockdraft.targets.exact import forward_in_pieces

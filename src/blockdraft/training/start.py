@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from blockdraft.data.documents import TokenData, grown_since, read_state
 from blockdraft.data.taps import tapped_features
+from blockdraft.decode.proposal import chain
 from blockdraft.errors import Complaints, UsageError, counted
 from blockdraft.formats import check_writable, read_config, trained_for
-from blockdraft.proposal import chain
 from blockdraft.targets import Target, other_target_warning, target_fingerprint
 from blockdraft.training.batches import Documents
 from blockdraft.training.export import Format

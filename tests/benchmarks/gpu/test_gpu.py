@@ -10,8 +10,8 @@ import torch
 from benchmarks.gpu import __main__ as program
 from benchmarks.gpu.measure import PARAMS, cycle, forced_rate, gaps, idle_share
 from benchmarks.gpu.shapes import SHAPES, build, bytes_per_token
+from blockdraft.decode.proposal import Plan
 from blockdraft.engine.adaptive.calibrate import Probe
-from blockdraft.proposal import Plan
 
 CPU = torch.device("cpu")
 

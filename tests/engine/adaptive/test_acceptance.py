@@ -1,10 +1,10 @@
 import pytest
 
+from blockdraft.decode.sampling import RandomNumbers
 from blockdraft.engine.adaptive.acceptance import Yields
 from blockdraft.engine.adaptive.cycle_times import Times
 from blockdraft.engine.request import Request
 from blockdraft.engine.text import AnswerText
-from blockdraft.sampling import RandomNumbers
 from blockdraft.types import SamplingParams
 
 TIMES = Times([0, 1, 2, 3], [1.0] * 5, 0.1)

@@ -3,9 +3,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from blockdraft.decode.proposal import chain_parents
 from blockdraft.drafters import load_drafter
 from blockdraft.engine.adaptive.calibrate import Probe
-from blockdraft.proposal import chain_parents
 from blockdraft.targets import load_target
 
 

@@ -28,6 +28,7 @@ from simulation import (
     stored,
 )
 
+from blockdraft.decode.proposal import Plan
 from blockdraft.engine.adaptive.policy import (
     AGAIN,
     BETWEEN,
@@ -42,7 +43,6 @@ from blockdraft.engine.adaptive.policy import (
 )
 from blockdraft.engine.adaptive.stored_costs import Costs
 from blockdraft.engine.request import Request
-from blockdraft.proposal import Plan
 from blockdraft.types import Drafting
 
 CHANGING_ROWS: Callable[[int], int] = lambda cycle: 1 + cycle // 7 * 5 % 8  # noqa: E731

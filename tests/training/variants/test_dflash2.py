@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from blockdraft.decode.proposal import Plan, chain
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.dflash2 import DFlash2Drafter
 from blockdraft.formats.zlab import read_checkpoint
 from blockdraft.nn.dflash2 import DFlash2Network
 from blockdraft.nn.draft_config import DFlash2Config, LayerAttention
-from blockdraft.proposal import Plan, chain
 from blockdraft.targets import Target, load_target
 from blockdraft.training.blocks import draft_hidden
 from blockdraft.training.export import Format, export

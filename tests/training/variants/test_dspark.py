@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from blockdraft.decode.proposal import Plan
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.dspark import DSparkDrafter
 from blockdraft.nn.draft_config import DSparkConfig
 from blockdraft.nn.dspark import DSparkNetwork
-from blockdraft.proposal import Plan
 from blockdraft.targets import Target, load_target
 from blockdraft.training.blocks import draft_hidden
 from blockdraft.training.loss import term_weights

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from blockdraft.decode.proposal import Plan
 from blockdraft.drafters import entry_of_variant, load_drafter
 from blockdraft.nn.draft_config import LayerAttention
-from blockdraft.proposal import Plan
 from blockdraft.settings import read_settings
 from blockdraft.targets import load_target
 from blockdraft.training.export import Format, export

@@ -6,14 +6,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from blockdraft.decode.proposal import Plan
+from blockdraft.decode.sampling import RandomNumbers
 from blockdraft.drafters import Drafter, slots_behind
 from blockdraft.engine.request import Request
 from blockdraft.engine.row import Row
 from blockdraft.engine.runner import Runner
 from blockdraft.engine.text import AnswerText
 from blockdraft.machine import wait_for
-from blockdraft.proposal import Plan
-from blockdraft.sampling import RandomNumbers
 from blockdraft.targets import Target
 from blockdraft.types import SamplingParams
 

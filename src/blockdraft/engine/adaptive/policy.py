@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable, Sequence
 from functools import cache
 
+from blockdraft.decode.proposal import Plan
 from blockdraft.drafters import Drafter
 from blockdraft.engine.adaptive.acceptance import Yields
 from blockdraft.engine.adaptive.cycle_times import Pace, best_guesses, seconds_at
 from blockdraft.engine.adaptive.stored_costs import Costs, prior
 from blockdraft.engine.request import Request
-from blockdraft.proposal import Plan
 from blockdraft.types import Drafting, RequestDrafting
 
 MOST_GUESSES = 256  # of a tree whose budget is chosen each cycle

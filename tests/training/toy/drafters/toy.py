@@ -9,10 +9,10 @@ import torch
 from blockdraft.nn.toy import ToyNetwork  # type: ignore[import-not-found]
 from torch import Tensor
 
+from blockdraft.decode.proposal import Plan, Proposal, chain
+from blockdraft.decode.sampling import best_tokens
 from blockdraft.drafters.base import Entry
 from blockdraft.formats import read_drafter
-from blockdraft.proposal import Plan, Proposal, chain
-from blockdraft.sampling import best_tokens
 from blockdraft.targets import Target
 
 

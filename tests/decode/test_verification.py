@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 from twins import draw_token, verify_chosen
 
-from blockdraft.proposal import Proposal, SparseLaw, chain, depths
-from blockdraft.sampling import Laws, draw, probabilities
+from blockdraft.decode import block_verification
+from blockdraft.decode.distributions import Laws, probabilities
+from blockdraft.decode.proposal import Proposal, SparseLaw, chain, depths
+from blockdraft.decode.sampling import draw
+from blockdraft.decode.verification import Verdict, verify
 from blockdraft.types import SamplingParams
-from blockdraft.verification import Verdict, drawn, rules, verify
 
 V, ROWS, LENGTH = 3, 2000, 3
 # Two small languages: the logits of the next token given the last two, for the target and for a drafter. Of many seeds
@@ -203,7 +205,7 @@ def reused_numbers(proposal: Proposal, laws: Laws, uniforms: Tensor, tests: Tens
 
 def broken(name: str, rule: Callable[..., tuple[Tensor, Tensor]]) -> Judge:
     def judge(proposal: Proposal, laws: Laws, uniforms: Tensor, tests: Tensor) -> Verdict:
-        with patch.object(drawn, name, rule):
+        with patch.object(block_verification, name, rule):
             return verify(proposal, laws, uniforms, tests)
 
     return judge
@@ -211,7 +213,7 @@ def broken(name: str, rule: Callable[..., tuple[Tensor, Tensor]]) -> Judge:
 
 def block_with_ratios(p: Tensor, q: Tensor, guess_p: Tensor, guess_q: Tensor, tests: Tensor) -> tuple[Tensor, Tensor]:
     """Takes the last guess whose test is below the ratio r instead of the chance h."""
-    _, c = rules.block_chances(p, q, guess_p, guess_q)
+    _, c = block_verification.block_chances(p, q, guess_p, guess_q)
     last = torch.where(tests < 1 / c, torch.arange(tests.size(1)), 0).amax(1)
     return last, c.gather(1, last[:, None])[:, 0]
 
@@ -220,7 +222,7 @@ def block_up_to_first_rejection(
     p: Tensor, q: Tensor, guess_p: Tensor, guess_q: Tensor, tests: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Tests the guesses one by one as plain rejection sampling does, then draws from the residual of the block."""
-    _, c = rules.block_chances(p, q, guess_p, guess_q)
+    _, c = block_verification.block_chances(p, q, guess_p, guess_q)
     accepted = tests * guess_q < guess_p
     accepted[:, 0] = True
     last = accepted.long().cumprod(1).sum(1) - 1

@@ -1,13 +1,17 @@
-"""The proposal: a tree of guessed tokens rooted at the anchor. A chain is a tree of width one."""
+"""What one cycle asks of a drafter, and what it proposes: a tree of guessed tokens rooted at the anchor."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from blockdraft.machine import send
+from blockdraft.types import RequestDrafting, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -116,3 +120,101 @@ def tree_mask(parents_BN: Tensor) -> Tensor:
             data += masks[-1].to_bytes(size, "little")
     bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
     return torch.from_numpy(bits.reshape(batch, count, -1)[:, :, :count].view(bool))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How far to draft in one cycle, and in which way.
+
+    Attributes:
+        block_size: Most tokens on a path, anchor included; a drafter may return fewer.
+        params: Of each row; a guess is best chosen or drawn under the law that the target will follow.
+        tree_budget: Most guesses of each row's tree; 0 asks for chains. A drafter that has no trees returns chains.
+        cycle_seconds: Time of a whole cycle with 0, 1, 2, ... guesses a row. With it only as many guesses are worth
+            returning as maximise the expected tokens over this time; None asks for as many as the rest allows.
+        trust: Accepted guesses over those that the drafter expected, as far as is known; with `cycle_seconds`, expected
+            acceptance is multiplied by it.
+        draws: `[B, block_size - 1]` float64 in [0, 1): asks for a chain of guesses drawn with these numbers, one a
+            depth, whatever the tree budget. None asks for chosen guesses. A drafter that cannot draw ignores them and
+            returns q None.
+        draft_window, draft_passes: As in `Drafting`.
+    """
+
+    block_size: int
+    params: Sequence[SamplingParams]
+    tree_budget: int = 0
+    cycle_seconds: Sequence[float] | None = None
+    trust: float = 1.0
+    draws: Tensor | None = None
+    draft_window: int | None = None
+    draft_passes: int | None = None
+
+
+LAW_SIZE = 64  # most probable tokens among which a guess is drawn
+
+
+def cut_laws(probs: Tensor) -> SparseLaw:
+    """Laws `[..., V]` cut to their `LAW_SIZE` most probable tokens, `[..., K]`."""
+    top = probs.topk(min(LAW_SIZE, probs.size(-1)), dim=-1)
+    return SparseLaw(top.indices, top.values / top.values.sum(dim=-1, keepdim=True))
+
+
+def chain_laws(laws_BDK: SparseLaw, count: int, params: Sequence[SamplingParams]) -> tuple[SparseLaw | None, ...]:
+    """q of chains of `count` guesses that were drawn from one law a depth.
+
+    Args:
+        laws_BDK: `[B, D, K]`, D at least `count`.
+        params: Of each row; one at temperature 0 draws nothing and has no laws.
+    """
+    # Node j's law draws node j + 1. The last node draws none, so any law will do.
+    nodes = [min(node, laws_BDK.ids.size(1) - 1) for node in range(1 + count)]
+    return tuple(
+        SparseLaw(laws_BDK.ids[row, nodes], laws_BDK.probs[row, nodes]) if p.temperature > 0 else None
+        for row, p in enumerate(params)
+    )
+
+
+def cut(proposal: Proposal, bounds: Sequence[RequestDrafting | None]) -> Proposal:
+    """The proposal with as many guesses as the request of each row allows; None allows all.
+
+    What is cut depends on the shape of a tree and never on its tokens, and drawn guesses come first, so they keep their
+    laws.
+    """
+    rows = [
+        _kept(parents, depths, bound)
+        for parents, depths, bound in zip(proposal.parent_lists, proposal.depth_lists, bounds, strict=True)
+    ]
+    count = max(map(len, rows))
+    parents = []
+    for kept, before in zip(rows, proposal.parent_lists, strict=True):
+        places = {node: place for place, node in enumerate(kept)} | {-1: -1}
+        parents.append([*(places[before[node]] for node in kept), *[-1] * (count - len(kept))])
+    index = torch.tensor([[*kept, *[0] * (count - len(kept))] for kept in rows])
+    q = None
+    if proposal.q is not None:  # of drawn chains the first nodes stay; one without guesses has no law
+        q = tuple(law and _cut_law(law, kept) for law, kept in zip(proposal.q, rows, strict=True))
+    tokens = proposal.tokens.gather(1, send(index, proposal.tokens.device))
+    return Proposal(tokens, torch.tensor(parents), q if q and any(q) else None, proposal.expected)
+
+
+def _cut_law(law: SparseLaw, kept: Sequence[int]) -> SparseLaw | None:
+    count = sum(node < len(law.ids) for node in kept)
+    return SparseLaw(law.ids[:count], law.probs[:count]) if count > 1 else None
+
+
+def _kept(parents: Sequence[int], depths: Sequence[int], bound: RequestDrafting | None) -> list[int]:
+    """The nodes of a row that stay, in order; with each its ancestors."""
+    nodes = [0, *(node for node, parent in enumerate(parents) if parent >= 0)]
+    if bound is None:
+        return nodes
+    if not bound.enabled:
+        return nodes[:1]
+    if bound.block_size is not None:
+        nodes = [node for node in nodes if depths[node] < bound.block_size]
+    if bound.tree_budget == 0:  # the path of first children, which are the likeliest
+        path = [0]
+        for node in nodes[1:]:
+            if parents[node] == path[-1]:
+                path.append(node)
+        return path
+    return nodes if bound.tree_budget is None else nodes[: 1 + bound.tree_budget]

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from blockdraft.proposal import Proposal
-from blockdraft.sampling import Laws
-from blockdraft.verification.drawn import judge_chains
+from blockdraft.decode.block_verification import judge_chains
+from blockdraft.decode.distributions import Laws
+from blockdraft.decode.proposal import Proposal
 
 
 @dataclass(frozen=True)

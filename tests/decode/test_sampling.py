@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from blockdraft.sampling import RandomNumbers, best_tokens, draw
+from blockdraft.decode.sampling import RandomNumbers, best_tokens, draw
 
 
 def test_draw_follows_the_law_and_never_draws_what_has_no_mass() -> None:

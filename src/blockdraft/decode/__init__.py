@@ -1,0 +1,1 @@
+"""One step of speculative decoding without its models: proposal, target distributions, verification."""
