@@ -89,13 +89,13 @@ ARMS = {
 FIRST_STAGE = 1000  # added to its seed, so that the second stage does not read the same rows in the same order
 
 # Ways to decode. All but the last are greedy; of trees a number says the most guesses. A tree of DFlash2 or DSpark
-# knows the law of each guess after each other one. Two others do not, so as to tell what that is worth.
+# knows the distribution of each guess after each other one. Two others do not, so as to tell what that is worth.
 DECODINGS = {
     "chain": "the drafter's chains",
     "tree": "trees of so many guesses",
-    "path": "trees in which each slot has one law, that on the way of the best chain",
-    "draft": "trees in which each slot has one law, that of the draft pass without selector or Markov head",
-    "drawn": "chains drawn from the drafter's law, at temperature 1, with block verification",
+    "path": "trees in which each slot has one distribution, that on the way of the best chain",
+    "draft": "trees in which each slot has one distribution, that of the draft pass without selector or Markov head",
+    "drawn": "chains drawn from the drafter's distribution, at temperature 1, with block verification",
 }
 
 
@@ -156,11 +156,11 @@ def forget_pairs(drafter: Drafter, kind: str) -> None:
 
 
 def on_the_way(lattice: Callable[..., tuple[Tensor, Tensor]], *args: Any) -> tuple[Tensor, Tensor]:
-    """A lattice whose slots have the same law after each guess: that after the best path up to there."""
+    """A lattice whose slots have the same distribution after each guess: that after the best path up to there."""
     ids_BDK, values_BDKK = lattice(*args)
     before_BD = pad(walk(best_tokens(values_BDKK))[:, :-1], (1, 0))
-    law_BD1K = values_BDKK.gather(2, before_BD[:, :, None, None].expand_as(values_BDKK[:, :, :1]))
-    return ids_BDK, law_BD1K.expand_as(values_BDKK)
+    dist_BD1K = values_BDKK.gather(2, before_BD[:, :, None, None].expand_as(values_BDKK[:, :, :1]))
+    return ids_BDK, dist_BD1K.expand_as(values_BDKK)
 
 
 def name_of(prompts: str, decoding: str) -> str:

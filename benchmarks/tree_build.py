@@ -1,8 +1,8 @@
 """What a draft tree costs on the host, against the target's forward that it feeds.
 
 For trees of several sizes, median milliseconds of: log probabilities and top-k of one draft pass, building the tree,
-its mask and depths, and the bundled target's forward over as many nodes behind a context. The laws are random. Steps
-are timed in turns, so that other work on the machine meets all of them alike.
+its mask and depths, and the bundled target's forward over as many nodes behind a context. The distributions are random.
+Steps are timed in turns, so that other work on the machine meets all of them alike.
 
     python benchmarks/tree_build.py
 """
@@ -54,11 +54,11 @@ def main() -> None:
     for column in ("guesses", "top-k", "tree", "mask, depths", "sum", "target forward", "share"):
         table.add_column(column, justify="right")
     for size in SIZES:
-        laws = logits.log_softmax(dim=-1).topk(size, dim=-1)
-        tree = best_first(anchor, laws.values, laws.indices, size)
+        tops = logits.log_softmax(dim=-1).topk(size, dim=-1)
+        tree = best_first(anchor, tops.values, tops.indices, size)
         steps: list[Callable[[], object]] = [
             lambda size=size: logits.log_softmax(dim=-1).topk(size, dim=-1),  # type: ignore[misc]
-            lambda laws=laws, size=size: best_first(anchor, laws.values, laws.indices, size),  # type: ignore[misc]
+            lambda tops=tops, size=size: best_first(anchor, tops.values, tops.indices, size),  # type: ignore[misc]
             lambda tree=tree: (tree_mask(tree.parents), depths(tree.parents)),  # type: ignore[misc]
             lambda tree=tree: target.forward(tree.tokens, tree.parents, cache),  # type: ignore[misc]
         ]

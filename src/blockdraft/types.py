@@ -169,16 +169,16 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Drafting:
-    """How far an engine drafts. It changes the speed and never the law of the output.
+    """How far an engine drafts. It changes the speed and never the distribution of the output.
 
     Attributes:
         block_size: Tokens of a block, anchor included; None is the drafter's trained size. "auto" lets each cycle use
             as many of them as pay, or none.
         tree_budget: Most guesses of a draft tree; 0, the usual, drafts chains. "auto" lets each cycle use as many as
             pay, or none.
-        drawn: Draw the guesses of sampled requests at random from the drafter's law, in chains, instead of choosing
-            the likeliest. The law of the output stays; which tokens a seed gives then depends on the drafter. With a
-            tree budget, chosen guesses of the other drafters of a combination stand beside the chain.
+        drawn: Draw the guesses of sampled requests at random from the drafter's distribution, in chains, instead of
+            choosing the likeliest. The distribution of the output stays; which tokens a seed gives then depends on the
+            drafter. With a tree budget, chosen guesses of the other drafters of a combination stand beside the chain.
         draft_window: Latest tokens of the text that a draft pass looks at, so that it costs no more in long contexts;
             None is all of them. Drafters without such a pass ignore it.
         draft_passes: Passes over a block of which each settles the surest guesses, so that the next one sees them, or
@@ -229,7 +229,7 @@ class DraftModel:
 @dataclass(frozen=True)
 class RequestDrafting:
     """How far one request is drafted for: bounds inside of those of its engine. As `Drafting`, it changes the speed and
-    never the law of the output.
+    never the distribution of the output.
 
     Attributes:
         enabled: False decodes this request plainly.

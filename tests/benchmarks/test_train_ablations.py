@@ -139,7 +139,7 @@ def test_trees_that_do_not_know_which_guess_follows_which(
     def of_kind(kind: str) -> tuple[Proposal, Tensor, Tensor, Plan]:
         drafter = load_drafter(request.getfixturevalue(folder), target=target)
         assert isinstance(drafter, DFlashDrafter)
-        # Of these laws a tree of 24 guesses is neither a chain nor one level.
+        # Of these distributions a tree of 24 guesses is neither a chain nor one level.
         drafter.network.config = replace(drafter.network.config, output_multiplier=2.0)
         drafter.network.confidence_head = None
         return proposed(drafter, kind, 24)
@@ -153,7 +153,7 @@ def test_trees_that_do_not_know_which_guess_follows_which(
     shorter = min(map(len, ways.values()))
     assert shorter > 1 and ways["tree"][:shorter] == ways["path"][:shorter]
     assert trees["tree"].tokens.tolist() != trees["path"].tokens.tolist() != alone.tokens.tolist()
-    # With one law a slot, siblings at a depth are the same tokens in the same order behind each node.
+    # With one distribution a slot, siblings at a depth are the same tokens in the same order behind each node.
     assert not one_order(trees["tree"]) and one_order(trees["path"]) and one_order(alone)
 
 

@@ -6,16 +6,17 @@ from torch import Tensor
 from twins import block_chance, block_ratios, verify_block
 
 from blockdraft.decode.block_verification import accept_block, block_chances, residual_mass
-from blockdraft.decode.distributions import Laws
-from blockdraft.decode.proposal import Proposal, SparseLaw
+from blockdraft.decode.distributions import Distributions
+from blockdraft.decode.proposal import Proposal, SparseDistribution
 from blockdraft.decode.verification import verify
 from blockdraft.types import SamplingParams
 
 V, GUESSES = 3, 3
 
 
-def random_laws(seed: int) -> tuple[Tensor, Tensor]:
-    """p and q `[V, V]` after each token; some tokens have no mass in one of them, and one law is the same in both."""
+def random_distributions(seed: int) -> tuple[Tensor, Tensor]:
+    """p and q `[V, V]` after each token; some tokens have no mass in one of them, and one distribution is the same in
+    both."""
     p, q = torch.rand(2, V, V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) ** 3
     p[0, seed % V] = 0
     q[1, (seed + 1) % V] = 0
@@ -31,7 +32,7 @@ def chains(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor],
     tokens = tokens[(q[tokens[:, :-1], tokens[:, 1:]] > 0).all(1)]
     before, after = tokens[:, :-1], tokens[:, 1:]
     zeros = torch.zeros(len(tokens), 1)
-    guess_p, guess_q = (torch.cat([zeros, law[before, after]], 1) for law in (p, q))
+    guess_p, guess_q = (torch.cat([zeros, dist[before, after]], 1) for dist in (p, q))
     drawn = guess_q[:, 1:].prod(-1)
     q_of_nodes = q[tokens]
     q_of_nodes[:, -1] = 0
@@ -46,9 +47,9 @@ def ends(chances: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_block_verification_keeps_the_law_exactly(seed: int) -> None:
-    """Summed over all that can be drawn, path and bonus and plain tokens behind them have the law of p."""
-    p, q = random_laws(seed)
+def test_block_verification_keeps_the_distribution_exactly(seed: int) -> None:
+    """Summed over all that can be drawn, path and bonus and plain tokens behind them have the distribution of p."""
+    p, q = random_distributions(seed)
     tokens, drawn, (chances, c), q_of_nodes = chains(p, q)
     end = ends(chances)
     found = torch.zeros((V,) * (GUESSES + 1), dtype=torch.float64)
@@ -56,11 +57,11 @@ def test_block_verification_keeps_the_law_exactly(seed: int) -> None:
         if end[row, node] < 1e-15:  # a residual that rounding has emptied
             continue
         rest = (p[tokens[row, node]] - c[row, node] * q_of_nodes[row, node]).clamp(min=0)
-        law = drawn[row] * end[row, node] * (rest / rest.sum())
+        dist = drawn[row] * end[row, node] * (rest / rest.sum())
         path = tuple(tokens[row, 1 : node + 1].tolist())
         for _ in range(GUESSES - node):  # plain tokens, each after the last dimension's
-            law = law.unsqueeze(-1) * p
-        found[path] += law
+            dist = dist.unsqueeze(-1) * p
+        found[path] += dist
     exact = p[0]
     for _ in range(GUESSES):
         exact = exact.unsqueeze(-1) * p
@@ -69,7 +70,7 @@ def test_block_verification_keeps_the_law_exactly(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_block_verification_accepts_at_least_as_much_as_token_by_token(seed: int) -> None:
-    p, q = random_laws(seed)
+    p, q = random_distributions(seed)
     tokens, drawn, (chances, _), _ = chains(p, q)
     block = drawn @ (ends(chances) * torch.arange(GUESSES + 1)).sum(-1)
     before, after = tokens[:, :-1], tokens[:, 1:]
@@ -81,14 +82,14 @@ def test_block_verification_accepts_at_least_as_much_as_token_by_token(seed: int
 
 @pytest.mark.parametrize("seed", range(6))
 def test_chances_are_those_of_the_paper(seed: int) -> None:
-    p, q = random_laws(seed)
+    p, q = random_distributions(seed)
     tokens, _, (chances, c), _ = chains(p, q)
     for row in range(len(tokens)):
         chain = tokens[row].tolist()
-        laws = [p[token].tolist() for token in chain], [q[token].tolist() for token in chain]
-        ratios = block_ratios(chain, *laws)
+        dists = [p[token].tolist() for token in chain], [q[token].tolist() for token in chain]
+        ratios = block_ratios(chain, *dists)
         assert (1 / c[row]).tolist() == pytest.approx(ratios)
-        expected = [block_chance(i, ratios, *laws) for i in range(len(chain))]
+        expected = [block_chance(i, ratios, *dists) for i in range(len(chain))]
         assert chances[row].tolist() == pytest.approx(expected)
 
 
@@ -106,11 +107,11 @@ def test_extreme_numbers_accept_neither_the_impossible_nor_refuse_the_certain(te
         assert (int(last), float(c)) == (accepted, 1.0)
 
 
-def test_equal_laws_accept_everything() -> None:
-    law = numbers(0.1, 0.2, 0.7)
-    laws = torch.stack([law, law, torch.zeros_like(law)], 1)
+def test_equal_distributions_accept_everything() -> None:
+    dist = numbers(0.1, 0.2, 0.7)
+    dists = torch.stack([dist, dist, torch.zeros_like(dist)], 1)
     tests = numbers(*[1 - 2**-53] * 3)
-    last, c = accept_block(laws, laws, numbers(0, 0.1, 0.7), numbers(0, 0.1, 0.7), tests)
+    last, c = accept_block(dists, dists, numbers(0, 0.1, 0.7), numbers(0, 0.1, 0.7), tests)
     assert (int(last), float(c)) == (2, 1.0)
 
 
@@ -129,20 +130,20 @@ def random_parents(generator: torch.Generator) -> list[int]:
     return [*range(-1, real - 1), *[-1] * (COUNT - real)]
 
 
-def random_law(generator: torch.Generator, width: int) -> SparseLaw:
-    """A law after each node over some tokens, one of which may have no mass."""
+def random_distribution(generator: torch.Generator, width: int) -> SparseDistribution:
+    """A distribution after each node over some tokens, one of which may have no mass."""
     ids = torch.rand(COUNT, V, generator=generator).argsort(-1)[:, :width]
     probs = torch.rand(COUNT, width, generator=generator) ** 2
     probs[::3, 0] = 0
-    return SparseLaw(ids, probs / probs.sum(-1, keepdim=True))
+    return SparseDistribution(ids, probs / probs.sum(-1, keepdim=True))
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_agrees_with_the_readable_twin(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     parents = [random_parents(generator) for _ in range(ROWS)]
-    q = [random_law(generator, K - row % 2) for row in range(ROWS)]  # of unequal widths
-    dense = [torch.zeros(COUNT, V).scatter(1, law.ids, law.probs) for law in q]
+    q = [random_distribution(generator, K - row % 2) for row in range(ROWS)]  # of unequal widths
+    dense = [torch.zeros(COUNT, V).scatter(1, dist.ids, dist.probs) for dist in q]
     tokens = torch.zeros(ROWS, COUNT, dtype=torch.int64)
     for row in range(ROWS):
         for node in range(1, COUNT):
@@ -154,7 +155,9 @@ def test_agrees_with_the_readable_twin(seed: int) -> None:
     proposal = Proposal(tokens, torch.tensor(parents), tuple(q))
     nothing: list[list[int]] = [[]] * ROWS
     params = [SamplingParams(temperature=1.0)] * ROWS
-    verdict = verify(proposal, Laws(p.log(), params, tokens, proposal.parents, nothing, nothing), uniforms, tests)
+    verdict = verify(
+        proposal, Distributions(p.log(), params, tokens, proposal.parents, nothing, nothing), uniforms, tests
+    )
     for row in range(ROWS):
         real = parents[row].index(-1, 1) if -1 in parents[row][1:] else COUNT
 
@@ -167,22 +170,23 @@ def test_agrees_with_the_readable_twin(seed: int) -> None:
         assert (verdict.path[row], verdict.bonus[row]) == expected
 
 
-def test_a_node_without_a_law_changes_no_law_before_it() -> None:
-    """Guess 0 is followed by no numbers. The tokens up to it have the target's law, and with it the path ends."""
+def test_a_node_without_a_distribution_changes_no_distribution_before_it() -> None:
+    """Guess 0 is followed by no numbers. The tokens up to it have the target's distribution, and with it the path
+    ends."""
     count, generator = 20_000, torch.Generator().manual_seed(0)
     q = torch.tensor([[0.6, 0.3, 0.1], [0.3, 0.4, 0.3], [0.2, 0.5, 0.3]])
     p = torch.tensor([[0.2, 0.5, 0.3], [0.5, 0.2, 0.3], [0.1, 0.1, 0.8], [1.0, 0.0, 0.0]])
-    guesses = torch.stack([torch.multinomial(law, count, True, generator=generator) for law in q], dim=1)
+    guesses = torch.stack([torch.multinomial(dist, count, True, generator=generator) for dist in q], dim=1)
     tokens = torch.cat([torch.zeros(count, 1, dtype=torch.int64), guesses], dim=1)
     parents = torch.arange(-1, 3).repeat(count, 1)
     logits = p.log().repeat(count, 1, 1)
     logits[:, 1:][guesses == 0] = torch.nan
     uniforms, tests = torch.rand(2, count, 4, dtype=torch.float64, generator=generator)
     ids = torch.arange(3).repeat(4, 1)
-    law = SparseLaw(ids, torch.cat([q, torch.zeros(1, 3)]))
-    proposal, nothing = Proposal(tokens, parents, (law,) * count), [[]] * count  # type: ignore[var-annotated]
-    laws = Laws(logits, [SamplingParams(temperature=1.0)] * count, tokens, parents, nothing, nothing)
-    verdict = verify(proposal, laws, uniforms, tests)
+    dist = SparseDistribution(ids, torch.cat([q, torch.zeros(1, 3)]))
+    proposal, nothing = Proposal(tokens, parents, (dist,) * count), [[]] * count  # type: ignore[var-annotated]
+    dists = Distributions(logits, [SamplingParams(temperature=1.0)] * count, tokens, parents, nothing, nothing)
+    verdict = verify(proposal, dists, uniforms, tests)
     outputs = [
         [*own[1 : len(path)], bonus]
         for own, path, bonus in zip(tokens.tolist(), verdict.path, verdict.bonus, strict=True)

@@ -1,4 +1,4 @@
-"""Tests of the law after each node."""
+"""Tests of the distribution after each node."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -17,8 +17,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from blockdraft.decode import distributions
-from blockdraft.decode.distributions import HEAD, Laws, probabilities
+from blockdraft.decode.distributions import HEAD, Distributions, probabilities
 from blockdraft.decode.sampling import draw
 from blockdraft.types import LEAST, MOST, SamplingParams
 
@@ -38,8 +37,8 @@ EVERY_NODE = [0] * 6 + [1] * 6, [*range(6)] * 2
 NODE_LOGITS = torch.randn(2, 6, 10, generator=torch.Generator().manual_seed(1))
 
 
-def laws(*params: SamplingParams, logits: Tensor = NODE_LOGITS) -> Laws:
-    return Laws(logits, params, TOKENS, PARENTS, PROMPTS, OUTPUTS)
+def distributions(*params: SamplingParams, logits: Tensor = NODE_LOGITS) -> Distributions:
+    return Distributions(logits, params, TOKENS, PARENTS, PROMPTS, OUTPUTS)
 
 
 def said_after(row: int, node: int) -> list[int]:
@@ -87,30 +86,36 @@ PENALISED = [
 def test_penalties_see_prompt_output_and_path(params: SamplingParams) -> None:
     scores = torch.stack([adjusted(params, row, node) for row, node in zip(*EVERY_NODE, strict=True)])
     exact = probabilities(scores[None], [params])[0]
-    both = laws(params, params)
+    both = distributions(params, params)
     torch.testing.assert_close(both.probs(*EVERY_NODE), exact)
     few = torch.tensor([[3, 1]]).repeat(12, 1)
     torch.testing.assert_close(both.probs_of(*EVERY_NODE, few), exact[:, [3, 1]])
-    greedy = laws(*[replace(params, temperature=0.0)] * 2)
+    greedy = distributions(*[replace(params, temperature=0.0)] * 2)
     assert greedy.draw(*EVERY_NODE, torch.zeros(2, 6)) == scores.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("times", range(6))
 def test_a_frequency_penalty_counts_every_time(times: int) -> None:
     params, node = [SamplingParams(temperature=1.0, frequency_penalty=0.3)], torch.tensor([[2]])
-    found = Laws(torch.zeros(1, 1, 4), params, node, torch.tensor([[-1]]), [[2]], [[2] * times]).probs([0], [0])
+    found = Distributions(torch.zeros(1, 1, 4), params, node, torch.tensor([[-1]]), [[2]], [[2] * times]).probs(
+        [0], [0]
+    )
     torch.testing.assert_close(found[0], torch.tensor([0.0, 0.0, -0.3 * times, 0.0]).softmax(-1))
 
 
 def test_the_prompt_has_no_presence_and_rows_keep_their_own_penalties() -> None:
     plain, penalised = SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, presence_penalty=2.0)
-    torch.testing.assert_close(laws(plain, penalised).probs([0, 1], [0, 0]), NODE_LOGITS[:, 0].softmax(-1))
-    torch.testing.assert_close(laws(penalised, plain).probs([1, 1], [2, 5]), NODE_LOGITS[1, [2, 5]].softmax(-1))
-    assert NODE_LOGITS[0, 0].tolist() == laws(penalised, plain)._logits[0, 0].tolist()  # never adjusted in place
+    torch.testing.assert_close(distributions(plain, penalised).probs([0, 1], [0, 0]), NODE_LOGITS[:, 0].softmax(-1))
+    torch.testing.assert_close(
+        distributions(penalised, plain).probs([1, 1], [2, 5]), NODE_LOGITS[1, [2, 5]].softmax(-1)
+    )
+    assert (
+        NODE_LOGITS[0, 0].tolist() == distributions(penalised, plain)._logits[0, 0].tolist()
+    )  # never adjusted in place
 
 
 def test_an_extreme_penalty_does_not_overflow() -> None:
-    probs = laws(*[SamplingParams(temperature=1.0, repetition_penalty=LEAST)] * 2).probs(*EVERY_NODE)
+    probs = distributions(*[SamplingParams(temperature=1.0, repetition_penalty=LEAST)] * 2).probs(*EVERY_NODE)
     torch.testing.assert_close(probs.sum(-1), torch.ones(12))
 
 
@@ -119,21 +124,21 @@ def test_each_node_is_drawn_with_its_own_number() -> None:
     uniforms = torch.rand(2, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     sampled = draw(NODE_LOGITS[1:].softmax(-1), uniforms[1:])[0]
     expected = NODE_LOGITS[0].argmax(-1).tolist() + sampled.tolist()
-    assert laws(*params).draw(*EVERY_NODE, uniforms) == expected
-    assert laws(*params).draw([1, 0, 1], [5, 2, 3], uniforms) == [expected[11], expected[2], expected[9]]
+    assert distributions(*params).draw(*EVERY_NODE, uniforms) == expected
+    assert distributions(*params).draw([1, 0, 1], [5, 2, 3], uniforms) == [expected[11], expected[2], expected[9]]
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_without_a_law_are_reported(bad: float, dtype: torch.dtype) -> None:
+def test_rows_without_a_distribution_are_reported(bad: float, dtype: torch.dtype) -> None:
     logits = NODE_LOGITS.to(dtype, copy=True)
     logits[0, :, 3] = -torch.inf  # forbidden, which is legal
     params = [SamplingParams(), SamplingParams(temperature=1.0)]
-    assert laws(*params, logits=logits).invalid_rows == []
+    assert distributions(*params, logits=logits).invalid_rows == []
     logits[1, 4, 7] = bad
-    assert laws(*params, logits=logits).invalid_rows == [1]
+    assert distributions(*params, logits=logits).invalid_rows == [1]
     logits[0, 2] = -torch.inf
-    assert laws(*params, logits=logits).invalid_rows == [0, 1]
+    assert distributions(*params, logits=logits).invalid_rows == [0, 1]
 
 
 def test_tokens_drawn_ahead_are_those_drawn_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,15 +148,17 @@ def test_tokens_drawn_ahead_are_those_drawn_when_asked_for(monkeypatch: pytest.M
     params = [SamplingParams(), SamplingParams(temperature=0.8), SamplingParams(temperature=1.0, presence_penalty=1.5)]
     tree = torch.tensor([[-1, 0, 0]] * 3)
 
-    def made() -> Laws:
-        return Laws(logits, params, torch.tensor([[1, 2, 3]] * 3), tree, [[0]] * 3, [[1]] * 3)
+    def made() -> Distributions:
+        return Distributions(logits, params, torch.tensor([[1, 2, 3]] * 3), tree, [[0]] * 3, [[1]] * 3)
 
     asked, ahead = made(), made()
     assert not asked.draws_ahead  # on a CPU, where it would cost
     ahead.draws_ahead = True
-    monkeypatch.setattr(distributions, "PART", 10)  # two distributions at a time
+    monkeypatch.setattr("blockdraft.decode.distributions.PART", 10)  # two distributions at a time
     calls = []
-    monkeypatch.setattr(distributions, "draw", lambda probs, numbers: calls.append(1) or draw(probs, numbers))
+    monkeypatch.setattr(
+        "blockdraft.decode.distributions.draw", lambda probs, numbers: calls.append(1) or draw(probs, numbers)
+    )
     everywhere = [(row, node) for row in range(3) for node in range(3)]
     expected = [asked.draw([row], [node], uniforms)[0] for row, node in everywhere]
     count = len(calls)
@@ -161,8 +168,10 @@ def test_tokens_drawn_ahead_are_those_drawn_when_asked_for(monkeypatch: pytest.M
 
 def test_looking_at_one_node_leaves_the_logits_alone() -> None:
     logits = torch.zeros(1, 1, 5)
-    laws = Laws(logits, [SamplingParams(presence_penalty=2.0)], torch.tensor([[1]]), torch.tensor([[-1]]), [[0]], [[1]])
-    assert laws.draw([0], [0], None) == [0]
+    distributions = Distributions(
+        logits, [SamplingParams(presence_penalty=2.0)], torch.tensor([[1]]), torch.tensor([[-1]]), [[0]], [[1]]
+    )
+    assert distributions.draw([0], [0], None) == [0]
     assert not logits.any()
 
 
@@ -187,8 +196,8 @@ class OnlyLarger:
 )
 def test_under_rules_p_is_masked_before_anything_is_cut(params: SamplingParams) -> None:
     """Row 0 has rules and row 1 has none. The reference masks the adjusted logits by hand, node by node."""
-    free = Laws(NODE_LOGITS, [params] * 2, TOKENS, PARENTS, PROMPTS, OUTPUTS)
-    ruled = Laws(NODE_LOGITS, [params] * 2, TOKENS, PARENTS, PROMPTS, OUTPUTS, rules=[OnlyLarger(), None])
+    free = Distributions(NODE_LOGITS, [params] * 2, TOKENS, PARENTS, PROMPTS, OUTPUTS)
+    ruled = Distributions(NODE_LOGITS, [params] * 2, TOKENS, PARENTS, PROMPTS, OUTPUTS, rules=[OnlyLarger(), None])
     assert ruled.argmax is None
     scores = free._scores(*EVERY_NODE).clone()
     for m, (row, node) in enumerate(zip(*EVERY_NODE, strict=True)):
@@ -204,14 +213,14 @@ def test_under_rules_p_is_masked_before_anything_is_cut(params: SamplingParams) 
         assert ruled.draw(*EVERY_NODE, uniforms) == draw(expected[:, None], uniforms.view(12, 1))[:, 0].tolist()
 
 
-def test_where_rules_leave_nothing_there_is_no_law() -> None:
+def test_where_rules_leave_nothing_there_is_no_distribution() -> None:
     logits = NODE_LOGITS.clone()
     logits[0, 0, :] = -torch.inf
     logits[0, 0, 2] = 1.0  # which the rules allow
     logits[0, 1, 2:] = -torch.inf  # all that they allow
     tokens = TOKENS.clone()
     tokens[0, 2] = 9  # after which nothing is larger
-    found = Laws(logits, [SamplingParams()] * 2, tokens, PARENTS, PROMPTS, OUTPUTS, rules=[OnlyLarger(), None])
+    found = Distributions(logits, [SamplingParams()] * 2, tokens, PARENTS, PROMPTS, OUTPUTS, rules=[OnlyLarger(), None])
     assert [found.exists(0, node) for node in range(6)] == [True, False, False, True, False, False]
     assert all(found.exists(1, node) for node in range(6)) and found.invalid_rows == []
 
@@ -220,7 +229,7 @@ def test_where_rules_leave_nothing_there_is_no_law() -> None:
 def test_no_penalty_makes_the_only_allowed_token_impossible(temperature: float) -> None:
     params, node = [SamplingParams(temperature=temperature, repetition_penalty=MOST)], torch.tensor([[9]])
     logits = torch.full((1, 1, 10), -1e10)
-    found = Laws(logits, params, node, torch.tensor([[-1]]), [[9]], [[]], rules=[OnlyNine()])
+    found = Distributions(logits, params, node, torch.tensor([[-1]]), [[9]], [[]], rules=[OnlyNine()])
     assert found.draw([0], [0], torch.zeros(1, 1, dtype=torch.float64)) == [9]
 
 
@@ -232,19 +241,19 @@ class OnlyNine:
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0]).log_softmax(-1)
 
 
-def law(**fields: float) -> torch.Tensor:
+def dist(**fields: float) -> torch.Tensor:
     return probabilities(LOGITS.expand(1, 1, -1), [SamplingParams(**fields)])[0, 0]  # type: ignore[arg-type]
 
 
 def test_temperature_divides_the_logits() -> None:
-    torch.testing.assert_close(law(temperature=1.0), LOGITS.exp())
-    torch.testing.assert_close(law(temperature=0.5), (LOGITS / 0.5).softmax(-1))
+    torch.testing.assert_close(dist(temperature=1.0), LOGITS.exp())
+    torch.testing.assert_close(dist(temperature=0.5), (LOGITS / 0.5).softmax(-1))
 
 
 def test_a_very_low_temperature_is_greedy_and_finite() -> None:
     for fields in ({}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.1}, {"top_p": LEAST}):
-        assert law(temperature=LEAST, **fields).tolist() == [1, 0, 0, 0, 0]
-    assert law(temperature=1.0, top_p=LEAST).tolist() == [1, 0, 0, 0, 0]
+        assert dist(temperature=LEAST, **fields).tolist() == [1, 0, 0, 0, 0]
+    assert dist(temperature=1.0, top_p=LEAST).tolist() == [1, 0, 0, 0, 0]
 
 
 def test_greedy_is_one_hot_and_breaks_ties_towards_the_lowest_id() -> None:
@@ -254,24 +263,24 @@ def test_greedy_is_one_hot_and_breaks_ties_towards_the_lowest_id() -> None:
 
 def test_top_k_keeps_the_k_best_renormalised() -> None:
     kept = LOGITS.exp()[:2]
-    torch.testing.assert_close(law(temperature=1.0, top_k=2), torch.cat([kept / kept.sum(), torch.zeros(3)]))
-    torch.testing.assert_close(law(temperature=1.0, top_k=99), LOGITS.exp())
+    torch.testing.assert_close(dist(temperature=1.0, top_k=2), torch.cat([kept / kept.sum(), torch.zeros(3)]))
+    torch.testing.assert_close(dist(temperature=1.0, top_k=99), LOGITS.exp())
 
 
 def test_top_p_keeps_the_smallest_set_that_reaches_p() -> None:
     p = LOGITS.exp()
     just_two = float(p[0]) + 0.5 * float(p[1])
     kept = p[:2]
-    torch.testing.assert_close(law(temperature=1.0, top_p=just_two), torch.cat([kept / kept.sum(), torch.zeros(3)]))
-    assert law(temperature=1.0, top_p=1e-6).tolist() == [1, 0, 0, 0, 0]
+    torch.testing.assert_close(dist(temperature=1.0, top_p=just_two), torch.cat([kept / kept.sum(), torch.zeros(3)]))
+    assert dist(temperature=1.0, top_p=1e-6).tolist() == [1, 0, 0, 0, 0]
 
 
 def test_min_p_keeps_what_has_its_share_of_the_best() -> None:
     p = LOGITS.exp()
     share = float(p[2] / p[0])
     kept = torch.where(p >= p[2], p, 0.0)
-    torch.testing.assert_close(law(temperature=1.0, min_p=share * 0.99), kept / kept.sum())
-    assert law(temperature=1.0, min_p=1.0).tolist() == [1, 0, 0, 0, 0]
+    torch.testing.assert_close(dist(temperature=1.0, min_p=share * 0.99), kept / kept.sum())
+    assert dist(temperature=1.0, min_p=1.0).tolist() == [1, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("vocabulary", [60, 3 * HEAD])
@@ -309,7 +318,7 @@ def test_rows_have_their_own_parameters() -> None:
     torch.testing.assert_close(both[1, 0], LOGITS.exp())
 
 
-def test_no_bit_of_a_law_depends_on_the_neighbours() -> None:
+def test_no_bit_of_a_distribution_depends_on_the_neighbours() -> None:
     logits = torch.randn(5, 2, 2 * HEAD, generator=torch.Generator().manual_seed(0))
     logits[::2] *= 5  # these rows need the head only, the others the whole vocabulary
     cut = SamplingParams(temperature=1.0, top_p=0.9)

@@ -6,7 +6,7 @@ import torch
 from blockdraft.decode.sampling import RandomNumbers, best_tokens, draw
 
 
-def test_draw_follows_the_law_and_never_draws_what_has_no_mass() -> None:
+def test_draw_follows_the_distribution_and_never_draws_what_has_no_mass() -> None:
     probs = torch.tensor([0.0, 0.5, 0.0, 0.3, 0.2, 0.0])
     count = 20_000
     uniforms = (torch.arange(count, dtype=torch.float64) + 0.5) / count

@@ -14,8 +14,8 @@ from blockdraft.decode.tree import best_count, best_first, best_of, lattice_tree
 ANCHOR = torch.tensor([7])
 
 
-def laws(depth: int, vocabulary: int, seed: int, spread: float = 2.0, batch: int = 1) -> Tensor:
-    """Random log probabilities `[B, D, V]`; a wide spread makes peaked laws."""
+def dists(depth: int, vocabulary: int, seed: int, spread: float = 2.0, batch: int = 1) -> Tensor:
+    """Random log probabilities `[B, D, V]`; a wide spread makes peaked distributions."""
     generator = torch.Generator().manual_seed(seed)
     return (spread * torch.randn(batch, depth, vocabulary, generator=generator)).log_softmax(dim=-1)
 
@@ -53,14 +53,14 @@ def best_expected_length(log_probs: Tensor, budget: int) -> float:
 @pytest.mark.parametrize("budget", [1, 2, 3, 5, 7])
 def test_no_tree_has_a_larger_expected_length(depth: int, vocabulary: int, budget: int) -> None:
     for seed in range(3):
-        log_probs = laws(depth, vocabulary, seed)
+        log_probs = dists(depth, vocabulary, seed)
         found = sum(path_probs(build(log_probs, budget), log_probs))
         assert found == pytest.approx(best_expected_length(log_probs, budget))
 
 
 @pytest.mark.parametrize("spread", [0.5, 3.0, 8.0])
 def test_trees_are_trees(spread: float) -> None:
-    log_probs = laws(6, 20, seed=1, spread=spread, batch=3)
+    log_probs = dists(6, 20, seed=1, spread=spread, batch=3)
     proposal = build(log_probs, 64)
     assert proposal.tokens.shape == (3, 65) and proposal.tokens[:, 0].tolist() == [7] * 3
     assert depths(proposal.parents).max() <= 6
@@ -75,7 +75,7 @@ def test_trees_are_trees(spread: float) -> None:
 
 
 def test_a_smaller_budget_is_a_beginning() -> None:
-    log_probs = laws(5, 9, seed=2)
+    log_probs = dists(5, 9, seed=2)
     large = build(log_probs, 40)
     for budget in (1, 3, 17):
         small = build(log_probs, budget)
@@ -84,7 +84,7 @@ def test_a_smaller_budget_is_a_beginning() -> None:
 
 
 def test_one_candidate_a_depth_makes_a_chain() -> None:
-    best = laws(4, 9, seed=3, batch=2).max(dim=-1, keepdim=True)
+    best = dists(4, 9, seed=3, batch=2).max(dim=-1, keepdim=True)
     proposal = best_first(torch.tensor([5, 6]), best.values, best.indices, 9)
     assert proposal.parents.tolist() == [[-1, 0, 1, 2, 3]] * 2
     assert proposal.tokens.tolist() == [[5, *best.indices[0, :, 0].tolist()], [6, *best.indices[1, :, 0].tolist()]]
@@ -92,7 +92,7 @@ def test_one_candidate_a_depth_makes_a_chain() -> None:
 
 
 def test_impossible_tokens_are_no_candidates_and_rows_are_filled_up() -> None:
-    log_probs = laws(2, 3, seed=4, batch=2)
+    log_probs = dists(2, 3, seed=4, batch=2)
     log_probs[0, 0] = torch.tensor([-torch.inf, 0.0, -torch.inf])
     log_probs[0, 1] = torch.tensor([-torch.inf, -torch.inf, 0.0])
     proposal = build(log_probs, 100)
@@ -104,7 +104,7 @@ def test_impossible_tokens_are_no_candidates_and_rows_are_filled_up() -> None:
 
 
 def test_cycle_seconds_cut_all_rows_to_the_count_that_pays_best() -> None:
-    log_probs = laws(5, 9, seed=5, batch=2)
+    log_probs = dists(5, 9, seed=5, batch=2)
     whole = build(log_probs, 30)
     scores = [path_probs(whole, log_probs, row) for row in range(2)]
     counts = set()
@@ -123,7 +123,7 @@ def test_cycle_seconds_cut_all_rows_to_the_count_that_pays_best() -> None:
 @pytest.mark.parametrize("spread", [0.0, 1.0, 3.0, 9.0])
 @pytest.mark.parametrize("budget", [1, 5, 30])
 def test_as_many_ranks_as_the_budget_are_enough(spread: float, budget: int) -> None:
-    log_probs = laws(4, 60, seed=6, spread=spread)
+    log_probs = dists(4, 60, seed=6, spread=spread)
     best = log_probs.topk(budget, dim=-1)
     cut = best_first(ANCHOR, best.values, best.indices, budget)
     lengths = [sum(path_probs(proposal, log_probs)) for proposal in (cut, build(log_probs, budget))]
@@ -134,7 +134,7 @@ def test_as_many_ranks_as_the_budget_are_enough(spread: float, budget: int) -> N
 @pytest.mark.parametrize("spread", [0.5, 3.0])
 def test_a_tree_that_pays_is_the_one_cut_from_the_whole_budget(cost: float, spread: float) -> None:
     """However far it has to grow: from no guess at all to the whole budget."""
-    log_probs = laws(depth=9, vocabulary=60, seed=3, spread=spread, batch=2)
+    log_probs = dists(depth=9, vocabulary=60, seed=3, spread=spread, batch=2)
     seconds = [1 + cost * guesses for guesses in range(301)]
     expected = build(log_probs, 300, seconds)
     found = paying_tree(ANCHOR.expand(2), log_probs, 300, seconds)
@@ -143,13 +143,13 @@ def test_a_tree_that_pays_is_the_one_cut_from_the_whole_budget(cost: float, spre
 
 
 def test_a_paying_tree_keeps_to_its_budget_where_more_would_pay() -> None:
-    found = paying_tree(ANCHOR, laws(6, 20, seed=7, spread=0.5), 50, [1.0] * 500)
+    found = paying_tree(ANCHOR, dists(6, 20, seed=7, spread=0.5), 50, [1.0] * 500)
     assert found.tokens.shape == (1, 51)
 
 
 def lattice(depth: int, count: int, seed: int, batch: int = 1) -> tuple[Tensor, Tensor]:
     """Random log probabilities `[B, D, K, K]` and tokens `[B, D, K]`."""
-    log_probs = laws(depth * count, count + 1, seed, batch=batch)[..., :count].unflatten(1, (depth, count))
+    log_probs = dists(depth * count, count + 1, seed, batch=batch)[..., :count].unflatten(1, (depth, count))
     log_probs[:, 0] = log_probs[:, 0, :1]
     return log_probs, torch.stack([100 * d + torch.randperm(count) for d in range(depth)]).expand(batch, -1, -1)
 
@@ -177,7 +177,7 @@ def test_a_lattice_tree_holds_the_best_paths(budget: int) -> None:
 
 
 def test_a_lattice_whose_steps_do_not_depend_on_each_other_is_a_plain_tree() -> None:
-    log_probs = laws(5, 6, seed=8, batch=2)
+    log_probs = dists(5, 6, seed=8, batch=2)
     ids = torch.arange(6).expand(2, 5, 6)
     found = lattice_tree(ANCHOR.expand(2), log_probs[:, :, None].expand(-1, -1, 6, -1), ids, 50)
     expected = build(log_probs, 50)

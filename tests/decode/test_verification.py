@@ -1,4 +1,4 @@
-"""Losslessness on exactly known small laws, and proof that the same test catches broken rules."""
+"""Losslessness on exactly known small distributions, and proof that the same test catches broken rules."""
 
 import math
 from collections import Counter
@@ -13,8 +13,8 @@ from torch import Tensor
 from twins import draw_token, verify_chosen
 
 from blockdraft.decode import block_verification
-from blockdraft.decode.distributions import Laws, probabilities
-from blockdraft.decode.proposal import Proposal, SparseLaw, chain, depths
+from blockdraft.decode.distributions import Distributions, probabilities
+from blockdraft.decode.proposal import Proposal, SparseDistribution, chain, depths
 from blockdraft.decode.sampling import draw
 from blockdraft.decode.verification import Verdict, verify
 from blockdraft.types import SamplingParams
@@ -26,7 +26,7 @@ TARGET, DRAFTER = 1.5 * torch.randn(2, V, V, V, generator=torch.Generator().manu
 CHAIN = [-1, 0, 1, 2]
 TREE = [-1, 0, 0, 0, 1, 1, 2]
 WARM = SamplingParams(temperature=1.0)
-Judge = Callable[[Proposal, Laws, Tensor, Tensor], Verdict]
+Judge = Callable[[Proposal, Distributions, Tensor, Tensor], Verdict]
 # Anchors and the tokens before them, and numbers for the draws, to a proposal.
 Drafter = Callable[[Tensor, Tensor, Tensor], Proposal]
 
@@ -39,7 +39,7 @@ def before(earlier: Tensor, tokens: Tensor, parents: Tensor) -> Tensor:
 def drafting(
     shape: list[int], is_drawn: bool, keep: int = V, ragged: bool = False, mixed: bool = False, claims: bool = False
 ) -> Drafter:
-    """A drafter of trees of this shape, whose laws keep so many tokens.
+    """A drafter of trees of this shape, whose distributions keep so many tokens.
 
     Ragged proposals have fewer nodes in every second row, mixed ones have chosen guesses there. A drafter that
     `claims` chooses its guesses and says that it drew them.
@@ -48,23 +48,23 @@ def drafting(
     def propose(earlier: Tensor, anchor: Tensor, numbers: Tensor) -> Proposal:
         tokens, parents = anchor[:, None], torch.tensor(shape).repeat(len(anchor), 1)
         for node in range(1, len(shape)):
-            law = law_at(earlier, tokens, parents[:, :node])[:, shape[node]]
-            best = law.argsort(-1, descending=True)[:, shape[:node].count(shape[node])]
-            taken = draw(law[:, None], numbers[:, node : node + 1])[:, 0] if is_drawn else best
+            dist = dist_at(earlier, tokens, parents[:, :node])[:, shape[node]]
+            best = dist.argsort(-1, descending=True)[:, shape[:node].count(shape[node])]
+            taken = draw(dist[:, None], numbers[:, node : node + 1])[:, 0] if is_drawn else best
             tokens = torch.cat([tokens, torch.where(choosers(len(anchor)), best, taken)[:, None]], 1)
         if ragged:
             parents[::2, -2:] = -1
         if not is_drawn and not claims:
             return Proposal(tokens, parents)
-        law, ids = law_at(earlier, tokens, parents).topk(keep, -1)
-        q = [SparseLaw(i, p) for i, p in zip(ids, law, strict=True)]
+        dist, ids = dist_at(earlier, tokens, parents).topk(keep, -1)
+        q = [SparseDistribution(i, p) for i, p in zip(ids, dist, strict=True)]
         chosen = choosers(len(anchor)).tolist()
-        return Proposal(tokens, parents, tuple(None if c else law for c, law in zip(chosen, q, strict=True)))
+        return Proposal(tokens, parents, tuple(None if c else dist for c, dist in zip(chosen, q, strict=True)))
 
     def choosers(rows: int) -> Tensor:
         return (torch.arange(rows) % 2 == 1) & mixed
 
-    def law_at(earlier: Tensor, tokens: Tensor, parents: Tensor) -> Tensor:
+    def dist_at(earlier: Tensor, tokens: Tensor, parents: Tensor) -> Tensor:
         return probabilities(
             DRAFTER[before(earlier, tokens, parents), tokens], [replace(WARM, top_k=keep)] * len(tokens)
         )
@@ -103,35 +103,36 @@ def decode(drafter: Drafter, params: SamplingParams, judge: Judge = verify) -> l
         proposal = drafter(earlier, anchor, draws)
         tokens, parents = proposal.tokens, proposal.parents
         logits = TARGET[before(earlier, tokens, parents), tokens]
-        laws = Laws(logits, [params] * len(going), tokens, parents, [[0, 0]] * len(going), said)
+        distributions = Distributions(logits, [params] * len(going), tokens, parents, [[0, 0]] * len(going), said)
         done = torch.tensor([[len(output)] for output in said])
         uniforms = numbers[going].gather(1, done + depths(parents))
-        verdict = judge(proposal, laws, uniforms, draws if judge is reused_numbers else tests)
+        verdict = judge(proposal, distributions, uniforms, draws if judge is reused_numbers else tests)
         for output, ids, path, bonus in zip(said, tokens.tolist(), verdict.path, verdict.bonus, strict=True):
             output += [ids[node] for node in path[1:]] + [bonus]
     return [output[:LENGTH] for output in outputs]
 
 
-def exact_law(params: SamplingParams) -> dict[tuple[int, ...], float]:
+def exact_distribution(params: SamplingParams) -> dict[tuple[int, ...], float]:
     """The probability of each output, by enumeration."""
-    law = {}
+    dist = {}
     for output in product(range(V), repeat=LENGTH):
-        text, law[output] = (0, 0, *output), 1.0
+        text, dist[output] = (0, 0, *output), 1.0
         for i, token in enumerate(output):
             logits = TARGET[text[i], text[i + 1]].clone()
             for said in set(output[:i]):
                 logits[said] -= params.presence_penalty
-            law[output] *= float(probabilities(logits.view(1, 1, -1), [params])[0, 0, token])
-    return law
+            dist[output] *= float(probabilities(logits.view(1, 1, -1), [params])[0, 0, token])
+    return dist
 
 
 def surprise(outputs: list[list[int]], params: SamplingParams) -> float:
-    """Chi-square of the outputs against the exact law, in standard deviations from what noise alone would give."""
-    found, law = Counter(map(tuple, outputs)), exact_law(params)
-    if any(law[output] == 0 for output in found):
+    """Chi-square of the outputs against the exact distribution, in standard deviations from what noise alone would
+    give."""
+    found, dist = Counter(map(tuple, outputs)), exact_distribution(params)
+    if any(dist[output] == 0 for output in found):
         return math.inf
-    possible = [output for output in law if law[output] > 0]
-    expected = {output: law[output] * len(outputs) for output in possible}
+    possible = [output for output in dist if dist[output] > 0]
+    expected = {output: dist[output] * len(outputs) for output in possible}
     chi_square = sum((found[output] - expected[output]) ** 2 / expected[output] for output in possible)
     freedom = len(possible) - 1
     return (chi_square - freedom) / math.sqrt(2 * freedom)
@@ -155,58 +156,60 @@ SETTINGS = {
 
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_output_has_the_target_law(name: str, setting: str) -> None:
+def test_output_has_the_target_distribution(name: str, setting: str) -> None:
     params = SETTINGS[setting]
     assert abs(surprise(decode(DRAFTERS[name], params), params)) < NOISE
 
 
 @pytest.mark.parametrize("setting", ["temperature 1", "penalty"])
-def test_chosen_guesses_beside_drawn_ones_leave_the_law(setting: str) -> None:
+def test_chosen_guesses_beside_drawn_ones_leave_the_distribution(setting: str) -> None:
     assert abs(surprise(decode(beside, SETTINGS[setting]), SETTINGS[setting])) < NOISE
 
 
 def test_greedy_output_is_the_argmax_whatever_was_drafted() -> None:
     outputs = {tuple(output) for drafter in DRAFTERS.values() for output in decode(drafter, SamplingParams())}
-    assert outputs == {output for output, share in exact_law(SamplingParams()).items() if share == 1}
+    assert outputs == {output for output, share in exact_distribution(SamplingParams()).items() if share == 1}
 
 
 # Broken on purpose.
 
 
-def accept_everything(proposal: Proposal, laws: Laws, uniforms: Tensor, tests: Tensor) -> Verdict:
+def accept_everything(proposal: Proposal, distributions: Distributions, uniforms: Tensor, tests: Tensor) -> Verdict:
     count = proposal.tokens.size(1)
     rows = range(len(proposal.tokens))
-    return Verdict([list(range(count)) for _ in rows], laws.draw(rows, [count - 1] * len(rows), uniforms))
+    return Verdict([list(range(count)) for _ in rows], distributions.draw(rows, [count - 1] * len(rows), uniforms))
 
 
-def bonus_of_the_anchor(proposal: Proposal, laws: Laws, uniforms: Tensor, tests: Tensor) -> Verdict:
+def bonus_of_the_anchor(proposal: Proposal, distributions: Distributions, uniforms: Tensor, tests: Tensor) -> Verdict:
     rows = range(len(proposal.tokens))
-    return Verdict(verify(proposal, laws, uniforms, tests).path, laws.draw(rows, [0] * len(rows), uniforms))
+    return Verdict(
+        verify(proposal, distributions, uniforms, tests).path, distributions.draw(rows, [0] * len(rows), uniforms)
+    )
 
 
-def skewed_numbers(proposal: Proposal, laws: Laws, uniforms: Tensor, tests: Tensor) -> Verdict:
-    return verify(proposal, laws, uniforms * 0.9, tests)
+def skewed_numbers(proposal: Proposal, distributions: Distributions, uniforms: Tensor, tests: Tensor) -> Verdict:
+    return verify(proposal, distributions, uniforms * 0.9, tests)
 
 
-def no_residual(proposal: Proposal, laws: Laws, uniforms: Tensor, tests: Tensor) -> Verdict:
-    path = verify(proposal, laws, uniforms, tests).path
-    return Verdict(path, laws.draw(range(len(path)), [nodes[-1] for nodes in path], uniforms))
+def no_residual(proposal: Proposal, distributions: Distributions, uniforms: Tensor, tests: Tensor) -> Verdict:
+    path = verify(proposal, distributions, uniforms, tests).path
+    return Verdict(path, distributions.draw(range(len(path)), [nodes[-1] for nodes in path], uniforms))
 
 
-def q_of_the_wrong_node(proposal: Proposal, laws: Laws, uniforms: Tensor, tests: Tensor) -> Verdict:
+def q_of_the_wrong_node(proposal: Proposal, distributions: Distributions, uniforms: Tensor, tests: Tensor) -> Verdict:
     assert proposal.q is not None
-    q = [SparseLaw(law.ids.roll(1, 0), law.probs.roll(1, 0)) for law in proposal.q if law is not None]
-    return verify(replace(proposal, q=tuple(q)), laws, uniforms, tests)
+    q = [SparseDistribution(dist.ids.roll(1, 0), dist.probs.roll(1, 0)) for dist in proposal.q if dist is not None]
+    return verify(replace(proposal, q=tuple(q)), distributions, uniforms, tests)
 
 
-def reused_numbers(proposal: Proposal, laws: Laws, uniforms: Tensor, tests: Tensor) -> Verdict:
-    return verify(proposal, laws, uniforms, tests)  # `decode` passes the numbers that drew the guesses
+def reused_numbers(proposal: Proposal, distributions: Distributions, uniforms: Tensor, tests: Tensor) -> Verdict:
+    return verify(proposal, distributions, uniforms, tests)  # `decode` passes the numbers that drew the guesses
 
 
 def broken(name: str, rule: Callable[..., tuple[Tensor, Tensor]]) -> Judge:
-    def judge(proposal: Proposal, laws: Laws, uniforms: Tensor, tests: Tensor) -> Verdict:
+    def judge(proposal: Proposal, distributions: Distributions, uniforms: Tensor, tests: Tensor) -> Verdict:
         with patch.object(block_verification, name, rule):
-            return verify(proposal, laws, uniforms, tests)
+            return verify(proposal, distributions, uniforms, tests)
 
     return judge
 
@@ -248,10 +251,10 @@ def test_broken_rules_are_caught(drafter: Drafter, judge: Judge) -> None:
     assert surprise(decode(drafter, WARM, judge), WARM) > 2 * NOISE
 
 
-def laws_of(probs: Tensor, proposal: Proposal) -> Laws:
-    """Laws that are these probabilities `[B, N, V]`."""
+def distributions_of(probs: Tensor, proposal: Proposal) -> Distributions:
+    """Distributions that are these probabilities `[B, N, V]`."""
     nothing: list[list[int]] = [[]] * len(probs)
-    return Laws(probs.log(), [WARM] * len(probs), proposal.tokens, proposal.parents, nothing, nothing)
+    return Distributions(probs.log(), [WARM] * len(probs), proposal.tokens, proposal.parents, nothing, nothing)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -265,7 +268,7 @@ def test_agrees_with_the_readable_twin(seed: int) -> None:
     probs = torch.rand(2, count, V, generator=generator).softmax(-1)
     uniforms = torch.rand(2, count, dtype=torch.float64, generator=generator)
     proposal = Proposal(tokens, parents)
-    verdict = verify(proposal, laws_of(probs, proposal), uniforms)
+    verdict = verify(proposal, distributions_of(probs, proposal), uniforms)
     for row in range(2):
 
         def draw_at(node: int, row: int = row) -> int:
@@ -278,8 +281,8 @@ def test_agrees_with_the_readable_twin(seed: int) -> None:
 def test_greedy_accepts_the_longest_matching_prefix() -> None:
     proposal = chain(torch.tensor([[0, 1, 2, 2]]))
     logits = torch.nn.functional.one_hot(torch.tensor([[1, 2, 0, 1]]), V).float()
-    laws = Laws(logits, [SamplingParams()], proposal.tokens, proposal.parents, [[0]], [[]])
-    verdict = verify(proposal, laws, torch.rand(1, 4, dtype=torch.float64))
+    distributions = Distributions(logits, [SamplingParams()], proposal.tokens, proposal.parents, [[0]], [[]])
+    verdict = verify(proposal, distributions, torch.rand(1, 4, dtype=torch.float64))
     assert (verdict.path, verdict.bonus) == ([[0, 1, 2]], [0])
 
 
@@ -296,12 +299,13 @@ def test_greedy_rows_are_judged_alike_with_and_without_sampled_ones_beside_them(
 
     def judged(last: SamplingParams) -> Verdict:
         params = [*[SamplingParams()] * (rows - 1), last]
-        laws = Laws(logits, params, tokens, proposal.parents, [[0]] * rows, [[]] * rows)
-        return verify(proposal, laws, uniforms)
+        distributions = Distributions(logits, params, tokens, proposal.parents, [[0]] * rows, [[]] * rows)
+        return verify(proposal, distributions, uniforms)
 
     alone, beside = judged(SamplingParams()), judged(WARM)
     assert (alone.path[:-1], alone.bonus[:-1]) == (beside.path[:-1], beside.bonus[:-1])
-    # Row 3 has no law after the anchor. Rows 5 and 8 have none after a later node: it counts where the walk comes by.
+    # Row 3 has no distribution after the anchor. Rows 5 and 8 have none after a later node: it counts where the walk
+    # comes by.
     lost = {row for row, path in enumerate(alone.path) if not path}
     assert 3 in lost and lost <= {3, 5, 8} and 7 not in lost
     assert max(map(len, alone.path)) > 2
@@ -310,7 +314,7 @@ def test_greedy_rows_are_judged_alike_with_and_without_sampled_ones_beside_them(
 @pytest.mark.parametrize(
     ("shape", "is_drawn"), [(CHAIN, False), (TREE, False), (CHAIN, True)], ids=["chain", "tree", "drawn chain"]
 )
-def test_a_row_without_a_law_leaves_the_others_alone(shape: list[int], is_drawn: bool) -> None:
+def test_a_row_without_a_distribution_leaves_the_others_alone(shape: list[int], is_drawn: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     earlier, draws = torch.zeros(3).long(), torch.rand(3, 8, generator=generator, dtype=torch.float64)
     proposal = drafting(shape, is_drawn)(earlier, earlier, draws)
@@ -319,8 +323,8 @@ def test_a_row_without_a_law_leaves_the_others_alone(shape: list[int], is_drawn:
 
     def judged(logits: Tensor) -> Verdict:
         params = [SamplingParams(), WARM, WARM]
-        laws = Laws(logits, params, proposal.tokens, proposal.parents, [[0, 0]] * 3, [[]] * 3)
-        return verify(proposal, laws, uniforms, tests)
+        distributions = Distributions(logits, params, proposal.tokens, proposal.parents, [[0, 0]] * 3, [[]] * 3)
+        return verify(proposal, distributions, uniforms, tests)
 
     sound = judged(logits)
     logits[1, 0, 2] = torch.nan
@@ -330,8 +334,8 @@ def test_a_row_without_a_law_leaves_the_others_alone(shape: list[int], is_drawn:
 
 def test_the_walk_goes_on_beside_a_drawn_chain() -> None:
     """The drawn guess 1 is impossible, the chosen guess 2 is certain, and so is what follows it."""
-    law = SparseLaw(torch.tensor([[1], [1]]), torch.ones(2, 1))
-    proposal = Proposal(torch.tensor([[0, 1, 2, 0]]), torch.tensor([[-1, 0, 0, 2]]), (law,))
+    dist = SparseDistribution(torch.tensor([[1], [1]]), torch.ones(2, 1))
+    proposal = Proposal(torch.tensor([[0, 1, 2, 0]]), torch.tensor([[-1, 0, 0, 2]]), (dist,))
     following = torch.tensor([2, 1, 0, 1])  # after each node
     numbers = torch.full((1, 4), 0.5, dtype=torch.float64)
 
@@ -339,16 +343,16 @@ def test_the_walk_goes_on_beside_a_drawn_chain() -> None:
         probs = torch.nn.functional.one_hot(following, V).float()[None]
         if broken is not None:
             probs[0, broken] = torch.nan
-        return verify(proposal, laws_of(probs, proposal), numbers, numbers)
+        return verify(proposal, distributions_of(probs, proposal), numbers, numbers)
 
     assert judged() == judged(1) == Verdict([[0, 2, 3]], [1])
-    assert judged(3) == Verdict([[0, 2]], [0])  # ends before what has no law
+    assert judged(3) == Verdict([[0, 2]], [0])  # ends before what has no distribution
     assert judged(2) == Verdict([[0]], [2])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_node_without_a_law_counts_where_the_walk_comes_by_only(temperature: float) -> None:
-    """Two guesses after the anchor; the law after one of them is no law."""
+def test_a_node_without_a_distribution_counts_where_the_walk_comes_by_only(temperature: float) -> None:
+    """Two guesses after the anchor; the distribution after one of them is no distribution."""
     proposal = Proposal(torch.tensor([[0, 1, 2]]), torch.tensor([[-1, 0, 0]]))
     logits = torch.full((1, 3, V), -20.0)
     logits[0, 0, 1] = logits[0, 1, 0] = logits[0, 2, 0] = 20.0  # the target goes to token 1, which node 1 holds
@@ -357,8 +361,8 @@ def test_a_node_without_a_law_counts_where_the_walk_comes_by_only(temperature: f
     def judged(broken: int) -> Verdict:
         scores = logits.clone()
         scores[0, broken, 2] = torch.nan
-        laws = Laws(scores, [params], proposal.tokens, proposal.parents, [[0]], [[]])
-        return verify(proposal, laws, torch.full((1, 3), 0.5, dtype=torch.float64))
+        distributions = Distributions(scores, [params], proposal.tokens, proposal.parents, [[0]], [[]])
+        return verify(proposal, distributions, torch.full((1, 3), 0.5, dtype=torch.float64))
 
     assert judged(2) == Verdict([[0, 1]], [0])
     assert judged(1) == judged(0) == Verdict([[]], [-1])
@@ -369,12 +373,12 @@ def test_drawn_guesses_form_chains() -> None:
     proposal = drafting(TREE, is_drawn=True)(start, start, draws)
     probs = torch.full((1, len(TREE), V), 1 / V)
     with pytest.raises(AssertionError, match="drawn guesses form a chain"):
-        verify(proposal, laws_of(probs, proposal), draws, draws)
+        verify(proposal, distributions_of(probs, proposal), draws, draws)
 
 
-def test_a_guess_that_its_law_cannot_offer_is_refused() -> None:
+def test_a_guess_that_its_distribution_cannot_offer_is_refused() -> None:
     proposal = chain(torch.tensor([[0, 2]]))
-    law = SparseLaw(torch.tensor([[0, 1]] * 2), torch.tensor([[0.5, 0.5]] * 2))
+    dist = SparseDistribution(torch.tensor([[0, 1]] * 2), torch.tensor([[0.5, 0.5]] * 2))
     numbers = torch.zeros(1, 2, dtype=torch.float64)
-    with pytest.raises(AssertionError, match="not drawn from the law"):
-        verify(replace(proposal, q=(law,)), laws_of(torch.full((1, 2, V), 1 / V), proposal), numbers, numbers)
+    with pytest.raises(AssertionError, match="not drawn from the distribution"):
+        verify(replace(proposal, q=(dist,)), distributions_of(torch.full((1, 2, V), 1 / V), proposal), numbers, numbers)

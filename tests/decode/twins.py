@@ -1,28 +1,28 @@
 """Slow readable twins of the rules, as oracles: one row, plain Python numbers, the papers' own formulas.
 
-Laws are lists over the whole vocabulary: `p[node]` and `q[node]`. A rule returns the accepted nodes, anchor first, and
-the bonus token.
+Distributions are lists over the whole vocabulary: `p[node]` and `q[node]`. A rule returns the accepted nodes, anchor
+first, and the bonus token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-Law = Sequence[float]
+Distribution = Sequence[float]
 Accepted = tuple[list[int], int]
 
 
-def draw_token(law: Law, uniform: float) -> int:
-    """The first token at which the sum of the law exceeds `uniform` times its total."""
-    total, reached = sum(law), 0.0
-    for token, share in enumerate(law):
+def draw_token(dist: Distribution, uniform: float) -> int:
+    """The first token at which the sum of the distribution exceeds `uniform` times its total."""
+    total, reached = sum(dist), 0.0
+    for token, share in enumerate(dist):
         reached += share
         if uniform * total < reached:
             return token
-    return max(token for token, share in enumerate(law) if share > 0)
+    return max(token for token, share in enumerate(dist) if share > 0)
 
 
-def residual(p: Law, q: Law) -> list[float] | None:
+def residual(p: Distribution, q: Distribution) -> list[float] | None:
     """`max(p - q, 0)` normalised; None if nothing is left."""
     left = [max(a - b, 0.0) for a, b in zip(p, q, strict=True)]
     total = sum(left)
@@ -41,7 +41,7 @@ def verify_chosen(tokens: Sequence[int], parents: Sequence[int], draw_at: Callab
         path.append(node)
 
 
-def block_ratios(tokens: Sequence[int], p: Sequence[Law], q: Sequence[Law]) -> list[float]:
+def block_ratios(tokens: Sequence[int], p: Sequence[Distribution], q: Sequence[Distribution]) -> list[float]:
     """`r_i = min(1, r_{i-1} p(x_i) / q(x_i))` of arXiv 2403.10444, from `r_0 = 1` on."""
     ratios = [1.0]
     for i in range(1, len(tokens)):
@@ -49,7 +49,7 @@ def block_ratios(tokens: Sequence[int], p: Sequence[Law], q: Sequence[Law]) -> l
     return ratios
 
 
-def block_chance(i: int, ratios: Sequence[float], p: Sequence[Law], q: Sequence[Law]) -> float:
+def block_chance(i: int, ratios: Sequence[float], p: Sequence[Distribution], q: Sequence[Distribution]) -> float:
     """`h_i` of arXiv 2403.10444: the chance that guess i stands, whatever becomes of the later ones."""
     ratio = ratios[i]
     if i == len(ratios) - 1 or ratio == 1:
@@ -59,7 +59,11 @@ def block_chance(i: int, ratios: Sequence[float], p: Sequence[Law], q: Sequence[
 
 
 def verify_block(
-    tokens: Sequence[int], p: Sequence[Law], q: Sequence[Law], uniforms: Sequence[float], tests: Sequence[float]
+    tokens: Sequence[int],
+    p: Sequence[Distribution],
+    q: Sequence[Distribution],
+    uniforms: Sequence[float],
+    tests: Sequence[float],
 ) -> Accepted:
     """Block verification of a chain of drawn guesses (arXiv 2403.10444, algorithm 2)."""
     ratios = block_ratios(tokens, p, q)
@@ -67,7 +71,7 @@ def verify_block(
     for i in range(1, len(tokens)):
         if tests[i] < block_chance(i, ratios, p, q):
             last = i
-    law: Law = p[last]
+    dist: Distribution = p[last]
     if last < len(tokens) - 1:
-        law = residual([ratios[last] * share for share in p[last]], q[last]) or p[last]
-    return list(range(last + 1)), draw_token(law, uniforms[last])
+        dist = residual([ratios[last] * share for share in p[last]], q[last]) or p[last]
+    return list(range(last + 1)), draw_token(dist, uniforms[last])

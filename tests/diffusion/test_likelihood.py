@@ -25,12 +25,12 @@ def test_blocks_of_one_token_are_the_causal_model(model_of: Any, tiny_target_dir
     """With a token shift a converted model says just what the causal one says."""
     theirs, texts = Qwen3ForCausalLM.from_pretrained(tiny_target_dir).eval(), [text(30), text(13, 1)]
     found = likelihood(model_of(1), texts, LikelihoodSettings(length=30, batch=2))
-    laws = [theirs(one.ids[None]).logits[0, :-1].clone() for one in texts]
-    for law in laws:
-        law[:, 3] = -torch.inf  # the mask token, which no text holds
+    dists = [theirs(one.ids[None]).logits[0, :-1].clone() for one in texts]
+    for dist in dists:
+        dist[:, 3] = -torch.inf  # the mask token, which no text holds
     nats = sum(
-        float(torch.nn.functional.cross_entropy(law, one.ids[1:], reduction="sum"))
-        for law, one in zip(laws, texts, strict=True)
+        float(torch.nn.functional.cross_entropy(dist, one.ids[1:], reduction="sum"))
+        for dist, one in zip(dists, texts, strict=True)
     )
     assert found.exact and found.draws == 1 and found.tokens == 29 + 12
     assert found.bits_per_token == pytest.approx(nats / math.log(2) / 41, rel=1e-5)
@@ -46,9 +46,9 @@ def test_blocks_of_one_token_are_autoregressive_without_shift_too(model_of: Any)
         ids = torch.cat([one.ids[:place], torch.tensor([3])])
         visible = block_causal(place + 1, 1)[None]
         hidden = model.network.hidden(ids[None], torch.arange(place + 1)[None], visible)[0, -1]
-        law = model.network.logits(hidden)
-        law[3] = -torch.inf
-        nats -= float(law.log_softmax(dim=-1)[one.ids[place]])
+        dist = model.network.logits(hidden)
+        dist[3] = -torch.inf
+        nats -= float(dist.log_softmax(dim=-1)[one.ids[place]])
     found = likelihood(model, [one])
     assert found.exact and found.bits_per_token == pytest.approx(nats / math.log(2) / 7, rel=1e-5)
 

@@ -61,8 +61,8 @@ def test_losses(model_of, shift: bool) -> None:
     states = states_about(model, clean.masked_fill(masked, MASK), clean)
     logits = model.network.logits(states)
     logits[..., MASK] = -torch.inf
-    laws = logits.log_softmax(dim=-1)
-    wanted = -laws.gather(-1, clean[..., None]).squeeze(-1) * weights
+    dists = logits.log_softmax(dim=-1)
+    wanted = -dists.gather(-1, clean[..., None]).squeeze(-1) * weights
     found = losses(model, clean, Noise(masked, weights))
     assert torch.allclose(found, wanted.masked_fill(~masked, 0), atol=1e-5)
     assert not losses(model, clean, Noise(torch.zeros_like(masked), weights)).any()

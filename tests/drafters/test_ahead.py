@@ -225,10 +225,10 @@ def test_the_likeliest_outcomes_are_drafted_for(drafter: AheadDrafter, usual: Dr
     text, survival = [9, 8, 7], 0.0
     for place, token in enumerate(chain.tolist()):
         text.append(token)
-        law = usual._read(alone, [text])[0].log_softmax(-1)
+        dist = usual._read(alone, [text])[0].log_softmax(-1)
         following = chain[place + 1] if place + 1 < len(chain) else -1
-        outcomes += [(survival + float(chance), place, id) for id, chance in enumerate(law) if id != following]
-        survival += float(law[following])
+        outcomes += [(survival + float(chance), place, id) for id, chance in enumerate(dist) if id != following]
+        survival += float(dist[following])
     assert foreseen_of(state, 60) == [each[1:] for each in sorted(outcomes, reverse=True)[:COUNT]]
 
 

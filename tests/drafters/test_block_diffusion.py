@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.decode.distributions import probabilities
-from blockdraft.decode.proposal import LAW_SIZE, Plan
+from blockdraft.decode.proposal import SPARSE_SIZE, Plan
 from blockdraft.decode.sampling import draw
 from blockdraft.diffusion.convert import convert
 from blockdraft.diffusion.settings import ConvertSettings
@@ -48,7 +48,7 @@ def observe(drafter: BlockDiffusionDrafter, state: BlockState, rows: list[list[i
     drafter.observe(state, padded, None, [len(row) for row in rows])
 
 
-def laws(drafter: BlockDiffusionDrafter, text: list[int], settled: dict[int, int] | None = None) -> Tensor:
+def dists(drafter: BlockDiffusionDrafter, text: list[int], settled: dict[int, int] | None = None) -> Tensor:
     """Logits of what is left of the block behind a text, from one pass over all of it."""
     model, size = drafter.model, drafter.model.config.block_size
     free = size - len(text) % size
@@ -66,14 +66,14 @@ def laws(drafter: BlockDiffusionDrafter, text: list[int], settled: dict[int, int
 def slow_guesses(drafter: BlockDiffusionDrafter, text: list[int], passes: int) -> list[int]:
     """A pass at a time, the surest first, by the cosine."""
     settled: dict[int, int] = {}
-    count = len(laws(drafter, text))
+    count = len(dists(drafter, text))
     for step in range(1, passes):
-        found = laws(drafter, text, settled).softmax(-1).max(-1)
+        found = dists(drafter, text, settled).softmax(-1).max(-1)
         wanted = max(1, round((1 - math.cos(math.pi / 2 * (step / passes))) * count))
         open_places = sorted({*range(count)} - settled.keys(), key=lambda place: -found.values[place].item())
         for place in open_places[: max(0, wanted - len(settled))]:
             settled[place] = int(found.indices[place])
-    best = laws(drafter, text, settled).argmax(-1).tolist()
+    best = dists(drafter, text, settled).argmax(-1).tolist()
     return [settled.get(place, token) for place, token in enumerate(best)]
 
 
@@ -125,7 +125,7 @@ def test_guesses_equal_those_of_a_model_without_a_cache(
             texts[row] = texts[row] + more
 
 
-def test_drawn_guesses_follow_their_laws(drafter: BlockDiffusionDrafter) -> None:
+def test_drawn_guesses_follow_their_distributions(drafter: BlockDiffusionDrafter) -> None:
     state = drafter.new_state(2, 40)
     texts = [[5, 6, 7, 8, 9], [10, 11]]  # three and one to guess
     observe(drafter, state, texts)
@@ -134,16 +134,16 @@ def test_drawn_guesses_follow_their_laws(drafter: BlockDiffusionDrafter) -> None
     proposal = drafter.propose(state, torch.tensor([20, 21]), Plan(5, params, draws=draws))
     assert proposal.q is not None and proposal.tokens.shape == (2, 3)
     for row, (text, anchor) in enumerate(zip(texts, (20, 21), strict=True)):
-        probs = probabilities(laws(drafter, [*text, anchor])[None], [params[row]])[0]
-        law = proposal.q[row]
-        assert law is not None
+        probs = probabilities(dists(drafter, [*text, anchor])[None], [params[row]])[0]
+        dist = proposal.q[row]
+        assert dist is not None
         for depth in range(len(probs)):
             wanted = probs[depth].clone()
-            wanted[wanted.argsort(descending=True)[LAW_SIZE:]] = 0
-            dense = torch.zeros_like(wanted).index_add(0, law.ids[depth], law.probs[depth])
+            wanted[wanted.argsort(descending=True)[SPARSE_SIZE:]] = 0
+            dense = torch.zeros_like(wanted).index_add(0, dist.ids[depth], dist.probs[depth])
             torch.testing.assert_close(dense, wanted / wanted.sum(), atol=1e-5, rtol=1e-3)
-            [[index]] = draw(law.probs[None, depth : depth + 1], draws[row : row + 1, depth : depth + 1]).tolist()
-            assert proposal.tokens[row, depth + 1] == law.ids[depth, index]
+            [[index]] = draw(dist.probs[None, depth : depth + 1], draws[row : row + 1, depth : depth + 1]).tolist()
+            assert proposal.tokens[row, depth + 1] == dist.ids[depth, index]
 
 
 def test_more_passes_change_guesses_and_no_token(drafter: BlockDiffusionDrafter, target: Target) -> None:

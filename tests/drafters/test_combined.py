@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockdraft.decode.proposal import Plan, Proposal, SparseLaw
+from blockdraft.decode.proposal import Plan, Proposal, SparseDistribution
 from blockdraft.drafters import Drafter, combined, load_drafter, parts_of
 from blockdraft.drafters.combined import CombinedDrafter, merged
 from blockdraft.drafters.prompt_lookup import PromptLookupDrafter
@@ -128,8 +128,8 @@ def test_a_chain_is_that_of_the_drafter_that_expects_most() -> None:
 
 def test_a_drawn_chain_is_chosen_by_what_such_chains_have_yielded() -> None:
     """And not by what was drawn."""
-    law = SparseLaw(torch.tensor([[8, 9], [8, 9]]), torch.tensor([[0.5, 0.5], [0.5, 0.5]]))
-    drawn = Proposal(torch.tensor([[0, 8], [0, 9]]), torch.tensor([[-1, 0], [-1, 0]]), (law, law))
+    dist = SparseDistribution(torch.tensor([[8, 9], [8, 9]]), torch.tensor([[0.5, 0.5], [0.5, 0.5]]))
+    drawn = Proposal(torch.tensor([[0, 8], [0, 9]]), torch.tensor([[-1, 0], [-1, 0]]), (dist, dist))
     chains: list[Tree] = [[(5, 0, 0.9), (6, 1, 0.6), (7, 2, 0.5)], [(5, 0, 0.5)]]
     drafter = CombinedDrafter([Scripted(proposal(*chains)), Scripted(drawn)])
     state, asked = drafter.new_state(2, 20), plan(0, 2, draws=torch.rand(2, 8))
@@ -147,9 +147,9 @@ def test_a_drawn_chain_is_chosen_by_what_such_chains_have_yielded() -> None:
 
 def test_chosen_guesses_stand_beside_a_drawn_chain() -> None:
     """The chain is whole and comes first; what the text repeats goes on from where the two agree."""
-    law = SparseLaw(torch.tensor([[5, 9]] * 3), torch.tensor([[0.5, 0.5]] * 3))
+    dist = SparseDistribution(torch.tensor([[5, 9]] * 3), torch.tensor([[0.5, 0.5]] * 3))
     drawn = Proposal(
-        torch.tensor([[0, 5, 9], [0, 4, 9]]), torch.tensor([[-1, 0, 1], [-1, 0, -1]]), (law, None)
+        torch.tensor([[0, 5, 9], [0, 4, 9]]), torch.tensor([[-1, 0, 1], [-1, 0, -1]]), (dist, None)
     )  # the second row is greedy and short
     drafter = CombinedDrafter([Scripted(proposal(LOOKUP, [(4, 0, 0.2), (6, 0, 0.1)])), Scripted(drawn)])
     asked = plan(4, 2, draws=torch.rand(2, 8))
@@ -157,7 +157,7 @@ def test_chosen_guesses_stand_beside_a_drawn_chain() -> None:
     assert found.tokens.tolist() == [[3, 5, 9, 6, 7], [4, 4, 6, 0, 0]]
     assert found.parents.tolist() == [[-1, 0, 1, 1, 3], [-1, 0, 0, -1, -1]]
     assert found.q is not None and found.q[1] is None
-    assert found.q[0] is not None and found.q[0].ids.tolist() == law.ids.tolist()
+    assert found.q[0] is not None and found.q[0].ids.tolist() == dist.ids.tolist()
     fewer = drafter.propose(drafter.new_state(2, 20), torch.tensor([3, 4]), replace(asked, tree_budget=2))
     assert fewer.tokens.tolist() == [[3, 5, 9], [4, 4, 6]]
 

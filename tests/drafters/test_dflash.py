@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockdraft.decode.proposal import LAW_SIZE, Plan, Proposal, depths
+from blockdraft.decode.proposal import SPARSE_SIZE, Plan, Proposal, depths
 from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.formats.zlab import read_checkpoint
 from blockdraft.nn.dflash import DFlashNetwork
@@ -24,7 +24,8 @@ def target(tiny_target_dir: Path) -> Target:
 
 
 def make(target: Target, folder: Path, **options: int) -> DFlashDrafter:
-    config = dataclasses.replace(read_checkpoint(folder)[0], output_multiplier=0.7)  # laws neither sure nor flat
+    # Distributions are neither sure nor flat.
+    config = dataclasses.replace(read_checkpoint(folder)[0], output_multiplier=0.7)
     with torch.random.fork_rng():
         torch.manual_seed(3)
         return DFlashDrafter(DFlashNetwork(config), target, **options)  # type: ignore[arg-type]
@@ -64,7 +65,7 @@ def test_a_chain_is_the_argmax_of_each_position(drafter: DFlashDrafter) -> None:
 
 
 @pytest.mark.parametrize("budget", [3, 40])
-def test_a_tree_follows_the_laws_at_each_rows_temperature(drafter: DFlashDrafter, budget: int) -> None:
+def test_a_tree_follows_the_distributions_at_each_rows_temperature(drafter: DFlashDrafter, budget: int) -> None:
     temperatures = [0.0, 1.0, 0.3, 2.0]
     params = [SamplingParams(temperature=temperature) for temperature in temperatures]
     proposal, logits = propose(drafter, Plan(8, params, budget))
@@ -115,36 +116,36 @@ def test_cycle_seconds_decide_how_many_guesses_there_are(drafter: DFlashDrafter,
         assert rates[cut.tokens.size(1) - 1] == pytest.approx(max(rates))
 
 
-def test_drawn_guesses_have_the_laws_that_are_handed_over(drafter: DFlashDrafter) -> None:
+def test_drawn_guesses_have_the_distributions_that_are_handed_over(drafter: DFlashDrafter) -> None:
     rows = 400
     params = [SamplingParams(temperature=0.7, top_k=90)] * rows
     grid = (torch.arange(rows, dtype=torch.float64) + 0.5) / rows
     draws = torch.stack([grid.roll(31 * depth) for depth in range(DEPTH)], dim=1)
     proposal, logits = propose(drafter, Plan(8, params, draws=draws), same=True)
     assert proposal.q is not None and proposal.parents[0].tolist() == list(range(-1, DEPTH))
-    law = proposal.q[0]
-    assert law is not None and law.ids.shape == law.probs.shape == (DEPTH + 1, LAW_SIZE)
-    assert (law.ids.dtype, law.probs.dtype) == (torch.int64, torch.float32)
-    torch.testing.assert_close(law.probs.sum(dim=-1), torch.ones(DEPTH + 1))
+    dist = proposal.q[0]
+    assert dist is not None and dist.ids.shape == dist.probs.shape == (DEPTH + 1, SPARSE_SIZE)
+    assert (dist.ids.dtype, dist.probs.dtype) == (torch.int64, torch.float32)
+    torch.testing.assert_close(dist.probs.sum(dim=-1), torch.ones(DEPTH + 1))
     for depth in range(DEPTH):
         exact = (logits[0, depth] / 0.7).softmax(dim=-1)
-        best = exact.topk(LAW_SIZE)
-        assert set(law.ids[depth].tolist()) == set(best.indices.tolist())
+        best = exact.topk(SPARSE_SIZE)
+        assert set(dist.ids[depth].tolist()) == set(best.indices.tolist())
         expected = torch.zeros_like(exact).scatter(0, best.indices, best.values / best.values.sum())
-        torch.testing.assert_close(torch.zeros_like(exact).scatter(0, law.ids[depth], law.probs[depth]), expected)
+        torch.testing.assert_close(torch.zeros_like(exact).scatter(0, dist.ids[depth], dist.probs[depth]), expected)
         drawn = proposal.tokens[:, depth + 1].bincount(minlength=len(exact)) / rows
-        assert (drawn - expected).abs().max() <= 1.01 / rows  # a grid of numbers meets each law exactly
+        assert (drawn - expected).abs().max() <= 1.01 / rows  # a grid of numbers meets each distribution exactly
 
 
 def test_rows_without_temperature_are_not_drawn(drafter: DFlashDrafter) -> None:
     params = [GREEDY, SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_k=1)]
     draws = torch.full((3, DEPTH), 0.999, dtype=torch.float64)
     proposal, logits = propose(drafter, Plan(8, params, draws=draws))
-    assert proposal.q is not None and [law is None for law in proposal.q] == [True, False, False]
+    assert proposal.q is not None and [dist is None for dist in proposal.q] == [True, False, False]
     best = logits.argmax(dim=-1)
     assert proposal.tokens[0, 1:].tolist() == best[0].tolist()
     assert proposal.tokens[1, 1:].tolist() != best[1].tolist()
-    assert proposal.tokens[2, 1:].tolist() == best[2].tolist()  # the row's own top-k cuts the law
+    assert proposal.tokens[2, 1:].tolist() == best[2].tolist()  # the row's own top-k cuts the distribution
     assert propose(drafter, Plan(8, [GREEDY] * 3, draws=draws))[0].q is None
 
 

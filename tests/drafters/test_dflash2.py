@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockdraft.decode.distributions import Laws
+from blockdraft.decode.distributions import Distributions
 from blockdraft.decode.proposal import Plan, Proposal, depths
 from blockdraft.decode.sampling import draw
 from blockdraft.decode.verification import verify
@@ -33,7 +33,7 @@ def target(tiny_target_dir: Path) -> Target:
 def drafter(target: Target, tiny_dflash2_dir: Path) -> DFlash2Drafter:
     config, tensors = read_checkpoint(tiny_dflash2_dir)
     assert isinstance(config, DFlash2Config)
-    network = DFlash2Network(replace(config, output_multiplier=0.3))  # laws neither sure nor flat
+    network = DFlash2Network(replace(config, output_multiplier=0.3))  # distributions neither sure nor flat
     network.load_state_dict(tensors)
     return DFlash2Drafter(network, target)
 
@@ -123,18 +123,18 @@ def test_the_children_in_a_tree_are_scored_after_their_own_parent(drafter: DFlas
     depth = depths(proposal.parents)
     for row, temperature in enumerate(temperatures):
         parents, tokens = proposal.parents[row].tolist(), proposal.tokens[row].tolist()
-        worth, missing, law = [1.0], list[float](), dict[int, Tensor]()
+        worth, missing, dist = [1.0], list[float](), dict[int, Tensor]()
         inside = set(zip(parents, tokens, strict=True))
         for node in range(budget + 1):
             if node:
-                worth.append(law[parents[node]][tokens[node]].item() * worth[parents[node]])
+                worth.append(dist[parents[node]][tokens[node]].item() * worth[parents[node]])
             slot = int(depth[row, node])
             if slot == DEPTH:
                 continue
             scores = score(drafter, hidden[row, slot], logits[row, slot], tokens[node])
-            law[node] = (scores / (temperature or 1.0)).softmax(dim=-1)  # over the whole vocabulary
+            dist[node] = (scores / (temperature or 1.0)).softmax(dim=-1)  # over the whole vocabulary
             candidates = logits[row, slot].topk(TOP_K).indices.tolist()
-            missing += [worth[node] * law[node][t].item() for t in candidates if (node, t) not in inside]
+            missing += [worth[node] * dist[node][t].item() for t in candidates if (node, t) not in inside]
         assert all(later <= earlier * (1 + 1e-4) for earlier, later in zip(worth, worth[1:], strict=False))
         assert max(missing) <= worth[-1] * (1 + 1e-4)
 
@@ -161,15 +161,17 @@ def test_cycle_seconds_decide_how_many_guesses_there_are(drafter: DFlash2Drafter
 
 
 @pytest.mark.parametrize("more", [{}, {"top_k": 3, "top_p": 0.9}])
-def test_drawn_guesses_have_the_laws_that_are_handed_over(drafter: DFlash2Drafter, more: dict[str, float]) -> None:
+def test_drawn_guesses_have_the_distributions_that_are_handed_over(
+    drafter: DFlash2Drafter, more: dict[str, float]
+) -> None:
     rows = 600
     sampled = SamplingParams(temperature=0.7, **more)  # type: ignore[arg-type]
     draws = torch.rand(rows, DEPTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     proposal, hidden, logits = propose(drafter, Plan(8, [sampled] * rows, draws=draws), same=True)
     assert proposal.q is not None and proposal.parents[0].tolist() == list(range(-1, DEPTH))
     for row in range(0, rows, 97):
-        law = proposal.q[row]
-        assert law is not None and law.ids.shape == law.probs.shape == (DEPTH + 1, TOP_K)
+        dist = proposal.q[row]
+        assert dist is not None and dist.ids.shape == dist.probs.shape == (DEPTH + 1, TOP_K)
         for slot in range(DEPTH):
             scores = score(drafter, hidden[0, slot], logits[0, slot], int(proposal.tokens[row, slot]))
             exact = (only_candidates(scores, logits[0, slot]) / 0.7).softmax(dim=-1)
@@ -179,10 +181,10 @@ def test_drawn_guesses_have_the_laws_that_are_handed_over(drafter: DFlash2Drafte
                 before = exact.sort(descending=True).values.cumsum(0) - exact.sort(descending=True).values
                 exact[exact.argsort(descending=True)[before >= 0.9]] = 0.0
                 exact /= exact.sum()
-            found = torch.zeros_like(exact).scatter(0, law.ids[slot], law.probs[slot])
+            found = torch.zeros_like(exact).scatter(0, dist.ids[slot], dist.probs[slot])
             torch.testing.assert_close(found, exact)
-            drawn = draw(law.probs[None, slot : slot + 1], draws[row : row + 1, slot : slot + 1])
-            assert int(law.ids[slot, int(drawn)]) == int(proposal.tokens[row, slot + 1])
+            drawn = draw(dist.probs[None, slot : slot + 1], draws[row : row + 1, slot : slot + 1])
+            assert int(dist.ids[slot, int(drawn)]) == int(proposal.tokens[row, slot + 1])
     assert len({tuple(tokens) for tokens in proposal.tokens.tolist()}) > 20
 
 
@@ -191,7 +193,7 @@ def test_rows_without_temperature_are_not_drawn(drafter: DFlash2Drafter) -> None
     draws = torch.full((3, DEPTH), 0.999, dtype=torch.float64)
     best, _, _ = propose(drafter, Plan(8, params))
     proposal, _, _ = propose(drafter, Plan(8, params, draws=draws))
-    assert proposal.q is not None and [law is None for law in proposal.q] == [True, False, False]
+    assert proposal.q is not None and [dist is None for dist in proposal.q] == [True, False, False]
     assert (proposal.tokens == best.tokens).all(dim=1).tolist() == [True, False, True]
     assert propose(drafter, Plan(8, [GREEDY] * 3, draws=draws))[0].q is None
 
@@ -212,7 +214,7 @@ def test_how_many_are_drawn_does_not_depend_on_what_is_drawn(drafter: DFlash2Dra
 
 
 @pytest.mark.slow
-def test_drawn_chains_leave_the_targets_law(drafter: DFlash2Drafter) -> None:
+def test_drawn_chains_leave_the_targets_distribution(drafter: DFlash2Drafter) -> None:
     """The first two tokens of many cycles, under a p that shares the candidates with q and else has its own mind."""
     rows, vocabulary = 6000, drafter.config.vocab_size
     sampled = SamplingParams(temperature=1.0)
@@ -223,7 +225,7 @@ def test_drawn_chains_leave_the_targets_law(drafter: DFlash2Drafter) -> None:
     assert proposal.q is not None and proposal.q[0] is not None
     for slot in range(3):
         table[slot, :, proposal.q[0].ids[slot]] += proposal.q[0].probs[slot].clamp(min=0.01).log() + 8.0
-    laws = Laws(
+    distributions = Distributions(
         table[torch.arange(4), proposal.tokens],
         [sampled] * rows,
         proposal.tokens,
@@ -231,7 +233,7 @@ def test_drawn_chains_leave_the_targets_law(drafter: DFlash2Drafter) -> None:
         [[7]] * rows,
         [[]] * rows,
     )
-    verdict = verify(proposal, laws, numbers[:, 3:7], numbers[:, 7:11])
+    verdict = verify(proposal, distributions, numbers[:, 3:7], numbers[:, 7:11])
     p = table.softmax(dim=-1)
     seconds = draw(p[1, torch.tensor(verdict.bonus)][:, None], numbers[:, 11:])[:, 0].tolist()
     counts: dict[tuple[int, int], int] = {}

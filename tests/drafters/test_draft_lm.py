@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from blockdraft.decode.distributions import probabilities
-from blockdraft.decode.proposal import LAW_SIZE, Plan
+from blockdraft.decode.proposal import SPARSE_SIZE, Plan
 from blockdraft.decode.sampling import draw
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.draft_lm import BLOCK_SIZE, DraftLMDrafter, DraftState
@@ -126,24 +126,24 @@ def test_guesses_equal_those_of_a_model_without_a_cache(
         assert proposal.tokens.shape == (3, 5)
         new = []
         for row, (text, ids) in enumerate(zip(texts, proposal.tokens.tolist(), strict=True)):
-            law = proposal.q[row] if proposal.q else None
-            assert (law is None) == (not drawn or params[row].temperature == 0)
+            dist = proposal.q[row] if proposal.q else None
+            assert (dist is None) == (not drawn or params[row].temperature == 0)
             for depth in range(4):
                 logits = logits_after(drafter, text + ids[: depth + 1])
-                if law is None or draws is None:
+                if dist is None or draws is None:
                     assert ids[depth + 1] == int(logits.argmax())
                     continue
                 probs = probabilities(logits[None, None], [params[row]])[0, 0]
-                probs[probs.argsort(descending=True)[LAW_SIZE:]] = 0
+                probs[probs.argsort(descending=True)[SPARSE_SIZE:]] = 0
                 probs /= probs.sum()
-                dense = torch.zeros_like(probs).index_add(0, law.ids[depth], law.probs[depth])
+                dense = torch.zeros_like(probs).index_add(0, dist.ids[depth], dist.probs[depth])
                 torch.testing.assert_close(dense, probs, atol=1e-5, rtol=1e-3)
-                [[index]] = draw(law.probs[None, depth : depth + 1], draws[row : row + 1, depth : depth + 1]).tolist()
-                assert ids[depth + 1] == law.ids[depth, index]
-            if law is not None:
-                assert law.ids.shape == law.probs.shape == (5, LAW_SIZE)
-                torch.testing.assert_close(law.probs.sum(-1), torch.ones(5))
-                assert all(len(set(node)) == LAW_SIZE for node in law.ids.tolist())
+                [[index]] = draw(dist.probs[None, depth : depth + 1], draws[row : row + 1, depth : depth + 1]).tolist()
+                assert ids[depth + 1] == dist.ids[depth, index]
+            if dist is not None:
+                assert dist.ids.shape == dist.probs.shape == (5, SPARSE_SIZE)
+                torch.testing.assert_close(dist.probs.sum(-1), torch.ones(5))
+                assert all(len(set(node)) == SPARSE_SIZE for node in dist.ids.tolist())
             new.append(ids[: (cycle + 2 * row) % 6])  # from nothing to all guesses
         observe(drafter, state, new)
         texts = [text + more for text, more in zip(texts, new, strict=True)]

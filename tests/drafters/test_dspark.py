@@ -57,7 +57,7 @@ def bias(drafter: DSparkDrafter, before: int) -> Tensor:
     return (head.markov_w2.weight @ head.markov_w1.weight[before]).detach()
 
 
-def law(drafter: DSparkDrafter, logits: Tensor, before: int, temperature: float = 1.0) -> Tensor:
+def dist(drafter: DSparkDrafter, logits: Tensor, before: int, temperature: float = 1.0) -> Tensor:
     """q of one slot after a token, in plain words."""
     return ((logits + bias(drafter, before)) / temperature).softmax(dim=-1)
 
@@ -68,7 +68,7 @@ def test_a_chain_follows_the_best_token_after_each_guess(drafter: DSparkDrafter)
     assert proposal.q is None and proposal.parents.tolist() == [list(range(-1, DEPTH))] * 3
     for row, tokens in enumerate(proposal.tokens.tolist()):
         for slot in range(DEPTH):
-            assert tokens[slot + 1] == law(drafter, logits[row, slot], tokens[slot]).argmax()
+            assert tokens[slot + 1] == dist(drafter, logits[row, slot], tokens[slot]).argmax()
     assert proposal.tokens[:, 1:].tolist() != logits.argmax(dim=-1).tolist()  # the bias matters here
     assert propose(drafter, Plan(2, [GREEDY]))[0].tokens.shape == (1, 2)
 
@@ -147,7 +147,7 @@ def test_without_a_confidence_head_the_probabilities_decide(target: Target, tiny
     whole, _, logits = propose(drafter, Plan(DEPTH + 1, [GREEDY]))
     cut, _, _ = propose(drafter, Plan(DEPTH + 1, [GREEDY], 0, seconds))
     tokens = whole.tokens[0].tolist()
-    best = torch.tensor([law(drafter, logits[0, i], tokens[i])[tokens[i + 1]] for i in range(DEPTH)]).cumprod(dim=0)
+    best = torch.tensor([dist(drafter, logits[0, i], tokens[i])[tokens[i + 1]] for i in range(DEPTH)]).cumprod(dim=0)
     rates = [(1 + best[:n].sum().item()) / seconds[n] for n in range(DEPTH + 1)]
     assert rates[cut.tokens.size(1) - 1] == pytest.approx(max(rates))
 
@@ -167,7 +167,7 @@ def test_the_length_of_a_drawn_chain_does_not_depend_on_what_is_drawn(target: Ta
     assert len(lengths) == 1 and len(firsts) > 1
 
 
-def test_drawn_guesses_have_the_laws_that_are_handed_over(drafter: DSparkDrafter) -> None:
+def test_drawn_guesses_have_the_distributions_that_are_handed_over(drafter: DSparkDrafter) -> None:
     rows = 300
     params = [SamplingParams(temperature=0.7)] * rows
     grid = (torch.arange(rows, dtype=torch.float64) + 0.5) / rows
@@ -178,7 +178,7 @@ def test_drawn_guesses_have_the_laws_that_are_handed_over(drafter: DSparkDrafter
         q, tokens = proposal.q[row], proposal.tokens[row].tolist()
         assert q is not None and q.ids.size(0) == DEPTH + 1
         for slot in range(DEPTH):
-            best = law(drafter, logits[row, slot], tokens[slot], 0.7).topk(q.ids.size(1))
+            best = dist(drafter, logits[row, slot], tokens[slot], 0.7).topk(q.ids.size(1))
             expected = torch.zeros(target_size(logits)).scatter(0, best.indices, best.values / best.values.sum())
             found = torch.zeros(target_size(logits)).scatter(0, q.ids[slot], q.probs[slot])
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
@@ -210,7 +210,7 @@ def test_several_draft_passes_are_refused(target: Target, drafter: DSparkDrafter
 
 
 @pytest.mark.parametrize("chance", [0.0, 0.1, 0.5, 0.9, 1.0])
-def test_calibrated_laws_stay_laws(chance: float) -> None:
+def test_calibrated_distributions_stay_distributions(chance: float) -> None:
     log_probs = torch.tensor([[0.5, 0.3, 0.1], [0.1, 0.2, 0.7], [0.0, 1.0, 0.0]]).log()
     probs = calibrated(log_probs, torch.full((3,), chance)).exp()
     assert (probs.sum(dim=-1) <= 1 + 1e-5).all()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.decode.distributions import probabilities
-from blockdraft.decode.proposal import LAW_SIZE, Plan
+from blockdraft.decode.proposal import SPARSE_SIZE, Plan
 from blockdraft.decode.sampling import draw
 from blockdraft.drafters import eagle3, load_drafter
 from blockdraft.drafters.eagle3 import Eagle3Drafter
@@ -151,18 +151,18 @@ def test_chains_equal_those_of_the_twin(
         assert proposal.tokens.shape == (3, 6)
         new, more = [], []
         for row, ids in enumerate(proposal.tokens.tolist()):
-            law = proposal.q[row] if proposal.q else None
-            assert (law is None) == (not drawn or row == 0)
+            dist = proposal.q[row] if proposal.q else None
+            assert (dist is None) == (not drawn or row == 0)
             for depth, logits in enumerate(twin.logits(texts[row], taps[row], ids[:-1])):
-                if law is None or draws is None:
+                if dist is None or draws is None:
                     assert ids[depth + 1] == kept[logits.argmax()]
                     continue
                 probs = probabilities(logits[None, None], [params[row]])[0, 0]
-                probs[probs.argsort(descending=True)[LAW_SIZE:]] = 0
-                dense = torch.zeros(target.vocab_size).index_add(0, law.ids[depth], law.probs[depth])
+                probs[probs.argsort(descending=True)[SPARSE_SIZE:]] = 0
+                dense = torch.zeros(target.vocab_size).index_add(0, dist.ids[depth], dist.probs[depth])
                 torch.testing.assert_close(dense[kept], probs / probs.sum(), atol=1e-5, rtol=1e-3)
-                [[rank]] = draw(law.probs[None, depth : depth + 1], draws[row : row + 1, depth : depth + 1]).tolist()
-                assert ids[depth + 1] == law.ids[depth, rank]
+                [[rank]] = draw(dist.probs[None, depth : depth + 1], draws[row : row + 1, depth : depth + 1]).tolist()
+                assert ids[depth + 1] == dist.ids[depth, rank]
             accepted = (cycle + 2 * row) % 6  # tokens of the path, from none to the anchor and four guesses
             new.append(ids[:accepted])
             more.append(taps_of(accepted, 10 * cycle + row))

@@ -1,4 +1,5 @@
-"""What a flow map makes of a plan: its passes, its noise, and that q is the law that its guesses are drawn from."""
+"""What a flow map makes of a plan: its passes, its noise, and that q is the distribution that its guesses are drawn
+from."""
 
 from pathlib import Path
 
@@ -100,14 +101,14 @@ def drawn(drafter: FlowDrafter, rows: int) -> Proposal:
     return drafter.propose(observed(drafter, rows), torch.full((rows,), 7), plan)  # type: ignore[arg-type]
 
 
-def test_q_is_the_law_that_guesses_are_drawn_from(drafter: FlowDrafter) -> None:
+def test_q_is_the_distribution_that_guesses_are_drawn_from(drafter: FlowDrafter) -> None:
     """That of each slot given the noise, whatever the other slots drew."""
     rows = 200
     proposal, expected = drawn(drafter, rows), (logits_of(drafter) / 0.7).softmax(dim=-1)
     assert proposal.q is not None
     for q in proposal.q:
         assert q is not None
-        best = expected.topk(q.ids.size(1), dim=-1)  # as laws are cut
+        best = expected.topk(q.ids.size(1), dim=-1)  # as distributions are cut
         cut = torch.zeros_like(expected).scatter(1, best.indices, best.values / best.values.sum(dim=-1, keepdim=True))
         whole = torch.zeros_like(expected).scatter(1, q.ids[:7], q.probs[:7])
         torch.testing.assert_close(whole, cut, atol=1e-5, rtol=1e-4)

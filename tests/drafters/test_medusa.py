@@ -36,11 +36,11 @@ def drafter(target: Target, tiny_medusa_dir: Path) -> MedusaDrafter:
 
 
 @pytest.fixture(scope="module")
-def laws(tiny_target_dir: Path, tiny_medusa_dir: Path) -> "Laws":
-    return Laws(tiny_target_dir, tiny_medusa_dir)
+def distributions(tiny_target_dir: Path, tiny_medusa_dir: Path) -> "Distributions":
+    return Distributions(tiny_target_dir, tiny_medusa_dir)
 
 
-class Laws:
+class Distributions:
     """What each head says after a text, from the files alone."""
 
     def __init__(self, target: Path, heads: Path) -> None:
@@ -75,7 +75,7 @@ class Watched(MedusaDrafter):
 
 @pytest.mark.parametrize("backend", ["native", "hf"])
 def test_each_head_reads_the_last_state_and_guesses_its_own_token(
-    backend: str, laws: Laws, tiny_medusa_dir: Path, tiny_target_dir: Path
+    backend: str, distributions: Distributions, tiny_medusa_dir: Path, tiny_target_dir: Path
 ) -> None:
     target = load_target(tiny_target_dir, backend=backend)
     watched = Watched(read_network(tiny_medusa_dir, target, MedusaNetwork), target)
@@ -84,7 +84,8 @@ def test_each_head_reads_the_last_state_and_guesses_its_own_token(
     assert sum(proposal.tokens.size(1) == 4 for _, proposal in watched.seen) > 5
     for [length], proposal in watched.seen:
         anchor, *guesses = proposal.tokens[0].tolist()
-        assert anchor == text[length] and guesses == laws(text[:length]).argmax(dim=-1).tolist()[: len(guesses)]
+        assert anchor == text[length]
+        assert guesses == distributions(text[:length]).argmax(dim=-1).tolist()[: len(guesses)]
 
 
 def test_the_network_of_a_loaded_drafter_drafts_again(
@@ -124,12 +125,12 @@ def test_guesses_are_those_of_heads_that_know_the_answer(target: Target) -> None
     assert completion.stats.committed[:3] == [3, 3, 3]
 
 
-def test_a_tree_holds_the_likeliest_paths(laws: Laws, drafter: MedusaDrafter) -> None:
+def test_a_tree_holds_the_likeliest_paths(distributions: Distributions, drafter: MedusaDrafter) -> None:
     state = drafter.new_state(1, 40)
-    hidden = laws._model.model(torch.tensor([PROMPT])).last_hidden_state.detach()
+    hidden = distributions._model.model(torch.tensor([PROMPT])).last_hidden_state.detach()
     drafter.observe(state, torch.tensor([PROMPT]), hidden, [len(PROMPT)])
     proposal = drafter.propose(state, torch.tensor([5]), Plan(4, [SamplingParams()], tree_budget=9))
-    probs, best = laws(PROMPT).topk(9, dim=-1)
+    probs, best = distributions(PROMPT).topk(9, dim=-1)
     ranks = [path for depth in (1, 2, 3) for path in product(range(9), repeat=depth)]
     likeliest = sorted(ranks, key=lambda path: -prod(float(probs[depth, rank]) for depth, rank in enumerate(path)))[:9]
     expected = {tuple(int(best[depth, rank]) for depth, rank in enumerate(path)) for path in likeliest}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockdraft.decode.proposal import Plan, Proposal, SparseLaw, chain
+from blockdraft.decode.proposal import Plan, Proposal, SparseDistribution, chain
 from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.engine import Engine
 from blockdraft.engine.logprobs import token_logprobs
@@ -255,7 +255,7 @@ def test_drawn_guesses_without_numbers_end_no_request(target: Target, drafter: D
     never = next(token for token in range(50, 200) if all(token not in answer for answer in expected))
     poison(target, never)
     guesser: Any = Guesser(never, none)
-    propose, law = guesser.propose, SparseLaw(torch.full((4, 1), never), torch.ones(4, 1))
+    propose, dist = guesser.propose, SparseDistribution(torch.full((4, 1), never), torch.ones(4, 1))
     asked = 0
 
     def drawing(state: Any, anchor: Tensor, plan: Plan) -> Proposal:
@@ -263,7 +263,7 @@ def test_drawn_guesses_without_numbers_end_no_request(target: Target, drafter: D
         asked += 1
         tokens = propose(state, anchor, plan).tokens
         count = tokens.size(1)
-        return replace(chain(tokens), q=(SparseLaw(law.ids[:count], law.probs[:count]),) * len(anchor))
+        return replace(chain(tokens), q=(SparseDistribution(dist.ids[:count], dist.probs[:count]),) * len(anchor))
 
     guesser.propose = drawing
     engine = Engine(target, guesser, drafting=Drafting(4))
@@ -438,7 +438,7 @@ def test_a_bug_of_ours_in_a_step_ends_the_requests_and_no_one_waits_for_ever(
     assert len(answers(engine)) == 3
 
 
-def test_rows_of_drawn_guesses_end_where_a_law_is_missing(target: Target, drafter: Drafter) -> None:
+def test_rows_of_drawn_guesses_end_where_a_distribution_is_missing(target: Target, drafter: Drafter) -> None:
     engine = Engine(target, drafter, drafting=Drafting(drawn=True))
     warm = SamplingParams(30, 1.0, seed=3, ignore_eos=True)
     poison(target, 99)

@@ -1,4 +1,5 @@
-"""Answers under a grammar: they follow it, drafting changes none of their tokens, and their law is p, masked."""
+"""Answers under a grammar: they follow it, drafting changes none of their tokens, and their distribution is p,
+masked."""
 
 import json
 import math
@@ -12,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_drawn_law import LENGTH, NOISE, PROMPT, V, write_model
 from test_engine import Oracle
+from test_sampled_distribution import LENGTH, NOISE, PROMPT, V, write_model
 from torch import Tensor
 from transformers import LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from blockdraft.decode.distributions import Laws
+from blockdraft.decode.distributions import Distributions
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.none import NoDrafter
 from blockdraft.engine import Engine
@@ -130,7 +131,8 @@ class NotTwice:
 
 
 def surprise(folder: Path, drafting: Drafting, rows: int, rules: Callable[[], NotTwice]) -> float:
-    """As in test_drawn_law, with the law that is masked and normalised; infinite where there is what cannot be."""
+    """As in test_sampled_distribution, with the distribution that is masked and normalised; infinite where there is
+    what cannot be."""
     target = load_target(write_model(folder / "target", 2))
     drafter = load_drafter(write_model(folder / "drafter", 3), target=target)
     with Engine(target, drafter, max_batch_size=500, drafting=drafting) as engine:
@@ -160,7 +162,7 @@ def surprise(folder: Path, drafting: Drafting, rows: int, rules: Callable[[], No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafting", [Drafting(drawn=True), Drafting()], ids=["drawn", "chosen"])
-def test_answers_have_the_masked_law(tmp_path: Path, drafting: Drafting) -> None:
+def test_answers_have_the_masked_distribution(tmp_path: Path, drafting: Drafting) -> None:
     assert abs(surprise(tmp_path, drafting, 4000, NotTwice)) < NOISE
 
 
@@ -171,14 +173,14 @@ def test_a_mask_that_forgets_the_path_is_noticed(tmp_path: Path, drafting: Draft
 
 
 @pytest.mark.slow
-def test_a_law_that_is_not_normalised_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unnormalised(self: Laws, rows: Sequence[int], nodes: Sequence[int]) -> Tensor:
+def test_a_distribution_that_is_not_normalised_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unnormalised(self: Distributions, rows: Sequence[int], nodes: Sequence[int]) -> Tensor:
         probs = self._logits[list(rows), list(nodes)].softmax(-1)
         for m, at in enumerate(zip(rows, nodes, strict=True)):
             probs[m, ~self._allowed_at(*at)] = 0.0  # type: ignore[operator]
         return probs
 
-    monkeypatch.setattr(Laws, "probs", unnormalised)
+    monkeypatch.setattr(Distributions, "probs", unnormalised)
     assert surprise(tmp_path, Drafting(drawn=True), 4000, NotTwice) > 2 * NOISE
 
 

@@ -33,13 +33,13 @@ def expected(reference: torch.nn.Module, text: list[int]) -> torch.Tensor:
     return found
 
 
-def check(found: list[TokenLogprob | None], tokens: list[int], laws: torch.Tensor, count: int) -> None:
-    assert len(found) == len(tokens) == len(laws)
-    for one, token, law in zip(found, tokens, laws, strict=True):
+def check(found: list[TokenLogprob | None], tokens: list[int], dists: torch.Tensor, count: int) -> None:
+    assert len(found) == len(tokens) == len(dists)
+    for one, token, dist in zip(found, tokens, dists, strict=True):
         assert one is not None and one.token_id == token
-        assert one.logprob == pytest.approx(float(law[token]), abs=1e-4)
-        assert [value for _, value in one.top] == pytest.approx(law.topk(count).values.tolist(), abs=1e-4)
-        assert [value for _, value in one.top] == pytest.approx([float(law[i]) for i, _ in one.top], abs=1e-4)
+        assert one.logprob == pytest.approx(float(dist[token]), abs=1e-4)
+        assert [value for _, value in one.top] == pytest.approx(dist.topk(count).values.tolist(), abs=1e-4)
+        assert [value for _, value in one.top] == pytest.approx([float(dist[i]) for i, _ in one.top], abs=1e-4)
 
 
 @pytest.mark.parametrize("drafting", [Drafting(), Drafting(tree_budget=12), Drafting(drawn=True), Drafting("auto")])
@@ -56,17 +56,17 @@ def test_logprobs_are_those_of_transformers(
     with Engine(target, drafter, drafting=drafting) as engine:
         found = engine.generate(PROMPTS, params)
     for prompt, each, one in zip(PROMPTS, params, found, strict=True):
-        laws = expected(reference, prompt + one.token_ids)
+        dists = expected(reference, prompt + one.token_ids)
         if each.logprobs is None:
             assert one.logprobs is None
         else:
             assert one.logprobs is not None
-            check(one.logprobs, one.token_ids, laws[len(prompt) - 1 : -1], each.logprobs)  # type: ignore[arg-type]
+            check(one.logprobs, one.token_ids, dists[len(prompt) - 1 : -1], each.logprobs)  # type: ignore[arg-type]
         if each.prompt_logprobs is None:
             assert one.prompt_logprobs is None
         else:
             assert one.prompt_logprobs is not None and one.prompt_logprobs[0] is None
-            check(one.prompt_logprobs[1:], prompt[1:], laws[: len(prompt) - 1], each.prompt_logprobs)
+            check(one.prompt_logprobs[1:], prompt[1:], dists[: len(prompt) - 1], each.prompt_logprobs)
 
 
 def test_accepted_guesses_have_theirs_and_an_end_cuts_them(target: Target, reference: torch.nn.Module) -> None:
@@ -80,8 +80,8 @@ def test_accepted_guesses_have_theirs_and_an_end_cuts_them(target: Target, refer
     tokens = [token for chunk in chunks for token in chunk.token_ids]
     assert tokens == plain.token_ids[: plain.token_ids.index(stop) + 1]
     assert all(len(chunk.logprobs or ()) == len(chunk.token_ids) for chunk in chunks)
-    laws = expected(reference, PROMPTS[0] + tokens)[len(PROMPTS[0]) - 1 : -1]
-    check([one for chunk in chunks for one in chunk.logprobs or ()], tokens, laws, 2)
+    dists = expected(reference, PROMPTS[0] + tokens)[len(PROMPTS[0]) - 1 : -1]
+    check([one for chunk in chunks for one in chunk.logprobs or ()], tokens, dists, 2)
 
 
 @pytest.mark.parametrize("scored_tokens", [1, 3, 256])

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from simulation import request
-from test_drawn_law import LENGTH, NOISE, PROMPT, surprise, write_model
+from test_sampled_distribution import LENGTH, NOISE, PROMPT, surprise, write_model
 from test_trees import Oracle
 from transformers import LlamaForCausalLM
 
@@ -72,8 +72,8 @@ def test_without_guesses_the_drafter_is_not_asked(target: Target, monkeypatch: p
 
 
 @pytest.mark.slow
-def test_drawn_guesses_that_are_cut_keep_the_law(tmp_path: Path) -> None:
-    """As in test_drawn_law, with a third of the requests undrafted and a third drafted for by one guess."""
+def test_drawn_guesses_that_are_cut_keep_the_distribution(tmp_path: Path) -> None:
+    """As in test_sampled_distribution, with a third of the requests undrafted and a third drafted for by one guess."""
     target = load_target(write_model(tmp_path / "target", 2))
     drafter = load_drafter(write_model(tmp_path / "drafter", 3), target=target)
     bounds = [None, OFF, RequestDrafting(block_size=2)]

@@ -134,8 +134,8 @@ def test_forward_after_committing_a_path_of_a_tree_equals_forward_from_scratch(t
     cache.commit([range(len(ids)) for ids in history])
     for _ in range(4):
         anchor = torch.randint(40, (2,), generator=generator)
-        laws = torch.randn(2, 6, 10, generator=generator).log_softmax(dim=-1).sort(dim=-1, descending=True)
-        tree = best_first(anchor, laws.values, laws.indices, 40)
+        dists = torch.randn(2, 6, 10, generator=generator).log_softmax(dim=-1).sort(dim=-1, descending=True)
+        tree = best_first(anchor, dists.values, dists.indices, 40)
         output = target.forward(tree.tokens, tree.parents, cache)
         paths = []
         for row, ids in enumerate(history):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from blockdraft.decode.distributions import Laws
+from blockdraft.decode.distributions import Distributions
 from blockdraft.decode.proposal import Proposal
 from blockdraft.decode.verification import Verdict, verify
 from blockdraft.drafters import load_drafter
@@ -108,10 +108,10 @@ def test_an_engine_that_is_not_lossless_is_found_out(
 ) -> None:
     faults = 0
 
-    def gullible(proposal: Proposal, laws: Laws, uniforms: Tensor, tests: Tensor | None) -> Verdict:
+    def gullible(proposal: Proposal, distributions: Distributions, uniforms: Tensor, tests: Tensor | None) -> Verdict:
         """Accepts one wrong guess, in one cycle of all."""
         nonlocal faults
-        verdict = verify(proposal, laws, uniforms, tests)
+        verdict = verify(proposal, distributions, uniforms, tests)
         if proposal.tokens.size(1) > 1 and verdict.path[0] == [0] and faults == 0:
             faults += 1
             return Verdict([[0, 1]], verdict.bonus)

@@ -11,7 +11,7 @@ from fuzz_drive import answers
 from fuzz_models import COMPILED, ROUNDED, Models
 
 from blockdraft import Completion, Engine, SamplingParams, Target
-from blockdraft.decode.distributions import Laws
+from blockdraft.decode.distributions import Distributions
 from blockdraft.decode.proposal import chain
 from blockdraft.decode.sampling import RandomNumbers
 from blockdraft.engine.grammar import AnswerGrammar
@@ -73,7 +73,7 @@ def run(case: Case, models: Models) -> Outcome:
             if drafting.drawn and ask.params.temperature > 0:
                 _check_rules(found[number], ask, target, here)
                 fixed = "auto" not in (drafting.block_size, drafting.tree_budget)
-                # Where neighbours change no bit of a drafter's law.
+                # Where neighbours change no bit of a drafter's distribution.
                 if fixed and case.way in COMPILED and case.drafter not in ("eagle3", "flow"):
                     again = Engine(target, drafter, 1, drafting)
                     alone = again.submit(prompts[number], ask.params, drafting=ask.bounds).result()
@@ -161,9 +161,9 @@ def _near_tie(
     grammar = params.grammar and AnswerGrammar(params.grammar, target)
     assert grammar is None or all(map(grammar.advance, twin.token_ids[:place]))
     texts = [list(prompt)] * TRIES, [twin.token_ids[:place]] * TRIES
-    laws = Laws(noisy, [params] * TRIES, node, parent, *texts, rules=[grammar] * TRIES)
+    distributions = Distributions(noisy, [params] * TRIES, node, parent, *texts, rules=[grammar] * TRIES)
     number = RandomNumbers(params.seed).at([place]).expand(TRIES, 1)
-    reached = set(laws.draw(range(TRIES), [0] * TRIES, number))
+    reached = set(distributions.draw(range(TRIES), [0] * TRIES, number))
     return {found.token_ids[place], twin.token_ids[place]} <= reached
 
 

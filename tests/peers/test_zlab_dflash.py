@@ -113,7 +113,7 @@ def test_random_dflash2_pair(
     both(HFTarget(model), tmp_path / "draft", [7, 60, 33, 12, 9], block_size, monkeypatch)
 
 
-def test_the_laws_of_the_selector(tiny_target_dir: Path, tiny_dflash2_dir: Path) -> None:
+def test_the_distributions_of_the_selector(tiny_target_dir: Path, tiny_dflash2_dir: Path) -> None:
     config, tensors = read_checkpoint(tiny_dflash2_dir)
     assert isinstance(config, DFlash2Config)
     ours = DFlash2Network(config)
@@ -125,10 +125,10 @@ def test_the_laws_of_the_selector(tiny_target_dir: Path, tiny_dflash2_dir: Path)
     with torch.no_grad():
         path, candidates, q = theirs.propose(hidden, anchor, head, 0.7)
         ids, scores = ours.lattice(hidden, ours.adjust_logits(head(hidden)), anchor)
-        laws = (scores / 0.7).softmax(dim=-1)
+        dists = (scores / 0.7).softmax(dim=-1)
     before = torch.cat([torch.zeros_like(path[:, :1]), (ids == path[..., None]).int().argmax(dim=-1)[:, :-1]], dim=1)
     for row in range(3):
         for slot in range(7):
-            law = torch.zeros(config.vocab_size).scatter(0, ids[row, slot], laws[row, slot, before[row, slot]])
+            dist = torch.zeros(config.vocab_size).scatter(0, ids[row, slot], dists[row, slot, before[row, slot]])
             expected = torch.zeros(config.vocab_size).scatter(0, candidates[row, slot], q[row, slot])
-            torch.testing.assert_close(law, expected)
+            torch.testing.assert_close(dist, expected)

@@ -24,8 +24,10 @@ def test_drafting_is_tried_even_where_the_engine_pauses(engine: Engine, monkeypa
 
 
 def test_answers_that_drafting_changes_are_counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def accepting(proposal: object, laws: object, uniforms: Tensor | None, tests: Tensor | None = None) -> Verdict:
-        verdict = verify(proposal, laws, uniforms, tests)  # type: ignore[arg-type]
+    def accepting(
+        proposal: object, distributions: object, uniforms: Tensor | None, tests: Tensor | None = None
+    ) -> Verdict:
+        verdict = verify(proposal, distributions, uniforms, tests)  # type: ignore[arg-type]
         count = proposal.tokens.size(1)  # type: ignore[attr-defined]
         if count == 1:
             return verdict

@@ -116,18 +116,18 @@ def test_the_teacher_speaks_of_the_token_that_the_label_is(
     monkeypatch.setattr(DFlashVariant, "losses", watched)
     run(RECIPE, tiny_target_dir, tiny_data_dir)
     target, data = load_target(tiny_target_dir), read_data(tiny_data_dir)
-    laws = {}  # by the tokens so far
+    dists = {}  # by the tokens so far
     for document in data:
         proposal = chain(document.tokens[None])
         cache = target.new_cache(1, len(document.tokens))
         logits = target.forward(proposal.tokens, proposal.parents, cache).logits[0]
         for place in range(1, len(document.tokens) - 1):
-            laws[tuple(document.tokens[place - 1 : place + 2].tolist())] = logits[place]
+            dists[tuple(document.tokens[place - 1 : place + 2].tolist())] = logits[place]
     [slots], compared = seen, 0
     assert slots.teacher_CKV is not None
     for c, k in slots.taught_CK[:, 1:].nonzero().tolist():  # from the second label on, three tokens are known
         key = tuple(slots.tokens_CL[c, k : k + 3].tolist())
-        torch.testing.assert_close(slots.teacher_CKV[c, k + 1], laws[key], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(slots.teacher_CKV[c, k + 1], dists[key], atol=1e-4, rtol=1e-4)
         compared += 1
     assert compared > 20
 

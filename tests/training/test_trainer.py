@@ -406,7 +406,9 @@ def test_a_target_that_computes_no_numbers_is_named(
     assert not run_folder(tmp_path / "drafter").exists()
 
 
-def test_targets_that_cap_their_logits_teach_no_laws(tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_targets_that_cap_their_logits_teach_no_distributions(
+    tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target: Target = load_target(tiny_target_dir)
     tokens = torch.arange(5, 30)
     start.check_teacher(target, tokens)

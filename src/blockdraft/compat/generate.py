@@ -77,7 +77,8 @@ def generate(
     synced_gpus: bool | None = None,
     **given: Any,
 ) -> Tensor:
-    """Continue a batch of prompts as `model.generate` does: greedily with the same tokens, else from the same law.
+    """Continue a batch of prompts as `model.generate` does: greedily with the same tokens, else from the same
+    distribution.
 
     Args:
         inputs: `[B, L]`; `input_ids` is the same.
@@ -144,7 +145,7 @@ def generate(
 
 @contextmanager
 def _evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """In evaluation mode meanwhile, since dropout would give each forward another law."""
+    """In evaluation mode meanwhile, since dropout would give each forward another distribution."""
     training = model.training
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""How far drawn guesses are accepted, and what their rejection leaves of the target's law.
+"""How far drawn guesses are accepted, and what their rejection leaves of the target's distribution.
 
 A guess drawn from q is offered too often where q is above p. The rule rejects just enough of these and then draws from
 a residual `max(p - c q, 0)`, normalised; with the factor c = 1 it is that of plain rejection sampling (arXiv
@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from blockdraft.decode.distributions import Laws
-from blockdraft.decode.proposal import Proposal, SparseLaw
+from blockdraft.decode.distributions import Distributions
+from blockdraft.decode.proposal import Proposal, SparseDistribution
 from blockdraft.decode.sampling import draw, exact
 
 
@@ -44,7 +44,7 @@ def block_chances(p_RNK: Tensor, q_RNK: Tensor, guess_p_RN: Tensor, guess_q_RN: 
     residual. The node after which nothing was drawn has q = 0, so m = 1, h = r and the residual p: no special case.
 
     Args:
-        p_RNK, q_RNK: Laws after the N nodes of R chains.
+        p_RNK, q_RNK: Distributions after the N nodes of R chains.
         guess_p_RN, guess_q_RN: p and q, at the node before, of the token of each node; both 0 at nodes that fill up
             a row. Node 0 is the anchor, whose entries are not read.
 
@@ -81,20 +81,20 @@ def judge_chains(
     rows: list[int],
     proposal: Proposal,
     children: Sequence[dict[int, list[int]]],
-    laws: Laws,
+    distributions: Distributions,
     uniforms_BN: Tensor,
     tests_BN: Tensor,
 ) -> tuple[list[list[int]], list[int]]:
-    """Paths and bonus tokens of these rows, after whose anchors there are laws.
+    """Paths and bonus tokens of these rows, after whose anchors there are distributions.
 
-    A chain ends with its first node after which there is no law, as if no more had been guessed. Where that node is
-    accepted its token is the bonus, and what comes after it is for the next cycle to find out. Chosen guesses beside
-    the chain are not looked at.
+    A chain ends with its first node after which there is no distribution, as if no more had been guessed. Where that
+    node is accepted its token is the bonus, and what comes after it is for the next cycle to find out. Chosen guesses
+    beside the chain are not looked at.
     """
     chains = []
     for row in rows:
-        chain, count = [0], len(_law(proposal, row).ids)
-        while laws.exists(row, chain[-1]):
+        chain, count = [0], len(_q_of(proposal, row).ids)
+        while distributions.exists(row, chain[-1]):
             following = [child for child in children[row].get(chain[-1], ()) if child < count]
             assert len(following) <= 1, "drawn guesses form a chain"
             if not following:
@@ -102,27 +102,30 @@ def judge_chains(
             chain += following
         chains.append(chain)
     nodes_RN, is_node_RN = _padded(chains)
-    # At an end without a law any other will do, since nothing was drawn from what follows and no bonus is needed.
-    known_RN, _ = _padded([[n if laws.exists(row, n) else 0 for n in c] for row, c in zip(rows, chains, strict=True)])
-    ids_RNK, q_RNK = _sparse_laws(rows, proposal)
+    # At an end without a distribution any other will do, since nothing was drawn from what follows and no bonus is
+    # needed.
+    known_RN, _ = _padded(
+        [[n if distributions.exists(row, n) else 0 for n in c] for row, c in zip(rows, chains, strict=True)]
+    )
+    ids_RNK, q_RNK = _dense_q(rows, proposal)
     each_R1 = torch.arange(len(rows))[:, None]
     ids_RNK, q_RNK = ids_RNK[each_R1, nodes_RN], q_RNK[each_R1, nodes_RN]
-    p_RNK = _p_of(rows, known_RN, ids_RNK, q_RNK, laws)
+    p_RNK = _p_of(rows, known_RN, ids_RNK, q_RNK, distributions)
     has_child_RN1 = pad(is_node_RN, (0, 1))[:, 1:, None]
     p_RNK, q_RNK = p_RNK * has_child_RN1, q_RNK * has_child_RN1
     guesses_RN = _at(proposal.tokens, rows, nodes_RN)
-    # The law of a guess is that of the node before; the anchor has none.
+    # The distribution of a guess is that of the node before; the anchor has none.
     p_and_q = _of_guesses(
         ids_RNK[:, :-1], p_RNK[:, :-1], q_RNK[:, :-1], guesses_RN[:, 1:, None], is_node_RN[:, 1:, None]
     )
     guess_p_RN, guess_q_RN = (pad(values.squeeze(-1), (1, 0)) for values in p_and_q)
     last_R, c_R = accept_block(p_RNK, q_RNK, guess_p_RN, guess_q_RN, _at(tests_BN, rows, nodes_RN))
     end = torch.arange(len(rows)), last_R
-    bonus = _draw_residual(rows, known_RN[end], ids_RNK[end], q_RNK[end], c_R, laws, uniforms_BN)
+    bonus = _draw_residual(rows, known_RN[end], ids_RNK[end], q_RNK[end], c_R, distributions, uniforms_BN)
     paths = [chain[: last + 1] for chain, last in zip(chains, last_R.tolist(), strict=True)]
     for at, (row, path) in enumerate(zip(rows, paths, strict=True)):
-        if not laws.exists(row, path[-1]):
-            bonus[at] = laws.tokens[row][path.pop()]
+        if not distributions.exists(row, path[-1]):
+            bonus[at] = distributions.tokens[row][path.pop()]
     return paths, bonus
 
 
@@ -139,46 +142,53 @@ def _at(values_BN: Tensor, rows: list[int], nodes: Tensor) -> Tensor:
     return values_BN.cpu()[torch.tensor(rows)[:, None], nodes]
 
 
-def _law(proposal: Proposal, row: int) -> SparseLaw:
-    law = proposal.q and proposal.q[row]
-    assert law, "the row has drawn guesses"
-    return law
+def _q_of(proposal: Proposal, row: int) -> SparseDistribution:
+    q = proposal.q and proposal.q[row]
+    assert q, "the row has drawn guesses"
+    return q
 
 
-def _sparse_laws(rows: list[int], proposal: Proposal) -> tuple[Tensor, Tensor]:
+def _dense_q(rows: list[int], proposal: Proposal) -> tuple[Tensor, Tensor]:
     """The tokens `[R, N, K]` that q can offer after each node of these rows, and their probabilities; 0 after nodes
     behind the chain."""
     count = proposal.tokens.size(1)
-    laws = [_law(proposal, row) for row in rows]
+    q = [_q_of(proposal, row) for row in rows]
     ids_RKN, q_RKN = (
         pad_sequence([pad(each, (0, 0, 0, count - len(each))).T for each in part], batch_first=True)
-        for part in ([law.ids for law in laws], [law.probs for law in laws])
+        for part in ([each.ids for each in q], [each.probs for each in q])
     )
     q_RKN = exact(q_RKN).cpu()
-    q_RKN = q_RKN / q_RKN.sum(dim=1, keepdim=True).clamp(min=1e-300)  # a law that nothing was drawn from may be 0
+    # A distribution that nothing was drawn from may be 0.
+    q_RKN = q_RKN / q_RKN.sum(dim=1, keepdim=True).clamp(min=1e-300)
     return ids_RKN.cpu().mT, q_RKN.mT
 
 
-def _p_of(rows: list[int], nodes_RN: Tensor, ids_RNK: Tensor, q_RNK: Tensor, laws: Laws) -> Tensor:
+def _p_of(rows: list[int], nodes_RN: Tensor, ids_RNK: Tensor, q_RNK: Tensor, distributions: Distributions) -> Tensor:
     """p `[R, N, K]` of the tokens that q can offer, 0 where q is: there an id only fills up."""
     every_row = [row for row in rows for _ in range(nodes_RN.size(1))]
-    p_MK = laws.probs_of(every_row, nodes_RN.flatten().tolist(), ids_RNK.flatten(0, 1))
+    p_MK = distributions.probs_of(every_row, nodes_RN.flatten().tolist(), ids_RNK.flatten(0, 1))
     return exact(p_MK).cpu().view_as(q_RNK) * (q_RNK > 0)
 
 
 def _of_guesses(ids: Tensor, p: Tensor, q: Tensor, guesses: Tensor, is_guess: Tensor) -> tuple[Tensor, Tensor]:
-    """p and q `[..., C]` of guesses `[..., C]` from laws `[..., K]`; 0 where there is no guess."""
+    """p and q `[..., C]` of guesses `[..., C]` from distributions `[..., K]`; 0 where there is no guess."""
     same = (ids.unsqueeze(-2) == guesses.unsqueeze(-1)) & is_guess.unsqueeze(-1)
     guess_p, guess_q = (same * p.unsqueeze(-2)).sum(dim=-1), (same * q.unsqueeze(-2)).sum(dim=-1)
-    assert bool(((guess_q > 0) | ~is_guess).all()), "a guess was not drawn from the law q of its parent"
+    assert bool(((guess_q > 0) | ~is_guess).all()), "a guess was not drawn from the distribution q of its parent"
     return guess_p, guess_q
 
 
 def _draw_residual(
-    rows: list[int], nodes_R: Tensor, ids_RK: Tensor, q_RK: Tensor, c_R: Tensor, laws: Laws, uniforms_BN: Tensor
+    rows: list[int],
+    nodes_R: Tensor,
+    ids_RK: Tensor,
+    q_RK: Tensor,
+    c_R: Tensor,
+    distributions: Distributions,
+    uniforms_BN: Tensor,
 ) -> list[int]:
     """Draw the token after the last node of each path from `max(p - c q, 0)`, or from p where nothing is left."""
-    p_RV = exact(laws.probs(rows, nodes_R.tolist()))
+    p_RV = exact(distributions.probs(rows, nodes_R.tolist()))
     taken = (c_R.unsqueeze(-1) * q_RK).to(p_RV.device)
     rest = p_RV.scatter_add(-1, ids_RK.to(p_RV.device), -taken).clamp(min=0)
     rest = torch.where(rest.sum(dim=-1, keepdim=True) > 0, rest, p_RV)

@@ -1,4 +1,4 @@
-"""The law of the next token after each node of a proposal."""
+"""The distribution of the next token after each node of a proposal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Rules(Protocol):
         """The tokens that may follow the output and these, `[V]` bool on the CPU; None where there are none."""
 
 
-class Laws:
+class Distributions:
     """The target's distribution p after each node of a proposal, computed where it is asked for.
 
     Which tokens are penalised depends on what comes before: after node i these are the prompt, the output, and the
@@ -42,7 +42,7 @@ class Laws:
     Attributes:
         tokens: The nodes' tokens, a list a row.
         argmax: The token after each node where no row is sampled or adjusted; else None.
-        invalid_rows: Rows without a law at some node, see `exists`.
+        invalid_rows: Rows without a distribution at some node, see `exists`.
         draws_ahead: Whether the first draw draws at all nodes. On a GPU, for there the host waits once for all of them
             instead of once a level of the tree, and the nodes that no walk reaches cost little.
     """
@@ -80,8 +80,9 @@ class Laws:
         self.argmax = self._best if is_plain else None
 
     def exists(self, row: int, node: int) -> bool:
-        """Whether there is a law after a node. There is none where a logit is NaN or +inf, or all are -inf; a single
-        -inf is legal. Nor where the rules of a row leave no token that is possible, or forbid the node itself."""
+        """Whether there is a distribution after a node. There is none where a logit is NaN or +inf, or all are -inf; a
+        single -inf is legal. Nor where the rules of a row leave no token that is possible, or forbid the node
+        itself."""
         return self._best[row][node] != -1 and (row not in self._rules or self._allowed_at(row, node) is not None)
 
     def _allowed_at(self, row: int, node: int) -> Tensor | None:
@@ -102,7 +103,7 @@ class Laws:
         is asked for, and nothing for the others.
 
         Args:
-            rows, nodes: Node `nodes[m]` of row `rows[m]`, for M nodes after which there are laws.
+            rows, nodes: Node `nodes[m]` of row `rows[m]`, for M nodes after which there are distributions.
             uniforms_BN: A number in [0, 1) for each node of the proposal, float64; None if all rows are greedy.
         """
         if not self.draws_ahead:
@@ -186,7 +187,7 @@ class Laws:
         ruled = [m for m, row in enumerate(rows) if row in self._rules] if self._rules else ()
         for m in ruled:
             allowed = self._allowed_at(rows[m], nodes[m])
-            assert allowed is not None, "there is no law after this node"
+            assert allowed is not None, "there is no distribution after this node"
             scores_MV[m].masked_fill_(~allowed, -torch.inf)
         return scores_MV
 
@@ -221,7 +222,8 @@ def probabilities(logits_BNV: Tensor, params: Sequence[SamplingParams]) -> Tenso
 
     Args:
         logits_BNV: Logits `[B, N, V]`, any float dtype.
-        params: One entry a row. Bias and penalties, which depend on the tokens before a node, are left to `Laws`.
+        params: One entry a row. Bias and penalties, which depend on the tokens before a node, are left to
+            `Distributions`.
 
     Returns:
         `[B, N, V]` float32, each row summing to 1; one-hot where the temperature is 0. Of equal logits the lowest
@@ -273,11 +275,11 @@ def _best_probabilities(scores_MV: Tensor, top_k: int, top_p: float, head: int) 
     if top_p < 1:
         # A token stays if the tokens before it do not reach top_p yet; the first one always stays.
         probs = probs.masked_fill(probs.cumsum(dim=-1) - probs >= top_p, 0.0)
-    laws_MV = torch.zeros_like(scores_MV).scatter_(-1, ids, probs / probs.sum(dim=-1, keepdim=True))
+    probs_MV = torch.zeros_like(scores_MV).scatter_(-1, ids, probs / probs.sum(dim=-1, keepdim=True))
     if scores.size(-1) < vocabulary:
         # What was not looked at scores no more than the last of the head. If that one and its equals are cut, so is
         # the rest; where they are not, the row needs the whole vocabulary.
         cut_short = ((scores == scores[:, -1:]) & (probs > 0)).any(dim=-1)
         if cut_short.any():
-            laws_MV[cut_short] = _best_probabilities(scores_MV[cut_short], top_k, top_p, MORE * head)
-    return laws_MV
+            probs_MV[cut_short] = _best_probabilities(scores_MV[cut_short], top_k, top_p, MORE * head)
+    return probs_MV

@@ -15,8 +15,8 @@ from blockdraft.types import RequestDrafting, SamplingParams
 
 
 @dataclass(frozen=True)
-class SparseLaw:
-    """Laws over a few tokens each: node j of a row drew its children from `probs[j]` over `ids[j]`.
+class SparseDistribution:
+    """Distributions over a few tokens each: node j of a row drew its children from `probs[j]` over `ids[j]`.
 
     Attributes:
         ids: `[M, K]` int64, distinct tokens after the first M nodes, of which the last one draws no more; of several
@@ -37,10 +37,11 @@ class Proposal:
         parents: `[B, N]` int64 on the CPU, whatever the device of the tokens: what shape a tree has is known to the
             host, and no one should have to wait for a GPU to ask. `parents[b, i] < i` for i > 0, and -1 for node 0. A
             row with fewer guesses than the others is filled up with nodes whose parent is -1 too; nothing accepts them.
-        q: For each row the laws that its guesses were drawn from at random, each from the law of the node before; None
-            for a row whose guesses were chosen (argmax, top-k, n-gram, ...). None instead of a tuple where every row's
-            guesses were chosen. The nodes that have laws, from node 0 on, are a chain, and how many they are must not
-            depend on what was drawn. Nodes behind them were chosen; they may follow any node and depend on all.
+        q: For each row the distributions that its guesses were drawn from at random, each from the distribution of the
+            node before; None for a row whose guesses were chosen (argmax, top-k, n-gram, ...). None instead of a tuple
+            where every row's guesses were chosen. The nodes that have distributions, from node 0 on, are a chain, and
+            how many they are must not depend on what was drawn. Nodes behind them were chosen; they may follow any node
+            and depend on all.
         expected: For each row the number of guesses that the drafter's probabilities let expect to be accepted; None
             where that was not computed.
         chances: For each row the chance of each guess to be accepted with all before it on its path, in the order of
@@ -49,7 +50,7 @@ class Proposal:
 
     tokens: Tensor
     parents: Tensor
-    q: tuple[SparseLaw | None, ...] | None = None
+    q: tuple[SparseDistribution | None, ...] | None = None
     expected: tuple[float, ...] | None = None
     chances: tuple[tuple[float, ...], ...] | None = None
 
@@ -128,7 +129,7 @@ class Plan:
 
     Attributes:
         block_size: Most tokens on a path, anchor included; a drafter may return fewer.
-        params: Of each row; a guess is best chosen or drawn under the law that the target will follow.
+        params: Of each row; a guess is best chosen or drawn under the distribution that the target will follow.
         tree_budget: Most guesses of each row's tree; 0 asks for chains. A drafter that has no trees returns chains.
         cycle_seconds: Time of a whole cycle with 0, 1, 2, ... guesses a row. With it only as many guesses are worth
             returning as maximise the expected tokens over this time; None asks for as many as the rest allows.
@@ -150,26 +151,28 @@ class Plan:
     draft_passes: int | None = None
 
 
-LAW_SIZE = 64  # most probable tokens among which a guess is drawn
+SPARSE_SIZE = 64  # most probable tokens among which a guess is drawn
 
 
-def cut_laws(probs: Tensor) -> SparseLaw:
-    """Laws `[..., V]` cut to their `LAW_SIZE` most probable tokens, `[..., K]`."""
-    top = probs.topk(min(LAW_SIZE, probs.size(-1)), dim=-1)
-    return SparseLaw(top.indices, top.values / top.values.sum(dim=-1, keepdim=True))
+def sparsify(probs: Tensor) -> SparseDistribution:
+    """Distributions `[..., V]` cut to their `SPARSE_SIZE` most probable tokens, `[..., K]`."""
+    top = probs.topk(min(SPARSE_SIZE, probs.size(-1)), dim=-1)
+    return SparseDistribution(top.indices, top.values / top.values.sum(dim=-1, keepdim=True))
 
 
-def chain_laws(laws_BDK: SparseLaw, count: int, params: Sequence[SamplingParams]) -> tuple[SparseLaw | None, ...]:
-    """q of chains of `count` guesses that were drawn from one law a depth.
+def chain_q(
+    q_BDK: SparseDistribution, count: int, params: Sequence[SamplingParams]
+) -> tuple[SparseDistribution | None, ...]:
+    """q of chains of `count` guesses that were drawn from one distribution a depth.
 
     Args:
-        laws_BDK: `[B, D, K]`, D at least `count`.
-        params: Of each row; one at temperature 0 draws nothing and has no laws.
+        q_BDK: `[B, D, K]`, D at least `count`.
+        params: Of each row; one at temperature 0 draws nothing and has no distributions.
     """
-    # Node j's law draws node j + 1. The last node draws none, so any law will do.
-    nodes = [min(node, laws_BDK.ids.size(1) - 1) for node in range(1 + count)]
+    # Node j's distribution draws node j + 1. The last node draws none, so any distribution will do.
+    nodes = [min(node, q_BDK.ids.size(1) - 1) for node in range(1 + count)]
     return tuple(
-        SparseLaw(laws_BDK.ids[row, nodes], laws_BDK.probs[row, nodes]) if p.temperature > 0 else None
+        SparseDistribution(q_BDK.ids[row, nodes], q_BDK.probs[row, nodes]) if p.temperature > 0 else None
         for row, p in enumerate(params)
     )
 
@@ -178,7 +181,7 @@ def cut(proposal: Proposal, bounds: Sequence[RequestDrafting | None]) -> Proposa
     """The proposal with as many guesses as the request of each row allows; None allows all.
 
     What is cut depends on the shape of a tree and never on its tokens, and drawn guesses come first, so they keep their
-    laws.
+    distributions.
     """
     rows = [
         _kept(parents, depths, bound)
@@ -191,15 +194,15 @@ def cut(proposal: Proposal, bounds: Sequence[RequestDrafting | None]) -> Proposa
         parents.append([*(places[before[node]] for node in kept), *[-1] * (count - len(kept))])
     index = torch.tensor([[*kept, *[0] * (count - len(kept))] for kept in rows])
     q = None
-    if proposal.q is not None:  # of drawn chains the first nodes stay; one without guesses has no law
-        q = tuple(law and _cut_law(law, kept) for law, kept in zip(proposal.q, rows, strict=True))
+    if proposal.q is not None:  # of drawn chains the first nodes stay; one without guesses has no distribution
+        q = tuple(dist and _cut_q(dist, kept) for dist, kept in zip(proposal.q, rows, strict=True))
     tokens = proposal.tokens.gather(1, send(index, proposal.tokens.device))
     return Proposal(tokens, torch.tensor(parents), q if q and any(q) else None, proposal.expected)
 
 
-def _cut_law(law: SparseLaw, kept: Sequence[int]) -> SparseLaw | None:
-    count = sum(node < len(law.ids) for node in kept)
-    return SparseLaw(law.ids[:count], law.probs[:count]) if count > 1 else None
+def _cut_q(dist: SparseDistribution, kept: Sequence[int]) -> SparseDistribution | None:
+    count = sum(node < len(dist.ids) for node in kept)
+    return SparseDistribution(dist.ids[:count], dist.probs[:count]) if count > 1 else None
 
 
 def _kept(parents: Sequence[int], depths: Sequence[int], bound: RequestDrafting | None) -> list[int]:

@@ -22,8 +22,8 @@ def best_tokens(logits: Tensor) -> Tensor:
 
 
 def best_and_own(logits_BNV: Tensor, tokens_BN: Tensor) -> tuple[list[list[int]], list[list[int]]]:
-    """The best token after each node and the node's own. The former is -1 where there is no law: the maximum is NaN if
-    there is one, and -inf if no token is possible."""
+    """The best token after each node and the node's own. The former is -1 where there is no distribution: the maximum
+    is NaN if there is one, and -inf if no token is possible."""
     if logits_BNV.device.type != "cpu":
         highest, best = logits_BNV.max(dim=-1)
         # The one time in a greedy cycle that the host waits for a GPU.
@@ -66,8 +66,8 @@ class RandomNumbers:
 
     Because a number belongs to a position and not to a moment, the same seed gives the same tokens with any drafter
     that chooses its guesses, any block size and any neighbours. Drawn guesses, and the tests whether to accept them,
-    need numbers of their own (`fresh`), so there the tokens of a seed depend on the drafter and only their law does
-    not.
+    need numbers of their own (`fresh`), so there the tokens of a seed depend on the drafter and only their distribution
+    does not.
     """
 
     CHUNK = 256  # numbers drawn at once; part of what a seed means

@@ -59,7 +59,8 @@ def lattice_tree(
     cycle_seconds: Sequence[float] | None = None,
     trust: float = 1.0,
 ) -> Proposal:
-    """The tree with the largest expected accepted length where the law of a guess depends on the guess before it.
+    """The tree with the largest expected accepted length where the distribution of a guess depends on the guess before
+    it.
 
     It grows like that of `best_first`; a node's children are scored given the node's own token.
 

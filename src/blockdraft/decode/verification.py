@@ -1,4 +1,4 @@
-"""Verification: a pure function of the proposal, the target's laws and random numbers."""
+"""Verification: a pure function of the proposal, the target's distributions and random numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from blockdraft.decode.block_verification import judge_chains
-from blockdraft.decode.distributions import Laws
+from blockdraft.decode.distributions import Distributions
 from blockdraft.decode.proposal import Proposal
 
 
@@ -16,7 +16,7 @@ from blockdraft.decode.proposal import Proposal
 class Verdict:
     """Attributes:
     path: For each row the accepted nodes from the anchor on, so it begins with 0; empty for a row whose walk met a
-        node without a law.
+        node without a distribution.
     bonus: For each row the token drawn at the end of the path, which becomes the next anchor; -1 where the path is
         empty.
     """
@@ -25,8 +25,10 @@ class Verdict:
     bonus: list[int]
 
 
-def verify(proposal: Proposal, laws: Laws, uniforms_BN: Tensor | None, tests_BN: Tensor | None = None) -> Verdict:
-    """Accept as many guesses as can stand without changing the law of the output.
+def verify(
+    proposal: Proposal, distributions: Distributions, uniforms_BN: Tensor | None, tests_BN: Tensor | None = None
+) -> Verdict:
+    """Accept as many guesses as can stand without changing the distribution of the output.
 
     How a row is judged follows from how its guesses came about:
 
@@ -38,37 +40,38 @@ def verify(proposal: Proposal, laws: Laws, uniforms_BN: Tensor | None, tests_BN:
       as testing token by token. Where a chain ends, the token after it is settled; if a chosen guess beside the chain
       holds it, the walk goes on from there as above. So what stands beside may depend on what was drawn.
 
-    A row whose walk meets a node without a law gets an empty path and the bonus -1; the others do not notice, nor does
-    a row that has such nodes where no walk comes by. A chain of drawn guesses is cut before what follows such a node.
+    A row whose walk meets a node without a distribution gets an empty path and the bonus -1; the others do not notice,
+    nor does a row that has such nodes where no walk comes by. A chain of drawn guesses is cut before what follows such
+    a node.
 
     Args:
         proposal: Trees of B rows and N nodes.
-        laws: p after each of these nodes.
+        distributions: p after each of these nodes.
         uniforms_BN: A number in [0, 1) for each node, float64, for the token drawn there. Nodes of one depth may
             share a number, because a path holds one node of each depth. None if every row is greedy.
         tests_BN: A number in [0, 1) for each node, float64, for its acceptance, independent of all other numbers,
             those that drew the guesses included. None if no row has drawn guesses.
     """
-    if laws.argmax is not None and proposal.q is None:
-        return _follow(proposal.parent_lists, laws.tokens, laws.argmax)
-    tokens = laws.tokens
+    if distributions.argmax is not None and proposal.q is None:
+        return _follow(proposal.parent_lists, distributions.tokens, distributions.argmax)
+    tokens = distributions.tokens
     children = [children_of(parents) for parents in proposal.parent_lists]
     q = proposal.q or (None,) * len(tokens)
-    drawn = [row for row in range(len(tokens)) if q[row] is not None and laws.exists(row, 0)]
+    drawn = [row for row in range(len(tokens)) if q[row] is not None and distributions.exists(row, 0)]
     paths: list[list[int]] = [[0] if q[row] is None else [] for row in range(len(tokens))]
     bonus = [-1] * len(tokens)
     if drawn:
         assert uniforms_BN is not None and tests_BN is not None, "drawn guesses need numbers"
-        judged = judge_chains(drawn, proposal, children, laws, uniforms_BN, tests_BN)
+        judged = judge_chains(drawn, proposal, children, distributions, uniforms_BN, tests_BN)
         for row, path, token in zip(drawn, *judged, strict=True):
             paths[row], bonus[row] = path, token
 
     def goes_on(row: int) -> bool:
         """Descend to the child that holds the token after the path, if there is one. A row of drawn guesses does not
-        fail for lack of a law: its path ends before, and what follows is for the next cycle to find out."""
+        fail for lack of a distribution: its path ends before, and what follows is for the next cycle to find out."""
         following = children[row].get(paths[row][-1], ())
         matching = [child for child in following if tokens[row][child] == bonus[row]]
-        if not matching or (q[row] is not None and not laws.exists(row, matching[0])):
+        if not matching or (q[row] is not None and not distributions.exists(row, matching[0])):
             return False
         paths[row].append(matching[0])
         return True
@@ -76,18 +79,18 @@ def verify(proposal: Proposal, laws: Laws, uniforms_BN: Tensor | None, tests_BN:
     # All rows a level at a time.
     walking = [row for row in range(len(tokens)) if q[row] is None or (paths[row] and goes_on(row))]
     while walking:
-        for row in [row for row in walking if not laws.exists(row, paths[row][-1])]:
+        for row in [row for row in walking if not distributions.exists(row, paths[row][-1])]:
             paths[row], bonus[row] = [], -1
         walking = [row for row in walking if paths[row]]
         nodes = [paths[row][-1] for row in walking]
-        for row, token in zip(walking, laws.draw(walking, nodes, uniforms_BN), strict=True):
+        for row, token in zip(walking, distributions.draw(walking, nodes, uniforms_BN), strict=True):
             bonus[row] = token
         walking = [row for row in walking if goes_on(row)]
     return Verdict(paths, bonus)
 
 
 def _follow(parents: list[list[int]], tokens: list[list[int]], argmax: list[list[int]]) -> Verdict:
-    """The verdict where the token after each node is known, without a draw; -1 after a node is no law."""
+    """The verdict where the token after each node is known, without a draw; -1 after a node is no distribution."""
     paths, bonus = [], []
     for above, own, following in zip(parents, tokens, argmax, strict=True):
         # Of two children with the same token the first is taken, hence the reverse order.

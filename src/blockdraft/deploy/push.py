@@ -159,7 +159,7 @@ def model_card(report: Report, target: str, repo: str | None, known: Known, lice
         f"# A drafter for {target if is_hub_name else Path(target).name}",
         "",
         "It guesses what its target will say, which then says the same in fewer steps: greedy answers are the target's "
-        "own, token by token, and sampled ones have its law.",
+        "own, token by token, and sampled ones have its distribution.",
         "",
         f"{architecture} with {counted(report.about['layers'], 'layer')} and "
         f"{report.about['parameters'] / 1e6:,.1f} M parameters, in the {report.layout} layout. It guesses up to "

@@ -193,14 +193,14 @@ class Sampler:
         logits = hide_mask_token(logits, self.model.config.mask_token_id)
         if rows[0][0].is_filled:
             logits[:, [token for token in self.model.text.eos_token_ids if token < logits.size(-1)]] = -torch.inf
-        laws = logits.log_softmax(dim=-1)
+        log_probs = logits.log_softmax(dim=-1)
         probs = probabilities(logits[None], [self._params])[0]
         sizes = [len(places) for _, places in rows]
         numbers = [torch.rand(len(row.order), generator=row.generator, dtype=torch.float64) for row, _ in rows]
         uniforms = torch.cat([drawn[places] for drawn, (_, places) in zip(numbers, rows, strict=True)])
         tokens = draw(probs, uniforms)
-        confidence = laws.gather(-1, tokens[:, None].to(laws.device)).squeeze(-1).exp().cpu()
-        entropy = -(laws.exp() * laws.masked_fill(laws == -torch.inf, 0.0)).sum(dim=-1).cpu()
+        confidence = log_probs.gather(-1, tokens[:, None].to(log_probs.device)).squeeze(-1).exp().cpu()
+        entropy = -(log_probs.exp() * log_probs.masked_fill(log_probs == -torch.inf, 0.0)).sum(dim=-1).cpu()
         parts = (each.split(sizes) for each in (tokens.cpu(), confidence, entropy))
         for (row, places), ids, sure, nats in zip(rows, *parts, strict=True):
             kept = self.strategy.choose(Guesses(sure, nats, row.order[places]))

@@ -18,8 +18,8 @@ class Guesses:
     """What the model says of the M tokens of one block that are not known yet, from left to right.
 
     Attributes:
-        confidence: `[M]` probability of each guess under the model's own law, before temperature and cuts.
-        entropy: `[M]` nats, of that law.
+        confidence: `[M]` probability of each guess under the model's own distribution, before temperature and cuts.
+        entropy: `[M]` nats, of that distribution.
         order: `[M]` uniform numbers, one of each place of the block, which stay the same in all its passes.
     """
 

@@ -173,16 +173,16 @@ class AheadDrafter:
         state.cache.commit([range(len(new)) for new in unread])
         places, following = list[list[int]](), list[Tensor]()
         for row, (new, chain) in enumerate(zip(unread, chains, strict=True)):
-            laws = logits[row, len(new) : len(new) + len(chain)].float().log_softmax(-1)
-            rest = torch.tensor(chain[1:], device=laws.device)[:, None]
-            own = laws[:-1].gather(1, rest)
+            log_probs = logits[row, len(new) : len(new) + len(chain)].float().log_softmax(-1)
+            rest = torch.tensor(chain[1:], device=log_probs.device)[:, None]
+            own = log_probs[:-1].gather(1, rest)
             chances = own[:, 0].exp().tolist()
             for place in range(1, len(rest)):  # where fewer guesses were verified than there are
                 outcomes[row][tuple(chain[: place + 1])] = list(zip(chain[place + 1 :], chances[place:], strict=True))
             survival = torch.cat([own.new_zeros(1), own[:, 0].cumsum(0)])
-            laws[:-1].scatter_(1, rest, float("-inf"))  # with the next guess more would be accepted
-            size = laws.size(1)
-            best = (survival[:, None] + laws).flatten().topk(min(self._count, size - 1)).indices
+            log_probs[:-1].scatter_(1, rest, float("-inf"))  # with the next guess more would be accepted
+            size = log_probs.size(1)
+            best = (survival[:, None] + log_probs).flatten().topk(min(self._count, size - 1)).indices
             places.append((best // size).tolist())
             following.append(best % size)
         return places, torch.stack(following)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from blockdraft.decode.proposal import Plan, Proposal, SparseLaw, chain
+from blockdraft.decode.proposal import Plan, Proposal, SparseDistribution, chain
 from blockdraft.decode.tree import best_count
 from blockdraft.drafters.base import Drafter, Entry, State
 from blockdraft.errors import UsageError
@@ -89,7 +89,7 @@ class CombinedDrafter:
 
     Where guesses are drawn, the first drafter that can draw does so. A tree has its chain whole, and guesses of the
     others beside it. For a choice between chains, what it is expected to yield is what its chains have yielded in the
-    row so far: a choice by what was drawn would shift the law of the output.
+    row so far: a choice by what was drawn would shift the distribution of the output.
 
     Args:
         parts: Two or more, each of another kind or folder. Ties go to the first.
@@ -165,7 +165,7 @@ class CombinedDrafter:
             tokens.append(texts[best][row])
             parents.append(proposals[best].parent_lists[row])
         q = tuple(None if each.q is None else each.q[row] for row, each in enumerate(chosen))
-        return Proposal(*_filled(anchor, tokens, parents), q if any(law is not None for law in q) else None)
+        return Proposal(*_filled(anchor, tokens, parents), q if any(dist is not None for dist in q) else None)
 
 
 def _asked(part: Drafter, plan: Plan) -> Plan:
@@ -227,11 +227,11 @@ def beside(anchor: Tensor, drawn: Proposal, others: Sequence[Proposal], budget: 
         others: As in `merged`.
     """
     chains, texts = drawn.tokens.tolist(), [proposal.tokens.tolist() for proposal in others]
-    rows, above, laws = list[list[int]](), list[list[int]](), list[SparseLaw | None]()
+    rows, above, dists = list[list[int]](), list[list[int]](), list[SparseDistribution | None]()
     for row in range(len(anchor)):
         parents = [parent for node, parent in enumerate(drawn.parent_lists[row]) if node == 0 or parent >= 0]
-        tokens, law = chains[row][: len(parents)], None if drawn.q is None else drawn.q[row]
-        laws.append(law and SparseLaw(law.ids[: len(parents)], law.probs[: len(parents)]))
+        tokens, dist = chains[row][: len(parents)], None if drawn.q is None else drawn.q[row]
+        dists.append(dist and SparseDistribution(dist.ids[: len(parents)], dist.probs[: len(parents)]))
         nodes = {(parents[node], tokens[node]): node for node in range(1, len(parents))}
         trees = [
             (said[row], proposal.parent_lists[row], _chances(proposal, row))
@@ -249,7 +249,7 @@ def beside(anchor: Tensor, drawn: Proposal, others: Sequence[Proposal], budget: 
             places.append(nodes[at])
         rows.append(tokens)
         above.append(parents)
-    return Proposal(*_filled(anchor, rows, above), tuple(laws))
+    return Proposal(*_filled(anchor, rows, above), tuple(dists))
 
 
 def _chances(proposal: Proposal, row: int) -> Sequence[float]:

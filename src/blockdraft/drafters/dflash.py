@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.decode.distributions import probabilities
-from blockdraft.decode.proposal import Plan, Proposal, chain, chain_laws, cut_laws
+from blockdraft.decode.proposal import Plan, Proposal, chain, chain_q, sparsify
 from blockdraft.decode.sampling import best_tokens, draw
 from blockdraft.decode.tree import best_count, best_first, paying_tree
 from blockdraft.drafters.base import DIFFUSION_STEPS, NOISE_SCHEDULE, NOISE_SCHEDULES, Entry, check_refinement
@@ -177,7 +177,7 @@ class DFlashDrafter:
 
 
 def independent_guesses(anchor: Tensor, logits: Tensor, plan: Plan) -> Proposal:
-    """A proposal of guesses whose laws do not depend on each other: as many as the plan asks for.
+    """A proposal of guesses whose distributions do not depend on each other: as many as the plan asks for.
 
     Args:
         anchor: `[B]` int64.
@@ -197,24 +197,25 @@ def independent_guesses(anchor: Tensor, logits: Tensor, plan: Plan) -> Proposal:
 
 
 def drawn_chain(anchor: Tensor, logits: Tensor, plan: Plan) -> Proposal:
-    """Guesses drawn with `plan.draws` from one law a position.
+    """Guesses drawn with `plan.draws` from one distribution a position.
 
-    A row at temperature 0 has the argmax for its guesses and no laws. The length that `plan.cycle_seconds` asks for
-    must not depend on what was drawn, or the output would lose its law; it is that of a chain of chosen guesses.
+    A row at temperature 0 has the argmax for its guesses and no distributions. The length that `plan.cycle_seconds`
+    asks for must not depend on what was drawn, or the output would lose its distribution; it is that of a chain of
+    chosen guesses.
 
     Args:
         anchor: `[B]` int64.
         logits: `[B, D, V]`.
     """
     assert plan.draws is not None
-    laws = cut_laws(probabilities(logits, plan.params))
-    guesses = laws.ids.gather(2, draw(laws.probs, plan.draws).to(logits.device).unsqueeze(2)).squeeze(2)
+    dists = sparsify(probabilities(logits, plan.params))
+    guesses = dists.ids.gather(2, draw(dists.probs, plan.draws).to(logits.device).unsqueeze(2)).squeeze(2)
     count = guesses.size(1)
     if plan.cycle_seconds is not None:
         best = log_probabilities(logits, plan.params).amax(dim=-1)
         count = best_count(best.cumsum(dim=-1).exp().tolist(), plan.cycle_seconds, plan.trust)
     tokens = torch.cat([anchor[:, None], guesses[:, :count]], dim=1)
-    return Proposal(tokens, chain(tokens).parents, chain_laws(laws, count, plan.params))
+    return Proposal(tokens, chain(tokens).parents, chain_q(dists, count, plan.params))
 
 
 def log_probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.decode.distributions import probabilities
-from blockdraft.decode.proposal import Plan, Proposal, SparseLaw, chain, chain_laws
+from blockdraft.decode.proposal import Plan, Proposal, SparseDistribution, chain, chain_q
 from blockdraft.decode.sampling import best_tokens, draw
 from blockdraft.decode.tree import best_count, lattice_tree
 from blockdraft.drafters.base import Entry
@@ -25,9 +25,9 @@ from blockdraft.targets import Target
 class DFlash2Drafter(DFlashDrafter):
     """Drafts with a DFlash2 network.
 
-    A chain follows the best candidate after each guess; a drawn one draws among the candidates, and that law is q. A
-    tree has each node's children scored given its own token. How likely a guess is, which decides how many pay, is
-    measured over the whole vocabulary, where tokens that are no candidates keep their own logits.
+    A chain follows the best candidate after each guess; a drawn one draws among the candidates, and that distribution
+    is q. A tree has each node's children scored given its own token. How likely a guess is, which decides how many pay,
+    is measured over the whole vocabulary, where tokens that are no candidates keep their own logits.
     """
 
     network: DFlash2Network
@@ -46,9 +46,9 @@ class DFlash2Drafter(DFlashDrafter):
             path_probs = path_BD.cumsum(dim=-1).exp().tolist()
             count = best_count(path_probs, plan.cycle_seconds, plan.trust)
             expected = tuple(sum(probs[:count]) for probs in path_probs)
-        if drawn:  # the length was that of chosen guesses, whatever is drawn, or the output would lose its law
-            ranks_BD, laws = _draw(ids_BDK, scores_BDKK, plan)
-            q, expected = chain_laws(laws, count, plan.params), None
+        if drawn:  # the length was that of chosen guesses, whatever is drawn, or the output would lose its distribution
+            ranks_BD, dists = _draw(ids_BDK, scores_BDKK, plan)
+            q, expected = chain_q(dists, count, plan.params), None
         guesses = ids_BDK.gather(2, ranks_BD.unsqueeze(2)).squeeze(2)
         tokens = torch.cat([anchor[:, None], guesses[:, :count]], dim=1)
         return Proposal(tokens, chain(tokens).parents, q, expected)
@@ -73,18 +73,18 @@ def walk(next_BDK: Tensor) -> Tensor:
     return next_BDK[:, :, 0]
 
 
-def _draw(ids_BDK: Tensor, scores_BDKK: Tensor, plan: Plan) -> tuple[Tensor, SparseLaw]:
-    """Candidates drawn with `plan.draws`, `[B, D]`, and the laws `[B, D, K]` that they were drawn from.
+def _draw(ids_BDK: Tensor, scores_BDKK: Tensor, plan: Plan) -> tuple[Tensor, SparseDistribution]:
+    """Candidates drawn with `plan.draws`, `[B, D]`, and the distributions `[B, D, K]` that they were drawn from.
 
-    The row's own temperature and cuts make a law of scores. Each slot draws after every candidate of the slot before,
-    with one number, and the walk takes what it meets.
+    The row's own temperature and cuts make a distribution of scores. Each slot draws after every candidate of the slot
+    before, with one number, and the walk takes what it meets.
     """
     assert plan.draws is not None
     count = ids_BDK.size(2)
     probs = probabilities(scores_BDKK.flatten(1, 2), plan.params)
     next_BDK = draw(probs, plan.draws.repeat_interleave(count, dim=1)).to(ids_BDK.device).unflatten(1, (-1, count))
     ranks_BD = walk(next_BDK)
-    return ranks_BD, SparseLaw(ids_BDK, _after(probs.view_as(scores_BDKK), ranks_BD))
+    return ranks_BD, SparseDistribution(ids_BDK, _after(probs.view_as(scores_BDKK), ranks_BD))
 
 
 def _after(values_BDKK: Tensor, ranks_BD: Tensor) -> Tensor:

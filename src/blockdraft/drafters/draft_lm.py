@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from blockdraft.decode.distributions import probabilities
-from blockdraft.decode.proposal import Plan, Proposal, SparseLaw, chain, chain_laws, cut_laws
+from blockdraft.decode.proposal import Plan, Proposal, SparseDistribution, chain, chain_q, sparsify
 from blockdraft.decode.sampling import best_tokens, draw
 from blockdraft.decode.tree import next_pays
 from blockdraft.drafters.base import Entry, check_same_tokens
@@ -105,13 +105,13 @@ class DraftState:
 class DraftLMDrafter:
     """Drafts chains with a causal language model.
 
-    A guess is the model's most probable token or, where `plan.draws` is set, drawn from its law under the row's
-    sampling parameters, cut to the `LAW_SIZE` most probable tokens. A row that has reached the model's context gets
-    fewer guesses, in the end none.
+    A guess is the model's most probable token or, where `plan.draws` is set, drawn from its distribution under the
+    row's sampling parameters, cut to the `SPARSE_SIZE` most probable tokens. A row that has reached the model's context
+    gets fewer guesses, in the end none.
 
     With `plan.cycle_seconds` drafting ends once even a guess as likely as the last one would not pay; the model's
-    probabilities stand for the target's. Where guesses are drawn it is ignored: each law depends on the guesses before
-    it, and the length of a drawn chain must not depend on what was drawn.
+    probabilities stand for the target's. Where guesses are drawn it is ignored: each distribution depends on the
+    guesses before it, and the length of a drawn chain must not depend on what was drawn.
 
     Args:
         model: The draft model.
@@ -182,7 +182,7 @@ class DraftLMDrafter:
         draws = plan.draws if any(params.temperature > 0 for params in plan.params) else None
         seconds = plan.cycle_seconds if draws is None else None
         known = [[*t, a] if free else [] for t, a, free in zip(state.texts, anchor.tolist(), room, strict=True)]
-        guesses, laws = [anchor], list[SparseLaw]()
+        guesses, dists = [anchor], list[SparseDistribution]()
         expected = torch.zeros(len(room), device=anchor.device)  # guesses of each row, times their survival
         survival = torch.tensor([float(free > 0) for free in room], device=anchor.device)
         survivals = list[list[float]]()
@@ -203,9 +203,9 @@ class DraftLMDrafter:
                     logits = self.forward(guesses[-1][:, None], state.cache)[:, 0]
                     state.cache.commit([[0] if free > depth else [] for free in room])
                 if draws is not None:
-                    laws.append(cut_laws(probabilities(logits[:, None], plan.params)))  # [B, 1, K]
-                    drawn = draw(laws[-1].probs, draws[:, depth : depth + 1])
-                    guess = laws[-1].ids[:, 0].gather(1, drawn.to(anchor.device))[:, 0]
+                    dists.append(sparsify(probabilities(logits[:, None], plan.params)))  # [B, 1, K]
+                    drawn = draw(dists[-1].probs, draws[:, depth : depth + 1])
+                    guess = dists[-1].ids[:, 0].gather(1, drawn.to(anchor.device))[:, 0]
                 else:
                     guess = best_tokens(logits)
                 if seconds:
@@ -224,16 +224,16 @@ class DraftLMDrafter:
         tokens = tokens.to(wanted_on)
         past = torch.arange(made + 1) > torch.tensor(room)[:, None]
         parents = chain(tokens).parents.masked_fill(past, -1)
-        if not laws:
+        if not dists:
             if not seconds:
                 return Proposal(tokens, parents)
             chances = tuple(tuple(each[row] for each in survivals[:free]) for row, free in enumerate(room))
             return Proposal(tokens, parents, expected=tuple(expected.tolist()), chances=chances)
-        drawn_from = SparseLaw(
-            torch.cat([law.ids for law in laws], 1).to(wanted_on),
-            torch.cat([law.probs for law in laws], 1).to(wanted_on),
+        drawn_from = SparseDistribution(
+            torch.cat([dist.ids for dist in dists], 1).to(wanted_on),
+            torch.cat([dist.probs for dist in dists], 1).to(wanted_on),
         )
-        return Proposal(tokens, parents, chain_laws(drawn_from, made, plan.params))
+        return Proposal(tokens, parents, chain_q(drawn_from, made, plan.params))
 
     @torch.no_grad()
     def _read(self, state: DraftState, texts: Sequence[list[int]]) -> Tensor:

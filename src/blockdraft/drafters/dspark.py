@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.decode.distributions import probabilities
-from blockdraft.decode.proposal import Plan, Proposal, SparseLaw, chain, chain_laws, cut_laws
+from blockdraft.decode.proposal import Plan, Proposal, SparseDistribution, chain, chain_q, sparsify
 from blockdraft.decode.sampling import best_tokens, draw
 from blockdraft.decode.tree import best_count, lattice_tree
 from blockdraft.drafters.base import NOISE_SCHEDULE, Entry
@@ -33,9 +33,9 @@ LEAST = 1e-6  # chance that is left to what the confidence head thinks impossibl
 class DSparkDrafter(DFlashDrafter):
     """Drafts with a DSpark network, whose B slots guess B tokens: a path has up to B + 1, the anchor included.
 
-    A chain follows the best token after each guess; a drawn one draws from the whole corrected law, and that is q. A
-    tree has each node's children scored given its own token. How many guesses pay is decided by the confidence head,
-    or, where the checkpoint has none, by the drafter's probabilities.
+    A chain follows the best token after each guess; a drawn one draws from the whole corrected distribution, and that
+    is q. A tree has each node's children scored given its own token. How many guesses pay is decided by the confidence
+    head, or, where the checkpoint has none, by the drafter's probabilities.
     """
 
     network: DSparkNetwork
@@ -82,8 +82,8 @@ class DSparkDrafter(DFlashDrafter):
             count = best_count(path_probs, plan.cycle_seconds, plan.trust)
             expected = tuple(sum(probs[:count]) for probs in path_probs)
         if drawn:
-            guesses, laws = self._draw(anchor, logits[:, : max(count, 1)], plan)
-            q, expected = chain_laws(laws, count, plan.params), None
+            guesses, dists = self._draw(anchor, logits[:, : max(count, 1)], plan)
+            q, expected = chain_q(dists, count, plan.params), None
         tokens = torch.cat([anchor[:, None], guesses[:, :count]], dim=1)
         return Proposal(tokens, chain(tokens).parents, q, expected)
 
@@ -106,18 +106,20 @@ class DSparkDrafter(DFlashDrafter):
             guesses.append(token)
         return torch.stack(guesses, dim=1), torch.stack(corrected, dim=1), torch.stack(before, dim=1)
 
-    def _draw(self, anchor: Tensor, logits_BDV: Tensor, plan: Plan) -> tuple[Tensor, SparseLaw]:
-        """Guesses `[B, D]` drawn with `plan.draws`, and the laws `[B, D, K]` that they were drawn from."""
-        laws: list[SparseLaw] = []
+    def _draw(self, anchor: Tensor, logits_BDV: Tensor, plan: Plan) -> tuple[Tensor, SparseDistribution]:
+        """Guesses `[B, D]` drawn with `plan.draws`, and the distributions `[B, D, K]` that they were drawn from."""
+        dists: list[SparseDistribution] = []
 
         def pick(slot: int, scores: Tensor) -> Tensor:
             assert plan.draws is not None
-            laws.append(cut_laws(probabilities(scores[:, None], plan.params)))  # [B, 1, K]
-            drawn = draw(laws[-1].probs, plan.draws[:, slot : slot + 1])
-            return laws[-1].ids[:, 0].gather(1, drawn.to(scores.device))[:, 0]
+            dists.append(sparsify(probabilities(scores[:, None], plan.params)))  # [B, 1, K]
+            drawn = draw(dists[-1].probs, plan.draws[:, slot : slot + 1])
+            return dists[-1].ids[:, 0].gather(1, drawn.to(scores.device))[:, 0]
 
         guesses, _, _ = self._walk(anchor, logits_BDV, pick)
-        return guesses, SparseLaw(torch.cat([law.ids for law in laws], 1), torch.cat([law.probs for law in laws], 1))
+        return guesses, SparseDistribution(
+            torch.cat([dist.ids for dist in dists], 1), torch.cat([dist.probs for dist in dists], 1)
+        )
 
     def _lattice(
         self, anchor: Tensor, hidden: Tensor, logits_BDV: Tensor, corrected_BDV: Tensor, plan: Plan
@@ -154,9 +156,11 @@ class DSparkDrafter(DFlashDrafter):
 
 
 def calibrated(log_probs: Tensor, chances: Tensor) -> Tensor:
-    """Laws whose best token has the chance that the confidence head gives it; the others keep their proportions.
+    """Distributions whose best token has the chance that the confidence head gives it; the others keep their
+    proportions.
 
-    The others never gain: what a sure head takes from the best one goes to no one, for then the whole law is in doubt.
+    The others never gain: what a sure head takes from the best one goes to no one, for then the whole distribution is
+    in doubt.
 
     Args:
         log_probs: `[..., K]`.

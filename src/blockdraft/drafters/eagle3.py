@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.decode.distributions import probabilities
-from blockdraft.decode.proposal import Plan, Proposal, SparseLaw, chain, chain_laws, cut_laws
+from blockdraft.decode.proposal import Plan, Proposal, SparseDistribution, chain, chain_q, sparsify
 from blockdraft.decode.sampling import best_tokens, draw
 from blockdraft.decode.tree import best_of, next_pays
 from blockdraft.drafters.base import Entry
@@ -34,11 +34,11 @@ class Eagle3Drafter:
     feature before it and is seen by nobody. Rows of guesses are made of the network's own states; they are dropped at
     the end of a cycle, and what was accepted is observed with the target's features like any other token.
 
-    A chain takes the most probable guess or, where `plan.draws` is set, one drawn from the network's law under the
-    row's sampling parameters, cut to the `LAW_SIZE` most probable tokens. With `plan.cycle_seconds` it ends once even
-    a guess as likely as the last one would not pay; a drawn chain does not, since its length must not depend on what
-    was drawn. A tree takes the `WIDTH` likeliest guesses of each level one further, with as many children each, and of
-    all guesses the likeliest are proposed.
+    A chain takes the most probable guess or, where `plan.draws` is set, one drawn from the network's distribution under
+    the row's sampling parameters, cut to the `SPARSE_SIZE` most probable tokens. With `plan.cycle_seconds` it ends once
+    even a guess as likely as the last one would not pay; a drawn chain does not, since its length must not depend on
+    what was drawn. A tree takes the `WIDTH` likeliest guesses of each level one further, with as many children each,
+    and of all guesses the likeliest are proposed.
 
     Args:
         network: Moves to the target's device and dtype.
@@ -100,7 +100,7 @@ class Eagle3Drafter:
     def _chain(self, rows: DraftRows, anchor: Tensor, plan: Plan) -> Proposal:
         draws = plan.draws if any(params.temperature > 0 for params in plan.params) else None
         seconds = plan.cycle_seconds if draws is None else None
-        guesses, laws = [anchor], list[SparseLaw]()
+        guesses, dists = [anchor], list[SparseDistribution]()
         expected = torch.zeros(len(anchor), device=anchor.device)  # guesses of each row, times their survival
         survival = torch.ones_like(expected)
         for depth in range(plan.block_size - 1 if seconds is None else min(plan.block_size, len(seconds)) - 1):
@@ -109,10 +109,10 @@ class Eagle3Drafter:
             mark(GUESSES)
             logits = rows(guesses[-1][:, None])
             if draws is not None:
-                law = cut_laws(probabilities(logits, plan.params))  # [B, 1, K]
-                laws.append(SparseLaw(self._kept[law.ids], law.probs))
-                ranks = draw(law.probs, draws[:, depth : depth + 1]).to(anchor.device)
-                guesses.append(laws[-1].ids[:, 0].gather(1, ranks)[:, 0])
+                dist = sparsify(probabilities(logits, plan.params))  # [B, 1, K]
+                dists.append(SparseDistribution(self._kept[dist.ids], dist.probs))
+                ranks = draw(dist.probs, draws[:, depth : depth + 1]).to(anchor.device)
+                guesses.append(dists[-1].ids[:, 0].gather(1, ranks)[:, 0])
                 continue
             if seconds:
                 best = log_probabilities(logits, plan.params)[:, 0].amax(dim=-1)
@@ -120,10 +120,12 @@ class Eagle3Drafter:
                 expected += survival
             guesses.append(self._kept[best_tokens(logits)[:, 0].to(anchor.device)])
         tokens = torch.stack(guesses, dim=1)
-        if not laws:
+        if not dists:
             return Proposal(tokens, chain(tokens).parents, expected=tuple(expected.tolist()) if seconds else None)
-        drawn_from = SparseLaw(torch.cat([law.ids for law in laws], 1), torch.cat([law.probs for law in laws], 1))
-        return Proposal(tokens, chain(tokens).parents, chain_laws(drawn_from, len(laws), plan.params))
+        drawn_from = SparseDistribution(
+            torch.cat([dist.ids for dist in dists], 1), torch.cat([dist.probs for dist in dists], 1)
+        )
+        return Proposal(tokens, chain(tokens).parents, chain_q(drawn_from, len(dists), plan.params))
 
     def _tree(self, rows: DraftRows, anchor: Tensor, plan: Plan, width: int) -> Proposal:
         # How likely the paths of the rows are that were gone on from last, and which guesses they are.

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from blockdraft.decode.distributions import Laws
+from blockdraft.decode.distributions import Distributions
 from blockdraft.decode.proposal import Plan, Proposal, chain, cut
 from blockdraft.decode.verification import Verdict, verify
 from blockdraft.drafters import Drafter
@@ -177,11 +177,11 @@ class Runner:
             timer.mark(GUESSES)
             output = self.target.forward(proposal.tokens, proposal.parents, cache, self.drafter.taps)
             timer.mark(FORWARD)
-            laws, verdict = self._verdict(rows, proposal, output)
+            distributions, verdict = self._verdict(rows, proposal, output)
             deepest = [max(row) for row in proposal.depth_lists]
             lawless = [place for place, path in enumerate(verdict.path) if not path]
             new = [
-                [*(laws.tokens[place][node] for node in path[1:]), verdict.bonus[place]]
+                [*(distributions.tokens[place][node] for node in path[1:]), verdict.bonus[place]]
                 for place, path in enumerate(verdict.path)
             ]
             # Memory may run out here, and what has not been committed can be done again.
@@ -205,7 +205,7 @@ class Runner:
             else:
                 self.observer.catch_up()
                 self.observer.observe(rows, proposal.tokens, output.features, verdict.path)
-            for place in laws.invalid_rows:  # what no walk has met lies in the row's slots, and must not stay
+            for place in distributions.invalid_rows:  # what no walk has met lies in the row's slots, and must not stay
                 self.wipe(starts[place])
             timer.mark(OBSERVE)
         drafting, verifying = timer.of(DRAFTING), timer.seconds[FORWARD]
@@ -216,7 +216,7 @@ class Runner:
             stats.verify_seconds += verifying
             stats.total_seconds += total
             if request.trace and place not in lawless:
-                request.cycle = _traced(proposal, laws.tokens, verdict, place, total)
+                request.cycle = _traced(proposal, distributions.tokens, verdict, place, total)
         lengths = [max(len(nodes) - 1, 0) for nodes in verdict.path]
         guesses = proposal.tokens.size(1) - 1
         return Outcome(guesses, deepest, lengths, proposal.expected, total - late, lawless)
@@ -228,7 +228,7 @@ class Runner:
         timer.mark(OBSERVE)
         return timer.total - before
 
-    def _verdict(self, rows: Sequence[Row], proposal: Proposal, output: TargetOutput) -> tuple[Laws, Verdict]:
+    def _verdict(self, rows: Sequence[Row], proposal: Proposal, output: TargetOutput) -> tuple[Distributions, Verdict]:
         requests = [row.request for row in rows]
         params = [request.params for request in requests]
         uniforms = tests = None
@@ -240,8 +240,10 @@ class Runner:
             tests = self._fresh(requests)[:, self.drafter.block_size :][:, : proposal.tokens.size(1)]
         prompts, outputs = [request.prompt for request in requests], [request.token_ids for request in requests]
         rules = [request.grammar for request in requests]
-        laws = Laws(output.logits, params, proposal.tokens, proposal.parents, prompts, outputs, output.best, rules)
-        return laws, verify(proposal, laws, uniforms, tests)
+        distributions = Distributions(
+            output.logits, params, proposal.tokens, proposal.parents, prompts, outputs, output.best, rules
+        )
+        return distributions, verify(proposal, distributions, uniforms, tests)
 
     def _fresh(self, requests: Sequence[Request]) -> Tensor:
         """Numbers `[B, 2 * block_size]` of this cycle: to draw the guesses of a chain, then to test its nodes."""

@@ -25,8 +25,8 @@ NOTES = (
     "Prompts whose plain answer loops count in same and loops only."
 )
 DRAWN_NOTES = (
-    "same is ? where guesses are drawn at random and decoding is not greedy: such answers have the target's law, and "
-    "which tokens a seed gives depends on the drafter."
+    "same is ? where guesses are drawn at random and decoding is not greedy: such answers have the target's "
+    "distribution, and which tokens a seed gives depends on the drafter."
 )
 PROFILE_NOTES = (
     "One more round, means. draft pass, head, context: the drafter's layers, its output projection, and the keys and "

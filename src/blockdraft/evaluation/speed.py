@@ -235,7 +235,7 @@ def figures(trials: Sequence[Trial], incomparable: Collection[str] = ()) -> dict
     """The figures of each method, `none` among them, over these trials: those of all sets, or of one.
 
     Args:
-        incomparable: Methods whose tokens need not be those of plain decoding: they have its law only.
+        incomparable: Methods whose tokens need not be those of plain decoding: they have its distribution only.
     """
     by_method: dict[str, list[Trial]] = defaultdict(list)
     for trial in trials:

@@ -3,7 +3,8 @@
 A block at time s lies at `(1 - s) * noise + s * embeddings of its tokens`. A pass over it is a jump from s to a later
 time t: it guesses the tokens, and the block moves towards the mean of their embeddings (flow maps, arXiv 2602.16813,
 there over one-hot tokens). The noise that a block begins with settles which of the likely texts all its slots go to.
-So guesses may know of each other, and each slot's law given the noise is exact, which is all that verification needs.
+So guesses may know of each other, and each slot's distribution given the noise is exact, which is all that verification
+needs.
 
 A new network leaves states and times out of account: it computes what the v1 network in it does.
 """

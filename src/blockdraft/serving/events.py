@@ -11,7 +11,7 @@ from blockdraft.types import SamplingParams, TokenLogprob
 
 @dataclass(frozen=True)
 class Speculation:
-    """How far one request is drafted for; it changes the speed and never the law of the answer.
+    """How far one request is drafted for; it changes the speed and never the distribution of the answer.
 
     Attributes:
         enabled: False decodes plainly.

@@ -199,6 +199,6 @@ def check_teacher(target: Target, tokens: Tensor) -> None:
     gap = float((ours - theirs).abs().max())
     if gap > 0.05:
         raise UsageError(
-            f"The target's laws differ by {gap:.2f} from what its head makes of its last hidden state, so it scales or "
-            "caps its logits; choose objectives that learn from tokens, such as decay or dpace."
+            f"The target's distributions differ by {gap:.2f} from what its head makes of its last hidden state, so it "
+            "scales or caps its logits; choose objectives that learn from tokens, such as decay or dpace."
         )

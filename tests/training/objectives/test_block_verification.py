@@ -10,13 +10,13 @@ from torch.nn.functional import pad
 
 from blockdraft.training.objectives import Slots, find_objective
 
-Law = list[float]
-Logits = dict[tuple[int, ...], Law]  # of the token behind a path
+Distribution = list[float]
+Logits = dict[tuple[int, ...], Distribution]  # of the token behind a path
 VOCAB, DEPTH = 3, 3
 OBJECTIVE = find_objective("block_verification")
 
 
-def softmax(logits: Law) -> Law:
+def softmax(logits: Distribution) -> Distribution:
     powers = [exp(x) for x in logits]
     return [x / sum(powers) for x in powers]
 
@@ -25,7 +25,7 @@ def expected_length(p: Logits, q: Logits, depth: int) -> float:
     """By the algorithm of arXiv 2403.10444: guess i is the last that stands if its test succeeds and no later one."""
     total = 0.0
     for path in product(range(VOCAB), repeat=depth):
-        p_of, q_of = ([softmax(law[path[:i]]) for i in range(depth + 1)] for law in (p, q))
+        p_of, q_of = ([softmax(dist[path[:i]]) for i in range(depth + 1)] for dist in (p, q))
         ratio, chances = 1.0, list[float]()
         for i, token in enumerate(path, 1):
             ratio = min(1.0, ratio * p_of[i - 1][token] / q_of[i - 1][token])
@@ -36,17 +36,17 @@ def expected_length(p: Logits, q: Logits, depth: int) -> float:
     return total
 
 
-def random_laws(seed: int, seen: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Logits:
-    """A law behind each path, of what is `seen` of the path."""
+def random_distributions(seed: int, seen: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Logits:
+    """A distribution behind each path, of what is `seen` of the path."""
     random = torch.Generator().manual_seed(seed)
     paths = [path for depth in range(DEPTH + 1) for path in product(range(VOCAB), repeat=depth)]
     drawn = {seen(path): (1.5 * torch.randn(VOCAB, generator=random)).tolist() for path in paths}
     return {path: drawn[seen(path)] for path in paths}
 
 
-# The target's laws look at the whole path. A drafter's look at the place alone (DFlash), at the token before as well
-# (DSpark), or at everything (EAGLE-3).
-TARGET = random_laws(0, lambda path: path)
+# The target's distributions look at the whole path. A drafter's look at the place alone (DFlash), at the token before
+# as well (DSpark), or at everything (EAGLE-3).
+TARGET = random_distributions(0, lambda path: path)
 DRAFTERS: dict[str, Callable[[tuple[int, ...]], tuple[int, ...]]] = {
     "slots": lambda path: (len(path),),
     "pairs": lambda path: (len(path), *path[-1:]),
@@ -54,10 +54,10 @@ DRAFTERS: dict[str, Callable[[tuple[int, ...]], tuple[int, ...]]] = {
 }
 
 
-def by_text(laws: Logits, depth: int) -> torch.Tensor:
+def by_text(dists: Logits, depth: int) -> torch.Tensor:
     """The logits `[T, K, V]` of the K slots of all T texts of this length."""
     texts = product(range(VOCAB), repeat=depth)
-    return torch.tensor([[laws[text[:k]] for k in range(depth)] for text in texts])
+    return torch.tensor([[dists[text[:k]] for k in range(depth)] for text in texts])
 
 
 def mean_over_texts(q_TKV: torch.Tensor) -> torch.Tensor:
@@ -73,27 +73,27 @@ def mean_over_texts(q_TKV: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_the_mean_over_the_targets_texts_is_the_expected_length(kind: str, depth: int) -> None:
-    q = random_laws(1, DRAFTERS[kind])
+    q = random_distributions(1, DRAFTERS[kind])
     assert float(mean_over_texts(by_text(q, depth))) == pytest.approx(expected_length(TARGET, q, depth), rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_the_gradients_mean_is_the_gradient_of_the_expected_length(kind: str) -> None:
     seen, step = DRAFTERS[kind], 1e-5
-    q = random_laws(1, seen)
+    q = random_distributions(1, seen)
     q_TKV = by_text(q, DEPTH).requires_grad_()
     mean_over_texts(q_TKV).backward()
     assert q_TKV.grad is not None
     texts = list(product(range(VOCAB), repeat=DEPTH))
-    for law in {seen(path) for path in q if len(path) < DEPTH}:
-        at = [(t, k) for t, text in enumerate(texts) for k in range(DEPTH) if seen(text[:k]) == law]
+    for dist in {seen(path) for path in q if len(path) < DEPTH}:
+        at = [(t, k) for t, text in enumerate(texts) for k in range(DEPTH) if seen(text[:k]) == dist]
         found = torch.stack([q_TKV.grad[place] for place in at]).sum(dim=0)
         for token in range(VOCAB):
             sides = []
             for change in (step, -step):
                 moved = {path: [*logits] for path, logits in q.items()}
                 for path, logits in moved.items():
-                    if seen(path) == law:
+                    if seen(path) == dist:
                         logits[token] += change
                 sides.append(expected_length(TARGET, moved, DEPTH))
             assert float(found[token]) == pytest.approx((sides[0] - sides[1]) / (2 * step), rel=1e-3, abs=1e-5)
@@ -112,7 +112,7 @@ def test_going_uphill_makes_a_drafter_that_sees_the_path_the_target() -> None:
     assert 1.9 < float(mean_over_texts(logits[places_TK].detach())) < 2.001
 
 
-def test_far_apart_laws_have_finite_losses_and_gradients() -> None:
+def test_far_apart_distributions_have_finite_losses_and_gradients() -> None:
     far = torch.tensor([[200.0, -200.0, 0.0]]).repeat(16, 1)[None]
     logits = far.clone().requires_grad_()
     for token in range(VOCAB):  # on a text that only the drafter, only the target, or neither expects

@@ -23,26 +23,26 @@ def slots() -> Slots:
     )
 
 
-def law(logits: torch.Tensor) -> list[float]:
+def dist(logits: torch.Tensor) -> list[float]:
     powers = [math.exp(x) for x in logits.tolist()]
     return [x / sum(powers) for x in powers]
 
 
-def laws(s: Slots, c: int, k: int) -> tuple[list[float], list[float]]:
+def dists(s: Slots, c: int, k: int) -> tuple[list[float], list[float]]:
     assert s.teacher_CKV is not None
-    return law(s.teacher_CKV[c, k]), law(s.logits_CKV[c, k])
+    return dist(s.teacher_CKV[c, k]), dist(s.logits_CKV[c, k])
 
 
 def entropy(s: Slots, c: int, k: int) -> float:
-    return -math.log(law(s.logits_CKV[c, k])[int(s.tokens_CL[c, k + 1])])
+    return -math.log(dist(s.logits_CKV[c, k])[int(s.tokens_CL[c, k + 1])])
 
 
 def kl(s: Slots, c: int, k: int) -> float:
-    return sum(p * math.log(p / q) for p, q in zip(*laws(s, c, k), strict=True))
+    return sum(p * math.log(p / q) for p, q in zip(*dists(s, c, k), strict=True))
 
 
 def alpha(s: Slots, c: int, k: int) -> float:
-    return sum(map(min, *laws(s, c, k)))
+    return sum(map(min, *dists(s, c, k)))
 
 
 def dpace(s: Slots, c: int, k: int) -> float:
@@ -64,10 +64,10 @@ def block_verification(s: Slots, c: int, k: int) -> float:
     w = least = 1.0
     for i in range(k):
         if s.taught_CK[c, i]:
-            p, q = (one[int(s.tokens_CL[c, i + 1])] for one in laws(s, c, i))
+            p, q = (one[int(s.tokens_CL[c, i + 1])] for one in dists(s, c, i))
             w *= q / p
             least = min(least, w)
-    return 1 - sum(min(least * p, w * q) for p, q in zip(*laws(s, c, k), strict=True))
+    return 1 - sum(min(least * p, w * q) for p, q in zip(*dists(s, c, k), strict=True))
 
 
 TWINS: dict[str, Callable[[Slots, int, int], float]] = {
@@ -96,7 +96,7 @@ def test_objective_equals_its_twin(name: str) -> None:
                 assert float(found[c, k]) == pytest.approx(TWINS[name](s, c, k), rel=1e-4)
 
 
-# What block verification accepts of one text says little of a law: it is taught on many, in its own file.
+# What block verification accepts of one text says little of a distribution: it is taught on many, in its own file.
 @pytest.mark.parametrize("name", sorted(TWINS.keys() - {"block_verification"}))
 def test_going_downhill_makes_the_taught_tokens_or_the_target_likelier(name: str) -> None:
     s = slots()

@@ -70,16 +70,16 @@ def test_a_longer_jump_learns_from_two_shorter_ones(target: Target, batch: tuple
 
     run = variant.pass_over_blocks(network, target, features, rows)
 
-    def law(state: Tensor, s: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    def dist(state: Tensor, s: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         logits = target.head(run(network.entering(state, s, t))[:, :, 1:])
         return logits.log_softmax(dim=-1), mean_embedding(logits, target.embed)
 
     data = target.embed(rows.tokens_BAL[:, :, 1:])
     state = (1 - begin) * network.config.noise_std * noise + begin * data
-    own, _ = law(state, begin, end)
+    own, _ = dist(state, begin, end)
     with torch.no_grad():
-        first, clean = law(state, begin, middle)
-        other, _ = law(moved(state, clean, begin, middle), middle, end)
+        first, clean = dist(state, begin, middle)
+        other, _ = dist(moved(state, clean, begin, middle), middle, end)
         share = second.clamp(min=0)
         wanted = (1 - share) * first.exp() + share * other.exp()
     jumped = -(wanted * own).sum(dim=-1)

@@ -1,7 +1,8 @@
 """How far to draft in the next cycle, so that drafting pays and never costs.
 
 The decision looks at committed tokens, at the drafter's probabilities and at measured times, never at a guess drawn at
-random that it would then drop: a token that is dropped because of what it is would shift the law of the output.
+random that it would then drop: a token that is dropped because of what it is would shift the distribution of the
+output.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def cross_entropy(slots: Slots) -> Tensor:
     return F.cross_entropy(logits, slots.labels_CK.flatten(), reduction="none").view(slots.taught_CK.shape)
 
 
-def log_laws(slots: Slots) -> tuple[Tensor, Tensor]:
+def log_p_and_q(slots: Slots) -> tuple[Tensor, Tensor]:
     """log p of the target and log q of the drafter, `[C, K, V]` float32 both."""
     assert slots.teacher_CKV is not None, "the objective needs the target's logits"
     return slots.teacher_CKV.float().log_softmax(dim=-1), slots.logits_CKV.float().log_softmax(dim=-1)
@@ -90,5 +90,5 @@ def log_laws(slots: Slots) -> tuple[Tensor, Tensor]:
 
 def acceptance(slots: Slots) -> Tensor:
     """Probability that a guess drawn from q is accepted, `sum_v min(p_v, q_v)`, `[C, K]` float32."""
-    log_p, log_q = log_laws(slots)
+    log_p, log_q = log_p_and_q(slots)
     return torch.minimum(log_p.exp(), log_q.exp()).sum(dim=-1)

@@ -16,8 +16,8 @@ So one text gives an estimate that is exact in the mean, and so is its gradient,
 temperature 1. Of text that was written greedily or at a lower temperature likely paths count too much; still no q is
 better than p on any text. Slot i loses 1 minus its summand. Slots that are not taught are passed over.
 
-Where early guesses are poor, later ones hardly count: begin with a drafter, or mix in another objective. q is the law
-of `Slots.logits_CKV`, for DFlash2 that without its selector.
+Where early guesses are poor, later ones hardly count: begin with a drafter, or mix in another objective. q is the
+distribution of `Slots.logits_CKV`, for DFlash2 that without its selector.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from blockdraft.training.objectives.base import Slots, log_laws
+from blockdraft.training.objectives.base import Slots, log_p_and_q
 
 DECAYED = False
 NEEDS_TEACHER = True
 
 
 def losses(slots: Slots) -> Tensor:
-    log_p, log_q = log_laws(slots)
+    log_p, log_q = log_p_and_q(slots)
     of_text_CK1 = slots.labels_CK.unsqueeze(-1)
     ratios_CK = (log_q.gather(-1, of_text_CK1) - log_p.gather(-1, of_text_CK1)).squeeze(-1)
     log_w_CK = pad(ratios_CK.masked_fill(~slots.taught_CK, 0)[:, :-1], (1, 0)).cumsum(dim=-1)

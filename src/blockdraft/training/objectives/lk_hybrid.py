@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blockdraft.training.objectives.base import Slots, log_laws
+from blockdraft.training.objectives.base import Slots, log_p_and_q
 
 DECAYED = True
 NEEDS_TEACHER = True
@@ -17,7 +17,7 @@ SHARPNESS = 3.0
 
 
 def losses(slots: Slots) -> Tensor:
-    log_p, log_q = log_laws(slots)
+    log_p, log_q = log_p_and_q(slots)
     p = log_p.exp()
     alpha = torch.minimum(p, log_q.exp()).sum(dim=-1)
     share = torch.exp(-SHARPNESS * alpha.detach())

@@ -2,7 +2,7 @@
 
 The loss is `0.1 CE + 0.9 L1 + 1.0 BCE(confidence, 1 - L1 / 2)`, slot k weighing `exp(-(k - 1) / 4)` (paper, section 3;
 `deepspec/modeling/dspark/loss.py`). L1 is twice the total variation, so half of it is the chance of a rejection, and
-that of the corrected law is what the confidence head learns.
+that of the corrected distribution is what the confidence head learns.
 
 It may begin from a DFlash v1 drafter. The layers then know their work, but slot j of such a drafter stands for the
 token at its own place: what it says is one token late until training has moved it.

@@ -2,8 +2,9 @@
 own states of the k - 1 rows before it, which get the tokens of the data ("training-time test").
 
 Each of these rows sees the rows of the text up to the anchor, which are made of the target's features, and of the
-unrolled ones those of its own chain. The loss is that of `forward_kl`, p being the target's law among the tokens that
-the drafter can guess; it counts where the target's most probable token is one of these, and step k weighs 0.8^(k - 1).
+unrolled ones those of its own chain. The loss is that of `forward_kl`, p being the target's distribution among the
+tokens that the drafter can guess; it counts where the target's most probable token is one of these, and step k weighs
+0.8^(k - 1).
 """
 
 from __future__ import annotations

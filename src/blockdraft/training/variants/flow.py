@@ -3,8 +3,8 @@
 Two things are learned, by some of the blocks each. At a time s, on the way from noise to the tokens of the data, which
 tokens these are: the recipe's objectives. And to jump from s to a later time t as far as two shorter jumps in a row
 lead, from s to some m and from there to t; these are made by the network as it is now and are no part of the gradient.
-Of the tokens' laws that the shorter jumps end in, the longer one has to come to a mixture: as a jump moves a state
-towards the mean of its law, no other law leads to the same place.
+Of the tokens' distributions that the shorter jumps end in, the longer one has to come to a mixture: as a jump moves a
+state towards the mean of its distribution, no other distribution leads to the same place.
 
 Figures of training are those of blocks that may be nearly free of noise; those of held-out documents are of drafting.
 """
@@ -55,7 +55,8 @@ class Moments(NamedTuple):
         noise_BAKH: Of standard deviation 1.
         begin_BA11, middle_BA11, end_BA11: Times of a jump and of the end of its first part; all alike where a block
             learns from the data.
-        second_BA11: Share of the second part's law in what the jump learns; -1 where a block learns from the data.
+        second_BA11: Share of the second part's distribution in what the jump learns; -1 where a block learns from the
+            data.
     """
 
     noise_BAKH: Tensor

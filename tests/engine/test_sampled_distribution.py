@@ -1,4 +1,4 @@
-"""Through a whole engine, answers with drawn guesses have the target's law, and not only a plausible one."""
+"""Through a whole engine, answers with drawn guesses have the target's distribution, and not only a plausible one."""
 
 import math
 from collections import Counter
@@ -40,12 +40,13 @@ def write_model(folder: Path, seed: int) -> Path:
 
 
 def surprise(outputs: list[tuple[int, ...]], model: LlamaForCausalLM) -> float:
-    """Chi-square of the outputs against the exact law, in standard deviations from what noise alone would give."""
+    """Chi-square of the outputs against the exact distribution, in standard deviations from what noise alone would
+    give."""
     every = list(product(range(V), repeat=LENGTH))
     texts = torch.tensor([[*PROMPT, *output] for output in every])
     with torch.no_grad():
-        laws = model(texts).logits[:, len(PROMPT) - 1 : -1].double().softmax(-1)
-    shares = laws.gather(2, texts[:, len(PROMPT) :, None]).prod(dim=1)[:, 0].tolist()
+        dists = model(texts).logits[:, len(PROMPT) - 1 : -1].double().softmax(-1)
+    shares = dists.gather(2, texts[:, len(PROMPT) :, None]).prod(dim=1)[:, 0].tolist()
     assert sum(shares) == pytest.approx(1)
     found, freedom = Counter(outputs), len(every) - 1
     expected = dict(zip(every, (share * len(outputs) for share in shares), strict=True))
@@ -76,7 +77,7 @@ def write_flow(folder: Path, steps: int) -> Path:
     [("", 0, False), ("prompt_lookup+", 0, False), ("prompt_lookup+", 12, False), ("", 0, True)],
     ids=["alone", "chain", "tree", "flow map"],
 )
-def test_answers_with_drawn_guesses_have_the_law_of_the_target(
+def test_answers_with_drawn_guesses_have_the_distribution_of_the_target(
     tmp_path: Path, others: str, budget: int, flow: bool
 ) -> None:
     """The drafter is another model, so that many guesses are rejected; which ones must not depend on how they were
