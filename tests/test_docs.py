@@ -24,8 +24,8 @@ import blockdraft
 from blockdraft import cli
 from blockdraft.cli.options import extent
 from blockdraft.evaluation.methods import Settings, parse_methods
-from blockdraft.serving.metrics import PREFIX, Metrics
-from blockdraft.serving.schemas import ChatRequest
+from blockdraft.serving.api.openai_requests import ChatRequest
+from blockdraft.serving.core.metrics import PREFIX, Metrics
 from blockdraft.settings import read_settings
 from blockdraft.training.variants import find_variant
 

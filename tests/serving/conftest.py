@@ -10,8 +10,8 @@ from fastapi import FastAPI
 
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
-from blockdraft.serving.backends import Backends
-from blockdraft.serving.service import Service
+from blockdraft.serving.core.backends import Backends
+from blockdraft.serving.core.service import Service
 from blockdraft.serving.settings import ServeSettings
 from blockdraft.targets import load_target
 from blockdraft.types import Drafting

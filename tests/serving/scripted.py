@@ -12,9 +12,9 @@ from starlette.responses import Response
 
 from blockdraft.engine import Stats
 from blockdraft.errors import BlockdraftError
-from blockdraft.serving import anthropic, responses
-from blockdraft.serving.errors import ApiError, as_api_error
-from blockdraft.serving.events import ChatJob, Event, Finished, Usage
+from blockdraft.serving.api import anthropic, responses
+from blockdraft.serving.core.errors import ApiError, as_api_error
+from blockdraft.serving.core.events import ChatJob, Event, Finished, Usage
 from blockdraft.serving.settings import ServeSettings
 
 USAGE = Usage(prompt=10, completion=7, cached=4, reasoning=2, accepted=3, rejected=1)

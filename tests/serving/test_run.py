@@ -21,8 +21,8 @@ from blockdraft.cli.serve import tell
 from blockdraft.engine import Engine
 from blockdraft.errors import UsageError
 from blockdraft.serving import run
-from blockdraft.serving.backends import Backends
-from blockdraft.serving.service import Service
+from blockdraft.serving.core.backends import Backends
+from blockdraft.serving.core.service import Service
 from blockdraft.serving.settings import ServeSettings
 
 ENDLESS = {"model": "tiny", "prompt": "abc", "temperature": 0, "ignore_eos": True}
@@ -171,7 +171,7 @@ def test_a_client_that_takes_nothing_is_given_up(
     """Its answer is far larger than the buffers between, for every token's likeliest neighbours are told."""
     monkeypatch.delattr(socket, "TCP_USER_TIMEOUT", raising=False)  # with which the system would see to it too
     server = start(stall_seconds=0.3)
-    monkeypatch.setattr("blockdraft.serving.texts.data", lambda body: f"data: {'x' * 2**18}\n\n")
+    monkeypatch.setattr("blockdraft.serving.api.completions.data", lambda body: f"data: {'x' * 2**18}\n\n")
     with closing(server.raw(ENDLESS | {"stream": True})):
         server.await_active(1)
         server.await_active(0)

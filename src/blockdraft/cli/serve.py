@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import socket
 
     from blockdraft.engine import Engine
-    from blockdraft.serving.service import Service
+    from blockdraft.serving.core.service import Service
     from blockdraft.types import Drafting
 
 NEEDED = ("fastapi", "uvicorn", "llguidance")  # the extra `server`
@@ -111,8 +111,8 @@ def serve(
     ).drafting
 
     from blockdraft.serving import run as server
-    from blockdraft.serving.backends import Backends
-    from blockdraft.serving.service import Service
+    from blockdraft.serving.core.backends import Backends
+    from blockdraft.serving.core.service import Service
 
     usual, *others = settings.backends or _both(run)
     with server.bind(settings) as bound:
@@ -160,7 +160,7 @@ def _self_check(engine: Engine, count: int) -> str | None:
     """Decode prompts with and without drafting, and say how many answers differ."""
     if not count:
         return None
-    from blockdraft.serving.check import answers_differ
+    from blockdraft.serving.core.backends import answers_differ
 
     differ = answers_differ(engine, count)
     return f"Self-check: {differ} of {count} greedy answers differ between drafting and plain decoding."

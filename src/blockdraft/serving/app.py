@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from importlib.util import find_spec
-
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
@@ -13,13 +10,13 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from blockdraft.errors import BlockdraftError
-from blockdraft.serving.errors import ApiError, as_api_error
-from blockdraft.serving.security import Guard, origins_of
-from blockdraft.serving.service import Service
+from blockdraft.serving import web
+from blockdraft.serving.api import anthropic, chat_completions, completions, responses, utilities
+from blockdraft.serving.api.security import Guard, origins_of
+from blockdraft.serving.api.streaming import ClientGone
+from blockdraft.serving.core.errors import ApiError, as_api_error
+from blockdraft.serving.core.service import Service
 from blockdraft.serving.settings import ServeSettings
-from blockdraft.serving.streaming import ClientGone
-
-ROUTERS = ("openai", "responses", "anthropic", "utilities")
 
 
 class ErrorOf(BaseModel):
@@ -65,9 +62,7 @@ def make_app(service: Service, settings: ServeSettings) -> FastAPI:
     app.add_exception_handler(ClientGone, gone)
     for kind in (ApiError, BlockdraftError, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, fail)
-    for name in ROUTERS:
-        if find_spec(f"blockdraft.serving.{name}"):
-            app.include_router(import_module(f"blockdraft.serving.{name}").router(service))
-    if find_spec("blockdraft.serving.web"):
-        app.include_router(import_module("blockdraft.serving.web").router())
+    for api in (chat_completions, completions, responses, anthropic, utilities):
+        app.include_router(api.router(service))
+    app.include_router(web.router())
     return app

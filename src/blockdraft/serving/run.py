@@ -14,7 +14,7 @@ import uvicorn
 
 from blockdraft.errors import UsageError, describe
 from blockdraft.serving.app import make_app
-from blockdraft.serving.service import Service
+from blockdraft.serving.core.service import Service
 from blockdraft.serving.settings import ServeSettings
 
 LAST_SECONDS = 3.0  # that clients have to read how their answers ended

@@ -9,10 +9,10 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from blockdraft.errors import UsageError
-from blockdraft.serving.events import Reasoning, Text, ToolCall, ToolChoice
+from blockdraft.serving.core.events import Reasoning, Text, ToolCall, ToolChoice
 from blockdraft.serving.parsing import parser_of, takes_several_calls
 from blockdraft.serving.parsing.answer import Part
-from blockdraft.serving.parsing.formats import llama3
+from blockdraft.serving.parsing.formats import Llama3
 
 # What matters of templates: the words that tell a format.
 TEMPLATES = {
@@ -302,4 +302,4 @@ def test_a_bare_call_begins_a_line() -> None:
     for _ in range(5000):
         text = "".join(draw.choices("\n ;{a", k=draw.randrange(9)))
         line = begins.search(text)
-        assert llama3.FORMAT.find(text, fresh=False) == (line.end() if line else len(text)), text
+        assert Llama3().find(text, fresh=False) == (line.end() if line else len(text)), text

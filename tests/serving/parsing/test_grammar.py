@@ -10,7 +10,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from blockdraft.errors import UsageError
-from blockdraft.serving.events import ToolCall, ToolChoice
+from blockdraft.serving.core.events import ToolCall, ToolChoice
 from blockdraft.serving.parsing import grammar_of, parser_of
 from blockdraft.types import Grammar
 

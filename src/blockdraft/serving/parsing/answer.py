@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 
-from blockdraft.serving.events import Reasoning, Text, ToolCall, ToolChoice
-from blockdraft.serving.parsing.formats.base import Format, Tools, marker_at
+from blockdraft.serving.core.events import Reasoning, Text, ToolCall, ToolChoice
+from blockdraft.serving.parsing.formats import Format, Tools, marker_at
 from blockdraft.serving.parsing.template import THINK, THOUGHT, format_of, is_thinking, schemas_of, thinks
 
 Part: TypeAlias = "Text | Reasoning | ToolCall"

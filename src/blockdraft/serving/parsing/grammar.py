@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from blockdraft.engine.grammar import JSON_STYLE, compile_schema
 from blockdraft.errors import UsageError
-from blockdraft.serving.events import ToolChoice
-from blockdraft.serving.parsing.formats.base import literal
+from blockdraft.serving.core.events import ToolChoice
+from blockdraft.serving.parsing.formats import literal
 from blockdraft.serving.parsing.template import THINK, THOUGHT, format_of, is_thinking, schemas_of, thinks
 from blockdraft.types import Grammar
 

@@ -8,8 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from blockdraft.errors import UsageError
-from blockdraft.serving.parsing.formats import known_formats
-from blockdraft.serving.parsing.formats.base import Format, Tools
+from blockdraft.serving.parsing.formats import FORMATS, Format, Tools
 
 THINK, THOUGHT = "<think>", "</think>"
 
@@ -29,13 +28,12 @@ def format_of(tokenizer: PreTrainedTokenizerBase) -> Format:
         UsageError: It asks for none, or for an unknown one.
     """
     template = template_of(tokenizer)
-    formats = known_formats()
-    fitting = [one for one in formats.values() if one.fits(template)] if "tools" in template else []
+    fitting = [one for one in FORMATS.values() if one.fits(template)] if "tools" in template else []
     if not fitting:
         lacks = "has tool calls in an unknown format" if "tools" in template else "takes no tools"
         raise UsageError(
             f"tools is given, and the model's chat template {lacks}; send none, or serve a model whose template has "
-            f"one of the formats {', '.join(formats)}."
+            f"one of the formats {', '.join(FORMATS)}."
         )
     return fitting[0]
 

@@ -1,0 +1,1 @@
+"""What the routes of all APIs stand on: jobs in, events out."""

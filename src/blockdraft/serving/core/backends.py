@@ -1,0 +1,148 @@
+"""What decodes: an engine for each backend that requests may ask for, with what may be told of it."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import cycle, islice
+from pathlib import Path
+
+from safetensors import safe_open
+
+from blockdraft.cpu.threads import let_team_go
+from blockdraft.drafters import parts_of
+from blockdraft.engine import Engine
+from blockdraft.errors import ClosedError, UsageError
+from blockdraft.evaluation.prompts import SAMPLES
+from blockdraft.formats.gguf import is_gguf, open_gguf
+from blockdraft.types import JOINT, RequestDrafting, SamplingParams
+
+PACKAGE = Path(__file__).parents[2]
+BUNDLED = "blockdraft-pair"
+CHECK_LENGTH = 64  # tokens of an answer at most
+CHECK_ROWS = 4  # rows of the engine that is checked
+CHECK_TREE_BUDGET = 16  # guesses of a tree, where the server chooses their number
+
+
+class Backends:
+    """Engines by the names of their backends; the first is the usual one, and others are loaded when they are needed.
+
+    Args:
+        usual: The engine that serves.
+        others: What loads another one, by its backend's name.
+
+    Attributes:
+        target, drafter: Their names, without what tells of the machine.
+    """
+
+    def __init__(self, usual: Engine, others: Mapping[str, Callable[[], Engine]] | None = None) -> None:
+        self.usual = usual
+        self.target = name_of(usual.target.path, "target")
+        self._parts = [(part.path, name_of(part.path, type(part).__name__)) for part in parts_of(usual.drafter)]
+        self.drafter = JOINT.join(name for _, name in self._parts)
+        self._engines = {usual.target.backend: usual}
+        self._loaders = {name: load for name, load in (others or {}).items() if name not in self._engines}
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @property
+    def names(self) -> list[str]:
+        return [*self._engines, *(name for name in self._loaders if name not in self._engines)]
+
+    @property
+    def engines(self) -> list[Engine]:
+        """Those that have been loaded."""
+        return list(self._engines.values())
+
+    def is_loaded(self, name: str | None) -> bool:
+        return name is None or name in self._engines
+
+    def engine(self, name: str | None = None) -> Engine:
+        """The engine of a backend, the usual one for None. The first call for another one loads it and takes long.
+
+        Raises:
+            UsageError: There is none of this name, or it cannot be loaded.
+        """
+        if name is None:
+            return self.usual
+        if name not in self.names:
+            raise UsageError(f"speculation.backend is {name!r}; this server has {', '.join(self.names)}.")
+        if name not in self._engines:
+            with self._lock:
+                if self._closed:
+                    raise ClosedError("The server is shutting down.")
+                if name not in self._engines:
+                    self._engines[name] = self._loaders[name]()
+        return self._engines[name]
+
+    def public(self, text: str) -> str:
+        """A text without the places of the models on this machine's disk."""
+        for path, name in ((self.usual.target.path, self.target), *self._parts):
+            if path is not None:
+                text = text.replace(os.path.abspath(path), name)
+                if len(Path(path).parts) > 1:  # "." and the like stand in other words too
+                    text = text.replace(str(path), name)
+        return text
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+        for engine in self.engines:
+            engine.close()
+
+
+def name_of(path: Path | None, otherwise: str) -> str:
+    """How a model is called where nobody has named it: as on the hub, or as its folder or file is."""
+    if path is None:
+        return otherwise
+    path = Path(os.path.abspath(path))
+    if path.is_relative_to(PACKAGE):
+        return BUNDLED
+    if path.parent.name == "snapshots":  # of the hub's cache: models--OWNER--NAME/snapshots/COMMIT
+        return path.parent.parent.name.removeprefix("models--").replace("--", "/")
+    return path.stem if path.suffix == ".gguf" else path.name
+
+
+def weights_of(engine: Engine) -> tuple[int, int]:
+    """Number of weights of the target and of the drafter."""
+    drafter = 0
+    for path in (part.path for part in parts_of(engine.drafter) if part.path is not None):
+        if is_gguf(path):
+            drafter += sum(math.prod(tensor.shape) for tensor in open_gguf(path).tensors.values())
+        for file in sorted(Path(path).glob("*.safetensors")):
+            with safe_open(file, "pt") as weights:  # a network whose forward is compiled holds its weights no longer
+                drafter += sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
+    try:
+        return sum(weight.numel() for _, weight in engine.target.named_weights()), drafter
+    finally:
+        let_team_go()  # weights of few bits are unpacked for this
+
+
+def answers_differ(engine: Engine, count: int) -> int:
+    """How many of so many greedy answers are not the same with drafting and without. Each cycle drafts, also where the
+    engine itself would pause.
+
+    Raises:
+        NumbersError, RequestError: Decoding failed.
+    """
+    room = engine.target.max_context // 2
+    params = SamplingParams(max_new_tokens=max(1, min(CHECK_LENGTH, room)))
+    prompts = [f"{text} ({number})" for number, text in enumerate(islice(cycle(SAMPLES.prompts), count))]
+    size, budget = engine.drafting.block_size, engine.drafting.tree_budget
+    always = replace(
+        engine.drafting,
+        block_size=None if size == "auto" else size,
+        tree_budget=CHECK_TREE_BUDGET if budget == "auto" else budget,
+    )
+    with Engine(engine.target, engine.drafter, CHECK_ROWS, always) as drafting:
+        drafted, plain = (
+            [drafting.submit(prompt, params, drafting=RequestDrafting(enabled)) for prompt in prompts]
+            for enabled in (True, False)
+        )
+        return sum(
+            one.result().checked().token_ids != other.result().checked().token_ids
+            for one, other in zip(drafted, plain, strict=True)
+        )

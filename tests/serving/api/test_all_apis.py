@@ -1,0 +1,208 @@
+"""The other two APIs on a model: they answer what /v1/chat/completions answers."""
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from serving_client import Client
+
+from blockdraft.engine import Engine
+from blockdraft.serving.api import streaming
+from blockdraft.serving.core import prepare
+from blockdraft.serving.parsing import grammar_of
+
+USER = {"role": "user", "content": "the ant"}
+# Of Hermes' format; earlier calls and reasoning are of no interest here.
+TEMPLATE = (
+    "{% if tools %}{{ 'In <tool_call>: ' + tools[0]['function']['name'] + '\\n' }}{% endif %}"
+    "{% for message in messages %}"
+    "{% if message['role'] == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] }}"
+    "{% for call in message.tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}{{ '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+SCHEMA = {"type": "object", "properties": {"sky": {"enum": ["blue", "grey"]}}, "required": ["sky"]}
+
+
+@pytest.fixture
+def with_tools(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.target.tokenizer, "chat_template", TEMPLATE)
+
+
+@pytest.fixture
+def slow(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cycles take time, so that what they yield comes in pieces."""
+    step = engine.scheduler.step
+    monkeypatch.setattr(engine.scheduler, "step", lambda: (time.sleep(0.005), step())[1])
+
+
+def respond(client: Client, **body: Any) -> dict[str, Any]:
+    answer = client.post("/v1/responses", {"model": "tiny", "input": "the ant", "temperature": 0, **body})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def message(client: Client, **body: Any) -> dict[str, Any]:
+    body = {"model": "tiny", "messages": [USER], "max_tokens": 20, "temperature": 0, **body}
+    answer = client.post("/v1/messages", body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def wires(client: Client, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for block in client.post(path, {**body, "stream": True}).text.strip().split("\n\n"):
+        yield json.loads(block.split("data: ")[1])
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_all_apis_give_one_answer(client: Client, enabled: bool) -> None:
+    how: dict[str, Any] = {"speculation": {"enabled": enabled}}
+    chat = client.chat(max_tokens=20, **how)
+    text, usage = chat["choices"][0]["message"]["content"], chat["usage"]
+    assert text
+    response = respond(client, max_output_tokens=20, **how)
+    assert response["output"][0]["content"][0]["text"] == text
+    assert response["usage"]["input_tokens"] == usage["prompt_tokens"]
+    assert response["usage"]["output_tokens"] == usage["completion_tokens"]
+    claude = message(client, **how)
+    assert claude["content"] == [{"type": "text", "text": text}]
+    assert claude["usage"]["output_tokens"] == usage["completion_tokens"]
+    counted = client.post("/v1/messages/count_tokens", {"model": "tiny", "messages": [USER]}).json()
+    assert counted == {"input_tokens": usage["prompt_tokens"]}
+    body = {"model": "tiny", "input": "the ant", "temperature": 0, "max_output_tokens": 20, **how}
+    deltas = [wire["delta"] for wire in wires(client, "/v1/responses", body) if "delta" in wire]
+    assert "".join(deltas) == text
+    body = {"model": "tiny", "messages": [USER], "max_tokens": 20, "temperature": 0, **how}
+    deltas = [wire["delta"].get("text", "") for wire in wires(client, "/v1/messages", body) if "delta" in wire]
+    assert "".join(deltas) == text
+
+
+def test_a_conversation_goes_on_from_a_response(client: Client) -> None:
+    first = respond(client, max_output_tokens=12)
+    text = first["output"][0]["content"][0]["text"]
+    second = respond(client, input="and?", previous_response_id=first["id"], max_output_tokens=12)
+    messages = [USER, {"role": "assistant", "content": text}, {"role": "user", "content": "and?"}]
+    chat = client.chat(messages=messages, max_tokens=12)
+    assert second["output"][0]["content"][0]["text"] == chat["choices"][0]["message"]["content"]
+    assert second["usage"]["input_tokens_details"]["cached_tokens"] > 0
+
+
+def test_stop_sequences(client: Client) -> None:
+    whole = message(client)["content"][0]["text"]
+    end = whole[5:7]
+    cut = message(client, stop_sequences=[end])
+    assert cut["content"] == [{"type": "text", "text": whole[: whole.index(end)]}]
+    assert (cut["stop_reason"], cut["stop_sequence"]) == ("stop_sequence", end)
+
+
+def test_more_tokens_than_the_context_has(client: Client) -> None:
+    answer = client.post("/v1/responses", {"model": "tiny", "input": "the ant", "max_output_tokens": 10_000})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == "max_output_tokens"
+    assert error["message"].startswith("max_output_tokens is 10000")
+    body = message(client, max_tokens=10_000, logit_bias={"2": -100}, temperature=1, seed=1)
+    assert body["stop_reason"] in ("model_context_window_exceeded", "end_turn")
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.usefixtures("with_tools")
+def test_a_model_is_made_to_call_a_tool(client: Client, enabled: bool) -> None:
+    """Even one that has learnt nothing."""
+    how = {"speculation": {"enabled": enabled}}
+    function = {"name": "paint", "description": "Paints.", "parameters": SCHEMA}
+    chat = client.chat(tools=[{"type": "function", "function": function}], tool_choice="required", **how)
+    [call, *_] = chat["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["name"] == "paint"
+    arguments = json.loads(call["function"]["arguments"])
+    assert arguments["sky"] in ("blue", "grey")
+    choice = {"type": "function", "name": "paint"}
+    response = respond(client, tools=[{"type": "function", **function}], tool_choice=choice, **how)
+    [item] = response["output"]
+    assert (item["type"], item["name"], json.loads(item["arguments"])) == ("function_call", "paint", arguments)
+    tool = {"name": "paint", "description": "Paints.", "input_schema": SCHEMA}
+    claude = message(client, tools=[tool], tool_choice={"type": "tool", "name": "paint"}, max_tokens=100, **how)
+    [block] = claude["content"]
+    assert (block["name"], block["input"], claude["stop_reason"]) == ("paint", arguments, "tool_use")
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.usefixtures("with_tools")
+def test_an_answer_is_a_call_or_text_of_a_form(client: Client, engine: Engine, enabled: bool) -> None:
+    """As agents ask for: tools all along, and the form of the text with which they end."""
+    function = {"name": "paint", "parameters": SCHEMA}
+    form = {"name": "sky", "schema": {**SCHEMA, "additionalProperties": False}}
+    how: dict[str, Any] = {"speculation": {"enabled": enabled}, "max_tokens": 150}
+    how |= {"tools": [{"type": "function", "function": function}], "parallel_tool_calls": False}
+    how |= {"response_format": {"type": "json_schema", "json_schema": form}}
+    for first, called in (("<", True), ("{", False)):
+        assert engine.target.tokenizer is not None
+        [token] = engine.target.tokenizer.encode(first, add_special_tokens=False)
+        [choice] = client.chat(logit_bias={str(token): 100}, **how)["choices"]
+        said = choice["message"]
+        text = said["tool_calls"][0]["function"]["arguments"] if called else said["content"]
+        assert json.loads(text)["sky"] in ("blue", "grey")
+        assert choice["finish_reason"] == ("tool_calls" if called else "stop")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("with_tools", "slow")
+def test_streams_are_not_silent_while_a_call_is_written(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    function = {"name": "paint", "parameters": SCHEMA}
+    chat = {"model": "tiny", "messages": [USER], "tools": [{"type": "function", "function": function}]}
+    response = {"model": "tiny", "input": "the ant", "tools": [{"type": "function", **function}]}
+    how = {"tool_choice": "required", "parallel_tool_calls": False, "temperature": 0, "stream": True}
+    for path, body in (("/v1/chat/completions", chat), ("/v1/responses", response)):
+        for seconds, silent in ((1000.0, True), (-1.0, False)):
+            monkeypatch.setattr(streaming, "QUIET_SECONDS", seconds)
+            text = client.post(path, body | how).text
+            comments = [one for one in text.split("\n\n") if one.startswith(":")]
+            assert "arguments" in text and (not comments) == silent
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("with_tools", "slow")
+def test_decoding_ends_with_the_only_call(client: Client, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def several(*given: Any) -> Any:
+        return grammar_of(*given[:3], True, *given[4:])
+
+    monkeypatch.setattr(prepare, "grammar_of", several)  # what makes the model go on calling
+    assert engine.target.tokenizer is not None
+    [token] = engine.target.tokenizer.encode("\n", add_special_tokens=False)
+    tools = [{"type": "function", "function": {"name": "paint", "parameters": SCHEMA}}]
+    how: dict[str, Any] = {"tools": tools, "tool_choice": "required", "logit_bias": {str(token): 100}}
+    many = client.chat(max_tokens=200, **how)
+    assert len(many["choices"][0]["message"]["tool_calls"]) > 1 and many["choices"][0]["finish_reason"] == "length"
+    one = client.chat(max_tokens=200, parallel_tool_calls=False, **how)
+    assert len(one["choices"][0]["message"]["tool_calls"]) == 1 and one["choices"][0]["finish_reason"] == "tool_calls"
+    assert one["usage"]["completion_tokens"] < 200
+
+
+def test_templates_that_take_no_tools_refuse_them(client: Client) -> None:
+    tool = {"type": "function", "name": "paint", "parameters": SCHEMA}
+    error = client.post("/v1/responses", {"model": "tiny", "input": "x", "tools": [tool]}).json()["error"]
+    assert error["param"] == "tools" and "takes no tools" in error["message"]
+    body = {"model": "tiny", "max_tokens": 9, "messages": [USER], "tools": [{"name": "paint", "input_schema": SCHEMA}]}
+    answer = client.post("/v1/messages", body)
+    assert answer.status_code == 400 and "takes no tools" in answer.json()["error"]["message"]
+
+
+@pytest.mark.usefixtures("with_tools")
+def test_templates_that_take_no_system_refuse_it(client: Client) -> None:
+    claude = {"model": "tiny", "max_tokens": 9, "messages": [USER], "system": "Be."}
+    for path, body in (
+        ("/v1/responses", {"model": "tiny", "input": "x", "instructions": "Be."}),
+        ("/v1/messages", claude),
+        ("/v1/messages/count_tokens", claude),
+    ):
+        answer = client.post(path, body)
+        assert answer.status_code == 400 and "no system here" in answer.json()["error"]["message"], answer.text
+
+
+@pytest.mark.usefixtures("with_tools")
+def test_arguments_with_half_a_character(client: Client) -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "paint", "arguments": '{"a": "\\ud800"}'}
+    answer = client.post("/v1/responses", {"model": "tiny", "input": [call], "max_output_tokens": 3})
+    assert answer.status_code == 400 and "chat template" in answer.json()["error"]["message"]
