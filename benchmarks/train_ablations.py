@@ -95,8 +95,9 @@ DECODINGS = {
     "tree": "trees of so many guesses",
     "path": "trees in which each slot has one distribution, that on the way of the best chain",
     "draft": "trees in which each slot has one distribution, that of the draft pass without selector or Markov head",
-    "drawn": "chains drawn from the drafter's distribution, at temperature 1, with block verification",
+    "sampled": "chains sampled from the drafter's distribution, at temperature 1, with block verification",
 }
+RENAMED = {"drawn": "sampled"}  # names before, which commands may use and results may hold
 
 
 def arguments(recipe: Path, data: dict[str, Path], features: Path | None, arm: str) -> list[str]:
@@ -138,11 +139,12 @@ def train(*options: str) -> None:
 
 def read_decoding(text: str) -> tuple[str, Drafting, SamplingParams]:
     """A kind of `DECODINGS`, and what an engine is told of it. Raises ValueError where there is none such."""
-    if not re.fullmatch("chain|drawn|(tree|path|draft):[1-9][0-9]*", text):
-        raise ValueError(f"decoding is {text!r}; give chain, tree:N, path:N, draft:N or drawn, N guesses at most")
+    text = RENAMED.get(text, text)
+    if not re.fullmatch("chain|sampled|(tree|path|draft):[1-9][0-9]*", text):
+        raise ValueError(f"decoding is {text!r}; give chain, tree:N, path:N, draft:N or sampled, N guesses at most")
     kind, _, size = text.partition(":")
-    params = SamplingParams(temperature=1.0, seed=0) if kind == "drawn" else SamplingParams()
-    return kind, Drafting(tree_budget=int(size or 0), drawn=kind == "drawn"), params
+    params = SamplingParams(temperature=1.0, seed=0) if kind == "sampled" else SamplingParams()
+    return kind, Drafting(tree_budget=int(size or 0), sampled=kind == "sampled"), params
 
 
 def forget_pairs(drafter: Drafter, kind: str) -> None:
@@ -165,6 +167,15 @@ def on_the_way(lattice: Callable[..., tuple[Tensor, Tensor]], *args: Any) -> tup
 
 def name_of(prompts: str, decoding: str) -> str:
     return prompts if decoding == "chain" else f"{prompts}, {decoding}"
+
+
+def read_taus(file: Path) -> dict[str, float]:
+    """What `measure` found for one run, its names as they are now."""
+    found = {}
+    for name, tau in json.loads(file.read_text()).items():
+        prompts, comma, decoding = name.rpartition(", ")
+        found[prompts + comma + (RENAMED.get(decoding, decoding) if comma else decoding)] = tau
+    return found
 
 
 def measure(drafter: str, target: Target, sets: Sequence[PromptSet], tokens: int, decoding: str) -> dict[str, float]:
@@ -238,12 +249,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--arms", default=",".join(ARMS), help=f"of: {', '.join(ARMS)}")
     ways = "; ".join(f"{name}, {meaning}" for name, meaning in DECODINGS.items())
-    parser.add_argument("--decoding", default="chain", help=f"chain, tree:N, path:N, draft:N, drawn; {ways}")
+    parser.add_argument("--decoding", default="chain", help=f"chain, tree:N, path:N, draft:N, sampled; {ways}")
     args = parser.parse_args()
     arms = [arm.strip() for arm in args.arms.split(",")]
     if unknown := [arm for arm in arms if arm not in ARMS]:
         parser.error(f"unknown arms {unknown}; there are {', '.join(ARMS)}")
-    decodings = [decoding.strip() for decoding in args.decoding.split(",")]
+    decodings = [RENAMED.get(decoding.strip(), decoding.strip()) for decoding in args.decoding.split(",")]
     try:
         kinds = [read_decoding(decoding)[0] for decoding in decodings]
     except ValueError as error:
@@ -268,7 +279,7 @@ def main() -> None:
             runs = stages(options_of, arm, seed, steps, args.out)
             folder = runs[-1][0]
             file = folder.with_suffix(".tau.json")
-            found = json.loads(file.read_text()) if file.exists() else {}
+            found = read_taus(file) if file.exists() else {}
             for decoding in decodings:
                 if all(name_of(one.name, decoding) in found for one in sets):
                     continue
@@ -286,7 +297,7 @@ def write(out: Path, names: Sequence[str], header: str) -> None:
     results: dict[str, dict[str, Any]] = {}
     for arm in ARMS:
         for file in sorted(out.glob(f"{arm.replace(' ', '_')}-*.tau.json")):
-            found = json.loads(file.read_text())
+            found = read_taus(file)
             if all(name in found for name in names):
                 seed = file.name.split(".")[0].rpartition("-")[2]
                 results.setdefault(arm, {})[seed] = {name: found[name] for name in names}

@@ -19,8 +19,16 @@ def test_the_order_of_the_settings_stays() -> None:
         "max_new_tokens temperature top_k top_p min_p logit_bias repetition_penalty presence_penalty frequency_penalty "
         "seed stop_token_ids stop ignore_eos logprobs prompt_logprobs grammar"
     )
-    known = "block_size tree_budget drawn draft_window draft_passes"
+    known = "block_size tree_budget sampled draft_window draft_passes"
     assert " ".join(field.name for field in fields(Drafting)) == known
+
+
+def test_sampled_may_still_be_called_drawn() -> None:
+    drafting = Drafting(4, drawn=True)  # type: ignore[call-arg]
+    assert drafting == Drafting(4, sampled=True) and drafting.drawn  # type: ignore[attr-defined]
+    assert replace(drafting, sampled=False) == Drafting(4)
+    with pytest.raises(UsageError, match="drawn is the old name of sampled"):
+        Drafting(drawn=True, sampled=True)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(
@@ -102,9 +110,9 @@ def test_biases_are_kept_as_pairs() -> None:
         ({"draft_window": 0}, "draft_window is 0"),
         ({"draft_passes": 0}, r"draft_passes is 0; it must be at least 1 \(all guesses from one pass"),
         ({"draft_passes": "auto"}, "draft_passes is 'auto'; it must be a whole number or None"),
-        ({"drawn": 1}, "drawn is 1; it must be True or False"),
-        ({"drawn": True, "tree_budget": "auto"}, "tree_budget is 'auto'; .*give a number"),
-        ({"drawn": True, "tree_budget": 3, "block_size": "auto"}, "block_size is 'auto'; .*give a number"),
+        ({"sampled": 1}, "sampled is 1; it must be True or False"),
+        ({"sampled": True, "tree_budget": "auto"}, "tree_budget is 'auto'; .*give a number"),
+        ({"sampled": True, "tree_budget": 3, "block_size": "auto"}, "block_size is 'auto'; .*give a number"),
     ],
 )
 def test_bad_drafting_is_refused(fields: dict[str, Any], message: str) -> None:

@@ -6,12 +6,16 @@ tokens, D head size, m taps. A tensor named `logits_BNV` has that shape.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from numbers import Integral, Real
-from typing import Any, Literal, TypeAlias, get_args
+from operator import attrgetter
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 from blockdraft.errors import UsageError
+
+T = TypeVar("T")
 
 Message: TypeAlias = dict[str, str]
 # A text, a chat (a list of {"role", "content"}) or token ids.
@@ -167,6 +171,29 @@ class SamplingParams:
             raise UsageError("ignore_eos goes on past the end, where a grammar allows nothing; leave out one of them.")
 
 
+def _renamed(old: str, new: str) -> Callable[[type[T]], type[T]]:
+    """Lets a dataclass be made with the old name of a field, and the field be read by it."""
+
+    def decorate(kind: type[T]) -> type[T]:
+        made: Any = kind
+        construct = made.__init__
+
+        @wraps(construct)
+        def init(self: T, *values: Any, **named: Any) -> None:
+            if old in named:
+                if new in named:
+                    raise UsageError(f"{old} is the old name of {new}, and both are given; leave out {old}.")
+                named[new] = named.pop(old)
+            construct(self, *values, **named)
+
+        made.__init__ = init
+        setattr(made, old, property(attrgetter(new)))
+        return kind
+
+    return decorate
+
+
+@_renamed("drawn", "sampled")
 @dataclass(frozen=True)
 class Drafting:
     """How far an engine drafts. It changes the speed and never the distribution of the output.
@@ -176,9 +203,10 @@ class Drafting:
             as many of them as pay, or none.
         tree_budget: Most guesses of a draft tree; 0, the usual, drafts chains. "auto" lets each cycle use as many as
             pay, or none.
-        drawn: Draw the guesses of sampled requests at random from the drafter's distribution, in chains, instead of
-            choosing the likeliest. The distribution of the output stays; which tokens a seed gives then depends on the
-            drafter. With a tree budget, chosen guesses of the other drafters of a combination stand beside the chain.
+        sampled: Sample the guesses of requests with a temperature from the drafter's distribution, in chains, instead
+            of taking the likeliest. The distribution of the output stays the same, but which tokens a seed gives then
+            depends on the drafter. With a tree budget, likeliest guesses of the other drafters of a combination stand
+            beside the chain. Its name before was `drawn`, which still works.
         draft_window: Latest tokens of the text that a draft pass looks at, so that it costs no more in long contexts;
             None is all of them. Drafters without such a pass ignore it.
         draft_passes: Passes over a block of which each settles the surest guesses, so that the next one sees them, or
@@ -188,7 +216,7 @@ class Drafting:
 
     block_size: int | Literal["auto"] | None = None
     tree_budget: int | Literal["auto"] = 0
-    drawn: bool = False
+    sampled: bool = False
     draft_window: int | None = None
     draft_passes: int | None = None
 
@@ -206,10 +234,10 @@ class Drafting:
             if number < least:
                 raise UsageError(f"{name} is {value}; it must be at least {least} ({meaning}).")
             object.__setattr__(self, name, number)
-        _check_flag("drawn", self.drawn)
+        _check_flag("sampled", self.sampled)
         for name in ("block_size", "tree_budget"):
-            if self.drawn and self.tree_budget != 0 and getattr(self, name) == "auto":
-                raise UsageError(f"{name} is 'auto'; trees around drawn guesses have a fixed size, so give a number.")
+            if self.sampled and self.tree_budget != 0 and getattr(self, name) == "auto":
+                raise UsageError(f"{name} is 'auto'; trees around sampled guesses have a fixed size, so give a number.")
 
 
 @dataclass(frozen=True)

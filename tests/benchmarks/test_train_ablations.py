@@ -11,7 +11,17 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import train_ablations
-from benchmarks.train_ablations import ARMS, BASE, arguments, forget_pairs, picture, read_decoding, stages, table
+from benchmarks.train_ablations import (
+    ARMS,
+    BASE,
+    arguments,
+    forget_pairs,
+    picture,
+    read_decoding,
+    read_taus,
+    stages,
+    table,
+)
 from blockdraft.decode.proposal import Plan, Proposal
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.dflash import DFlashDrafter, independent_guesses
@@ -69,11 +79,19 @@ def test_ways_to_decode() -> None:
     assert read_decoding("chain") == ("chain", Drafting(), greedy)
     for kind in ("tree", "path", "draft"):
         assert read_decoding(f"{kind}:12") == (kind, Drafting(tree_budget=12), greedy)
-    kind, drafting, params = read_decoding("drawn")
-    assert (kind, drafting) == ("drawn", Drafting(drawn=True)) and params.temperature == 1 and params.seed is not None
-    for wrong in ("tree", "tree:0", "tree:x", "chain:3", "drawn:", "drawn:2", "lattice:4", ""):
+    kind, drafting, params = read_decoding("sampled")
+    assert (kind, drafting) == ("sampled", Drafting(sampled=True))
+    assert params.temperature == 1 and params.seed is not None
+    assert read_decoding("drawn")[0] == "sampled"  # its name before
+    for wrong in ("tree", "tree:0", "tree:x", "chain:3", "sampled:", "sampled:2", "lattice:4", ""):
         with pytest.raises(ValueError, match=f"decoding is '{wrong}'; give"):
             read_decoding(wrong)
+
+
+def test_names_of_before_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "base-0.tau.json"
+    file.write_text(json.dumps({"gsm8k": 1.0, "gsm8k, drawn": 2.0, "gsm8k, tree:32": 3.0}))
+    assert read_taus(file) == {"gsm8k": 1.0, "gsm8k, sampled": 2.0, "gsm8k, tree:32": 3.0}
 
 
 def test_what_is_measured_is_kept_and_only_what_is_not_yet_is_measured(

@@ -33,11 +33,11 @@ def chains(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor],
     before, after = tokens[:, :-1], tokens[:, 1:]
     zeros = torch.zeros(len(tokens), 1)
     guess_p, guess_q = (torch.cat([zeros, dist[before, after]], 1) for dist in (p, q))
-    drawn = guess_q[:, 1:].prod(-1)
+    sampled = guess_q[:, 1:].prod(-1)
     q_of_nodes = q[tokens]
     q_of_nodes[:, -1] = 0
     p_of_nodes = p[tokens] * (q_of_nodes > 0)
-    return tokens, drawn, block_chances(p_of_nodes, q_of_nodes, guess_p, guess_q), q_of_nodes
+    return tokens, sampled, block_chances(p_of_nodes, q_of_nodes, guess_p, guess_q), q_of_nodes
 
 
 def ends(chances: Tensor) -> Tensor:
@@ -48,16 +48,16 @@ def ends(chances: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_block_verification_keeps_the_distribution_exactly(seed: int) -> None:
-    """Summed over all that can be drawn, path and bonus and plain tokens behind them have the distribution of p."""
+    """Summed over all that can be sampled, path and bonus and plain tokens behind them have the distribution of p."""
     p, q = random_distributions(seed)
-    tokens, drawn, (chances, c), q_of_nodes = chains(p, q)
+    tokens, sampled, (chances, c), q_of_nodes = chains(p, q)
     end = ends(chances)
     found = torch.zeros((V,) * (GUESSES + 1), dtype=torch.float64)
     for row, node in product(range(len(tokens)), range(GUESSES + 1)):
         if end[row, node] < 1e-15:  # a residual that rounding has emptied
             continue
         rest = (p[tokens[row, node]] - c[row, node] * q_of_nodes[row, node]).clamp(min=0)
-        dist = drawn[row] * end[row, node] * (rest / rest.sum())
+        dist = sampled[row] * end[row, node] * (rest / rest.sum())
         path = tuple(tokens[row, 1 : node + 1].tolist())
         for _ in range(GUESSES - node):  # plain tokens, each after the last dimension's
             dist = dist.unsqueeze(-1) * p
@@ -71,13 +71,14 @@ def test_block_verification_keeps_the_distribution_exactly(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_block_verification_accepts_at_least_as_much_as_token_by_token(seed: int) -> None:
     p, q = random_distributions(seed)
-    tokens, drawn, (chances, _), _ = chains(p, q)
-    block = drawn @ (ends(chances) * torch.arange(GUESSES + 1)).sum(-1)
+    tokens, sampled, (chances, _), _ = chains(p, q)
+    block = sampled @ (ends(chances) * torch.arange(GUESSES + 1)).sum(-1)
     before, after = tokens[:, :-1], tokens[:, 1:]
     one_by_one = (p[before, after] / q[before, after]).clamp(max=1).cumprod(1).sum(1)
-    assert float(block) >= float(drawn @ one_by_one) - 1e-12
+    assert float(block) >= float(sampled @ one_by_one) - 1e-12
     if seed == 0:
-        assert float(block) > float(drawn @ one_by_one) + 0.01  # and more where later guesses make up for earlier ones
+        # And more where later guesses make up for earlier ones.
+        assert float(block) > float(sampled @ one_by_one) + 0.01
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -119,7 +119,7 @@ def test_an_extreme_penalty_does_not_overflow() -> None:
     torch.testing.assert_close(probs.sum(-1), torch.ones(12))
 
 
-def test_each_node_is_drawn_with_its_own_number() -> None:
+def test_each_node_is_sampled_with_its_own_number() -> None:
     params = SamplingParams(), SamplingParams(temperature=1.0)
     uniforms = torch.rand(2, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     sampled = draw(NODE_LOGITS[1:].softmax(-1), uniforms[1:])[0]
@@ -141,7 +141,7 @@ def test_rows_without_a_distribution_are_reported(bad: float, dtype: torch.dtype
     assert distributions(*params, logits=logits).invalid_rows == [0, 1]
 
 
-def test_tokens_drawn_ahead_are_those_drawn_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_sampled_ahead_are_those_sampled_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(3, 3, 5, generator=generator)
     uniforms = torch.rand(3, 3, generator=generator, dtype=torch.float64)

@@ -10,8 +10,8 @@ def test_draw_follows_the_distribution_and_never_draws_what_has_no_mass() -> Non
     probs = torch.tensor([0.0, 0.5, 0.0, 0.3, 0.2, 0.0])
     count = 20_000
     uniforms = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-    drawn = draw(probs.expand(1, count, -1), uniforms[None])
-    torch.testing.assert_close(torch.bincount(drawn[0], minlength=6) / count, probs, atol=1e-3, rtol=0)
+    sampled = draw(probs.expand(1, count, -1), uniforms[None])
+    torch.testing.assert_close(torch.bincount(sampled[0], minlength=6) / count, probs, atol=1e-3, rtol=0)
     edges = torch.tensor([[0.0, 1 - 2**-53]], dtype=torch.float64)
     assert draw(probs.expand(1, 2, -1), edges).tolist() == [[1, 4]]
 

@@ -37,7 +37,7 @@ def before(earlier: Tensor, tokens: Tensor, parents: Tensor) -> Tensor:
 
 
 def drafting(
-    shape: list[int], is_drawn: bool, keep: int = V, ragged: bool = False, mixed: bool = False, claims: bool = False
+    shape: list[int], is_sampled: bool, keep: int = V, ragged: bool = False, mixed: bool = False, claims: bool = False
 ) -> Drafter:
     """A drafter of trees of this shape, whose distributions keep so many tokens.
 
@@ -50,11 +50,11 @@ def drafting(
         for node in range(1, len(shape)):
             dist = dist_at(earlier, tokens, parents[:, :node])[:, shape[node]]
             best = dist.argsort(-1, descending=True)[:, shape[:node].count(shape[node])]
-            taken = draw(dist[:, None], numbers[:, node : node + 1])[:, 0] if is_drawn else best
+            taken = draw(dist[:, None], numbers[:, node : node + 1])[:, 0] if is_sampled else best
             tokens = torch.cat([tokens, torch.where(choosers(len(anchor)), best, taken)[:, None]], 1)
         if ragged:
             parents[::2, -2:] = -1
-        if not is_drawn and not claims:
+        if not is_sampled and not claims:
             return Proposal(tokens, parents)
         dist, ids = dist_at(earlier, tokens, parents).topk(keep, -1)
         q = [SparseDistribution(i, p) for i, p in zip(ids, dist, strict=True)]
@@ -73,9 +73,9 @@ def drafting(
 
 
 def beside(earlier: Tensor, anchor: Tensor, numbers: Tensor) -> Proposal:
-    """Drawn chains with chosen guesses around them, which depend on what was drawn: some hold another token than a
-    drawn guess, some follow the end of the chain, and some each other."""
-    chain = drafting(CHAIN, is_drawn=True)(earlier, anchor, numbers)
+    """Sampled chains with chosen guesses around them, which depend on what was sampled: some hold another token than a
+    sampled guess, some follow the end of the chain, and some each other."""
+    chain = drafting(CHAIN, is_sampled=True)(earlier, anchor, numbers)
     own = chain.tokens
     others = [(own[:, 1] + 1) % V, (own[:, 2] + 2) % V, (own[:, 3] + own[:, 1]) % V, own[:, 1], (own[:, 1] + 1) % V]
     parents = torch.tensor([*CHAIN, 0, 1, 3, 4, 7]).repeat(len(own), 1)
@@ -83,9 +83,10 @@ def beside(earlier: Tensor, anchor: Tensor, numbers: Tensor) -> Proposal:
 
 
 def only_the_likeliest(earlier: Tensor, anchor: Tensor, numbers: Tensor) -> Proposal:
-    """Drawn chains, but none where the first guess is not the likeliest: what was drawn decides whether it stays."""
-    chain = drafting(CHAIN, is_drawn=True)(earlier, anchor, numbers)
-    likeliest = drafting(CHAIN, is_drawn=False)(earlier, anchor, numbers).tokens[:, 1]
+    """Sampled chains, but none where the first guess is not the likeliest: what was sampled decides whether it
+    stays."""
+    chain = drafting(CHAIN, is_sampled=True)(earlier, anchor, numbers)
+    likeliest = drafting(CHAIN, is_sampled=False)(earlier, anchor, numbers).tokens[:, 1]
     parents = chain.parents.clone()
     parents[chain.tokens[:, 1] != likeliest, 1:] = -1
     return replace(chain, parents=parents)
@@ -140,11 +141,11 @@ def surprise(outputs: list[list[int]], params: SamplingParams) -> float:
 
 NOISE = 4.0
 DRAFTERS = {
-    "none": drafting([-1], is_drawn=False),
-    "chosen chain": drafting(CHAIN, is_drawn=False),
-    "chosen tree": drafting(TREE, is_drawn=False, ragged=True),
-    "drawn chain": drafting(CHAIN, is_drawn=True, keep=2),
-    "drawn chain, ragged and mixed": drafting(CHAIN, is_drawn=True, ragged=True, mixed=True),
+    "none": drafting([-1], is_sampled=False),
+    "chosen chain": drafting(CHAIN, is_sampled=False),
+    "chosen tree": drafting(TREE, is_sampled=False, ragged=True),
+    "sampled chain": drafting(CHAIN, is_sampled=True, keep=2),
+    "sampled chain, ragged and mixed": drafting(CHAIN, is_sampled=True, ragged=True, mixed=True),
 }
 SETTINGS = {
     "temperature 1": WARM,
@@ -162,7 +163,7 @@ def test_output_has_the_target_distribution(name: str, setting: str) -> None:
 
 
 @pytest.mark.parametrize("setting", ["temperature 1", "penalty"])
-def test_chosen_guesses_beside_drawn_ones_leave_the_distribution(setting: str) -> None:
+def test_chosen_guesses_beside_sampled_ones_leave_the_distribution(setting: str) -> None:
     assert abs(surprise(decode(beside, SETTINGS[setting]), SETTINGS[setting])) < NOISE
 
 
@@ -235,16 +236,16 @@ def block_up_to_first_rejection(
 @pytest.mark.parametrize(
     ("drafter", "judge"),
     [
-        (drafting(CHAIN, is_drawn=False), accept_everything),
-        (drafting(CHAIN, is_drawn=False), bonus_of_the_anchor),
-        (drafting(TREE, is_drawn=False), skewed_numbers),
-        (drafting(CHAIN, is_drawn=True), no_residual),
-        (drafting(CHAIN, is_drawn=True), q_of_the_wrong_node),
-        (drafting(CHAIN, is_drawn=True), reused_numbers),
-        (drafting(CHAIN, is_drawn=False, claims=True), verify),
+        (drafting(CHAIN, is_sampled=False), accept_everything),
+        (drafting(CHAIN, is_sampled=False), bonus_of_the_anchor),
+        (drafting(TREE, is_sampled=False), skewed_numbers),
+        (drafting(CHAIN, is_sampled=True), no_residual),
+        (drafting(CHAIN, is_sampled=True), q_of_the_wrong_node),
+        (drafting(CHAIN, is_sampled=True), reused_numbers),
+        (drafting(CHAIN, is_sampled=False, claims=True), verify),
         (only_the_likeliest, verify),
-        (drafting(CHAIN, is_drawn=True), broken("accept_block", block_with_ratios)),
-        (drafting(CHAIN, is_drawn=True), broken("accept_block", block_up_to_first_rejection)),
+        (drafting(CHAIN, is_sampled=True), broken("accept_block", block_with_ratios)),
+        (drafting(CHAIN, is_sampled=True), broken("accept_block", block_up_to_first_rejection)),
     ],
 )
 def test_broken_rules_are_caught(drafter: Drafter, judge: Judge) -> None:
@@ -312,12 +313,12 @@ def test_greedy_rows_are_judged_alike_with_and_without_sampled_ones_beside_them(
 
 
 @pytest.mark.parametrize(
-    ("shape", "is_drawn"), [(CHAIN, False), (TREE, False), (CHAIN, True)], ids=["chain", "tree", "drawn chain"]
+    ("shape", "is_sampled"), [(CHAIN, False), (TREE, False), (CHAIN, True)], ids=["chain", "tree", "sampled chain"]
 )
-def test_a_row_without_a_distribution_leaves_the_others_alone(shape: list[int], is_drawn: bool) -> None:
+def test_a_row_without_a_distribution_leaves_the_others_alone(shape: list[int], is_sampled: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     earlier, draws = torch.zeros(3).long(), torch.rand(3, 8, generator=generator, dtype=torch.float64)
-    proposal = drafting(shape, is_drawn)(earlier, earlier, draws)
+    proposal = drafting(shape, is_sampled)(earlier, earlier, draws)
     logits = TARGET[before(earlier, proposal.tokens, proposal.parents), proposal.tokens]
     uniforms, tests = torch.rand(2, 3, len(shape), generator=generator, dtype=torch.float64)
 
@@ -332,8 +333,8 @@ def test_a_row_without_a_distribution_leaves_the_others_alone(shape: list[int], 
     assert verdict == Verdict([sound.path[0], [], sound.path[2]], [sound.bonus[0], -1, sound.bonus[2]])
 
 
-def test_the_walk_goes_on_beside_a_drawn_chain() -> None:
-    """The drawn guess 1 is impossible, the chosen guess 2 is certain, and so is what follows it."""
+def test_the_walk_goes_on_beside_a_sampled_chain() -> None:
+    """The sampled guess 1 is impossible, the chosen guess 2 is certain, and so is what follows it."""
     dist = SparseDistribution(torch.tensor([[1], [1]]), torch.ones(2, 1))
     proposal = Proposal(torch.tensor([[0, 1, 2, 0]]), torch.tensor([[-1, 0, 0, 2]]), (dist,))
     following = torch.tensor([2, 1, 0, 1])  # after each node
@@ -368,11 +369,11 @@ def test_a_node_without_a_distribution_counts_where_the_walk_comes_by_only(tempe
     assert judged(1) == judged(0) == Verdict([[]], [-1])
 
 
-def test_drawn_guesses_form_chains() -> None:
+def test_sampled_guesses_form_chains() -> None:
     start, draws = torch.zeros(1).long(), torch.full((1, 8), 0.5, dtype=torch.float64)
-    proposal = drafting(TREE, is_drawn=True)(start, start, draws)
+    proposal = drafting(TREE, is_sampled=True)(start, start, draws)
     probs = torch.full((1, len(TREE), V), 1 / V)
-    with pytest.raises(AssertionError, match="drawn guesses form a chain"):
+    with pytest.raises(AssertionError, match="sampled guesses form a chain"):
         verify(proposal, distributions_of(probs, proposal), draws, draws)
 
 
@@ -380,5 +381,5 @@ def test_a_guess_that_its_distribution_cannot_offer_is_refused() -> None:
     proposal = chain(torch.tensor([[0, 2]]))
     dist = SparseDistribution(torch.tensor([[0, 1]] * 2), torch.tensor([[0.5, 0.5]] * 2))
     numbers = torch.zeros(1, 2, dtype=torch.float64)
-    with pytest.raises(AssertionError, match="not drawn from the distribution"):
+    with pytest.raises(AssertionError, match="not sampled from the distribution"):
         verify(replace(proposal, q=(dist,)), distributions_of(torch.full((1, 2, V), 1 / V), proposal), numbers, numbers)

@@ -65,7 +65,7 @@ def verify_block(
     uniforms: Sequence[float],
     tests: Sequence[float],
 ) -> Accepted:
-    """Block verification of a chain of drawn guesses (arXiv 2403.10444, algorithm 2)."""
+    """Block verification of a chain of sampled guesses (arXiv 2403.10444, algorithm 2)."""
     ratios = block_ratios(tokens, p, q)
     last = 0
     for i in range(1, len(tokens)):

@@ -198,8 +198,8 @@ def test_guesses_are_the_usual_ones_hit_or_miss(
     assert 8 <= drafter.foreseen < drafter.tried
 
 
-def test_drawn_guesses_are_not_drafted_ahead(drafter: AheadDrafter, usual: DraftLMDrafter, pace: Pace) -> None:
-    """The numbers that they are drawn with come with the plan. Rows at temperature 0 wait for those beside them."""
+def test_sampled_guesses_are_not_drafted_ahead(drafter: AheadDrafter, usual: DraftLMDrafter, pace: Pace) -> None:
+    """The numbers that they are sampled with come with the plan. Rows at temperature 0 wait for those beside them."""
     params = [SamplingParams(temperature=0.8), GREEDY]
     states: list[tuple[Any, Any]] = [(drafter, drafter.new_state(2, 60)), (usual, usual.new_state(2, 60))]
     for cycle in range(3):

@@ -125,7 +125,7 @@ def test_guesses_equal_those_of_a_model_without_a_cache(
             texts[row] = texts[row] + more
 
 
-def test_drawn_guesses_follow_their_distributions(drafter: BlockDiffusionDrafter) -> None:
+def test_sampled_guesses_follow_their_distributions(drafter: BlockDiffusionDrafter) -> None:
     state = drafter.new_state(2, 40)
     texts = [[5, 6, 7, 8, 9], [10, 11]]  # three and one to guess
     observe(drafter, state, texts)
@@ -147,15 +147,17 @@ def test_drawn_guesses_follow_their_distributions(drafter: BlockDiffusionDrafter
 
 
 def test_more_passes_change_guesses_and_no_token(drafter: BlockDiffusionDrafter, target: Target) -> None:
-    """Greedy and sampled, chosen and drawn."""
+    """Greedy and sampled answers, chosen and sampled guesses."""
     prompts = [[(7 * i + row) % 60 + 4 for i in range(3 + row)] for row in range(3)]
     params = [SamplingParams(20, (0.0, 0.8, 0.8)[row], seed=row, ignore_eos=True) for row in range(3)]
     plain = Engine(target, load_drafter("none", target=target)).generate(prompts, params)
     for passes in (1, 4):
         found = Engine(target, drafter, drafting=Drafting(draft_passes=passes)).generate(prompts, params)
         assert [each.token_ids for each in found] == [each.token_ids for each in plain]
-    [drawn] = Engine(target, drafter, drafting=Drafting(drawn=True, draft_passes=2)).generate(prompts[:1], params[:1])
-    assert drawn.token_ids == plain[0].token_ids
+    [sampled] = Engine(target, drafter, drafting=Drafting(sampled=True, draft_passes=2)).generate(
+        prompts[:1], params[:1]
+    )
+    assert sampled.token_ids == plain[0].token_ids
 
 
 def test_blocks_of_one_token_are_the_target_itself(tiny_target_dir: Path, target: Target, tmp_path: Path) -> None:

@@ -126,18 +126,18 @@ def test_a_chain_is_that_of_the_drafter_that_expects_most() -> None:
     assert found.parents.tolist() == [[-1, 0, 1, 2], [-1, 0, -1, -1]]
 
 
-def test_a_drawn_chain_is_chosen_by_what_such_chains_have_yielded() -> None:
-    """And not by what was drawn."""
+def test_a_sampled_chain_is_chosen_by_what_such_chains_have_yielded() -> None:
+    """And not by what was sampled."""
     dist = SparseDistribution(torch.tensor([[8, 9], [8, 9]]), torch.tensor([[0.5, 0.5], [0.5, 0.5]]))
-    drawn = Proposal(torch.tensor([[0, 8], [0, 9]]), torch.tensor([[-1, 0], [-1, 0]]), (dist, dist))
+    sampled = Proposal(torch.tensor([[0, 8], [0, 9]]), torch.tensor([[-1, 0], [-1, 0]]), (dist, dist))
     chains: list[Tree] = [[(5, 0, 0.9), (6, 1, 0.6), (7, 2, 0.5)], [(5, 0, 0.5)]]
-    drafter = CombinedDrafter([Scripted(proposal(*chains)), Scripted(drawn)])
+    drafter = CombinedDrafter([Scripted(proposal(*chains)), Scripted(sampled)])
     state, asked = drafter.new_state(2, 20), plan(0, 2, draws=torch.rand(2, 8))
     found = drafter.propose(state, torch.tensor([3, 4]), asked)
     assert found.tokens.tolist() == [[3, 5, 6, 7], [4, 9, 0, 0]]
     assert found.q is not None and found.q[0] is None and found.q[1] is not None
     assert found.q[1].ids.tolist() == [[8, 9]] * 2
-    for _ in range(9):  # none of the drawn ones is accepted
+    for _ in range(9):  # none of the sampled ones is accepted
         drafter.observe(state, torch.tensor([[1, 5], [1, 0]]), None, [2, 1])
         found = drafter.propose(state, torch.tensor([3, 4]), asked)
     assert found.tokens.tolist() == [[3, 5, 6, 7], [4, 5, 0, 0]] and found.q is None
@@ -145,13 +145,13 @@ def test_a_drawn_chain_is_chosen_by_what_such_chains_have_yielded() -> None:
     assert drafter.propose(state, torch.tensor([3, 4]), asked).tokens[1].tolist() == [4, 9, 0, 0]
 
 
-def test_chosen_guesses_stand_beside_a_drawn_chain() -> None:
+def test_chosen_guesses_stand_beside_a_sampled_chain() -> None:
     """The chain is whole and comes first; what the text repeats goes on from where the two agree."""
     dist = SparseDistribution(torch.tensor([[5, 9]] * 3), torch.tensor([[0.5, 0.5]] * 3))
-    drawn = Proposal(
+    sampled = Proposal(
         torch.tensor([[0, 5, 9], [0, 4, 9]]), torch.tensor([[-1, 0, 1], [-1, 0, -1]]), (dist, None)
     )  # the second row is greedy and short
-    drafter = CombinedDrafter([Scripted(proposal(LOOKUP, [(4, 0, 0.2), (6, 0, 0.1)])), Scripted(drawn)])
+    drafter = CombinedDrafter([Scripted(proposal(LOOKUP, [(4, 0, 0.2), (6, 0, 0.1)])), Scripted(sampled)])
     asked = plan(4, 2, draws=torch.rand(2, 8))
     found = drafter.propose(drafter.new_state(2, 20), torch.tensor([3, 4]), asked)
     assert found.tokens.tolist() == [[3, 5, 9, 6, 7], [4, 4, 6, 0, 0]]

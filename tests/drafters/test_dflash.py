@@ -1,4 +1,4 @@
-"""What a DFlash drafter makes of a plan: chains, trees, drawn guesses, and how many."""
+"""What a DFlash drafter makes of a plan: chains, trees, sampled guesses, and how many."""
 
 import dataclasses
 from pathlib import Path
@@ -116,7 +116,7 @@ def test_cycle_seconds_decide_how_many_guesses_there_are(drafter: DFlashDrafter,
         assert rates[cut.tokens.size(1) - 1] == pytest.approx(max(rates))
 
 
-def test_drawn_guesses_have_the_distributions_that_are_handed_over(drafter: DFlashDrafter) -> None:
+def test_sampled_guesses_have_the_distributions_that_are_handed_over(drafter: DFlashDrafter) -> None:
     rows = 400
     params = [SamplingParams(temperature=0.7, top_k=90)] * rows
     grid = (torch.arange(rows, dtype=torch.float64) + 0.5) / rows
@@ -133,11 +133,11 @@ def test_drawn_guesses_have_the_distributions_that_are_handed_over(drafter: DFla
         assert set(dist.ids[depth].tolist()) == set(best.indices.tolist())
         expected = torch.zeros_like(exact).scatter(0, best.indices, best.values / best.values.sum())
         torch.testing.assert_close(torch.zeros_like(exact).scatter(0, dist.ids[depth], dist.probs[depth]), expected)
-        drawn = proposal.tokens[:, depth + 1].bincount(minlength=len(exact)) / rows
-        assert (drawn - expected).abs().max() <= 1.01 / rows  # a grid of numbers meets each distribution exactly
+        sampled = proposal.tokens[:, depth + 1].bincount(minlength=len(exact)) / rows
+        assert (sampled - expected).abs().max() <= 1.01 / rows  # a grid of numbers meets each distribution exactly
 
 
-def test_rows_without_temperature_are_not_drawn(drafter: DFlashDrafter) -> None:
+def test_rows_without_temperature_are_not_sampled(drafter: DFlashDrafter) -> None:
     params = [GREEDY, SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_k=1)]
     draws = torch.full((3, DEPTH), 0.999, dtype=torch.float64)
     proposal, logits = propose(drafter, Plan(8, params, draws=draws))
@@ -149,7 +149,7 @@ def test_rows_without_temperature_are_not_drawn(drafter: DFlashDrafter) -> None:
     assert propose(drafter, Plan(8, [GREEDY] * 3, draws=draws))[0].q is None
 
 
-def test_how_many_are_drawn_does_not_depend_on_what_is_drawn(drafter: DFlashDrafter) -> None:
+def test_how_many_are_sampled_does_not_depend_on_what_is_sampled(drafter: DFlashDrafter) -> None:
     params = [SamplingParams(temperature=0.5)] * 2
     counts = {}
     for cost in (0.0, 0.1, 10.0):
@@ -191,8 +191,8 @@ def test_refinement_settles_the_surest_guesses_for_chains_trees_and_draws(
     assert max(len(tokens) for tokens in candidates) > 1
 
     draws = torch.full((1, DEPTH), 0.9, dtype=torch.float64)
-    drawn, _ = propose(drafter, Plan(8, [SamplingParams(temperature=1.0)], draws=draws))
-    assert drawn.q is not None and drawn.q[0] is not None
-    certain = (drawn.q[0].probs[:DEPTH].amax(dim=-1) == 1).nonzero().flatten().tolist()
+    sampled, _ = propose(drafter, Plan(8, [SamplingParams(temperature=1.0)], draws=draws))
+    assert sampled.q is not None and sampled.q[0] is not None
+    certain = (sampled.q[0].probs[:DEPTH].amax(dim=-1) == 1).nonzero().flatten().tolist()
     assert certain == surest
-    assert [int(drawn.tokens[0, i + 1]) for i in surest] == [expected[i] for i in surest]
+    assert [int(sampled.tokens[0, i + 1]) for i in surest] == [expected[i] for i in surest]

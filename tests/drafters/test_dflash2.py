@@ -161,7 +161,7 @@ def test_cycle_seconds_decide_how_many_guesses_there_are(drafter: DFlash2Drafter
 
 
 @pytest.mark.parametrize("more", [{}, {"top_k": 3, "top_p": 0.9}])
-def test_drawn_guesses_have_the_distributions_that_are_handed_over(
+def test_sampled_guesses_have_the_distributions_that_are_handed_over(
     drafter: DFlash2Drafter, more: dict[str, float]
 ) -> None:
     rows = 600
@@ -183,12 +183,12 @@ def test_drawn_guesses_have_the_distributions_that_are_handed_over(
                 exact /= exact.sum()
             found = torch.zeros_like(exact).scatter(0, dist.ids[slot], dist.probs[slot])
             torch.testing.assert_close(found, exact)
-            drawn = draw(dist.probs[None, slot : slot + 1], draws[row : row + 1, slot : slot + 1])
-            assert int(dist.ids[slot, int(drawn)]) == int(proposal.tokens[row, slot + 1])
+            sampled = draw(dist.probs[None, slot : slot + 1], draws[row : row + 1, slot : slot + 1])
+            assert int(dist.ids[slot, int(sampled)]) == int(proposal.tokens[row, slot + 1])
     assert len({tuple(tokens) for tokens in proposal.tokens.tolist()}) > 20
 
 
-def test_rows_without_temperature_are_not_drawn(drafter: DFlash2Drafter) -> None:
+def test_rows_without_temperature_are_not_sampled(drafter: DFlash2Drafter) -> None:
     params = [GREEDY, SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_k=1)]
     draws = torch.full((3, DEPTH), 0.999, dtype=torch.float64)
     best, _, _ = propose(drafter, Plan(8, params))
@@ -198,7 +198,7 @@ def test_rows_without_temperature_are_not_drawn(drafter: DFlash2Drafter) -> None
     assert propose(drafter, Plan(8, [GREEDY] * 3, draws=draws))[0].q is None
 
 
-def test_how_many_are_drawn_does_not_depend_on_what_is_drawn(drafter: DFlash2Drafter) -> None:
+def test_how_many_are_sampled_does_not_depend_on_what_is_sampled(drafter: DFlash2Drafter) -> None:
     params = [SamplingParams(temperature=0.5)] * 2
     counts = set()
     for cost in (0.0, 0.05, 10.0):
@@ -214,7 +214,7 @@ def test_how_many_are_drawn_does_not_depend_on_what_is_drawn(drafter: DFlash2Dra
 
 
 @pytest.mark.slow
-def test_drawn_chains_leave_the_targets_distribution(drafter: DFlash2Drafter) -> None:
+def test_sampled_chains_leave_the_targets_distribution(drafter: DFlash2Drafter) -> None:
     """The first two tokens of many cycles, under a p that shares the candidates with q and else has its own mind."""
     rows, vocabulary = 6000, drafter.config.vocab_size
     sampled = SamplingParams(temperature=1.0)

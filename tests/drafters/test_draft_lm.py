@@ -95,9 +95,9 @@ def test_a_similar_model_is_sometimes_right(target: Target, drafter: DraftLMDraf
     assert len(taken) >= 3, "the tests below need guesses that are right and guesses that are wrong"
 
 
-@pytest.mark.parametrize("drawn", [False, True])
+@pytest.mark.parametrize("sampled", [False, True])
 def test_guesses_equal_those_of_a_model_without_a_cache(
-    drafter: DraftLMDrafter, drawn: bool, scatter: Callable[..., Any]
+    drafter: DraftLMDrafter, sampled: bool, scatter: Callable[..., Any]
 ) -> None:
     """However many guesses were committed, with rows that leave, come, and stand still."""
     generator = torch.Generator().manual_seed(4)
@@ -121,13 +121,13 @@ def test_guesses_equal_those_of_a_model_without_a_cache(
             drafter.propose(state, torch.tensor([11, 12, 13]), Plan(4, params))
             observe(drafter, state, [[], [], []])
         anchor = torch.randint(4, 60, (3,), generator=generator)
-        draws = torch.rand(3, 4, dtype=torch.float64, generator=generator) if drawn else None
+        draws = torch.rand(3, 4, dtype=torch.float64, generator=generator) if sampled else None
         proposal = drafter.propose(state, anchor, Plan(5, params, draws=draws))
         assert proposal.tokens.shape == (3, 5)
         new = []
         for row, (text, ids) in enumerate(zip(texts, proposal.tokens.tolist(), strict=True)):
             dist = proposal.q[row] if proposal.q else None
-            assert (dist is None) == (not drawn or params[row].temperature == 0)
+            assert (dist is None) == (not sampled or params[row].temperature == 0)
             for depth in range(4):
                 logits = logits_after(drafter, text + ids[: depth + 1])
                 if dist is None or draws is None:
@@ -265,7 +265,7 @@ def test_no_more_is_drafted_than_pays(drafter: DraftLMDrafter) -> None:
     assert count([1.0] * 6) == count([1.0] * 9) == 5
     assert count([1.0] * 3) == 2  # no more than there are times for
     assert count([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]) == 0
-    assert count([1.0, 9.0], draws=torch.rand(2, 5, dtype=torch.float64)) == 5  # not what was drawn decides
+    assert count([1.0, 9.0], draws=torch.rand(2, 5, dtype=torch.float64)) == 5  # not what was sampled decides
     survival, expected, state = [1.0, 1.0], [2.0], [[*PROMPTS[1], 5], [*PROMPTS[2], 6]]
     for _ in range(5):
         for row, text in enumerate(state):

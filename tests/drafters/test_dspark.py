@@ -152,7 +152,9 @@ def test_without_a_confidence_head_the_probabilities_decide(target: Target, tiny
     assert rates[cut.tokens.size(1) - 1] == pytest.approx(max(rates))
 
 
-def test_the_length_of_a_drawn_chain_does_not_depend_on_what_is_drawn(target: Target, tiny_dspark_dir: Path) -> None:
+def test_the_length_of_a_sampled_chain_does_not_depend_on_what_is_sampled(
+    target: Target, tiny_dspark_dir: Path
+) -> None:
     drafter = make(target, tiny_dspark_dir, confidence_temperatures=(30.0,) * DEPTH)  # neither sure nor hopeless
     params, lengths, firsts = [SamplingParams(temperature=1.0)], set(), set()
     costs = (0.3 * 0.8**n for n in range(40))
@@ -167,7 +169,7 @@ def test_the_length_of_a_drawn_chain_does_not_depend_on_what_is_drawn(target: Ta
     assert len(lengths) == 1 and len(firsts) > 1
 
 
-def test_drawn_guesses_have_the_distributions_that_are_handed_over(drafter: DSparkDrafter) -> None:
+def test_sampled_guesses_have_the_distributions_that_are_handed_over(drafter: DSparkDrafter) -> None:
     rows = 300
     params = [SamplingParams(temperature=0.7)] * rows
     grid = (torch.arange(rows, dtype=torch.float64) + 0.5) / rows
@@ -184,15 +186,17 @@ def test_drawn_guesses_have_the_distributions_that_are_handed_over(drafter: DSpa
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
     first = proposal.q[0]
     assert first is not None
-    drawn = proposal.tokens[:, 1].bincount(minlength=target_size(logits)) / rows
-    assert (drawn - torch.zeros(target_size(logits)).scatter(0, first.ids[0], first.probs[0])).abs().max() < 1.01 / rows
+    sampled = proposal.tokens[:, 1].bincount(minlength=target_size(logits)) / rows
+    assert (
+        sampled - torch.zeros(target_size(logits)).scatter(0, first.ids[0], first.probs[0])
+    ).abs().max() < 1.01 / rows
 
 
 def target_size(logits: Tensor) -> int:
     return logits.size(-1)
 
 
-def test_rows_without_temperature_are_not_drawn(drafter: DSparkDrafter) -> None:
+def test_rows_without_temperature_are_not_sampled(drafter: DSparkDrafter) -> None:
     draws = torch.full((2, DEPTH), 0.999, dtype=torch.float64)
     proposal, _, _ = propose(drafter, Plan(DEPTH + 1, [GREEDY, SamplingParams(temperature=1.0)], draws=draws))
     greedy, _, _ = propose(drafter, Plan(DEPTH + 1, [GREEDY, GREEDY]))

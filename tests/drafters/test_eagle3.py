@@ -132,9 +132,9 @@ def observe(drafter: Eagle3Drafter, state: Any, texts: list[list[int]], taps: li
 
 
 @pytest.mark.parametrize("flags", FLAGS)
-@pytest.mark.parametrize("drawn", [False, True])
+@pytest.mark.parametrize("sampled", [False, True])
 def test_chains_equal_those_of_the_twin(
-    flags: dict[str, Any], drawn: bool, drafter: Eagle3Drafter, target: Target, scatter: Callable[..., Any]
+    flags: dict[str, Any], sampled: bool, drafter: Eagle3Drafter, target: Target, scatter: Callable[..., Any]
 ) -> None:
     """However many guesses were accepted, in rows of different lengths that lie anywhere."""
     drafter = with_flags(drafter, target, **flags) if flags else drafter
@@ -146,13 +146,13 @@ def test_chains_equal_those_of_the_twin(
     observe(drafter, state, texts, taps)
     for cycle in range(4):
         anchors = torch.randint(4, 60, (3,), generator=generator)
-        draws = torch.rand(3, 5, dtype=torch.float64, generator=generator) if drawn else None
+        draws = torch.rand(3, 5, dtype=torch.float64, generator=generator) if sampled else None
         proposal = drafter.propose(state, anchors, Plan(6, params, draws=draws))
         assert proposal.tokens.shape == (3, 6)
         new, more = [], []
         for row, ids in enumerate(proposal.tokens.tolist()):
             dist = proposal.q[row] if proposal.q else None
-            assert (dist is None) == (not drawn or row == 0)
+            assert (dist is None) == (not sampled or row == 0)
             for depth, logits in enumerate(twin.logits(texts[row], taps[row], ids[:-1])):
                 if dist is None or draws is None:
                     assert ids[depth + 1] == kept[logits.argmax()]

@@ -1,4 +1,4 @@
-"""What a flow map makes of a plan: its passes, its noise, and that q is the distribution that its guesses are drawn
+"""What a flow map makes of a plan: its passes, its noise, and that q is the distribution that its guesses are sampled
 from."""
 
 from pathlib import Path
@@ -93,18 +93,18 @@ def test_a_shorter_plan_gets_fewer_slots(drafter: FlowDrafter) -> None:
     assert logits_of(drafter, Plan(3, [GREEDY])).shape == (2, 265)
 
 
-def drawn(drafter: FlowDrafter, rows: int) -> Proposal:
-    """Chains of as many rows of one context, whose first guess is drawn evenly."""
+def sampled(drafter: FlowDrafter, rows: int) -> Proposal:
+    """Chains of as many rows of one context, whose first guess is sampled evenly."""
     draws = torch.rand(rows, drafter.block_size - 1, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     draws[:, 0] = (torch.arange(rows) + 0.5) / rows
     plan = Plan(drafter.block_size, [SAMPLED] * rows, draws=draws)
     return drafter.propose(observed(drafter, rows), torch.full((rows,), 7), plan)  # type: ignore[arg-type]
 
 
-def test_q_is_the_distribution_that_guesses_are_drawn_from(drafter: FlowDrafter) -> None:
+def test_q_is_the_distribution_that_guesses_are_sampled_from(drafter: FlowDrafter) -> None:
     """That of each slot given the noise, whatever the other slots drew."""
     rows = 200
-    proposal, expected = drawn(drafter, rows), (logits_of(drafter) / 0.7).softmax(dim=-1)
+    proposal, expected = sampled(drafter, rows), (logits_of(drafter) / 0.7).softmax(dim=-1)
     assert proposal.q is not None
     for q in proposal.q:
         assert q is not None

@@ -1,7 +1,7 @@
 """Decoding without models: machines whose cycles have known times, texts whose guesses have known chances.
 
 What a controller achieves is counted in expected tokens and true times, and so are the fixed sizes that it is compared
-with; what it learns from is drawn at random and noisy. So figures of a few hundred cycles mean something.
+with; what it learns from is sampled at random and noisy. So figures of a few hundred cycles mean something.
 """
 
 from __future__ import annotations

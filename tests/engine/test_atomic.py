@@ -248,7 +248,7 @@ def test_numbers_that_are_none_in_company_only_are_computed_again_for_each_alone
     assert broken > 10  # prompts and cycles
 
 
-def test_drawn_guesses_without_numbers_end_no_request(target: Target, drafter: Drafter) -> None:
+def test_sampled_guesses_without_numbers_end_no_request(target: Target, drafter: Drafter) -> None:
     warm = SamplingParams(30, 1.0, seed=3, ignore_eos=True)
     none = load_drafter("none", target=target)
     expected = [completion.token_ids for completion in Engine(target, none).generate(PROMPTS, warm)]
@@ -288,7 +288,7 @@ def test_a_drafter_without_numbers_is_told_of_once(
 
     run: Any = drafter._run  # type: ignore[attr-defined]
     guesses, run.guesses = run.guesses, spoiled
-    engine = Engine(target, drafter, drafting=Drafting(drawn=True))
+    engine = Engine(target, drafter, drafting=Drafting(sampled=True))
     with caplog.at_level(logging.WARNING):
         assert [completion.token_ids for completion in engine.generate(PROMPTS, warm)] == expected
         assert [completion.token_ids for completion in engine.generate(PROMPTS, warm)] == expected
@@ -438,8 +438,8 @@ def test_a_bug_of_ours_in_a_step_ends_the_requests_and_no_one_waits_for_ever(
     assert len(answers(engine)) == 3
 
 
-def test_rows_of_drawn_guesses_end_where_a_distribution_is_missing(target: Target, drafter: Drafter) -> None:
-    engine = Engine(target, drafter, drafting=Drafting(drawn=True))
+def test_rows_of_sampled_guesses_end_where_a_distribution_is_missing(target: Target, drafter: Drafter) -> None:
+    engine = Engine(target, drafter, drafting=Drafting(sampled=True))
     warm = SamplingParams(30, 1.0, seed=3, ignore_eos=True)
     poison(target, 99)
     broken, fine = engine.submit([3, 99, 4], warm), engine.submit(PROMPTS[0], warm)

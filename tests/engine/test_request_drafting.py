@@ -32,15 +32,16 @@ def drafted(engine: Engine, bounds: RequestDrafting | None, params: SamplingPara
 
 @pytest.mark.parametrize(
     "drafting",
-    [Drafting(), Drafting(tree_budget=12), Drafting("auto"), Drafting(tree_budget="auto"), Drafting(drawn=True)],
-    ids=["chain", "tree", "auto", "auto-tree", "drawn"],
+    [Drafting(), Drafting(tree_budget=12), Drafting("auto"), Drafting(tree_budget="auto"), Drafting(sampled=True)],
+    ids=["chain", "tree", "auto", "auto-tree", "sampled"],
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_bounds_change_no_token(target: Target, tiny_drafter_dir: Path, drafting: Drafting, temperature: float) -> None:
-    """In one batch, each row with other bounds. A drawn chain's tokens depend on its own bounds, as on the drafter."""
+    """In one batch, each row with other bounds. A sampled chain's tokens depend on its own bounds, as on the
+    drafter."""
     drafter = load_drafter(tiny_drafter_dir, target=target)
     params = [SamplingParams(24, temperature, seed=i, ignore_eos=True) for i in range(len(BOUNDS))]
-    alike = drafting.drawn and temperature > 0
+    alike = drafting.sampled and temperature > 0
     with Engine(target, drafter, drafting=drafting) as engine, Engine(target) as plain:
         requests = [engine.submit(p, s, drafting=b) for p, s, b in zip(PROMPTS, params, BOUNDS, strict=True)]
         found = [each.result().checked() for each in requests]
@@ -72,12 +73,12 @@ def test_without_guesses_the_drafter_is_not_asked(target: Target, monkeypatch: p
 
 
 @pytest.mark.slow
-def test_drawn_guesses_that_are_cut_keep_the_distribution(tmp_path: Path) -> None:
+def test_sampled_guesses_that_are_cut_keep_the_distribution(tmp_path: Path) -> None:
     """As in test_sampled_distribution, with a third of the requests undrafted and a third drafted for by one guess."""
     target = load_target(write_model(tmp_path / "target", 2))
     drafter = load_drafter(write_model(tmp_path / "drafter", 3), target=target)
     bounds = [None, OFF, RequestDrafting(block_size=2)]
-    with Engine(target, drafter, max_batch_size=500, drafting=Drafting(drawn=True)) as engine:
+    with Engine(target, drafter, max_batch_size=500, drafting=Drafting(sampled=True)) as engine:
         requests = [
             engine.submit(PROMPT, SamplingParams(LENGTH, 1.0, seed=seed, ignore_eos=True), drafting=bounds[seed % 3])
             for seed in range(9000)

@@ -1,4 +1,4 @@
-"""Through a whole engine, answers with drawn guesses have the target's distribution, and not only a plausible one."""
+"""Through a whole engine, answers with sampled guesses have the target's distribution, and not only a plausible one."""
 
 import math
 from collections import Counter
@@ -77,16 +77,16 @@ def write_flow(folder: Path, steps: int) -> Path:
     [("", 0, False), ("prompt_lookup+", 0, False), ("prompt_lookup+", 12, False), ("", 0, True)],
     ids=["alone", "chain", "tree", "flow map"],
 )
-def test_answers_with_drawn_guesses_have_the_distribution_of_the_target(
+def test_answers_with_sampled_guesses_have_the_distribution_of_the_target(
     tmp_path: Path, others: str, budget: int, flow: bool
 ) -> None:
     """The drafter is another model, so that many guesses are rejected; which ones must not depend on how they were
-    drawn, so the numbers that test them are others than those that drew them. Combined with another drafter, whose
+    sampled, so the numbers that test them are others than those that drew them. Combined with another drafter, whose
     chain is proposed must not depend on it either."""
     target = load_target(write_model(tmp_path / "target", 2))
     folder = write_flow(tmp_path / "drafter", 2) if flow else write_model(tmp_path / "drafter", 3)
     drafter = load_drafter(f"{others}{folder}", target=target)
-    engine = Engine(target, drafter, max_batch_size=500, drafting=Drafting(tree_budget=budget, drawn=True))
+    engine = Engine(target, drafter, max_batch_size=500, drafting=Drafting(tree_budget=budget, sampled=True))
     params = [SamplingParams(LENGTH, 1.0, seed=seed, ignore_eos=True) for seed in range(ROWS)]
     completions = engine.generate([PROMPT] * ROWS, params)
     model = LlamaForCausalLM.from_pretrained(tmp_path / "target").eval()

@@ -45,16 +45,16 @@ def test_other_drafters_join_the_one_at_hand() -> None:
     assert [(method.drafter, method.drafting) for method in found] == [
         ("prompt_lookup+D", Drafting()),
         ("prompt_lookup+D", Drafting(4)),
-        ("prompt_lookup+D", Drafting(drawn=True)),
+        ("prompt_lookup+D", Drafting(sampled=True)),
         ("prompt_lookup+D", Drafting(tree_budget=64)),
         ("look+/a+b", Drafting(5)),
     ]
     assert parse_methods("prompt_lookup+ddtree", None, None, 16)[1].drafter == "prompt_lookup+bundled"
 
 
-def test_drawn_guesses_come_in_chains() -> None:
-    [_, drawn] = parse_methods("none,dflash-drawn:4", "folder", None, 32)
-    assert (drawn.drafter, drawn.drafting) == ("folder", Drafting(4, drawn=True))
+def test_sampled_guesses_come_in_chains() -> None:
+    [_, sampled] = parse_methods("none,dflash-drawn:4", "folder", None, 32)
+    assert (sampled.drafter, sampled.drafting) == ("folder", Drafting(4, sampled=True))
 
 
 @pytest.mark.parametrize(

@@ -19,15 +19,15 @@ def test_tables(found: Results, capsys: pytest.CaptureFixture[str]) -> None:
     assert ["x", "2.0", "2.0-2.0", "2.00", "2.00", "1.00", "67", "33", "0", "100", "0"] in lines
 
 
-def test_guesses_drawn_at_random_promise_no_tokens(capsys: pytest.CaptureFixture[str]) -> None:
-    trials = [trial(name, "a", None, 6.0, PLAIN_TRIAL) for name in ("none", "chosen", "drawn")]
+def test_guesses_sampled_at_random_promise_no_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    trials = [trial(name, "a", None, 6.0, PLAIN_TRIAL) for name in ("none", "chosen", "sampled")]
     for temperature, expected in ((1.0, None), (0.0, 1.0)):
         arguments = ARGUMENTS | {"temperature": temperature}
-        found = results(trials, arguments, torch.device("cpu"), drawn={"drawn"})
-        assert [found.methods[name].identical for name in ("none", "chosen", "drawn")] == [1, 1, expected]
+        found = results(trials, arguments, torch.device("cpu"), sampled={"sampled"})
+        assert [found.methods[name].identical for name in ("none", "chosen", "sampled")] == [1, 1, expected]
         report.show(plain_console(), found)
         told = " ".join(capsys.readouterr().out.split())
-        assert ("same is ? where guesses are drawn at random" in told) == (expected is None)
+        assert ("same is ? where guesses are sampled at random" in told) == (expected is None)
 
 
 def test_tables_never_round_up_to_all() -> None:

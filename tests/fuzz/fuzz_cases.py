@@ -68,16 +68,16 @@ def case_of(seed: int) -> Case:
         drafter = later.choice(LATER)
     if later.random() < 0.06:
         drafter = NEWEST
-    drawn = random.random() < 0.2
+    sampled = random.random() < 0.2
     if way in FEW_BITS and not fits_few_bits(model):
         way = "compiled"
-    budget: Any = 0 if drawn else random.choice((0, 0, random.randint(1, 60), random.randint(1, 10), 256))
+    budget: Any = 0 if sampled else random.choice((0, 0, random.randint(1, 60), random.randint(1, 10), 256))
     block_size: Any = None
     if random.random() < 0.12:  # costs are measured first, which takes a moment
-        block_size, budget = random.choice((("auto", budget), (None, 0 if drawn else "auto")))
+        block_size, budget = random.choice((("auto", budget), (None, 0 if sampled else "auto")))
     share = random.random() if block_size is None and random.random() < 0.5 else None
     window = random.choice((None, None, random.randint(1, 40)))
-    drafting = Drafting(block_size, budget, drawn, window)
+    drafting = Drafting(block_size, budget, sampled, window)
     prefix_tokens = random.choice((0, random.randint(20, 300), 5000))
     case = Case(seed, model, way, drafter, drafting, share, random.randint(1, 6), prefix_tokens)
     beginnings = [_text(random, model, random.randint(1, LONGEST_PROMPT)) for _ in range(2)]

@@ -70,7 +70,7 @@ def run(case: Case, models: Models) -> Outcome:
         found = answers(engine, case.asks, prompts)
         for number, ask in enumerate(case.asks):
             here = f"seed {case.seed}, request {number}, {case.way}, {case.drafter}, {drafting}, {ask.params}"
-            if drafting.drawn and ask.params.temperature > 0:
+            if drafting.sampled and ask.params.temperature > 0:
                 _check_rules(found[number], ask, target, here)
                 fixed = "auto" not in (drafting.block_size, drafting.tree_budget)
                 # Where neighbours change no bit of a drafter's distribution.
@@ -79,7 +79,7 @@ def run(case: Case, models: Models) -> Outcome:
                     alone = again.submit(prompts[number], ask.params, drafting=ask.bounds).result()
                     again.close()
                     if _differs(found[number], alone, ask):
-                        raise Different(f"{here}:\n{_shown(found[number])}\nbut drawn alone:\n{_shown(alone)}")
+                        raise Different(f"{here}:\n{_shown(found[number])}\nbut sampled alone:\n{_shown(alone)}")
             elif _differs(found[number], twins[number], ask):
                 if not _near_tie(prompts[number], ask.params, found[number], twins[number], target):
                     raise Different(
@@ -131,7 +131,7 @@ def _same_logprobs(found: Completion, twin: Completion, prompt: int) -> bool:
 
 
 def _check_rules(found: Completion, ask: Ask, target: Target, here: str) -> None:
-    """What holds of a drawn answer, whatever was drawn: where it ends, and why."""
+    """What holds of a sampled answer, whatever was sampled: where it ends, and why."""
     params, ids = ask.params, found.token_ids
     stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(target.eos_token_ids))
     early = any(token in stops for token in ids[:-1])

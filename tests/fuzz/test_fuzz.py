@@ -38,7 +38,7 @@ def test_cases_are_of_every_kind() -> None:
     cases = [case_of(seed) for seed in range(MODELS * CASES_PER_MODEL)]
     assert {case.way for case in cases} == set(WAYS)
     assert {case.drafter for case in cases} == {*DRAFTERS, *LATER, NEWEST}
-    assert {"auto"} < {case.drafting.block_size for case in cases} and {case.drafting.drawn for case in cases} == {
+    assert {"auto"} < {case.drafting.block_size for case in cases} and {case.drafting.sampled for case in cases} == {
         False,
         True,
     }
@@ -54,7 +54,7 @@ def test_cases_are_of_every_kind() -> None:
 def test_an_engine_that_answers_wrongly_is_found(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """One token that is another, in what every engine but the plain one says."""
     case = case_of(3)
-    case = replace(case, drafter="prompt_lookup", drafting=replace(case.drafting, drawn=False))
+    case = replace(case, drafter="prompt_lookup", drafting=replace(case.drafting, sampled=False))
     for ask in case.asks:
         ask.cancel = ask.stream = False
     run(case, models)

@@ -16,7 +16,7 @@ from blockdraft.cli.bench_suite import SuiteOptions, measure_suite
 from blockdraft.cli.loading import TargetOptions, takes_target, tell
 from blockdraft.cli.options import BlockSize, DraftPasses, DraftWindow, extent, need_drafter, option
 from blockdraft.errors import UsageError
-from blockdraft.evaluation.methods import CHAINS, DRAWN, PLAIN, TREES, Settings, parse_methods
+from blockdraft.evaluation.methods import CHAINS, PLAIN, SAMPLED, TREES, Settings, parse_methods
 from blockdraft.evaluation.prompts import read_prompt_sets
 from blockdraft.types import DraftModel, SamplingParams
 
@@ -39,7 +39,7 @@ def bench(
         typer.Option(
             metavar="NAME,...",
             help=f"What to compare: {PLAIN} (plain decoding, always included); {CHAINS} (the drafter's chains) or "
-            f"{CHAINS}:8 (in blocks of 8); {DRAWN} (its guesses drawn at random); {TREES} (its trees) or {TREES}:64 "
+            f"{CHAINS}:8 (in blocks of 8); {SAMPLED} (with sampled guesses); {TREES} (its trees) or {TREES}:64 "
             "(of at most 64 guesses); any other drafter by folder or name, with or without a block size; "
             f"prompt_lookup+{CHAINS} or prompt_lookup+{TREES}:64, both drafters together.",
         ),
@@ -175,8 +175,8 @@ def bench(
         "backend": loaded.backend,
         "running": loaded.running,
     }
-    drawn = {method.name for method in chosen if method.drafting.drawn}
-    found = results(trials, arguments, loaded.device, profiles, drawn)
+    sampled = {method.name for method in chosen if method.drafting.sampled}
+    found = results(trials, arguments, loaded.device, profiles, sampled)
     try:
         if out is not None:
             folder.write(out, found, pictures)

@@ -132,12 +132,12 @@ def measure_suite(
         if left:
             measure.check_prompts(target, prompts, sampling[0])
         engines = load_methods(methods, target, 1, model) if left else {}
-        drawn = {method.name for method in methods if method.drafting.drawn}
+        sampled = {method.name for method in methods if method.drafting.sampled}
         try:
             with display.progress("prompts") as progress:
                 for task, params in left:
                     trials = measure.decode_task(engines, task, prompts[task.name], params, progress)
-                    found = found.plus(measure.rows_of(task.name, params.temperature, trials, drawn))
+                    found = found.plus(measure.rows_of(task.name, params.temperature, trials, sampled))
                     if out is not None:
                         results.write(out, found)
         except KeyboardInterrupt:

@@ -1,14 +1,14 @@
-"""How far drawn guesses are accepted, and what their rejection leaves of the target's distribution.
+"""How far sampled guesses are accepted, and what their rejection leaves of the target's distribution.
 
-A guess drawn from q is offered too often where q is above p. The rule rejects just enough of these and then draws from
-a residual `max(p - c q, 0)`, normalised; with the factor c = 1 it is that of plain rejection sampling (arXiv
+A guess sampled from q is offered too often where q is above p. The rule rejects just enough of these and then draws
+from a residual `max(p - c q, 0)`, normalised; with the factor c = 1 it is that of plain rejection sampling (arXiv
 2211.17192). Only the tokens that q can offer matter to the rule: p and q hold the K probabilities of these, and the
 rest of p is what is missing to 1. The rule runs on the CPU in float64; whole distributions stay on the target's device.
 Letters here: R rows, N nodes of a chain, C guesses after a node, K tokens that q can offer.
 
 Rounding cannot hurt. A guess of p = 0 is never accepted, since its number in [0, 1) is never below 0. The chance that a
 residual is reached is its mass, so one that rounding has made up or emptied is about as rare as rounding is small; an
-empty one is replaced by p, so that even then no token of p = 0 is drawn.
+empty one is replaced by p, so that even then no token of p = 0 is sampled.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def block_chances(p_RNK: Tensor, q_RNK: Tensor, guess_p_RN: Tensor, guess_q_RN: 
 
     With the paper's ratio `r_i = min(1, r_{i-1} p(x_i) / q(x_i))` this computes c = 1 / r. Its chance
     `h_i = S_i / (S_i + 1 - r_i)`, `S_i = sum max(r_i p - q, 0)`, is then `m / (m + c - 1)` with m the mass of the
-    residual. The node after which nothing was drawn has q = 0, so m = 1, h = r and the residual p: no special case.
+    residual. The node after which nothing was sampled has q = 0, so m = 1, h = r and the residual p: no special case.
 
     Args:
         p_RNK, q_RNK: Distributions after the N nodes of R chains.
@@ -68,7 +68,7 @@ def accept_block(
 
     Returns:
         last: `[R]` int64, the last accepted node.
-        c: `[R]`, the factor of the residual that the next token is drawn from.
+        c: `[R]`, the factor of the residual that the next token is sampled from.
     """
     chances, c = block_chances(p_RNK, q_RNK, guess_p_RN, guess_q_RN)
     accepted = tests_RN < chances
@@ -96,13 +96,13 @@ def judge_chains(
         chain, count = [0], len(_q_of(proposal, row).ids)
         while distributions.exists(row, chain[-1]):
             following = [child for child in children[row].get(chain[-1], ()) if child < count]
-            assert len(following) <= 1, "drawn guesses form a chain"
+            assert len(following) <= 1, "sampled guesses form a chain"
             if not following:
                 break
             chain += following
         chains.append(chain)
     nodes_RN, is_node_RN = _padded(chains)
-    # At an end without a distribution any other will do, since nothing was drawn from what follows and no bonus is
+    # At an end without a distribution any other will do, since nothing was sampled from what follows and no bonus is
     # needed.
     known_RN, _ = _padded(
         [[n if distributions.exists(row, n) else 0 for n in c] for row, c in zip(rows, chains, strict=True)]
@@ -144,7 +144,7 @@ def _at(values_BN: Tensor, rows: list[int], nodes: Tensor) -> Tensor:
 
 def _q_of(proposal: Proposal, row: int) -> SparseDistribution:
     q = proposal.q and proposal.q[row]
-    assert q, "the row has drawn guesses"
+    assert q, "the row has sampled guesses"
     return q
 
 
@@ -158,7 +158,7 @@ def _dense_q(rows: list[int], proposal: Proposal) -> tuple[Tensor, Tensor]:
         for part in ([each.ids for each in q], [each.probs for each in q])
     )
     q_RKN = exact(q_RKN).cpu()
-    # A distribution that nothing was drawn from may be 0.
+    # A distribution that nothing was sampled from may be 0.
     q_RKN = q_RKN / q_RKN.sum(dim=1, keepdim=True).clamp(min=1e-300)
     return ids_RKN.cpu().mT, q_RKN.mT
 
@@ -174,7 +174,7 @@ def _of_guesses(ids: Tensor, p: Tensor, q: Tensor, guesses: Tensor, is_guess: Te
     """p and q `[..., C]` of guesses `[..., C]` from distributions `[..., K]`; 0 where there is no guess."""
     same = (ids.unsqueeze(-2) == guesses.unsqueeze(-1)) & is_guess.unsqueeze(-1)
     guess_p, guess_q = (same * p.unsqueeze(-2)).sum(dim=-1), (same * q.unsqueeze(-2)).sum(dim=-1)
-    assert bool(((guess_q > 0) | ~is_guess).all()), "a guess was not drawn from the distribution q of its parent"
+    assert bool(((guess_q > 0) | ~is_guess).all()), "a guess was not sampled from the distribution q of its parent"
     return guess_p, guess_q
 
 

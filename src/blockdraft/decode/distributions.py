@@ -70,7 +70,7 @@ class Distributions:
         self._allowed: dict[tuple[int, int], Tensor | None] = {}
         self._adjusted = [_adjusts(p) or row in self._rules for row, p in enumerate(params)]
         self.draws_ahead = logits_BNV.device.type == "cuda" and not self._rules  # which take time at each node
-        self._drawn: dict[tuple[int, int], int] = {}
+        self._ahead: dict[tuple[int, int], int] = {}
         if best_BN is None:
             self._best, self.tokens = best_and_own(logits_BNV, tokens_BN)
         else:
@@ -108,12 +108,12 @@ class Distributions:
         """
         if not self.draws_ahead:
             return self._draw(rows, nodes, uniforms_BN)
-        if not self._drawn:
+        if not self._ahead:
             count = range(self._logits.size(1))
             every = [(row, node) for row in range(len(self._params)) for node in count if self.exists(row, node)]
-            drawn = self._draw([row for row, _ in every], [node for _, node in every], uniforms_BN)
-            self._drawn = dict(zip(every, drawn, strict=True))
-        return [self._drawn[at] for at in zip(rows, nodes, strict=True)]
+            taken = self._draw([row for row, _ in every], [node for _, node in every], uniforms_BN)
+            self._ahead = dict(zip(every, taken, strict=True))
+        return [self._ahead[at] for at in zip(rows, nodes, strict=True)]
 
     def _draw(self, rows: Sequence[int], nodes: Sequence[int], uniforms_BN: Tensor | None) -> list[int]:
         tokens = [self._best[row][node] for row, node in zip(rows, nodes, strict=True)]
@@ -126,11 +126,11 @@ class Distributions:
                 tokens[m] = token
         if sampled:
             assert uniforms_BN is not None, "sampled rows need numbers for their draws"
-            drawn = []
+            taken = []
             for part in self._parts(sampled):
                 at = [rows[m] for m in part], [nodes[m] for m in part]
-                drawn.append(draw(self.probs(*at), uniforms_BN[at]))
-            for m, token in zip(sampled, torch.cat(drawn).tolist(), strict=True):
+                taken.append(draw(self.probs(*at), uniforms_BN[at]))
+            for m, token in zip(sampled, torch.cat(taken).tolist(), strict=True):
                 tokens[m] = token
         return tokens
 

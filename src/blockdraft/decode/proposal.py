@@ -37,11 +37,11 @@ class Proposal:
         parents: `[B, N]` int64 on the CPU, whatever the device of the tokens: what shape a tree has is known to the
             host, and no one should have to wait for a GPU to ask. `parents[b, i] < i` for i > 0, and -1 for node 0. A
             row with fewer guesses than the others is filled up with nodes whose parent is -1 too; nothing accepts them.
-        q: For each row the distributions that its guesses were drawn from at random, each from the distribution of the
-            node before; None for a row whose guesses were chosen (argmax, top-k, n-gram, ...). None instead of a tuple
-            where every row's guesses were chosen. The nodes that have distributions, from node 0 on, are a chain, and
-            how many they are must not depend on what was drawn. Nodes behind them were chosen; they may follow any node
-            and depend on all.
+        q: For each row the distributions that its guesses were sampled from at random, each from the distribution of
+            the node before; None for a row whose guesses were chosen (argmax, top-k, n-gram, ...). None instead of a
+            tuple where every row's guesses were chosen. The nodes that have distributions, from node 0 on, are a chain,
+            and how many they are must not depend on what was sampled. Nodes behind them were chosen; they may follow
+            any node and depend on all.
         expected: For each row the number of guesses that the drafter's probabilities let expect to be accepted; None
             where that was not computed.
         chances: For each row the chance of each guess to be accepted with all before it on its path, in the order of
@@ -129,13 +129,13 @@ class Plan:
 
     Attributes:
         block_size: Most tokens on a path, anchor included; a drafter may return fewer.
-        params: Of each row; a guess is best chosen or drawn under the distribution that the target will follow.
+        params: Of each row; a guess is best chosen or sampled under the distribution that the target will follow.
         tree_budget: Most guesses of each row's tree; 0 asks for chains. A drafter that has no trees returns chains.
         cycle_seconds: Time of a whole cycle with 0, 1, 2, ... guesses a row. With it only as many guesses are worth
             returning as maximise the expected tokens over this time; None asks for as many as the rest allows.
         trust: Accepted guesses over those that the drafter expected, as far as is known; with `cycle_seconds`, expected
             acceptance is multiplied by it.
-        draws: `[B, block_size - 1]` float64 in [0, 1): asks for a chain of guesses drawn with these numbers, one a
+        draws: `[B, block_size - 1]` float64 in [0, 1): asks for a chain of guesses sampled with these numbers, one a
             depth, whatever the tree budget. None asks for chosen guesses. A drafter that cannot draw ignores them and
             returns q None.
         draft_window, draft_passes: As in `Drafting`.
@@ -151,7 +151,7 @@ class Plan:
     draft_passes: int | None = None
 
 
-SPARSE_SIZE = 64  # most probable tokens among which a guess is drawn
+SPARSE_SIZE = 64  # most probable tokens among which a guess is sampled
 
 
 def sparsify(probs: Tensor) -> SparseDistribution:
@@ -163,7 +163,7 @@ def sparsify(probs: Tensor) -> SparseDistribution:
 def chain_q(
     q_BDK: SparseDistribution, count: int, params: Sequence[SamplingParams]
 ) -> tuple[SparseDistribution | None, ...]:
-    """q of chains of `count` guesses that were drawn from one distribution a depth.
+    """q of chains of `count` guesses that were sampled from one distribution a depth.
 
     Args:
         q_BDK: `[B, D, K]`, D at least `count`.
@@ -180,8 +180,8 @@ def chain_q(
 def cut(proposal: Proposal, bounds: Sequence[RequestDrafting | None]) -> Proposal:
     """The proposal with as many guesses as the request of each row allows; None allows all.
 
-    What is cut depends on the shape of a tree and never on its tokens, and drawn guesses come first, so they keep their
-    distributions.
+    What is cut depends on the shape of a tree and never on its tokens, and sampled guesses come first, so they keep
+    their distributions.
     """
     rows = [
         _kept(parents, depths, bound)
@@ -194,7 +194,7 @@ def cut(proposal: Proposal, bounds: Sequence[RequestDrafting | None]) -> Proposa
         parents.append([*(places[before[node]] for node in kept), *[-1] * (count - len(kept))])
     index = torch.tensor([[*kept, *[0] * (count - len(kept))] for kept in rows])
     q = None
-    if proposal.q is not None:  # of drawn chains the first nodes stay; one without guesses has no distribution
+    if proposal.q is not None:  # of sampled chains the first nodes stay; one without guesses has no distribution
         q = tuple(dist and _cut_q(dist, kept) for dist, kept in zip(proposal.q, rows, strict=True))
     tokens = proposal.tokens.gather(1, send(index, proposal.tokens.device))
     return Proposal(tokens, torch.tensor(parents), q if q and any(q) else None, proposal.expected)

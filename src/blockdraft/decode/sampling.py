@@ -1,4 +1,4 @@
-"""The only place where tokens are chosen or drawn, and the random numbers that decide."""
+"""The only place where tokens are chosen or sampled, and the random numbers that decide."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class RandomNumbers:
     """The uniform numbers of one request: number i decides output token i, whoever asks and how often.
 
     Because a number belongs to a position and not to a moment, the same seed gives the same tokens with any drafter
-    that chooses its guesses, any block size and any neighbours. Drawn guesses, and the tests whether to accept them,
+    that chooses its guesses, any block size and any neighbours. Sampled guesses, and the tests whether to accept them,
     need numbers of their own (`fresh`), so there the tokens of a seed depend on the drafter and only their distribution
     does not.
     """

@@ -17,7 +17,7 @@ class Verdict:
     """Attributes:
     path: For each row the accepted nodes from the anchor on, so it begins with 0; empty for a row whose walk met a
         node without a distribution.
-    bonus: For each row the token drawn at the end of the path, which becomes the next anchor; -1 where the path is
+    bonus: For each row the token sampled at the end of the path, which becomes the next anchor; -1 where the path is
         empty.
     """
 
@@ -33,41 +33,41 @@ def verify(
     How a row is judged follows from how its guesses came about:
 
     - Chosen (`q` None): at each node the target draws from its own p, and the walk descends while a child holds the
-      drawn token. Every token that comes out is the target's own draw; a guess x is accepted with probability p(x).
+      sampled token. Every token that comes out is the target's own draw; a guess x is accepted with probability p(x).
       At temperature 0 this accepts the longest path of argmax tokens (DFlash, arXiv 2602.06036; DDTree, arXiv
       2604.12989, for trees).
-    - Drawn, always a chain: block verification (`rules.accept_block`), which accepts at least as many in expectation
+    - Sampled, always a chain: block verification (`rules.accept_block`), which accepts at least as many in expectation
       as testing token by token. Where a chain ends, the token after it is settled; if a chosen guess beside the chain
-      holds it, the walk goes on from there as above. So what stands beside may depend on what was drawn.
+      holds it, the walk goes on from there as above. So what stands beside may depend on what was sampled.
 
     A row whose walk meets a node without a distribution gets an empty path and the bonus -1; the others do not notice,
-    nor does a row that has such nodes where no walk comes by. A chain of drawn guesses is cut before what follows such
-    a node.
+    nor does a row that has such nodes where no walk comes by. A chain of sampled guesses is cut before what follows
+    such a node.
 
     Args:
         proposal: Trees of B rows and N nodes.
         distributions: p after each of these nodes.
-        uniforms_BN: A number in [0, 1) for each node, float64, for the token drawn there. Nodes of one depth may
+        uniforms_BN: A number in [0, 1) for each node, float64, for the token sampled there. Nodes of one depth may
             share a number, because a path holds one node of each depth. None if every row is greedy.
         tests_BN: A number in [0, 1) for each node, float64, for its acceptance, independent of all other numbers,
-            those that drew the guesses included. None if no row has drawn guesses.
+            those that drew the guesses included. None if no row has sampled guesses.
     """
     if distributions.argmax is not None and proposal.q is None:
         return _follow(proposal.parent_lists, distributions.tokens, distributions.argmax)
     tokens = distributions.tokens
     children = [children_of(parents) for parents in proposal.parent_lists]
     q = proposal.q or (None,) * len(tokens)
-    drawn = [row for row in range(len(tokens)) if q[row] is not None and distributions.exists(row, 0)]
+    sampled = [row for row in range(len(tokens)) if q[row] is not None and distributions.exists(row, 0)]
     paths: list[list[int]] = [[0] if q[row] is None else [] for row in range(len(tokens))]
     bonus = [-1] * len(tokens)
-    if drawn:
-        assert uniforms_BN is not None and tests_BN is not None, "drawn guesses need numbers"
-        judged = judge_chains(drawn, proposal, children, distributions, uniforms_BN, tests_BN)
-        for row, path, token in zip(drawn, *judged, strict=True):
+    if sampled:
+        assert uniforms_BN is not None and tests_BN is not None, "sampled guesses need numbers"
+        judged = judge_chains(sampled, proposal, children, distributions, uniforms_BN, tests_BN)
+        for row, path, token in zip(sampled, *judged, strict=True):
             paths[row], bonus[row] = path, token
 
     def goes_on(row: int) -> bool:
-        """Descend to the child that holds the token after the path, if there is one. A row of drawn guesses does not
+        """Descend to the child that holds the token after the path, if there is one. A row of sampled guesses does not
         fail for lack of a distribution: its path ends before, and what follows is for the next cycle to find out."""
         following = children[row].get(paths[row][-1], ())
         matching = [child for child in following if tokens[row][child] == bonus[row]]

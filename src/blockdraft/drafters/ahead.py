@@ -64,8 +64,8 @@ class AheadState:
 class AheadDrafter:
     """Drafts as a language model does, and in the meantime for the likeliest outcomes of verification.
 
-    A batch is ahead where all of its rows are: one that has to draft lets the others wait. Guesses that are drawn are
-    not drafted ahead, since the numbers that they are drawn with are not known before. Nor is there anything to do
+    A batch is ahead where all of its rows are: one that has to draft lets the others wait. Guesses that are sampled are
+    not drafted ahead, since the numbers that they are sampled with are not known before. Nor is there anything to do
     ahead near the end of the model's context; near the end of a row's slots fewer guesses are.
 
     Args:

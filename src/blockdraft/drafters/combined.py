@@ -87,9 +87,9 @@ class CombinedDrafter:
     surest of the drafters that guess it says, and the likeliest nodes are taken. A chain is, in each row, that of the
     drafter that expects most of its guesses to be accepted.
 
-    Where guesses are drawn, the first drafter that can draw does so. A tree has its chain whole, and guesses of the
+    Where guesses are sampled, the first drafter that can draw does so. A tree has its chain whole, and guesses of the
     others beside it. For a choice between chains, what it is expected to yield is what its chains have yielded in the
-    row so far: a choice by what was drawn would shift the distribution of the output.
+    row so far: a choice by what was sampled would shift the distribution of the output.
 
     Args:
         parts: Two or more, each of another kind or folder. Ties go to the first.
@@ -140,17 +140,17 @@ class CombinedDrafter:
     def propose(self, state: CombinedState, anchor: Tensor, plan: Plan) -> Proposal:
         if plan.block_size == 1:
             return chain(anchor[:, None])
-        proposals, drawn = list[Proposal](), None
+        proposals, sampled = list[Proposal](), None
         for part, inner in zip(self.parts, state.inner, strict=True):
-            asked = _asked(part, plan if drawn is None else replace(plan, draws=None))
+            asked = _asked(part, plan if sampled is None else replace(plan, draws=None))
             proposals.append(part.propose(inner, anchor, asked))
-            drawn = proposals[-1] if proposals[-1].q is not None else drawn
+            sampled = proposals[-1] if proposals[-1].q is not None else sampled
         mark(GUESSES)
         if not plan.tree_budget:
             return self._best_chains(state, anchor, proposals)
-        if drawn is None:
+        if sampled is None:
             return merged(anchor, proposals, plan)
-        return beside(anchor, drawn, [each for each in proposals if each is not drawn], plan.tree_budget)
+        return beside(anchor, sampled, [each for each in proposals if each is not sampled], plan.tree_budget)
 
     def _best_chains(self, state: CombinedState, anchor: Tensor, proposals: Sequence[Proposal]) -> Proposal:
         tokens, parents, chosen = list[list[int]](), list[list[int]](), list[Proposal]()
@@ -217,20 +217,20 @@ def merged(anchor: Tensor, proposals: Sequence[Proposal], plan: Plan) -> Proposa
     return Proposal(*_filled(anchor, tokens, parents), expected=expected)
 
 
-def beside(anchor: Tensor, drawn: Proposal, others: Sequence[Proposal], budget: int) -> Proposal:
-    """A chain whose guesses were drawn, whole, and as many of the others' likeliest guesses as the budget leaves.
+def beside(anchor: Tensor, sampled: Proposal, others: Sequence[Proposal], budget: int) -> Proposal:
+    """A chain whose guesses were sampled, whole, and as many of the others' likeliest guesses as the budget leaves.
 
-    What stands beside the chain may depend on what was drawn, the chain itself may not.
+    What stands beside the chain may depend on what was sampled, the chain itself may not.
 
     Args:
         anchor: `[B]` int64.
         others: As in `merged`.
     """
-    chains, texts = drawn.tokens.tolist(), [proposal.tokens.tolist() for proposal in others]
+    chains, texts = sampled.tokens.tolist(), [proposal.tokens.tolist() for proposal in others]
     rows, above, dists = list[list[int]](), list[list[int]](), list[SparseDistribution | None]()
     for row in range(len(anchor)):
-        parents = [parent for node, parent in enumerate(drawn.parent_lists[row]) if node == 0 or parent >= 0]
-        tokens, dist = chains[row][: len(parents)], None if drawn.q is None else drawn.q[row]
+        parents = [parent for node, parent in enumerate(sampled.parent_lists[row]) if node == 0 or parent >= 0]
+        tokens, dist = chains[row][: len(parents)], None if sampled.q is None else sampled.q[row]
         dists.append(dist and SparseDistribution(dist.ids[: len(parents)], dist.probs[: len(parents)]))
         nodes = {(parents[node], tokens[node]): node for node in range(1, len(parents))}
         trees = [

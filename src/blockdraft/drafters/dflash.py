@@ -184,7 +184,7 @@ def independent_guesses(anchor: Tensor, logits: Tensor, plan: Plan) -> Proposal:
         logits: `[B, D, V]` of the D places behind the anchors.
     """
     if plan.draws is not None and any(params.temperature > 0 for params in plan.params):
-        return drawn_chain(anchor, logits, plan)
+        return sampled_chain(anchor, logits, plan)
     if plan.tree_budget == 0 and plan.cycle_seconds is None:
         return chain(torch.cat([anchor[:, None], best_tokens(logits)], dim=1))
     log_probs = log_probabilities(logits, plan.params)
@@ -196,11 +196,11 @@ def independent_guesses(anchor: Tensor, logits: Tensor, plan: Plan) -> Proposal:
     return best_first(anchor, best.values, best.indices, budget, plan.cycle_seconds, plan.trust)
 
 
-def drawn_chain(anchor: Tensor, logits: Tensor, plan: Plan) -> Proposal:
-    """Guesses drawn with `plan.draws` from one distribution a position.
+def sampled_chain(anchor: Tensor, logits: Tensor, plan: Plan) -> Proposal:
+    """Guesses sampled with `plan.draws` from one distribution a position.
 
     A row at temperature 0 has the argmax for its guesses and no distributions. The length that `plan.cycle_seconds`
-    asks for must not depend on what was drawn, or the output would lose its distribution; it is that of a chain of
+    asks for must not depend on what was sampled, or the output would lose its distribution; it is that of a chain of
     chosen guesses.
 
     Args:

@@ -25,7 +25,7 @@ from blockdraft.targets import Target
 class DFlash2Drafter(DFlashDrafter):
     """Drafts with a DFlash2 network.
 
-    A chain follows the best candidate after each guess; a drawn one draws among the candidates, and that distribution
+    A chain follows the best candidate after each guess; a sampled one draws among the candidates, and that distribution
     is q. A tree has each node's children scored given its own token. How likely a guess is, which decides how many pay,
     is measured over the whole vocabulary, where tokens that are no candidates keep their own logits.
     """
@@ -35,8 +35,8 @@ class DFlash2Drafter(DFlashDrafter):
 
     def _guess(self, anchor: Tensor, hidden: Tensor, logits: Tensor, plan: Plan) -> Proposal:
         ids_BDK, scores_BDKK = self.network.lattice(hidden, logits, anchor)
-        drawn = plan.draws is not None and any(params.temperature > 0 for params in plan.params)
-        if plan.tree_budget > 0 and not drawn:
+        sampled = plan.draws is not None and any(params.temperature > 0 for params in plan.params)
+        if plan.tree_budget > 0 and not sampled:
             log_probs_BDKK = lattice_log_probs(scores_BDKK, ids_BDK, logits, plan)
             return lattice_tree(anchor, log_probs_BDKK, ids_BDK, plan.tree_budget, plan.cycle_seconds, plan.trust)
         ranks_BD, count, q, expected = walk(best_tokens(scores_BDKK)), ids_BDK.size(1), None, None
@@ -46,7 +46,7 @@ class DFlash2Drafter(DFlashDrafter):
             path_probs = path_BD.cumsum(dim=-1).exp().tolist()
             count = best_count(path_probs, plan.cycle_seconds, plan.trust)
             expected = tuple(sum(probs[:count]) for probs in path_probs)
-        if drawn:  # the length was that of chosen guesses, whatever is drawn, or the output would lose its distribution
+        if sampled:  # in chains as long as chosen ones, whatever is sampled, or the output would lose its distribution
             ranks_BD, dists = _draw(ids_BDK, scores_BDKK, plan)
             q, expected = chain_q(dists, count, plan.params), None
         guesses = ids_BDK.gather(2, ranks_BD.unsqueeze(2)).squeeze(2)
@@ -74,7 +74,7 @@ def walk(next_BDK: Tensor) -> Tensor:
 
 
 def _draw(ids_BDK: Tensor, scores_BDKK: Tensor, plan: Plan) -> tuple[Tensor, SparseDistribution]:
-    """Candidates drawn with `plan.draws`, `[B, D]`, and the distributions `[B, D, K]` that they were drawn from.
+    """Candidates sampled with `plan.draws`, `[B, D]`, and the distributions `[B, D, K]` that they were sampled from.
 
     The row's own temperature and cuts make a distribution of scores. Each slot draws after every candidate of the slot
     before, with one number, and the walk takes what it meets.

@@ -105,13 +105,13 @@ class DraftState:
 class DraftLMDrafter:
     """Drafts chains with a causal language model.
 
-    A guess is the model's most probable token or, where `plan.draws` is set, drawn from its distribution under the
+    A guess is the model's most probable token or, where `plan.draws` is set, sampled from its distribution under the
     row's sampling parameters, cut to the `SPARSE_SIZE` most probable tokens. A row that has reached the model's context
     gets fewer guesses, in the end none.
 
     With `plan.cycle_seconds` drafting ends once even a guess as likely as the last one would not pay; the model's
-    probabilities stand for the target's. Where guesses are drawn it is ignored: each distribution depends on the
-    guesses before it, and the length of a drawn chain must not depend on what was drawn.
+    probabilities stand for the target's. Where guesses are sampled it is ignored: each distribution depends on the
+    guesses before it, and the length of a sampled chain must not depend on what was sampled.
 
     Args:
         model: The draft model.
@@ -175,7 +175,7 @@ class DraftLMDrafter:
 
         Args:
             foreseen: The first guesses and the model's probabilities of them, `[B]` each, where they are known already.
-                No forward is spent on them. Not where guesses are drawn.
+                No forward is spent on them. Not where guesses are sampled.
         """
         wanted_on, anchor = anchor.device, send(anchor, self.model.device)
         room = [max(0, min(plan.block_size - 1, self.model.max_context - len(text))) for text in state.texts]
@@ -204,8 +204,8 @@ class DraftLMDrafter:
                     state.cache.commit([[0] if free > depth else [] for free in room])
                 if draws is not None:
                     dists.append(sparsify(probabilities(logits[:, None], plan.params)))  # [B, 1, K]
-                    drawn = draw(dists[-1].probs, draws[:, depth : depth + 1])
-                    guess = dists[-1].ids[:, 0].gather(1, drawn.to(anchor.device))[:, 0]
+                    sampled = draw(dists[-1].probs, draws[:, depth : depth + 1])
+                    guess = dists[-1].ids[:, 0].gather(1, sampled.to(anchor.device))[:, 0]
                 else:
                     guess = best_tokens(logits)
                 if seconds:
@@ -229,11 +229,11 @@ class DraftLMDrafter:
                 return Proposal(tokens, parents)
             chances = tuple(tuple(each[row] for each in survivals[:free]) for row, free in enumerate(room))
             return Proposal(tokens, parents, expected=tuple(expected.tolist()), chances=chances)
-        drawn_from = SparseDistribution(
+        sampled_from = SparseDistribution(
             torch.cat([dist.ids for dist in dists], 1).to(wanted_on),
             torch.cat([dist.probs for dist in dists], 1).to(wanted_on),
         )
-        return Proposal(tokens, parents, chain_q(drawn_from, made, plan.params))
+        return Proposal(tokens, parents, chain_q(sampled_from, made, plan.params))
 
     @torch.no_grad()
     def _read(self, state: DraftState, texts: Sequence[list[int]]) -> Tensor:

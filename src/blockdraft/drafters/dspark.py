@@ -33,7 +33,7 @@ LEAST = 1e-6  # chance that is left to what the confidence head thinks impossibl
 class DSparkDrafter(DFlashDrafter):
     """Drafts with a DSpark network, whose B slots guess B tokens: a path has up to B + 1, the anchor included.
 
-    A chain follows the best token after each guess; a drawn one draws from the whole corrected distribution, and that
+    A chain follows the best token after each guess; a sampled one draws from the whole corrected distribution, and that
     is q. A tree has each node's children scored given its own token. How many guesses pay is decided by the confidence
     head, or, where the checkpoint has none, by the drafter's probabilities.
     """
@@ -66,22 +66,22 @@ class DSparkDrafter(DFlashDrafter):
         return self._draft_pass(state, torch.cat([anchor[:, None], masks], dim=1), window=plan.draft_window)
 
     def _guess(self, anchor: Tensor, hidden: Tensor, logits: Tensor, plan: Plan) -> Proposal:
-        drawn = plan.draws is not None and any(params.temperature > 0 for params in plan.params)
+        sampled = plan.draws is not None and any(params.temperature > 0 for params in plan.params)
         count, q, expected = logits.size(1), None, None
-        if not drawn or plan.cycle_seconds is not None:
+        if not sampled or plan.cycle_seconds is not None:
             guesses, corrected, previous = self._walk(anchor, logits, lambda slot, scores: best_tokens(scores))
-        if plan.tree_budget > 0 and not drawn:
+        if plan.tree_budget > 0 and not sampled:
             ids_BDK, log_probs_BDKK = self._lattice(anchor, hidden, logits, corrected, plan)
             return lattice_tree(anchor, log_probs_BDKK, ids_BDK, plan.tree_budget, plan.cycle_seconds, plan.trust)
         if plan.cycle_seconds is not None:
-            # Of chosen guesses, even where others are drawn: the length must not depend on what was drawn.
+            # Of chosen guesses, even where others are sampled: the length must not depend on what was sampled.
             chances = self._chances(hidden, previous)
             if chances is None:
                 chances = log_probabilities(corrected, plan.params).amax(dim=-1).exp()
             path_probs = chances.cumprod(dim=-1).tolist()
             count = best_count(path_probs, plan.cycle_seconds, plan.trust)
             expected = tuple(sum(probs[:count]) for probs in path_probs)
-        if drawn:
+        if sampled:
             guesses, dists = self._draw(anchor, logits[:, : max(count, 1)], plan)
             q, expected = chain_q(dists, count, plan.params), None
         tokens = torch.cat([anchor[:, None], guesses[:, :count]], dim=1)
@@ -107,14 +107,14 @@ class DSparkDrafter(DFlashDrafter):
         return torch.stack(guesses, dim=1), torch.stack(corrected, dim=1), torch.stack(before, dim=1)
 
     def _draw(self, anchor: Tensor, logits_BDV: Tensor, plan: Plan) -> tuple[Tensor, SparseDistribution]:
-        """Guesses `[B, D]` drawn with `plan.draws`, and the distributions `[B, D, K]` that they were drawn from."""
+        """Guesses `[B, D]` sampled with `plan.draws`, and the distributions `[B, D, K]` that they were sampled from."""
         dists: list[SparseDistribution] = []
 
         def pick(slot: int, scores: Tensor) -> Tensor:
             assert plan.draws is not None
             dists.append(sparsify(probabilities(scores[:, None], plan.params)))  # [B, 1, K]
-            drawn = draw(dists[-1].probs, plan.draws[:, slot : slot + 1])
-            return dists[-1].ids[:, 0].gather(1, drawn.to(scores.device))[:, 0]
+            sampled = draw(dists[-1].probs, plan.draws[:, slot : slot + 1])
+            return dists[-1].ids[:, 0].gather(1, sampled.to(scores.device))[:, 0]
 
         guesses, _, _ = self._walk(anchor, logits_BDV, pick)
         return guesses, SparseDistribution(

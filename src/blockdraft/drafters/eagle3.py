@@ -34,11 +34,11 @@ class Eagle3Drafter:
     feature before it and is seen by nobody. Rows of guesses are made of the network's own states; they are dropped at
     the end of a cycle, and what was accepted is observed with the target's features like any other token.
 
-    A chain takes the most probable guess or, where `plan.draws` is set, one drawn from the network's distribution under
-    the row's sampling parameters, cut to the `SPARSE_SIZE` most probable tokens. With `plan.cycle_seconds` it ends once
-    even a guess as likely as the last one would not pay; a drawn chain does not, since its length must not depend on
-    what was drawn. A tree takes the `WIDTH` likeliest guesses of each level one further, with as many children each,
-    and of all guesses the likeliest are proposed.
+    A chain takes the most probable guess or, where `plan.draws` is set, one sampled from the network's distribution
+    under the row's sampling parameters, cut to the `SPARSE_SIZE` most probable tokens. With `plan.cycle_seconds` it
+    ends once even a guess as likely as the last one would not pay; a sampled chain does not, since its length must not
+    depend on what was sampled. A tree takes the `WIDTH` likeliest guesses of each level one further, with as many
+    children each, and of all guesses the likeliest are proposed.
 
     Args:
         network: Moves to the target's device and dtype.
@@ -92,8 +92,8 @@ class Eagle3Drafter:
     def propose(self, state: KVCache, anchor: Tensor, plan: Plan) -> Proposal:
         if plan.block_size == 1:
             return chain(anchor[:, None])
-        drawn = plan.draws is not None and any(params.temperature > 0 for params in plan.params)
-        width = 0 if drawn else min(WIDTH, plan.tree_budget, len(self._kept))
+        sampled = plan.draws is not None and any(params.temperature > 0 for params in plan.params)
+        width = 0 if sampled else min(WIDTH, plan.tree_budget, len(self._kept))
         rows = self._run.rows(state, plan.block_size, width or 1, plan.draft_window)
         return self._tree(rows, anchor, plan, width) if width else self._chain(rows, anchor, plan)
 
@@ -122,10 +122,10 @@ class Eagle3Drafter:
         tokens = torch.stack(guesses, dim=1)
         if not dists:
             return Proposal(tokens, chain(tokens).parents, expected=tuple(expected.tolist()) if seconds else None)
-        drawn_from = SparseDistribution(
+        sampled_from = SparseDistribution(
             torch.cat([dist.ids for dist in dists], 1), torch.cat([dist.probs for dist in dists], 1)
         )
-        return Proposal(tokens, chain(tokens).parents, chain_q(drawn_from, len(dists), plan.params))
+        return Proposal(tokens, chain(tokens).parents, chain_q(sampled_from, len(dists), plan.params))
 
     def _tree(self, rows: DraftRows, anchor: Tensor, plan: Plan, width: int) -> Proposal:
         # How likely the paths of the rows are that were gone on from last, and which guesses they are.

@@ -1,7 +1,7 @@
 """A flow map drafts: DFlash that begins at noise in place of masks, and comes to tokens in one pass or a few.
 
 The noise of a position is always the same, so a text is drafted alike each time it is met. Given the noise each slot
-has a distribution of its own, which is q; chains, drawn chains and trees are those of DFlash.
+has a distribution of its own, which is q; chains, sampled chains and trees are those of DFlash.
 """
 
 from __future__ import annotations

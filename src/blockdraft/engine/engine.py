@@ -122,7 +122,7 @@ class Engine(Asking):
         """Who decides; made at first use, with the stores."""
         if self._scheduler is None:
             self.controller.prepare()
-            runner = Runner(self.target, self.drafter, self.cache_tokens, self.drafting.drawn)
+            runner = Runner(self.target, self.drafter, self.cache_tokens, self.drafting.sampled)
             self._scheduler = Scheduler(
                 runner, self.controller, self.cache_tokens, self.max_batch_size, self.prefix_tokens, self.prefill_tokens
             )

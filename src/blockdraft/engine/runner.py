@@ -58,12 +58,12 @@ class Runner:
 
     Args:
         slots: Tokens that the stores hold, nodes included.
-        drawn: As in `Drafting`.
+        sampled: As in `Drafting`.
     """
 
-    def __init__(self, target: Target, drafter: Drafter, slots: int, drawn: bool = False) -> None:
+    def __init__(self, target: Target, drafter: Drafter, slots: int, sampled: bool = False) -> None:
         self.target, self.drafter = target, drafter
-        self._drawn = drawn
+        self._sampled = sampled
         self.cache, self.state = target.new_cache(1, slots), drafter.new_state(1, slots)
         for store in (self.cache, self.state):
             store.close(0)
@@ -166,7 +166,7 @@ class Runner:
         with Cycle() as timer:
             requests, starts = [row.request for row in rows], [row.start for row in rows]
             cache, state = self.cache.of(starts), self.state.of(starts)
-            if self._drawn and plan.block_size > 1:
+            if self._sampled and plan.block_size > 1:
                 plan = replace(plan, draws=self._fresh(requests)[:, : plan.block_size - 1])
             anchor = self._tensor([request.token_ids[-1] for request in requests])
             timer.mark(BOOKKEEPING)

@@ -12,9 +12,9 @@ from blockdraft.errors import UsageError
 from blockdraft.types import JOINT, Drafting
 
 PLAIN, BUNDLED = "none", "bundled"
-# All draft with the checkpoint at hand: chains (arXiv 2602.06036), chains of guesses drawn at random, and trees of its
-# guesses (arXiv 2604.12989).
-CHAINS, DRAWN, TREES = "dflash", "dflash-drawn", "ddtree"
+# All draft with the checkpoint at hand: chains (arXiv 2602.06036), chains of guesses sampled at random, and trees of
+# its guesses (arXiv 2604.12989).
+CHAINS, SAMPLED, TREES = "dflash", "dflash-drawn", "ddtree"
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def parse_methods(
 
     Args:
         names: With commas between them, each with or without a setting behind a colon: `none`; `dflash`, the drafter's
-            chains, or `dflash:8` with this block size; `dflash-drawn`, chains of drawn guesses; `ddtree`, its trees,
+            chains, or `dflash:8` with this block size; `dflash-drawn`, chains of sampled guesses; `ddtree`, its trees,
             or `ddtree:64` with this budget; any other drafter by folder or name, with or without a block size;
             `prompt_lookup+dflash` and the like, other drafters together with the one at hand, in each of these ways.
         drafter: What `dflash` and `ddtree` draft with, as in `Method`.
@@ -100,7 +100,7 @@ def _method(
     kind: str = match[1] if match else name
     setting: Any = match and (match[2] if match[2] == "auto" else int(match[2]))
     *others, last = kind.split(JOINT)
-    if others and last in (CHAINS, DRAWN, TREES):
+    if others and last in (CHAINS, SAMPLED, TREES):
         kind, drafter = last, JOINT.join([*others, drafter or BUNDLED])
     if kind == PLAIN:
         if setting is not None:
@@ -108,5 +108,5 @@ def _method(
         return Method(name, PLAIN, Drafting())
     if kind == TREES:
         return Method(name, drafter, drafting(block_size, tree_budget if setting is None else setting))
-    chains = drafting(block_size if setting is None else setting, drawn=kind == DRAWN)
-    return Method(name, drafter if kind in (CHAINS, DRAWN) else kind, chains)
+    chains = drafting(block_size if setting is None else setting, sampled=kind == SAMPLED)
+    return Method(name, drafter if kind in (CHAINS, SAMPLED) else kind, chains)

@@ -24,8 +24,8 @@ NOTES = (
     "those of none, of the same seed when sampling. loops: answers in which a run of 8 tokens occurs 4 times or more. "
     "Prompts whose plain answer loops count in same and loops only."
 )
-DRAWN_NOTES = (
-    "same is ? where guesses are drawn at random and decoding is not greedy: such answers have the target's "
+SAMPLED_NOTES = (
+    "same is ? where guesses are sampled at random and decoding is not greedy: such answers have the target's "
     "distribution, and which tokens a seed gives depends on the drafter."
 )
 PROFILE_NOTES = (
@@ -48,7 +48,7 @@ def show(console: Console, found: Results) -> None:
         console.print()
     console.print(NOTES.format(repeats=counted(found.arguments["repeats"], "repeat")))
     if any(one.identical is None for one in found.methods.values()):
-        console.print(DRAWN_NOTES)
+        console.print(SAMPLED_NOTES)
     if found.profiles:
         console.print()
         console.print(_profile_table(found.profiles, box.SIMPLE if console.is_terminal else None))

@@ -51,15 +51,15 @@ def results(
     arguments: Mapping[str, Any],
     device: torch.device,
     profiles: dict[str, Profile] | None = None,
-    drawn: Collection[str] = (),
+    sampled: Collection[str] = (),
 ) -> Results:
     """Everything about one benchmark.
 
     Args:
         arguments: What was asked for; they say with `temperature` whether it was greedy.
-        drawn: Methods whose guesses are drawn at random, where decoding is not greedy.
+        sampled: Methods whose guesses are sampled at random, where decoding is not greedy.
     """
-    incomparable = () if arguments["temperature"] == 0 else drawn
+    incomparable = () if arguments["temperature"] == 0 else sampled
     sets = list(dict.fromkeys(t.prompt_set for t in trials))
     return Results(
         methods=figures(trials, incomparable),

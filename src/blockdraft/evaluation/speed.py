@@ -82,7 +82,7 @@ class Figures:
             one prompt a batch, speedup = tau / R.
         batch_seconds: Mean wall time of a batch, prefill included: how long a user waits. The median of the repeats.
         identical: Share of the prompts of which every answer equals the plain one, of the same seed when sampling;
-            None for guesses drawn at random then. For plain decoding itself it says whether that is repeatable.
+            None for guesses sampled at random then. For plain decoding itself it says whether that is repeatable.
         looping: Share of the prompts of which some answer loops, as `lossless.loops` has it.
     """
 

@@ -259,8 +259,8 @@ def test_guesses_past_the_length_limit_are_not_asked_for() -> None:
     assert found.plan([one, two]).block_size == 5
 
 
-def test_how_a_drawn_chain_is_judged_does_not_depend_on_what_its_rows_have_left() -> None:
-    for drafting in (Drafting(drawn=True), Drafting("auto", drawn=True)):
+def test_how_a_sampled_chain_is_judged_does_not_depend_on_what_its_rows_have_left() -> None:
+    for drafting in (Drafting(sampled=True), Drafting("auto", sampled=True)):
         found = Controller(Knowing(), drafting, lambda: stored(PAIR))  # type: ignore[arg-type]
         assert found.plan([request(2)]).block_size == found.plan([request()]).block_size == BLOCK_SIZE
         for _ in range(300):  # nor on how deep others went

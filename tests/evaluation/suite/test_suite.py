@@ -65,7 +65,7 @@ def test_answers_count_alike() -> None:
     assert drafted.tokens_per_second == pytest.approx(6 / 2.0)
     silent = rows_of("gsm8k", 0.0, [trial("none", 0, [7], 0.0, [])])
     assert silent[0].speedup is silent[0].tau is silent[0].tokens_per_second is None
-    loop = rows_of("gsm8k", 1.0, [trial("none", 0, [1] * 60, 1.0, [1] * 59)] * 2, drawn={"none"})
+    loop = rows_of("gsm8k", 1.0, [trial("none", 0, [1] * 60, 1.0, [1] * 59)] * 2, sampled={"none"})
     assert (loop[0].looping, loop[0].identical) == (1.0, None)
 
 
@@ -112,6 +112,9 @@ def test_what_is_settled_is_gone_on_with(tmp_path: Path) -> None:
         and not again.settled("gsm8k", 0.5)
     )
     assert [one.temperature for one in again.only(["gsm8k"], [1.0, 0.0]).rows] == [1.0, 0.0, 0.0]
+    renamed = replace(new, asked={**new.asked, "methods": {"a": {"sampled": True}}})
+    results.write(tmp_path / "old", replace(done, asked={**new.asked, "methods": {"a": {"drawn": True}}}))
+    assert results.resumed(renamed, tmp_path / "old", False).rows == done.rows
     assert results.resumed(new, tmp_path / "out", True) == new == results.resumed(new, tmp_path / "other", False)
     with pytest.raises(ValueError, match=r"is of another run: drafter was 'a' and is 'b'\. Choose another --out"):
         results.resumed(replace(new, asked={"drafter": "b", "limit": None}), tmp_path / "out", False)

@@ -40,8 +40,8 @@ def random_distributions(seed: int, seen: Callable[[tuple[int, ...]], tuple[int,
     """A distribution behind each path, of what is `seen` of the path."""
     random = torch.Generator().manual_seed(seed)
     paths = [path for depth in range(DEPTH + 1) for path in product(range(VOCAB), repeat=depth)]
-    drawn = {seen(path): (1.5 * torch.randn(VOCAB, generator=random)).tolist() for path in paths}
-    return {path: drawn[seen(path)] for path in paths}
+    sampled = {seen(path): (1.5 * torch.randn(VOCAB, generator=random)).tolist() for path in paths}
+    return {path: sampled[seen(path)] for path in paths}
 
 
 # The target's distributions look at the whole path. A drafter's look at the place alone (DFlash), at the token before

@@ -173,7 +173,7 @@ def answers(target: Target, tmp_path: Path) -> Iterator[tuple[TokenData, list[An
 def test_it_learns_the_targets_answers_and_decodes_them_losslessly(
     answers: tuple[TokenData, list[Any], list[Any], list[Any]], target: Target, tmp_path: Path
 ) -> None:
-    """From a folder of features; chains, trees and drawn guesses."""
+    """From a folder of features; chains, trees and sampled guesses."""
     data, prompts, params, plain = answers
     plan_features(tmp_path / "features", target, data, (0, 1, 2, 3), FeatureSettings(dtype="float32")).write()
     flags = {"block-size": "5", "length": "40", "batch": "4", "anchors": "20", "held-out": "1", "steps": "150"}

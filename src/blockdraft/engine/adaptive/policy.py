@@ -1,7 +1,7 @@
 """How far to draft in the next cycle, so that drafting pays and never costs.
 
-The decision looks at committed tokens, at the drafter's probabilities and at measured times, never at a guess drawn at
-random that it would then drop: a token that is dropped because of what it is would shift the distribution of the
+The decision looks at committed tokens, at the drafter's probabilities and at measured times, never at a guess sampled
+at random that it would then drop: a token that is dropped because of what it is would shift the distribution of the
 output.
 """
 
@@ -211,7 +211,7 @@ class Controller:
             return Plan(1, params)
         # A tree is no deeper than it has guesses, and a shorter block makes a cheaper draft pass.
         block_size = min(self._block_size, 1 + self.most_guesses)
-        if not self._drafting.drawn:  # how a drawn chain is judged must not depend on the other rows
+        if not self._drafting.sampled:  # how a sampled chain is judged must not depend on the other rows
             # Guesses past the length limit would be cut; the anchor is there already.
             block_size = min(block_size, 1 + max(map(self._reach, requests)))
         window, passes = self._drafting.draft_window, self._drafting.draft_passes
@@ -228,7 +228,7 @@ class Controller:
         trust = self._yields.trust
         if self._paused and self._trials.planned == NEW:
             trust = max(trust, 1.0)  # the text may have become easy
-        if not self._drafting.drawn:
+        if not self._drafting.sampled:
             block_size = min(block_size, 2 + round(SPARE_DEPTH * self._yields.depth))
         return Plan(block_size, params, budget, curve, trust, draft_window=window, draft_passes=passes)
 
@@ -338,7 +338,7 @@ class Controller:
         if trials.planned:
             trials.charge(cost, tokens / self._rate, plain, drafts and not guesses, self._pace.now)
         self._thought += RECENT * (self._planning + self._watch() - began - self._thought)
-        if not (trials.planned or self._rest or self._drafting.drawn) and seconds and known.sure:
+        if not (trials.planned or self._rest or self._drafting.sampled) and seconds and known.sure:
             self._rest = min(REST, int(self._thought / (THOUGHT * seconds)))
             self._resting, self._repeated = list(requests), plan if drafts else None
 

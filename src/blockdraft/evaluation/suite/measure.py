@@ -33,7 +33,7 @@ class Row:
         speedup: Mean time of a token with plain decoding over that with this method; each answer counts alike.
         tau: Tokens of a cycle, bonus included: mean over answers of the answer's own mean.
         identical: Share of the answers that are those of plain decoding, token by token, with the same seed; None for
-            guesses drawn at random, where decoding is not greedy.
+            guesses sampled at random, where decoding is not greedy.
         looping: Share of the answers in which a run of 8 tokens occurs 4 times or more. They count like all others.
         Speed and tau are None where no answer has more than its first token.
     """
@@ -123,12 +123,12 @@ def _checked(ids: list[int], params: SamplingParams, target: Target, place: str)
         raise UsageError(f"{place}: {error}") from error
 
 
-def rows_of(task: str, temperature: float, trials: Sequence[Trial], drawn: Collection[str] = ()) -> list[Row]:
+def rows_of(task: str, temperature: float, trials: Sequence[Trial], sampled: Collection[str] = ()) -> list[Row]:
     """The figures of each method.
 
     Args:
         trials: As of `decode_task`.
-        drawn: Methods whose guesses are drawn at random.
+        sampled: Methods whose guesses are sampled at random.
     """
     by_method: dict[str, list[Trial]] = {}
     for trial in trials:
@@ -154,7 +154,7 @@ def rows_of(task: str, temperature: float, trials: Sequence[Trial], drawn: Colle
                 if timed
                 else None,
                 tau=fmean(own[i].completions[0].tau for i in timed) if timed else None,
-                identical=None if temperature and method in drawn else fmean(same),
+                identical=None if temperature and method in sampled else fmean(same),
                 looping=fmean(loops(ids) for ids in tokens),
             )
         )

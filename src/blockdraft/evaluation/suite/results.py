@@ -78,6 +78,9 @@ def resumed(new: Results, folder: Path, overwrite: bool) -> Results:
     try:
         rows = tuple(Row(**row) for row in known["rows"])
         asked, now = known["asked"], json.loads(json.dumps(new.asked))
+        for drafting in asked.get("methods", {}).values():
+            if "drawn" in drafting:  # the name of `sampled` before
+                drafting["sampled"] = drafting.pop("drawn")
         other = [name for name in {**asked, **now} if asked.get(name) != now.get(name)]
     except (KeyError, TypeError, AttributeError) as error:
         raise UsageError(

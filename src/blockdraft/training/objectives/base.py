@@ -89,6 +89,6 @@ def log_p_and_q(slots: Slots) -> tuple[Tensor, Tensor]:
 
 
 def acceptance(slots: Slots) -> Tensor:
-    """Probability that a guess drawn from q is accepted, `sum_v min(p_v, q_v)`, `[C, K]` float32."""
+    """Probability that a guess sampled from q is accepted, `sum_v min(p_v, q_v)`, `[C, K]` float32."""
     log_p, log_q = log_p_and_q(slots)
     return torch.minimum(log_p.exp(), log_q.exp()).sum(dim=-1)

@@ -1,4 +1,4 @@
-"""Guesses that block verification (arXiv 2403.10444) is expected to reject, of those drawn from q at temperature 1.
+"""Guesses that block verification (arXiv 2403.10444) is expected to reject, of those sampled from q at temperature 1.
 
 Guesses x_1, x_2, ... stand up to at least the i-th with probability `r_i = min(1, r_{i-1} p_i / q_i)`, `r_0 = 1`, which
 is the least of 1 and the products `p_j...p_i / q_j...q_i`, j = 1 to i. So the expected number that stands is a sum over

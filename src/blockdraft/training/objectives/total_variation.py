@@ -1,4 +1,4 @@
-"""Total variation `1 - sum_v min(p_v, q_v)`: the probability that a drawn guess is rejected. It is half of the L1
+"""Total variation `1 - sum_v min(p_v, q_v)`: the probability that a sampled guess is rejected. It is half of the L1
 distance that some papers use."""
 
 from __future__ import annotations
