@@ -43,7 +43,7 @@ def main(folder: Path, target: str | None = None, steps: int = 30) -> None:
     )
     blockdraft(
         *("bench", *of, "--drafter", folder / "drafter", "--prompts", folder / "prompts.jsonl"),
-        *("--limit", 4, "--methods", "none,dflash"),
+        *("--limit", 4, "--methods", "none,chain"),
     )
 
 

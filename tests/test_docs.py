@@ -57,7 +57,7 @@ NOT_RUN = {
     "blockdraft serve --target MODEL --drafter DRAFTER --port 8001 --served-model-name my-model": SERVE,
     "blockdraft serve --self-check 8": SERVE,
     "blockdraft serve --target MODEL --drafter SMALL-MODEL --drafter-device cuda:1 --draft-ahead 4": TWO_DEVICES,
-    "blockdraft bench --target MODEL --drafter SMALL-MODEL --drafter-device cuda:1 --draft-ahead 4 --methods dflash "
+    "blockdraft bench --target MODEL --drafter SMALL-MODEL --drafter-device cuda:1 --draft-ahead 4 --methods chain "
     "--prompts PROMPTS.jsonl": TWO_DEVICES,
     "blockdraft serve --host 0.0.0.0 --allow-host box.local": SERVE,
     "blockdraft bench --url http://localhost:8000 --prompts gsm8k.jsonl --concurrency 1,8,64 --temperature 0,1 --out "

@@ -46,7 +46,7 @@ def fit(target: Path, data: Path | None, hours: float, out: Path) -> dict[str, A
     answer = [sys.executable, "-m", "blockdraft", "generate", "--target", str(target), "--drafter", str(out)]
     subprocess.run([*answer, "--max-new-tokens", "32", "Once there was"], check=True, stdout=subprocess.DEVNULL)
     methods = json.loads((out.with_name(f"{out.name}.fit") / "bench" / "results.json").read_text())["methods"]
-    whole, auto = methods["dflash"], methods["dflash:auto"]
+    whole, auto = methods["chain"], methods["chain:auto"]
     wrong = []
     if seconds > 3600 * hours:
         wrong.append(f"took {seconds:.0f} s of {3600 * hours:.0f}")

@@ -14,7 +14,7 @@ from blockdraft.cli import display
 from blockdraft.evaluation import folder, speed
 
 METHOD_KEYS = {"tokens_per_second", "speedup", "tau", "acceptance_by_position", "cycle_cost", "identical", "looping"}
-METHODS = ["none", "dflash", "dflash:3"]
+METHODS = ["none", "chain", "chain:3"]
 
 
 class Result(NamedTuple):
@@ -47,7 +47,7 @@ def bench(
 
     def blockdraft_bench(*args: object) -> Result:
         defaults = ("--target", tiny_target_dir, "--drafter", tiny_drafter_dir, "--device", "cpu")
-        size = ("--max-new-tokens", 8, "--repeats", 2, "--methods", "dflash,dflash:3")
+        size = ("--max-new-tokens", 8, "--repeats", 2, "--methods", "chain,chain:3")
         sets = [part for path in prompts for part in ("--prompts", path)]
         words = ["blockdraft", "bench", *map(str, (*defaults, *size, *sets, *args))]
         monkeypatch.setattr(sys, "argv", words)
@@ -71,12 +71,12 @@ def test_written_and_printed(bench: Run, tmp_path: Path) -> None:
             assert len(one["tokens_per_second_by_repeat"]) == 2
             assert (one["identical"], one["looping"]) == (1.0, 0.0)
     assert found["methods"]["none"]["tau"] == found["methods"]["none"]["speedup"] == 1.0
-    assert len(found["methods"]["dflash:3"]["acceptance_by_position"]) == 2
+    assert len(found["methods"]["chain:3"]["acceptance_by_position"]) == 2
     assert {name: one["methods"]["none"]["prompts"] for name, one in found["sets"].items()} == {"first": 2, "second": 1}
     arguments = found["arguments"]
     assert arguments["methods"] == METHODS and (arguments["seed"], arguments["tree_budget"]) == (3, 5)
     assert (arguments["dtype"], arguments["device"], arguments["limit"]) == ("float32", "cpu", None)
-    assert len(re.findall(r"^dflash:3 +\d+\.\d ", result.out, re.M)) == 3
+    assert len(re.findall(r"^chain:3 +\d+\.\d ", result.out, re.M)) == 3
     assert re.search(r"^round 2 of 2: 21 of 21 answers$", result.err, re.M)
     assert 1 < result.err.count("\n") <= 10
 
@@ -91,15 +91,15 @@ def test_json(bench: Run) -> None:
 
 
 def test_sampled_answers_are_compared_where_a_seed_decides_them(bench: Run) -> None:
-    methods = "dflash,ddtree:4,dflash-drawn"
+    methods = "chain,tree:4,chain-sampled"
     found = json.loads(bench("--json", "--limit", 1, "--repeats", 1, "--temperature", 1, "--methods", methods).out)
     shares = {name: one["identical"] for name, one in found["methods"].items()}
-    assert shares == {"none": 1.0, "dflash": 1.0, "ddtree:4": 1.0, "dflash-drawn": None}
+    assert shares == {"none": 1.0, "chain": 1.0, "tree:4": 1.0, "chain-sampled": None}
 
 
 def test_drafters_by_folder_and_trees(bench: Run, tiny_drafter_dir: Path) -> None:
-    found = json.loads(bench("--json", "--repeats", 1, "--methods", f"ddtree:4,{tiny_drafter_dir}:2").out)
-    assert list(found["methods"]) == ["none", "ddtree:4", f"{tiny_drafter_dir}:2"]
+    found = json.loads(bench("--json", "--repeats", 1, "--methods", f"tree:4,{tiny_drafter_dir}:2").out)
+    assert list(found["methods"]) == ["none", "tree:4", f"{tiny_drafter_dir}:2"]
     assert len(found["methods"][f"{tiny_drafter_dir}:2"]["acceptance_by_position"]) == 1
 
 
@@ -121,7 +121,7 @@ def test_a_failed_write_still_prints_what_was_measured(
     monkeypatch.setattr(folder, "write", full)
     result = bench("--out", tmp_path, "--no-pictures", "--limit", 1)
     assert (result.code, result.err.splitlines()[-1]) == (2, "error: no space")
-    assert "dflash:3" in result.out
+    assert "chain:3" in result.out
 
 
 def test_without_matplotlib(bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,11 +153,11 @@ def test_ctrl_c(bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ("args", "message"),
     [
         (["--methods", "abacus"], "Method 'abacus': abacus is no drafter"),
-        (["--methods", "dflash:9"], "blocks hold at most 8"),
-        (["--methods", "dflash,dflash"], "names 'dflash' twice"),
+        (["--methods", "chain:9"], "blocks hold at most 8"),
+        (["--methods", "chain,chain"], "names 'chain' twice"),
         (["--block-size", "many"], "block_size is 'many'; it must be a whole number or auto"),
         (["--tree-budget", "1.5"], "tree_budget is '1.5'"),
-        (["--tree-budget", "-1", "--methods", "ddtree"], "tree_budget is -1"),
+        (["--tree-budget", "-1", "--methods", "tree"], "tree_budget is -1"),
         (["--batch-size", "0"], "batch_size is 0"),
         (["--repeats", "0"], "repeats is 0"),
         (["--limit", "0"], "limit is 0"),
@@ -219,7 +219,7 @@ def test_profile(bench: Run, tmp_path: Path) -> None:
 
 def test_a_language_model_drafts_ahead(bench: Run, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = ("--drafter", tiny_target_dir, "--drafter-device", "cpu", "--draft-ahead", 2)
-    found = bench("--repeats", 1, "--methods", "dflash:4", *model)
+    found = bench("--repeats", 1, "--methods", "chain:4", *model)
     assert found.code == 0 and re.search(r"Drafted ahead: \d+ of \d+ outcomes", found.err)
     found = bench("--repeats", 1, "--methods", "prompt_lookup", *model)
     assert found.code == 2 and "prompt_lookup cannot run on cpu" in found.err

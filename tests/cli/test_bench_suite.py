@@ -61,7 +61,7 @@ def test_measured_and_gone_on_with(
         ended = bench("--out", out, "--temperature", "0,1", "--paper-model", "Qwen3-8B")
     assert ended.code == 130 and f"goes on with what {out} lacks" in ended.err
     first = json.loads((out / "suite.json").read_text())["rows"]
-    assert [(one["task"], one["method"]) for one in first] == [("math500", "none"), ("math500", "dflash")]
+    assert [(one["task"], one["method"]) for one in first] == [("math500", "none"), ("math500", "chain")]
     asked.clear()
     done = bench("--out", out, "--temperature", "0,1", "--paper-model", "Qwen3-8B")
     assert done.code == 0 and len(asked) == 2 + 4 + 8 + 6
@@ -72,6 +72,9 @@ def test_measured_and_gone_on_with(
     assert found["paper"]["temperature 1"]["DFlash (16)"]["math500"] == {"speedup": 4.84, "tau": 6.40}
     assert done.out.count("MATH-500") == 2 and "6.08/7.87" in done.out and "4.84/6.40" in done.out
     asked.clear()
+    again = bench("--out", out, "--temperature", "0,1", "--paper-model", "Qwen3-8B", "--json")
+    assert not asked and json.loads(again.out)["rows"] == found["rows"]
+    (out / "suite.json").write_text((out / "suite.json").read_text().replace('"chain"', '"dflash"'))  # former name
     again = bench("--out", out, "--temperature", "0,1", "--paper-model", "Qwen3-8B", "--json")
     assert not asked and json.loads(again.out)["rows"] == found["rows"]
     other = bench("--out", out, "--limit", 1)

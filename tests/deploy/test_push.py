@@ -70,7 +70,7 @@ def test_a_folder_and_its_card(tmp_path: Path, tiny_target_dir: Path, tiny_draft
     assert (
         "license: mit" in head and "library_name: blockdraft" in head and "base_model" not in head
     )  # of a local target
-    assert "| none | 8 | 100 | 1.00 | 1.00 | 100 % |" in card and "| dflash | 8 | - | 1.91 | 2.35 | 100 % |" in card
+    assert "| none | 8 | 100 | 1.00 | 1.00 | 100 % |" in card and "| chain | 8 | - | 1.91 | 2.35 | 100 % |" in card
     assert (
         "A Processor" in card and "up to 7 tokens at a time and reads the outputs of the target's layers 0, 1" in card
     )

@@ -1,17 +1,17 @@
 import pytest
 
-from blockdraft.evaluation.methods import Method, Settings, parse_methods
+from blockdraft.evaluation.methods import Method, Settings, parse_methods, shape_name
 from blockdraft.types import Drafting
 
 
 def test_settings_of_each_method() -> None:
-    found = parse_methods("dflash, dflash:4,none,ddtree,ddtree:64,look,look:3,/a:b/c,/a:b/c:5", "D", 8, 16)
+    found = parse_methods("chain, chain:4,none,tree,tree:64,look,look:3,/a:b/c,/a:b/c:5", "D", 8, 16)
     assert found == [
-        Method("dflash", "D", Drafting(8)),
-        Method("dflash:4", "D", Drafting(4)),
+        Method("chain", "D", Drafting(8)),
+        Method("chain:4", "D", Drafting(4)),
         Method("none", "none", Drafting()),
-        Method("ddtree", "D", Drafting(8, 16)),
-        Method("ddtree:64", "D", Drafting(8, 64)),
+        Method("tree", "D", Drafting(8, 16)),
+        Method("tree:64", "D", Drafting(8, 64)),
         Method("look", "look", Drafting(8)),
         Method("look:3", "look", Drafting(3)),
         Method("/a:b/c", "/a:b/c", Drafting(8)),
@@ -20,14 +20,14 @@ def test_settings_of_each_method() -> None:
 
 
 def test_plain_decoding_is_always_there_and_the_bundled_drafter_is_the_default() -> None:
-    assert parse_methods("ddtree", None, None, 32) == [
+    assert parse_methods("tree", None, None, 32) == [
         Method("none", "none", Drafting()),
-        Method("ddtree", None, Drafting(None, 32)),
+        Method("tree", None, Drafting(None, 32)),
     ]
 
 
 def test_auto_reaches_drafting() -> None:
-    chosen = parse_methods("none,dflash,dflash:auto,dflash:2,ddtree,ddtree:auto,ddtree:0", None, "auto", "auto")
+    chosen = parse_methods("none,chain,chain:auto,chain:2,tree,tree:auto,tree:0", None, "auto", "auto")
     assert [(method.drafting.block_size, method.drafting.tree_budget) for method in chosen] == [
         (None, 0),
         ("auto", 0),
@@ -40,7 +40,7 @@ def test_auto_reaches_drafting() -> None:
 
 
 def test_other_drafters_join_the_one_at_hand() -> None:
-    names = "prompt_lookup+dflash,prompt_lookup+dflash:4,prompt_lookup+dflash-drawn,prompt_lookup+ddtree:64,look+/a+b:5"
+    names = "prompt_lookup+chain,prompt_lookup+chain:4,prompt_lookup+chain-sampled,prompt_lookup+tree:64,look+/a+b:5"
     [_, *found] = parse_methods(names, "D", None, 16)
     assert [(method.drafter, method.drafting) for method in found] == [
         ("prompt_lookup+D", Drafting()),
@@ -49,22 +49,47 @@ def test_other_drafters_join_the_one_at_hand() -> None:
         ("prompt_lookup+D", Drafting(tree_budget=64)),
         ("look+/a+b", Drafting(5)),
     ]
-    assert parse_methods("prompt_lookup+ddtree", None, None, 16)[1].drafter == "prompt_lookup+bundled"
+    assert parse_methods("prompt_lookup+tree", None, None, 16)[1].drafter == "prompt_lookup+bundled"
 
 
 def test_sampled_guesses_come_in_chains() -> None:
-    [_, sampled] = parse_methods("none,dflash-drawn:4", "folder", None, 32)
+    [_, sampled] = parse_methods("none,chain-sampled:4", "folder", None, 32)
     assert (sampled.drafter, sampled.drafting) == ("folder", Drafting(4, sampled=True))
+
+
+@pytest.mark.parametrize(
+    ("former", "name"),
+    [
+        ("dflash", "chain"),
+        ("dflash:8", "chain:8"),
+        ("dflash-drawn", "chain-sampled"),
+        ("ddtree", "tree"),
+        ("ddtree:auto", "tree:auto"),
+        ("prompt_lookup+ddtree:16", "prompt_lookup+tree:16"),
+    ],
+)
+def test_former_names_are_aliases(former: str, name: str) -> None:
+    assert shape_name(former) == shape_name(name) == name
+    [_, one], [_, other] = (parse_methods(each, "D", None, 32) for each in (former, name))
+    assert one.name == former  # results.json has it as it was asked for
+    assert (one.drafter, one.drafting) == (other.drafter, other.drafting)
+    with pytest.raises(ValueError, match="twice"):
+        parse_methods(f"{former},{name}", "D", None, 32)
+
+
+@pytest.mark.parametrize("name", ["none", "./dflash", "/a/ddtree:4", "/a:dflash", "dflash:many", "dflash+look"])
+def test_other_names_stay(name: str) -> None:
+    assert shape_name(name) == name
 
 
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        ("dflash,,ddtree", "empty name"),
+        ("chain,,tree", "empty name"),
         ("", "empty name"),
-        ("dflash,ddtree,dflash", "names 'dflash' twice"),
+        ("chain,tree,chain", "names 'chain' twice"),
         ("none:8", "'none:8' has a setting"),
-        ("dflash:0", "block_size is 0"),
+        ("chain:0", "block_size is 0"),
     ],
 )
 def test_bad_methods(names: str, message: str) -> None:

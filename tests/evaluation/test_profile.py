@@ -14,7 +14,7 @@ from blockdraft.types import SamplingParams
 
 @pytest.fixture(scope="module")
 def engines(tiny_target_dir: Path, tiny_drafter_dir: Path) -> dict[str, Engine]:
-    methods = parse_methods("none,dflash,ddtree:5", str(tiny_drafter_dir), None, 5)
+    methods = parse_methods("none,chain,tree:5", str(tiny_drafter_dir), None, 5)
     return load_methods(methods, load_target(tiny_target_dir, device="cpu"), 2)
 
 
@@ -44,7 +44,7 @@ def test_the_host_is_what_is_no_network() -> None:
 
 
 def test_prompts_are_no_part_of_cycles(engines: dict[str, Engine]) -> None:
-    engine = engines["dflash"]
+    engine = engines["chain"]
     with listening() as seconds:
         engine.generate([[5, 6, 7]], SamplingParams(1))  # its prompt yields the one token
     assert not any(seconds.values())

@@ -28,34 +28,36 @@ def target(tiny_target_dir: Path) -> Target:
     return load_target(tiny_target_dir, device="cpu")
 
 
-def engines(target: Target, drafter: Path, names: str = "none,dflash", batch_size: int = 1) -> dict[str, Engine]:
+def engines(target: Target, drafter: Path, names: str = "none,chain", batch_size: int = 1) -> dict[str, Engine]:
     return load_methods(parse_methods(names, str(drafter), None, 32), target, batch_size)
 
 
 def test_engines_share_drafters_and_take_their_settings(target: Target, tiny_drafter_dir: Path) -> None:
-    found = engines(target, tiny_drafter_dir, "dflash:4,ddtree:6,none,dflash", batch_size=3)
+    found = engines(target, tiny_drafter_dir, "chain:4,tree:6,none,chain", batch_size=3)
     assert [e.drafting for e in found.values()] == [Drafting(4), Drafting(None, 6), Drafting(), Drafting()]
-    assert found["dflash"].drafter is found["ddtree:6"].drafter is not found["none"].drafter
+    assert found["chain"].drafter is found["tree:6"].drafter is not found["none"].drafter
     assert all(e.max_batch_size == 3 for e in found.values())
 
 
 def test_bad_methods_are_named(target: Target, tiny_drafter_dir: Path) -> None:
-    with pytest.raises(ValueError, match="Method 'abacus': abacus is no drafter.*, none,.*dflash and ddtree"):
-        engines(target, tiny_drafter_dir, "dflash,abacus")
-    with pytest.raises(ValueError, match="Method 'dflash:9': block_size is 9; .* at most 8.$"):
-        engines(target, tiny_drafter_dir, "dflash:9")
+    with pytest.raises(
+        ValueError, match="Method 'abacus': abacus is no drafter.*, none,.*chain, chain-sampled and tree"
+    ):
+        engines(target, tiny_drafter_dir, "chain,abacus")
+    with pytest.raises(ValueError, match="Method 'chain:9': block_size is 9; .* at most 8.$"):
+        engines(target, tiny_drafter_dir, "chain:9")
 
 
 def test_methods_take_turns(target: Target, tiny_drafter_dir: Path) -> None:
     steps: list[tuple[str, int, int]] = []
     trials = measure(
-        engines(target, tiny_drafter_dir, "none,dflash,dflash:3"),
+        engines(target, tiny_drafter_dir, "none,chain,chain:3"),
         SETS,
         SHORT,
         Settings(repeats=2),
         lambda *step: steps.append(step),
     )
-    n, d, e = "none", "dflash", "dflash:3"
+    n, d, e = "none", "chain", "chain:3"
     prompts = [("a", 0), ("a", 1), ("a", 2), ("b", 0)]
     expected: list[tuple[Any, ...]] = [(*prompt, None, n) for prompt in prompts]
     expected += [(*prompt, 0, method) for prompt in prompts for method in (n, d, e)]
@@ -70,8 +72,8 @@ def test_batches_stay_within_a_set(target: Target, tiny_drafter_dir: Path) -> No
     plain = [(t.prompt_set, t.prompts) for t in trials if t.method == "none" and t.repeat is not None]
     assert plain == [("a", (0, 1)), ("a", (2,)), ("b", (0,))]
     found = figures(trials)
-    assert found["dflash"].identical == found["none"].identical == 1.0
-    assert found["dflash"].tau == pytest.approx(1 + sum(found["dflash"].acceptance_by_position))
+    assert found["chain"].identical == found["none"].identical == 1.0
+    assert found["chain"].tau == pytest.approx(1 + sum(found["chain"].acceptance_by_position))
 
 
 def test_prompts_that_loop_are_decoded_once_and_never_timed(
@@ -85,7 +87,7 @@ def test_prompts_that_loop_are_decoded_once_and_never_timed(
     steps: list[tuple[str, int, int]] = []
     settings = Settings(repeats=2)
     trials = measure(engines(target, tiny_drafter_dir), one_set, SHORT, settings, lambda *step: steps.append(step))
-    times = [[t.repeat for t in trials if t.method == "dflash" and t.prompts == (i,)] for i in range(4)]
+    times = [[t.repeat for t in trials if t.method == "chain" and t.prompts == (i,)] for i in range(4)]
     assert times == [[None], [0, 1], [None], [0, 1]]
     assert steps[-1] == ("round 2 of 2", 14, 14)
     for one in figures(trials).values():
@@ -99,8 +101,8 @@ def test_each_prompt_has_a_seed_of_its_own_that_all_methods_share(target: Target
     answers = {i: {tuple(t.completions[0].token_ids) for t in trials if t.prompts == (i,)} for i in range(3)}
     assert [len(each) for each in answers.values()] == [1, 1, 1]
     assert answers[0] != answers[1]
-    assert figures(trials)["dflash"].identical == 1  # a seed gives the same tokens, whatever is chosen to guess
-    assert figures(trials, {"dflash"})["dflash"].identical is None
+    assert figures(trials)["chain"].identical == 1  # a seed gives the same tokens, whatever is chosen to guess
+    assert figures(trials, {"chain"})["chain"].identical is None
 
 
 def test_an_engine_that_is_not_lossless_is_found_out(
@@ -123,7 +125,7 @@ def test_an_engine_that_is_not_lossless_is_found_out(
 
     def faulty_step(self: Runner, rows: Any, plan: Any) -> Any:
         with monkeypatch.context() as patch:
-            if warm_up_over and self.drafter is own["dflash"].drafter:
+            if warm_up_over and self.drafter is own["chain"].drafter:
                 patch.setattr(runner, "verify", gullible)
             return step(self, rows, plan)
 
@@ -134,7 +136,7 @@ def test_an_engine_that_is_not_lossless_is_found_out(
     monkeypatch.setattr(Runner, "step", faulty_step)
     found = figures(measure(own, SETS, SHORT, Settings(repeats=2), progress))
     assert faults == 1
-    assert (found["none"].identical, found["dflash"].identical) == (1.0, 0.75)
+    assert (found["none"].identical, found["chain"].identical) == (1.0, 0.75)
 
 
 def test_a_prompt_that_does_not_fit_is_named_before_anything_is_decoded(

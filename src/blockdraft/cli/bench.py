@@ -16,7 +16,7 @@ from blockdraft.cli.bench_suite import SuiteOptions, measure_suite
 from blockdraft.cli.loading import TargetOptions, takes_target, tell
 from blockdraft.cli.options import BlockSize, DraftPasses, DraftWindow, extent, need_drafter, option
 from blockdraft.errors import UsageError
-from blockdraft.evaluation.methods import CHAINS, PLAIN, SAMPLED, TREES, Settings, parse_methods
+from blockdraft.evaluation.methods import CHAIN, PLAIN, SAMPLED, TREE, Settings, parse_methods
 from blockdraft.evaluation.prompts import read_prompt_sets
 from blockdraft.types import DraftModel, SamplingParams
 
@@ -38,17 +38,17 @@ def bench(
         str,
         typer.Option(
             metavar="NAME,...",
-            help=f"What to compare: {PLAIN} (plain decoding, always included); {CHAINS} (the drafter's chains) or "
-            f"{CHAINS}:8 (in blocks of 8); {SAMPLED} (with sampled guesses); {TREES} (its trees) or {TREES}:64 "
+            help=f"What to compare: {PLAIN} (plain decoding, always included); {CHAIN} (the drafter's chains) or "
+            f"{CHAIN}:8 (in blocks of 8); {SAMPLED} (its guesses sampled); {TREE} (its trees) or {TREE}:64 "
             "(of at most 64 guesses); any other drafter by folder or name, with or without a block size; "
-            f"prompt_lookup+{CHAINS} or prompt_lookup+{TREES}:64, both drafters together.",
+            f"prompt_lookup+{CHAIN} or prompt_lookup+{TREE}:64, both drafters together.",
         ),
-    ] = f"{PLAIN},{CHAINS},{TREES}",
+    ] = f"{PLAIN},{CHAIN},{TREE}",
     drafter: Annotated[
         str | None,
         typer.Option(
             metavar="DIR",
-            help=f"What {CHAINS} and {TREES} draft with: a checkpoint folder; by default the bundled one.",
+            help=f"What {CHAIN} and {TREE} draft with: a checkpoint folder; by default the bundled one.",
         ),
     ] = None,
     model: DraftModel,

@@ -13,7 +13,7 @@ import typer
 
 from blockdraft.cli.options import option
 from blockdraft.errors import UsageError
-from blockdraft.evaluation.methods import CHAINS, PLAIN, Method
+from blockdraft.evaluation.methods import CHAIN, PLAIN, Method
 from blockdraft.evaluation.suite.settings import SuiteSettings
 from blockdraft.evaluation.suite.tasks import SUITES
 from blockdraft.types import DraftModel, SamplingParams
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from blockdraft.cli.loading import TargetOptions
 
 PANEL = "The sets of a paper"
-METHODS = f"{PLAIN},{CHAINS}"  # what the paper compares
+METHODS = f"{PLAIN},{CHAIN}"  # what the paper compares
 # Options of `bench` that do nothing here.
 NOT_HERE = {"prompts", "batch_size", "repeats", "profile", "pictures"}
 

@@ -16,6 +16,7 @@ from blockdraft.compat.generate import write_custom_generate
 from blockdraft.deploy.pair import checked_pair
 from blockdraft.drafters import entries
 from blockdraft.errors import UsageError, counted, describe
+from blockdraft.evaluation.methods import shape_name
 from blockdraft.fit.steps import Where
 from blockdraft.folders import held
 from blockdraft.formats import clear_remains, find_layout
@@ -205,7 +206,7 @@ def _measured(known: Known) -> Iterator[str]:
             for key, form in (("tokens_per_second", "{:.0f}"), ("speedup", "{:.2f}"), ("tau", "{:.2f}")):
                 cells.append("-" if one[key] is None else form.format(one[key]))
             cells.append("-" if one["identical"] is None else f"{100 * one['identical']:.0f} %")
-            yield f"| {name} | {' | '.join(cells)} |"
+            yield f"| {shape_name(name)} | {' | '.join(cells)} |"
         machine = known.bench["hardware"]["gpu"] or known.bench["hardware"]["cpu"]
         yield ""
         yield (

@@ -1,4 +1,5 @@
-"""What a benchmark compares, and how it measures. Free of torch, so that a command line can read the defaults."""
+"""Methods of decoding that a benchmark compares, and how it measures them. Imports no torch, so that the command line
+can read the defaults quickly."""
 
 from __future__ import annotations
 
@@ -12,9 +13,10 @@ from blockdraft.errors import UsageError
 from blockdraft.types import JOINT, Drafting
 
 PLAIN, BUNDLED = "none", "bundled"
-# All draft with the checkpoint at hand: chains (arXiv 2602.06036), chains of guesses sampled at random, and trees of
-# its guesses (arXiv 2604.12989).
-CHAINS, SAMPLED, TREES = "dflash", "dflash-drawn", "ddtree"
+# Shapes in which the drafter at hand guesses: chains (arXiv 2602.06036), chains of guesses sampled at random, and trees
+# (arXiv 2604.12989). Any drafter has them.
+CHAIN, SAMPLED, TREE = "chain", "chain-sampled", "tree"
+ALIASES = {"dflash": CHAIN, "dflash-drawn": SAMPLED, "ddtree": TREE}  # former names, which named drafters
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Settings:
         limit: Prompts taken of each file, from its beginning; None takes all.
         batch_size: Prompts decoded together.
         repeats: Rounds; in each of them every method decodes every prompt.
-        tree_budget: Most guesses of a draft tree, the anchor not counted, for `ddtree` without a number.
+        tree_budget: Most guesses of a draft tree, the anchor not counted, for `tree` without a number.
     """
 
     limit: int | None = None
@@ -45,7 +47,7 @@ class Method:
     """A way to decode.
 
     Attributes:
-        name: As it was asked for, such as "ddtree:64".
+        name: As it was asked for, such as "tree:64"; `results.json` has it under this name.
         drafter: As `load_drafter` takes it; None is the bundled drafter.
         drafting: How far it drafts.
     """
@@ -53,6 +55,19 @@ class Method:
     name: str
     drafter: str | None
     drafting: Drafting
+
+
+def shape_name(name: str) -> str:
+    """The name of a method by its shape: "tree:64" for "ddtree:64". Names that are not aliases stay as they are."""
+    kind, setting = _split(name)
+    *others, last = kind.split(JOINT)
+    return JOINT.join([*others, ALIASES.get(last, last)]) + ("" if setting is None else f":{setting}")
+
+
+def _split(name: str) -> tuple[str, str | None]:
+    """Kind and setting of a method."""
+    match = re.fullmatch(r"(.+):(\d+|auto)", name)
+    return (match[1], match[2]) if match else (name, None)
 
 
 def parse_methods(
@@ -66,29 +81,31 @@ def parse_methods(
     """Read a list of methods.
 
     Args:
-        names: With commas between them, each with or without a setting behind a colon: `none`; `dflash`, the drafter's
-            chains, or `dflash:8` with this block size; `dflash-drawn`, chains of sampled guesses; `ddtree`, its trees,
-            or `ddtree:64` with this budget; any other drafter by folder or name, with or without a block size;
-            `prompt_lookup+dflash` and the like, other drafters together with the one at hand, in each of these ways.
-        drafter: What `dflash` and `ddtree` draft with, as in `Method`.
+        names: Methods with commas between them, each with or without a setting behind a colon: `none`; `chain`, the
+            drafter's chains, or `chain:8` with this block size; `chain-sampled`, chains of guesses sampled at random;
+            `tree`, its trees, or `tree:64` with this budget; any other drafter by folder or name, with or without a
+            block size; `prompt_lookup+chain` and the like, other drafters together with the one at hand, in each of
+            these shapes. `dflash`, `dflash-drawn` and `ddtree` are former names of the three shapes.
+        drafter: The drafter at hand, as in `Method`.
         block_size: As in `Drafting`, for methods without one of their own.
-        tree_budget: As in `Drafting`, for `ddtree` without one of its own.
+        tree_budget: As in `Drafting`, for `tree` without one of its own.
         draft_window, draft_passes: As in `Drafting`.
 
     Returns:
         The methods in the order given; `none` is put first where it is missing, since it is the reference.
 
     Raises:
-        ValueError: An empty name, one that occurs twice, or a setting that is out of range or follows `none`.
+        ValueError: An empty name, a method that is named twice, or a setting that is out of range or follows `none`.
     """
     wanted = [name.strip() for name in names.split(",")]
     if PLAIN not in wanted:
         wanted.insert(0, PLAIN)
-    for name in wanted:
+    shapes = [shape_name(name) for name in wanted]
+    for name, shape in zip(wanted, shapes, strict=True):
         if not name:
             raise UsageError(f"methods is {names!r}, which has an empty name; put one comma between two methods.")
-        if wanted.count(name) > 1:
-            raise UsageError(f"methods is {names!r}, which names {name!r} twice; name it once.")
+        if shapes.count(shape) > 1:
+            raise UsageError(f"methods is {names!r}, which names {shape!r} twice; name it once.")
     drafting = partial(Drafting, draft_window=draft_window, draft_passes=draft_passes)
     return [_method(name, drafter, block_size, tree_budget, drafting) for name in wanted]
 
@@ -96,17 +113,16 @@ def parse_methods(
 def _method(
     name: str, drafter: str | None, block_size: Any, tree_budget: Any, drafting: Callable[..., Drafting]
 ) -> Method:
-    match = re.fullmatch(r"(.+):(\d+|auto)", name)
-    kind: str = match[1] if match else name
-    setting: Any = match and (match[2] if match[2] == "auto" else int(match[2]))
+    kind, text = _split(shape_name(name))
+    setting: Any = int(text) if text is not None and text != "auto" else text
     *others, last = kind.split(JOINT)
-    if others and last in (CHAINS, SAMPLED, TREES):
+    if others and last in (CHAIN, SAMPLED, TREE):
         kind, drafter = last, JOINT.join([*others, drafter or BUNDLED])
     if kind == PLAIN:
         if setting is not None:
-            raise UsageError(f"Method {name!r} has a setting, and {PLAIN} drafts nothing; leave the setting away.")
+            raise UsageError(f"Method {name!r} has a setting, but {PLAIN} drafts nothing; leave the setting out.")
         return Method(name, PLAIN, Drafting())
-    if kind == TREES:
+    if kind == TREE:
         return Method(name, drafter, drafting(block_size, tree_budget if setting is None else setting))
     chains = drafting(block_size if setting is None else setting, sampled=kind == SAMPLED)
-    return Method(name, drafter if kind in (CHAINS, SAMPLED) else kind, chains)
+    return Method(name, drafter if kind in (CHAIN, SAMPLED) else kind, chains)

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from blockdraft.errors import counted
-from blockdraft.evaluation.methods import PLAIN
+from blockdraft.evaluation.methods import PLAIN, shape_name
 from blockdraft.evaluation.profile import Profile
 from blockdraft.evaluation.results import Results
 from blockdraft.evaluation.speed import Figures
@@ -66,7 +66,7 @@ def _table(name: str, methods: Mapping[str, Figures], lines: box.Box | None) -> 
     for method, one in methods.items():
         slowest, fastest = one.tokens_per_second_range or (None, None)
         table.add_row(
-            method,
+            shape_name(method),
             _number(one.tokens_per_second, 1),
             f"{_number(slowest, 1)}-{_number(fastest, 1)}",
             _number(one.speedup, 2),
@@ -83,7 +83,7 @@ def _profile_table(profiles: Mapping[str, Profile], lines: box.Box | None) -> Ta
     table = Table(box=lines, pad_edge=False, title_justify="left", title="Where the time of a cycle goes: ms (%)")
     table.add_column("part", no_wrap=True)
     for method in profiles:
-        table.add_column(method, justify="right", overflow="fold")
+        table.add_column(shape_name(method), justify="right", overflow="fold")
     for part in PARTS:
         spent = [(one.seconds[part], one.total) for one in profiles.values()]
         table.add_row(part, *(f"{1000 * seconds:.3f} ({100 * seconds / total:4.1f})" for seconds, total in spent))

@@ -14,7 +14,7 @@ from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.engine import Completion, Engine, loops, merge
 from blockdraft.errors import UsageError
 from blockdraft.evaluation.lossless import identical_share, looping_share
-from blockdraft.evaluation.methods import CHAINS, PLAIN, TREES, Method, Settings
+from blockdraft.evaluation.methods import CHAIN, PLAIN, SAMPLED, TREE, Method, Settings
 from blockdraft.evaluation.prompts import PromptSet
 from blockdraft.targets import Target
 from blockdraft.types import DraftModel, SamplingParams
@@ -122,7 +122,7 @@ def load_methods(
             engines[method.name] = Engine(target, drafters[method.drafter], batch_size, method.drafting)
         except ValueError as error:
             unknown = method.drafter is not None and not Path(method.drafter).exists()
-            hint = f" Besides drafters, the methods are {CHAINS} and {TREES}." if unknown else ""
+            hint = f" Besides drafters, the methods are {CHAIN}, {SAMPLED} and {TREE}." if unknown else ""
             raise UsageError(f"Method {method.name!r}: {error}{hint}") from error
     return engines
 

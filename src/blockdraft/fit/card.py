@@ -13,6 +13,7 @@ from typing import Any
 
 from blockdraft.data.folder import write_file
 from blockdraft.errors import UsageError, counted
+from blockdraft.evaluation.methods import shape_name
 from blockdraft.fit.plan import Plan
 from blockdraft.fit.prompts import HELD_OUT
 from blockdraft.fit.steps import Step, Where
@@ -25,8 +26,8 @@ README, PICTURE = "README.md", "fit.png"
 WRITTEN, EXPORTED = "zlab", "speculators"
 METHODS = {
     "none": "plain decoding",
-    "dflash": "drafts of whole blocks",
-    "dflash:auto": 'drafts as long as pay ("auto")',
+    "chain": "drafts of whole blocks",
+    "chain:auto": 'drafts as long as pay ("auto")',
 }
 
 
@@ -76,13 +77,13 @@ def write_card(
     """Write README.md, and fit.png where matplotlib is installed.
 
     Returns:
-        The figures by method, as `blockdraft bench` wrote them.
+        Figures by method, as `blockdraft bench` measured them.
     """
     bench = json.loads((where.folder / "bench" / "results.json").read_text(encoding="utf-8"))
     data = json.loads((where.folder / "data" / "data.json").read_text(encoding="utf-8"))
     log = (run_folder(where.out) / "log.jsonl").read_text(encoding="utf-8").splitlines()
     taus = [(line["step"], line["tau"]) for line in map(json.loads, log) if line.get("tau") is not None]
-    methods: dict[str, Any] = bench["methods"]
+    methods: dict[str, Any] = {shape_name(name): one for name, one in bench["methods"].items()}
     recipe, name = plan.recipe, where.target or "the bundled target"
     local = where.target is None or Path(where.target).exists()
     machine = bench["hardware"]["gpu"] or bench["hardware"]["cpu"]

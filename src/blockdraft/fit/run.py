@@ -117,7 +117,7 @@ def _run(fit: Fit, dry_run: bool, note: Callable[[str], None]) -> list[str]:
 
 
 def _outcome(methods: dict[str, Any]) -> str:
-    whole, auto = methods["dflash"], methods["dflash:auto"]
+    whole, auto = methods["chain"], methods["chain:auto"]
     same = f"same answers: {100 * min(whole['identical'], auto['identical']):.0f} %"
     if whole["tau"] is None or auto["speedup"] is None:
         return f"All answers to held-out prompts run in circles, so neither tau nor speed can be told; {same}"

@@ -113,7 +113,7 @@ def make_steps(plan: Plan, where: Where, sources: Sequence[str], rows: Sequence[
         "features": ["--data", data, *trained, "--taps", _flag(recipe["taps"]), "--out", features],
         "train": [plan.variant, *fields, *trained, "--data", data, "--prompts", held_out, "--out", str(where.out)],
         "calibrate": [*pair, "--anew"],
-        "bench": [*pair, "--prompts", held_out, *limits, "--methods", "none,dflash,dflash:auto"]
+        "bench": [*pair, "--prompts", held_out, *limits, "--methods", "none,chain,chain:auto"]
         + ["--out", str(folder / "bench"), "--overwrite"],
     }
     log = run_folder(where.out) / "log.jsonl", int(plan.recipe["steps"])

@@ -50,11 +50,11 @@ def test_answers_count_alike() -> None:
         0.0,
         [
             trial("none", 0, [1, 2, 3, 4, 5], 4.0, [1, 1, 1, 1]),
-            trial("dflash", 0, [1, 2, 3, 4, 5], 1.0, [4]),
+            trial("chain", 0, [1, 2, 3, 4, 5], 1.0, [4]),
             trial("none", 1, [1, 2, 3], 1.0, [1, 1]),
-            trial("dflash", 1, [1, 2, 4], 1.0, [1, 1]),
+            trial("chain", 1, [1, 2, 4], 1.0, [1, 1]),
             trial("none", 2, [7], 0.0, []),  # nothing behind its first token
-            trial("dflash", 2, [7], 0.0, []),
+            trial("chain", 2, [7], 0.0, []),
         ],
     )
     plain, drafted = found
@@ -93,16 +93,17 @@ def test_the_paper_stands_beside_ours() -> None:
     whole = shown(Results({}, ABOUT, None, tuple(rows)))
     assert "paper:" not in whole and "--paper-model Qwen3-4B|Qwen3-8B shows one's" in whole
     assert any(line.startswith("mean ") for line in whole.splitlines())
-    single = shown(Results({}, ABOUT, "Qwen3-8B", (row("gsm8k", "none"), row("gsm8k", "dflash", None, None))))
+    single = shown(Results({}, ABOUT, "Qwen3-8B", (row("gsm8k", "none"), row("gsm8k", "chain", None, None))))
     assert "mean" not in single.split("Ours")[0] and " - " in single
 
 
-METHODS = {"none": (1.0, 1.0), "dflash": (2.0, 3.0)}
+METHODS = {"none": (1.0, 1.0), "chain": (2.0, 3.0)}
 
 
 def test_what_is_settled_is_gone_on_with(tmp_path: Path) -> None:
-    new = Results({"drafter": "a", "limit": None}, ABOUT, None)
-    done = new.plus([row("gsm8k", "none"), row("gsm8k", "dflash")]).plus([row("gsm8k", "none", temperature=1.0)])
+    asked = {"drafter": "a", "limit": None, "methods": {"none": {}, "chain": {}}}
+    new = Results(asked, ABOUT, None)
+    done = new.plus([row("gsm8k", "none"), row("gsm8k", "chain")]).plus([row("gsm8k", "none", temperature=1.0)])
     results.write(tmp_path / "out", done)
     again = results.resumed(new, tmp_path / "out", False)
     assert (
@@ -117,7 +118,7 @@ def test_what_is_settled_is_gone_on_with(tmp_path: Path) -> None:
     assert results.resumed(renamed, tmp_path / "old", False).rows == done.rows
     assert results.resumed(new, tmp_path / "out", True) == new == results.resumed(new, tmp_path / "other", False)
     with pytest.raises(ValueError, match=r"is of another run: drafter was 'a' and is 'b'\. Choose another --out"):
-        results.resumed(replace(new, asked={"drafter": "b", "limit": None}), tmp_path / "out", False)
+        results.resumed(replace(new, asked={**asked, "drafter": "b"}), tmp_path / "out", False)
     lines = (tmp_path / "out/suite.csv").read_text().splitlines()
     assert lines[0].startswith("task,temperature,method,prompts") and len(lines) == 4
     (tmp_path / "out/suite.json").write_text(json.dumps({"format": 1, "asked": {}}))

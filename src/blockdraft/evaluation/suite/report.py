@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from blockdraft.evaluation.methods import PLAIN
+from blockdraft.evaluation.methods import PLAIN, shape_name
 from blockdraft.evaluation.suite.measure import Row
 from blockdraft.evaluation.suite.paper import FIGURES, SOURCE, Published
 from blockdraft.evaluation.suite.results import Results
@@ -55,7 +55,7 @@ def _table(
     table.add_column("set", no_wrap=True)
     table.add_column("prompts", justify="right")
     for method in methods:
-        table.add_column(method, justify="right", overflow="fold")
+        table.add_column(shape_name(method), justify="right", overflow="fold")
     for header in ("same %", "loops %", *(f"paper:\n{method}" for method in published)):
         table.add_column(header, justify="right")
     columns = {method: {task.name: rows[task.name, method] for task in tasks} for method in methods}

@@ -12,6 +12,7 @@ from typing import Any
 
 from blockdraft.data.folder import check_writable, make_folder, read_manifest, write_file
 from blockdraft.errors import UsageError
+from blockdraft.evaluation.methods import shape_name
 from blockdraft.evaluation.suite.measure import Row
 from blockdraft.evaluation.suite.paper import FIGURES, SOURCE
 
@@ -76,10 +77,13 @@ def resumed(new: Results, folder: Path, overwrite: bool) -> Results:
     if known is None:
         return new
     try:
-        rows = tuple(Row(**row) for row in known["rows"])
         asked, now = known["asked"], json.loads(json.dumps(new.asked))
-        for drafting in asked.get("methods", {}).values():
-            if "drawn" in drafting:  # the name of `sampled` before
+        # The file may have former names: of methods, and of `sampled`.
+        names = {shape_name(name): name for name in now["methods"]}
+        rows = tuple(Row(**row | {"method": _named(row["method"], names)}) for row in known["rows"])
+        asked["methods"] = {_named(name, names): how for name, how in asked["methods"].items()}
+        for drafting in asked["methods"].values():
+            if "drawn" in drafting:
                 drafting["sampled"] = drafting.pop("drawn")
         other = [name for name in {**asked, **now} if asked.get(name) != now.get(name)]
     except (KeyError, TypeError, AttributeError) as error:
@@ -90,6 +94,10 @@ def resumed(new: Results, folder: Path, overwrite: bool) -> Results:
         told = "; ".join(f"{name} was {asked.get(name)!r} and is {now.get(name)!r}" for name in other)
         raise UsageError(f"{folder / JSON} is of another run: {told}. Choose another --out, or add --overwrite.")
     return replace(new, rows=rows)
+
+
+def _named(method: str, names: Mapping[str, str]) -> str:
+    return names.get(shape_name(method), method)
 
 
 def write(folder: Path, found: Results) -> None:
