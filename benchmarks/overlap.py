@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.command import in_words
+from benchmarks.harness.command import in_words
 from blockdraft.decode.proposal import Plan, Proposal
 from blockdraft.drafters import Drafter, hits, load_drafter
 from blockdraft.engine import Engine

@@ -25,7 +25,6 @@ from typing import Any, TypeVar
 import psutil
 import torch
 
-from benchmarks.command import in_words, settled
 from benchmarks.diffusion import picture, report
 from benchmarks.diffusion.characters import Corpus
 from benchmarks.diffusion.converted import TUNED, answers_of, converted, measure, write_answers
@@ -33,6 +32,7 @@ from benchmarks.diffusion.problems import ASKED_SEED, LEARNED_SEED, own_problems
 from benchmarks.diffusion.settings import QUICK, ConvertedSettings, StrategySettings, TextSettings
 from benchmarks.diffusion.strategies import sample, samples_of
 from benchmarks.diffusion.text import compare, text_runs
+from benchmarks.harness.command import in_words, keep_settings
 from blockdraft import Drafter, load_drafter, load_target
 from blockdraft.cli import display, loading
 from blockdraft.errors import UsageError
@@ -98,7 +98,7 @@ def digest(path: Path | None) -> str | None:
 def run_text(given: argparse.Namespace, out: Path) -> None:
     settings = settings_of(TextSettings, given)
     corpus = _corpus(given, settings)
-    settled(out, fixed(settings, given, text=digest(given.text)))
+    keep_settings(out, fixed(settings, given, text=digest(given.text)))
     with display.progress("steps") as progress:
         compare(corpus, settings, out, progress)
 
@@ -106,8 +106,8 @@ def run_text(given: argparse.Namespace, out: Path) -> None:
 def run_strategies(given: argparse.Namespace, out: Path) -> None:
     text, settings = settings_of(TextSettings, given), settings_of(StrategySettings, given)
     corpus, models = _corpus(given, text), out.parent / TEXT
-    settled(models, fixed(text, given, text=digest(given.text)))
-    settled(out, fixed(settings, given, threads=given.threads))
+    keep_settings(models, fixed(text, given, text=digest(given.text)))
+    keep_settings(out, fixed(settings, given, threads=given.threads))
     with display.progress("samples") as progress:
         sample(corpus, text, settings, models, text_runs(models).all, out, progress)
 
@@ -121,7 +121,7 @@ def _corpus(given: argparse.Namespace, settings: TextSettings) -> Corpus:
 def run_convert(given: argparse.Namespace, out: Path) -> None:
     settings = settings_of(ConvertedSettings, given)
     sources = {"data": digest(given.data), "problems": digest(given.problems), "target": str(given.target)}
-    settled(out, fixed(settings, given, **sources))
+    keep_settings(out, fixed(settings, given, **sources))
     asked = read_problems(given.problems) if given.problems else own_problems(settings.asked, ASKED_SEED)
     target, data = load_target(given.target), given.data
     with display.progress("done") as progress:

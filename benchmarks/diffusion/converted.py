@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
-from benchmarks.diffusion.kept import Kept, whole_lines
 from benchmarks.diffusion.problems import Problem, number_in
 from benchmarks.diffusion.settings import ConvertedSettings
+from benchmarks.harness.records import Records, whole_lines
 from blockdraft import Drafter, Engine, SamplingParams, Target
 from blockdraft.data.settings import RowSettings
 from blockdraft.diffusion.convert import convert
@@ -44,6 +44,8 @@ class Answer:
         text: As JSON.
     """
 
+    KEY = ("way", "number")
+
     way: str
     number: int
     new_tokens: int
@@ -55,8 +57,8 @@ class Answer:
     text: str
 
 
-def answers_of(out: Path) -> Kept[Answer]:
-    return Kept(out / "answers.csv", Answer, key=2)
+def answers_of(out: Path) -> Records[Answer]:
+    return Records(Answer, out / "answers.csv")
 
 
 def write_answers(
@@ -112,7 +114,7 @@ def measure(
     settings: ConvertedSettings,
     out: Path,
     progress: Progress,
-) -> Kept[Answer]:
+) -> Records[Answer]:
     """Answer what is left, greedily, in each way.
 
     Args:
@@ -125,13 +127,13 @@ def measure(
     for way in settings.ways:
         ways[way] = partial(_by_sampler, way, Sampler(model, SampleSettings(tokens, way)), problems)
     numbers = range(min(settings.asked, len(problems)))
-    left = {way: [number for number in numbers if not kept.had(way, number)] for way in ways}
+    left = {way: [number for number in numbers if (way, number) not in kept.had] for way in ways}
     done, total = 0, sum(map(len, left.values()))
     for way, answer in ways.items():
         for begin in range(0, len(left[way]), settings.together):
             progress(f"problems, {way}", done, total)
             part = left[way][begin : begin + settings.together]
-            kept.add(answer(part))
+            kept.add(*answer(part))
             done += len(part)
     return kept
 

@@ -8,9 +8,10 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.diffusion.converted import Answer
-from benchmarks.diffusion.report import CLIPPED, Found, groups, right, speed, tokens_per_forward
+from benchmarks.diffusion.report import CLIPPED, Found, right, speed, tokens_per_forward
 from benchmarks.diffusion.strategies import ITSELF, Sample
 from benchmarks.diffusion.text import TextRun
+from benchmarks.harness.turns import groups
 
 MARKERS = "os^vD<>PXp*h"
 

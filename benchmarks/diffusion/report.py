@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from statistics import NormalDist, fmean, stdev
@@ -13,6 +12,8 @@ from typing import TypeVar
 from benchmarks.diffusion.converted import Answer
 from benchmarks.diffusion.strategies import Sample
 from benchmarks.diffusion.text import AUTOREGRESSIVE, TextRun
+from benchmarks.harness.report import table
+from benchmarks.harness.turns import groups
 
 T, K = TypeVar("T"), TypeVar("K", bound=Hashable)
 TWO_SIDED = NormalDist().inv_cdf(0.975)  # standard errors to either side of a mean, for 95 %
@@ -43,19 +44,6 @@ def page(found: Found) -> str:
     if found.answers:
         parts.append("## A converted model\n\n" + _converted(found.answers))
     return "\n\n".join(parts) + "\n"
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def groups(rows: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
-    """In the order in which they come first."""
-    found: dict[K, list[T]] = defaultdict(list)
-    for row in rows:
-        found[key(row)].append(row)
-    return dict(found)
 
 
 def _around(values: Sequence[float]) -> float:
@@ -93,7 +81,7 @@ def _text(runs: Sequence[TextRun]) -> str:
             ]
         )
     header = ["model", "block", "noise learned", "bits per character", "draws, ±", "loss varies by"]
-    return "\n\n".join([" ".join(told), _table(header, rows), "\n".join(_orders(runs))])
+    return "\n\n".join([" ".join(told), table(header, rows), "\n".join(_orders(runs))])
 
 
 def _orders(runs: Sequence[TextRun]) -> list[str]:
@@ -173,7 +161,7 @@ def _strategies(samples: Sequence[Sample], runs: Sequence[TextRun]) -> str:
         )
     speeds = ["tokens per forward", "tokens/s"]
     header = ["model", "strategy", *speeds, "bits per character", "variety", "bound", "samples"]
-    return told + "\n\n" + _table(header, rows)
+    return told + "\n\n" + table(header, rows)
 
 
 def tokens_per_forward(answers: Sequence[Answer]) -> float:
@@ -200,4 +188,4 @@ def _converted(answers: Sequence[Answer]) -> str:
         speed_and_share = [f"{share:.1%} ± {around:.1%}", f"{tokens_per_forward(own):.2f}"]
         rows.append([way, *speed_and_share, *(f"{each:.1%}" for each in shares), str(len(own))])
     header = ["way", "right", "tokens per forward", "end by themselves", "run in circles", "answers"]
-    return told + "\n\n" + _table(header, rows)
+    return told + "\n\n" + table(header, rows)

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.diffusion.characters import Corpus
-from benchmarks.diffusion.kept import Kept
 from benchmarks.diffusion.settings import StrategySettings, TextSettings
 from benchmarks.diffusion.text import AUTOREGRESSIVE, TextRun, check_models, model_folder
+from benchmarks.harness.records import Records
 from blockdraft.diffusion.folder import load_model
 from blockdraft.diffusion.likelihood import likelihood
 from blockdraft.diffusion.model import DiffusionModel
@@ -38,6 +38,8 @@ class Sample:
         text: As JSON.
     """
 
+    KEY = ("model", "seed", "strategy", "number")
+
     model: str
     seed: int
     strategy: str
@@ -49,8 +51,8 @@ class Sample:
     text: str
 
 
-def samples_of(out: Path) -> Kept[Sample]:
-    return Kept(out / "samples.csv", Sample, key=4)
+def samples_of(out: Path) -> Records[Sample]:
+    return Records(Sample, out / "samples.csv")
 
 
 def sample(
@@ -61,7 +63,7 @@ def sample(
     runs: Sequence[TextRun],
     out: Path,
     progress: Callable[[str, int, int], None],
-) -> Kept[Sample]:
+) -> Records[Sample]:
     """Draw what is left. All ways take turns, so that a machine that is slower for a while slows them all.
 
     Args:
@@ -87,7 +89,7 @@ def sample(
         for strategy in _strategies(model, settings)
         if model == ITSELF or (model, seed) in there
     ]
-    steps = [(number, way) for number in range(len(rows)) for way in ways if not kept.had(*way, number)]
+    steps = [(number, way) for number in range(len(rows)) for way in ways if (*way, number) not in kept.had]
     loaded: dict[tuple[str, int], DiffusionModel] = {}
 
     def model_of(name: str, seed: int) -> DiffusionModel:
@@ -108,7 +110,7 @@ def sample(
             ids = ids[:given] + [token for chunk in chunks for token in chunk.token_ids]
         judge = model_of(AUTOREGRESSIVE, judges[(judges.index(seed) + 1) % len(judges)])
         written, bits = json.dumps(corpus.tokenizer.decode(ids[given:])), _bits(judge, ids, given)
-        kept.add([Sample(name, seed, strategy, number, len(ids) - given, forwards, seconds, bits, written)])
+        kept.add(Sample(name, seed, strategy, number, len(ids) - given, forwards, seconds, bits, written))
     return kept
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import pstdev
 
 from benchmarks.diffusion.characters import Corpus
-from benchmarks.diffusion.kept import Kept
 from benchmarks.diffusion.settings import TextSettings
+from benchmarks.harness.records import Records
 from blockdraft.diffusion.likelihood import likelihood
 from blockdraft.diffusion.settings import DiffusionRecipe, LikelihoodSettings
 from blockdraft.diffusion.text import Tokens
@@ -65,6 +65,8 @@ class TextRun:
         loss_deviation: Of the loss from step to step, in the second half of the training.
     """
 
+    KEY = ("model", "seed")
+
     model: str
     seed: int
     block_size: int
@@ -80,8 +82,8 @@ class TextRun:
     loss_deviation: float
 
 
-def text_runs(out: Path) -> Kept[TextRun]:
-    return Kept(out / "runs.csv", TextRun, key=2)
+def text_runs(out: Path) -> Records[TextRun]:
+    return Records(TextRun, out / "runs.csv")
 
 
 def model_folder(out: Path, model: str, seed: int) -> Path:
@@ -96,7 +98,7 @@ def check_models(names: Sequence[str]) -> None:
 
 def compare(
     corpus: Corpus, settings: TextSettings, out: Path, progress: Callable[[str, int, int], None]
-) -> Kept[TextRun]:
+) -> Records[TextRun]:
     """Train and measure what is left, seed after seed, so that an interrupted comparison has seen all kinds alike.
 
     Args:
@@ -106,7 +108,7 @@ def compare(
     check_models(settings.models)
     runs = text_runs(out)
     units = [(name, seed) for seed in range(settings.seeds) for name in settings.models]
-    left = [unit for unit in units if not runs.had(*unit)]
+    left = [unit for unit in units if unit not in runs.had]
     total = len(left) * settings.steps
     for number, (name, seed) in enumerate(left):
 
@@ -115,7 +117,7 @@ def compare(
             text = f"{name}, seed {seed} ({len(units) - len(left) + number + 1} of {len(units)}), {stage}"
             progress(text, number * settings.steps + begun + done, total)
 
-        runs.add([_run(corpus, settings, name, seed, model_folder(out, name, seed), told)])
+        runs.add(_run(corpus, settings, name, seed, model_folder(out, name, seed), told))
     return runs
 
 

@@ -20,11 +20,11 @@ from typing import Any
 import psutil
 import torch
 
-from benchmarks.command import in_words
+from benchmarks.harness.command import in_words
+from benchmarks.harness.process import PeerError, PeerProcess
 from benchmarks.peers import report
 from benchmarks.peers.environments import BUILD, ROOT
 from benchmarks.peers.figures import differences, figures
-from benchmarks.peers.process import PeerError, PeerProcess
 from benchmarks.peers.registry import REFERENCE, Peer, choose
 from benchmarks.peers.trials import Journal, Task, measure
 from blockdraft.cli import display

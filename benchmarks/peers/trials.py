@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.process import PeerError, PeerProcess
+from benchmarks.harness.process import PeerError, PeerProcess
 from benchmarks.peers.registry import REFERENCE
 from blockdraft.engine import loops
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.command import in_words
+from benchmarks.harness.command import in_words
 from benchmarks.rivals.bench import ROOT, Bench
 from benchmarks.rivals.kinds import KINDS
 from benchmarks.rivals.ways import parse

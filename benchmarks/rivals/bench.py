@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.command import settled
-from benchmarks.csv_rows import Rows
-from benchmarks.peers.process import PeerError
+from benchmarks.harness.command import keep_settings
+from benchmarks.harness.process import PeerError
+from benchmarks.harness.records import Records
 from benchmarks.rivals import measure, report
 from benchmarks.rivals.figures import CHAINS, TREES, Figures
 from benchmarks.rivals.kinds import KINDS, fitted, parameters, read_tables, recipe_of, target_weights_read
@@ -82,14 +82,14 @@ class Bench:
         fixed = {"target": target_fingerprint(self.target), "data": data.fingerprint, "recipe": recipes}
         fixed |= {"prompts": hashlib.sha256(told.encode()).hexdigest()[:16], "parameters": self.budget}
         fixed |= {name: getattr(given, name) for name in ("tokens", "max_new_tokens", "threads", "quick")}
-        settled(self.out, fixed)
+        keep_settings(self.out, fixed)
         (self.out / "plain").mkdir(exist_ok=True)
-        self.units = Rows(Unit, self.out / "units.csv")
-        self.trained = Rows(Trained, self.out / "trained.csv")
-        self.answers = Rows(Answers, self.out / "answers.csv")
-        self.forwards = Rows(Forward, self.out / "forwards.csv")
-        self.cycles = Rows(Cycle, self.out / "cycles.csv")
-        self.speeds = Rows(Speed, self.out / "speeds.csv")
+        self.units = Records(Unit, self.out / "units.csv")
+        self.trained = Records(Trained, self.out / "trained.csv")
+        self.answers = Records(Answers, self.out / "answers.csv")
+        self.forwards = Records(Forward, self.out / "forwards.csv")
+        self.cycles = Records(Cycle, self.out / "cycles.csv")
+        self.speeds = Records(Speed, self.out / "speeds.csv")
         self._measured: Any = None
         self._place: tuple[int, str] | None = None
 

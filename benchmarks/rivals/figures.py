@@ -82,7 +82,7 @@ class Figures:
 
     @cached_property
     def _trained(self) -> dict[tuple[str, int], Trained]:
-        return {row.key: row for row in self.trained}
+        return {(row.kind, row.seed): row for row in self.trained}
 
     @cached_property
     def _answers(self) -> dict[tuple[str, float], list[Answers]]:
@@ -192,7 +192,7 @@ class Figures:
     def _forward(self, width: int, running: str) -> float | None:
         """Seconds of one node."""
         key = (width, running, 1)
-        return next((one.seconds for one in self.forwards if one.key == key), None)
+        return next((one.seconds for one in self.forwards if (one.width, one.running, one.nodes) == key), None)
 
     # Comparisons
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import mean
 
+from benchmarks.harness.report import spread, table
 from benchmarks.rivals.figures import BOTH, CHAINS, TREES, Best, Figures
 from benchmarks.rivals.kinds import KINDS
 from benchmarks.rivals.rows import NATIVE, PLAIN
@@ -35,19 +35,6 @@ def page(found: Figures, budget: int, about: str, quick: bool) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _range(values: Iterable[float], digits: int = 2) -> str:
-    known = list(values)
-    if not known:
-        return ""
-    middle = f"{mean(known):.{digits}f}"
-    return middle if len(known) == 1 else f"{middle} ({min(known):.{digits}f} to {max(known):.{digits}f})"
-
-
 def _title(kind: str) -> str:
     return KINDS[kind].title
 
@@ -66,7 +53,7 @@ def _drafters(found: Figures, budget: int) -> str:
                 f"{share:.0%}" + ("" if 0.85 <= share <= 1.15 else " (its shape allows none nearer)"),
                 f"{len(trained)}",
                 f"{mean(row.tokens for row in trained) / 1e6:.2f} M",
-                _range([row.seconds / 60 for row in trained], 1),
+                spread([row.seconds / 60 for row in trained], 1, middle=mean),
                 f"{max(row.peak_bytes for row in trained) / 2**30:.2f}",
             ]
         memory = ["", ""]
@@ -81,7 +68,7 @@ def _drafters(found: Figures, budget: int) -> str:
         "target's part in it included; its memory is that of the process. What the drafter takes when it decodes are "
         "its weights and, for each token of the text, its state.\n\n"
     )
-    return text + _table([*header, "weights, MB", "state, bytes a token", "runs"], rows)
+    return text + table([*header, "weights, MB", "state, bytes a token", "runs"], rows)
 
 
 def _taus(found: Figures, temperature: float) -> str:
@@ -91,7 +78,8 @@ def _taus(found: Figures, temperature: float) -> str:
         cells = []
         for name in found.sets:
             for ways in (chains, trees):
-                cells.append(_range(found.tau(kind, temperature, ways[-1], name).values()) if ways else "")
+                taus = found.tau(kind, temperature, ways[-1], name).values() if ways else ()
+                cells.append(spread(taus, middle=mean))
         shares = found.shares(kind, temperature, chains[-1]) if chains else []
         most = max(most, len(shares))
         label = ", ".join(ways[-1] for ways in (chains, trees) if ways)
@@ -103,7 +91,7 @@ def _taus(found: Figures, temperature: float) -> str:
     left_out = {(row.set, row.looping) for row in found.answers if row.temperature == temperature and row.kind == PLAIN}
     text = "Mean of the seeds (and range), the longest chain and the largest tree; S_i of the chain, all sets."
     told = ", ".join(f"{count} of {name}" for name, count in sorted(left_out) if count)
-    return f"{text}{f' Left out, since the plain answer loops: {told}.' if told else ''}\n\n" + _table(header, rows)
+    return f"{text}{f' Left out, since the plain answer loops: {told}.' if told else ''}\n\n" + table(header, rows)
 
 
 def _costs(found: Figures) -> str:
@@ -134,7 +122,7 @@ def _costs(found: Figures) -> str:
         + "\n\n"
     )
     header = ["width", "drafter", "way", "draft, ms", *(f"R, {counted(batch, 'row')}" for batch in batches)]
-    return text + _table([*header, "R, 1 row, by weights"], rows)
+    return text + table([*header, "R, 1 row, by weights"], rows)
 
 
 def _uncompiled(found: Figures) -> str:
@@ -144,7 +132,7 @@ def _uncompiled(found: Figures) -> str:
 
 
 def _best(best: Best | None) -> str:
-    return "" if best is None else f"{_range(best.speedups.values())}, {best.way}"
+    return "" if best is None else f"{spread(best.speedups.values(), middle=mean)}, {best.way}"
 
 
 def _speedups(found: Figures, temperature: float) -> str:
@@ -165,7 +153,7 @@ def _speedups(found: Figures, temperature: float) -> str:
         "text, and its own time on the host is left out (Real answers have it). A wider pair says the same words, so "
         "tau is that of width 1." + _uncompiled(found) + "\n\n"
     )
-    return text + _table(header, rows)
+    return text + table(header, rows)
 
 
 def _speeds(found: Figures) -> str:
@@ -182,7 +170,7 @@ def _speeds(found: Figures) -> str:
         "The target as it is, greedy answers one after the other, seed 0, the fastest chain and tree of each drafter: "
         "tokens a second over those of plain decoding, the median of the repeats and their range.\n\n"
     )
-    return text + _table(["drafter", "way", *sets], rows)
+    return text + table(["drafter", "way", *sets], rows)
 
 
 def _headline(found: Figures) -> str:
@@ -193,7 +181,7 @@ def _headline(found: Figures) -> str:
                 both = found.headline(temperature, place, shape)
                 if both is not None:
                     ours, theirs, ratios = both
-                    told = _range(ratios)
+                    told = spread(ratios, middle=mean)
                     shown = f"**{told}**" if place is found.regime and shape == BOTH else told
                     rows.append([place.name, f"{temperature:g}", shape, _best(ours), _best(theirs), shown])
     text = (
@@ -202,7 +190,7 @@ def _headline(found: Figures) -> str:
         "token and 16, and the host takes no time. By weights, a draft pass over n tokens takes the time of the "
         "target's forward over n, times its share of the target's weights.\n\n"
     )
-    return text + _table(["where", "temperature", "ways", "DFlash", "EAGLE-3", "DFlash / EAGLE-3"], rows)
+    return text + table(["where", "temperature", "ways", "DFlash", "EAGLE-3", "DFlash / EAGLE-3"], rows)
 
 
 def _order(found: Figures) -> str:

@@ -18,13 +18,11 @@ class Unit:
         name: Which one of the stage.
     """
 
+    KEY = ("stage", "name")
+
     stage: str
     name: str
     seconds: float
-
-    @property
-    def key(self) -> tuple[str, str]:
-        return self.stage, self.name
 
 
 @dataclass(frozen=True)
@@ -38,6 +36,8 @@ class Trained:
         passed, observed: Weights that are read by a draft pass, and once a cycle for what was committed.
     """
 
+    KEY = ("kind", "seed")
+
     kind: str
     seed: int
     parameters: int
@@ -47,10 +47,6 @@ class Trained:
     peak_bytes: int
     passed: int
     observed: int
-
-    @property
-    def key(self) -> tuple[str, int]:
-        return self.kind, self.seed
 
 
 @dataclass(frozen=True)
@@ -66,6 +62,8 @@ class Answers:
         draft_seconds, seconds: Of a cycle, as a mean.
         same: Share of the answers that are those of plain decoding.
     """
+
+    KEY = ("kind", "seed", "set", "temperature", "way")
 
     kind: str
     seed: int
@@ -84,10 +82,6 @@ class Answers:
     same: float
 
     @property
-    def key(self) -> tuple[str, int, str, float, str]:
-        return self.kind, self.seed, self.set, self.temperature, self.way
-
-    @property
     def tau(self) -> float:
         return self.tokens / self.cycles if self.cycles else 1.0
 
@@ -104,14 +98,12 @@ class Answers:
 class Forward:
     """The target's forward over so many nodes of one row, the median of some."""
 
+    KEY = ("width", "running", "nodes")
+
     width: int
     running: str
     nodes: int
     seconds: float
-
-    @property
-    def key(self) -> tuple[int, str, int]:
-        return self.width, self.running, self.nodes
 
 
 @dataclass(frozen=True)
@@ -127,6 +119,8 @@ class Cycle:
         weight_bytes, state_bytes: Memory of the drafter: its weights, and what it keeps of a token of text.
     """
 
+    KEY = ("kind", "width", "running", "batch", "way", "repeat")
+
     kind: str
     width: int
     running: str
@@ -140,15 +134,13 @@ class Cycle:
     weight_bytes: int
     state_bytes: int
 
-    @property
-    def key(self) -> tuple[str, int, str, int, str, int]:
-        return self.kind, self.width, self.running, self.batch, self.way, self.repeat
-
 
 @dataclass(frozen=True)
 class Speed:
     """Real answers of the pair as it is, all methods in turns: tokens a second over those of plain decoding, the
     median of the repeats and their range."""
+
+    KEY = ("kind", "way", "set")
 
     kind: str
     way: str
@@ -158,7 +150,3 @@ class Speed:
     lowest: float
     highest: float
     tau: float
-
-    @property
-    def key(self) -> tuple[str, str, str]:
-        return self.kind, self.way, self.set

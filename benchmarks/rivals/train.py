@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.command import in_words
-from benchmarks.peers.process import peak_bytes
+from benchmarks.harness.command import in_words
+from benchmarks.harness.process import peak_bytes
 from benchmarks.rivals import small_lm
 from benchmarks.rivals.kinds import KINDS, Kind, SmallLMRecipe, new_network, parameters, recipe_of, weights_read
 from benchmarks.rivals.rows import Trained

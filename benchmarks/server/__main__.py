@@ -22,7 +22,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import in_words, settled
+from benchmarks.harness.command import in_words, keep_settings
 from benchmarks.server import faults, fuzz, report
 from benchmarks.server.load import LoadSettings, broken, measure
 from benchmarks.server.runs import Runs
@@ -75,7 +75,7 @@ def run(given: argparse.Namespace) -> list[str]:
     if given.what == "fuzz":
         return fuzz.run(given.cases, given.seed, out)
     same = ("seconds", "requests", "batch", "prefix_tokens", "dtype", "threads")
-    settled(out, {name: getattr(how, name) for name in same})
+    keep_settings(out, {name: getattr(how, name) for name in same})
     runs = Runs(out / "runs.csv")
     missing = measure(how, out, runs)
     if not runs.all:

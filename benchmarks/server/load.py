@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.process import PeerError, PeerProcess, peak_bytes
 from benchmarks.peers import environments
 from benchmarks.peers.adapters.llama_cpp import Failed, as_gguf
-from benchmarks.peers.process import PeerError, PeerProcess, peak_bytes
 from benchmarks.server import chats
 from benchmarks.server.heard import Heard, figures
 from benchmarks.server.report import ENGINE, LLAMA_DRAFTS, PLAIN, SERVER, WAYS

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
+from benchmarks.harness.report import spread, table
 from benchmarks.server.runs import Run
 
 SERVER, PLAIN, ENGINE = "server", "server-plain", "engine"  # ours with drafting and without, and no server at all
@@ -68,11 +69,11 @@ def _speeds(own: Sequence[Run], width: int) -> str:
                 f"{1e3 * middle(f'{name}_median'):.3g} / {1e3 * middle(f'{name}_p95'):.3g}"
                 for name in ("first", "token", "piece")
             ]
-            over = _range(ratios(own, width, streams, SERVER, way)) if way != SERVER else ""
+            over = spread(ratios(own, width, streams, SERVER, way)) if way != SERVER else ""
             speed, memory = f"{middle('tokens_per_second'):.0f}", f"{max(r.peak_bytes for r in found) / MIB:.0f}"
             rows.append([str(streams), way, speed, over, *times, memory])
     header = ["streams", "way", "tokens/s", "server / it", "first, ms: median / p95", "token, ms", "piece, ms", "MiB"]
-    return _table(header, rows)
+    return table(header, rows)
 
 
 def _expectations(runs: Sequence[Run]) -> str:
@@ -86,16 +87,8 @@ def _expectations(runs: Sequence[Run]) -> str:
                 judged = width >= from_width
                 verdict = ("yes" if median(found) >= least else "NO") if judged else "reported"
                 wanted = f"at least {least:g}" if judged else ""
-                rows.append([f"server / {other}", f"{width}", f"{streams}", wanted, _range(found), verdict])
-    return _table(["ratio of tokens/s", "width", "streams", "expected", "measured", "holds"], rows)
-
-
-def _range(found: Sequence[float]) -> str:
-    return f"{median(found):.2f} ({min(found):.2f} to {max(found):.2f})" if found else ""
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *rows))
+                rows.append([f"server / {other}", f"{width}", f"{streams}", wanted, spread(found), verdict])
+    return table(["ratio of tokens/s", "width", "streams", "expected", "measured", "holds"], rows)
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:

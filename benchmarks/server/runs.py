@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.csv_rows import Rows
+from benchmarks.harness.records import Records
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,8 @@ class Run:
         problems: Answers that broke off, failed, or had a form that is not right.
         peak_bytes: Most memory that its process has had.
     """
+
+    KEY = ("width", "way", "streams", "repeat")
 
     width: int
     parameters: int
@@ -42,12 +44,8 @@ class Run:
     problems: int
     peak_bytes: int
 
-    @property
-    def key(self) -> tuple[int, str, int, int]:
-        return self.width, self.way, self.streams, self.repeat
 
-
-class Runs(Rows[Run]):
+class Runs(Records[Run]):
     """All of them so far."""
 
     def __init__(self, path: Path) -> None:

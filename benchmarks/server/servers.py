@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.harness.process import PeerError
 from benchmarks.peers import environments
-from benchmarks.peers.process import PeerError
 
 ROOT = Path(__file__).parents[2]
 HOST = "127.0.0.1"

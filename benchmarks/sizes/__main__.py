@@ -19,14 +19,15 @@ import sys
 import tempfile
 from collections.abc import Collection
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import astuple
 from multiprocessing import get_context
 from pathlib import Path
 
 import psutil
 
-from benchmarks.command import in_words, settled
+from benchmarks.harness.command import in_words, keep_settings
+from benchmarks.harness.process import PeerProcess
 from benchmarks.peers import environments
-from benchmarks.peers.process import PeerProcess
 from benchmarks.sizes import pairs, report
 from benchmarks.sizes.runs import Runs, measure, steps, tasks
 from benchmarks.sizes.ways import LLAMA, LLAMA_KINDS, OUR_KINDS, Q4_K_ROW, Way, memory, start, ways
@@ -103,7 +104,7 @@ def measure_size(
     left = [
         (task, way, repeat)
         for task, way, repeat in steps(found, chosen, arguments.repeats)
-        if (size, way, task.name, task.index, repeat) not in runs.had
+        if (size, *astuple(way), task.name, task.index, repeat) not in runs.had
     ]
     if not left:
         return missing
@@ -151,7 +152,7 @@ def run(arguments: argparse.Namespace) -> None:
     [given] = read_prompt_sets([arguments.prompts], arguments.limit)
     prompts = [encode(prompt, text) for prompt in given.prompts]
     digest = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:16]
-    settled(arguments.out, {"prompts": digest, "tokens": arguments.tokens, "threads": arguments.threads})
+    keep_settings(arguments.out, {"prompts": digest, "tokens": arguments.tokens, "threads": arguments.threads})
     runs = Runs(arguments.out / "runs.csv")
     missing: dict[tuple[str, Way], str] = {}
     for size in [*words(arguments.widths), *words(arguments.shapes)]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
+from benchmarks.harness.report import spread, table
 from benchmarks.sizes.figures import Figures
 from benchmarks.sizes.runs import ANSWERS, Run
 from benchmarks.sizes.ways import EXACT, LLAMA, OUR_KINDS, OURS, PLAIN, Way
@@ -40,21 +41,12 @@ def page(runs: Sequence[Run], missing: Mapping[tuple[str, Way], str]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def _count(parameters: int) -> str:
     return f"{parameters / 1e6:.0f} M"
 
 
 def _speed(tokens_per_second: float) -> str:
     return f"{tokens_per_second:.0f}" if tokens_per_second >= 100 else f"{tokens_per_second:.3g}"
-
-
-def _range(ratios: Sequence[float]) -> str:
-    return f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
 
 
 def _speedups(found: Figures) -> str:
@@ -68,7 +60,7 @@ def _speedups(found: Figures) -> str:
                 continue
             cells = [_speedup(found, size, Way(OURS, plain.kind, name)) for name in names]
             rows.append([_count(found.parameters[size]), plain.kind, _speed(speed), *cells])
-    return _table(["parameters", "weights", "plain, tokens/s", *names], rows)
+    return table(["parameters", "weights", "plain, tokens/s", *names], rows)
 
 
 def _auto(found: Figures) -> str:
@@ -83,14 +75,14 @@ def _auto(found: Figures) -> str:
             if auto is not None and speeds:
                 best = max(speeds, key=lambda way: speeds[way])
                 ratios = found.ratios(size, Way(OURS, plain.kind, "chain:auto"), best, ANSWERS)
-                rows.append([_count(found.parameters[size]), plain.kind, best.method, _range(ratios)])
-    return _table(["parameters", "weights", "fastest fixed", "chain:auto over it"], rows) if rows else "Not measured."
+                rows.append([_count(found.parameters[size]), plain.kind, best.method, spread(ratios)])
+    return table(["parameters", "weights", "fastest fixed", "chain:auto over it"], rows) if rows else "Not measured."
 
 
 def _speedup(found: Figures, size: str, way: Way) -> str:
     ratios = found.ratios(size, way, Way(way.side, way.kind, PLAIN), ANSWERS)
     mark = "*" if found.is_forced(size, ANSWERS) else ""
-    return f"{_range(ratios)}, tau {found.tau(size, way, ANSWERS):.2f}{mark}" if ratios else ""
+    return f"{spread(ratios)}, tau {found.tau(size, way, ANSWERS):.2f}{mark}" if ratios else ""
 
 
 def _beside(found: Figures, name: str) -> str:
@@ -110,10 +102,10 @@ def _beside(found: Figures, name: str) -> str:
                     cells.append(f"{_speed(speed)} ({label})" if speed else "")
             ratios = []
             for ours, theirs in (plain, best):
-                ratios.append(_range(found.ratios(size, ours, theirs, name)) if ours and theirs else "")
+                ratios.append(spread(found.ratios(size, ours, theirs, name)) if ours and theirs else "")
             mark = "*" if found.is_forced(size, name) else ""
             rows.append([_count(found.parameters[size]) + mark, str(bits), *cells, *ratios])
-    return _table([*header, "plain, ours / theirs", "fastest, ours / theirs"], rows)
+    return table([*header, "plain, ours / theirs", "fastest, ours / theirs"], rows)
 
 
 def _llama(found: Figures) -> str:
@@ -124,7 +116,7 @@ def _llama(found: Figures) -> str:
             if speed is not None:
                 own = "" if way.method == PLAIN else _speedup(found, size, way)
                 rows.append([_count(found.parameters[size]), way.kind, way.name, _speed(speed), own])
-    return _table(["parameters", "weights", "way", "tokens/s", "over its plain decoding"], rows)
+    return table(["parameters", "weights", "way", "tokens/s", "over its plain decoding"], rows)
 
 
 def _drafting_peak(found: Figures, size: str, way: Way) -> int:
@@ -154,7 +146,7 @@ def _memory(found: Figures) -> str:
         "Most memory of a process that drafts, files that are mapped included, with ours Python and torch, and seconds "
         "to the first token.\n\n"
     )
-    return text + _table(["parameters", "side", "weights", "memory, GiB", *columns], rows)
+    return text + table(["parameters", "side", "weights", "memory, GiB", *columns], rows)
 
 
 def _equal(found: Figures) -> str:

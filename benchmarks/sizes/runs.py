@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from math import log
 from pathlib import Path
 
-from benchmarks.csv_rows import Rows
-from benchmarks.peers.process import PeerError, PeerProcess
+from benchmarks.harness.process import PeerError, PeerProcess
+from benchmarks.harness.records import Records
 from benchmarks.sizes.pairs import acceptance
 from benchmarks.sizes.ways import PLAIN, Way
 
@@ -51,6 +51,8 @@ class Task:
 class Run:
     """One answer. `forced` is 1 where guesses were replaced; `peak_bytes` is of the process until then."""
 
+    KEY = ("size", "side", "kind", "method", "drafter", "set", "prompt", "repeat")
+
     size: str
     parameters: int
     side: str
@@ -72,12 +74,8 @@ class Run:
     def way(self) -> Way:
         return Way(self.side, self.kind, self.method, self.drafter)
 
-    @property
-    def key(self) -> tuple[str, Way, str, int, int]:
-        return self.size, self.way, self.set, self.prompt, self.repeat
 
-
-class Runs(Rows[Run]):
+class Runs(Records[Run]):
     """All answers so far, in a CSV file."""
 
     def __init__(self, path: Path) -> None:

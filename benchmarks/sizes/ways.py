@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.process import PeerProcess
 from benchmarks.peers import environments
-from benchmarks.peers.process import PeerProcess
 
 OURS, LLAMA = "ours", "llama.cpp"
 PLAIN = "plain"

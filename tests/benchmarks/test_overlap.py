@@ -1,11 +1,8 @@
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.overlap import COUNTS, Times, figures, main, one_device, pays_between, ranked, shares, speedup, table
 from blockdraft.decode.proposal import Proposal

@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
 from benchmarks import train_ablations
 from benchmarks.train_ablations import (
     ARMS,

@@ -1,12 +1,9 @@
 """What is checked of a wheel. That one can be built and used, `make wheel` shows."""
 
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import wheel
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.harness.process import PeerProcess
 from benchmarks.peers import environments
 from benchmarks.peers.adapters.llama_cpp import PROGRAM
-from benchmarks.peers.process import PeerProcess
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.targets import load_target

@@ -1,11 +1,8 @@
 """A text of few characters, and models of it that take no time."""
 
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from benchmarks.diffusion.characters import Corpus
 from benchmarks.diffusion.settings import TextSettings

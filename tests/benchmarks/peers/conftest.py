@@ -1,11 +1,6 @@
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parents[3]), str(Path(__file__).parent)]
-
-from benchmarks.peers.trials import Task  # noqa: E402
+from benchmarks.peers.trials import Task
 
 
 @pytest.fixture

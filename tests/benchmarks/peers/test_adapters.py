@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.peers.process import PeerError, PeerProcess
+from benchmarks.harness.process import PeerError, PeerProcess
 from benchmarks.peers.registry import PEERS, REFERENCE
 from blockdraft import Drafting, Engine, SamplingParams, load_drafter, load_target
 from blockdraft.formats.zlab import read_checkpoint, write_checkpoint

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from fakes import fake, started
 
-from benchmarks.peers.process import PeerError
+from benchmarks.harness.process import PeerError
 from benchmarks.peers.registry import REFERENCE, Peer
 from benchmarks.peers.trials import Journal, Task, measure
 

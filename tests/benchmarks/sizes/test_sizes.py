@@ -9,8 +9,8 @@ import pytest
 from fakes import fake, started
 from made import CHAIN, PLAIN_WAY, THEIR_CHAIN, THEIRS, run
 
+from benchmarks.harness.process import PeerProcess
 from benchmarks.peers import environments
-from benchmarks.peers.process import PeerProcess
 from benchmarks.sizes import __main__ as program
 from benchmarks.sizes import pairs
 from benchmarks.sizes.report import changed, draw, page

@@ -2,16 +2,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.command import in_words, settled
-from benchmarks.peers.process import PeerError
+from benchmarks.harness.command import in_words, keep_settings
+from benchmarks.harness.process import PeerError
 from blockdraft.errors import ClosedError
 
 
 def test_figures_of_other_settings_are_not_mixed(tmp_path: Path) -> None:
     for _ in range(2):
-        settled(tmp_path, {"tokens": 32, "threads": 2})
+        keep_settings(tmp_path, {"tokens": 32, "threads": 2})
     with pytest.raises(ValueError, match="other tokens; choose another --out, or add --anew"):
-        settled(tmp_path, {"tokens": 96, "threads": 2})
+        keep_settings(tmp_path, {"tokens": 96, "threads": 2})
 
 
 @pytest.mark.parametrize("error", [ValueError("it is odd"), PeerError("it is odd"), ClosedError("it is odd")])

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from benchmarks.peers.process import PeerProcess
+from benchmarks.harness.process import PeerProcess
 from benchmarks.peers.registry import OURS, Peer
 from benchmarks.peers.trials import Trial
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from fakes import fake, started
 
-from benchmarks.peers.process import PeerError, PeerProcess
+from benchmarks.harness.process import PeerError, PeerProcess
 
 REQUEST = {"prompt": [7], "max_new_tokens": 5, "stops": [0]}
 

@@ -1,0 +1,162 @@
+"""A system that is measured: a process of its own that answers JSON lines (protocol: benchmarks/peers/README.md)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from threading import Timer
+from typing import Any
+
+REASON_LENGTH = 300  # characters of a failure that are shown
+
+
+class PeerError(Exception):
+    """A system is missing or has failed; the message says why."""
+
+
+def peak_bytes(process: int) -> int:
+    """Most memory that a process has had, mapped files included; 0 where the system does not tell."""
+    try:
+        status = Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        return 0
+    found = dict(line.split(":", 1) for line in status.splitlines())
+    return 1024 * int(found["VmHWM"].split()[0]) if "VmHWM" in found else 0
+
+
+def last_words(log: Path, status: int | None) -> str:
+    """How a process ended: its status and the last line of its log."""
+    told = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return f"it ended with {status}: {told[-1] if told else 'no message'}"[:REASON_LENGTH]
+
+
+class PeerProcess:
+    """Starts a process and waits until it has loaded its models; ends it when a `with` block does.
+
+    Args:
+        command: The adapter.
+        settings: Its last argument, as JSON.
+        threads: OMP_NUM_THREADS; None leaves the variable as it is.
+        log: File for its standard error.
+        patience: Most seconds for loading, and for each answer.
+        environment: Further variables.
+
+    Attributes:
+        about: What it tells about itself.
+
+    Raises:
+        PeerError: It cannot be started, says that it is missing, or ends.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        settings: Mapping[str, Any],
+        threads: int | None,
+        log: Path,
+        patience: float,
+        environment: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+    ) -> None:
+        self._log, self._patience = log, patience
+        log.parent.mkdir(parents=True, exist_ok=True)
+        variables = os.environ | {"HF_HUB_OFFLINE": "1"} | dict(environment or {})
+        if threads is not None:
+            variables["OMP_NUM_THREADS"] = str(threads)
+        try:
+            with log.open("w") as errors:
+                self._process = subprocess.Popen(
+                    [*command, json.dumps(settings)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    text=True,
+                    env=variables,
+                    cwd=cwd,
+                    start_new_session=True,  # an interrupt on the keyboard is the benchmark's business
+                )
+        except OSError as error:
+            raise PeerError(f"{command[0]} cannot be started ({error.strerror})") from error
+        try:
+            first = self._read()
+            if "ready" not in first:
+                raise PeerError(first.get("missing") or f"it began with {first}")
+        except BaseException:
+            self.close()
+            raise
+        self.about: dict[str, str] = first["ready"]
+
+    def ask(self, name: str, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Answer to a request. Raises PeerError where the process fails, ends or exceeds its patience."""
+        assert self._process.stdin is not None
+        with suppress(OSError):  # where it has ended, reading tells why
+            self._process.stdin.write(json.dumps({name: request}) + "\n")
+            self._process.stdin.flush()
+        return self._read()
+
+    def peak_bytes(self) -> int:
+        return peak_bytes(self._process.pid)
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        late = Timer(self._patience, self._process.kill)
+        late.start()
+        line = self._process.stdout.readline()
+        if not line and not late.is_alive():
+            raise PeerError(f"no answer within {self._patience:g} s")
+        late.cancel()
+        if not line:
+            raise PeerError(last_words(self._log, self._process.wait()))
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise PeerError(answer["error"][:REASON_LENGTH])
+        return answer
+
+    def close(self) -> None:
+        """End the process, whatever it is doing."""
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            assert stream is not None
+            with suppress(OSError):  # of what was still to be written to it
+                stream.close()
+
+    def __enter__(self) -> PeerProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Processes(ExitStack):
+    """Processes by key, started when first asked. One that fails is left out from there on; the others go on.
+
+    Args:
+        start: Starts the process of a key.
+
+    Attributes:
+        running: Processes that were started.
+        missing: Why others cannot be had, by key.
+    """
+
+    def __init__(self, start: Callable[[Any], PeerProcess]) -> None:
+        super().__init__()
+        self._start = start
+        self.running: dict[Any, PeerProcess] = {}
+        self.missing: dict[Any, str] = {}
+
+    def ask(self, key: Any, name: str, request: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Answer of a process, None where it is missing or fails."""
+        if key in self.missing:
+            return None
+        try:
+            if key not in self.running:
+                self.running[key] = self.enter_context(self._start(key))
+            return self.running[key].ask(name, request)
+        except PeerError as error:
+            self.missing[key] = str(error)
+            return None

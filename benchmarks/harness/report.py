@@ -1,0 +1,68 @@
+"""Tables in Markdown, pictures, and files that are whole or as they were before."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+def table(header: Sequence[str], lines: Iterable[Sequence[str]], left: int | None = None) -> str:
+    """A table in Markdown.
+
+    Args:
+        left: Number of first columns that are aligned to the left; all others are to the right. None aligns none.
+    """
+    marks = ["---" if left is None or i < left else "---:" for i in range(len(header))]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, marks, *lines))
+
+
+def spread(values: Iterable[float], digits: int = 2, middle: Callable[[list[float]], float] = statistics.median) -> str:
+    """Middle of some values with their range, such as "1.05 (1.01 to 1.10)"; the mean of one value has no range."""
+    known = list(values)
+    if not known:
+        return ""
+    shown = f"{middle(known):.{digits}f}"
+    if len(known) == 1 and middle is not statistics.median:
+        return shown
+    return f"{shown} ({min(known):.{digits}f} to {max(known):.{digits}f})"
+
+
+def number(value: float | None, form: str = ".2f", unknown: str = "") -> str:
+    """A number that may be unknown."""
+    return unknown if value is None else format(value, form)
+
+
+def write_files(folder: Path, files: Mapping[str, str | bytes | Any]) -> list[Path]:
+    """Write files, each under another name until it is whole. Other values than texts and bytes are written as JSON."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        if not isinstance(content, (str, bytes)):
+            content = json.dumps(content, indent=1) + "\n"
+        unfinished = folder / f"{name}.tmp"
+        unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
+        unfinished.replace(folder / name)
+    return [folder / name for name in files]
+
+
+@contextmanager
+def picture(path: Path, rows: int = 1, columns: int = 1, **options: Any) -> Iterator[tuple[Any, Any]]:
+    """A figure and its panels, an array of these rows and columns, for `with`; afterwards it is written as PNG.
+
+    Args:
+        options: As of `matplotlib.pyplot.subplots`.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, panels = plt.subplots(rows, columns, squeeze=False, **({"layout": "constrained"} | options))
+    try:
+        yield figure, panels
+        figure.savefig(path, dpi=130)
+    finally:
+        plt.close(figure)
