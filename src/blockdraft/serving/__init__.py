@@ -1,1 +1,1 @@
-"""An OpenAI-compatible server of one target and its drafter."""
+"""A server of one target and its drafter, with the APIs of OpenAI and Anthropic."""

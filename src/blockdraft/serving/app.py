@@ -1,4 +1,4 @@
-"""The application: routes, and who answers when they fail."""
+"""The application: the routes of all APIs, and the answers to what goes wrong."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class ErrorBody(BaseModel):
 
 
 def make_app(service: Service, settings: ServeSettings) -> FastAPI:
-    """The application that serves a service."""
+    """The ASGI application that answers requests with a service."""
     app = FastAPI(
         title="blockdraft",
-        docs_url=None,  # whose pages load scripts from the network
+        docs_url=None,  # its page loads scripts from the network
         redoc_url=None,
         responses={"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
     )
     app.add_middleware(Guard, settings=settings)
-    if settings.allow_origin:  # around the guard, since browsers ask without a key whether they may call
+    if settings.allow_origin:  # outside the guard: browsers send no key when they ask whether they may call
         app.add_middleware(
             CORSMiddleware,
             allow_origins=origins_of(settings),
@@ -51,8 +51,8 @@ def make_app(service: Service, settings: ServeSettings) -> FastAPI:
         if isinstance(error, HTTPException) and error.status_code == 404:
             error = ApiError(
                 404,
-                f"There is nothing at {request.url.path[:80]}; /openapi.json lists what there is. Base URLs end in /v1 "
-                f"for clients of OpenAI's API, and before it for those of Anthropic's.",
+                f"{request.url.path[:80]} is no path of this server; /openapi.json lists its paths. The base URL must "
+                f"end in /v1 for clients of OpenAI's API, and before /v1 for those of Anthropic's.",
             )
         return as_api_error(error).response(request.url.path)
 

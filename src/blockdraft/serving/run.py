@@ -1,4 +1,4 @@
-"""The process that serves: from a bound socket to the last answer."""
+"""The server process: its socket, its start, and its end after a signal."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from blockdraft.serving.app import make_app
 from blockdraft.serving.core.service import Service
 from blockdraft.serving.settings import ServeSettings
 
-LAST_SECONDS = 3.0  # that clients have to read how their answers ended
-# That a connection may idle. Clients that keep theirs for less, as most do, never send on one that is just closed.
+LAST_SECONDS = 3.0  # given to clients to read how their answers ended
+# Seconds that a connection may idle. Most clients keep theirs for less, so they never send on one just closed.
 IDLE_SECONDS = 75
-# On Windows the usual option would let a second server have the same port.
+# SO_REUSEADDR would let a second server take the same port on Windows.
 EXCLUSIVE = getattr(socket, "SO_EXCLUSIVEADDRUSE", socket.SO_REUSEADDR)
 
 
 def bind(settings: ServeSettings) -> socket.socket:
-    """A socket at the address of the settings, which nobody can connect to yet.
+    """A socket bound to the address of the settings. It does not accept connections yet.
 
     Raises:
-        UsageError: The address is taken, or none of this machine.
+        UsageError: The address is in use, or does not belong to this machine.
     """
     host, port = settings.host, settings.port
     with ExitStack() as undo:
@@ -36,33 +36,32 @@ def bind(settings: ServeSettings) -> socket.socket:
             family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             bound = undo.enter_context(socket.socket(family, kind, protocol))
             bound.setsockopt(socket.SOL_SOCKET, EXCLUSIVE, 1)
-            if hasattr(
-                socket, "TCP_USER_TIMEOUT"
-            ):  # ends those too that are closed, and whose client never reads the rest
+            # Also ends connections that the server has closed and whose client never reads the rest.
+            if hasattr(socket, "TCP_USER_TIMEOUT"):
                 milliseconds = min(int(1000 * settings.stall_seconds), 2**31 - 1)
                 bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
             bound.bind(address)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                told = f"port is {port}, which is in use at {host}; give another one, or 0 for a free one."
+                told = f"port is {port}, which is in use at {host}; choose another port, or 0 for a free one."
                 raise UsageError(told) from error
-            told = f"The server cannot listen at {host}, port {port} ({describe(error)}); give others."
+            told = f"The server cannot listen at {host}, port {port} ({describe(error)}); choose another host or port."
             raise UsageError(told) from error
         undo.pop_all()
     return bound
 
 
 def url_of(bound: socket.socket) -> str:
-    """Where this machine reaches it."""
+    """URL by which this machine reaches a bound socket."""
     host, port = bound.getsockname()[:2]
-    if ip_address(host).is_unspecified:  # all addresses, which is none to call
+    if ip_address(host).is_unspecified:  # stands for all addresses, and cannot be called
         host = "::1" if ":" in host else "127.0.0.1"
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def serve(service: Service, settings: ServeSettings, bound: socket.socket, ready: Callable[[], object]) -> None:
-    """Serve until a signal comes, and then until the running answers have ended, or `grace_seconds` are over. A second
-    signal ends them at once.
+    """Serve until a signal comes. The running answers then have `grace_seconds` to end; a second signal ends them at
+    once.
 
     Args:
         ready: Called once clients can connect.
@@ -71,7 +70,7 @@ def serve(service: Service, settings: ServeSettings, bound: socket.socket, ready
 
 
 def server_of(service: Service, settings: ServeSettings, ready: Callable[[], object]) -> uvicorn.Server:
-    """What `serve` runs."""
+    """The uvicorn server that `serve` runs."""
     config = uvicorn.Config(
         make_app(service, settings),
         log_level="info" if settings.log_requests else "warning",
@@ -86,7 +85,7 @@ def server_of(service: Service, settings: ServeSettings, ready: Callable[[], obj
 
 
 class _Server(uvicorn.Server):
-    """Counts signals instead of ending at the first."""
+    """Ends after the running answers instead of at the first signal."""
 
     def __init__(self, config: uvicorn.Config, service: Service, grace: float, ready: Callable[[], object]) -> None:
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""What a server allows, and to whom."""
+"""Settings of `blockdraft serve`."""
 
 from __future__ import annotations
 
@@ -18,36 +18,37 @@ class ServeSettings:
     """How `blockdraft serve` serves.
 
     Attributes:
-        host: Address to listen at. One that other machines reach, such as 0.0.0.0, needs a key, or `--allow-open`.
+        host: Address to listen at. One that other machines reach, such as 0.0.0.0, needs a key or `--allow-open`.
         port: Port to listen at; 0 takes a free one.
-        api_key: Key that clients must send; None asks for none.
-        served_model_name: Name by which requests call the model; repeat the option for more. None is the name of the
-            target's folder, or that on the hub.
-        any_model: Answer requests for a model of any name, instead of 404 for an unknown one.
+        api_key: Key that clients must send. None lets them in without a key.
+        served_model_name: Name of the model in requests; repeat the option for more names. The default is the name on
+            the hub, or that of the target's folder.
+        any_model: Accept any model name in requests. Otherwise unknown names are answered with 404.
         allow_open: Let other machines in without a key.
-        allow_host: Name by which clients may call the server, such as box.local, besides addresses, localhost and
-            `--host`; repeat the option for more, "*" is any.
-        allow_origin: Site, such as https://ui.example, whose pages may call the server from a browser; repeat the
-            option for more, "*" is any.
+        allow_host: Host name by which clients may call the server, such as box.local; repeat the option for more, "*"
+            allows any. Addresses, localhost and `--host` are always allowed.
+        allow_origin: Site whose pages may call the server from a browser, such as https://ui.example; repeat the option
+            for more, "*" allows any.
         max_batch_size: Most requests that are decoded together; others wait.
         max_queue: Most requests that wait; more are answered with 429.
         max_body: Most bytes of a request's body; a larger one is answered with 413.
-        max_prompt_tokens: Most tokens of a prompt; None is what the context holds.
-        max_answer_tokens: Most tokens of an answer; None is what the context has room for.
-        max_unread: Most tokens of a streamed answer that wait for a client that reads slowly; with more, it is ended.
-        max_stored: About how many bytes of answers of /v1/responses are kept in memory, for requests that go on from
-            them; the oldest are forgotten first, and 0 keeps none.
-        stall_seconds: Seconds that a client may take none of its answer, or send none of its request, before its
+        max_prompt_tokens: Most tokens of a prompt. None allows what the context holds.
+        max_answer_tokens: Most tokens of an answer. None allows what the context has room for.
+        max_unread: Most tokens of an answer that may wait for a slow client; with more waiting, the answer ends with an
+            error.
+        max_stored: Bytes of memory, about, for answers of /v1/responses that later requests can continue; the oldest
+            are forgotten first, and 0 keeps none.
+        stall_seconds: Seconds without progress, reading the answer or sending the request, after which a client's
             connection is closed.
         grace_seconds: Seconds that running answers have to end after Ctrl-C or SIGTERM.
-        prefix_tokens: Tokens of ended requests that stay in memory, so that the next turn of a chat reads only what is
-            new; None is four times the context.
+        prefix_tokens: Tokens of ended requests that stay in memory, so that the next turn of a chat computes only what
+            is new. None keeps four times the context.
         temperature: Temperature of requests that name none, as in OpenAI's API; 0 decodes greedily.
         self_check: Prompts that are decoded with and without drafting before the server is ready; it prints how many
-            answers differ. 0 skips this.
-        backends: What may run the target, such as native,hf. The first serves; another one is loaded when a request
-            names it. None is that of `--backend`, and native,hf for the bundled pair.
-        log_requests: Print a line for each request, with its client, path and status, but no text of it.
+            answers differ. 0 skips the check.
+        backends: Backends that may run the target, such as native,hf. The first serves; the others are loaded when a
+            request names them. The default is that of `--backend`, and native,hf for the bundled pair.
+        log_requests: Print a line for each request, with its client, path and status, and none of its text.
     """
 
     host: str = "127.0.0.1"
@@ -77,14 +78,14 @@ class ServeSettings:
         if self.port > 65535:
             raise UsageError(f"port is {self.port}; it must be from 0 (any free one) to 65535.")
         if self.api_key is not None and not self.api_key.strip():
-            raise UsageError("api_key is empty; give a key, or leave it out.")
+            raise UsageError("api_key is empty; give a key, or leave the option out.")
         if self.host not in LOOPBACK and self.api_key is None and not self.allow_open:
             raise UsageError(
-                f"host is {self.host}, which other machines reach, and there is no key; set BLOCKDRAFT_API_KEY, or add "
-                f"--allow-open to let anyone in who reaches it."
+                f"host is {self.host}, which other machines reach, and no key is set; set BLOCKDRAFT_API_KEY, or add "
+                f"--allow-open to let in everyone who reaches it."
             )
 
     @property
     def places(self) -> int:
-        """Most requests that there may be at a time, waiting ones included."""
+        """Most requests at a time, waiting ones included."""
         return self.max_batch_size + self.max_queue

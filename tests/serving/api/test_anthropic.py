@@ -254,7 +254,7 @@ def user(*blocks: dict[str, Any]) -> dict[str, Any]:
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"max_tokens": None}, "max_tokens is missing"),
         ({"messages": []}, "messages is []"),
-        ({"messages": [USER, {"role": "assistant", "content": "{"}]}, "messages ends with the assistant's"),
+        ({"messages": [USER, {"role": "assistant", "content": "{"}]}, "messages ends with the role assistant"),
         (user({"type": "image", "source": {"type": "url", "url": "x"}}), "a block of the type 'image'"),
         (user({"type": "tool_result", "content": "x"}), "without tool_use_id"),
         (
@@ -267,7 +267,7 @@ def user(*blocks: dict[str, Any]) -> dict[str, Any]:
         ({"top_k": "x"}, "top_k is 'x'"),
         ({"stop_sequences": [""]}, "stop_sequences.0 is ''"),
         ({"tools": [{"name": "f"}]}, "f without input_schema"),
-        ({"tool_choice": {"type": "any"}}, "there are no tools"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice is 'any' without tools"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice names 'f'"),
         ({"tool_choice": {"type": "all"}}, "tool_choice.type is 'all'"),
         ({"mcp_servers": [{"name": "x"}]}, "mcp_servers is not supported"),

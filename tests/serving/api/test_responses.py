@@ -176,7 +176,7 @@ def test_conversations_go_on() -> None:
         client.delete(f"/v1/responses/{second['id']}"),
         client.post("/v1/responses", json={"model": "tiny", "input": "x", "previous_response_id": second["id"]}),
     ):
-        assert answer.status_code == 404 and "There is no response" in answer.json()["error"]["message"]
+        assert answer.status_code == 404 and "is not stored" in answer.json()["error"]["message"]
     assert client.get(f"/v1/responses/{first['id']}?stream=true").status_code == 400
 
 

@@ -48,8 +48,8 @@ def submitted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Request]:
     found: list[Request] = []
     submit = engine.submit
 
-    def noted(*arguments: Any) -> Request:
-        found.append(submit(*arguments))
+    def noted(*arguments: Any, **named: Any) -> Request:
+        found.append(submit(*arguments, **named))
         return found[-1]
 
     monkeypatch.setattr(engine, "submit", noted)
@@ -76,9 +76,9 @@ def test_being_called_off_while_it_is_submitted_frees_the_row(
 ) -> None:
     submit = engine.submit
 
-    def slow(*arguments: Any) -> Request:
+    def slow(*arguments: Any, **named: Any) -> Request:
         time.sleep(0.2)
-        return submit(*arguments)
+        return submit(*arguments, **named)
 
     monkeypatch.setattr(engine, "submit", slow)
 
@@ -99,10 +99,10 @@ def test_being_called_off_while_it_is_submitted_frees_the_row(
 def test_what_is_submitted_while_the_server_stops_is_told(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, submit = threading.Event(), engine.submit
 
-    def slow(*arguments: Any) -> Request:
+    def slow(*arguments: Any, **named: Any) -> Request:
         begun.set()
         time.sleep(0.2)
-        return submit(*arguments)
+        return submit(*arguments, **named)
 
     monkeypatch.setattr(engine, "submit", slow)
 
@@ -290,7 +290,7 @@ def test_other_backends_are_loaded_when_they_are_named(engine: Engine) -> None:
     in_loop(lambda: work("hf"))
     in_loop(lambda: work("hf"))
     assert loaded == ["hf"]
-    with pytest.raises(UsageError, match="has native, hf"):
+    with pytest.raises(UsageError, match="must be one of native, hf"):
         in_loop(lambda: work("abacus"))
 
 

@@ -1,1 +1,1 @@
-"""The HTTP side: one file an API, what they share, and who may call."""
+"""The HTTP side: one file for each API, what they share, and the checks on callers."""

@@ -1,4 +1,4 @@
-"""Anthropic's API: the routes /v1/messages and /v1/messages/count_tokens, their schemas and answers.
+"""Anthropic's Messages API: the routes /v1/messages and /v1/messages/count_tokens, their schemas and answers.
 
 Unknown fields of a request are ignored.
 """
@@ -26,8 +26,8 @@ from blockdraft.serving.core.metrics import metrics_of
 from blockdraft.serving.core.service import Service
 from blockdraft.types import Grammar
 
-PING_SECONDS = 10.0  # of silence, as while a tool call is written, after which a client is told that we are still here
-# Claude Code's first line differs in each request: after it nothing of an earlier one could be remembered.
+PING_SECONDS = 10.0  # without an event, as while a tool call is written, until the client gets a ping
+# Claude Code's first line differs in each request, so nothing behind it could be taken from the prefix cache.
 BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 
 
@@ -40,10 +40,15 @@ def router(service: Service) -> APIRouter:
         job = job_of(body, service.settings.temperature)
         counting = service.in_thread(service.count_tokens, job.messages, job.tools, job.template)
         prompt = await until_gone(request, counting)
-        # As in Anthropic's API, an answer may be cut by the context before max_tokens: clients ask for 32,000 and more.
+        # Clients ask for 32,000 tokens and more. As in Anthropic's API, the context may end the answer earlier.
         fits = prompt + body.max_tokens <= service.context
         job = replace(job, max_new_tokens=body.max_tokens if fits else None)
-        answer = Answer(name, prompt, "max_tokens" if fits else "model_context_window_exceeded", service.most_guesses)
+        answer = Answer(
+            model=name,
+            prompt=prompt,
+            when_cut="max_tokens" if fits else "model_context_window_exceeded",
+            most_guesses=service.most_guesses,
+        )
         if body.stream:
             return await stream(request, streamed(service, job, answer), service.settings.stall_seconds)
         return JSONResponse(await until_gone(request, whole(service, job, answer)))
@@ -96,23 +101,24 @@ class Answer:
     """An answer as it grows.
 
     Args:
+        model: Name of the model in the request.
         prompt: Tokens of the prompt.
-        when_cut: Why an answer ends that did not end by itself.
-        most_guesses: That a cycle may have.
+        when_cut: Stop reason of an answer that reaches its limit of tokens.
+        most_guesses: Most guesses of a cycle.
     """
 
     def __init__(self, model: str, prompt: int, when_cut: str, most_guesses: int) -> None:
         self._id, self._model = f"msg_{uuid.uuid4().hex}", model
         self._when_cut, self._most_guesses = when_cut, most_guesses
         self._blocks = list[dict[str, Any]]()
-        self._inputs = dict[int, str]()  # JSON texts of tools' inputs, by the number of the block
+        self._inputs = dict[int, str]()  # JSON text of a tool's input, by the number of its block
         self._open = False
         self._usage, self._end = Usage(prompt, 0), None
 
     _end: Finished | None
 
     def add(self, event: Event) -> list[dict[str, Any]]:
-        """The events of a stream that an event becomes."""
+        """The server-sent events that an event of the job becomes."""
         if isinstance(event, Finished):
             self._end, self._usage = event, event.usage
             return self._close()
@@ -129,7 +135,7 @@ class Answer:
         kind = "thinking" if isinstance(event, Reasoning) else "text"
         wires = []
         if not self._open or self._blocks[-1]["type"] != kind:
-            # Signatures say that reasoning comes from Anthropic's own models; ours have none.
+            # A signature proves that reasoning comes from Anthropic's own models, so this one is empty.
             wires = self._begin({"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {}))
         self._blocks[-1][kind] += event.text
         return [*wires, self._delta({"type": f"{kind}_delta", kind: event.text})]
@@ -152,7 +158,7 @@ class Answer:
         return [{"type": "content_block_stop", "index": last}]
 
     def message(self, statistics: bool = False) -> dict[str, Any]:
-        """The message so far, with the statistics of a finished one if asked for."""
+        """The message so far. `statistics` adds those of drafting to a finished one."""
         usage = {
             "input_tokens": self._usage.prompt - self._usage.cached,
             "cache_creation_input_tokens": 0,
@@ -177,7 +183,7 @@ class Answer:
 
 
 class Block(Body):
-    """A piece of a message. What it holds depends on its type; see `_Blocks`."""
+    """A part of a message. The fields that it needs depend on its type; see `messages_of`."""
 
     type: str
     text: str | None = None
@@ -196,7 +202,7 @@ class Message(Body):
 
 
 class Tool(Body):
-    """Types other than "custom" are tools that Anthropic itself runs."""
+    """A tool. Types other than "custom" are run by Anthropic itself."""
 
     type: str | None = None
     name: Word
@@ -225,7 +231,7 @@ class OutputConfig(Body):
 
 
 class CountRequest(Body):
-    """A chat whose tokens are counted."""
+    """A chat whose tokens are to be counted."""
 
     refused = {"mcp_servers": ()}
 
@@ -239,24 +245,24 @@ class CountRequest(Body):
 
 
 class MessagesRequest(CountRequest, Sampled):
-    """Those of `Sampled` that Anthropic's API lacks are taken too."""
+    """A chat to answer. Fields of `Sampled` that Anthropic's API lacks are accepted too."""
 
     refused = Sampled.refused | CountRequest.refused | {"n": (1,)}
 
     max_tokens: Tokens
     stop_sequences: Stops | None = None
-    output_format: OutputFormat | None = None  # the name of output_config.format while that was in its beta
+    output_format: OutputFormat | None = None  # output_config.format under the name of its beta
     tool_choice: Choice | None = None
 
 
 def job_of(body: MessagesRequest, temperature: float) -> ChatJob:
-    """The job of a request, without a bound on its tokens.
+    """The job of a request, without a limit of its tokens.
 
     Args:
-        temperature: Of requests that name none.
+        temperature: Temperature of requests that name none.
 
     Raises:
-        UsageError: A field holds what cannot be answered.
+        UsageError: A field holds an unsupported value.
     """
     params = sampling(body, temperature)
     tools = tools_of(body.tools)
@@ -264,7 +270,7 @@ def job_of(body: MessagesRequest, temperature: float) -> ChatJob:
     grammar = None if form is None else Grammar("json_schema", json.dumps(form.schema_))
     if body.messages[-1].role == "assistant":
         raise UsageError(
-            "messages ends with the assistant's; to go on inside of an answer is not supported, so end with the user's."
+            "messages ends with the role assistant; continuing an answer is not supported, so end with the role user."
         )
     return ChatJob(
         messages=messages_of(body),
@@ -278,7 +284,7 @@ def job_of(body: MessagesRequest, temperature: float) -> ChatJob:
 
 
 def template_of(body: CountRequest) -> dict[str, Any]:
-    """Variables of the chat template. As in Anthropic's API, only who asks for thinking gets it."""
+    """Variables of the chat template. As in Anthropic's API, thinking is off unless the request asks for it."""
     thinking = body.thinking is not None and body.thinking.type != "disabled"
     effort = body.output_config.effort if body.output_config else None
     given = {} if effort is None else {"reasoning_effort": effort}
@@ -286,7 +292,7 @@ def template_of(body: CountRequest) -> dict[str, Any]:
 
 
 def tools_of(tools: Sequence[Tool] | None) -> list[dict[str, Any]]:
-    """Tools in OpenAI's shape. Those that Anthropic would run are left out: no one here runs them."""
+    """Tools in OpenAI's shape. Those that only Anthropic can run are left out."""
     own = [tool for tool in tools or () if tool.type in (None, "custom")]
     for tool in own:
         if tool.input_schema is None:
@@ -307,7 +313,7 @@ def _choice(choice: Choice | None, tools: list[dict[str, Any]]) -> ToolChoice:
         return ToolChoice("none")
     names = [tool["function"]["name"] for tool in tools]
     if not names:
-        raise UsageError(f"tool_choice is {choice.type!r}, and there are no tools; give tools, or leave it out.")
+        raise UsageError(f"tool_choice is {choice.type!r} without tools; give tools, or leave tool_choice out.")
     if choice.type == "any":
         return ToolChoice("required")
     if choice.name not in names:
@@ -316,10 +322,10 @@ def _choice(choice: Choice | None, tools: list[dict[str, Any]]) -> ToolChoice:
 
 
 def messages_of(body: CountRequest) -> list[dict[str, Any]]:
-    """Messages as chat templates take them, the system's first.
+    """Messages in the shape of chat templates, the system prompt first.
 
     Raises:
-        UsageError: A block is of a type that no text model reads, or lacks what it must hold.
+        UsageError: A block is not a text, or lacks a field that its type needs.
     """
     messages = list[dict[str, Any]]()
     if system := BILLING.sub("", _texts("system", body.system or "")):
@@ -355,7 +361,7 @@ def _assistant(place: str, blocks: list[Block]) -> dict[str, Any]:
 
 
 def _said(place: str, role: str, blocks: list[Block]) -> list[dict[str, Any]]:
-    """A message of the user, which may hold results of tools: these are messages of their own."""
+    """Messages for a message of the user. Results of tools in it become messages of their own."""
     made, texts = list[dict[str, Any]](), list[Block]()
     for block in blocks:
         if block.type != "tool_result":
@@ -379,7 +385,7 @@ def _texts(place: str, content: str | Listed[Block]) -> str:
     for block in content:
         if block.type != "text" or block.text is None:
             raise UsageError(
-                f"{place} holds a block of the type {block.type[:40]!r}; this model reads texts alone, as "
+                f"{place} holds a block of the type {block.type[:40]!r}; this model reads only texts, as "
                 f'{{"type": "text", "text": "..."}}.'
             )
     return "\n".join(block.text or "" for block in content)

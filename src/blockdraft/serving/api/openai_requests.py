@@ -37,7 +37,7 @@ class ResponseFormat(Body):
 
 
 class Part(Body):
-    """A piece of a message. Only texts are read; others are refused."""
+    """A part of a message. Parts other than texts are refused."""
 
     type: str
     text: str | None = None
@@ -117,7 +117,7 @@ class CompletionRequest(Sampled):
 
 
 def choices(job: Job, n: int | None) -> list[Job]:
-    """The jobs of `n` choices: each has a seed of its own, the given one and those after it."""
+    """A job for each of `n` choices. Their seeds are the given one and those after it."""
     seed = job.params.seed
     return [
         replace(job, params=replace(job.params, seed=None if seed is None else (seed + number) % SEEDS))
@@ -148,34 +148,43 @@ def chat_job(body: ChatRequest, temperature: float) -> ChatJob:
 
 
 def count(body: CompletionRequest) -> int:
-    """How many jobs a completion has, known before they are made: a small body may ask for millions."""
+    """Number of jobs of a completion, to be checked before they are made: a small body may ask for millions."""
     return len(_prompts(body.prompt)) * (body.n or 1)
 
 
 def text_jobs(body: CompletionRequest, temperature: float) -> list[TextJob]:
-    """The jobs of a completion: the choices of the first prompt, those of the second, and so on."""
+    """Jobs of a completion: the choices of the first prompt, those of the second, and so on."""
     params = sampling(body, temperature)
     if body.logprobs is not None:
         params = replace(params, logprobs=body.logprobs, prompt_logprobs=body.logprobs if body.echo else None)
-    most = 1 if body.max_tokens == 0 else body.max_tokens  # the engine decodes one at least
+    most = 1 if body.max_tokens == 0 else body.max_tokens  # the engine decodes at least one
     how = speculation(body)
     return [
         choice
         for prompt in _prompts(body.prompt)
-        for choice in choices(TextJob(prompt, params, most, how, body.add_special_tokens), body.n)
+        for choice in choices(
+            TextJob(
+                prompt=prompt,
+                params=params,
+                max_new_tokens=most,
+                speculation=how,
+                add_special_tokens=body.add_special_tokens,
+            ),
+            body.n,
+        )
     ]
 
 
 def _prompts(given: str | list[str] | list[int] | list[list[int]]) -> Sequence[str | list[int]]:
     if not given:
-        raise UsageError("prompt is empty; give at least one token of text.")
+        raise UsageError("prompt is empty; give at least one token.")
     if isinstance(given, str) or isinstance(given[0], int):
         return [given]
     return given
 
 
 def with_usage(body: Sampled) -> bool:
-    """Whether a stream ends with the tokens that were used."""
+    """Whether a stream ends with token counts."""
     return body.stream_options is not None and body.stream_options.include_usage
 
 
@@ -192,7 +201,7 @@ def tools(given: list[Tool] | None) -> list[dict[str, Any]]:
 
 
 def messages(given: list[Message]) -> list[dict[str, Any]]:
-    """Messages as chat templates take them."""
+    """Messages in the shape of chat templates."""
     return [_message(number, message) for number, message in enumerate(given)]
 
 
@@ -224,7 +233,7 @@ def _content(number: int, message: Message) -> str:
     for part in message.content:
         if part.type not in ("text", "input_text", "output_text", "refusal") or (part.refusal or part.text) is None:
             raise UsageError(
-                f"messages.{number}.content holds a part of the type {part.type[:40]!r}; this model reads texts alone, "
+                f"messages.{number}.content holds a part of the type {part.type[:40]!r}; this model reads only texts, "
                 f'as {{"type": "text", "text": "..."}}.'
             )
     return "\n".join(part.refusal or part.text or "" for part in message.content)
@@ -236,7 +245,7 @@ def _arguments(number: int, text: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
-        raise UsageError(f"messages.{number}.tool_calls holds arguments that are no JSON object; give one as a text.")
+        raise UsageError(f"messages.{number}.tool_calls holds arguments that are not a JSON object; give one as text.")
     return arguments
 
 
@@ -245,7 +254,7 @@ def _tool_choice(body: ChatRequest) -> ToolChoice:
     if choice in (None, "auto", "none"):
         return ToolChoice("none" if choice == "none" else "auto")
     if not body.tools:
-        raise UsageError("tool_choice is given, and there are no tools; give tools, or leave it out.")
+        raise UsageError("tool_choice is given without tools; give tools, or leave tool_choice out.")
     if isinstance(choice, str):
         return ToolChoice("required")
     assert choice is not None

@@ -54,7 +54,7 @@ def router(service: Service) -> APIRouter:
     @routes.get("/v1/responses/{response_id}")
     async def stored(response_id: str, stream: bool = False) -> dict[str, Any]:
         if stream:
-            raise ApiError(400, "stream is true; a stored response is sent whole, so leave it out.", param="stream")
+            raise ApiError(400, "stream is true; stored responses are sent whole, so leave it out.", param="stream")
         return store.get(response_id).body
 
     @routes.delete("/v1/responses/{response_id}")
@@ -67,22 +67,27 @@ def router(service: Service) -> APIRouter:
 
 @dataclass(frozen=True)
 class Stored:
-    """A response, and the conversation up to its end, without instructions."""
+    """A finished response.
+
+    Attributes:
+        body: The response as JSON.
+        messages: The conversation up to its end, without instructions.
+    """
 
     body: dict[str, Any]
     messages: list[dict[str, Any]]
 
     @property
     def size(self) -> int:
-        """About its bytes."""
+        """Bytes of it, about."""
         return len(json.dumps(self.body)) + len(json.dumps(self.messages))
 
 
 class Store:
-    """The last responses, in memory. The oldest are forgotten where there is no room for all.
+    """The latest responses, in memory. The oldest are forgotten to make room.
 
     Args:
-        room: Bytes, about.
+        room: Most bytes, about.
     """
 
     def __init__(self, room: int) -> None:
@@ -98,13 +103,15 @@ class Store:
             self._size -= self._kept.popitem(last=False)[1][1]
 
     def get(self, response_id: str) -> Stored:
-        """Raises:
-        ApiError: It is not there.
+        """The response of this id.
+
+        Raises:
+            ApiError: The store does not hold it.
         """
         if response_id not in self._kept:
             raise ApiError(
                 404,
-                f"There is no response {response_id[:80]!r}, or no more: the server keeps but the latest, in memory. "
+                f"The response {response_id[:80]!r} is not stored; the server keeps only the latest, in memory. "
                 f"Send the whole conversation as input.",
                 kind="invalid_request_error",
                 param="previous_response_id",
@@ -112,8 +119,10 @@ class Store:
         return self._kept[response_id][0]
 
     def remove(self, response_id: str) -> None:
-        """Raises:
-        ApiError: It is not there.
+        """Forget the response of this id.
+
+        Raises:
+            ApiError: The store does not hold it.
         """
         self.get(response_id)
         self._size -= self._kept.pop(response_id)[1]
@@ -137,17 +146,17 @@ async def streamed(service: Service, job: ChatJob, answer: Answer, keep: Callabl
                 wires = [*([] if begun else answer.begin()), *answer.add(event)]
                 begun = True
                 if answer.end is not None:
-                    keep()  # who reads the last event may go on from it at once
+                    keep()  # before the last event, since its reader may continue from it at once
                 yield "".join(map(_wire, wires))
     except Exception as error:
-        if not begun:  # it can still be told by a status of HTTP
+        if not begun:  # the HTTP status can still tell it
             raise
         for wire in answer.fail(as_api_error(error).message):
             yield _wire(wire)
 
 
 async def _events(service: Service, job: ChatJob) -> AsyncGenerator[Event, None]:
-    """Those of the service, whose errors call a field as chats do."""
+    """Events of a chat. Errors name max_output_tokens in the place of max_tokens."""
     try:
         async with aclosing(service.chat(job)) as events:
             async for event in events:
@@ -167,7 +176,7 @@ class Output:
     """The output of a response as it grows.
 
     Attributes:
-        items: Of the output so far.
+        items: Items of the output so far.
     """
 
     def __init__(self) -> None:
@@ -175,7 +184,7 @@ class Output:
         self._open = False
 
     def add(self, event: Text | Reasoning | ToolCall) -> list[dict[str, Any]]:
-        """The events of a stream that an event becomes, without their numbers."""
+        """The server-sent events that an event of the job becomes, without their numbers."""
         if isinstance(event, ToolCall):
             wires = []
             if event.id is not None:
@@ -190,12 +199,12 @@ class Output:
         return [*wires, self._said("delta", delta=event.text)]
 
     def end(self, whole: bool) -> list[dict[str, Any]]:
-        """The last events of the items. `whole` says that the last item was not cut."""
+        """The last events of the items. `whole` tells that the last item was not cut."""
         begun = [] if self.items else self._begin_text("message")
         return begun + self._close("completed" if whole else "incomplete")
 
     def as_input(self) -> list[Item]:
-        """The items as the next request would repeat them."""
+        """The items as input of the next request."""
         return [Item.model_validate(item) for item in self.items]
 
     def _begin_text(self, kind: str) -> list[dict[str, Any]]:
@@ -249,11 +258,13 @@ class Answer:
     """A response as it grows.
 
     Args:
-        temperature: Of requests that name none.
-        most_guesses: That a cycle may have; None leaves out the statistics of drafting.
+        body: The request.
+        model: Name of the model in the answer.
+        temperature: Temperature of requests that name none.
+        most_guesses: Most guesses of a cycle; None leaves out the statistics of drafting.
 
     Attributes:
-        end: Tokens and reason of a finished one.
+        end: Last event of the answer, with token counts and reason; None before.
     """
 
     end: Finished | None = None
@@ -301,7 +312,7 @@ class Answer:
         return [self._about("created"), self._about("in_progress")]
 
     def add(self, event: Event) -> list[dict[str, Any]]:
-        """The events of a stream that an event becomes."""
+        """The server-sent events that an event of the job becomes."""
         if not isinstance(event, Finished):
             return [self._numbered(wire) for wire in self.output.add(event)]
         self.end = event
@@ -311,7 +322,7 @@ class Answer:
         return [*wires, self._about(self._status)]
 
     def fail(self, message: str) -> list[dict[str, Any]]:
-        """The same for what goes wrong."""
+        """The server-sent events that an error becomes."""
         self._status, self._error = "failed", {"code": "server_error", "message": message}
         return [self._about("failed")]
 
@@ -364,7 +375,7 @@ def _echo(body: ResponseRequest) -> Any:
 
 
 class Part(Body):
-    """A piece of a message. Only texts are read; others are refused."""
+    """A part of a message. Parts other than texts are refused."""
 
     type: str
     text: str | None = None
@@ -372,7 +383,7 @@ class Part(Body):
 
 
 class Item(Body):
-    """A message, a call, its result, or reasoning. What it holds depends on its type; see `messages_of`."""
+    """A message, a call, its result, or reasoning. The fields that it needs depend on its type; see `messages_of`."""
 
     type: str = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
@@ -385,7 +396,7 @@ class Item(Body):
 
 
 class Choice(Body):
-    """`allowed_tools` leaves a choice among some of the tools."""
+    """A choice of tools. The type `allowed_tools` limits it to some of the tools."""
 
     type: str
     name: str | None = None
@@ -411,7 +422,7 @@ class ReasoningConfig(Body):
 
 
 class ResponseRequest(Sampled):
-    """Those of `Sampled` that OpenAI's API lacks are taken too."""
+    """A request. Fields of `Sampled` that OpenAI's API lacks are accepted too."""
 
     refused = Sampled.refused | {
         "n": (1,),
@@ -434,7 +445,7 @@ class ResponseRequest(Sampled):
     include: Listed[str] | None = None
     metadata: Table[str] | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    # What answers repeat, and nothing else needs.
+    # Answers repeat these fields; nothing else reads them.
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -450,14 +461,14 @@ def job_of(body: ResponseRequest, said: Sequence[dict[str, Any]], temperature: f
 
     Args:
         said: Messages of the conversation, the request's own included.
-        temperature: Of requests that name none.
+        temperature: Temperature of requests that name none.
 
     Raises:
-        UsageError: A field holds what cannot be answered.
+        UsageError: A field holds an unsupported value.
     """
     if "message.output_text.logprobs" in (body.include or ()):
         raise UsageError(
-            "include names logprobs, which are not reported here; leave it out, or use /v1/chat/completions."
+            "include names logprobs, which /v1/responses lacks; leave them out, or use /v1/chat/completions."
         )
     tools = tools_of(body.tools)
     choice, tools = _choice(body.tool_choice, tools)
@@ -477,10 +488,10 @@ def job_of(body: ResponseRequest, said: Sequence[dict[str, Any]], temperature: f
 
 
 def messages_of(given: str | Sequence[Item]) -> list[dict[str, Any]]:
-    """Messages as chat templates take them; what the assistant said in a row is one.
+    """Messages in the shape of chat templates. Consecutive items of the assistant become one message.
 
     Raises:
-        UsageError: An item is of a type that no text model reads, or lacks what it must hold.
+        UsageError: An item is of an unsupported type, or lacks a field that its type needs.
     """
     if isinstance(given, str):
         return [{"role": "user", "content": given}] if given else []
@@ -501,10 +512,10 @@ def messages_of(given: str | Sequence[Item]) -> list[dict[str, Any]]:
             text = _texts(place, item.content or item.summary or "")
             messages.append({"role": "assistant", "content": "", "reasoning_content": text})
         elif item.type in NEEDED:
-            raise UsageError(f"{place} is a {item.type} that lacks something; it needs {NEEDED[item.type]}.")
+            raise UsageError(f"{place} is a {item.type} with a missing field; it needs {NEEDED[item.type]}.")
         else:
             raise UsageError(
-                f"{place} is of the type {item.type[:40]!r}; this server takes {', '.join(NEEDED)} and reasoning."
+                f"{place} is of the type {item.type[:40]!r}; it must be one of {', '.join(NEEDED)}, reasoning."
             )
     return _joined(messages)
 
@@ -517,7 +528,7 @@ NEEDED = {
 
 
 def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Reasoning, text and calls of the assistant that follow each other in this order are one message."""
+    """Messages with reasoning, text and calls of the assistant, consecutive and in this order, joined into one."""
     joined = list[dict[str, Any]]()
     for message in messages:
         last: dict[str, Any] = joined[-1] if joined else {"role": None}
@@ -538,7 +549,7 @@ def _texts(place: str, content: str | Sequence[Part]) -> str:
     for part in content:
         if part.type not in TEXTS or (part.text is None and part.refusal is None):
             raise UsageError(
-                f"{place} holds a part of the type {part.type[:40]!r}; this model reads texts alone, as "
+                f"{place} holds a part of the type {part.type[:40]!r}; this model reads only texts, as "
                 f'{{"type": "input_text", "text": "..."}}.'
             )
     return "\n".join(part.text or part.refusal or "" for part in content)
@@ -550,20 +561,22 @@ def _arguments(place: str, text: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
-        raise UsageError(f"{place}.arguments is no JSON object; give one as a text.")
+        raise UsageError(f"{place}.arguments is not a JSON object; give one as text.")
     return arguments
 
 
 def tools_of(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """The functions among the tools, as answers repeat them. Those of other types are left out: OpenAI's servers run
-    them, or their calls have a format that models of chat templates do not know."""
+    """The functions among the tools, as answers repeat them.
+
+    Tools of other types are left out: OpenAI's servers run them, or their calls have a format that chat templates lack.
+    """
     functions = [tool for tool in tools or () if tool.get("type") == "function"]
     for tool in functions:
         if not isinstance(tool.get("name"), str) or not tool["name"]:
             raise UsageError(f"tools holds {str(tool)[:80]}; every function needs a name.")
         if not isinstance(tool.get("parameters") or {}, dict):
             raise UsageError(
-                f"tools holds parameters of {tool['name']} that are no JSON schema of an object; give one."
+                f"tools holds parameters of {tool['name']} that are not the JSON schema of an object; give one."
             )
     return [
         {
@@ -582,19 +595,19 @@ def _without_type(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _choice(given: str | Choice | None, tools: list[dict[str, Any]]) -> tuple[ToolChoice, list[dict[str, Any]]]:
-    """The choice, and the tools among which it is."""
+    """The choice, and the tools to choose from."""
     if given in (None, "auto", "none"):
         return ToolChoice("none" if given == "none" else "auto"), tools
     names = [tool["name"] for tool in tools]
     if isinstance(given, Choice) and given.type not in ("function", "allowed_tools"):
-        raise UsageError(f"tool_choice is of the type {given.type[:40]!r}; name a function, or give auto or required.")
+        raise UsageError(f"tool_choice is of the type {given.type[:40]!r}; give a function, auto or required.")
     if isinstance(given, Choice) and given.type == "allowed_tools":
         allowed = [tool.get("name") for tool in given.tools if tool.get("type") == "function"]
         tools = [tool for tool in tools if tool["name"] in allowed]
         if given.mode == "auto":
             return ToolChoice(), tools
     if not tools:
-        raise UsageError("tool_choice is a call, and there are no functions to call; give tools of that type.")
+        raise UsageError("tool_choice is given without functions; give tools of the type function.")
     if isinstance(given, str) or given is None or given.type == "allowed_tools":
         return ToolChoice("required"), tools
     if given.name not in names:

@@ -1,6 +1,6 @@
-"""What requests of all APIs have in common: strict schemas that refuse unsupported fields, and how they are sampled.
+"""Schemas that the requests of all APIs share, and the sampling parameters that they mean.
 
-Unknown fields are ignored. Known fields that would change the answer, and that this server lacks, are refused.
+Unknown fields are ignored. Known fields that this server lacks are refused if they would change the answer.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from blockdraft.errors import UsageError
 from blockdraft.serving.core.events import Speculation
 from blockdraft.types import SamplingParams
 
-MOST_STOPS, LONGEST_STOP = 64, 1000  # editors send a score of them
+MOST_STOPS, LONGEST_STOP = 64, 1000  # stop strings, which editors send by the score, and characters of one
 MOST_CHOICES = 128
-MOST_ITEMS = 10_000  # of a list, token ids aside
-MOST_NAMED = 1024  # tokens that may be biased or end an answer, which are looked at in each cycle
+MOST_ITEMS = 10_000  # entries of a list, token ids aside
+MOST_NAMED = 1024  # biased tokens, or tokens that end an answer; each cycle goes through all of them
 NAMES = ("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-SEEDS = 2**63  # number of them; negative ones, which OpenAI's API has too, come behind the others
+SEEDS = 2**63  # number of seeds; negative seeds of OpenAI's API are taken modulo this
 
 
 def _few(value: Any, about: ValidationInfo) -> Any:
-    """Refuse a table that is too long before it is read: each entry that is wrong would be an error of its own."""
+    """Refuse a table of too many entries before it is read, since each wrong entry would be an error of its own."""
     if isinstance(value, dict) and len(value) > MOST_NAMED:
         raise ValueError(f"{about.field_name} has {len(value)} entries; it may have at most {MOST_NAMED}.")
     return value
 
 
 T = TypeVar("T")
-# The first wrong entry ends the reading. With an error for each, a body of some MiB would take minutes and gigabytes.
+# Reading ends at the first wrong entry: with an error for each, a body of some MiB would take minutes and gigabytes.
 Listed = Annotated[list[T], Field(fail_fast=True, max_length=MOST_ITEMS)]
 Table = Annotated[dict[str, T], Field(max_length=MOST_NAMED), BeforeValidator(_few)]
 Token = Annotated[int, Field(ge=0, lt=2**63)]
@@ -50,9 +50,11 @@ LACKING = (
 
 
 class Body(BaseModel):
-    """Attributes:
-    refused: Fields that we lack, with the values that change nothing.
-    instead: Fields that do what some of them are for.
+    """Base of all schemas of requests.
+
+    Attributes:
+        refused: Fields that this server lacks, each with the values that change nothing and are therefore accepted.
+        instead: Fields to use in the place of some of them.
     """
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
@@ -67,12 +69,12 @@ class Body(BaseModel):
                 if values.get(name) not in (None, "", [], {}, *neutral):
                     remedy = f"use {cls.instead[name]}" if name in cls.instead else "leave it out"
                     raise ValueError(f"{name} is not supported by this server; {remedy}.")
-            return {name: value for name, value in values.items() if value is not None}  # null is nothing given
+            return {name: value for name, value in values.items() if value is not None}  # null means not given
         return values
 
 
 class SpeculationFields(Body):
-    """How far this request is drafted for; see docs/serve.md."""
+    """Drafting of this request; see docs/serve.md."""
 
     enabled: bool = True
     block_size: Annotated[int, Field(ge=1, lt=2**31)] | None = None
@@ -91,7 +93,7 @@ class StreamOptions(Body):
 
 
 class Sampled(Body):
-    """What chats and completions have in common."""
+    """Fields that the requests of all APIs share."""
 
     refused = dict.fromkeys(LACKING, ()) | {
         "use_beam_search": (False,),
@@ -125,13 +127,13 @@ class Sampled(Body):
 
 
 def sampling(body: Sampled, temperature: float) -> SamplingParams:
-    """How a request is decoded. `temperature` is that of requests which name none."""
+    """Sampling parameters of a request. `temperature` is for requests that name none."""
     given = {name: getattr(body, name) for name in NAMES if getattr(body, name) is not None}
     stop = () if body.stop is None else (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
     return SamplingParams(
         **given,
         temperature=temperature if body.temperature is None else body.temperature,
-        top_k=max(0, body.top_k or 0),  # -1 is what vLLM's clients send for all
+        top_k=max(0, body.top_k or 0),  # vLLM's clients send -1 for all tokens
         logit_bias=_biases(body.logit_bias or {}),
         seed=None if body.seed is None else body.seed % SEEDS,
         stop=stop,
@@ -143,7 +145,7 @@ def sampling(body: Sampled, temperature: float) -> SamplingParams:
 def _biases(given: dict[str, float]) -> dict[int, float]:
     for token in given:
         if not (token.isascii() and token.isdecimal() and len(token) < 19):
-            raise UsageError(f"logit_bias names the token {token[:40]!r}; its keys must be token ids, 0 or more.")
+            raise UsageError(f"logit_bias names the token {token[:40]!r}; its keys must be token ids from 0 on.")
     return {int(token): bias for token, bias in given.items()}
 
 

@@ -1,4 +1,4 @@
-"""Answers piece by piece, and clients that go away."""
+"""Server-sent events, and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from starlette.types import Receive, Scope, Send
 from blockdraft.serving.core.errors import as_api_error
 
 T = TypeVar("T")
-QUIET_SECONDS = 10.0  # without an event, as while a call is written, after which clients and proxies get a comment
-LINE_ENDS = "\x85\u2028\u2029"  # those of Unicode that JSON does not escape
+QUIET_SECONDS = 10.0  # without an event, as while a tool call is written, until clients and proxies get a comment
+LINE_ENDS = "\x85\u2028\u2029"  # line ends of Unicode that JSON does not escape
 
 
 class ClientGone(Exception):
-    """Nobody is there any more to be answered."""
+    """The client has disconnected before its answer."""
 
 
 def data(value: Any) -> str:
-    """An event of server-sent events, without characters at which some clients end a line."""
+    """A server-sent event, without characters at which some clients end a line."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     for end in LINE_ENDS:
         text = text.replace(end, f"\\u{ord(end):04x}")
@@ -33,10 +33,10 @@ def data(value: Any) -> str:
 
 
 async def until_gone(request: Request, work: Awaitable[T]) -> T:
-    """The result of what is computed for a client; it is cancelled when the client goes away.
+    """The result of work for a client. The work is cancelled when the client disconnects.
 
     Raises:
-        ClientGone: It has gone.
+        ClientGone: The client has disconnected.
     """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request.receive))
@@ -51,16 +51,20 @@ async def until_gone(request: Request, work: Awaitable[T]) -> T:
 
 
 async def stream(request: Request, events: AsyncIterator[str], stall_seconds: float) -> Response:
-    """The answer that sends these events. What goes wrong before the first of them is raised."""
+    """The response that sends these events. Errors before the first event are raised."""
     first = await until_gone(request, anext(events))
     return EventStream(request.url.path, first, events, stall_seconds)
 
 
 class EventStream(Response):
-    """Sends server-sent events as they come; errors meanwhile are one too, of the shape of the path's API. An empty
-    text is no event, and says that the answer goes on.
+    """Sends server-sent events as they come. An error meanwhile becomes an event, in the shape of the path's API.
 
-    The iterator is closed when the client goes away, or takes nothing for so many seconds.
+    Args:
+        path: Path of the request.
+        first: The first event.
+        events: The others; an empty text is no event, and shows that the answer goes on.
+        stall_seconds: Seconds that the client may take nothing. The iterator is closed then, and when the client
+            disconnects.
     """
 
     media_type = "text/event-stream"
@@ -69,7 +73,7 @@ class EventStream(Response):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._path, self._first, self._events, self._stall = path, first, events, stall_seconds
-        self._since: float | None = None  # when a piece was begun that the client has not taken
+        self._since: float | None = None  # start of a send that the client has not taken yet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.ensure_future(self._send(send))
@@ -91,7 +95,7 @@ class EventStream(Response):
             await send(message)
             self._since = None
 
-        with suppress(OSError):  # the client has gone
+        with suppress(OSError):  # the client has disconnected
             await put({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await put(_body(self._first))
             sent = time.monotonic()
@@ -122,7 +126,7 @@ async def _end(task: asyncio.Future[Any]) -> None:
     task.cancel()
     await asyncio.wait({task})
     if not task.cancelled():
-        task.exception()  # which has been told of, or is none
+        task.exception()  # marks it as read, or asyncio would log it
 
 
 async def _close(events: AsyncIterator[str]) -> None:

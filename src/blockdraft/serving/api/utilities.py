@@ -1,4 +1,4 @@
-"""Routes besides the APIs: models, tokens, health, metrics."""
+"""Routes beside the answers: models, tokens, health, metrics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from blockdraft.serving.core.service import Service
 
 
 class TokenizeRequest(Body):
-    """`prompt`, a text as it is, or `messages`, a chat as it would be answered."""
+    """Either `prompt`, a text, or `messages`, a chat that gets the chat template."""
 
     model: str | None = None
     prompt: str | None = None
@@ -39,7 +39,7 @@ def router(service: Service) -> APIRouter:
 
     def tokenized(body: TokenizeRequest) -> dict[str, Any]:
         if (body.prompt is None) == (body.messages is None):
-            raise UsageError("prompt and messages are both given or both missing; give one of them.")
+            raise UsageError("prompt and messages are both given or both missing; give exactly one of them.")
         if body.prompt is not None:
             ids = text_ids(target, body.prompt, body.add_special_tokens)
         else:
@@ -52,7 +52,7 @@ def router(service: Service) -> APIRouter:
     def detokenized(body: DetokenizeRequest) -> dict[str, Any]:
         outside = next((token for token in body.tokens if token >= target.vocab_size), None)
         if outside is not None:
-            raise UsageError(f"tokens holds {outside}; the target's ids go from 0 to {target.vocab_size - 1}.")
+            raise UsageError(f"tokens holds {outside}; token ids must be from 0 to {target.vocab_size - 1}.")
         return {"prompt": tokenizer_of(target).decode(body.tokens)}
 
     @routes.get("/v1/models")
@@ -77,7 +77,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/health")
     async def health() -> Any:
-        """Status 200 while requests are taken, 503 while the server ends."""
+        """Status 200 while requests are admitted, 503 while the server ends."""
         ending = service.admission.draining
         return JSONResponse({"status": "ending" if ending else "ok"}, 503 if ending else 200)
 

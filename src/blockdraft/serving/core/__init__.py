@@ -1,1 +1,1 @@
-"""What the routes of all APIs stand on: jobs in, events out."""
+"""The service under the routes of all APIs: it takes jobs and gives events."""

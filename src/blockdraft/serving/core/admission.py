@@ -1,4 +1,4 @@
-"""Who may come in: a bounded number of requests, and none once the server is told to end."""
+"""Limits on the requests at a time; none is admitted once the server is about to end."""
 
 from __future__ import annotations
 
@@ -9,52 +9,53 @@ from contextlib import contextmanager
 
 from blockdraft.serving.core.errors import ApiError
 
-WEIGHT = 0.1  # of the newest request in the mean of how long they take
-LONGEST_WAIT = 60  # seconds that a client is told to wait at most
-MOST_SCORES = 2**22  # log-probabilities of prompts' tokens that are held at a time; each takes some hundred bytes
+WEIGHT = 0.1  # of the newest request in the running mean of their seconds
+LONGEST_WAIT = 60  # seconds; the most that a refused client is told to wait
+MOST_SCORES = 2**22  # log-probabilities of prompt tokens held at a time, of some hundred bytes each
 
 
 class Admission:
-    """Counts the requests that there are.
+    """Counts the requests in the server, and refuses those beyond the limit.
 
     Args:
-        rows: Requests that are decoded together.
-        places: Most requests, waiting ones included.
+        rows: Most requests that are decoded together.
+        places: Most requests at a time, waiting ones included.
 
     Attributes:
-        active: Requests that there are.
+        active: Requests now running or waiting.
         draining: Whether the server is about to end.
     """
 
     def __init__(self, rows: int, places: int) -> None:
         self._rows, self._places = rows, places
-        self._seconds = 1.0  # that a request takes, a running mean
+        self._seconds = 1.0  # running mean of the time of a request
         self._scores = 0
         self.active = 0
         self.draining = False
 
     @property
     def waiting(self) -> int:
-        """Requests that have no row yet, if memory suffices for all rows."""
+        """Requests without a row, provided that memory suffices for all rows."""
         return max(0, self.active - self._rows)
 
     def check(self, count: int) -> None:
-        """Whether there may ever be so many requests at a time.
+        """Check that a request for `count` answers can ever be admitted.
 
         Raises:
-            ApiError: There may not.
+            ApiError: `count` exceeds the number of places.
         """
         if count > self._places:
             raise ApiError(
-                400, f"The request asks for {count} answers, and there is room for {self._places}; ask for fewer."
+                400, f"The request asks for {count} answers, and the server has room for {self._places}; ask for fewer."
             )
 
     @contextmanager
     def places(self, count: int) -> Iterator[None]:
-        """Have so many places inside.
+        """Hold `count` places while the context lasts.
 
         Raises:
-            ApiError: There are never so many, not now, or the server is about to end.
+            ApiError: `count` exceeds the number of places (400) or of free ones (429), or the server is about to
+                end (503).
         """
         if self.draining:
             raise ApiError(503, "The server is shutting down; ask again later.", headers={"Retry-After": "5"})
@@ -62,8 +63,8 @@ class Admission:
         if self.active + count > self._places:
             wait = min(LONGEST_WAIT, math.ceil(self._seconds * (1 + self.waiting / self._rows)))
             raise _full(
-                f"{self.active} requests are running or waiting, and there is room for {self._places}; ask again in "
-                f"{wait} s.",
+                f"{self.active} requests are running or waiting, and the server has room for {self._places}; ask again "
+                f"in {wait} s.",
                 wait,
             )
         self.active += count
@@ -76,22 +77,22 @@ class Admission:
 
     @contextmanager
     def scores(self, count: int) -> Iterator[None]:
-        """Have room for so many log-probabilities of a prompt inside.
+        """Hold room for `count` log-probabilities of a prompt while the context lasts.
 
         Raises:
-            ApiError: There is never so much, or not now.
+            ApiError: `count` exceeds `MOST_SCORES` (400), or what other requests leave of it (429).
         """
         if count > MOST_SCORES:
             raise ApiError(
                 400,
-                f"logprobs is for {count} numbers of the prompt's tokens, and there is room for {MOST_SCORES}; ask for "
-                f"fewer likely tokens, or send a shorter prompt.",
+                f"logprobs asks for {count} log-probabilities of prompt tokens, and the limit is {MOST_SCORES}; lower "
+                f"logprobs, or send a shorter prompt.",
                 param="logprobs",
             )
         if self._scores + count > MOST_SCORES:
             raise _full(
-                f"The log-probabilities of all prompts would be more than {MOST_SCORES} numbers; ask for fewer, or for "
-                f"fewer prompts at a time, or again in {LONGEST_WAIT} s.",
+                f"The log-probabilities of all prompts at this time would exceed {MOST_SCORES}; lower logprobs, send "
+                f"fewer prompts at a time, or ask again in {LONGEST_WAIT} s.",
                 LONGEST_WAIT,
             )
         self._scores += count

@@ -1,4 +1,4 @@
-"""What decodes: an engine for each backend that requests may ask for, with what may be told of it."""
+"""The engines of a server, one for each backend that requests may name, and their public names."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ from blockdraft.types import JOINT, RequestDrafting, SamplingParams
 
 PACKAGE = Path(__file__).parents[2]
 BUNDLED = "blockdraft-pair"
-CHECK_LENGTH = 64  # tokens of an answer at most
-CHECK_ROWS = 4  # rows of the engine that is checked
-CHECK_TREE_BUDGET = 16  # guesses of a tree, where the server chooses their number
+CHECK_LENGTH = 64  # most tokens of an answer in the self-check
+CHECK_ROWS = 4
+CHECK_TREE_BUDGET = 16  # guesses of a tree in the self-check, where the server itself chooses their number
 
 
 class Backends:
-    """Engines by the names of their backends; the first is the usual one, and others are loaded when they are needed.
+    """Engines by the names of their backends. All but the first are loaded when a request names them.
 
     Args:
-        usual: The engine that serves.
-        others: What loads another one, by its backend's name.
+        usual: Engine of requests that name no backend.
+        others: Functions that load further engines, by the names of their backends.
 
     Attributes:
-        target, drafter: Their names, without what tells of the machine.
+        usual: The same.
+        target, drafter: Public names of the two models, without paths of this machine.
     """
 
     def __init__(self, usual: Engine, others: Mapping[str, Callable[[], Engine]] | None = None) -> None:
@@ -54,22 +55,23 @@ class Backends:
 
     @property
     def engines(self) -> list[Engine]:
-        """Those that have been loaded."""
+        """The engines loaded so far."""
         return list(self._engines.values())
 
     def is_loaded(self, name: str | None) -> bool:
         return name is None or name in self._engines
 
     def engine(self, name: str | None = None) -> Engine:
-        """The engine of a backend, the usual one for None. The first call for another one loads it and takes long.
+        """The engine of a backend; None is the usual one. The first call for another one loads it, which takes long.
 
         Raises:
-            UsageError: There is none of this name, or it cannot be loaded.
+            UsageError: No backend has this name, or it cannot be loaded.
+            ClosedError: The server is shutting down.
         """
         if name is None:
             return self.usual
         if name not in self.names:
-            raise UsageError(f"speculation.backend is {name!r}; this server has {', '.join(self.names)}.")
+            raise UsageError(f"speculation.backend is {name!r}; it must be one of {', '.join(self.names)}.")
         if name not in self._engines:
             with self._lock:
                 if self._closed:
@@ -79,11 +81,11 @@ class Backends:
         return self._engines[name]
 
     def public(self, text: str) -> str:
-        """A text without the places of the models on this machine's disk."""
+        """A text with the paths of the models replaced by their public names."""
         for path, name in ((self.usual.target.path, self.target), *self._parts):
             if path is not None:
                 text = text.replace(os.path.abspath(path), name)
-                if len(Path(path).parts) > 1:  # "." and the like stand in other words too
+                if len(Path(path).parts) > 1:  # a path such as "." also occurs inside other words
                     text = text.replace(str(path), name)
         return text
 
@@ -95,35 +97,36 @@ class Backends:
 
 
 def name_of(path: Path | None, otherwise: str) -> str:
-    """How a model is called where nobody has named it: as on the hub, or as its folder or file is."""
+    """The public name of a model: its name on the hub, or that of its folder or file; `otherwise` without a path."""
     if path is None:
         return otherwise
     path = Path(os.path.abspath(path))
     if path.is_relative_to(PACKAGE):
         return BUNDLED
-    if path.parent.name == "snapshots":  # of the hub's cache: models--OWNER--NAME/snapshots/COMMIT
+    if path.parent.name == "snapshots":  # in the hub's cache: models--OWNER--NAME/snapshots/COMMIT
         return path.parent.parent.name.removeprefix("models--").replace("--", "/")
     return path.stem if path.suffix == ".gguf" else path.name
 
 
 def weights_of(engine: Engine) -> tuple[int, int]:
-    """Number of weights of the target and of the drafter."""
+    """Numbers of weights of the target and of the drafter."""
     drafter = 0
     for path in (part.path for part in parts_of(engine.drafter) if part.path is not None):
         if is_gguf(path):
             drafter += sum(math.prod(tensor.shape) for tensor in open_gguf(path).tensors.values())
         for file in sorted(Path(path).glob("*.safetensors")):
-            with safe_open(file, "pt") as weights:  # a network whose forward is compiled holds its weights no longer
+            with safe_open(file, "pt") as weights:  # the network itself drops its weights once its forward is compiled
                 drafter += sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
     try:
         return sum(weight.numel() for _, weight in engine.target.named_weights()), drafter
     finally:
-        let_team_go()  # weights of few bits are unpacked for this
+        let_team_go()  # counting unpacks weights of few bits, which starts a team of threads
 
 
 def answers_differ(engine: Engine, count: int) -> int:
-    """How many of so many greedy answers are not the same with drafting and without. Each cycle drafts, also where the
-    engine itself would pause.
+    """Number of greedy answers, of `count`, that differ between drafting and plain decoding.
+
+    Each cycle drafts, even where the engine itself would pause.
 
     Raises:
         NumbersError, RequestError: Decoding failed.

@@ -1,4 +1,4 @@
-"""Chunks on their way from the thread that decodes to the event loop."""
+"""Chunks from the decoding thread to the event loop, one queue for each request."""
 
 from __future__ import annotations
 
@@ -10,26 +10,28 @@ from dataclasses import replace
 from blockdraft.engine import Chunk
 from blockdraft.serving.core.errors import ApiError
 
-# Seconds between two looks of the event loop at what has come. Small models have thousands of cycles a second, and each
-# time that the loop wakes, the thread that decodes waits for the interpreter and its team for a core.
+# Seconds between two deliveries. Small models run thousands of cycles a second, and each time that the event loop
+# wakes, the decoding thread waits for the interpreter, and its team of threads for a core.
 PAUSE = 0.005
 
 
 class ChunkDispatcher:
-    """Wakes the event loop for all chunks that have come since it last looked, however many requests and tokens they
-    are of: at once for the first of them and for the last of an answer, else after a pause.
+    """Hands chunks of all requests to their queues, in the event loop.
+
+    The loop is woken at once for the first chunk after a pause and for the last chunk of an answer. All others wait for
+    the end of the pause and are then delivered together.
 
     Attributes:
-        loop: That which runs where this is made.
+        loop: The event loop that runs where this is made.
     """
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
         self._arrived: deque[tuple[ChunkQueue, Chunk]] = deque()
-        self._woken = False  # or about to look by itself
+        self._woken = False  # whether `_look` is scheduled
 
     def send(self, queue: ChunkQueue, chunk: Chunk) -> None:
-        """Called in the thread that decodes."""
+        """Send a chunk to its queue. Called in the decoding thread."""
         self._arrived.append((queue, chunk))
         try:
             if not self._woken:
@@ -37,11 +39,11 @@ class ChunkDispatcher:
                 self.loop.call_soon_threadsafe(self._look)
             elif chunk.finish_reason is not None:
                 self.loop.call_soon_threadsafe(self._deliver)
-        except RuntimeError:  # the loop has ended, and with it all who listened
+        except RuntimeError:  # the loop has ended, and so have all readers
             self._arrived.clear()
 
     def _look(self) -> None:
-        self._woken = False  # before it looks, so that nothing stays behind
+        self._woken = False  # before looking, so that a chunk which arrives meanwhile schedules the next look
         if self._arrived:
             self._woken = True
             self._deliver()
@@ -54,15 +56,15 @@ class ChunkDispatcher:
 
 
 class ChunkQueue:
-    """Chunks of one request that have not been taken.
+    """Chunks of one request that have not been read.
 
     Args:
-        most: Tokens that may wait to be taken.
-        joined: Whether chunks that wait are taken as one.
-        seen: Called with each chunk as it comes.
+        most: Most tokens that may wait.
+        joined: Whether all waiting chunks are read as one.
+        seen: Called with each chunk as it arrives.
 
     Attributes:
-        full: Called when more has come than may wait.
+        full: Called when more than `most` tokens wait.
     """
 
     def __init__(self, most: int, joined: bool, seen: Callable[[Chunk], object]) -> None:
@@ -83,15 +85,17 @@ class ChunkQueue:
         self._news.set()
 
     async def take(self) -> Chunk:
-        """What has come, at least one chunk.
+        """The next chunk, or all that wait joined into one; waits for the first.
 
         Raises:
-            ApiError: More has come than may wait.
+            ApiError: More than `most` tokens wait.
         """
         await self._news.wait()
         if self._unread > self._most:
             raise ApiError(
-                408, f"{self._unread} tokens of the answer wait to be read, and at most {self._most} may; read faster."
+                408,
+                f"{self._unread} tokens of the answer are unread, and the limit is {self._most}; read faster, or "
+                f"start the server with a larger --max-unread.",
             )
         chunks = [self._chunks.popleft() for _ in range(len(self._chunks) if self._joined else 1)]
         self._unread -= sum(len(chunk.token_ids) for chunk in chunks)

@@ -1,4 +1,4 @@
-"""What goes wrong, in the shapes that clients of OpenAI's and Anthropic's APIs know."""
+"""Errors as answers, in the shapes of OpenAI's and Anthropic's APIs."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ log = logging.getLogger(__name__)
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 ANTHROPIC_PATH = "/v1/messages"
 ANTHROPIC_KINDS = {400: "invalid_request_error", 413: "request_too_large", 503: "overloaded_error"} | KINDS
-API_NAMES = {"max_new_tokens": "max_tokens"}  # of the engine's parameters, where clients know them by others
+API_NAMES = {"max_new_tokens": "max_tokens"}  # API names of engine parameters, where they differ
 FIELD = re.compile(r"([\w.]+) (?:is|holds|names|for) ")
-SHOWN = 60  # characters of a value that is refused
+SHOWN = 60  # most characters shown of a refused value
 
 
 @dataclass
 class ApiError(Exception):
-    """An answer that is an error.
+    """An error that is sent to the client.
 
     Attributes:
-        status: Of HTTP.
-        kind: What OpenAI calls the type; None is the usual one of the status.
-        code: One of OpenAI's words that programs look at, such as "model_not_found".
-        param: The field of the request that is to blame.
-        headers: More headers of the answer.
+        status: HTTP status.
+        kind: OpenAI's `type`; None is the usual one for the status.
+        code: OpenAI's `code`, which programs read, such as "model_not_found".
+        param: Field of the request that caused the error.
+        headers: Further headers of the answer.
     """
 
     status: int
@@ -48,7 +48,7 @@ class ApiError(Exception):
         return self.message
 
     def body(self, path: str) -> dict[str, Any]:
-        """In the shape of the API that the request's path belongs to."""
+        """The body, in the shape of the API to which the path of the request belongs."""
         if path.startswith(ANTHROPIC_PATH):
             kind = ANTHROPIC_KINDS.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
             return {"type": "error", "error": {"type": kind, "message": self.message}}
@@ -61,7 +61,7 @@ class ApiError(Exception):
 
 
 def as_api_error(error: BaseException, quiet: bool = False) -> ApiError:
-    """How an exception is answered. What is our own fault is logged, unless `quiet`, and not told."""
+    """The answer to an exception. Bugs of the server are logged, unless `quiet`, and not shown to clients."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestValidationError):
@@ -80,12 +80,12 @@ def as_api_error(error: BaseException, quiet: bool = False) -> ApiError:
         return ApiError(500, str(error))
     if not quiet:
         log.error("A request failed.", exc_info=error)
-    return ApiError(500, "The server failed at this request; its log says how.")
+    return ApiError(500, "The server failed at this request; its log has the details.")
 
 
 def validation_error(errors: Sequence[Any]) -> ApiError:
-    """The answer to a body whose fields are not what they must be."""
-    # Of a field that may have several types, the reading that came furthest was meant.
+    """The answer to a body with invalid fields."""
+    # A field of several types has an error for each; the type that matched deepest was meant.
     worst = max(errors, key=lambda one: len(one["loc"]))
     place = [part for part in worst["loc"] if part not in ("body", "query", "path")]
     names = [str(part) for part in place if not _is_type(part)]
@@ -100,7 +100,7 @@ def validation_error(errors: Sequence[Any]) -> ApiError:
 
 
 def _is_type(part: object) -> bool:
-    """Whether a part of an error's place is no field but the type that was tried."""
+    """Whether a part of an error's location is the name of a type that was tried, and not a field."""
     return isinstance(part, str) and (
         not part.isidentifier() or part in ("str", "int", "float", "bool") or part[0].isupper()
     )

@@ -1,4 +1,4 @@
-"""A chat that is to be answered, and what its answer consists of, whatever format either of them came or goes in."""
+"""Jobs, which all APIs turn their requests into, and events, of which they make their answers."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from blockdraft.types import SamplingParams, TokenLogprob
 
 @dataclass(frozen=True)
 class Speculation:
-    """How far one request is drafted for; it changes the speed and never the distribution of the answer.
+    """Drafting of one request. It changes the speed, never the distribution of the answer.
 
     Attributes:
         enabled: False decodes plainly.
-        block_size: Most tokens of a block, anchor included; None is what the server drafts.
-        tree_budget: Most guesses of a tree; None is what the server drafts.
-        statistics: Whether the answer ends with the counts of its cycles.
-        trace: Whether each piece of a streamed answer says what was guessed in its cycle.
-        backend: Which of the server's backends decodes; None is its first.
+        block_size: Most tokens of a block, anchor included; None is the server's limit.
+        tree_budget: Most guesses of a tree; None is the server's limit.
+        statistics: Whether the answer ends with statistics of drafting.
+        trace: Whether each piece of a streamed answer holds the guesses of its cycle.
+        backend: Name of the backend that decodes; None is the server's first.
     """
 
     enabled: bool = True
@@ -32,9 +32,11 @@ class Speculation:
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """Attributes:
-    mode: "auto" leaves it to the model, "none" forbids calls, "required" asks for one at least.
-    name: The tool that must be called; None leaves it to the model.
+    """Whether the model must call a tool, and which.
+
+    Attributes:
+        mode: "auto" lets the model decide, "none" forbids calls, "required" asks for at least one.
+        name: Tool that must be called; None lets the model choose.
     """
 
     mode: Literal["auto", "none", "required"] = "auto"
@@ -46,12 +48,12 @@ class ChatJob:
     """A chat to answer.
 
     Attributes:
-        messages: As chat templates of transformers take them: `role`, `content` (a text), and where there are any
+        messages: Messages in the shape of transformers' chat templates: `role`, `content` (a text) and, if any,
             `tool_calls` (`{"id", "type": "function", "function": {"name", "arguments"}}`, the arguments a dict) or
             `tool_call_id`.
-        max_new_tokens: Takes the place of that of `params`; None is what the context has room for.
+        max_new_tokens: Replaces that of `params`; None allows what the context has room for.
         tools: OpenAI's function tools, `{"type": "function", "function": {"name", "description", "parameters"}}`.
-        template: More variables of the chat template, such as `enable_thinking`.
+        template: Further variables of the chat template, such as `enable_thinking`.
     """
 
     messages: list[dict[str, Any]]
@@ -66,11 +68,11 @@ class ChatJob:
 
 @dataclass(frozen=True)
 class TextJob:
-    """A text to go on from, as it is. Attributes as in `ChatJob`.
+    """A text to continue without a chat template. Other attributes as in `ChatJob`.
 
     Attributes:
         prompt: A text or token ids.
-        add_special_tokens: Whether a text gets those that the tokenizer puts around.
+        add_special_tokens: Whether the tokenizer adds its special tokens to a text.
     """
 
     prompt: str | list[int]
@@ -82,10 +84,10 @@ class TextJob:
 
 @dataclass(frozen=True)
 class Text:
-    """New text of the answer, maybe empty where only `chunk` is new.
+    """New text of the answer. It may be empty where only `chunk` is new.
 
     Attributes:
-        chunk: The engine's piece that it came with, the first time that something of it is handed on; else None.
+        chunk: Chunk of the engine that brought the text. Only the first event of a chunk holds it, the others None.
     """
 
     text: str
@@ -94,7 +96,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Reasoning:
-    """New text of what the model thinks before it answers. `chunk` as in `Text`."""
+    """New text of the reasoning before the answer. `chunk` as in `Text`."""
 
     text: str
     chunk: Chunk | None = None
@@ -102,11 +104,11 @@ class Reasoning:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """New text of a tool call's arguments; the first piece of a call has its id and name.
+    """New text of a tool call's arguments. The first event of a call holds its id and name.
 
     Attributes:
-        index: Which call of the answer, from 0.
-        arguments: More of the JSON text of its arguments.
+        index: Number of the call in the answer, from 0.
+        arguments: Further JSON text of the arguments.
     """
 
     index: int
@@ -117,12 +119,15 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of a request.
+    """Token counts of a request.
 
     Attributes:
-        prompt: Of the prompt; `cached` of them were remembered and not read again.
-        completion: Of the answer; `reasoning` of them before it, as far as that is known.
-        accepted: Guesses of the drafter that are part of the answer; `rejected` are those that are not.
+        prompt: Tokens of the prompt.
+        cached: Tokens of the prompt whose keys and values were still in memory.
+        completion: Tokens of the answer, reasoning included.
+        reasoning: Tokens of the reasoning, as far as it is told apart.
+        accepted: Guesses of the drafter that are part of the answer.
+        rejected: Guesses of the drafter that are not.
     """
 
     prompt: int
@@ -138,7 +143,8 @@ class Finished:
     """The last event of an answer.
 
     Attributes:
-        stop: The stop string that ended it, if one did.
+        reason: Why the answer ended, in OpenAI's words.
+        stop: Stop string that ended the answer, if one did.
     """
 
     reason: Literal["stop", "length", "tool_calls"]
@@ -152,10 +158,15 @@ Event: TypeAlias = "Text | Reasoning | ToolCall | Finished"
 
 @dataclass(frozen=True)
 class PromptRead:
-    """The first event of a text job: its prompt, with what is known of each token where `params` asks for it."""
+    """The first event of a text job.
+
+    Attributes:
+        ids: Token ids of the prompt.
+        logprobs: Log-probability of each of them, if `params` asks for it; the first token has none.
+    """
 
     ids: list[int]
     logprobs: list[TokenLogprob | None]
 
 
-Answered: TypeAlias = "Event | PromptRead"  # of a text job
+Answered: TypeAlias = "Event | PromptRead"  # events of a text job

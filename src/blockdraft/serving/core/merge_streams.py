@@ -10,8 +10,10 @@ T = TypeVar("T")
 
 
 async def merge_streams(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
-    """What the streams yield, as it comes, with the number of the stream. An error of one of them ends all of them, and
-    so does closing this."""
+    """Values of several streams as they arrive, each with the number of its stream.
+
+    An error in one stream ends all of them, and so does closing this generator.
+    """
     if len(streams) == 1:
         try:
             async for value in streams[0]:
@@ -27,7 +29,7 @@ async def merge_streams(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGene
                 await news.put((number, value))
         except (asyncio.CancelledError, GeneratorExit):
             raise
-        except BaseException as error:  # panics of Rust code are no Exception
+        except BaseException as error:  # panics of Rust code are not of the class Exception
             await news.put((number, error))
         else:
             await news.put((number, None))

@@ -1,4 +1,4 @@
-"""What the server has done so far, for Prometheus, under names like those of vLLM."""
+"""Counters of the server for Prometheus, and statistics of drafting for answers, under names like those of vLLM."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ WHOLE = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300
 
 
 class Histogram:
-    """Counts of values by the smallest of these bounds that is not below them."""
+    """Counts of values by bucket. A bucket holds the values above the bound before it, up to its own.
+
+    Args:
+        bounds: Upper bounds of all buckets but the last, ascending.
+    """
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds, self._counts, self._sum = bounds, [0] * (len(bounds) + 1), 0.0
@@ -39,10 +43,10 @@ class Histogram:
 
 
 class Metrics(Collector):
-    """Sums over all requests. All of it is told and read in the event loop.
+    """Sums over all requests, written and read in the event loop.
 
     Args:
-        gauges: What can be looked up at any time, by name: an explanation, and what looks it up.
+        gauges: For each gauge, by name, its explanation and a function that returns its value.
     """
 
     def __init__(self, gauges: Mapping[str, tuple[str, Callable[[], float]]]) -> None:
@@ -57,7 +61,7 @@ class Metrics(Collector):
         self._registry.register(self)
 
     def text(self) -> bytes:
-        """In Prometheus' format."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
@@ -70,11 +74,11 @@ class Metrics(Collector):
         for name, explanation in SUMS.items():
             yield CounterMetricFamily(f"{PREFIX}{name}", explanation, value=self._sums[name])
         for name, seconds in self._seconds.items():
-            told = f"Seconds of all requests in: {name}. Requests that are decoded together each count them in full."
+            told = f"Seconds of all requests in: {name}. Requests decoded together each count them in full."
             yield CounterMetricFamily(f"{PREFIX}{name}_seconds", told, value=seconds)
         at = CounterMetricFamily(
             f"{PREFIX}spec_decode_num_accepted_tokens_per_pos",
-            "Cycles in which the guess at this place, counted from 0, was accepted.",
+            "Cycles in which the guess at this position, counted from 0, was accepted.",
             labels=["position"],
         )
         shares = GaugeMetricFamily(
@@ -83,27 +87,33 @@ class Metrics(Collector):
             labels=["position"],
         )
         cycles = self._sums["num_cycles"]
-        for place in sorted(self._drafted_at):
-            at.add_metric([str(place)], self._accepted_at[place])
-            shares.add_metric([str(place + 1)], self._accepted_at[place] / cycles)
+        for position in sorted(self._drafted_at):
+            at.add_metric([str(position)], self._accepted_at[position])
+            shares.add_metric([str(position + 1)], self._accepted_at[position] / cycles)
         yield at
         yield shares
         tau = self._sums["num_cycle_tokens"] / cycles if cycles else 1.0
         explanation = "Mean tokens of a cycle (tau), 1 without drafting."
         yield GaugeMetricFamily(f"{PREFIX}spec_decode_mean_acceptance_length", explanation, value=tau)
-        yield self._first.metric("time_to_first_token_seconds", "From a request's arrival to its first token.")
-        yield self._between.metric("inter_token_latency_seconds", "Between tokens; those of a cycle share its time.")
-        yield self._whole.metric("e2e_request_latency_seconds", "From a request's arrival to its end.")
+        yield self._first.metric("time_to_first_token_seconds", "Seconds from a request's arrival to its first token.")
+        explanation = "Seconds between tokens; those of a cycle share its time."
+        yield self._between.metric("inter_token_latency_seconds", explanation)
+        yield self._whole.metric("e2e_request_latency_seconds", "Seconds from a request's arrival to its end.")
 
     def refused(self, status: int) -> None:
-        """A request was answered with an error before or while it was decoded."""
+        """Count a request that was answered with an error, before or while it was decoded."""
         self._ended[f"error_{status}"] += 1
 
     def begin(self) -> Meter:
         return Meter(self)
 
     def end(self, request: Request, reason: str | None, seconds: float) -> None:
-        """What the engine did for a request is done; it has ended for this reason, None where `refused` tells."""
+        """Count a request that the engine has ended.
+
+        Args:
+            reason: Why it ended; None where `refused` counts it.
+            seconds: From its arrival to its end.
+        """
         stats = request.stats
         if reason is not None:
             self._ended[reason] += 1
@@ -132,18 +142,18 @@ class Metrics(Collector):
 
 SUMS = {
     "prompt_tokens": "Tokens of prompts.",
-    "prompt_tokens_cached": "Tokens of prompts that were remembered and not read again.",
+    "prompt_tokens_cached": "Tokens of prompts whose keys and values were still in memory.",
     "generation_tokens": "Tokens of answers.",
     "num_cycles": "Cycles of all requests.",
-    "num_cycle_tokens": "Tokens that cycles yielded.",
+    "num_cycle_tokens": "Tokens committed by cycles.",
     "spec_decode_num_drafts": "Cycles that drafted.",
-    "spec_decode_num_draft_tokens": "Guesses, of trees those on the longest path.",
+    "spec_decode_num_draft_tokens": "Guesses; a tree counts those of its longest path.",
     "spec_decode_num_accepted_tokens": "Guesses that became part of an answer.",
 }
 
 
 class Meter:
-    """Times of one request."""
+    """Measures the times of one request."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -151,7 +161,7 @@ class Meter:
         self._has_begun = False
 
     def chunk(self, chunk: Chunk) -> None:
-        """It has come just now."""
+        """Count the tokens of a chunk that arrives now."""
         now, count = time.perf_counter(), len(chunk.token_ids)
         if not count:
             return
@@ -166,16 +176,17 @@ class Meter:
 
 
 def metrics_of(ends: Sequence[Finished], most_guesses: int) -> dict[str, Any]:
-    """Statistics of drafting, under the names of vLLM.
+    """Statistics of drafting over the answers to one request.
 
     Args:
-        most_guesses: That a cycle may have.
+        ends: Last events of the answers.
+        most_guesses: Most guesses of a cycle.
     """
     guesses, accepted = list[int](), list[int]()
     for end in ends:
         cycles = list(zip(end.stats.committed, end.stats.drafted, strict=True))
         counts = [min(tokens - 1, drafted) for tokens, drafted in cycles]
-        if counts:  # the last cycle may have been cut, its bonus included
+        if counts:  # the end of the answer may have cut the last cycle, bonus included
             counts[-1] = end.usage.accepted - sum(counts[:-1])
         drafts = [(drafted, count) for (_, drafted), count in zip(cycles, counts, strict=True) if drafted]
         guesses += [drafted for drafted, _ in drafts]

@@ -1,4 +1,4 @@
-"""Jobs to what the engine decodes, and what it decoded to events."""
+"""Jobs to token ids and sampling parameters for the engine, and the engine's chunks to events."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tokenizer_of(target: Target) -> PreTrainedTokenizerBase:
     """The tokenizer of a target.
 
     Raises:
-        UsageError: It has none.
+        UsageError: The target has none.
     """
     if target.tokenizer is None:
         raise UsageError(f"{without_tokenizer(target)}, so prompts must be lists of token ids.")
@@ -37,15 +37,19 @@ def chat_text(
     tools: Sequence[Mapping[str, Any]] = (),
     template: Mapping[str, Any] | None = None,
 ) -> str:
-    """The text that the target's chat template makes of a chat, up to where the answer begins. The system's first
-    messages become one, since many templates take no second.
+    """A chat as text by the target's chat template, up to the beginning of the answer.
+
+    Consecutive system messages at the beginning become one, since many templates refuse a second one.
+
+    Args:
+        template: Further variables of the template.
 
     Raises:
-        UsageError: There is no template, or it refuses the chat.
+        UsageError: The target has no chat template, or the template refuses the chat.
     """
     tokenizer = tokenizer_of(target)
     if tokenizer.chat_template is None:
-        raise UsageError("The target has no chat template; call /v1/completions with the prompt as text.")
+        raise UsageError("The target has no chat template; send the prompt as text to /v1/completions.")
     named = dict(template or {})
     reserved = {"tokenize", "return_dict", "conversation", "chat_template", "tools", "add_generation_prompt"} & set(
         named
@@ -60,10 +64,10 @@ def chat_text(
             tokenize=False,
             **named,
         )
-        cast(str, text).encode()  # fails at half a character, which JSON inside of JSON may hold
-    except Exception as error:  # templates are programs, and fail in all ways at chats that they were not made for
+        cast(str, text).encode()  # fails at half of a surrogate pair, which JSON inside JSON may hold
+    except Exception as error:  # templates are programs, and may raise anything
         raise UsageError(
-            f"messages cannot be put into the target's chat template: {describe(error)}; change roles or contents."
+            f"messages are refused by the target's chat template: {describe(error)}; change their roles or contents."
         ) from error
     return cast(str, text)
 
@@ -77,19 +81,23 @@ def _together(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def chat_ids(target: Target, text: str) -> list[int]:
-    """Token ids of what a chat template wrote, which has its special tokens already."""
+    """Token ids of the text of a chat template, which already holds its special tokens."""
     return list(cast("list[int]", tokenizer_of(target)(text, add_special_tokens=False)["input_ids"]))
 
 
 def text_ids(target: Target, text: str, add_special_tokens: bool = True) -> list[int]:
-    """Token ids of a text as it is."""
+    """Token ids of a text without a chat template."""
     tokenizer = tokenizer_of(target)
     return encode_text(text, tokenizer) if add_special_tokens else chat_ids(target, text)
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A job as the engine takes it; the parser is of chats."""
+    """A job as the engine takes it.
+
+    Attributes:
+        parser: Splits the answer of a chat; None for texts.
+    """
 
     engine: Engine
     prompt: list[int]
@@ -98,23 +106,23 @@ class Prepared:
 
     @property
     def ended(self) -> bool:
-        """Whether the answer is complete, though the engine may go on."""
+        """Whether the answer is complete, even if the engine would go on."""
         return self.parser is not None and self.parser.ended
 
     @property
     def scores(self) -> int:
-        """Log-probabilities of the prompt's tokens that are asked for."""
+        """Number of log-probabilities of prompt tokens that the job asks for."""
         likely = self.params.prompt_logprobs
         return 0 if likely is None else len(self.prompt) * (1 + likely)
 
 
 def context_of(engine: Engine) -> int:
-    """Tokens that prompt and answer may have together."""
+    """Most tokens of prompt and answer together."""
     return min(engine.target.max_context, engine.cache_tokens - engine.slots_behind)
 
 
 def prepare(job: ChatJob | TextJob, backends: Backends, settings: ServeSettings) -> Prepared:
-    """What the engine is to decode. Templates, long texts and loading a backend take long.
+    """A job as the engine takes it. Takes long for long texts, and where it loads a backend.
 
     Raises:
         UsageError, ApiError: The job cannot be answered.
@@ -126,40 +134,47 @@ def prepare(job: ChatJob | TextJob, backends: Backends, settings: ServeSettings)
         prompt = chat_ids(engine.target, text)
         tokenizer = tokenizer_of(engine.target)
         parallel = job.parallel_tool_calls and takes_several_calls(tokenizer)
-        parser = parser_of(tokenizer, job.tools, job.tool_choice, text, parallel)
-        grammar = grammar_of(tokenizer, job.tools, job.tool_choice, parallel, text, params.grammar)
+        parser = parser_of(tokenizer, tools=job.tools, tool_choice=job.tool_choice, prompt_text=text, parallel=parallel)
+        grammar = grammar_of(
+            tokenizer,
+            tools=job.tools,
+            tool_choice=job.tool_choice,
+            prompt_text=text,
+            parallel=parallel,
+            content=params.grammar,
+        )
         params = replace(params, grammar=grammar)
     elif isinstance(job.prompt, str):
         prompt = text_ids(engine.target, job.prompt, job.add_special_tokens)
     else:
         prompt = job.prompt
     most = _most_new_tokens(settings, context_of(engine), len(prompt), job.max_new_tokens)
-    return Prepared(engine, prompt, replace(params, max_new_tokens=most), parser)
+    return Prepared(engine=engine, prompt=prompt, params=replace(params, max_new_tokens=most), parser=parser)
 
 
 def _most_new_tokens(settings: ServeSettings, context: int, prompt: int, wanted: int | None) -> int:
-    """How many tokens an answer may have."""
+    """Most tokens of an answer."""
     limit, most = settings.max_prompt_tokens, settings.max_answer_tokens
     room = context - prompt
     code = "context_length_exceeded"
     if limit is not None and prompt > limit:
-        raise ApiError(400, f"The prompt has {prompt} tokens; this server takes at most {limit}.", code=code)
+        raise ApiError(400, f"The prompt has {prompt} tokens; shorten it to at most {limit}.", code=code)
     if room < 1:
         raise ApiError(
             400,
             f"The prompt has {prompt} tokens, and this model's maximum context length is {context} tokens, "
-            f"answer included; shorten it.",
+            f"answer included; shorten the prompt.",
             code=code,
         )
     if wanted is None:
         return min(room, most or room)
     if most is not None and wanted > most:
-        raise ApiError(400, f"max_tokens is {wanted}; this server allows at most {most}.", param="max_tokens")
+        raise ApiError(400, f"max_tokens is {wanted}; it must be at most {most} on this server.", param="max_tokens")
     if wanted > room:
         raise ApiError(
             400,
             f"max_tokens is {wanted}, the prompt has {prompt} tokens, and this model's maximum context length is "
-            f"{context} tokens; ask for at most {room}, or leave it out.",
+            f"{context} tokens; lower max_tokens to {room}, or leave it out.",
             code=code,
             param="max_tokens",
         )
@@ -167,29 +182,30 @@ def _most_new_tokens(settings: ServeSettings, context: int, prompt: int, wanted:
 
 
 def events_of(chunk: Chunk, parser: AnswerParser | None) -> list[Event]:
-    """What a chunk adds to an answer; the first of its texts carries it."""
+    """Events of a chunk. The first text among them holds the chunk."""
     if parser is None:
         return [Text(chunk.text, chunk)]
     parts = parser.push(chunk.text)
     if chunk.finish_reason is not None:
         parts += parser.finish()
     events: list[Event] = list(parts)
-    for place, part in enumerate(parts):
+    for number, part in enumerate(parts):
         if not isinstance(part, ToolCall):
-            events[place] = replace(part, chunk=chunk)
+            events[number] = replace(part, chunk=chunk)
             return events
     return [Text("", chunk), *events]
 
 
 def finished(request: Request, ready: Prepared, thought: int) -> Finished:
+    """The last event of an answer. `thought` counts the tokens of its reasoning."""
     accepted = sum(request.drafted)
     usage = Usage(
-        len(request.prompt),
-        len(request.token_ids),
-        request.stats.remembered,
-        thought,
-        accepted,
-        max(0, sum(request.stats.drafted) - accepted),
+        prompt=len(request.prompt),
+        completion=len(request.token_ids),
+        cached=request.stats.remembered,
+        reasoning=thought,
+        accepted=accepted,
+        rejected=max(0, sum(request.stats.drafted) - accepted),
     )
     stop = None
     if request.text.stopped:
@@ -200,4 +216,4 @@ def finished(request: Request, ready: Prepared, thought: int) -> Finished:
         reason = "length"
     elif ready.parser is not None and ready.parser.called:
         reason = "tool_calls"
-    return Finished(reason, usage, request.stats, stop)
+    return Finished(reason, usage=usage, stats=request.stats, stop=stop)

@@ -1,4 +1,4 @@
-"""Chats and texts in, events out: what the routes of all APIs stand on."""
+"""The service under the routes of all APIs: it takes jobs and gives events."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class Service:
     """Answers jobs with the engines of a server.
 
     Attributes:
-        model_names: Names that requests may give the model.
-        created: When the server began, in seconds since 1970.
-        metrics: What it did so far.
+        model_names: Names of the model in requests.
+        created: Seconds from 1970 to the start of the server.
+        metrics: Counters over all requests.
         token_texts: Texts of single tokens.
-        most_guesses: That a cycle may have.
+        most_guesses: Most guesses of a cycle.
     """
 
     def __init__(self, backends: Backends, settings: ServeSettings) -> None:
@@ -59,12 +59,12 @@ class Service:
         self.metrics = Metrics(
             {
                 "num_requests_running": (
-                    "Requests that are decoded, prompts included.",
+                    "Requests that are being decoded, their prompts included.",
                     lambda: self.admission.active - self.admission.waiting,
                 ),
                 "num_requests_waiting": ("Requests that wait for a row.", lambda: self.admission.waiting),
                 "drafting_on": (
-                    "1 while cycles draft; 0 without a drafter, and while it would not pay.",
+                    "1 while cycles draft; 0 without a drafter, and while drafting would not pay.",
                     lambda: backends.usual.controller.drafts,
                 ),
             }
@@ -73,34 +73,34 @@ class Service:
         self.created = int(time.time())
         self._stopped = False
         self._dispatcher: ChunkDispatcher | None = None
-        # One thread of its own: whoever waits for minutes in those of `in_thread` would be in the way of all others.
+        # Loading takes minutes; in the threads of `in_thread` it would hold up other requests.
         self._loader = ThreadPoolExecutor(1, "blockdraft-load")
 
     def stop(self) -> None:
-        """Take no more, and end what still runs; who waits for it is told."""
+        """Admit no more requests, and end those that run with an error."""
         self._stopped = self.admission.draining = True
         for engine in self.backends.engines:
             engine.cancel()
 
     def check_model(self, name: str) -> str:
-        """The name by which an answer calls the model that a request named so.
+        """The name of the model in an answer, which is the one in the request.
 
         Raises:
-            ApiError: There is no such model.
+            ApiError: The server has no model of this name.
         """
         if name in self.model_names or self.settings.any_model:
             return name
         raise ApiError(
             404,
-            f"model is {name[:80]!r}; this server has {', '.join(self.model_names)}. Name one of these, or start "
-            f"the server with --served-model-name or --any-model.",
+            f"model is {name[:80]!r}; it must be one of {', '.join(self.model_names)}. To take other names, start the "
+            f"server with --served-model-name or --any-model.",
             kind="invalid_request_error",
             code="model_not_found",
             param="model",
         )
 
     def card(self, name: str) -> dict[str, Any]:
-        """What /v1/models tells of a model. No path of this machine is in it."""
+        """The entry of a model in /v1/models, without paths of this machine."""
         engine = self.backends.usual
         size, tokenizer = engine.drafting.block_size, engine.target.tokenizer
         weights, drafter_weights = self._weights
@@ -125,7 +125,7 @@ class Service:
 
     @property
     def context(self) -> int:
-        """Tokens that prompt and answer may have together."""
+        """Most tokens of prompt and answer together."""
         return context_of(self.backends.usual)
 
     def count_tokens(
@@ -134,7 +134,7 @@ class Service:
         tools: Sequence[Mapping[str, Any]] = (),
         template: Mapping[str, Any] | None = None,
     ) -> int:
-        """Tokens of a chat, as it would be answered."""
+        """Number of tokens of a chat as a prompt. Arguments as in `ChatJob`."""
         target = self.backends.usual.target
         return len(chat_ids(target, chat_text(target, messages, tools, template)))
 
@@ -142,7 +142,7 @@ class Service:
         """Answer a chat. Closing the iterator ends the request.
 
         Raises:
-            UsageError, ApiError: The job cannot be answered; before the first event.
+            UsageError, ApiError: The job cannot be answered; raised before the first event.
             NumbersError, RequestError: Decoding failed.
         """
         async with aclosing(self.answers([job])) as answers:
@@ -150,11 +150,11 @@ class Service:
                 yield event
 
     async def in_thread(self, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-        """What takes long, beside the event loop. No message of an error names a place on this machine's disk."""
+        """Run slow work outside the event loop. Its `UsageError`s are raised without paths of this machine."""
         return await self._public(asyncio.to_thread(work, *arguments, **named))
 
     async def _load(self, backend: str | None) -> None:
-        """Load a backend that is not yet there."""
+        """Load a backend, unless it is loaded."""
         if backend in self.backends.names and not self.backends.is_loaded(backend):
             await self._public(asyncio.wrap_future(self._loader.submit(self.backends.engine, backend)))
 
@@ -177,8 +177,10 @@ class Service:
     def answers(self, jobs: Sequence[TextJob]) -> AsyncGenerator[tuple[int, Answered], None]: ...
 
     async def answers(self, jobs: Sequence[ChatJob | TextJob]) -> AsyncGenerator[tuple[int, Any], None]:
-        """Answer several jobs, all of them or none; events come with the number of the job. Errors as in `chat`; one of
-        a job ends all of them."""
+        """Answer several jobs, with the number of its job beside each event.
+
+        Either all jobs are admitted or none. Errors as in `chat`; an error in one job ends all of them.
+        """
         try:
             with self.admission.places(len(jobs)):
                 async with aclosing(merge_streams([self._answer(job) for job in jobs])) as events:
@@ -198,7 +200,8 @@ class Service:
             try:
                 while True:
                     chunk = await queue.take()
-                    if chunk.finish_reason == "cancelled" and not ready.ended:  # by none of those who listen
+                    # Readers that cancel take no further chunk, so `stop` has cancelled this request.
+                    if chunk.finish_reason == "cancelled" and not ready.ended:
                         raise ApiError(503, "The server was stopped before the answer ended; ask again.")
                     chunk.checked()
                     if isinstance(job, TextJob) and not begun:
@@ -214,7 +217,7 @@ class Service:
                         request.cancel()
                 reason = "stop" if ready.ended else chunk.finish_reason
             except Exception:
-                reason = None  # `answers` counts it
+                reason = None  # counted by `answers`
                 raise
             finally:
                 meter.end(request, reason)
@@ -224,13 +227,18 @@ class Service:
     async def _decoding(
         self, ready: Prepared, how: Speculation, meter: Meter
     ) -> AsyncIterator[tuple[Request, ChunkQueue]]:
-        """A request while it is decoded, and where its chunks arrive. It is cancelled at the end."""
+        """A request while it is decoded, and the queue of its chunks. It is cancelled when the context ends."""
         if self._dispatcher is None or self._dispatcher.loop is not asyncio.get_running_loop():
             self._dispatcher = ChunkDispatcher()
-        queue = ChunkQueue(self.settings.max_unread, not how.trace, meter.chunk)
-        drafting = RequestDrafting(how.enabled, how.block_size, how.tree_budget)
-        listener = partial(self._dispatcher.send, queue)
-        start = partial(ready.engine.submit, ready.prompt, ready.params, listener, drafting, how.trace)
+        queue = ChunkQueue(most=self.settings.max_unread, joined=not how.trace, seen=meter.chunk)
+        start = partial(
+            ready.engine.submit,
+            ready.prompt,
+            ready.params,
+            listener=partial(self._dispatcher.send, queue),
+            drafting=RequestDrafting(enabled=how.enabled, block_size=how.block_size, tree_budget=how.tree_budget),
+            trace=how.trace,
+        )
         with self.admission.scores(ready.scores):
             starting = asyncio.ensure_future(self.in_thread(start))
             try:
@@ -239,7 +247,7 @@ class Service:
                 starting.add_done_callback(_cancel_started)
                 raise
             queue.full = request.cancel
-            if self._stopped:  # while it was submitted
+            if self._stopped:  # while the request was submitted
                 request.cancel()
             try:
                 yield request, queue
@@ -256,7 +264,7 @@ class TokenTexts:
     """Texts of single tokens, kept once they are known.
 
     Args:
-        tokenizer: None where the target has none; tokens are then called by their ids.
+        tokenizer: That of the target; without one, the text of a token is its id.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -268,6 +276,6 @@ class TokenTexts:
             return f"token_id:{token}"
         if token not in self._known:
             once, twice = (str(self._tokenizer.decode([token] * count)) for count in (1, 2))
-            # Some tokenizers leave out the space before the first word of a text.
+            # Some tokenizers drop the space before the first word of a text, so the token is decoded behind another.
             self._known[token] = twice[len(once) :] if twice.startswith(once) else once
         return self._known[token]

@@ -1,4 +1,4 @@
-"""Tool calls and reasoning out of the text of answers, and grammars that make a model call a tool."""
+"""Parsers of tool calls and reasoning in answers, and grammars that force tool calls or JSON."""
 
 from blockdraft.serving.parsing.answer import AnswerParser, parser_of
 from blockdraft.serving.parsing.grammar import grammar_of

@@ -1,4 +1,4 @@
-"""The text of an answer, taken apart into reasoning, tool calls and what is said, while it arrives."""
+"""Splits the text of an answer, as it arrives, into reasoning, tool calls and the answer itself."""
 
 from __future__ import annotations
 
@@ -26,32 +26,36 @@ def parser_of(
     """The parser of one answer, in the format of the chat template.
 
     Args:
-        tools: OpenAI's function tools. Without any, or where `tool_choice` forbids calls, what looks like one is text.
-        prompt_text: The prompt as text, whose end may have begun the reasoning.
-        parallel: Whether there may be several calls; otherwise the answer ends with the first.
+        tools: OpenAI's function tools. Without tools, or where `tool_choice` forbids calls, calls are left as text.
+        prompt_text: The prompt as text. The reasoning may begin at its end.
+        parallel: Whether several calls are allowed; otherwise the answer ends with the first.
 
     Raises:
-        UsageError: The template has no format for calls, or a tool is none.
+        UsageError: The template has no known format of calls, or a tool is malformed.
     """
     schemas = schemas_of(tools)
     form = format_of(tokenizer) if schemas and tool_choice.mode != "none" else None
-    return AnswerParser(form, schemas, thinks(tokenizer), is_thinking(prompt_text), parallel)
+    return AnswerParser(
+        form, tools=schemas, thinks=thinks(tokenizer), thinking=is_thinking(prompt_text), parallel=parallel
+    )
 
 
 class AnswerParser:
     """Takes the text of an answer piece by piece. The parts, joined, do not depend on where the pieces end.
 
-    What may become a marker is held back until that is decided, and a call until it is complete, for then alone it is
-    known to be one; what turns out to be none is text. Whitespace around reasoning and calls is left out.
+    Text that may become a marker is held back until that is decided, and a call until it is complete. A call that turns
+    out to be malformed is text. Whitespace around reasoning and calls is left out.
 
     Args:
         form: Format of the calls; None leaves them in the text.
-        thinks: Whether the answer may begin with reasoning, `thinking` whether the prompt has begun it.
-        parallel: Whether there may be several calls.
+        tools: Schemas of the tools' arguments, by name.
+        thinks: Whether the answer may begin with reasoning.
+        thinking: Whether the reasoning has begun in the prompt.
+        parallel: Whether several calls are allowed.
 
     Attributes:
-        called: Whether there was a call.
-        ended: Whether that was the only one that there may be; what comes then is no part of the answer.
+        called: Whether a call was found.
+        ended: Whether the only allowed call was found; later text is not part of the answer.
     """
 
     def __init__(self, form: Format | None, tools: Tools, thinks: bool, thinking: bool, parallel: bool = True) -> None:
@@ -70,12 +74,12 @@ class AnswerParser:
         return self.called and not self._parallel
 
     def push(self, text: str) -> list[Part]:
-        """What is decided with more text."""
+        """Parts that are decided once this text has come."""
         self._held += text
         return self._parts(final=False)
 
     def finish(self) -> list[Part]:
-        """What is left when no more text will come."""
+        """The remaining parts, once no more text will come."""
         parts = self._parts(final=True)
         if space := self._said.rest():
             parts.append(Text(space))
@@ -132,7 +136,7 @@ class _Trimmed:
     """Text without the whitespace at its end and, if `leading`, at its beginning.
 
     Attributes:
-        begins_line: Whether what comes next is the first in its line.
+        begins_line: Whether the next character begins a line.
     """
 
     def __init__(self, leading: bool) -> None:

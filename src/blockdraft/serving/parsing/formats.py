@@ -1,4 +1,4 @@
-"""The formats in which models write tool calls: the protocol, what several of them need, and each of them."""
+"""Formats in which models write tool calls: the protocol, shared functions, and a class for each format."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from json import JSONDecoder
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 Schema: TypeAlias = dict[str, Any]
-# The JSON schema of each tool's arguments, by the tool's name.
+# JSON schemas of the tools' arguments, by the tools' names.
 Tools: TypeAlias = Mapping[str, Schema]
-# As templates write it, which is what models have learnt; whitespace without bound would let a weak model write on.
-# Keywords that a grammar cannot express are left to the model, since tools are often described by others.
+# JSON as chat templates write it, since models have learnt that. Unbounded whitespace would let a weak model write
+# spaces for ever. "lenient" ignores keywords that no grammar expresses, since tools are often described by others.
 COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": True}
-# With these beside them, `properties` are not all that a schema may allow.
+# With one of these keys, a schema may allow more than its `properties`.
 OPEN_KEYS = {"additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "$ref"}
-LONGEST_WORD = 12  # characters of JSON whose end may be missing, such as -Infinity; strings aside
+LONGEST_WORD = 12  # most characters of an incomplete JSON token other than a string, such as -Infinity
 
 TOOL_CALL, TOOL_CALL_END = "<tool_call>", "</tool_call>"
 LLAMA3_BEFORE = re.compile(r"[\s;]*")
@@ -28,13 +28,15 @@ FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER = "<parameter="
 FUNCTION_HEAD = re.compile(r"(?:<tool_call>\s*)?<function=([^<>\n]+)>\s*")
 PARAMETER_HEAD = re.compile(r"<parameter=([^<>\n]+)>\n?")
-# The end of a value is the first one that another parameter or the end of the call follows.
+# A value ends at the first marker that is followed by another parameter or by the end of the call.
 PARAMETER_END = re.compile(r"</parameter>\s*(?=<parameter=|</function>)")
 
 
 class Call(NamedTuple):
-    """Attributes:
-    arguments: JSON text of an object.
+    """A tool call.
+
+    Attributes:
+        arguments: JSON text of an object.
     """
 
     name: str
@@ -42,11 +44,11 @@ class Call(NamedTuple):
 
 
 class Read(NamedTuple):
-    """What the beginning of a text is.
+    """What a text begins with: a call, or plain text.
 
     Attributes:
-        length: Characters that it takes, at least one, and no more than the next call may begin behind.
-        call: None: these are plain text.
+        length: Its characters, at least one. Plain text ends at the latest where a call may begin.
+        call: The call; None for plain text.
     """
 
     length: int
@@ -56,43 +58,42 @@ class Read(NamedTuple):
 class Format(Protocol):
     """How a family of models writes tool calls.
 
-    What is found and read must not depend on how much of the text has come: a decision, once made, holds however the
-    text goes on.
+    The results must not depend on how much of the text has come: a decision holds however the text goes on.
     """
 
     @property
     def separator(self) -> str:
-        """What stands between two calls."""
+        """Text between two calls."""
         ...
 
     @property
     def marked(self) -> bool:
-        """Whether calls begin with a marker, which no other JSON begins with."""
+        """Whether calls begin with a marker that tells them from other JSON."""
         ...
 
     @property
     def rules(self) -> str:
-        """Rules of Lark that the expressions of `grammar` use."""
+        """Rules of Lark used by the expressions of `grammar`."""
         ...
 
     def fits(self, template: str) -> bool:
-        """Whether a chat template asks for this format. At most one format may fit a template."""
+        """Whether a chat template asks for this format. At most one format fits a template."""
         ...
 
     def find(self, text: str, fresh: bool) -> int:
-        """Where the first call begins, or may begin once more text has come; the text's length if nowhere.
+        """Index where the first call begins, or may turn out to begin; the text's length if nowhere.
 
         Args:
-            fresh: Whether the text begins a line, the answer or what follows a call.
+            fresh: Whether the text begins at the start of a line, of the answer, or behind a call.
         """
         ...
 
     def read(self, text: str, tools: Tools, final: bool) -> Read | None:
-        """What a text that may begin with a call begins with; None while that needs more text.
+        """What a text begins with; None until enough text has come to decide.
 
         Args:
-            text: From where `find` found it.
-            final: No more text will come, so the answer is never None.
+            text: Text from the index that `find` returned.
+            final: Whether no more text will come; the result is then never None.
         """
         ...
 
@@ -100,13 +101,16 @@ class Format(Protocol):
         """A call of one tool, as an expression of llguidance's dialect of Lark.
 
         Args:
-            added: Texts that are tokens of their own; see `literal`.
+            added: Texts of tokens that were added to the vocabulary; see `literal`.
         """
         ...
 
 
 def literal(text: str, added: Collection[str]) -> str:
-    """A text as an expression of Lark. Tokens that were added to a vocabulary are named, as bytes do not match them."""
+    """A text as an expression of Lark.
+
+    Tokens that were added to the vocabulary are named in it, since bytes do not match them.
+    """
     named = [re.escape(token) for token in added if token in text]
     parts = re.split(f"({'|'.join(named)})", text) if named else [text]
     return " ".join(part if part in added else json.dumps(part) for part in parts if part)
@@ -118,13 +122,13 @@ def json_grammar(schema: Schema) -> str:
 
 
 def arguments_schema(schema: Schema) -> Schema:
-    """A tool's schema for a grammar: an object that has none but the arguments named, unless the schema has a say."""
+    """A tool's schema for a grammar. Arguments without a name in it are forbidden, unless it has one of `OPEN_KEYS`."""
     schema = {"type": "object", "properties": {}, **schema}
     return schema if OPEN_KEYS & set(schema) else {**schema, "additionalProperties": False}
 
 
 def marker_at(text: str, marker: str) -> int:
-    """Where a marker begins, or its first characters at the end of the text; the text's length if nowhere."""
+    """Index of a marker, or of its first characters at the end of the text; the text's length if nowhere."""
     at = text.find(marker)
     if at >= 0:
         return at
@@ -133,7 +137,7 @@ def marker_at(text: str, marker: str) -> int:
 
 
 class Broken(ValueError):
-    """A text is no JSON, however it goes on."""
+    """The text is not valid JSON, however it goes on."""
 
 
 def _refuse(constant: str) -> Any:
@@ -144,10 +148,10 @@ _DECODER = JSONDecoder(strict=False, parse_constant=_refuse)  # models write bar
 
 
 def read_json(text: str, at: int) -> tuple[Any, int] | None:
-    """The JSON object that begins at a place of a text, and where it ends; None while its end is missing.
+    """The JSON object that begins at index `at` of a text, and the index of its end; None until the end has come.
 
     Raises:
-        Broken: There is none.
+        Broken: The text there is not a JSON object.
     """
     if at < len(text) and text[at] != "{":
         raise Broken("no object")
@@ -159,15 +163,17 @@ def read_json(text: str, at: int) -> tuple[Any, int] | None:
         raise Broken(str(error)) from error
     except Broken:
         raise
-    except (RecursionError, ValueError):  # nested too deep, or a number that has too many digits so far
+    except (RecursionError, ValueError):  # nested too deep, or a number of too many digits
         return None
 
 
 def call_of(name: object, arguments: object) -> Call:
-    """Raises:
-    Broken: The name is no text, or the arguments are no object.
+    """A call of decoded JSON values.
+
+    Raises:
+        Broken: The name is not a text, or the arguments are not an object.
     """
-    if isinstance(arguments, str):  # JSON in JSON, as OpenAI's API writes them
+    if isinstance(arguments, str):  # JSON inside JSON, as OpenAI's API writes arguments
         arguments = read_whole(arguments)
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         raise Broken("no call")
@@ -175,10 +181,10 @@ def call_of(name: object, arguments: object) -> Call:
 
 
 def read_whole(text: str) -> Any:
-    """The value of a text that is JSON throughout.
+    """The value of a text that is JSON as a whole.
 
     Raises:
-        Broken: It is not.
+        Broken: The text is not.
     """
     try:
         return _DECODER.decode(text)
@@ -187,8 +193,10 @@ def read_whole(text: str) -> Any:
 
 
 def json_text(value: Any) -> str:
-    """Raises:
-    Broken: A number is infinite.
+    """A value as JSON text.
+
+    Raises:
+        Broken: A number is infinite.
     """
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
@@ -196,7 +204,7 @@ def json_text(value: Any) -> str:
         raise Broken(str(error)) from error
     try:
         text.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which only an escape can express
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can only escape
         return json.dumps(value)
     return text
 
@@ -229,7 +237,7 @@ class Hermes:
             return Read(len(text) - len(rest) + len(TOOL_CALL_END), call)
         if TOOL_CALL_END.startswith(rest):
             return Read(len(text), call) if final else None
-        return Read(end, call)  # some models forget the end
+        return Read(end, call)  # some models forget the end marker
 
     def grammar(self, name: str, schema: Schema, added: Collection[str]) -> str:
         opening = literal(f'{TOOL_CALL}\n{{"name": {json.dumps(name)}, "arguments": ', added)
@@ -237,9 +245,9 @@ class Hermes:
 
 
 class Llama3:
-    """`{"name": ..., "parameters": {...}}` with nothing around it, of Llama 3.1 to 3.3; several are divided by `;`.
+    """`{"name": ..., "parameters": {...}}` without markers, of Llama 3.1 to 3.3; `;` separates several.
 
-    Nothing marks such a call, so only an object that begins a line and names one of the request's tools is one.
+    Only an object at the beginning of a line that names one of the request's tools is a call.
     """
 
     separator, marked, rules = "; ", False, ""
@@ -278,7 +286,7 @@ class Qwen3Coder:
     """`<tool_call><function=NAME><parameter=KEY>value</parameter>...</function></tool_call>`, of Qwen3-Coder and
     Qwen 3.5.
 
-    Values are bare text; what they stand for is in the tool's schema.
+    Values are bare text; the tool's schema tells their types.
     """
 
     separator, marked = "\n", True
@@ -330,7 +338,7 @@ class Qwen3Coder:
 
 
 def _may_begin(text: str) -> bool:
-    """Whether this may still become the head of a call."""
+    """Whether a text may still become the head of a call."""
     rest = text.removeprefix(TOOL_CALL).lstrip() if text.startswith(TOOL_CALL) else text
     if rest.startswith(FUNCTION):
         return not re.search(r"[<>\n]", rest[len(FUNCTION) :])
@@ -342,7 +350,7 @@ def _is_text(schema: Any) -> bool:
 
 
 def _value(text: str, schema: Any) -> Any:
-    """What a bare text stands for; the text itself where it is no JSON."""
+    """The value of a bare text: its JSON value, or the text itself if that is its type or it is not JSON."""
     if _is_text(schema):
         return text
     try:
@@ -353,5 +361,5 @@ def _value(text: str, schema: Any) -> Any:
         return text
 
 
-# By the names that errors call them.
+# All formats, by their names in error messages.
 FORMATS: dict[str, Format] = {"hermes": Hermes(), "llama3": Llama3(), "qwen3_coder": Qwen3Coder()}

@@ -1,4 +1,4 @@
-"""Grammars that leave a model no choice but to call a tool, or to answer in a given form."""
+"""Grammars that force a model to call a tool, or to answer in a given form."""
 
 from __future__ import annotations
 
@@ -24,29 +24,28 @@ def grammar_of(
     prompt_text: str = "",
     content: Grammar | None = None,
 ) -> Grammar | None:
-    """What an answer must look like that has to call a tool, in the format of the chat template, or whose text has to
-    be JSON.
+    """The grammar of an answer that must call a tool, in the format of the chat template, or whose text must be JSON.
 
-    Reasoning may come first where the template knows of it. A named tool is called once, any of several once or, if
-    `parallel`, more often. Where there are tools and none has to be called, the answer is calls or `content`.
+    The answer may begin with reasoning if the template knows it. A named tool is called once. Without a name, any tool
+    is called, once or, if `parallel`, several times. If no call is required, the answer is either calls or `content`.
 
     Args:
         tools: OpenAI's function tools.
-        prompt_text: The prompt as text, whose end may have begun the reasoning.
-        content: JSON that the text must be.
+        prompt_text: The prompt as text. The reasoning may begin at its end.
+        content: Grammar of the text, which must be JSON; None allows any text.
 
     Returns:
-        None where the answer may be any text.
+        None if the answer may be any text.
 
     Raises:
-        UsageError: The tool is none of `tools`, the template has no format for calls, or one that cannot be told from
-            JSON.
+        UsageError: The named tool is not among `tools`, the template has no known format of calls, or its format cannot
+            be told from JSON.
     """
     name = tool_choice.name
     forced = tool_choice.mode == "required" or name is not None
     schemas = schemas_of(tools) if forced or (content is not None and tool_choice.mode == "auto") else {}
     if forced and not schemas:
-        raise UsageError("tool_choice asks for a call, and there are no tools; send tools, or leave tool_choice out.")
+        raise UsageError("tool_choice asks for a call without tools; give tools, or leave tool_choice out.")
     if name is not None and name not in schemas:
         raise UsageError(f"tool_choice names {name!r}; the tools are {', '.join(schemas)}.")
     if not schemas and content is None:
@@ -55,15 +54,15 @@ def grammar_of(
     thought = _thought(tokenizer, prompt_text, added)
     if not schemas and not thought:
         return content
-    # Behind a token that was added, the text before needs no end of its own.
+    # The expression /.*/ never matches an added token, so it ends before the marker without a suffix.
     rules = ["thought: /(?s:.*)/ " + THOUGHT if THOUGHT in added else f'thought[suffix="{THOUGHT}"]: /(?s:.*)/']
     ways = []
     if schemas:
         form = format_of(tokenizer)
         if not forced and not form.marked:
             raise UsageError(
-                "response_format and tools do not go together with this model, whose calls are JSON as well; leave out "
-                'one of them, or give tool_choice as "required" or "none".'
+                "response_format and tools cannot be combined with this model, since its calls are plain JSON; leave "
+                'out one of them, or set tool_choice to "required" or "none".'
             )
         again = f" ({literal(form.separator, added)} call)*" if parallel and name is None else ""
         ways.append(f"call{again}")
@@ -76,7 +75,7 @@ def grammar_of(
 
 
 def _json(content: Grammar) -> str:
-    """JSON as an expression of Lark, as it would be without tools and reasoning."""
+    """JSON as an expression of Lark, in the same style as without tools and reasoning."""
     text = content.text or '{"type": "object"}'
     try:
         compile_schema(text)
@@ -86,7 +85,7 @@ def _json(content: Grammar) -> str:
 
 
 def _thought(tokenizer: PreTrainedTokenizerBase, prompt_text: str, added: Collection[str]) -> str:
-    """What may come before the answer."""
+    """The optional reasoning before the answer, as an expression of Lark."""
     if is_thinking(prompt_text):
         return r"thought /\s*/ "
     if not thinks(tokenizer) or prompt_text.rstrip().endswith(THOUGHT):

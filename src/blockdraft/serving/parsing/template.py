@@ -1,4 +1,4 @@
-"""What a tokenizer's chat template says of the answers to expect."""
+"""Facts about answers that a tokenizer's chat template tells: format of tool calls, reasoning."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ THINK, THOUGHT = "<think>", "</think>"
 
 
 def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text of the chat template, that for tools where there are several; empty where there is none."""
+    """The text of the chat template. Of several, that for tools; empty without any."""
     template = tokenizer.chat_template or ""
     if isinstance(template, dict):
         template = template.get("tool_use") or template.get("default") or ""
@@ -25,21 +25,21 @@ def format_of(tokenizer: PreTrainedTokenizerBase) -> Format:
     """The format in which the template asks for tool calls.
 
     Raises:
-        UsageError: It asks for none, or for an unknown one.
+        UsageError: The template takes no tools, or its format is unknown.
     """
     template = template_of(tokenizer)
     fitting = [one for one in FORMATS.values() if one.fits(template)] if "tools" in template else []
     if not fitting:
         lacks = "has tool calls in an unknown format" if "tools" in template else "takes no tools"
         raise UsageError(
-            f"tools is given, and the model's chat template {lacks}; send none, or serve a model whose template has "
-            f"one of the formats {', '.join(FORMATS)}."
+            f"tools is given, and the model's chat template {lacks}; leave tools out, or serve a model whose template "
+            f"has one of the formats {', '.join(FORMATS)}."
         )
     return fitting[0]
 
 
 def takes_several_calls(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a message with several calls can be part of a chat; templates of Llama 3 refuse it."""
+    """Whether the template accepts a message with several calls, which templates of Llama 3 refuse."""
     return "single tool-call" not in template_of(tokenizer)
 
 
@@ -49,7 +49,7 @@ def thinks(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def is_thinking(prompt_text: str) -> bool:
-    """Whether a prompt ends with reasoning that has begun."""
+    """Whether the reasoning begins at the end of a prompt."""
     return prompt_text.rstrip().endswith(THINK)
 
 
@@ -57,7 +57,7 @@ def schemas_of(tools: Sequence[dict[str, Any]]) -> Tools:
     """The schemas of the arguments of OpenAI's function tools, by name.
 
     Raises:
-        UsageError: A tool has no name or a schema that is none, or two have the same name.
+        UsageError: A tool has no name or an invalid schema, or two have the same name.
     """
     schemas = dict[str, dict[str, Any]]()
     for tool in tools:
@@ -67,7 +67,7 @@ def schemas_of(tools: Sequence[dict[str, Any]]) -> Tools:
             raise UsageError(f"tools holds {str(tool)[:80]}; every tool needs a function with a name.")
         schema = function.get("parameters") or {}
         if not isinstance(schema, dict) or not isinstance(schema.get("properties", {}), dict):
-            raise UsageError(f"tools holds parameters of {name} that are no JSON schema of an object; give one.")
+            raise UsageError(f"tools holds parameters of {name} that are not the JSON schema of an object; give one.")
         if name in schemas:
             raise UsageError(f"tools holds {name} twice; give every tool a name of its own.")
         schemas[name] = schema
