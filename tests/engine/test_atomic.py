@@ -13,8 +13,7 @@ from torch import Tensor
 from blockdraft.decode.proposal import Plan, Proposal, SparseDistribution, chain
 from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.engine import Engine
-from blockdraft.engine.logprobs import token_logprobs
-from blockdraft.engine.runner import Runner
+from blockdraft.engine.runner import Runner, token_logprobs
 from blockdraft.errors import NumbersError, RequestError
 from blockdraft.targets import Target, TargetOutput, load_target
 from blockdraft.types import Drafting, SamplingParams
@@ -86,7 +85,7 @@ def test_log_probabilities_for_which_there_is_no_memory_cost_nothing(
                 raise MemoryError("full")
             return found(*arguments)
 
-        monkeypatch.setattr("blockdraft.engine.logprobs.token_logprobs", broken)
+        monkeypatch.setattr("blockdraft.engine.runner.token_logprobs", broken)
         for one, other in zip(engine.generate(PROMPTS, each), expected, strict=True):
             assert one.checked().token_ids == other.token_ids
             assert (one.finish_reason, one.drafted) == (other.finish_reason, other.drafted)
@@ -394,15 +393,15 @@ def test_an_interrupted_forward_leaves_nothing_behind(
     with pytest.raises(KeyboardInterrupt):
         scheduler.step()
     assert all(torch.isfinite(store).all() for store in scheduler._runner.cache._stores())
-    assert scheduler._places._slots.take(engine.cache_tokens) == 0  # all of them are free
+    assert scheduler._cache_manager._slots.take(engine.cache_tokens) == 0  # all of them are free
 
 
 def test_what_a_broken_request_held_is_not_remembered(target: Target, drafter: Drafter) -> None:
     engine = Engine(target, drafter, prefix_tokens=500)
     assert engine.submit(list(range(40)), GREEDY, lambda chunk: 1 / 0).result().failure is not None
-    assert engine.scheduler._places._kept == {}
+    assert engine.scheduler._cache_manager._kept == {}
     assert engine.submit(list(range(40)), GREEDY).result().failure is None
-    assert len(engine.scheduler._places._kept) == 1
+    assert len(engine.scheduler._cache_manager._kept) == 1
 
 
 def test_what_a_drafter_could_not_be_told_of_is_not_remembered(
@@ -421,10 +420,10 @@ def test_what_a_drafter_could_not_be_told_of_is_not_remembered(
     monkeypatch.setattr(type(drafter), "observe", fail_late)
     [first] = engine.generate([prompt], GREEDY)
     assert calls[0] == 30 and len(calls) == 2 and "no memory" in str(first.error)
-    assert engine.scheduler._places._kept == {}
+    assert engine.scheduler._cache_manager._kept == {}
     [second], [plain] = engine.generate([prompt], GREEDY), Engine(target).generate([prompt], GREEDY)
     assert second.error is None and second.token_ids == plain.token_ids
-    assert len(engine.scheduler._places._kept) == 1
+    assert len(engine.scheduler._cache_manager._kept) == 1
 
 
 def test_a_bug_of_ours_in_a_step_ends_the_requests_and_no_one_waits_for_ever(

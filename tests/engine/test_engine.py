@@ -15,7 +15,7 @@ from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.drafters.none import NoDrafter
 from blockdraft.engine import Engine, Request
-from blockdraft.engine.row import Row
+from blockdraft.engine.request import Row
 from blockdraft.engine.runner import Runner
 from blockdraft.errors import UsageError
 from blockdraft.targets import Target, load_target
@@ -223,7 +223,7 @@ def test_bad_requests_are_refused(
 def test_what_earlier_cycles_left_to_do_does_not_count_as_this_ones_time(
     target: Target, random_drafter: DFlashDrafter, monkeypatch: pytest.MonkeyPatch, most_kept: int
 ) -> None:
-    monkeypatch.setattr("blockdraft.engine.observing.MOST_KEPT", most_kept)
+    monkeypatch.setattr("blockdraft.engine.draft_context.MOST_KEPT", most_kept)
     request = Engine(target, random_drafter).request(PROMPTS[0], SamplingParams(30, ignore_eos=True))
     late: list[int] = []
     clock = [0.0]

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Completion, Engine
-from blockdraft.engine.logprobs import token_logprobs
+from blockdraft.engine.runner import token_logprobs
 from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, RequestDrafting, SamplingParams, TokenLogprob
 
@@ -143,5 +143,5 @@ def test_of_equal_tokens_the_lower_comes_first_and_there_are_no_more_than_tokens
 def test_long_texts_are_scored_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(7, 11)
     whole = token_logprobs(logits, list(range(7)), 2)
-    monkeypatch.setattr("blockdraft.engine.logprobs.PART", 30)
+    monkeypatch.setattr("blockdraft.engine.runner.PART", 30)
     assert token_logprobs(logits, list(range(7)), 2) == whole

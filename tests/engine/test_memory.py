@@ -13,7 +13,7 @@ from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.drafters.combined import CombinedDrafter
 from blockdraft.engine import Engine
 from blockdraft.engine import memory as memory_module
-from blockdraft.engine.observing import AT_ONCE
+from blockdraft.engine.draft_context import AT_ONCE
 from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, SamplingParams
 

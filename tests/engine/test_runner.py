@@ -9,7 +9,7 @@ from torch import Tensor
 from blockdraft.decode.proposal import Plan
 from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.engine import Engine, Request
-from blockdraft.engine.row import Row
+from blockdraft.engine.request import Row
 from blockdraft.engine.runner import Runner
 from blockdraft.targets import Target, TargetOutput, load_target
 from blockdraft.types import SamplingParams
@@ -76,13 +76,13 @@ def test_rows_that_have_read_their_prompts_get_their_own_token_beside_one_that_h
 def test_few_features_of_plain_cycles_are_kept(
     target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("blockdraft.engine.observing.MOST_KEPT", 3)
+    monkeypatch.setattr("blockdraft.engine.draft_context.MOST_KEPT", 3)
     runner, rows = made(target, drafter)
     read(runner, rows)
     for _ in range(10):
         runner.step(rows, Plan(1, [GREEDY] * len(rows)))
-        assert len(runner.observer._kept) <= 3
-    runner.observer.catch_up()
+        assert len(runner.draft_context._kept) <= 3
+    runner.draft_context.catch_up()
     starts = [row.start for row in rows]
     assert runner.state.of(starts).lengths == runner.cache.of(starts).lengths
 

@@ -296,7 +296,7 @@ def test_the_memory_of_prefixes_is_bounded(target: Target, drafter: Drafter) -> 
     engine = Engine(target, drafter, prefix_tokens=60)
     for prompt in PROMPTS:
         engine.generate([prompt], greedy(20))
-    kept = list(engine.scheduler._places._remembered.texts.values())
+    kept = list(engine.scheduler._cache_manager._remembered.texts.values())
     assert 0 < sum(map(len, kept)) <= 60
     assert kept[-1][: len(PROMPTS[-1])] == PROMPTS[-1]  # the latest one stays
 
@@ -307,7 +307,7 @@ def test_the_beginning_that_was_used_last_is_kept(target: Target, drafter: Draft
     older, newer = LONG[:40], LONG[:40:-1][:40]
     for prompt in (older, newer, [*older[:32], *newer[:8]]):
         engine.generate([prompt], greedy(8))
-    kept = list(engine.scheduler._places._remembered.texts.values())
+    kept = list(engine.scheduler._cache_manager._remembered.texts.values())
     assert [text[:40] for text in kept] == [older, [*older[:32], *newer[:8]]]
 
 
@@ -320,8 +320,8 @@ def test_what_is_remembered_makes_room_for_who_runs(target: Target, drafter: Dra
         prompt = [i + 9, *LONG[1:]]
         [completion] = engine.generate([prompt], greedy(20))
         assert completion.token_ids == alone(target, drafter, prompt, greedy(20))
-    slots = engine.scheduler._places._slots
-    assert sum(count for _, count in slots._free) + sum(engine.scheduler._places._kept.values()) == slots.total
+    slots = engine.scheduler._cache_manager._slots
+    assert sum(count for _, count in slots._free) + sum(engine.scheduler._cache_manager._kept.values()) == slots.total
 
 
 def test_what_is_remembered_stays_where_its_slots_would_not_suffice(target: Target, drafter: Drafter) -> None:
@@ -332,7 +332,7 @@ def test_what_is_remembered_stays_where_its_slots_would_not_suffice(target: Targ
     requests = [hand.submit([9, *LONG[1:]], greedy(20)) for _ in range(2)]
     hand.scheduler.step()
     assert (hand.scheduler.running, hand.scheduler.waiting) == (requests[:1], requests[1:])
-    assert [text[:40] for text in hand.scheduler._places._remembered.texts.values()] == [LONG[:40]]
+    assert [text[:40] for text in hand.scheduler._cache_manager._remembered.texts.values()] == [LONG[:40]]
 
 
 @pytest.mark.parametrize("drafting", [Drafting(), Drafting(tree_budget=6), Drafting("auto")])
@@ -343,4 +343,4 @@ def test_rows_come_and_go_and_nothing_is_left(target: Target, drafter: Drafter, 
     params = [greedy(5 + 11 * (i % 5)) for i in range(24)]
     for prompt, param, completion in zip(prompts, params, engine.generate(prompts, params), strict=True):
         assert completion.token_ids == alone(target, drafter, prompt, param)
-    assert engine.scheduler._places._slots._free == [(0, 900)]
+    assert engine.scheduler._cache_manager._slots._free == [(0, 900)]

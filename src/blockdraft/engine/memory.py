@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from blockdraft.drafters import Drafter, parts_of
-from blockdraft.engine.observing import AT_ONCE, MOST_KEPT
+from blockdraft.engine.draft_context import AT_ONCE, MOST_KEPT
 from blockdraft.machine import free_bytes
 from blockdraft.targets import Target
 
@@ -21,7 +21,7 @@ class Memory:
     Args:
         nodes: Most nodes of a row.
         automatic: Whether drafting may pause.
-        behind: Slots that a row needs behind its text, if these are more than its nodes.
+        behind: FreeSlots that a row needs behind its text, if these are more than its nodes.
     """
 
     target: Target

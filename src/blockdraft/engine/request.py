@@ -21,7 +21,7 @@ class Request:
     Attributes:
         prompt: Token ids.
         stop_ids: Tokens that end it, the target's own included unless they are ignored.
-        slots: Slots that its row needs, those of guesses included.
+        slots: FreeSlots that its row needs, those of guesses included.
         listener: Called with each new chunk of the answer, in the thread that decodes; an exception ends the request.
         drafting: How far it may be drafted for, where that is less than its engine drafts.
         grammar: How far its answer has come in its grammar, if it has one.
@@ -260,3 +260,23 @@ class Chunk:
 
 def _words(failure: BlockdraftError | None) -> str | None:
     return None if failure is None else str(failure)
+
+
+@dataclass(eq=False)
+class Row:
+    """A request that is decoded, and the slots that it has in the stores of target and drafter.
+
+    Attributes:
+        start: The first of its slots, by which it goes there.
+        capacity: How many they are.
+        read: Tokens of the prompt that have been read.
+    """
+
+    request: Request
+    start: int
+    capacity: int
+    read: int = 0
+
+    @property
+    def reading(self) -> bool:
+        return self.read < len(self.request.prompt)

@@ -10,14 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from blockdraft.decode.distributions import Distributions
+from blockdraft.decode.distributions import PART, Distributions
 from blockdraft.decode.proposal import Plan, Proposal, chain, cut
 from blockdraft.decode.verification import Verdict, verify
 from blockdraft.drafters import Drafter
-from blockdraft.engine.logprobs import answer_logprobs, prompt_logprobs
-from blockdraft.engine.observing import Observer
-from blockdraft.engine.request import Request
-from blockdraft.engine.row import Row
+from blockdraft.engine.draft_context import DraftContext
+from blockdraft.engine.request import Request, Row
 from blockdraft.machine import send
 from blockdraft.targets import Target, TargetOutput
 from blockdraft.timing import (
@@ -30,7 +28,7 @@ from blockdraft.timing import (
     VERIFICATION,
     Cycle,
 )
-from blockdraft.types import CycleTrace
+from blockdraft.types import CycleTrace, TokenLogprob
 
 
 class Outcome(NamedTuple):
@@ -67,7 +65,7 @@ class Runner:
         self.cache, self.state = target.new_cache(1, slots), drafter.new_state(1, slots)
         for store in (self.cache, self.state):
             store.close(0)
-        self.observer = Observer(drafter, self.state, target.device)
+        self.draft_context = DraftContext(drafter, self.state, target.device)
 
     def open(self, row: int, capacity: int) -> None:
         """Begin an empty row."""
@@ -76,8 +74,8 @@ class Runner:
 
     def close(self, row: int, wipe: bool = False) -> None:
         """Forget a row; its numbers too, where they may not be finite."""
-        self.observer.forget(row)
-        self.observer.catch_up()
+        self.draft_context.forget(row)
+        self.draft_context.catch_up()
         for store in (self.cache, self.state):
             if wipe:
                 store.wipe(row, whole=True)
@@ -85,13 +83,13 @@ class Runner:
 
     def shrink(self, row: int, capacity: int) -> None:
         """Give up what a row holds beyond so many tokens, and their slots."""
-        self.observer.catch_up()
+        self.draft_context.catch_up()
         for store in (self.cache, self.state):
             store.shrink(row, capacity)
 
     def copy(self, source: int, row: int, length: int) -> None:
         """Make the first tokens of one row those of another, which is empty."""
-        self.observer.catch_up()
+        self.draft_context.catch_up()
         for store in (self.cache, self.state):
             store.copy(source, row, length)
 
@@ -158,7 +156,7 @@ class Runner:
                 row.read += count
         for at, token in first.items():
             rows[at].request.extend([token], [False], scores[at])
-        self.observer.observe(rows, tokens, output.features, path)
+        self.draft_context.observe(rows, tokens, output.features, path)
         return lawless
 
     def step(self, rows: Sequence[Row], plan: Plan) -> Outcome:
@@ -170,7 +168,7 @@ class Runner:
                 plan = replace(plan, draws=self._fresh(requests)[:, : plan.block_size - 1])
             anchor = self._tensor([request.token_ids[-1] for request in requests])
             timer.mark(BOOKKEEPING)
-            late = self._catch_up_in(timer) if self.observer.due(rows, plan) else 0.0
+            late = self._catch_up_in(timer) if self.draft_context.due(rows, plan) else 0.0
             proposal = chain(anchor[:, None]) if plan.block_size == 1 else self.drafter.propose(state, anchor, plan)
             if any(request.drafting for request in requests):
                 proposal = cut(proposal, [request.drafting for request in requests])
@@ -201,10 +199,10 @@ class Runner:
                 request.stats.drafted.append(deepest[place])
             timer.mark(BOOKKEEPING)
             if plan.block_size == 1 and not lawless:
-                self.observer.keep(rows, proposal.tokens, output.features)
+                self.draft_context.keep(rows, proposal.tokens, output.features)
             else:
-                self.observer.catch_up()
-                self.observer.observe(rows, proposal.tokens, output.features, verdict.path)
+                self.draft_context.catch_up()
+                self.draft_context.observe(rows, proposal.tokens, output.features, verdict.path)
             for place in distributions.invalid_rows:  # what no walk has met lies in the row's slots, and must not stay
                 self.wipe(starts[place])
             timer.mark(OBSERVE)
@@ -224,7 +222,7 @@ class Runner:
     def _catch_up_in(self, timer: Cycle) -> float:
         """Tell the drafter what is kept. Returns the seconds that it took, which say nothing of this cycle."""
         before = timer.total
-        self.observer.catch_up()
+        self.draft_context.catch_up()
         timer.mark(OBSERVE)
         return timer.total - before
 
@@ -258,3 +256,40 @@ def _traced(proposal: Proposal, tokens: list[list[int]], verdict: Verdict, row: 
     parents = proposal.parent_lists[row]
     count = 1 + max(node for node, parent in enumerate(parents) if node == 0 or parent >= 0)  # what fills up is last
     return CycleTrace(tuple(tokens[row][:count]), tuple(parents[:count]), tuple(verdict.path[row]), seconds)
+
+
+def token_logprobs(logits_MV: Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprob]:
+    """Log-softmax of each token under its logits, with the `count` likeliest tokens, of equals the lower ids first."""
+    found = []
+    step, count = max(1, PART // logits_MV.size(-1)), min(count, logits_MV.size(-1))
+    for first in range(0, len(tokens), step):
+        own = tokens[first : first + step]
+        log_probs = logits_MV[first : first + step].float().log_softmax(dim=-1)
+        ids = torch.tensor(own, device=log_probs.device)
+        chosen = log_probs.gather(1, ids[:, None])[:, 0].tolist()
+        top = log_probs.topk(count, dim=-1)
+        for token, value, each in zip(
+            own, chosen, zip(top.indices.tolist(), top.values.tolist(), strict=True), strict=True
+        ):
+            best = sorted(zip(*each, strict=True), key=lambda entry: (-entry[1], entry[0]))
+            found.append(TokenLogprob(token, value, tuple(best)))
+    return found
+
+
+def answer_logprobs(
+    request: Request, logits_BNV: Tensor, row: int, nodes: Sequence[int], tokens: Sequence[int]
+) -> Sequence[TokenLogprob]:
+    """Of the tokens after these nodes, if the request asks for them."""
+    count = request.params.logprobs
+    return () if count is None or not nodes else token_logprobs(logits_BNV[row, nodes], tokens, count)
+
+
+def prompt_logprobs(row: Row, logits_NV: Tensor) -> Sequence[TokenLogprob | None]:
+    """Of the tokens of a prompt that follow those just read, if the request asks for it."""
+    request, first = row.request, row.read + 1
+    count = request.params.prompt_logprobs
+    if count is None:
+        return ()
+    following = request.prompt[first : first + len(logits_NV)]
+    known = token_logprobs(logits_NV[: len(following)], following, count)
+    return [None, *known] if row.read == 0 else known

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 
 from blockdraft.decode.proposal import Plan
 from blockdraft.engine.adaptive.policy import Controller
-from blockdraft.engine.places import Places
-from blockdraft.engine.request import Request
-from blockdraft.engine.row import Row
+from blockdraft.engine.cache_manager import CacheManager
+from blockdraft.engine.request import Request, Row
 from blockdraft.engine.runner import Runner
 from blockdraft.errors import BlockdraftError, NumbersError, RequestError, describe
 
@@ -51,7 +50,7 @@ class Scheduler:
         prefill_tokens: int,
     ) -> None:
         self._runner, self._controller = runner, controller
-        self._places = Places(runner, slots, prefix_tokens)
+        self._cache_manager = CacheManager(runner, slots, prefix_tokens)
         self._max_rows, self._prefill_tokens = max_batch_size, prefill_tokens
         self._lock = threading.Lock()  # of the queue: requests come from other threads
         self._waiting: deque[Request] = deque()
@@ -122,7 +121,7 @@ class Scheduler:
                 request.fail(RequestError(f"Decoding was ended by an error: {describe(error)}"), error)
         self._sources.clear()
         for row in rows:
-            self._places.give(row, wipe=True)
+            self._cache_manager.give(row, wipe=True)
         for request in [*(row.request for row in rows), *waiting]:
             request.publish()
 
@@ -132,14 +131,14 @@ class Scheduler:
         """Let in as many waiting requests as there are rows and slots for."""
         while self._waiting and len(self._rows) < self._max_rows:
             request = self._waiting[0]
-            known = self._places.longest(request)
-            start = self._places.take(request)
+            known = self._cache_manager.longest(request)
+            start = self._cache_manager.take(request)
             if start is None:
                 return
             row = Row(request, start, request.slots)
             if known is not None:
                 source = next((other for other in self._rows if other.start == known[0]), None)
-                if source is not None or self._places.remembers(known[0]):
+                if source is not None or self._cache_manager.remembers(known[0]):
                     self._sources[row] = source, *known
             self._rows.append(row)
             with self._lock:
@@ -189,7 +188,7 @@ class Scheduler:
         self._rows = [row for row in self._rows if not row.request.finished]
         for row in gone:
             self._sources.pop(row, None)
-            self._places.leave(row)
+            self._cache_manager.leave(row)
         for row in gone:
             row.request.publish()
         return [row.request for row in gone]

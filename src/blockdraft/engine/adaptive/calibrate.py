@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from blockdraft.decode.proposal import Plan
 from blockdraft.decode.sampling import RandomNumbers
 from blockdraft.drafters import Drafter, slots_behind
-from blockdraft.engine.request import Request
-from blockdraft.engine.row import Row
+from blockdraft.engine.request import Request, Row
 from blockdraft.engine.runner import Runner
 from blockdraft.engine.text import AnswerText
 from blockdraft.machine import wait_for

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from blockdraft.engine import Chunk
-from blockdraft.engine.detokenize import REPLACEMENT
+from blockdraft.engine.text import REPLACEMENT
 from blockdraft.serving.api import openai_requests
 from blockdraft.serving.api.openai_requests import ChatRequest
 from blockdraft.serving.api.streaming import data, stream, until_gone

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from blockdraft.decode.proposal import Plan
 from blockdraft.drafters import Drafter
-from blockdraft.engine.row import Row
+from blockdraft.engine.request import Row
 from blockdraft.errors import RequestError, describe
 from blockdraft.machine import send
 
@@ -18,7 +18,7 @@ MOST_KEPT = 512  # cycles whose features are kept before the drafter is told of 
 AT_ONCE = 256  # tokens, of all rows together, that it is then told of in a call: what a call takes grows with them
 
 
-class Observer:
+class DraftContext:
     """Tells a drafter of committed tokens.
 
     What cycles that did not draft have committed is kept, and the drafter is told of all of it at once before it
