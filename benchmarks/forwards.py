@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from blockdraft.decode.proposal import chain
 from blockdraft.drafters import BUNDLED_DFLASH, load_drafter
 from blockdraft.drafters.dflash import DFlashDrafter
+from blockdraft.drafters.dflash.drafter import DFlashDrafter
 from blockdraft.targets import BUNDLED, Target, load_target
 
 NODES = (1, 2, 4, 6, 8, 16, 32)

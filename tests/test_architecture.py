@@ -40,6 +40,17 @@ DECODE_FOR = {
     "drafters": {f"blockdraft.decode.{name}" for name in ("proposal", "tree", "distributions", "sampling")},
 }
 
+# A drafter is a folder of `drafters`, whose files stand among the layers by the part that they play.
+PARTS = {
+    **dict.fromkeys(("network", "target_network", "config"), "nn"),
+    "compiled": "cpu",
+    "captured": "cuda",
+    **dict.fromkeys(("layout", "speculators", "gguf", "in_target"), "formats"),
+    "drafter": "drafters",
+    **dict.fromkeys(("train", "train_pass"), "training"),
+    "checks": "deploy",
+}
+
 # Circles of imports inside one package that are still to be cut.
 KNOWN_CIRCLES: set[tuple[str, ...]] = set()
 
@@ -72,6 +83,19 @@ class Module(NamedTuple):
 
 def unit_of(name: str) -> str:
     return name.split(".")[1] if "." in name else ""
+
+
+def layer_of(name: str) -> str:
+    """The unit with which a module stands in LAYERS; of a file in a drafter's folder, by its part."""
+    _, *path = name.split(".")
+    is_part = path[:1] == ["drafters"] and len(path) == 3
+    return PARTS.get(path[2], f"a part {path[2]} of drafters") if is_part else unit_of(name)
+
+
+def folder_of(name: str) -> str | None:
+    """The drafter's folder that a module lies in, or is."""
+    path = name.split(".")
+    return path[2] if len(path) >= 3 and path[1] == "drafters" and path[2] != "base" else None
 
 
 def read_modules() -> list[Module]:
@@ -114,12 +138,13 @@ def wrong_order(modules: Iterable[Module]) -> list[str]:
     for module in modules:
         if module.name in ("blockdraft", "blockdraft.__main__"):
             continue
-        if module.unit not in HEIGHT:
-            reports.append(f"{module.name} has no layer; give {module.unit!r} one in LAYERS")
+        own = layer_of(module.name)
+        if own not in HEIGHT:
+            reports.append(f"{module.name} has no layer; give {own!r} one in LAYERS or PARTS")
             continue
         for name in imports_of(module, known):
-            unit = unit_of(name)
-            if unit != module.unit and HEIGHT.get(unit, len(LAYERS)) >= HEIGHT[module.unit]:
+            layer = layer_of(name)
+            if layer != own and HEIGHT.get(layer, len(LAYERS)) >= HEIGHT[own]:
                 reports.append(f"{module.name} imports {name}, which does not lie below it")
     return reports + [f"{' and '.join(names)} import each other" for names in circles(modules) - KNOWN_CIRCLES]
 
@@ -139,6 +164,10 @@ def circles(modules: Iterable[Module]) -> set[tuple[str, ...]]:
     return {tuple(sorted(two for two in found if one in reached[two])) for one, found in circular.items()}
 
 
+# Faces of z-lab's package, which has DFlash and DFlash2 alone.
+NAMED = {f"blockdraft.compat.{face}": "blockdraft.drafters.dflash" for face in ("adapt", "zlab")}
+
+
 def named_plugins(modules: Iterable[Module]) -> list[str]:
     """Imports of one drafter's or one target's own file from outside its package."""
     modules = list(modules)
@@ -150,6 +179,7 @@ def named_plugins(modules: Iterable[Module]) -> list[str]:
         if (unit := unit_of(name)) in ("drafters", "targets")
         and unit != module.unit
         and name not in (f"blockdraft.{unit}", f"blockdraft.{unit}.base")
+        and not (module.name in NAMED and name.startswith(NAMED[module.name]) and name.endswith(".network"))
     ]
 
 
@@ -199,7 +229,9 @@ TWO_DRAFTERS = [
     Module("blockdraft", "", is_package=True),
     Module("blockdraft.drafters", "", is_package=True),
     Module("blockdraft.drafters.base", ""),
-    Module("blockdraft.drafters.dflash", ""),
+    Module("blockdraft.drafters.dflash", "", is_package=True),
+    Module("blockdraft.drafters.dflash.drafter", ""),
+    Module("blockdraft.drafters.dflash.network", ""),
     Module("blockdraft.targets", "", is_package=True),
     Module("blockdraft.targets.base", ""),
     Module("blockdraft.targets.hf", ""),
@@ -220,6 +252,10 @@ TWO_DRAFTERS = [
         ("blockdraft.nn.cache", "from blockdraft.decode.proposal import Proposal"),  # sideways
         ("blockdraft.decode.verification", "from blockdraft.targets.base import Target"),
         ("blockdraft.unheard_of", "import torch"),
+        ("blockdraft.drafters.dflash.network", "from blockdraft.formats import read_drafter"),  # a part of `nn`
+        ("blockdraft.drafters.dflash.drafter", "from blockdraft.drafters.dflash.train import VARIANT"),
+        ("blockdraft.drafters.dflash.compiled", "from blockdraft.drafters.dflash.drafter import DRAFTER"),
+        ("blockdraft.drafters.dflash.unheard_of", "import torch"),
     ],
 )
 def test_wrong_order_is_reported(importer: str, source: str) -> None:
@@ -233,6 +269,8 @@ def test_wrong_order_is_reported(importer: str, source: str) -> None:
         ("blockdraft.decode.sampling", "import torch\nfrom blockdraft.types import SamplingParams"),
         ("blockdraft.nn.cache", "from .layers import RMSNorm\nfrom . import attention"),
         ("blockdraft.engine.stats", "from ..drafters.base import Drafter\nfrom blockdraft import targets"),
+        ("blockdraft.drafters.dflash.train", "from blockdraft.drafters.dflash.network import Net"),
+        ("blockdraft.drafters.dflash.drafter", "from blockdraft.drafters.base import Entry"),
         ("blockdraft.__main__", "from blockdraft.cli import main"),
         ("blockdraft.cli.generate", "from blockdraft.engine import Engine\nimport blockdraft_extras"),
     ],
@@ -269,7 +307,7 @@ def test_relative_import_in_a_package_file() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "from blockdraft.drafters.dflash import DFlash",
+        "from blockdraft.drafters.dflash.drafter import DFlash",
         "from blockdraft.drafters import dflash",
         "import blockdraft.targets.hf",
     ],
@@ -285,7 +323,10 @@ def test_named_plugin_is_reported(importer: str, source: str) -> None:
     [
         ("blockdraft.engine.stats", "from blockdraft.drafters.base import Drafter"),
         ("blockdraft.cli.generate", "from blockdraft.drafters import load_drafter"),
-        ("blockdraft.drafters.eagle3", "from .dflash import DFlash\nfrom blockdraft.targets.base import Target"),
+        (
+            "blockdraft.drafters.eagle3.drafter",
+            "from .dflash import DFlash\nfrom blockdraft.targets.base import Target",
+        ),
     ],
 )
 def test_named_plugin_is_not_reported(importer: str, source: str) -> None:

@@ -27,7 +27,7 @@ from blockdraft.evaluation.methods import Settings, parse_methods
 from blockdraft.serving.api.openai_requests import ChatRequest
 from blockdraft.serving.core.metrics import PREFIX, Metrics
 from blockdraft.settings import read_settings
-from blockdraft.training.variants import find_variant
+from blockdraft.training.variant import find_variant
 
 ROOT = Path(__file__).parents[1]
 PAIR = Path(blockdraft.__file__).parent / "pair"
@@ -50,7 +50,7 @@ NOT_RUN = {
     "blockdraft fit --target MODEL --data prompts.jsonl --hours 2 --out drafter": FIT,
     'blockdraft generate --target MODEL --drafter drafter "..."': FIT,
     'blockdraft generate --target DIR --drafter mtp --block-size 4 "..."': "the target that stands in has no MTP head; "
-    "tests/drafters/test_target_mtp.py has such",
+    "tests/drafters/mtp/test_target_network.py has such",
     "blockdraft train dflash ... --trackers wandb": "sends figures to a service; tests/training/test_trainer.py has a "
     "stand-in for it",
     "blockdraft serve": SERVE,

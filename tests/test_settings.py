@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from blockdraft.data.settings import RowSettings
+from blockdraft.drafters.dflash.train import DFlashRecipe
 from blockdraft.errors import UsageError
 from blockdraft.settings import SettingsError, as_toml, explain, read_settings, settings
-from blockdraft.training.variants.dflash import DFlashRecipe
 
 
 @settings

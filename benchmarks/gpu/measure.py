@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from blockdraft.decode.proposal import Plan, Proposal
 from blockdraft.drafters import Drafter
-from blockdraft.drafters.dflash import DFlashDrafter
+from blockdraft.drafters.dflash.drafter import DFlashDrafter
 from blockdraft.drafters.none import NoDrafter
 from blockdraft.engine.adaptive.calibrate import Probe
 from blockdraft.targets import Target

@@ -17,7 +17,7 @@ from blockdraft.errors import UsageError
 from blockdraft.settings import Count, settings
 from blockdraft.targets import Target
 from blockdraft.training.recipe import Recipe
-from blockdraft.training.variants import find_variant
+from blockdraft.training.variant import find_variant
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -25,8 +25,8 @@ from blockdraft.evaluation.methods import Settings
 from blockdraft.evaluation.prompts import PromptSet
 from blockdraft.evaluation.speed import figures
 from blockdraft.evaluation.speed import measure as measure_speeds
-from blockdraft.nn.rows import RowNetwork
-from blockdraft.targets import DraftRows, Target
+from blockdraft.nn.autoregressive import AutoregressiveNetwork, DraftNodes
+from blockdraft.targets import Target
 from blockdraft.timing import DRAFTING, listening
 from blockdraft.types import SamplingParams
 
@@ -37,10 +37,10 @@ NODES = (1, 2, 4, 8, 16, 32, 64)
 Progress = Callable[[str, int, int], None]
 
 
-class CountedRows:
-    """Rows of a cycle that are counted."""
+class CountedNodes:
+    """Nodes of a draft that are counted."""
 
-    def __init__(self, inner: DraftRows, passes: Counter[int]) -> None:
+    def __init__(self, inner: DraftNodes, passes: Counter[int]) -> None:
         self._inner, self._passes = inner, passes
 
     @property
@@ -85,11 +85,11 @@ class Watched:
             before = Counter(counted)
             yield
             self.passes.update(counted - before)
-        elif isinstance(network, RowNetwork):
-            run, rows = inner._run, inner._run.rows
-            run.rows = lambda *given: CountedRows(rows(*given), self.passes)
+        elif isinstance(network, AutoregressiveNetwork):
+            run, nodes = inner._run, inner._run.nodes
+            run.nodes = lambda *given: CountedNodes(nodes(*given), self.passes)
             yield
-            del run.rows  # the class's own again
+            del run.nodes  # the class's own again
         elif model is not None:
             forward = model.forward
             model.forward = lambda tokens, *rest, **named: (

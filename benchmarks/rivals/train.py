@@ -27,7 +27,7 @@ from blockdraft.training.recipe import Recipe
 from blockdraft.training.records import run_folder
 from blockdraft.training.telling import Telling
 from blockdraft.training.trainer import train as train_variant
-from blockdraft.training.variants import find_variant
+from blockdraft.training.variant import find_variant
 
 CLOCK_SECONDS = 5.0  # of training whose time a killed process loses at most
 FINISHED = "trained.json"

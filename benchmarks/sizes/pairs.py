@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.gpu.shapes import SHAPES, WEIGHT_SCALE, Shape, draft_config
 from benchmarks.sizes.widen import DRAFTER, TARGET, widen
+from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.formats.zlab import write_checkpoint
-from blockdraft.nn.dflash import DFlashNetwork
 
 # That of the bundled pair: 2.67 tokens a cycle with 3 guesses. It stands in where no trained pair has anything to say.
 PAIR_ACCEPTANCE = 0.735

@@ -23,9 +23,10 @@ from benchmarks.train_ablations import (
 from blockdraft.decode.proposal import Plan, Proposal
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.dflash import DFlashDrafter, independent_guesses
+from blockdraft.drafters.dflash.drafter import DFlashDrafter, independent_guesses
 from blockdraft.settings import read_settings
 from blockdraft.targets import Target, load_target
-from blockdraft.training.variants import find_variant
+from blockdraft.training.variant import find_variant
 from blockdraft.types import Drafting, SamplingParams
 
 RECIPE = Path(__file__).parents[2] / "recipes/tiny/ablation.toml"

@@ -8,9 +8,9 @@ from typer.testing import CliRunner
 
 from blockdraft.cli import app, display, loading
 from blockdraft.cli.train import split_flags
+from blockdraft.drafters.dflash.train import DFlashRecipe
 from blockdraft.formats.speculators import recognises
 from blockdraft.settings import read_settings
-from blockdraft.training.variants.dflash import DFlashRecipe
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerator")
 

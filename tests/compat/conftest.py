@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from blockdraft.drafters.dflash import DFlashDrafter
+from blockdraft.drafters.dflash.drafter import DFlashDrafter
+from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.formats.zlab import write_checkpoint
 from blockdraft.nn.cache import KVCache
-from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention
 
 LAYERS, HIDDEN, VOCAB, BLOCK_SIZE, MASK = 4, 32, 97, 8, 96

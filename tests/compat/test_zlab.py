@@ -11,8 +11,8 @@ from blockdraft import load_drafter
 from blockdraft.compat import DFlash2DraftModel, DFlashDraftModel
 from blockdraft.compat.adapt import drafter_for
 from blockdraft.compat.zlab import spec_generate
-from blockdraft.drafters.dflash import DFlashDrafter
-from blockdraft.drafters.dflash2 import DFlash2Drafter
+from blockdraft.drafters.dflash.drafter import DFlashDrafter
+from blockdraft.drafters.dflash2.drafter import DFlash2Drafter
 from blockdraft.engine import Engine
 from blockdraft.targets import load_target
 from blockdraft.targets.hf import HFTarget

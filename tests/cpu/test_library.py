@@ -15,9 +15,9 @@ import torch
 from blockdraft.cpu import library
 from blockdraft.cpu.build import build
 from blockdraft.cpu.compiled import CompiledDecoder
-from blockdraft.cpu.compiled_draft import CompiledDraftPass
 from blockdraft.cpu.library import CallFields, LinearFields, ModelFields
 from blockdraft.drafters import load_drafter
+from blockdraft.drafters.dflash.compiled import CompiledDraftPass
 from blockdraft.errors import UsageError
 from blockdraft.nn.cache import KVCache
 from blockdraft.targets import load_target

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from blockdraft import Engine, SamplingParams, load_drafter
-from blockdraft.cpu.compiled_draft import CompiledDraftPass
+from blockdraft.drafters.dflash.compiled import CompiledDraftPass
 from blockdraft.targets import Target, load_target
 
 SIZES: dict[str, Any] = {

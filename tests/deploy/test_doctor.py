@@ -12,15 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from blockdraft.deploy.checks import Reading
 from blockdraft.deploy.doctor import Diagnosis, conclude, examine
-from blockdraft.deploy.readings import Reading
-from blockdraft.deploy.readings.dflash import readings
 from blockdraft.deploy.settings import DoctorSettings
 from blockdraft.drafters import BUNDLED_DFLASH, bundled
-from blockdraft.drafters.dflash import DFlashDrafter
+from blockdraft.drafters.dflash.checks import readings
+from blockdraft.drafters.dflash.drafter import DFlashDrafter
+from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.formats.zlab import read_config
 from blockdraft.nn.cache import KVCache
-from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.draft_config import LayerAttention
 from blockdraft.targets import Target, load_target
 

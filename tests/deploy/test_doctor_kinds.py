@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from blockdraft.data.taps import tapped_features
+from blockdraft.deploy.checks import bench_of
 from blockdraft.deploy.doctor import Diagnosis, examine
-from blockdraft.deploy.readings import bench_of
 from blockdraft.deploy.settings import DoctorSettings
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
@@ -24,7 +24,7 @@ from blockdraft.errors import UsageError
 from blockdraft.formats import Checkpoint, find_layout
 from blockdraft.targets import Target, load_target
 from blockdraft.training.batches import Rows
-from blockdraft.training.variants import find_variant
+from blockdraft.training.variant import find_variant
 from blockdraft.types import SamplingParams
 
 PROMPTS = ["What is this?", "Tell me of the sea.", "Why?", "Count to nine!"]

@@ -8,11 +8,11 @@ import torch
 
 from blockdraft.decode.proposal import Plan
 from blockdraft.drafters import NetworkDrafter, as_given, bundled, drafter_of, entries, load_drafter, parts_of
-from blockdraft.drafters.dflash import DFlashDrafter
+from blockdraft.drafters.dflash.drafter import DFlashDrafter
+from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.drafters.none import NoDrafter
 from blockdraft.errors import UsageError
 from blockdraft.formats.zlab import read_checkpoint, write_checkpoint
-from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.draft_config import LayerAttention
 from blockdraft.nn.reduced_head import ReducedHead
 from blockdraft.targets import Target, load_target

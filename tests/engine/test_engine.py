@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from blockdraft.decode.proposal import Plan, Proposal, chain
 from blockdraft.drafters import Drafter, load_drafter
-from blockdraft.drafters.dflash import DFlashDrafter
+from blockdraft.drafters.dflash.drafter import DFlashDrafter
 from blockdraft.drafters.none import NoDrafter
 from blockdraft.engine import Engine, Request
 from blockdraft.engine.request import Row

@@ -9,7 +9,7 @@ import pytest
 from blockdraft.fit.facts import Machine, Measured, Speeds, TargetFacts
 from blockdraft.fit.plan import EVALUATIONS, FEWEST_STEPS, SAFETY, Plan, duration, make_plan, show
 from blockdraft.fit.settings import FitSettings
-from blockdraft.training.variants import find_variant
+from blockdraft.training.variant import find_variant
 
 TARGET = TargetFacts(8, 224, 4096, 1024, True, 11_000_000, "native, compiled", 4)
 MACHINE = Machine("cpu", 2, 2**34, 2**34, 2**36)

@@ -5,7 +5,7 @@ import pytest
 from blockdraft.fit.facts import Speeds, TargetFacts
 from blockdraft.fit.recipe import VARIANTS, expected_speedup, reference, taps
 from blockdraft.settings import read_settings
-from blockdraft.training.variants import find_variant
+from blockdraft.training.variant import find_variant
 
 TARGET = TargetFacts(28, 1024, 150_000, 32_768, True, 2**30, "native")
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from blockdraft.drafters.dflash.network import DFlashNetwork
+from blockdraft.drafters.dflash2.network import DFlash2Network
 from blockdraft.formats import read_drafter
 from blockdraft.formats.architectures import tensor_shapes
 from blockdraft.formats.zlab_config import parse_config
-from blockdraft.nn.dflash import DFlashNetwork
-from blockdraft.nn.dflash2 import DFlash2Network
 from blockdraft.nn.draft_config import DFlash2Config, LayerAttention
 
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -16,16 +16,16 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tiny_models import tiny_tokenizer  # noqa: E402
 
 from blockdraft import Drafter, Target, load_drafter, load_target  # noqa: E402
-from blockdraft.formats import Checkpoint, eagle3, find_layout  # noqa: E402
+from blockdraft.drafters.dflash.network import DFlashNetwork  # noqa: E402
+from blockdraft.drafters.dflash2.network import DFlash2Network  # noqa: E402
+from blockdraft.drafters.dspark.network import DSparkNetwork  # noqa: E402
+from blockdraft.drafters.eagle3.network import Eagle3Config, Eagle3Network  # noqa: E402
+from blockdraft.drafters.flow.network import FlowNetwork  # noqa: E402
+from blockdraft.drafters.medusa.network import MedusaConfig, MedusaNetwork  # noqa: E402
+from blockdraft.drafters.mtp.network import MTPConfig, MTPNetwork  # noqa: E402
+from blockdraft.formats import Checkpoint, find_layout  # noqa: E402
 from blockdraft.formats.zlab import write_checkpoint  # noqa: E402
-from blockdraft.nn.dflash import DFlashNetwork  # noqa: E402
-from blockdraft.nn.dflash2 import DFlash2Network  # noqa: E402
 from blockdraft.nn.draft_config import DFlash2Config, DraftConfig, DSparkConfig, FlowConfig, LayerAttention  # noqa: E402
-from blockdraft.nn.dspark import DSparkNetwork  # noqa: E402
-from blockdraft.nn.eagle3 import Eagle3Config, Eagle3Network  # noqa: E402
-from blockdraft.nn.flow import FlowNetwork  # noqa: E402
-from blockdraft.nn.medusa import MedusaConfig, MedusaNetwork  # noqa: E402
-from blockdraft.nn.mtp import MTPConfig, MTPNetwork  # noqa: E402
 
 FAMILIES = ("qwen3", "llama", "gemma3_text", "qwen2", "mistral", "gemma2")
 # Arguments of `load_target`.
@@ -157,7 +157,7 @@ def write_eagle3(number: int, folder: Path) -> None:
             for parameter in network.parameters():
                 parameter += 0.2 * torch.randn_like(parameter)
             network.lm_head.weight[LOUD:] *= 0.1  # as in the targets
-    eagle3.LAYOUT.write(folder, Checkpoint(config, network.state_dict()), None, ())
+    find_layout("eagle3").write(folder, Checkpoint(config, network.state_dict()), None, ())
 
 
 def write_drafter(number: int, kind: str, folder: Path) -> None:

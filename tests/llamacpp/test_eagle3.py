@@ -14,15 +14,15 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM
 from benchmarks.server import chats
 from blockdraft.data.documents import Document, read_data, tokenizer_fingerprint
 from blockdraft.data.writer import DataWriter
+from blockdraft.drafters.eagle3.layout import tensor_shapes
+from blockdraft.drafters.eagle3.train import Eagle3Recipe
 from blockdraft.formats import Checkpoint, find_layout, read_drafter
-from blockdraft.formats.eagle3 import tensor_shapes
 from blockdraft.settings import read_settings
 from blockdraft.targets import BUNDLED as TARGET
 from blockdraft.targets import load_target
 from blockdraft.training.devices import make_accelerator
 from blockdraft.training.export_gguf import export_gguf
 from blockdraft.training.trainer import run_folder, train
-from blockdraft.training.variants.eagle3 import Eagle3Recipe
 
 pytestmark = pytest.mark.llamacpp
 PROMPTS, GUESSES, NEAR = 32, 7, 0.03

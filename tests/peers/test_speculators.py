@@ -13,12 +13,12 @@ from torch import Tensor
 
 from blockdraft.decode.proposal import Plan
 from blockdraft.drafters import load_drafter
-from blockdraft.drafters.peagle import PEagleDrafter
+from blockdraft.drafters.eagle3.network import Eagle3Config, Eagle3Network
+from blockdraft.drafters.peagle.drafter import PEagleDrafter
+from blockdraft.drafters.peagle.network import PEagleNetwork
 from blockdraft.formats import Borrowed, read_drafter, speculators, zlab
+from blockdraft.nn.autoregressive import CachedAttention
 from blockdraft.nn.draft_config import LayerAttention
-from blockdraft.nn.eagle3 import Eagle3Config, Eagle3Network
-from blockdraft.nn.peagle import PEagleNetwork
-from blockdraft.nn.rows import CachedAttention
 from blockdraft.targets import Target, embedding_and_head, load_target
 from blockdraft.training.export import Format, convert, export
 from blockdraft.types import SamplingParams

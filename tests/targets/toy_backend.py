@@ -16,10 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blockdraft.nn.draft_pass import DraftPass
-from blockdraft.nn.medusa import HeadPass
-from blockdraft.nn.row_pass import RowPass
-from blockdraft.targets.base import LoadOptions, TargetOutput
+from blockdraft.targets.base import LoadOptions, R, Runnable, TargetOutput
 from blockdraft.targets.families import NotCovered
 
 RANK = 5
@@ -100,16 +97,8 @@ class ToyTarget:
     def forward_bytes(self, batch: int, nodes: int, slots: int) -> int:
         return 4 * batch * nodes * self.hidden_size
 
-    def draft_runner(
-        self, network: Any, head: Callable[[Tensor], Tensor] | None = None, owned: bool = False
-    ) -> DraftPass:
-        return DraftPass(network, self.embed, head or self.head)
-
-    def head_runner(self, network: Any, owned: bool = False) -> HeadPass:
-        return HeadPass(network, self.head)
-
-    def row_runner(self, network: Any, owned: bool = False) -> RowPass:
-        return RowPass(network, self.embed, self.head)
+    def runner(self, network: Runnable[R], head: Callable[[Tensor], Tensor] | None = None, owned: bool = False) -> R:
+        return network.runner(self.embed, head or self.head)
 
     def forward(
         self, tokens: Tensor, parents: Tensor, cache: Any, taps: Sequence[int] = (), logits_at: Tensor | None = None

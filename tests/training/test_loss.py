@@ -9,12 +9,12 @@ import torch
 
 from blockdraft.data.documents import read_data
 from blockdraft.decode.proposal import chain
+from blockdraft.drafters.dflash.train import DFlashRecipe, DFlashVariant
 from blockdraft.targets import load_target
 from blockdraft.training.batches import Batches, Documents
 from blockdraft.training.loss import DraftLoss, Sums, term_weights
 from blockdraft.training.objectives import Slots
 from blockdraft.training.sources import features_of, open_source
-from blockdraft.training.variants.dflash import DFlashRecipe, DFlashVariant
 
 RECIPE = DFlashRecipe(
     layers=2,

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from blockdraft.drafters.dflash.train import DFlashRecipe, DFlashVariant
 from blockdraft.training.muon import Muon
 from blockdraft.training.optimizers import make_optimizers, rate, set_rate
 from blockdraft.training.recipe import Recipe
-from blockdraft.training.variants.dflash import DFlashRecipe, DFlashVariant
 
 
 def test_rates_rise_and_fall() -> None:

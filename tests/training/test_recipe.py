@@ -6,7 +6,7 @@ import pytest
 
 from blockdraft.settings import explain
 from blockdraft.training.recipe import Recipe
-from blockdraft.training.variants import find_variant, variant_names
+from blockdraft.training.variant import find_variant, variant_names
 
 
 def test_fields_that_do_not_fit_together() -> None:

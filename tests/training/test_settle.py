@@ -9,10 +9,10 @@ import torch
 
 from blockdraft.data.documents import Document, TokenData, read_data
 from blockdraft.data.writer import DataWriter
+from blockdraft.drafters.dflash.train import DFlashRecipe
 from blockdraft.errors import Complaints
 from blockdraft.targets import Target, load_target
 from blockdraft.training.settle import Settled, settle
-from blockdraft.training.variants.dflash import DFlashRecipe
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from accelerate.utils import LoggerType
 from blockdraft.settings import read_settings
 from blockdraft.training.devices import make_accelerator
 from blockdraft.training.trackers import begin_trackers, track
-from blockdraft.training.variants import find_variant
+from blockdraft.training.variant import find_variant
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerator")
 

@@ -29,7 +29,7 @@ from blockdraft.training.finish import FINISH
 from blockdraft.training.records import Records
 from blockdraft.training.telling import Telling
 from blockdraft.training.trainer import run_folder, train
-from blockdraft.training.variants import find_variant, variant_names
+from blockdraft.training.variant import find_variant, variant_names
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerator")
 

@@ -89,7 +89,7 @@ def train(
     To end early with a whole drafter: `touch DIR.run/finish`, or send the signal USR1.
     """
     from blockdraft.settings import as_toml, read_settings
-    from blockdraft.training.variants import find_variant
+    from blockdraft.training.variant import find_variant
 
     settings = read_settings(find_variant(variant).recipe_class, recipe, context.obj)
     if show_recipe:

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from blockdraft.drafters import Drafter, NetworkDrafter, drafter_of
+from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.engine import Engine
 from blockdraft.errors import UsageError
-from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.targets import Target
 from blockdraft.types import Drafting
 

@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 
 from blockdraft.compat.adapt import check_token_ids, drafter_for, engine_for, stops_of
 from blockdraft.drafters import NetworkDrafter
+from blockdraft.drafters.dflash.network import DFlashNetwork
+from blockdraft.drafters.dflash2.network import DFlash2Network
 from blockdraft.errors import UsageError
 from blockdraft.formats import check_fits
 from blockdraft.formats.zlab import read_checkpoint
-from blockdraft.nn.dflash import DFlashNetwork
-from blockdraft.nn.dflash2 import DFlash2Network
 from blockdraft.targets import Target, as_target
 from blockdraft.types import SamplingParams
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -12,12 +13,36 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blockdraft.cpu.build import build
-from blockdraft.cpu.compiled import EVERYWHERE, CompiledLayers, address
+from blockdraft.cpu.compiled import EVERYWHERE, CompiledDecoder, CompiledLayers, address
 from blockdraft.cpu.library import KINDS, CallFields, LayerFields, Library, LinearFields
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.packed import PackedLinear, fits_bfloat16, lay_out
 from blockdraft.nn.quantized import PIECE, QuantizedWeight, best_group
 from blockdraft.nn.rounding import QUICK, rounded
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A compiled target, as the runners of draft networks use it.
+
+    Attributes:
+        embed, head: The target's, with its own names for tokens and hidden states.
+        head_dim: Of the target's attention.
+        dtype: Of the target, in which drafters compute too.
+        bits: To which weights of drafters are rounded; None leaves them as they are.
+    """
+
+    decoder: CompiledDecoder
+    embed: Callable[[Tensor], Tensor]
+    head: Callable[[Tensor], Tensor]
+    head_dim: int
+    dtype: torch.dtype
+    bits: int | None = None
+
+    @property
+    def store(self) -> torch.dtype:
+        """Dtype of a drafter's keys and values."""
+        return torch.int8 if self.decoder.library.store_dtype == torch.int8 else self.dtype
 
 
 def why_not_compiled(weight: Tensor, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -116,7 +141,7 @@ class CompiledNetwork(CompiledLayers):
         config: With the shape of the layers.
         dtype: Of the arithmetic that is compared with, to which weights are rounded first.
         bits: To which weights are rounded, if they are.
-        owned: As in `Target.draft_runner`.
+        owned: As in `Target.runner`.
     """
 
     compile_reason: str | None = None
@@ -141,7 +166,7 @@ class CompiledNetwork(CompiledLayers):
         return sum(each.nbytes for each in self._packed) + sum(each.nbytes for each in self._alive)
 
     def _lay_out(self, own: LayerFields, layer: Any) -> None:
-        """A layer's projections and norms, as `DraftLayer` and `Eagle3Layer` name them."""
+        """A layer's projections and norms, as draft layers name them."""
         attention, mlp = layer.self_attn, layer.mlp
         own.qkv = self._pack(attention, "q_proj", "k_proj", "v_proj")
         own.output = self._pack(attention, "o_proj")

@@ -18,10 +18,8 @@ from torch import Tensor
 from blockdraft.errors import UsageError
 from blockdraft.machine import send
 from blockdraft.nn.attention import grouped_mask, visible_slots
-from blockdraft.nn.cache import KVCache, bucket, slot_bucket
+from blockdraft.nn.cache import bucket, slot_bucket
 from blockdraft.nn.decoder import Decoder
-from blockdraft.nn.dflash import DFlashNetwork
-from blockdraft.nn.draft_pass import DraftPass
 
 MOST_NODES = 320  # of a captured forward, padding included
 MOST_GRAPHS = 32  # of one owner; each keeps its results in memory
@@ -121,7 +119,7 @@ def room(capacity: int) -> int:
     return slot_bucket(capacity + MOST_PADDING)
 
 
-def _place(store: Tensor) -> Hashable:
+def place(store: Tensor) -> Hashable:
     return store.data_ptr(), store.stride()
 
 
@@ -174,49 +172,7 @@ class CapturedDecoder:
             logits, features = decoder(tokens, positions, at, masks, seen, taps)
             return [logits] if features is None else [logits, features]
 
-        key = (_place(store), batch, padded, slots, tuple(taps))
+        key = (place(store), batch, padded, slots, tuple(taps))
         inputs = [F.pad(tokens, (0, padded - count)), torch.tensor(lengths), depths, within]
         logits, *features = self._graphs.run(key, call, inputs, count)
         return logits, features[0] if features else None
-
-
-class CapturedDraftPass(DraftPass):
-    """A draft pass with its head, as graphs; the keys and values of the context are written without.
-
-    Args:
-        network, embed, head: As in `DraftPass`.
-        recorder: Of the target.
-    """
-
-    def __init__(
-        self,
-        network: DFlashNetwork,
-        recorder: Recorder,
-        embed: Callable[[Tensor], Tensor],
-        head: Callable[[Tensor], Tensor],
-    ) -> None:
-        super().__init__(network, embed, head)
-        self._graphs = Graphs(recorder, network.fc.weight.device)
-
-    def guesses(self, state: KVCache, tokens: Tensor, first: int, window: int | None = None) -> tuple[Tensor, Tensor]:
-        """As `DraftPass.guesses`. A pass with a window reads other slots each time, and is not captured."""
-        config, (batch, count) = self.config, tokens.shape
-        slots = slot_bucket(max(state.lengths) + count)
-        if window is not None or slots > state.capacity:
-            return super().guesses(state, tokens, first, window)
-        store, is_memory = state.view(self._memory(state), count, slots)
-        if not is_memory:
-            return super().guesses(state, tokens, first, window)
-
-        def call(tokens: Tensor, starts: Tensor) -> list[Tensor]:
-            at = starts[:, None] + torch.arange(count, device=starts.device)
-            block = self._embed(tokens)
-            visible = {kind: self._visible(starts, at, kind, slots) for kind in set(config.layers)}
-            masks = {kind: grouped_mask(each, self._group, block.dtype) for kind, each in visible.items()}
-            hidden = self._through(block, at, self._angles(at), masks, store, slice(0, slots))[:, first:]
-            return [hidden, self._head(hidden)]
-
-        key = (_place(store), batch, count, slots, first)
-        inputs = [tokens, torch.tensor(state.lengths)]
-        hidden, logits = self._graphs.run(key, call, inputs, count - first)
-        return hidden, logits

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from blockdraft.deploy.readings import Reading, bench_of
+from blockdraft.deploy.checks import Reading, bench_of
 from blockdraft.deploy.settings import DoctorSettings
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine

@@ -30,7 +30,7 @@ from blockdraft.formats import read_config, trained_for
 from blockdraft.formats.gguf import is_gguf, open_gguf
 from blockdraft.formats.gguf.drafter import drafter_config, gguf_trained_for
 from blockdraft.formats.gguf.kinds import kind_in
-from blockdraft.plugins import plugins
+from blockdraft.plugins import parts, plugins
 from blockdraft.targets import Target, other_target_warning
 from blockdraft.types import JOINT, DraftModel
 
@@ -67,7 +67,8 @@ def for_others(drafter: str | Path, note: Callable[[str], None]) -> str | Path:
 
 def entries() -> dict[str, Entry]:
     """Every kind of drafter, by its file name."""
-    return {name: module.DRAFTER for name, module in plugins(__name__).items() if hasattr(module, "DRAFTER")}
+    found = {name: module.DRAFTER for name, module in plugins(__name__).items() if hasattr(module, "DRAFTER")}
+    return dict(sorted({**found, **{name: module.DRAFTER for name, module in parts("drafter").items()}}.items()))
 
 
 def entry_of_variant(name: str) -> Entry:

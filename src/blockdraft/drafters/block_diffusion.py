@@ -14,7 +14,7 @@ from blockdraft.decode.proposal import Plan, Proposal, chain, cut
 from blockdraft.denoisers.folder import FAMILY_OF, load_model
 from blockdraft.denoisers.model import DiffusionModel, hide_mask_token
 from blockdraft.drafters.base import DIFFUSION_STEPS, NOISE_SCHEDULE, NOISE_SCHEDULES, Entry, check_same_tokens
-from blockdraft.drafters.dflash import independent_guesses
+from blockdraft.drafters.dflash.drafter import independent_guesses
 from blockdraft.nn.cache import KVCache
 from blockdraft.targets import Target
 from blockdraft.timing import GUESSES, HEAD, PASS, mark

@@ -30,7 +30,7 @@ from blockdraft.fit.steps import Where, done_steps, make_steps, run_steps
 from blockdraft.folders import held
 from blockdraft.targets import Target, checked_folder, load_target, without_tokenizer
 from blockdraft.training.records import run_folder
-from blockdraft.training.variants import find_variant
+from blockdraft.training.variant import find_variant
 from blockdraft.types import DEFAULT_BACKEND
 
 FORMAT = 1

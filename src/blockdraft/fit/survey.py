@@ -33,7 +33,7 @@ from blockdraft.training.devices import make_accelerator
 from blockdraft.training.records import run_folder
 from blockdraft.training.telling import Telling
 from blockdraft.training.trainer import train
-from blockdraft.training.variants import find_variant
+from blockdraft.training.variant import find_variant
 from blockdraft.types import SamplingParams
 
 RUNS = 3  # of which the median counts

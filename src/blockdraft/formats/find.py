@@ -7,12 +7,16 @@ from typing import Any
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.base import Layout
-from blockdraft.plugins import plugins
+from blockdraft.plugins import parts, plugins
 
 
 def layouts() -> dict[str, Layout]:
-    """All layouts by name."""
-    return {name: module.LAYOUT for name, module in plugins("blockdraft.formats").items() if hasattr(module, "LAYOUT")}
+    """All layouts by name. Those of a single kind of drafter come first: they are asked first whether a folder is
+    theirs."""
+    found = {name: module.LAYOUT for name, module in parts("layout").items() if hasattr(module, "LAYOUT")}
+    found |= {f"{name}_speculators": module.LAYOUT for name, module in parts("speculators").items()}
+    shared = plugins("blockdraft.formats")
+    return found | {name: module.LAYOUT for name, module in shared.items() if hasattr(module, "LAYOUT")}
 
 
 def find_layout(name: str) -> Layout:

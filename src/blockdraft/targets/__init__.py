@@ -36,7 +36,6 @@ from blockdraft.targets.fingerprint import other_target_warning, target_fingerpr
 from blockdraft.targets.gguf import gguf_architecture, load_gguf_text, tokenizer_metadata, write_gguf_target
 from blockdraft.targets.native_files import HEAD, SOURCE, TABLE
 from blockdraft.targets.opened import OpenCheckpoint, open_checkpoint
-from blockdraft.targets.runners import DraftRows
 from blockdraft.types import DEFAULT_BACKEND, DEFAULT_COMPILE, Backend, Compile, KVDtype, Quantize
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -195,7 +194,6 @@ __all__ = [
     "TABLE",
     "Cache",
     "Description",
-    "DraftRows",
     "LoadOptions",
     "NotCovered",
     "OpenCheckpoint",

@@ -6,18 +6,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from blockdraft.errors import UsageError
-from blockdraft.nn.dflash import DFlashNetwork
-from blockdraft.nn.medusa import MedusaNetwork
-from blockdraft.nn.rows import RowNetwork
-from blockdraft.targets.runners import DraftRunner, HeadRunner, RowRunner
 from blockdraft.types import DEFAULT_COMPILE, Compile, KVDtype, Quantize
+
+R = TypeVar("R", covariant=True)
 
 
 class Rows(Protocol):
@@ -109,6 +107,27 @@ class TargetText:
     tokenizer_reason: str | None = None
 
 
+class Runnable(Protocol[R]):
+    """A draft network that brings its runner, whose class says what can be asked of it."""
+
+    def to(self, *, device: torch.device = ..., dtype: torch.dtype = ...) -> Any:
+        """As of `nn.Module`."""
+
+    def runner(
+        self,
+        embed: Callable[[Tensor], Tensor],
+        head: Callable[[Tensor], Tensor],
+        compile_reason: str | None = None,
+    ) -> R:
+        """Run it by torch's operations.
+
+        Args:
+            embed: Rows of the target's embedding table, tokens `[...]` to `[..., H]`.
+            head: The output projection, hidden states `[..., H]` to logits.
+            compile_reason: Why it is not compiled, where it might have been.
+        """
+
+
 class Target(Protocol):
     """The language model whose output must not change.
 
@@ -181,26 +200,15 @@ class Target(Protocol):
     def forward_bytes(self, batch: int, nodes: int, slots: int) -> int:
         """Memory that a forward takes meanwhile, its logits and features not counted, with so many slots a row."""
 
-    def draft_runner(
-        self, network: DFlashNetwork, head: Callable[[Tensor], Tensor] | None = None, owned: bool = False
-    ) -> DraftRunner:
-        """What runs a draft network, of any device and dtype, beside this target.
+    def runner(self, network: Runnable[R], head: Callable[[Tensor], Tensor] | None = None, owned: bool = False) -> R:
+        """What runs a draft network beside this target: the network's own runner of torch's operations, or a faster one
+        that this backend has.
 
         Args:
-            head: Its own; None is the target's.
+            network: Of any device and dtype.
+            head: The network's output projection, hidden states `[..., H]` to logits; None is the target's.
             owned: Whether nobody else uses the network, so that layers may be exchanged for slow ones that take no
                 memory of their own, and whose weights may be rounded. What is left is moved to the target's dtype.
-        """
-
-    def head_runner(self, network: MedusaNetwork, owned: bool = False) -> HeadRunner:
-        """What runs Medusa's heads beside this target; arguments as in `row_runner`."""
-
-    def row_runner(self, network: RowNetwork, owned: bool = False) -> RowRunner:
-        """What runs a network that guesses a token at a time beside this target.
-
-        Args:
-            network: Of the target's device and dtype.
-            owned: As in `draft_runner`.
         """
 
     def forward(

@@ -17,15 +17,10 @@ from blockdraft.decode.proposal import chain_parents, depths, tree_mask
 from blockdraft.formats.gguf import is_gguf
 from blockdraft.nn.attention import additive_mask, visible_slots
 from blockdraft.nn.cache import KVCache, slot_bucket
-from blockdraft.nn.dflash import DFlashNetwork
-from blockdraft.nn.draft_pass import DraftPass
 from blockdraft.nn.exact import EXACT_NODES, ExactAttention, attention_bytes
-from blockdraft.nn.medusa import HeadPass, MedusaNetwork
-from blockdraft.nn.row_pass import RowPass
-from blockdraft.nn.rows import RowNetwork
 from blockdraft.nn.states import StatesCache
 from blockdraft.targets.adapter import load_model
-from blockdraft.targets.base import Cache, LoadOptions, TargetOutput
+from blockdraft.targets.base import Cache, LoadOptions, R, Runnable, TargetOutput
 from blockdraft.targets.checkpoint import CheckpointTarget, checked_folder, load_tokenizer, loading
 from blockdraft.targets.exact import forward_in_pieces
 from blockdraft.targets.families import NotCovered
@@ -143,16 +138,9 @@ class HFTarget(CheckpointTarget):
             working += batch * a_row + 2 * batch * min(nodes, MOST_PATHS) * a_row // layers
         return int(working)
 
-    def draft_runner(
-        self, network: DFlashNetwork, head: Callable[[Tensor], Tensor] | None = None, owned: bool = False
-    ) -> DraftPass:
-        return DraftPass(network.to(self.device, self.dtype), self.embed, head or self.head)
-
-    def head_runner(self, network: MedusaNetwork, owned: bool = False) -> HeadPass:
-        return HeadPass(network, self.head)
-
-    def row_runner(self, network: RowNetwork, owned: bool = False) -> RowPass:
-        return RowPass(network, self.embed, self.head)
+    def runner(self, network: Runnable[R], head: Callable[[Tensor], Tensor] | None = None, owned: bool = False) -> R:
+        network.to(device=self.device, dtype=self.dtype)
+        return network.runner(self.embed, head or self.head)
 
     @torch.no_grad()
     def forward(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -13,26 +13,21 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from blockdraft.cpu.compiled import CompiledDecoder
-from blockdraft.cpu.compiled_draft import draft_pass
-from blockdraft.cpu.compiled_heads import head_pass
-from blockdraft.cpu.compiled_rows import row_pass
-from blockdraft.cuda.graphs import MOST_NODES, CapturedDecoder, CapturedDraftPass, Recorder, room
+from blockdraft.cpu.compiled_network import Beside
+from blockdraft.cuda.graphs import MOST_NODES, CapturedDecoder, Recorder, room
 from blockdraft.decode.proposal import chain_parents, depths, is_chain, tree_mask
 from blockdraft.machine import send
 from blockdraft.nn.attention import grouped_mask, visible_slots
 from blockdraft.nn.cache import KVCache, bucket, slot_bucket
 from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.delta_net import DeltaRecurrence
-from blockdraft.nn.dflash import DFlashNetwork
 from blockdraft.nn.exact import EXACT_NODES, ExactAttention, attention_bytes
-from blockdraft.nn.medusa import MedusaNetwork
-from blockdraft.nn.rows import RowNetwork
 from blockdraft.nn.states import StatesCache
-from blockdraft.targets.base import Cache, TargetOutput
+from blockdraft.plugins import parts
+from blockdraft.targets.base import Cache, R, Runnable, TargetOutput
 from blockdraft.targets.checkpoint import CheckpointTarget
 from blockdraft.targets.exact import forward_in_pieces
 from blockdraft.targets.native_states import leave, recurrences, state_bytes, working_bytes
-from blockdraft.targets.runners import DraftRunner, HeadRunner, RowRunner
 from blockdraft.types import CPU_BLOCK_SIZE
 
 
@@ -140,20 +135,24 @@ class NativeTarget(CheckpointTarget):
         # Rows that lie anywhere are copied side by side, of all layers.
         return (rows * widths + masks + scores) * self.dtype.itemsize + self.cache_bytes(batch, slots) + recurrent
 
-    def draft_runner(
-        self, network: DFlashNetwork, head: Callable[[Tensor], Tensor] | None = None, owned: bool = False
-    ) -> DraftRunner:
-        network.to(self.device)
-        if self.captured is not None:
-            return CapturedDraftPass(network.to(self.dtype), self.captured.recorder, self.embed, head or self.head)
-        own_head, bits = head is not None, self.bits if self.round_drafters else None
-        return draft_pass(network, self.compiled, self.embed, head or self.head, own_head, bits, owned, self.dtype)
-
-    def head_runner(self, network: MedusaNetwork, owned: bool = False) -> HeadRunner:
-        return head_pass(network, self.compiled, self.head, self.decoder.config.head_dim, owned)
-
-    def row_runner(self, network: RowNetwork, owned: bool = False) -> RowRunner:
-        return row_pass(network, self.compiled, self.embed, self.head, owned, self.dtype)
+    def runner(self, network: Runnable[R], head: Callable[[Tensor], Tensor] | None = None, owned: bool = False) -> R:
+        network.to(device=self.device)
+        reason = "its target is not compiled"
+        if self.captured is not None and (capture := _faster("captured", network)):
+            network.to(dtype=self.dtype)
+            return cast(R, capture(network, self.captured.recorder, self.embed, head or self.head))
+        if self.compiled is not None:
+            compiled = _faster("compiled", network)
+            bits = self.bits if self.round_drafters else None
+            sizes = self.decoder.config.head_dim, self.dtype, bits
+            beside = Beside(self.compiled, self.embed, self.head, *sizes)
+            reason = f"it does not know networks of the kind {type(network).__name__}"
+            made = compiled(network, beside, head, owned) if compiled else reason
+            if not isinstance(made, str):
+                return cast(R, made)
+            reason = made
+        network.to(dtype=self.dtype)
+        return network.runner(self.embed, head or self.head, reason)
 
     def capture(self, recorder: Recorder) -> None:
         """Run forwards over few nodes as graphs from now on. Due before the first cache and the first drafter.
@@ -267,3 +266,10 @@ class NativeTarget(CheckpointTarget):
             return F.linear(hidden, head.weight)
         logits: Tensor = head(hidden)
         return logits
+
+
+def _faster(how: str, network: object) -> Callable[..., Any] | None:
+    """What makes a faster runner for a draft network of this class, None where nothing does: `RUNNERS` of `compiled.py`
+    or `captured.py` in the drafters' folders, by the network's class or its nearest ancestor."""
+    known = {kind: make for module in parts(how).values() for kind, make in module.RUNNERS.items()}
+    return next((known[kind] for kind in type(network).__mro__ if kind in known), None)

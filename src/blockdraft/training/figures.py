@@ -12,7 +12,7 @@ from torch import Tensor
 from blockdraft.errors import NumbersError
 from blockdraft.training.batches import Batch
 from blockdraft.training.loss import Sums, term_weights
-from blockdraft.training.variants import Variant
+from blockdraft.training.variant import Variant
 
 
 def weights_of(variant: Variant[Any, Any, Any], batches: Iterable[Batch]) -> list[float]:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from blockdraft.targets import Target
 from blockdraft.training.batches import Rows
 from blockdraft.training.objectives import Slots, slot_weights
-from blockdraft.training.variants import Variant
+from blockdraft.training.variant import Variant
 
 
 class Sums(NamedTuple):

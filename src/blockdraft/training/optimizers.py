@@ -11,7 +11,7 @@ from torch import nn
 
 from blockdraft.training.muon import Muon
 from blockdraft.training.recipe import Recipe
-from blockdraft.training.variants import Variant
+from blockdraft.training.variant import Variant
 
 WSD_FALL = 0.2  # share of the steps in which the rates of "wsd" fall
 

@@ -12,8 +12,7 @@ from blockdraft.errors import Complaints, counted
 from blockdraft.targets import Target
 from blockdraft.training.batches import Documents, split
 from blockdraft.training.recipe import Recipe
-from blockdraft.training.variants import Variant, find_variant
-from blockdraft.training.variants.base import Choice
+from blockdraft.training.variant import Choice, Variant, find_variant
 
 # Where target and data are not too small for them. Length and anchors are those of arXiv 2602.06036.
 TOKENS_PER_ANCHOR, BATCH, HELD_OUT = 6, 8, 64

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockdraft.nn.attention import attend
-from blockdraft.nn.rows import RowNetwork
+from blockdraft.nn.autoregressive import AutoregressiveNetwork
 from blockdraft.targets import Target
 from blockdraft.training.batches import Rows
 
 
-def unrolled(network: RowNetwork, target: Target, features_BSF: Tensor, rows: Rows) -> Tensor:
+def unrolled(network: AutoregressiveNetwork, target: Target, features_BSF: Tensor, rows: Rows) -> Tensor:
     """The network's own states `[B, A, K, H]` of the anchors' rows and the K - 1 behind each.
 
     The anchor's row has the target's feature, and the others what the network feeds on; all have the tokens of the

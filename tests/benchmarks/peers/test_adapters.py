@@ -10,8 +10,8 @@ import pytest
 from benchmarks.harness.process import PeerError, PeerProcess
 from benchmarks.peers.registry import PEERS, REFERENCE
 from blockdraft import Drafting, Engine, SamplingParams, load_drafter, load_target
+from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.formats.zlab import read_checkpoint, write_checkpoint
-from blockdraft.nn.dflash import DFlashNetwork
 
 pytestmark = pytest.mark.slow
 HERE = ("transformers", "transformers lookup", "transformers dflash", "ours plain", "ours dflash", "ours ddtree")

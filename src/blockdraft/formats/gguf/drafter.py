@@ -15,8 +15,7 @@ from torch import Tensor
 
 from blockdraft.formats.base import Checkpoint
 from blockdraft.formats.gguf.files import GGUFFile, open_gguf
-from blockdraft.formats.gguf.kinds import kind_in, kind_of, kinds
-from blockdraft.formats.gguf.kinds.base import EMBEDDING, HEAD, LIMIT, OWN, TOKENS
+from blockdraft.formats.gguf.kinds import EMBEDDING, HEAD, LIMIT, OWN, TOKENS, kind_in, kind_of, kinds
 from blockdraft.formats.gguf.rope import IN_FACTORS, ROPE_BASE, ROPE_FACTORS, WORDS, rope_factors, rope_metadata
 from blockdraft.formats.gguf.write import write_gguf
 from blockdraft.formats.stored import stored

@@ -1,0 +1,165 @@
+"""The DFlash family: taps and slots off by one, windows, causality, rotary base, precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from blockdraft.deploy.checks import CHUNK, USUAL, Bench, Reading, Text, neighbours, precision, rope
+from blockdraft.drafters import Entry, entries
+from blockdraft.drafters.dflash.network import DFlashNetwork
+from blockdraft.drafters.dflash.train_pass import draft_hidden
+from blockdraft.formats import Checkpoint
+from blockdraft.nn.draft_config import DraftConfig, FlowConfig, LayerAttention
+from blockdraft.nn.reduced_head import ReducedHead
+from blockdraft.targets import Target
+from blockdraft.training.objectives import Slots
+from blockdraft.training.variant import find_variant
+
+WINDOWS = (32, 128, 512, 1024, 2048, 4096)  # tried where they are shorter than the texts
+
+
+class DFlashBench(Bench):
+    examines = DraftConfig
+    leaves = (FlowConfig,)  # whose guesses depend on noise
+    config: DraftConfig
+
+    def __init__(self, target: Target, found: Checkpoint) -> None:
+        super().__init__(target, found)
+        kind = _entry(self.config)
+        assert kind.network is not None and kind.variant is not None
+        self._kind = cast("type[DFlashNetwork]", kind.network)
+        variant: Any = find_variant(kind.variant)
+        self._variant = variant(variant.recipe_class(block_size=self.block_size))
+        self._first_slot = int(self._variant.first_slot)
+        borrowed, self._head = found.borrowed, target.head
+        if borrowed is not None and borrowed.kept is not None and borrowed.head is not None:
+            reduced = ReducedHead(borrowed.head, borrowed.kept, target.vocab_size)
+            self._head = reduced.to(target.device, target.dtype)
+
+    def readings(self, longest: int) -> Iterator[Reading]:
+        target = self.target
+        return readings(self.config, self._first_slot, target.shape, target.dtype, longest)
+
+    @torch.no_grad()
+    def right(self, reading: Reading, texts: Sequence[Text]) -> Tensor:
+        """The guesses are the best tokens of each slot by itself."""
+        count = max(1, self.block_size - 2)
+        first = self._first_slot - reading.shift
+        network = self._network(reading)
+        return torch.cat(
+            [
+                (logits[:, first : first + count].argmax(dim=-1) == tokens[:, 1:]).long().cpu()
+                for text in texts
+                for _, logits, tokens in self._passes(network, reading, *text, count)
+            ]
+        )
+
+    @torch.no_grad()
+    def lengths(self, tokens: Tensor, anchors: Sequence[int]) -> list[int]:
+        reading, count = Reading("", "", "", self.config), self._variant.taught_slots
+        slots, found = slice(self._first_slot, self._first_slot + count), list[int]()
+        network = self._network(reading)
+        for hidden, logits, said in self._passes(network, reading, tokens, anchors, count):
+            seen = Slots(hidden[:, slots], logits[:, slots], said.clamp(min=0), said[:, 1:] >= 0)
+            right = self._variant.guesses(network, seen) == said[:, 1:]
+            found += right.long().cumprod(dim=1).sum(dim=1).tolist()
+        return found
+
+    def _network(self, reading: Reading) -> DFlashNetwork:
+        dtype = reading.dtype or self.target.dtype
+        network = self._kind(reading.config).to(self.target.device, dtype).eval()
+        network.load_state_dict(self.found.tensors)  # casts
+        return network
+
+    def _passes(
+        self, network: DFlashNetwork, reading: Reading, tokens: Tensor, anchors: Sequence[int], count: int
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """For some anchors at a time hidden states `[C, N, H]`, logits `[C, N, V]`, and the anchors' tokens with the
+        `count` tokens behind them, `[C, 1 + count]`, -1 behind the end of the text."""
+        target = self.target
+        dtype, device = next(network.parameters()).dtype, target.device
+        features = self.features(reading.taps or self.config.taps, tokens).to(dtype)[None]
+        padded = torch.cat([tokens, tokens.new_full((count,), -1)]).to(device)
+        mask = target.embed(torch.tensor(network.config.mask_token_id, device=device)).to(dtype)
+        places = torch.arange(len(tokens), device=device)[None]
+        for some in torch.tensor(anchors, dtype=torch.int64, device=device).split(CHUNK):
+            embedded = target.embed(padded[some]).to(dtype)[None]
+            documents = torch.zeros_like(places)
+            hidden = draft_hidden(network, features, documents, places, some[None], embedded, mask)[0]
+            logits = network.adjust_logits(self._head(hidden.to(target.dtype)))
+            yield hidden, logits, torch.stack([padded[some + k] for k in range(count + 1)], dim=1)
+
+
+def _entry(config: Any) -> Entry:
+    return next(
+        entry
+        for entry in entries().values()
+        if entry.network is not None
+        and issubclass(entry.network, DFlashNetwork)
+        and entry.network.config_class is type(config)
+    )
+
+
+def readings(
+    config: DraftConfig, first_slot: int, shape: Mapping[str, Any], dtype: torch.dtype, longest: int
+) -> Iterator[Reading]:
+    """The reading as the configuration says, and then the others.
+
+    Args:
+        first_slot: The slot that guesses the token behind the anchor.
+        shape: As in `Target`.
+        dtype: The target's.
+        longest: Tokens of the longest text that they are tried on.
+    """
+    yield Reading("", USUAL, "", config)
+    yield from neighbours(config)
+    for slot in {0, 1, 2} - {first_slot}:
+        told = f"slot {slot} guesses the token behind the anchor, in place of slot {first_slot}"
+        remedy = (
+            "Give the drafter the architecture, or the shift_label and sample_from_anchor, that it was trained with: "
+            "slot 0 guesses in DSpark, slot 1 in DFlash."
+        )
+        yield Reading("shift", told, remedy, config, first_slot - slot)
+    yield from _attention(config, longest)
+    yield from rope(config, shape)
+    yield from precision(config, dtype)
+
+
+def _attention(config: DraftConfig, longest: int) -> Iterator[Reading]:
+    """Other windows and causalities."""
+    windows = {layer.window for layer in config.layers} - {None}
+    seen = {config.layers}
+    for window in (None, *(each for each in WINDOWS if each < longest)):
+        for causal in (False, True, None):
+            if window is None and causal is None:
+                continue
+            # None is vLLM's rule where nothing else is said: sliding layers are causal, full ones are not. With a
+            # window of their own, only the layers that slide keep one.
+            slides = [layer.window is not None or not windows for layer in config.layers]
+            layers = tuple(
+                LayerAttention(slide if causal is None else causal, window if slide else None) for slide in slides
+            )
+            if layers in seen:
+                continue
+            seen.add(layers)
+            same_windows = [layer.window for layer in layers] == [layer.window for layer in config.layers]
+            where = "full attention" if window is None else f"a sliding window of {window} tokens"
+            how = {True: "causal", False: "bidirectional", None: "causal where it slides"}[causal]
+            remedy = "Write layer_types, sliding_window and is_causal into config.json as it was trained."
+            fault = "causality" if same_windows else "window"
+            yield Reading(fault, f"{where}, {how} inside a block", remedy, replace(config, layers=layers))
+    for causal in (False, True):
+        layers = tuple(replace(layer, causal=causal) for layer in config.layers)
+        if layers not in seen:
+            seen.add(layers)
+            told = f"the same windows, {'causal' if causal else 'bidirectional'} inside a block"
+            remedy = f"Write is_causal: {str(causal).lower()} into config.json."
+            yield Reading("causality", told, remedy, replace(config, layers=layers))
+
+
+BENCH = DFlashBench

@@ -1,0 +1,167 @@
+"""The draft pass, and the context that it reads, each as one call of the library that `build` compiles."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from functools import lru_cache
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from blockdraft.cpu.compiled import EVERYWHERE, CompiledDecoder, address, chain_parents, numbers
+from blockdraft.cpu.compiled_network import Beside, CompiledNetwork, library_for, why_not_compiled
+from blockdraft.cpu.library import CallFields, Library, LinearFields, ModelFields
+from blockdraft.drafters.dflash.network import DFlashNetwork
+from blockdraft.machine import return_freed
+from blockdraft.nn.cache import KVCache
+from blockdraft.nn.draft_layer import DraftLayer
+from blockdraft.nn.quantized import LEAST_GROUP
+from blockdraft.timing import PASS, mark
+
+
+def compiled(
+    network: DFlashNetwork,
+    beside: Beside,
+    head: Callable[[Tensor], Tensor] | None,
+    owned: bool,
+    kind: type[CompiledDraftPass] | None = None,
+) -> CompiledDraftPass | str:
+    """The compiled runner of a network, or why there is none. Weights are rounded as the target's layers are, unless
+    rows are not of whole groups, or the target's library has no vectors for the heads.
+
+    Args:
+        head: Its own; None is the target's.
+        owned: As in `Target.runner`.
+        kind: What runs layers of the network's class; None is `CompiledDraftPass`.
+    """
+    kind = kind or CompiledDraftPass
+    if network.layer_class is not kind.layer_class:
+        return f"it does not know layers of the kind {network.layer_class.__name__}"
+    target, dtype = beside.decoder, beside.dtype
+    reason = why_not_compiled(network.fc.weight, dtype, network.config.head_dim)
+    if reason is not None:
+        return reason
+    inputs = {module.in_features for module in network.modules() if isinstance(module, torch.nn.Linear)}
+    fits = all(size % LEAST_GROUP == 0 for size in inputs)
+    heads = network.config.head_dim % target.library.lanes == 0
+    if beside.bits is not None and fits and heads and target.library.store_dtype == beside.store:
+        return kind(network, target.library, beside, head, None if head else target, beside.bits, owned)
+    library, reason = library_for(network.state_dict().values(), dtype, beside.store, network.config.head_dim)
+    if library is None:
+        return reason or ""
+    lends = target.library is library and head is None
+    return kind(network, library, beside, head, target if lends else None, None, owned)
+
+
+class CompiledDraftPass(CompiledNetwork):
+    """`DraftPass` in one call each of its two methods. Arithmetic is float32, whatever the dtype.
+
+    Args:
+        network: Of any dtype. Its weights are copied into the library's layout and must not be changed afterwards.
+        library: Built for its dtype and head size.
+        head: Its own; None is the target's.
+        target: Lends its embedding and head, where it uses the same library: then a pass with its head is one call.
+        bits: To which weights are rounded, if they are.
+        owned: As in `Target.runner`.
+
+    Attributes:
+        layer_class: What the layers of its networks are.
+    """
+
+    layer_class: ClassVar[type[DraftLayer]] = DraftLayer
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        network: DFlashNetwork,
+        library: Library,
+        beside: Beside,
+        head: Callable[[Tensor], Tensor] | None,
+        target: CompiledDecoder | None,
+        bits: int | None,
+        owned: bool,
+    ) -> None:
+        self._embed, self._head, self._network, config = beside.embed, head or beside.head, network, network.config
+        super().__init__(library, config, config.num_hidden_layers, beside.dtype, bits, owned)
+        for own, layer, kind in zip(self._layers, network.layers, config.layers, strict=True):
+            self._lay_out(own, layer)
+            own.window, own.whole_block = kind.window or 0, not kind.causal
+        self._model = ModelFields(
+            layers=self._layers,
+            embedding=LinearFields() if target is None else target.embedding,
+            head=LinearFields() if target is None else target.head,
+            norm=self._pointer(network.norm.weight),
+            num_layers=config.num_hidden_layers,
+            hidden=config.hidden_size,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            inner=config.intermediate_size,
+            eps=config.rms_norm_eps,
+            embedding_scale=config.input_embedding_scale,
+            attention_scale=config.head_dim**-0.5,
+        )
+        self._features, self._hidden_norm = self._pack(network, "fc"), self._pointer(network.hidden_norm.weight)
+        self._target = target  # which owns the memory of its tables
+        return_freed()
+        # The one output that is wanted is that of the final norm.
+        self._taps = numbers([config.num_hidden_layers])
+
+    def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
+        observed = 4 * self.library.draft_context_workspace(self._model, batch, nodes, self._features.inputs)
+        return max(observed, super().workspace_bytes(batch, nodes, slots))
+
+    def observe(self, state: KVCache, features: Tensor) -> None:
+        """As `DraftPass.observe`."""
+        rows, places = features.float().contiguous(), (numbers(state.lengths), numbers(state.rows))
+        call, end = self._call(state, rows.size(0), rows.size(1), *places)
+        call.embedded = rows.data_ptr()
+        self._in_workspace(self.library.draft_context, call, end, self._features, self._hidden_norm)
+
+    def __call__(self, state: KVCache, block: Tensor, window: int | None = None) -> Tensor:
+        """As `DraftPass.__call__`."""
+        rows, places = block.float().contiguous(), (numbers(state.lengths), numbers(state.rows))
+        call, end = self._call(state, rows.size(0), rows.size(1), *places)
+        call.embedded = rows.data_ptr()
+        return self._pass(call, end, None, window).to(block.dtype)
+
+    def guesses(self, state: KVCache, tokens: Tensor, first: int, window: int | None = None) -> tuple[Tensor, Tensor]:
+        """As `DraftPass.guesses`."""
+        if self._target is None:
+            hidden = self(state, self._embed(tokens), window)[:, first:]
+            mark(PASS)
+            return hidden, self._head(hidden)
+        tokens, places = tokens.contiguous(), (numbers(state.lengths), numbers(state.rows))
+        call, end = self._call(state, tokens.size(0), tokens.size(1), *places)
+        call.tokens = tokens.data_ptr()
+        wanted = _slots_from(first, *tokens.shape)
+        logits = torch.empty(len(tokens), tokens.size(1) - first, self._model.head.outputs)
+        call.logits, call.logits_at, call.num_logits = logits.data_ptr(), address(wanted), len(wanted)
+        hidden = self._pass(call, end, tokens, window)[:, first:].to(self._dtype)
+        mark(PASS)
+        return hidden, logits
+
+    def _pass(self, call: CallFields, end: int, tokens: Tensor | None, window: int | None) -> Tensor:
+        """`[B, N, H]` behind the final norm."""
+        parents = chain_parents(call.batch, call.nodes)
+        hidden = torch.empty(call.batch, call.nodes, self.config.hidden_size)
+        call.parents, call.taps, call.num_taps = address(parents), address(self._taps), 1
+        call.features, call.reach = hidden.data_ptr(), EVERYWHERE if window is None else window
+        self._run(call, end, tokens)
+        return hidden
+
+    def _angles(self, count: int) -> list[tuple[Tensor, Tensor]]:
+        tables = self._network.angles(torch.arange(count), torch.float32)
+        cos, sin = (table[:, : self.config.head_dim // 2].contiguous() for table in tables)
+        return [(cos, sin)] * self.config.num_hidden_layers
+
+
+@lru_cache(maxsize=256)
+def _slots_from(first: int, batch: int, count: int) -> array[int]:
+    """The nodes of all rows, counted through, that are slot `first` or later of their row."""
+    return numbers(node for node in range(batch * count) if node % count >= first)
+
+
+RUNNERS = {DFlashNetwork: compiled}

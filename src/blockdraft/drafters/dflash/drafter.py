@@ -1,0 +1,275 @@
+"""DFlash v1: a block of tokens in one bidirectional pass over the target's own hidden states (arXiv 2602.06036)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from blockdraft.decode.distributions import probabilities
+from blockdraft.decode.proposal import Plan, Proposal, chain, chain_q, sparsify
+from blockdraft.decode.sampling import best_tokens, draw
+from blockdraft.decode.tree import best_count, best_first, paying_tree
+from blockdraft.drafters.base import DIFFUSION_STEPS, NOISE_SCHEDULE, NOISE_SCHEDULES, Entry, check_refinement
+from blockdraft.drafters.dflash.network import DFlashNetwork
+from blockdraft.errors import UsageError
+from blockdraft.formats import Borrowed, check_fits, read_drafter
+from blockdraft.nn.cache import KVCache
+from blockdraft.nn.draft_config import DraftConfig
+from blockdraft.nn.reduced_head import ReducedHead
+from blockdraft.targets import Target
+from blockdraft.timing import CONTEXT, HEAD, OBSERVE, mark
+from blockdraft.types import SamplingParams
+
+
+class DFlashDrafter:
+    """Drafts with a DFlash network; embedding and, mostly, head are the target's own.
+
+    Drafters that extend it set `network_class` and override `_guess`, which makes a proposal of a draft pass.
+
+    Args:
+        network: The draft network, which moves to the target's device and dtype.
+        target: The target that it was trained for.
+        diffusion_steps: Draft passes a block; None is `usual_steps`. With more than one, each pass settles the most
+            confident positions and the next one sees them; with one, all guesses come from the same pass, as DFlash
+            does it.
+        noise_schedule: Share of the positions settled after each pass, "cosine" or "linear".
+        path: Where the network was read from.
+        reduced_head: A head of its own, for a drafter that guesses among part of the vocabulary.
+        owned: As in `Target.runner`; only for a network that was read from `path`.
+    """
+
+    knows_probabilities = True
+    knows_lengths = False
+    network_class: type[DFlashNetwork] = DFlashNetwork
+
+    def __init__(
+        self,
+        network: DFlashNetwork,
+        target: Target,
+        diffusion_steps: int | None = None,
+        noise_schedule: str = NOISE_SCHEDULE,
+        path: Path | None = None,
+        reduced_head: ReducedHead | None = None,
+        owned: bool = False,
+    ) -> None:
+        self.config: DraftConfig = network.config
+        diffusion_steps = self.usual_steps if diffusion_steps is None else diffusion_steps
+        self.check_steps(diffusion_steps, noise_schedule)
+        self.network = network.eval()
+        self.path = path
+        self.taps = self.config.taps
+        self.block_size = self.config.block_size
+        self.diffusion_steps = diffusion_steps
+        self.noise_schedule = noise_schedule
+        self.reduced_head = reduced_head and reduced_head.to(target.device, target.dtype)
+        self._target = target
+        self._run = target.runner(self.network, self.reduced_head, owned)
+        self.network.to(target.device, target.dtype)
+        self._owned = owned
+        self._masks = torch.full((1, self.block_size), self.config.mask_token_id, device=target.device)
+
+    def check_steps(self, diffusion_steps: int, noise_schedule: str) -> None:
+        """Raise a UsageError for draft passes that this kind of drafter cannot make."""
+        check_refinement(diffusion_steps, noise_schedule)
+
+    @property
+    def usual_steps(self) -> int:
+        """Draft passes a block where nothing else is asked for."""
+        return DIFFUSION_STEPS
+
+    @property
+    def compile_reason(self) -> str | None:
+        """Why the network is not compiled for a CPU, in words; None where it is, or runs as CUDA graphs."""
+        return self._run.compile_reason
+
+    def new_state(self, batch: int, capacity: int) -> KVCache:
+        state: KVCache = self._run.new_state(batch, capacity)
+        return state
+
+    def state_bytes(self, batch: int, capacity: int) -> int:
+        return self._run.state_bytes(batch, capacity)
+
+    def weight_bytes(self) -> int:
+        memory = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in self.network.parameters()}
+        head = 0 if self.reduced_head is None else self.reduced_head.weight.nbytes
+        return sum(each.nbytes() for each in memory.values()) + head + self._run.weight_bytes()
+
+    def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
+        return self._run.workspace_bytes(batch, nodes, slots)
+
+    @torch.no_grad()
+    def observe(self, state: KVCache, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
+        assert features is not None
+        mark(OBSERVE)
+        self._run.observe(state, features)
+        mark(CONTEXT)
+        state.commit([range(length) for length in lengths])
+
+    def adapted(
+        self, target: Target, diffusion_steps: int | None = None, noise_schedule: str | None = None
+    ) -> DFlashDrafter:
+        steps = self.diffusion_steps if diffusion_steps is None else diffusion_steps
+        schedule = self.noise_schedule if noise_schedule is None else noise_schedule
+        network, owned = self.network, self._owned
+        if target is self._target and owned:  # whoever runs the network has all that is left of it
+            self.check_steps(steps, schedule)
+            found = copy.copy(self)
+            found.diffusion_steps, found.noise_schedule = steps, schedule
+            return found
+        if owned:
+            assert self.path is not None
+            return load(self.path, target, type(self), steps, schedule)
+        if (target.device, target.dtype) != (self._target.device, self._target.dtype):
+            network = copy.deepcopy(network)  # this drafter goes on working for its own target
+        return type(self)(network, target, steps, schedule, self.path, self.reduced_head)
+
+    @torch.no_grad()
+    def propose(self, state: KVCache, anchor: Tensor, plan: Plan) -> Proposal:
+        if plan.block_size == 1:
+            return chain(anchor[:, None])
+        return self._guess(anchor, *self._refined_pass(state, anchor, plan), plan)
+
+    def _guess(self, anchor: Tensor, hidden: Tensor, logits: Tensor, plan: Plan) -> Proposal:
+        """A proposal from the D slots behind the anchors: their hidden states `[B, D, H]` and logits `[B, D, V]`."""
+        return independent_guesses(anchor, logits, plan)
+
+    def _refined_pass(self, state: KVCache, anchor: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+        """Hidden states `[B, D, H]` and logits `[B, D, V]` of the D = block_size - 1 guesses after the last draft pass.
+
+        A position that an earlier pass has settled has one possible token.
+        """
+        block_size, window = plan.block_size, plan.draft_window
+        tokens = torch.cat([anchor[:, None], self._masks[:, 1:block_size].expand(len(anchor), -1)], dim=1)
+        passes = plan.draft_passes or self.diffusion_steps
+        if passes == 1:
+            return self._draft_pass(state, tokens, 1, window)
+        settled = torch.zeros_like(tokens, dtype=torch.bool)
+        settled[:, 0] = True
+        share = NOISE_SCHEDULES[self.noise_schedule]
+        for step in range(1, passes):
+            logits = self._draft_logits(state, tokens, window)
+            wanted = max(1, round(share(step / passes) * (block_size - 1)))
+            newly = wanted - (int(settled[0].sum()) - 1)
+            confidence, guesses = logits.float().softmax(dim=-1).max(dim=-1)
+            surest = confidence.masked_fill(settled, -1.0).topk(max(newly, 0), dim=-1).indices
+            tokens = tokens.scatter(1, surest, guesses.gather(1, surest))
+            settled = settled.scatter(1, surest, True)
+        hidden, logits = self._draft_pass(state, tokens, 1, window)
+        others = torch.ones_like(logits, dtype=torch.bool).scatter_(2, tokens[:, 1:, None], False)
+        return hidden, logits.masked_fill(settled[:, 1:, None] & others, -torch.inf)
+
+    def _draft_logits(self, state: KVCache, tokens: Tensor, window: int | None = None) -> Tensor:
+        return self._draft_pass(state, tokens, window=window)[1]
+
+    def _draft_pass(
+        self, state: KVCache, tokens: Tensor, first: int = 0, window: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Hidden states and logits, `[B, N - first, ...]`, of a block whose unknown slots hold the mask token, from the
+        slot `first` on; slot 0 of a DFlash drafter is meaningless."""
+        hidden, logits = self._run.guesses(state, tokens, first, window)
+        logits = self.network.adjust_logits(logits)
+        mark(HEAD)
+        return hidden, logits
+
+
+def independent_guesses(anchor: Tensor, logits: Tensor, plan: Plan) -> Proposal:
+    """A proposal of guesses whose distributions do not depend on each other: as many as the plan asks for.
+
+    Args:
+        anchor: `[B]` int64.
+        logits: `[B, D, V]` of the D places behind the anchors.
+    """
+    if plan.draws is not None and any(params.temperature > 0 for params in plan.params):
+        return sampled_chain(anchor, logits, plan)
+    if plan.tree_budget == 0 and plan.cycle_seconds is None:
+        return chain(torch.cat([anchor[:, None], best_tokens(logits)], dim=1))
+    log_probs = log_probabilities(logits, plan.params)
+    if plan.tree_budget > 0 and plan.cycle_seconds is not None:
+        return paying_tree(anchor, log_probs, plan.tree_budget, plan.cycle_seconds, plan.trust)
+    ranks = min(plan.tree_budget, logits.size(-1)) or 1
+    best = log_probs.topk(ranks, dim=-1)
+    budget = plan.tree_budget or plan.block_size - 1
+    return best_first(anchor, best.values, best.indices, budget, plan.cycle_seconds, plan.trust)
+
+
+def sampled_chain(anchor: Tensor, logits: Tensor, plan: Plan) -> Proposal:
+    """Guesses sampled with `plan.draws` from one distribution a position.
+
+    A row at temperature 0 has the argmax for its guesses and no distributions. The length that `plan.cycle_seconds`
+    asks for must not depend on what was sampled, or the output would lose its distribution; it is that of a chain of
+    chosen guesses.
+
+    Args:
+        anchor: `[B]` int64.
+        logits: `[B, D, V]`.
+    """
+    assert plan.draws is not None
+    dists = sparsify(probabilities(logits, plan.params))
+    guesses = dists.ids.gather(2, draw(dists.probs, plan.draws).to(logits.device).unsqueeze(2)).squeeze(2)
+    count = guesses.size(1)
+    if plan.cycle_seconds is not None:
+        best = log_probabilities(logits, plan.params).amax(dim=-1)
+        count = best_count(best.cumsum(dim=-1).exp().tolist(), plan.cycle_seconds, plan.trust)
+    tokens = torch.cat([anchor[:, None], guesses[:, :count]], dim=1)
+    return Proposal(tokens, chain(tokens).parents, chain_q(dists, count, plan.params))
+
+
+def log_probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Log probabilities `[B, ..., V]` at each row's temperature, at 1 where it is 0."""
+    scores = logits.float()
+    temperatures = [p.temperature or 1.0 for p in params]
+    if any(temperature != 1 for temperature in temperatures):
+        scores = scores - scores.amax(dim=-1, keepdim=True)  # so that no temperature overflows
+        scores = scores / torch.tensor(temperatures, device=scores.device).view(-1, *[1] * (scores.ndim - 1))
+    return scores.log_softmax(dim=-1)
+
+
+def load(
+    path: Path,
+    target: Target,
+    kind: type[DFlashDrafter] = DFlashDrafter,
+    diffusion_steps: int | None = None,
+    noise_schedule: str = NOISE_SCHEDULE,
+) -> DFlashDrafter:
+    """Load a folder of any layout."""
+    found = read_drafter(path, target.tokenizer.get_vocab() if target.tokenizer else None, target.num_layers)
+    config, borrowed, head = found.config, found.borrowed, None
+    check_fits(config, hidden_size=target.hidden_size, num_layers=target.num_layers, vocab_size=target.vocab_size)
+    if borrowed is not None:
+        check_borrowed(path, borrowed, target)
+        if borrowed.kept is not None and borrowed.head is not None:
+            head = ReducedHead(borrowed.head, borrowed.kept, target.vocab_size)
+    with torch.device("meta"):
+        network = kind.network_class(config)
+    network.load_state_dict(found.tensors, assign=True)
+    del found, borrowed  # the tensors are the network's now
+    return kind(network, target, diffusion_steps, noise_schedule, path, head, owned=True)
+
+
+def check_borrowed(path: Path, borrowed: Borrowed, target: Target) -> None:
+    """Raise a ValueError where a checkpoint's copies of the target's weights are those of another model. Some rows of
+    the embedding and some columns of the head are enough to tell; a cut head may have been trained."""
+    pairs: dict[str, tuple[Tensor, Tensor]] = {}
+    if borrowed.embedding is not None:
+        rows = torch.linspace(0, target.vocab_size - 1, 256).long()
+        pairs["embed_tokens.weight"] = borrowed.embedding[rows], target.embed(rows.to(target.device))
+    if borrowed.head is not None and borrowed.kept is None:
+        few = torch.eye(8, target.hidden_size, dtype=target.dtype, device=target.device)
+        pairs["lm_head.weight"] = borrowed.head[:, :8].T, target.head(few)
+    for name, (ours, theirs) in pairs.items():
+        if not torch.allclose(ours.float(), theirs.cpu().float(), rtol=0.02, atol=1e-3):  # dtypes may differ
+            raise UsageError(f"{name} of {path} is not the target's; use the target that it was exported with.")
+
+
+DRAFTER = Entry(
+    load,
+    architectures=("DFlashDraftModel", "DFlashSpeculator"),
+    network=DFlashNetwork,
+    layouts=("zlab", "speculators"),
+    variant="dflash",
+    drafter=DFlashDrafter,
+)

@@ -1,0 +1,118 @@
+"""DFlash, DFlash2 and DSpark, all of the architecture `dflash`. Embedding and head are the target's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from blockdraft.formats.architectures import Architecture, LlamaCpp, architecture_of, by_name, tensor_shapes
+from blockdraft.formats.base import Borrowed, Checkpoint
+from blockdraft.formats.folder import check_tensors
+from blockdraft.formats.gguf.files import GGUFFile
+from blockdraft.formats.gguf.kinds import HEAD, LIMIT, TOKENS, their_names
+from blockdraft.nn.draft_config import DraftConfig, LayerAttention, need
+
+MASK = "tokenizer.ggml.mask_token_id"
+NAMES = {
+    "hidden_norm.weight": "enc.output_norm.weight",
+    "self_attn.q_norm.weight": "attn_q_norm.weight",
+    "self_attn.k_norm.weight": "attn_k_norm.weight",
+}
+# Fields of a configuration, by their keys without the architecture.
+FIELDS = {"block_count": "num_hidden_layers", "block_size": "block_size"}
+SCALES = {
+    "embedding_scale": "input_embedding_scale",
+    "logit_scale": "output_multiplier",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+
+
+class DFlash:
+    architecture, layout = "dflash", "zlab"
+
+    def configs(self) -> dict[type, str]:
+        return {one.config: one.names[0] for one in _known()}
+
+    def start(self, config: DraftConfig) -> tuple[str, int]:
+        return _of_llama_cpp(config).speculator, architecture_of(config).guesses(config)
+
+    def written(self, config: DraftConfig) -> dict[str, Any]:
+        causal, windows = {layer.causal for layer in config.layers}, [layer.window for layer in config.layers]
+        need(len(causal) == 1, "the layers' causality", [x.causal for x in config.layers], f"the same for all {LIMIT}")
+        sizes = {*windows} - {None}
+        need(len(sizes) <= 1, "the layers' windows", sorted(sizes, key=str), f"of one size {LIMIT}")
+        found = {key: getattr(config, name) for key, name in FIELDS.items()}
+        found["attention.causal"] = config.layers[0].causal
+        if any(windows):
+            found |= {"attention.sliding_window": max(size or 0 for size in windows)}
+            found |= {"attention.sliding_window_pattern": [size is not None for size in windows]}
+        for key, name in SCALES.items():
+            value = getattr(config, name)
+            if value is not None and value != getattr(DraftConfig, name):
+                found[key] = float(value)
+        found |= _of_llama_cpp(config).written(config)
+        return {f"{self.architecture}.{key}": value for key, value in found.items()} | {MASK: config.mask_token_id}
+
+    def fields(self, file: GGUFFile) -> tuple[type, dict[str, Any]]:
+        prefix = f"{self.architecture}."
+        values = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
+        found = {name: values.get(key) for key, name in FIELDS.items()}
+        found |= {name: values[key] for key, name in SCALES.items() if key in values}
+        window, causal = values.get("attention.sliding_window"), bool(values.get("attention.causal"))
+        slides = values.get("attention.sliding_window_pattern") or [False] * (values.get("block_count") or 0)
+        found["layers"] = tuple(LayerAttention(causal, window if slid else None) for slid in slides)
+        found["mask_token_id"] = file.metadata.get(MASK)
+        shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
+        for one in sorted(_known(), key=lambda one: -len(one.own_keys())):  # the last one takes what is left
+            assert one.llama_cpp is not None
+            own = one.llama_cpp.read(values, shapes)
+            if own is not None:
+                return one.config, found | own
+        raise AssertionError("DFlash v1 has no marks")
+
+    def names(self, config: DraftConfig) -> dict[str, str]:
+        return their_names(tensor_shapes(config), {**NAMES, **_of_llama_cpp(config).names})
+
+    def tensors(self, drafter: Checkpoint) -> dict[str, Tensor]:
+        config, own, borrowed = drafter.config, dict(drafter.tensors), drafter.borrowed
+        check_tensors(tensor_shapes(config), own)
+        names = self.names(config)
+        if borrowed is None or borrowed.kept is None:
+            return {names[name]: tensor for name, tensor in own.items()}
+        assert borrowed.head is not None
+        own |= {name: own[name][borrowed.kept] for name in _rows(config)}
+        return {names[name]: tensor for name, tensor in own.items()} | {HEAD: borrowed.head, TOKENS: borrowed.kept}
+
+    def checkpoint(self, config: DraftConfig, tensors: Mapping[str, Tensor]) -> Checkpoint:
+        found = {ours: tensors[theirs] for ours, theirs in self.names(config).items() if theirs in tensors}
+        borrowed = None
+        if TOKENS in tensors:
+            kept = tensors[TOKENS]
+            borrowed = Borrowed(None, tensors[HEAD], kept)
+            for name in _rows(config):
+                rows = found[name]
+                found[name] = rows.new_zeros(config.vocab_size, rows.size(1)).index_copy_(0, kept, rows)
+        check_tensors(tensor_shapes(config), found)
+        return Checkpoint(config, found, borrowed)
+
+
+def _known() -> list[Architecture]:
+    """Each architecture once that llama.cpp has."""
+    return list({one.config: one for one in by_name().values() if one.llama_cpp is not None}.values())
+
+
+def _of_llama_cpp(config: DraftConfig) -> LlamaCpp:
+    found = architecture_of(config).llama_cpp
+    assert found is not None
+    return found
+
+
+def _rows(config: DraftConfig) -> tuple[str, ...]:
+    """The drafter's own tensors with a row for each token that it can guess."""
+    kind = architecture_of(config).speculator
+    return () if kind is None else kind.rows
+
+
+KIND = DFlash()

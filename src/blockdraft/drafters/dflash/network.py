@@ -1,0 +1,383 @@
+"""The DFlash draft network (arXiv 2602.06036): a few layers that read a target's features as context keys and values.
+
+`DFlashNetwork` is the network as training runs it. `DraftPass` is the network as decoding runs it: the same weights in
+fewer and larger operations. On a CPU an operation on a few rows costs more than its arithmetic, and so does its launch
+on a GPU. So queries, keys and values come from one product, gate and up from another, queries and keys are normed and
+rotated together where they lie, and the keys and values of all layers stand in one tensor of the cache. A test holds
+the two together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from typing import Any, Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from blockdraft.machine import send
+from blockdraft.nn.attention import attend_grouped, grouped_mask, visible_slots
+from blockdraft.nn.cache import KVCache, write_nodes
+from blockdraft.nn.draft_config import DraftConfig, LayerAttention
+from blockdraft.nn.draft_layer import Attend, DraftAttention, DraftLayer
+from blockdraft.nn.layers import GatedMLP, RMSNorm, rms_factor, rotate, rotate_swapped
+from blockdraft.nn.packed import PackedLinear
+from blockdraft.nn.rotary import Rotary
+from blockdraft.timing import PASS, mark
+
+ANGLES = 1024  # positions whose angles are computed at least
+
+
+class DFlashNetwork(nn.Module):
+    """The draft layers, `fc` and norms; embedding and head are the target's.
+
+    Parameter names equal the tensor names of z-lab's checkpoints, so `state_dict` is the checkpoint.
+
+    Attributes:
+        config_class: What it is built from; `layer_class`: what its layers are. Networks that extend this one set both.
+    """
+
+    config_class: type[DraftConfig] = DraftConfig
+    layer_class: type[DraftLayer] = DraftLayer
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(len(config.taps) * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(self.layer_class(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self._rotary = Rotary(config.head_dim, config.max_position_embeddings, config.rope_theta, config.rope_scaling)
+
+    def runner(
+        self,
+        embed: Callable[[Tensor], Tensor],
+        head: Callable[[Tensor], Tensor],
+        compile_reason: str | None = None,
+    ) -> DraftRunner:
+        """As `Runnable.runner` of targets: a `DraftPass`."""
+        return DraftPass(self, embed, head, compile_reason)
+
+    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin of the positions `[B, N]`, each `[B, N, D]`."""
+        return self._rotary(positions, dtype)
+
+    def context_weights(self) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Key and value projections of all layers in one matrix, their biases, and the key norms' scales."""
+        attentions = [cast(DraftLayer, layer).self_attn for layer in self.layers]
+        projections = [a.k_proj for a in attentions] + [a.v_proj for a in attentions]
+        bias = torch.cat([p.bias for p in projections]) if self.config.attention_bias else None
+        return torch.cat([p.weight for p in projections]), bias, torch.stack([a.k_norm.weight for a in attentions])
+
+    def context(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of all layers for committed tokens, in one product.
+
+        Context rows go through `fc` and `hidden_norm` only: no input norm, no query, no MLP.
+
+        Args:
+            features: `[B, N, m * H]` of the tapped target layers.
+            positions: `[B, N]`, absolute.
+
+        Returns:
+            Keys and values, each `[layers, B, kv_heads, N, D]`, keys normed and rotated.
+        """
+        config = self.config
+        weight, bias, scales = self.context_weights()
+        both = F.linear(self.hidden_norm(self.fc(features)), weight, bias)
+        shape = (2, config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
+        keys, values = both.unflatten(-1, shape).unbind(dim=2)  # [B, N, layers, kv_heads, D]
+        keys = F.rms_norm(keys, (config.head_dim,), eps=config.rms_norm_eps) * scales[:, None, :]
+        cos, sin = self.angles(positions, keys.dtype)
+        keys = rotate(keys, cos.unsqueeze(2), sin.unsqueeze(2))
+        return keys.permute(2, 0, 3, 1, 4), values.permute(2, 0, 3, 1, 4)
+
+    def forward(self, block: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """One parallel pass over blocks.
+
+        Args:
+            block: `[B, N, H]`, embedded `[anchor, mask, mask, ...]`.
+            positions: `[B, N]`, absolute.
+            attend: Attention of a layer's block rows over context and block.
+
+        Returns:
+            `[B, N, H]` after the final norm; slot j stands for the token at anchor + j, slot 0 for nothing.
+        """
+        return self.through_layers(block, *self.angles(positions, block.dtype), attend)
+
+    def through_layers(self, block: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """`forward` with the angles as its layers take them."""
+        scale = self.config.input_embedding_scale
+        x = block if scale == 1 else block * scale
+        for index, layer in enumerate(self.layers):
+            x = layer(x, cos, sin, index, attend)
+        out: Tensor = self.norm(x)
+        return out
+
+    def adjust_logits(self, logits: Tensor) -> Tensor:
+        """The scale and soft-cap that some checkpoints ask for, on top of the target's output projection."""
+        factor = self.config.output_multiplier
+        logits = logits if factor == 1 else logits * factor
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+class DraftRunner(Protocol):
+    """Runs a draft network that reads the target's features, in the target's way of computing.
+
+    Attributes:
+        compile_reason: Why it is not compiled, where it might have been; else None.
+    """
+
+    compile_reason: str | None
+
+    def new_state(self, batch: int, capacity: int) -> Any:
+        """As `Drafter.new_state`."""
+
+    def state_bytes(self, batch: int, capacity: int) -> int:
+        """As `Drafter.state_bytes`."""
+
+    def weight_bytes(self) -> int:
+        """Memory of weights that it keeps beside the network's own."""
+
+    def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
+        """Memory that is kept from call to call, beside results: for so many rows, tokens of each, and slots that a
+        row reaches, these tokens' included. 0 of torch's operations, which give theirs back."""
+
+    def observe(self, state: Any, features: Tensor) -> None:
+        """Write what the network keeps of tokens `[B, N, m * H]` behind each row's own, for `state.commit` to keep."""
+
+    def __call__(self, state: Any, block: Tensor, window: int | None = None) -> Tensor:
+        """One pass over blocks of embeddings `[B, N, H]`, in the dtype of the target: `[B, N, H]` after the final norm.
+        It leaves no trace."""
+
+    def guesses(self, state: Any, tokens: Tensor, first: int, window: int | None = None) -> tuple[Tensor, Tensor]:
+        """One pass over blocks of tokens, with the head behind it.
+
+        Args:
+            tokens: `[B, N]` int64, `[anchor, mask, mask, ...]`.
+            first: Slot of each block from which on logits are wanted.
+            window: Committed tokens of each row that are looked at, the last ones; None is all of them.
+
+        Returns:
+            Hidden states `[B, N - first, H]` and logits `[B, N - first, V]`.
+        """
+
+
+class FusedAttention(nn.Module):
+    """A `DraftAttention` whose `attend` gets the block's heads as `[B, N, heads, D]`, keys before values."""
+
+    def __init__(self, plain: DraftAttention, config: DraftConfig) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim, self.eps = config.head_dim, config.rms_norm_eps
+        self.qkv = joined([plain.q_proj, plain.k_proj, plain.v_proj])
+        self.output = PackedLinear(plain.o_proj.weight, plain.o_proj.bias)
+        norms = ((plain.q_norm, self.heads), (plain.k_norm, self.kv_heads))
+        self.scales = torch.cat([norm.weight.expand(count, -1) for norm, count in norms])
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
+        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
+        both = heads[:, :, : self.heads + self.kv_heads]
+        rotate_swapped(both.mul_(rms_factor(both, self.eps) * self.scales), cos, sin)
+        queries, keys, values = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
+        projected: Tensor = self.output(attend(layer, queries, keys, values))
+        return projected
+
+
+class FusedMLP(nn.Module):
+    def __init__(self, plain: GatedMLP) -> None:
+        super().__init__()
+        self.gate_up = joined([plain.gate_proj, plain.up_proj])
+        self.down = PackedLinear(plain.down_proj.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        out: Tensor = self.down(F.silu(gate).mul_(up))
+        return out
+
+
+class DraftPass:
+    """Draft passes over a cache, and the context that they read.
+
+    Args:
+        network: Of any kind of the family, on its device and in its dtype. Its projections become views of the joined
+            ones, so that their memory is not taken twice; its weights must not be replaced afterwards.
+        embed: Of tokens `[B, N]`.
+        head: Of hidden states.
+        compile_reason: Why it is not compiled, where it might have been.
+    """
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        network: DFlashNetwork,
+        embed: Callable[[Tensor], Tensor],
+        head: Callable[[Tensor], Tensor],
+        compile_reason: str | None = None,
+    ) -> None:
+        self._embed, self._head, self.compile_reason = embed, head, compile_reason
+        self.config = config = network.config
+        shared = {id(tensor): tensor for tensor in (*network.parameters(), *network.buffers())}
+        self.network = deepcopy(network, shared)
+        attentions = []
+        for layer in cast("list[DraftLayer]", list(self.network.layers)):
+            attentions.append(layer.self_attn)
+            layer.self_attn = FusedAttention(layer.self_attn, config)  # type: ignore[assignment]
+            layer.mlp = FusedMLP(layer.mlp)  # type: ignore[assignment]
+        projections = [projection for each in attentions for projection in (each.k_proj, each.v_proj)]
+        self._context = joined(projections, views=False)
+        self._key_scales = torch.stack([each.k_norm.weight for each in attentions]).unsqueeze(1)
+        self._features = PackedLinear(network.fc.weight)
+        self._group = config.num_attention_heads // config.num_key_value_heads
+        self._cos = self._sin = torch.empty(0)  # by position, of as many as a cache has needed so far
+
+    def new_state(self, batch: int, capacity: int) -> KVCache:
+        return KVCache(batch, capacity)
+
+    def state_bytes(self, batch: int, capacity: int) -> int:
+        return cached_bytes(self.config, batch * capacity, self._features.dtype)
+
+    def weight_bytes(self) -> int:
+        return self._context.nbytes
+
+    def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
+        return 0
+
+    def observe(self, state: KVCache, features: Tensor) -> None:
+        """Write the keys and values of committed tokens, as nodes that are yet to be committed.
+
+        Context rows go through `fc` and `hidden_norm` only: no input norm, no query, no MLP.
+
+        Args:
+            features: `[B, N, m * H]` of the tapped target layers.
+        """
+        config, count = self.config, features.size(1)
+        features = features.to(self._features.dtype)
+        both = self._context(self.network.hidden_norm(self._features(features)))
+        shape = (config.num_hidden_layers, 2 * config.num_key_value_heads, config.head_dim)
+        nodes_BNLKD = both.unflatten(-1, shape)
+        keys = nodes_BNLKD[:, :, :, : config.num_key_value_heads]
+        state.check_room(count)
+        slots = self._slots(state, count, features.device)
+        cos, sin = self._rotary(state, slots)
+        keys.mul_(rms_factor(keys, config.rms_norm_eps) * self._key_scales)
+        rotate_swapped(keys, cos.unsqueeze(-2), sin.unsqueeze(-2))
+        memory = self._memory(state)
+        if len(state.rows) == 1:
+            first = state.rows[0] + state.lengths[0]
+            memory[:, :, first : first + count] = nodes_BNLKD[0].permute(1, 2, 0, 3)
+        else:
+            starts = send(torch.tensor(state.rows), slots.device)[:, None]
+            # Index first, so that dimension comes first: [B, N, layers, heads, D].
+            memory.permute(2, 0, 1, 3)[starts + slots] = nodes_BNLKD
+
+    def guesses(self, state: KVCache, tokens: Tensor, first: int, window: int | None = None) -> tuple[Tensor, Tensor]:
+        """As `DraftRunner.guesses` of a target."""
+        hidden = self(state, self._embed(tokens), window)[:, first:]
+        mark(PASS)
+        return hidden, self._head(hidden)
+
+    def __call__(self, state: KVCache, block: Tensor, window: int | None = None) -> Tensor:
+        """One parallel pass over a block behind each row's context; it leaves no trace.
+
+        Args:
+            block: `[B, N, H]`, embedded `[anchor, mask, mask, ...]`.
+            window: Committed tokens of each row that are looked at, the last ones; None is all of them.
+
+        Returns:
+            `[B, N, H]`, as `DFlashNetwork.forward`.
+        """
+        count = block.size(1)
+        store, _ = state.view(self._memory(state), count)  # of a copy nothing has to be kept: a pass leaves no trace
+        first = 0 if window is None else max(min(state.lengths) - window, 0)
+        slots = self._slots(state, count, block.device)
+        masks = {kind: self._mask(state, count, kind, window, first, block) for kind in set(self.config.layers)}
+        seen = slice(first, store.size(3))
+        return self._through(block, slots, self._rotary(state, slots), masks, store, seen)
+
+    def _through(
+        self,
+        block: Tensor,
+        slots: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        masks: Mapping[LayerAttention, Tensor | None],
+        store: Tensor,
+        seen: slice,
+    ) -> Tensor:
+        """The layers over a block that is written to these slots; attention reads the slots `seen`."""
+        config, scale = self.config, self.config.head_dim**-0.5
+
+        def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            write_nodes(store[layer], torch.cat([keys, values], dim=2), slots)
+            keys, values = store[layer, :, :, seen].split(config.num_key_value_heads, dim=1)
+            return attend_grouped(queries, keys, values, masks[config.layers[layer]], scale, causal=False)
+
+        return self.network.through_layers(block, *rotary, attend)
+
+    def _memory(self, state: KVCache) -> Tensor:
+        config = self.config
+        return state.memory(
+            config.num_hidden_layers, 2 * config.num_key_value_heads, config.head_dim, self._features.weight
+        )
+
+    def _slots(self, state: KVCache, count: int, device: torch.device) -> Tensor:
+        """Slots of the next nodes, which are their positions: `[N]` where the rows share them, else `[B, N]`."""
+        start = state.lengths[0]
+        if all(length == start for length in state.lengths):
+            return torch.arange(start, start + count, device=device)
+        return state.slots(count, device)
+
+    def _mask(
+        self, state: KVCache, count: int, kind: LayerAttention, window: int | None, first: int, like: Tensor
+    ) -> Tensor | None:
+        """Who sees whom, from the slot `first` on; None where everyone sees everything from there on."""
+        lengths, device = state.lengths, like.device
+        if min(lengths) == max(lengths) and not kind.causal and kind.window is None:
+            return None
+        visible = self._visible(lengths, state.slots(count, device), kind)
+        if window is not None:
+            starts = send(torch.tensor(lengths), device)[:, None, None]
+            visible = visible & (torch.arange(visible.size(2), device=device) >= starts - window)
+        return grouped_mask(visible[:, :, first:], self._group, like.dtype)
+
+    def _visible(
+        self, lengths: Sequence[int] | Tensor, slots: Tensor, kind: LayerAttention, total: int | None = None
+    ) -> Tensor:
+        """Who sees whom, `[B, N, total]`, as in `visible_slots`, of blocks at these slots `[B, N]`."""
+        within = torch.ones(*slots.shape, slots.size(1), dtype=torch.bool, device=slots.device)
+        return visible_slots(lengths, within.tril() if kind.causal else within, slots, kind.window, total)
+
+    def _rotary(self, state: KVCache, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and signed sin of the slots, each `[N, 1, D]` or `[B, N, 1, D]`."""
+        if len(self._cos) < state.capacity:
+            self._cos, self._sin = self._angles(torch.arange(max(state.capacity, ANGLES), device=slots.device))
+        if slots.ndim == 1:
+            part = slice(state.lengths[0], state.lengths[0] + len(slots))
+            return self._cos[part], self._sin[part]
+        return self._cos[slots], self._sin[slots]
+
+    def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and signed sin of positions `[..., N]`, each `[..., N, 1, D]`."""
+        cos, sin = self.network.angles(positions, self._features.weight.dtype)
+        sin[..., : sin.size(-1) // 2].neg_()
+        return cos.unsqueeze(-2), sin.unsqueeze(-2)
+
+
+def cached_bytes(config: DraftConfig, slots: int, dtype: torch.dtype) -> int:
+    """Memory of keys and values of all layers of a draft network."""
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * slots * dtype.itemsize
+
+
+def joined(projections: Sequence[nn.Linear], views: bool = True) -> PackedLinear:
+    """One projection to the outputs of several, side by side.
+
+    Args:
+        views: Make the weights of the several ones views of the one's.
+    """
+    weight = torch.cat([projection.weight.detach() for projection in projections])
+    bias = torch.cat([p.bias.detach() for p in projections]) if projections[0].bias is not None else None
+    if views:
+        for projection, part in zip(projections, weight.split([p.out_features for p in projections]), strict=True):
+            projection.weight.data = part
+    return PackedLinear(weight, bias)

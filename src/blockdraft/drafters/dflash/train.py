@@ -1,0 +1,259 @@
+"""DFlash v1 (arXiv 2602.06036): slots 1, 2, ... of a block of masks, each taught the token at its own place.
+
+Variants that extend it state their network, their own recipe fields and their own losses:
+
+    class MyVariant(DFlashFamily[MyRecipe, MyNetwork]):
+        recipe_class = MyRecipe
+        network_class = MyNetwork  # its `config_class` is what `config` makes
+        own_modules = ("candidate_selector", "conv")
+
+        def own_config(self, target): return {"selector_rank": self.recipe.selector_rank}
+
+`first_slot` settles the labels. With `first_slot = 1` (DFlash) slot 0, the anchor's own, is not taught and K =
+block_size - 1; with `first_slot = 0` (DSpark, "shifted labels") it is, and K = block_size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from blockdraft.data.documents import TokenData
+from blockdraft.data.taps import chosen_taps
+from blockdraft.drafters.dflash.network import DFlashNetwork
+from blockdraft.drafters.dflash.train_pass import draft_pass
+from blockdraft.errors import Complaints, UsageError, counted
+from blockdraft.formats.zlab import read_checkpoint, read_config
+from blockdraft.nn.draft_config import DraftConfig, LayerAttention, need
+from blockdraft.nn.draft_layer import DraftLayer
+from blockdraft.settings import Count, Layers, Natural, settings
+from blockdraft.targets import Target
+from blockdraft.training.batches import Rows
+from blockdraft.training.mask_token import mask_token
+from blockdraft.training.recipe import Recipe
+from blockdraft.training.variant import Choice, Variant
+
+DEFAULT_LAYERS = 5
+LARGE_SPREAD = 2.0  # of the logits of random hidden states of size 1; the usual heads have about 1
+INIT_STD = 0.02  # of new matrices, except `fc`, which keeps the size of what it reads
+
+
+@settings
+class DFlashRecipe(Recipe):
+    """Layers and taps are those of arXiv 2602.06036.
+
+    Attributes:
+        layers: Draft layers; None is 5, or as many as the drafter has that `init` names.
+        taps: Target layers that the drafter reads: how many, spread over the target (`5`), or a list of 0-based layers
+            (`1,9,17`; one alone is `9,`). None is 5, or fewer in a target that has fewer layers, or those of `init`.
+        causal: Whether a slot sees only the slots up to its own; otherwise it sees its whole block.
+        window: Sliding window of every draft layer in tokens; 0 is full attention.
+        intermediate_size: Inner size of the draft layers' MLP; None is the target's, or three times its hidden size.
+        heads: Query heads of the draft layers; None is the target's.
+        kv_heads: Key/value heads of the draft layers; None is the target's.
+        head_dim: Size of a head; None is the target's.
+        mask_token_id: Token that stands for an unknown one; None is that of `init`, the tokenizer's mask token, a
+            row of the embedding that no token has, a reserved token, or one that the data do not hold, in this order.
+        init: Folder of a drafter whose weights training begins with, of as many layers or fewer; None begins at random.
+        checkpoint_activations: Recompute the draft layers' activations in the backward pass, to save memory.
+        attention: "flex" (FlexAttention), "dense" (a mask of booleans), or "auto": flex on a GPU.
+    """
+
+    layers: Count | None = None
+    taps: Count | Layers | None = None
+    causal: bool = False
+    window: Natural = 0
+    intermediate_size: Count | None = None
+    heads: Count | None = None
+    kv_heads: Count | None = None
+    head_dim: Count | None = None
+    mask_token_id: Natural | None = None
+    init: str | None = None
+    checkpoint_activations: bool = False
+    attention: Literal["auto", "flex", "dense"] = "auto"
+
+
+R = TypeVar("R", bound=DFlashRecipe)
+N = TypeVar("N", bound=DFlashNetwork)
+
+
+def layer_shape(recipe: Any, target: Target) -> dict[str, Any]:
+    """Fields of a configuration that say how its layers are made: as the recipe says, or as the target's are. Raises
+    ValueError where neither says it."""
+    shape = {"intermediate_size": 3 * target.hidden_size, **target.shape}
+    flags = {"intermediate_size": "intermediate_size", "num_attention_heads": "heads"}
+    flags |= {"num_key_value_heads": "kv_heads", "head_dim": "head_dim"}
+    sizes: dict[str, Any] = {name: getattr(recipe, flag) or shape.get(name) for name, flag in flags.items()}
+    lacking = [f"--{flags[name].replace('_', '-')}" for name, value in sizes.items() if value is None]
+    if lacking:
+        raise UsageError(f"The target does not say what heads it has; give the drafter's by {', '.join(lacking)}.")
+    shared: dict[str, Any] = {n: shape[n] for n in ("rope_theta", "rope_scaling", "rms_norm_eps") if n in shape}
+    return {**sizes, "rope_theta": 10_000.0, **shared}
+
+
+def new_matrices(network: nn.Module, kept: Callable[[str], bool] = lambda name: False) -> None:
+    """Give a network random matrices, but for those that are to be `kept`."""
+    for name, parameter in network.named_parameters():
+        if parameter.ndim == 2 and not kept(name):
+            nn.init.normal_(parameter, std=parameter.size(1) ** -0.5 if name == "fc.weight" else INIT_STD)
+
+
+@torch.no_grad()
+def calm(norm: Tensor, target: Target) -> None:
+    """Scale the norm in front of a head like the target's, so that a new network makes no firm guesses.
+
+    A head of large rows makes firm guesses of any hidden states, and of those of a new network wrong ones: its loss is
+    many times that of even guessing, and the norm is slow to unlearn it.
+    """
+    random = torch.randn(16, target.hidden_size, generator=torch.Generator().manual_seed(0))
+    spread = float(target.head(random.to(target.device, target.dtype)).float().std())
+    if spread > LARGE_SPREAD:
+        norm.div_(spread)
+
+
+class DFlashFamily(Variant[R, N, DraftConfig]):
+    """What all variants of the DFlash family do.
+
+    Attributes:
+        network_class: Its network.
+        first_slot: The first slot that is taught, 1 or 0.
+        own_modules: Parts of the names of parameters that DFlash v1 lacks. The network initialises them itself, and a
+            warm start from a checkpoint without them is welcome.
+    """
+
+    recipe_class: ClassVar[type[Recipe]] = DFlashRecipe
+    free_fields: ClassVar[frozenset[str]] = frozenset({"attention", "checkpoint_activations"})
+    network_class: type[DFlashNetwork] = DFlashNetwork
+    first_slot: int = 1
+    own_modules: tuple[str, ...] = ()
+
+    def settle(self, target: Target, data: TokenData | None, complaints: Complaints) -> dict[str, Choice]:
+        recipe, found = self.recipe, dict[str, Choice]()
+        vocabulary = target.tokenizer.get_vocab() if target.tokenizer is not None else None
+        init, of_init = None, "that of the drafter to begin with"
+        if recipe.init is not None:
+            with complaints.noting():
+                init = read_config(Path(recipe.init), vocabulary)
+        if recipe.layers is None:
+            found["layers"] = Choice(init.num_hidden_layers, of_init) if init else Choice(DEFAULT_LAYERS)
+        if init is not None and recipe.taps is None:
+            found["taps"] = Choice(init.taps, of_init)
+        else:
+            with complaints.noting():
+                taps = chosen_taps(recipe.taps, target.num_layers)
+                need(max(taps) < target.num_layers, "taps", taps, f"layers of the target, 0 to {target.num_layers - 1}")
+                few = recipe.taps is None and len(taps) < 5
+                found["taps"] = Choice(taps, f"the target has {counted(target.num_layers, 'layer')}" if few else None)
+        if init is not None and recipe.mask_token_id is None:
+            found["mask_token_id"] = Choice(init.mask_token_id, of_init)
+        else:
+            with complaints.noting():
+                mask = mask_token(target, recipe.mask_token_id, data)
+                found["mask_token_id"] = Choice(*mask)
+        return found
+
+    def config(self, target: Target) -> DraftConfig:
+        settled = self.settle(target, None, complaints := Complaints())
+        complaints.check()
+        recipe = replace(self.recipe, **{name: choice.value for name, choice in settled.items()})
+        assert recipe.layers is not None and recipe.mask_token_id is not None
+        made = self.network_class.config_class(
+            **layer_shape(recipe, target),
+            **self.own_config(target),
+            hidden_size=target.hidden_size,
+            num_hidden_layers=recipe.layers,
+            vocab_size=target.vocab_size,
+            block_size=recipe.block_size,
+            mask_token_id=recipe.mask_token_id,
+            taps=chosen_taps(recipe.taps, target.num_layers),
+            num_target_layers=target.num_layers,
+            layers=(LayerAttention(recipe.causal, recipe.window or None),) * recipe.layers,
+            max_position_embeddings=target.max_context,
+        )
+        return made
+
+    def own_config(self, target: Target) -> Mapping[str, Any]:
+        """Fields of the configuration that DFlash v1 lacks."""
+        return {}
+
+    def new_network(self, config: DraftConfig, vocabulary: Mapping[str, int] | None) -> N:
+        network = self.network_class(config)
+        new_matrices(network, self._own)
+        if self.recipe.init is not None:
+            self.warm_start(network, Path(self.recipe.init), vocabulary)
+        return cast(N, network)
+
+    def fit_head(self, network: N, target: Target) -> None:
+        if self.recipe.init is None:
+            calm(network.norm.weight, target)
+
+    def warm_start(self, network: DFlashNetwork, path: Path, vocabulary: Mapping[str, int] | None) -> None:
+        """Load a checkpoint of this kind, or one of DFlash v1 into what of the network is DFlash v1. The block size may
+        differ, and the checkpoint may have fewer layers: those behind them change nothing to begin with. Raises
+        ValueError where anything else differs."""
+        config, tensors = read_checkpoint(path, vocabulary)
+        depth = config.num_hidden_layers
+        for field in fields(config):
+            ours, theirs = getattr(network.config, field.name, None), getattr(config, field.name)
+            same = math.isclose(ours, theirs) if isinstance(ours, float) and theirs is not None else ours == theirs
+            if field.name in ("num_hidden_layers", "layers"):
+                same = depth <= network.config.num_hidden_layers and network.config.layers[:depth] == config.layers
+            need(
+                same or field.name in ("block_size", "max_position_embeddings", "diffusion_steps"),
+                f"{field.name} of {path}",
+                theirs,
+                f"that of the recipe and target, {ours}; change the recipe, or begin without init",
+            )
+        missing, unknown = network.load_state_dict(tensors, strict=False)
+        new = tuple(f"layers.{index}." for index in range(depth, network.config.num_hidden_layers))
+        foreign = [*unknown, *(name for name in missing if not self._own(name) and not name.startswith(new))]
+        need(not foreign, f"what {path} holds", foreign[:5], "the tensors of this drafter; begin without init")
+        for layer in cast("list[DraftLayer]", list(network.layers)[depth:]):
+            nn.init.zeros_(layer.self_attn.o_proj.weight)
+            nn.init.zeros_(layer.mlp.down_proj.weight)
+
+    def prepare(self, network: N) -> None:
+        if self.recipe.checkpoint_activations:
+            for layer in network.layers:
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+    def _own(self, name: str) -> bool:
+        return any(part in name for part in self.own_modules)
+
+    @property
+    def taught_slots(self) -> int:
+        return self.recipe.block_size - self.first_slot
+
+    def hidden(self, network: N, target: Target, features_BSF: Tensor, rows: Rows) -> Tensor:
+        hidden_BANH = self.pass_over_blocks(network, target, features_BSF, rows)(0.0)
+        return hidden_BANH[:, :, self.first_slot :]
+
+    def pass_over_blocks(
+        self, network: N, target: Target, features_BSF: Tensor, rows: Rows
+    ) -> Callable[[Tensor | float], Tensor]:
+        """What runs the layers over all blocks, of masks behind their anchors, as often as it is called: a function of
+        what is added to the masks' embeddings, `[B, A, N - 1, H]` or a number, to `[B, A, N, H]`."""
+        flex = self.recipe.attention == "flex" or (self.recipe.attention == "auto" and target.device.type == "cuda")
+        mask = torch.tensor(network.config.mask_token_id, device=target.device)
+        anchors_BA1H = target.embed(rows.tokens_BAL[:, :, :1]).float()
+        masks_BAKH = target.embed(mask).float().expand(*rows.anchors_BA.shape, network.config.block_size - 1, -1)
+        run = draft_pass(network, features_BSF, rows.documents_BS, rows.positions_BS, rows.anchors_BA, flex)
+        return lambda added: run(torch.cat([anchors_BA1H, masks_BAKH + added], dim=2))
+
+    def logits(self, network: N, target: Target, hidden_CKH: Tensor) -> Tensor:
+        return network.adjust_logits(super().logits(network, target, hidden_CKH))
+
+
+class DFlashVariant(DFlashFamily[DFlashRecipe, DFlashNetwork]):
+    """All that the family does, and nothing else."""
+
+
+VARIANT = DFlashVariant

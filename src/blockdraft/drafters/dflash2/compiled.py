@@ -1,0 +1,29 @@
+"""DFlash2 on a compiled target: DFlash's pass, with convolutions in its layers."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from blockdraft.cpu.library import ConvolutionFields, LayerFields
+from blockdraft.drafters.dflash.compiled import CompiledDraftPass, compiled
+from blockdraft.drafters.dflash2.network import ConvolvedLayer, DFlash2Network, DynamicConv
+
+
+class CompiledConvolvedPass(CompiledDraftPass):
+    layer_class = ConvolvedLayer
+
+    def _lay_out(self, own: LayerFields, layer: Any) -> None:
+        super()._lay_out(own, layer)
+        own.attention_conv = self._convolution(layer.attention_conv)
+        own.mlp_conv = self._convolution(layer.mlp_conv)
+
+    def _convolution(self, module: DynamicConv) -> ConvolutionFields:
+        _, taps, groups = module.corrections
+        # Not rounded to few bits: it is small, and what it corrects is near the identity.
+        projection = self._pack(module, "kernel_projection", rounds=False)
+        base = self._pointer(module.base_kernel)
+        return ConvolutionFields(projection=projection, base=base, taps=taps, groups=groups)
+
+
+RUNNERS = {DFlash2Network: partial(compiled, kind=CompiledConvolvedPass)}

@@ -1,0 +1,122 @@
+"""DFlash2: DFlash whose guesses are chosen with regard to each other, by a selector among each slot's candidates.
+
+All candidates of a slot are scored after all of the slot before at once, so a walk through them costs no further pass.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from blockdraft.decode.distributions import probabilities
+from blockdraft.decode.proposal import Plan, Proposal, SparseDistribution, chain, chain_q
+from blockdraft.decode.sampling import best_tokens, draw
+from blockdraft.decode.tree import best_count, lattice_tree
+from blockdraft.drafters.base import Entry
+from blockdraft.drafters.dflash import DFlashDrafter, log_probabilities
+from blockdraft.drafters.dflash import load as load_dflash
+from blockdraft.drafters.dflash.drafter import DFlashDrafter, log_probabilities
+from blockdraft.drafters.dflash.drafter import load as load_dflash
+from blockdraft.drafters.dflash.network import DFlashNetwork
+from blockdraft.drafters.dflash2.network import DFlash2Network
+from blockdraft.targets import Target
+
+
+class DFlash2Drafter(DFlashDrafter):
+    """Drafts with a DFlash2 network.
+
+    A chain follows the best candidate after each guess; a sampled one draws among the candidates, and that distribution
+    is q. A tree has each node's children scored given its own token. How likely a guess is, which decides how many pay,
+    is measured over the whole vocabulary, where tokens that are no candidates keep their own logits.
+    """
+
+    network: DFlash2Network
+    network_class: type[DFlashNetwork] = DFlash2Network
+
+    def _guess(self, anchor: Tensor, hidden: Tensor, logits: Tensor, plan: Plan) -> Proposal:
+        ids_BDK, scores_BDKK = self.network.lattice(hidden, logits, anchor)
+        sampled = plan.draws is not None and any(params.temperature > 0 for params in plan.params)
+        if plan.tree_budget > 0 and not sampled:
+            log_probs_BDKK = lattice_log_probs(scores_BDKK, ids_BDK, logits, plan)
+            return lattice_tree(anchor, log_probs_BDKK, ids_BDK, plan.tree_budget, plan.cycle_seconds, plan.trust)
+        ranks_BD, count, q, expected = walk(best_tokens(scores_BDKK)), ids_BDK.size(1), None, None
+        if plan.cycle_seconds is not None:
+            log_probs_BDK = _after(lattice_log_probs(scores_BDKK, ids_BDK, logits, plan), ranks_BD)
+            path_BD = log_probs_BDK.gather(2, ranks_BD.unsqueeze(2)).squeeze(2)
+            path_probs = path_BD.cumsum(dim=-1).exp().tolist()
+            count = best_count(path_probs, plan.cycle_seconds, plan.trust)
+            expected = tuple(sum(probs[:count]) for probs in path_probs)
+        if sampled:  # in chains as long as chosen ones, whatever is sampled, or the output would lose its distribution
+            ranks_BD, dists = _draw(ids_BDK, scores_BDKK, plan)
+            q, expected = chain_q(dists, count, plan.params), None
+        guesses = ids_BDK.gather(2, ranks_BD.unsqueeze(2)).squeeze(2)
+        tokens = torch.cat([anchor[:, None], guesses[:, :count]], dim=1)
+        return Proposal(tokens, chain(tokens).parents, q, expected)
+
+
+def walk(next_BDK: Tensor) -> Tensor:
+    """The path through a table of steps.
+
+    Args:
+        next_BDK: `[b, d, p]` is the candidate that follows candidate p of the slot before; at slot 0, which follows the
+            anchor, the same for every p.
+
+    Returns:
+        The candidates met at each slot, `[B, D]` int64.
+    """
+    reach = 1
+    while reach < next_BDK.size(1):
+        # An entry leads over `reach` slots. Behind the entry where it begins, over twice as many.
+        further = next_BDK[:, reach:].gather(2, next_BDK[:, :-reach])
+        next_BDK = torch.cat([next_BDK[:, :reach], further], dim=1)
+        reach *= 2
+    return next_BDK[:, :, 0]
+
+
+def _draw(ids_BDK: Tensor, scores_BDKK: Tensor, plan: Plan) -> tuple[Tensor, SparseDistribution]:
+    """Candidates sampled with `plan.draws`, `[B, D]`, and the distributions `[B, D, K]` that they were sampled from.
+
+    The row's own temperature and cuts make a distribution of scores. Each slot draws after every candidate of the slot
+    before, with one number, and the walk takes what it meets.
+    """
+    assert plan.draws is not None
+    count = ids_BDK.size(2)
+    probs = probabilities(scores_BDKK.flatten(1, 2), plan.params)
+    next_BDK = draw(probs, plan.draws.repeat_interleave(count, dim=1)).to(ids_BDK.device).unflatten(1, (-1, count))
+    ranks_BD = walk(next_BDK)
+    return ranks_BD, SparseDistribution(ids_BDK, _after(probs.view_as(scores_BDKK), ranks_BD))
+
+
+def _after(values_BDKK: Tensor, ranks_BD: Tensor) -> Tensor:
+    """The values `[B, D, K]` of each slot's candidates after the slot before on the path `ranks_BD`."""
+    before = torch.cat([torch.zeros_like(ranks_BD[:, :1]), ranks_BD[:, :-1]], dim=1)
+    return values_BDKK.gather(2, before[:, :, None, None].expand(-1, -1, 1, values_BDKK.size(3))).squeeze(2)
+
+
+def lattice_log_probs(scores_BDKK: Tensor, ids_BDK: Tensor, logits_BDV: Tensor, plan: Plan) -> Tensor:
+    """Log probabilities `[B, D, K, K]` at each row's temperature, among all tokens of the vocabulary."""
+    others_BDV = logits_BDV.float().scatter(2, ids_BDK, -torch.inf)
+    temperature_B11 = torch.tensor([params.temperature or 1.0 for params in plan.params], device=others_BDV.device)[
+        :, None, None
+    ]
+    # All that is no candidate counts as one token of its joint probability.
+    most_BD1 = others_BDV.amax(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
+    rest_BD1 = most_BD1 + temperature_B11 * ((others_BDV - most_BD1) / temperature_B11).logsumexp(dim=-1, keepdim=True)
+    rest_BDK1 = rest_BD1.unsqueeze(2).expand(-1, -1, ids_BDK.size(2), 1)
+    return log_probabilities(torch.cat([scores_BDKK, rest_BDK1], dim=-1), plan.params)[..., :-1]
+
+
+def load(path: Path, target: Target) -> DFlashDrafter:
+    return load_dflash(path, target, DFlash2Drafter)
+
+
+DRAFTER = Entry(
+    load,
+    architectures=("DFlash2DraftModel",),
+    network=DFlash2Network,
+    layouts=("zlab",),
+    variant="dflash2",
+    drafter=DFlash2Drafter,
+)

@@ -1,0 +1,83 @@
+"""DFlash2."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from blockdraft.drafters.dflash.layout import dflash_shapes
+from blockdraft.formats.architectures import Architecture, LlamaCpp, Shapes
+from blockdraft.nn.draft_config import DFlash2Config, need
+
+# z-lab's files and their readers keep all that is the drafter's own in dflash_config.
+NESTED: tuple[str, ...] = ("block_size", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+NESTED += ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
+
+
+def dflash2_shapes(config: DFlash2Config) -> Shapes:
+    """DFlash2: those of v1, 4 more a layer and 3 more for the selector."""
+    hidden, taps, codebook = config.hidden_size, config.conv_kernel_size, (config.vocab_size, config.selector_rank)
+    shapes = dflash_shapes(config)
+    for name in _convolutions(config):
+        shapes[f"{name}.base_kernel"] = (2, taps, hidden)
+        shapes[f"{name}.kernel_projection.weight"] = (2 * taps * (hidden // config.conv_group_size), hidden)
+    return shapes | {
+        "candidate_selector.hidden_projection.weight": (config.selector_rank, hidden),
+        "candidate_selector.predecessor_codebook": codebook,
+        "candidate_selector.successor_codebook": codebook,
+    }
+
+
+def _adapted(config: DFlash2Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Some trainers keep the codebooks in embedding layers, and some the base kernels without their axis of sides: then
+    either both sides share one kernel, or their taps follow each other."""
+    found = dict(tensors)
+    for name in ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook"):
+        if f"{name}.weight" in found and name not in found:
+            found[name] = found.pop(f"{name}.weight")
+    taps, hidden = config.conv_kernel_size, config.hidden_size
+    for name in _convolutions(config):
+        kernel = found.get(f"{name}.base_kernel")
+        if kernel is not None and kernel.shape in ((taps, hidden), (2 * taps, hidden)):
+            found[f"{name}.base_kernel"] = kernel.view(-1, taps, hidden).expand(2, -1, -1)
+    return found
+
+
+def _convolutions(config: DFlash2Config) -> list[str]:
+    return [f"layers.{i}.{part}_conv" for i in range(config.num_hidden_layers) for part in ("attention", "mlp")]
+
+
+LLAMA_CPP = {
+    "attention_conv.base_kernel": "attn_conv_base",
+    "attention_conv.kernel_projection.weight": "attn_conv_proj.weight",
+    "mlp_conv.base_kernel": "ffn_conv_base",
+    "mlp_conv.kernel_projection.weight": "ffn_conv_proj.weight",
+    "candidate_selector.hidden_projection.weight": "selector_hidden.weight",
+    "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
+    "candidate_selector.successor_codebook": "selector_successor.weight",
+}
+SELECTOR = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")  # llama.cpp's keys, and fields
+
+
+def _written(config: DFlash2Config) -> dict[str, Any]:
+    top, hidden = config.selector_top_k, config.hidden_size
+    least = top * (top + 1)  # numbers of a slot, which are handed out in the place of its hidden state
+    need(hidden >= least, "hidden_size", hidden, f"at least {least} in llama.cpp where selector_top_k is {top}")
+    return {name: getattr(config, name) for name in SELECTOR}
+
+
+def _read(values: Mapping[str, Any], shapes: Shapes) -> dict[str, Any] | None:
+    return {name: values.get(name) for name in SELECTOR} if "selector_hidden.weight" in shapes else None
+
+
+ARCHITECTURE = Architecture(
+    ("DFlash2DraftModel",),
+    DFlash2Config,
+    dflash2_shapes,
+    NESTED,
+    _adapted,
+    llama_cpp=LlamaCpp("draft-dflash", LLAMA_CPP, _written, _read),
+    vllm="dflash",
+)

@@ -1,0 +1,101 @@
+"""DFlash2: DFlash v1's losses, which teach the convolutions too, and the selector's choice among the candidates.
+
+The selector is taught with the token of the data before each slot, whatever the slot before would have guessed. A label
+that is not among the candidates takes the place of the least likely one, as in SpecForge and speculators: so every
+taught slot has something to say from the first step on, when few labels are candidates. Guesses and counts go without
+that help, as decoding does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from blockdraft.drafters.dflash.network import DFlashNetwork
+from blockdraft.drafters.dflash.train import DFlashFamily, DFlashRecipe
+from blockdraft.drafters.dflash2.network import DFlash2Network
+from blockdraft.settings import Amount, Count, settings
+from blockdraft.targets import Target
+from blockdraft.training.objectives import Slots
+from blockdraft.training.recipe import Recipe
+
+CONV_GROUP = 16
+
+
+@settings
+class DFlash2Recipe(DFlashRecipe):
+    """Sizes are those of z-lab's DFlash2 drafters.
+
+    Attributes:
+        conv_kernel_size: Slots that a convolution reads, its own and those before.
+        conv_group_size: Channels that share a correction of the kernel; a divisor of the hidden size. None is 16, or
+            the largest such power of two below.
+        selector_rank: Width of the selector's codebooks.
+        selector_top_k: Candidates of a slot.
+        selector_weight: Share of the selector's cross-entropy in the loss.
+    """
+
+    conv_kernel_size: Count = 2
+    conv_group_size: Count | None = None
+    selector_rank: Count = 256
+    selector_top_k: Count = 16
+    selector_weight: Amount = 1.0
+
+
+class DFlash2Variant(DFlashFamily[DFlash2Recipe, DFlash2Network]):
+    recipe_class: ClassVar[type[Recipe]] = DFlash2Recipe
+    network_class: type[DFlashNetwork] = DFlash2Network
+    own_modules = ("attention_conv", "mlp_conv", "candidate_selector")
+    counted = ("candidate_recall", "base_accuracy", "selector_accuracy")
+
+    def own_config(self, target: Target) -> Mapping[str, Any]:
+        names = ("conv_kernel_size", "selector_rank", "selector_top_k")
+        group = self.recipe.conv_group_size or math.gcd(CONV_GROUP, target.hidden_size)
+        return {"conv_group_size": group} | {name: getattr(self.recipe, name) for name in names}
+
+    def factors(self) -> Mapping[str, float]:
+        return {**super().factors(), "selector": self.recipe.selector_weight}
+
+    def losses(self, network: DFlash2Network, slots: Slots) -> dict[str, Tensor]:
+        return {**super().losses(network, slots), "selector": selector_losses(network, slots)}
+
+    def guesses(self, network: DFlash2Network, slots: Slots) -> Tensor:
+        ids_CKN, unary_CKN = network.candidates(slots.logits_CKV)
+        best_CK1 = _scores(network, slots, ids_CKN, unary_CKN).argmax(dim=-1, keepdim=True)
+        return ids_CKN.gather(-1, best_CK1).squeeze(-1)
+
+    def counts(self, network: DFlash2Network, slots: Slots) -> dict[str, Tensor]:
+        """Labels that are candidates; labels that v1's guess, and the selector's choice, hit."""
+        labels_CK = slots.labels_CK
+        return {
+            "candidate_recall": (network.candidates(slots.logits_CKV)[0] == labels_CK.unsqueeze(-1)).any(dim=-1),
+            "base_accuracy": slots.logits_CKV.argmax(dim=-1) == labels_CK,
+            "selector_accuracy": self.guesses(network, slots) == labels_CK,
+        }
+
+
+def selector_losses(network: DFlash2Network, slots: Slots) -> Tensor:
+    """Cross-entropy of each label among its slot's N candidates, given the token before it, `[C, K]` float32."""
+    labels_CK1 = slots.labels_CK.unsqueeze(-1)
+    ids_CKN = slots.logits_CKV.topk(network.config.selector_top_k, dim=-1).indices
+    is_label_CKN = ids_CKN == labels_CK1
+    place_CK1 = torch.where(is_label_CKN.any(dim=-1), is_label_CKN.int().argmax(dim=-1), ids_CKN.size(-1) - 1)
+    ids_CKN = ids_CKN.scatter(-1, place_CK1.unsqueeze(-1), labels_CK1)
+    scores_CKN = _scores(network, slots, ids_CKN, slots.logits_CKV.gather(-1, ids_CKN))
+    losses: Tensor = F.cross_entropy(scores_CKN.flatten(0, 1), place_CK1.flatten(), reduction="none")
+    return losses.view_as(slots.labels_CK)
+
+
+def _scores(network: DFlash2Network, slots: Slots, ids_CKN: Tensor, unary_CKN: Tensor) -> Tensor:
+    """Scores `[C, K, N]` float32 of candidates after the tokens of the data before them."""
+    before_CK1 = slots.predecessors_CK.unsqueeze(-1)
+    pairs_CKN: Tensor = network.candidate_selector(slots.hidden_CKH, before_CK1, ids_CKN).squeeze(-2)
+    return unary_CKN.float() + pairs_CKN.float()
+
+
+VARIANT = DFlash2Variant

@@ -1,0 +1,73 @@
+"""DSpark."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from blockdraft.drafters.dflash.layout import dflash_shapes
+from blockdraft.formats.architectures import Architecture, LlamaCpp, Shapes, Speculator
+from blockdraft.nn.draft_config import DSparkConfig, need
+
+
+def dspark_shapes(config: DSparkConfig) -> Shapes:
+    """DSpark: those of DFlash v1, 2 more for the Markov head and 2 for the confidence head."""
+    factor = (config.vocab_size, config.markov_rank)
+    shapes = dflash_shapes(config) | {"markov_head.markov_w1.weight": factor, "markov_head.markov_w2.weight": factor}
+    if config.enable_confidence_head:
+        width = config.hidden_size + config.confidence_head_with_markov * config.markov_rank
+        shapes |= {"confidence_head.proj.weight": (1, width), "confidence_head.proj.bias": (1,)}
+    return shapes
+
+
+def _adapted(config: DSparkConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Early SpecForge files put both heads into `logit_head`, ModelOpt names them otherwise, and DeepSpec keeps the
+    copy of the target's head that it trained with."""
+    found = {}
+    for name, tensor in tensors.items():
+        name = name.removeprefix("logit_head.").replace("confidence_proj.", "confidence_head.proj.")
+        found[f"markov_head.{name}" if name.startswith("markov_w") else name] = tensor
+    found.pop("lm_head.weight", None)
+    return found
+
+
+LLAMA_CPP = {
+    "markov_head.markov_w1.weight": "markov_w1.weight",
+    "markov_head.markov_w2.weight": "markov_w2.weight",
+    "confidence_head.proj.weight": "conf_proj.weight",
+    "confidence_head.proj.bias": "conf_proj.bias",
+}
+
+
+def _written(config: DSparkConfig) -> dict[str, Any]:
+    confident, temperatures = config.enable_confidence_head, config.confidence_temperatures
+    sees = config.confidence_head_with_markov or not confident
+    need(sees, "confidence_head_with_markov", config.confidence_head_with_markov, "true in llama.cpp")
+    need(temperatures is None, "confidence_temperatures", temperatures, "absent in llama.cpp")
+    return {"sample_from_anchor": True, "has_confidence_head": confident}
+
+
+def _read(values: Mapping[str, Any], shapes: Shapes) -> dict[str, Any] | None:
+    if "markov_w1.weight" not in shapes:
+        return None
+    from_anchor = values.get("sample_from_anchor")
+    need(from_anchor is not False, "sample_from_anchor", from_anchor, "true; the other convention is not supported")
+    rank = shapes["markov_w1.weight"][1]
+    return {"markov_rank": rank, "enable_confidence_head": "conf_proj.weight" in shapes}
+
+
+ARCHITECTURE = Architecture(
+    ("DSparkDraftModel", "Qwen3DSparkModel"),
+    DSparkConfig,
+    dspark_shapes,
+    ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"),
+    _adapted,
+    marks={"projector_type": "dspark"},
+    inert={"projector_type": ("dspark",), "shift_label": (True,), "sample_from_anchor": (True,)},
+    training=("confidence_head_alpha", "num_anchors"),
+    # The head's second factor scores successors.
+    speculator=Speculator("dspark", "DSparkSpeculator", from_anchor=True, rows=("markov_head.markov_w2.weight",)),
+    llama_cpp=LlamaCpp("draft-dspark", LLAMA_CPP, _written, _read),
+)

@@ -1,0 +1,80 @@
+"""DSpark (arXiv 2607.05147): every slot is taught the token behind its own place, given the token before.
+
+The loss is `0.1 CE + 0.9 L1 + 1.0 BCE(confidence, 1 - L1 / 2)`, slot k weighing `exp(-(k - 1) / 4)` (paper, section 3;
+`deepspec/modeling/dspark/loss.py`). L1 is twice the total variation, so half of it is the chance of a rejection, and
+that of the corrected distribution is what the confidence head learns.
+
+It may begin from a DFlash v1 drafter. The layers then know their work, but slot j of such a drafter stands for the
+token at its own place: what it says is one token late until training has moved it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import field, replace
+from typing import Annotated, Any, ClassVar
+
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from blockdraft.drafters.dflash.network import DFlashNetwork
+from blockdraft.drafters.dflash.train import DFlashFamily, DFlashRecipe
+from blockdraft.drafters.dspark.network import DSparkNetwork
+from blockdraft.settings import Amount, Count, settings
+from blockdraft.targets import Target
+from blockdraft.training.objectives import Slots
+from blockdraft.training.objectives.base import acceptance
+from blockdraft.training.recipe import Recipe
+
+
+@settings
+class DSparkRecipe(DFlashRecipe):
+    """Defaults are those of the paper.
+
+    Attributes:
+        block_size: Slots of a block, which are its guesses.
+        markov_rank: Width of the factors of the bias by the token before.
+        confidence: Weight of the confidence head's loss; 0 makes a drafter without that head.
+    """
+
+    block_size: Annotated[int, Field(ge=2)] = 7
+    objective: Mapping[str, Amount] = field(default_factory=lambda: {"decay": 0.1, "total_variation": 1.8})
+    gamma: Amount | None = 4.0
+    markov_rank: Count = 256
+    confidence: Amount = 1.0
+
+
+class DSparkVariant(DFlashFamily[DSparkRecipe, DSparkNetwork]):
+    recipe_class: ClassVar[type[Recipe]] = DSparkRecipe
+    network_class: type[DFlashNetwork] = DSparkNetwork
+    first_slot = 0
+    own_modules = ("markov_head", "confidence_head")
+    needs_teacher = True
+
+    def own_config(self, target: Target) -> Mapping[str, Any]:
+        return {"markov_rank": self.recipe.markov_rank, "enable_confidence_head": self.recipe.confidence > 0}
+
+    def is_matrix(self, name: str, parameter: Tensor) -> bool:
+        # The confidence head is a single row. The factors of the bias stay with Muon: at AdamW's rate they lag behind.
+        return super().is_matrix(name, parameter) and "confidence_head" not in name
+
+    def factors(self) -> Mapping[str, float]:
+        own = {"confidence": self.recipe.confidence} if self.recipe.confidence > 0 else {}
+        return {**super().factors(), **own}
+
+    def losses(self, network: DSparkNetwork, slots: Slots) -> dict[str, Tensor]:
+        previous = network.previous(slots.predecessors_CK)
+        corrected = replace(slots, logits_CKV=slots.logits_CKV + network.bias(previous))
+        found = super().losses(network, corrected)
+        if self.recipe.confidence > 0:
+            accepted = acceptance(corrected).detach().clamp(0, 1)
+            logits = network.confidence_logits(slots.hidden_CKH, previous)
+            found["confidence"] = F.binary_cross_entropy_with_logits(logits, accepted, reduction="none")
+        return found
+
+    def guesses(self, network: DSparkNetwork, slots: Slots) -> Tensor:
+        return (slots.logits_CKV + network.bias(network.previous(slots.predecessors_CK))).argmax(dim=-1)
+
+
+VARIANT = DSparkVariant

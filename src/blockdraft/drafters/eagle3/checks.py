@@ -1,0 +1,93 @@
+"""EAGLE-3: layers counted from 1, features of the wrong token, a wrong draft vocabulary, halves of a row in the other
+order, and where the norms stand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from blockdraft.deploy.checks import (
+    USUAL,
+    Reading,
+    TaughtBench,
+    Tensors,
+    halves_swapped,
+    lags,
+    neighbours,
+    precision,
+    rope,
+)
+from blockdraft.drafters.eagle3.network import Eagle3Config, Eagle3Network, default_taps
+from blockdraft.drafters.peagle.network import PEagleConfig
+from blockdraft.errors import UsageError
+
+PROJECTIONS = tuple(f"midlayer.self_attn.{name}_proj.weight" for name in "qkv")
+
+
+class Eagle3Bench(TaughtBench):
+    examines = Eagle3Config
+    leaves = (PEagleConfig,)  # whose guesses come from one pass
+    network = Eagle3Network
+    config: Eagle3Config
+
+    def readings(self, longest: int) -> Iterator[Reading]:
+        config = self.config
+        yield Reading("", USUAL, "", config)
+        yield from neighbours(config)
+        yield from self._usual_taps()
+        yield from lags(config)
+        yield from self._vocabularies()
+        remedy = (
+            "Swap the halves of the columns of q_proj, k_proj and v_proj in the file: the embedding comes first, as in "
+            "SafeAILab's code."
+        )
+        yield Reading("order", "rows of feature and embedding", remedy, config, tensors=halves_swapped(*PROJECTIONS))
+        for fault, name, told in (
+            ("feedback", "norm_output", "the state that is fed on taken {} the last norm"),
+            ("norm", "norm_before_residual", "the residual stream begun {} the norm of the feature"),
+        ):
+            other = not getattr(config, name)
+            changes: dict[str, Any] = {name: other}
+            remedy = f"Write {name}: {str(other).lower()} into config.json."
+            place = "behind" if other else "before"
+            yield Reading(fault, told.format(place), remedy, replace(config, **changes))
+        yield from rope(config, self.target.shape)
+        yield from precision(config, self.target.dtype)
+
+    def _usual_taps(self) -> Iterator[Reading]:
+        """Those that SafeAILab's code reads whatever a file says."""
+        try:
+            taps = default_taps(self.config.num_target_layers)
+        except UsageError:  # of a small target
+            return
+        if taps not in {self.config.taps, *(reading.taps for reading in neighbours(self.config))}:
+            told = f"the usual taps, {list(taps)}, in place of {list(self.config.taps)}"
+            remedy = "Leave the taps out of config.json, or write these."
+            yield Reading("taps", told, remedy, self.config, taps=taps)
+
+    def _vocabularies(self) -> Iterator[Reading]:
+        """Other meanings of `d2t`, of those that name tokens of the target."""
+        size, whole = self.config.draft_vocab_size, self.config.vocab_size
+        if size == whole:
+            return
+        places, offsets = torch.arange(size), self.found.tensors["d2t"]
+        for told, other in (
+            ("d2t one less", offsets - 1),
+            ("d2t one more", offsets + 1),
+            ("d2t as the tokens themselves, not as offsets", offsets - places),
+            ("the first tokens of the target, whatever d2t says", torch.zeros_like(offsets)),
+        ):
+            kept = other + places
+            if int(kept.min()) >= 0 and int(kept.max()) < whole:
+                remedy = "Write d2t anew: token i of the draft vocabulary is the target's token i + d2t[i]."
+
+                def tensors(given: Tensors, other: torch.Tensor = other) -> Tensors:
+                    return {**given, "d2t": other}
+
+                yield Reading("vocabulary", told, remedy, self.config, tensors=tensors)
+
+
+BENCH = Eagle3Bench

@@ -1,0 +1,183 @@
+"""EAGLE-3: one small layer that guesses a token after the other, from the target's features and then from its own state
+(arXiv 2503.01840), as a chain or as a tree that grows where its guesses are likely (arXiv 2406.16858).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from blockdraft.decode.distributions import probabilities
+from blockdraft.decode.proposal import Plan, Proposal, SparseDistribution, chain, chain_q, sparsify
+from blockdraft.decode.sampling import best_tokens, draw
+from blockdraft.decode.tree import best_of, next_pays
+from blockdraft.drafters.base import Entry
+from blockdraft.drafters.dflash.drafter import check_borrowed, log_probabilities
+from blockdraft.drafters.eagle3.network import Eagle3Network
+from blockdraft.formats import check_fits, find_layout, read_drafter
+from blockdraft.nn.autoregressive import AutoregressiveNetwork, DraftNodes
+from blockdraft.nn.cache import KVCache
+from blockdraft.targets import Target
+from blockdraft.timing import CONTEXT, GUESSES, OBSERVE, mark
+
+WIDTH = 10  # guesses of a level that a tree goes on from, and children of each
+
+
+class Eagle3Drafter:
+    """Drafts with an EAGLE-3 network; the embedding is the target's.
+
+    What it knows of a text lies in the slots of its tokens: slot s has the keys and values of the entry of token s,
+    which takes the target's feature at s - 1, and the feature at s, which the entry of the next token will take. Slot 0
+    has no feature before it and is seen by nobody. Entries of guesses are made of the network's own states; they are
+    dropped at the end of a cycle, and what was accepted is observed with the target's features like any other token.
+
+    A chain takes the most probable guess or, where `plan.draws` is set, one sampled from the network's distribution
+    under the row's sampling parameters, cut to the `SPARSE_SIZE` most probable tokens. With `plan.cycle_seconds` it
+    ends once even a guess as likely as the last one would not pay; a sampled chain does not, since its length must not
+    depend on what was sampled. A tree takes the `WIDTH` likeliest guesses of each level one further, with as many
+    children each, and of all guesses the likeliest are proposed.
+
+    Args:
+        network: Moves to the target's device and dtype.
+        target: What it was trained for.
+        path: Where the network was read from.
+        owned: As in `Target.runner`.
+    """
+
+    knows_probabilities = knows_lengths = True
+
+    def __init__(
+        self, network: AutoregressiveNetwork, target: Target, path: Path | None = None, owned: bool = False
+    ) -> None:
+        self.network = network.to(target.device, target.dtype).eval()
+        self.config, self.path = network.config, path
+        self.taps, self.block_size = self.config.taps, self.config.block_size
+        self._target, self._kept = target, self.network.kept
+        self._run = target.runner(self.network, owned=owned)
+
+    @property
+    def compile_reason(self) -> str | None:
+        """Why the network is not compiled for a CPU, in words; None where it is."""
+        return self._run.compile_reason
+
+    @property
+    def slots_beside(self) -> int:
+        """Most slots behind a text that a draft takes."""
+        return self._run.slots_beside(self.block_size, WIDTH)
+
+    def new_state(self, batch: int, capacity: int) -> KVCache:
+        return KVCache(batch, capacity)
+
+    def state_bytes(self, batch: int, capacity: int) -> int:
+        return self._run.state_bytes(batch, capacity)
+
+    def weight_bytes(self) -> int:
+        kept = (*self.network.parameters(), *self.network.buffers())
+        memory = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in kept}
+        return sum(each.nbytes() for each in memory.values()) + self._run.weight_bytes()
+
+    def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
+        return self._run.workspace_bytes(batch, nodes, slots)
+
+    @torch.no_grad()
+    def observe(self, state: KVCache, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
+        assert features is not None
+        mark(OBSERVE)
+        self._run.observe(state, tokens, features)
+        mark(CONTEXT)
+        state.commit([range(length) for length in lengths])
+
+    @torch.no_grad()
+    def propose(self, state: KVCache, anchor: Tensor, plan: Plan) -> Proposal:
+        if plan.block_size == 1:
+            return chain(anchor[:, None])
+        sampled = plan.draws is not None and any(params.temperature > 0 for params in plan.params)
+        width = 0 if sampled else min(WIDTH, plan.tree_budget, len(self._kept))
+        nodes = self._run.nodes(state, plan.block_size, width or 1, plan.draft_window)
+        return self._tree(nodes, anchor, plan, width) if width else self._chain(nodes, anchor, plan)
+
+    def _chain(self, nodes: DraftNodes, anchor: Tensor, plan: Plan) -> Proposal:
+        draws = plan.draws if any(params.temperature > 0 for params in plan.params) else None
+        seconds = plan.cycle_seconds if draws is None else None
+        guesses, dists = [anchor], list[SparseDistribution]()
+        expected = torch.zeros(len(anchor), device=anchor.device)  # guesses of each row, times their survival
+        survival = torch.ones_like(expected)
+        for depth in range(plan.block_size - 1 if seconds is None else min(plan.block_size, len(seconds)) - 1):
+            if seconds and not next_pays(expected, survival, depth, seconds, plan.trust):
+                break
+            mark(GUESSES)
+            logits = nodes(guesses[-1][:, None])
+            if draws is not None:
+                dist = sparsify(probabilities(logits, plan.params))  # [B, 1, K]
+                dists.append(SparseDistribution(self._kept[dist.ids], dist.probs))
+                ranks = draw(dist.probs, draws[:, depth : depth + 1]).to(anchor.device)
+                guesses.append(dists[-1].ids[:, 0].gather(1, ranks)[:, 0])
+                continue
+            if seconds:
+                best = log_probabilities(logits, plan.params)[:, 0].amax(dim=-1)
+                survival = survival * best.exp()
+                expected += survival
+            guesses.append(self._kept[best_tokens(logits)[:, 0].to(anchor.device)])
+        tokens = torch.stack(guesses, dim=1)
+        if not dists:
+            return Proposal(tokens, chain(tokens).parents, expected=tuple(expected.tolist()) if seconds else None)
+        sampled_from = SparseDistribution(
+            torch.cat([dist.ids for dist in dists], 1), torch.cat([dist.probs for dist in dists], 1)
+        )
+        return Proposal(tokens, chain(tokens).parents, chain_q(sampled_from, len(dists), plan.params))
+
+    def _tree(self, nodes: DraftNodes, anchor: Tensor, plan: Plan, width: int) -> Proposal:
+        # How likely the paths of the nodes are that were gone on from last, and which guesses they are.
+        likely = torch.zeros(len(anchor), 1, device=anchor.device)
+        tokens, places = anchor[:, None], torch.full((len(anchor), 1), -1, device=anchor.device)
+        above = None  # their places in the level above
+        levels: list[tuple[Tensor, Tensor, Tensor]] = []  # of each guess its path's log probability, parent and token
+        for depth in range(plan.block_size - 1):
+            mark(GUESSES)
+            best = log_probabilities(nodes(tokens, above), plan.params).topk(width, dim=-1)
+            children = (likely.unsqueeze(2) + best.values).flatten(1)
+            parents = places.repeat_interleave(width, dim=1)
+            levels.append((children, parents, self._kept[best.indices].flatten(1)))
+            last = depth == plan.block_size - 2 or nodes.room < width
+            if last or _enough([level[0] for level in levels], plan.tree_budget):
+                break
+            likely, chosen = children.topk(width, dim=1)
+            above = chosen // width
+            tokens, places = levels[-1][2].gather(1, chosen), chosen + sum(level[0].size(1) for level in levels[:-1])
+        likely, places, tokens = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
+        return best_of(anchor, likely, places, tokens, plan.tree_budget, plan.cycle_seconds, plan.trust)
+
+
+def _enough(levels: Sequence[Tensor], budget: int) -> bool:
+    """Whether all that may follow the last level is less likely than as many guesses as are wanted."""
+    so_far = torch.cat([*levels], dim=1)
+    if so_far.size(1) < budget:
+        return False
+    return bool((levels[-1].amax(dim=1) <= so_far.topk(budget, dim=1).values[:, -1]).all())
+
+
+def load(path: Path, target: Target) -> Eagle3Drafter:
+    """Load a folder of any layout."""
+    found = read_drafter(path, target.tokenizer.get_vocab() if target.tokenizer else None, target.num_layers)
+    sizes = {"hidden_size": target.hidden_size, "num_layers": target.num_layers, "vocab_size": target.vocab_size}
+    check_fits(found.config, **sizes)
+    if found.borrowed is not None:
+        check_borrowed(path, found.borrowed, target)
+    with torch.device("meta"):
+        network = Eagle3Network(found.config)
+    network.load_state_dict(found.tensors, assign=True)
+    return Eagle3Drafter(network, target, path, owned=True)
+
+
+DRAFTER = Entry(
+    load,
+    architectures=("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel"),
+    claims=lambda raw: find_layout("eagle3").recognises(raw),
+    network=Eagle3Network,
+    layouts=("eagle3", "eagle3_speculators"),
+    variant="eagle3",
+    drafter=Eagle3Drafter,
+)

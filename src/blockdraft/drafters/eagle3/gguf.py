@@ -1,0 +1,88 @@
+"""EAGLE-3. The head is the drafter's own, and `d2t` holds the target's ids of the tokens that it guesses, where these
+are not all; the embedding is the target's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blockdraft.drafters.eagle3.layout import ARCHITECTURES, TABLE, checkpoint_of, tensor_shapes
+from blockdraft.drafters.eagle3.network import BLOCK_SIZE, Eagle3Config
+from blockdraft.formats.base import Checkpoint
+from blockdraft.formats.folder import check_tensors
+from blockdraft.formats.gguf.files import GGUFFile
+from blockdraft.formats.gguf.kinds import EMBEDDING, HEAD, LIMIT, OWN, TOKENS, their_names
+from blockdraft.formats.gguf.rope import paired
+from blockdraft.nn.draft_config import need
+
+NAMES = {
+    "input_norm.weight": "enc.output_norm.weight",
+    "hidden_norm.weight": "attn_norm_2.weight",
+    "lm_head.weight": HEAD,
+}
+TAPS, BLOCK = 3, f"{OWN}block_size"
+FLAGS = ("norm_before_residual", "norm_before_fc")
+NOT_THERE = ("qk_norm", "norm_output", "fc_norm")
+
+
+class Eagle3:
+    architecture, layout = "eagle3", "eagle3"
+
+    def configs(self) -> dict[type, str]:
+        return {Eagle3Config: ARCHITECTURES[0]}
+
+    def start(self, config: Eagle3Config) -> tuple[str, int]:
+        return "draft-eagle3", config.block_size - 1
+
+    def written(self, config: Eagle3Config) -> dict[str, Any]:
+        need(len(config.taps) == TAPS, "the number of taps", len(config.taps), f"{TAPS} {LIMIT}")
+        for name in NOT_THERE:
+            need(not getattr(config, name), name, True, f"false {LIMIT}")
+        found = {"block_count": 1, **{name: getattr(config, name) for name in FLAGS}}
+        return {f"{self.architecture}.{key}": value for key, value in found.items()} | {BLOCK: config.block_size}
+
+    def fields(self, file: GGUFFile) -> tuple[type, dict[str, Any]]:
+        depth = file.metadata.get(f"{self.architecture}.block_count")
+        need(depth == 1, f"{self.architecture}.block_count", depth, "1; no other is supported")
+        need(HEAD in file.tensors, HEAD, None, "in the file; use llama.cpp for this drafter")
+        flags = {name: file.metadata.get(f"{self.architecture}.{name}", False) for name in FLAGS}
+        size = file.metadata.get(BLOCK, BLOCK_SIZE)
+        return Eagle3Config, {**flags, "draft_vocab_size": file.tensors[HEAD].shape[0], "block_size": size}
+
+    def names(self, config: Eagle3Config) -> dict[str, str]:
+        ours = [name for name in tensor_shapes(config) if name != TOKENS]
+        theirs = their_names([name.replace("midlayer.", "layers.0.") for name in ours], NAMES)
+        return dict(zip(ours, theirs.values(), strict=True))
+
+    def tensors(self, drafter: Checkpoint) -> dict[str, Tensor]:
+        config, own = drafter.config, drafter.tensors
+        check_tensors(tensor_shapes(config), own)
+        found = {theirs: own[ours] for ours, theirs in self.names(config).items()}
+        for name, heads in _interleaved(config).items():
+            found[name] = found[name][paired(len(found[name]), heads).argsort()]
+        if config.draft_vocab_size < config.vocab_size:
+            found[TOKENS] = own[TOKENS] + torch.arange(config.draft_vocab_size)
+        return found
+
+    def checkpoint(self, config: Eagle3Config, tensors: Mapping[str, Tensor]) -> Checkpoint:
+        found = dict(tensors)
+        for name, heads in _interleaved(config).items():
+            if name in found:
+                found[name] = found[name][paired(len(found[name]), heads)]
+        own = {ours: found[theirs] for ours, theirs in self.names(config).items() if theirs in found}
+        if TOKENS in found:
+            own[TOKENS] = found[TOKENS] - torch.arange(len(found[TOKENS]))
+        if EMBEDDING in found:
+            own[TABLE] = found[EMBEDDING]
+        return checkpoint_of(config, own)
+
+
+def _interleaved(config: Eagle3Config) -> dict[str, int]:
+    """Heads of the tensors whose rows lie in pairs."""
+    return {"blk.0.attn_q.weight": config.num_attention_heads, "blk.0.attn_k.weight": config.num_key_value_heads}
+
+
+KIND = Eagle3()

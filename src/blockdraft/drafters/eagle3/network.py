@@ -1,0 +1,169 @@
+"""The EAGLE-3 draft network (arXiv 2503.01840): one decoder layer that guesses a token at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from blockdraft.nn.autoregressive import Attend, AutoregressiveNetwork
+from blockdraft.nn.draft_config import check_fields, check_shape, need
+from blockdraft.nn.layers import GatedMLP, RMSNorm, rotate
+from blockdraft.nn.rotary import Rotary
+
+BLOCK_SIZE = 8  # where a checkpoint says nothing: the anchor, and as many guesses as training usually unrolls
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config:
+    """An EAGLE-3 draft model, resolved from any layout. Raises ValueError for what is out of range."""
+
+    hidden_size: int  # also the target's
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int  # of the target
+    draft_vocab_size: int  # tokens that it can guess
+    taps: tuple[int, ...]  # x is the output of 0-based target layer x; in the order of the columns of `fc`
+    num_target_layers: int
+    block_size: int = BLOCK_SIZE  # tokens of a path, anchor included
+    rope_theta: float = 10_000.0
+    rope_scaling: dict[str, Any] | None = None  # `rope_type` and its parameters, without theta; None is plain RoPE
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 2048  # tokens
+    attention_bias: bool = False
+    hidden_act: str = "silu"
+    qk_norm: bool = False  # norms on queries and keys, as Qwen3 has them
+    norm_before_residual: bool = False  # the residual stream begins with the normed feature
+    norm_output: bool = False  # the state that is fed on is behind the last norm
+    fc_norm: bool = False  # a norm on each tap before `fc`
+    norm_before_fc: bool = False  # one norm on all taps together before `fc`
+
+    def __post_init__(self) -> None:
+        check_fields(self, {"block_size": 2, "mask_token_id": 0})
+        check_shape(self)
+        size, whole = self.draft_vocab_size, self.vocab_size
+        need(size <= whole, "draft_vocab_size", size, f"at most vocab_size, {whole}")
+        need(not (self.fc_norm and self.norm_before_fc), "fc_norm", True, "false where norm_before_fc is true")
+
+
+class Eagle3Attention(nn.Module):
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        size, bias, self.head_dim = config.hidden_size, config.attention_bias, config.head_dim
+        self.q_proj = nn.Linear(2 * size, config.num_attention_heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(2 * size, config.num_key_value_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(2 * size, config.num_key_value_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, size, bias=bias)
+        self.q_norm, self.k_norm = (self._head_norm(config) for _ in "qk")
+
+    def _head_norm(self, config: Eagle3Config) -> nn.Module:
+        return RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+
+    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Of rows `[B, N, 2 * H]`, each `[B, kv_heads, N, D]`."""
+        keys, values = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.k_proj, self.v_proj))
+        return rotate(self.k_norm(keys), cos, sin).transpose(1, 2), values.transpose(1, 2)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        queries = rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))), cos, sin).transpose(1, 2)
+        out = attend(queries, *self.keys_values(x, cos, sin))
+        return cast(Tensor, self.o_proj(out.transpose(1, 2).flatten(-2)))
+
+
+class Eagle3Layer(nn.Module):
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self.self_attn = Eagle3Attention(config)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def beside(self, embedded: Tensor, normed: Tensor) -> Tensor:
+        """Rows `[B, N, 2 * H]`: the normed embedding beside the normed feature."""
+        first: Tensor = self.input_layernorm(embedded)
+        return torch.cat([first, normed.to(first.dtype)], dim=-1)
+
+
+class Eagle3Base(nn.Module):
+    """`fc`, norms, the layer of rows beside each other, and a head.
+
+    Names of parameters are the tensor names of the checkpoints of SafeAILab and SpecForge, so `state_dict` is the
+    checkpoint, but for `t2d`, which follows from `d2t`.
+    """
+
+    config: Eagle3Config
+    d2t: Tensor
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self.config, size, eps = config, config.hidden_size, config.rms_norm_eps
+        self.fc = nn.Linear(len(config.taps) * size, size, bias=False)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(RMSNorm(size, eps) for _ in config.taps)
+        if config.norm_before_fc:
+            self.input_norm = RMSNorm(len(config.taps) * size, eps)
+        self.midlayer = Eagle3Layer(config)
+        self.norm = RMSNorm(size, eps)
+        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+        # Token i of the draft vocabulary is the target's token i + d2t[i].
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+        self.rotary = Rotary(config.head_dim, config.max_position_embeddings, config.rope_theta, config.rope_scaling)
+
+    @property
+    def kept(self) -> Tensor:
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def keep(self, tokens: Tensor) -> None:
+        """Let these tokens of the target, `[Vd]` int64, be the draft vocabulary."""
+        self.d2t.copy_(tokens - torch.arange(len(tokens), device=tokens.device))
+
+    def normed_taps(self, features: Tensor) -> Tensor:
+        """What `fc` reads of the tapped outputs `[..., m * H]`."""
+        if self.config.fc_norm:
+            taps = features.chunk(len(self.config.taps), dim=-1)
+            return torch.cat([norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True)], dim=-1)
+        return cast(Tensor, self.input_norm(features)) if self.config.norm_before_fc else features
+
+    def fuse(self, features: Tensor) -> Tensor:
+        return cast(Tensor, self.fc(self.normed_taps(features)))
+
+    def first(self, embedded: Tensor, feature: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """What the layer makes of rows; arguments as in `AutoregressiveNetwork.forward`."""
+        layer = self.midlayer
+        normed = layer.hidden_norm(feature)
+        rows = layer.beside(embedded, normed)
+        out = layer.self_attn(rows, *self.rotary(positions, rows.dtype), attend)
+        x = (normed if self.config.norm_before_residual else feature) + out
+        return cast(Tensor, x + layer.mlp(layer.post_attention_layernorm(x)))
+
+    def logits(self, hidden: Tensor, target_head: Callable[[Tensor], Tensor]) -> Tensor:
+        return cast(Tensor, self.lm_head(self.norm(hidden)))
+
+
+class Eagle3Network(Eagle3Base, AutoregressiveNetwork):
+    """The embedding is the target's."""
+
+    def keys_values(self, embedded: Tensor, feature: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        layer = self.midlayer
+        rows = layer.beside(embedded, layer.hidden_norm(feature))
+        return layer.self_attn.keys_values(rows, *self.rotary(positions, rows.dtype))
+
+    def forward(self, embedded: Tensor, feature: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        return self.first(embedded, feature, positions, attend)
+
+    def fed_on(self, hidden: Tensor) -> Tensor:
+        return cast(Tensor, self.norm(hidden)) if self.config.norm_output else hidden
+
+
+def default_taps(num_target_layers: int) -> tuple[int, ...]:
+    """What checkpoints that name no taps read: what enters the layers 2, T // 2 and T - 3 of T. Raises ValueError where
+    these are not three layers."""
+    taps = (1, num_target_layers // 2 - 1, num_target_layers - 4)
+    need(taps[0] < taps[1] < taps[2], "num_target_layers", num_target_layers, "7 or more, or the taps be named")
+    return taps

@@ -1,0 +1,125 @@
+"""EAGLE-3 drafters in the format of vllm-project/speculators, which `speculators.py` tells of. Its name sorts before
+that file's, so it is asked first which folders are its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from blockdraft.drafters.eagle3.layout import (
+    FLAGS,
+    IDS,
+    NORMS,
+    EagleLayout,
+    check_kind,
+    layer_keys,
+    least_layers,
+    network_config,
+    renamed,
+    written_tensors,
+)
+from blockdraft.drafters.eagle3.network import BLOCK_SIZE, Eagle3Config, default_taps
+from blockdraft.errors import UsageError
+from blockdraft.formats.base import Checkpoint
+from blockdraft.formats.folder import write_folder
+from blockdraft.formats.speculators_config import guesses_said, ids_of, layer_config, named, taps_of
+from blockdraft.formats.starting import SGLANG, TENSORRT_LLM, VLLM, Start, vllm_alone
+from blockdraft.nn.draft_config import need
+
+MODEL_TYPE, NAME = "eagle3", "Eagle3Speculator"
+
+
+def config_dict(config: Any, target_name: str | None, target_architectures: Sequence[str]) -> dict[str, Any]:
+    """What config.json holds. Raises ValueError where the format has no words for the configuration."""
+    check_kind(config)
+    return {
+        **own_keys(config, MODEL_TYPE, NAME, target_name, target_architectures),
+        "embed_requires_grad": False,
+    }
+
+
+def own_keys(
+    config: Eagle3Config, model_type: str, architecture: str, target_name: str | None, architectures: Sequence[str]
+) -> dict[str, Any]:
+    """What config.json holds of every such network.
+
+    Args:
+        architectures: The target's.
+    """
+    return {
+        "architectures": [architecture],
+        **named(model_type, config.block_size - 1, target_name, architectures),
+        "transformer_layer_config": {"model_type": "qwen3" if config.qk_norm else "llama", **layer_keys(config)},
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.hidden_size,
+        IDS: ids_of(config),
+        **{key: getattr(config, key) for key in (*FLAGS, *NORMS)},
+        "tie_word_embeddings": False,
+    }
+
+
+def network_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A parsed config.json as `network_config` wants it. Raises ValueError where the layer's part is none."""
+    own = {key: raw.get(key) for key in (*FLAGS, *NORMS, "draft_vocab_size", "target_hidden_size")}
+    return {**layer_config(raw.get("transformer_layer_config")), **own}
+
+
+def said_taps(raw: Mapping[str, Any], num_target_layers: int | None) -> tuple[tuple[int, ...], int]:
+    """The taps of a parsed config.json, and the target's layers, of which None stands for as many as the taps need."""
+    ids, layers = raw.get(IDS), num_target_layers
+    if ids is None:
+        need(layers is not None, IDS, None, "there, or the target be named (--target): it reads the usual layers")
+        return default_taps(layers or 0), layers or 0
+    layers = layers or least_layers(ids if isinstance(ids, list) else ())
+    return taps_of(raw, IDS, layers), layers
+
+
+class Eagle3Speculators(EagleLayout):
+    borrows = True
+
+    def recognises(self, raw: Mapping[str, Any]) -> bool:
+        return raw.get("speculators_model_type") == MODEL_TYPE
+
+    def config(
+        self,
+        raw: Mapping[str, Any],
+        tensors: Mapping[str, Any],
+        vocabulary: Mapping[str, int] | None,
+        num_target_layers: int | None,
+    ) -> tuple[Eagle3Config, bool]:
+        taps, layers = said_taps(raw, num_target_layers)
+        size = _block_size(raw)
+        config = network_config(network_keys(raw), renamed(tensors), taps, layers, Eagle3Config, block_size=size)
+        return config, num_target_layers is not None
+
+    def starts(self, config: Any, drafter: str, target: str, export: Callable[[str], str]) -> dict[str, Start]:
+        other = Start(None, "it reads SafeAILab's layout", None if config.qk_norm else export("eagle3"))
+        return {VLLM: vllm_alone(drafter), SGLANG: other, TENSORRT_LLM: other}
+
+    def check(self, config: Any, target_name: str | None, target_architectures: Sequence[str]) -> None:
+        config_dict(config, target_name, target_architectures)
+
+    def write(
+        self, path: str | Path, checkpoint: Checkpoint, target_name: str | None, target_architectures: Sequence[str]
+    ) -> None:
+        raw = config_dict(checkpoint.config, target_name, target_architectures)
+        tensors, dtype = written_tensors(checkpoint.config, checkpoint.tensors)
+        found = {name.replace("midlayer.", "layers.0.", 1): tensor for name, tensor in tensors.items()}
+        assert checkpoint.borrowed is not None and checkpoint.borrowed.embedding is not None
+        found["embed_tokens.weight"] = checkpoint.borrowed.embedding.to(getattr(torch, dtype), copy=True)
+        write_folder(path, {**raw, "dtype": dtype}, found, checkpoint.trained_for)
+
+
+def _block_size(raw: Mapping[str, Any]) -> int:
+    """The guesses that the file proposes, with the anchor. It says what paid in training, and no more than a few; the
+    drafter can always go on as far as EAGLE-3 does."""
+    guesses = guesses_said(raw)
+    if guesses is not None and type(guesses) is not int:
+        raise UsageError(f"speculative_tokens is {guesses!r}; it must be a whole number.")
+    return max(BLOCK_SIZE, 1 + (guesses or 0))
+
+
+LAYOUT = Eagle3Speculators()

@@ -1,0 +1,182 @@
+"""EAGLE-3 (arXiv 2503.01840), unrolled as it drafts: the k-th guess behind an anchor is taught on top of the network's
+own states of the k - 1 rows before it, which get the tokens of the data ("training-time test").
+
+Each of these rows sees the rows of the text up to the anchor, which are made of the target's features, and of the
+unrolled ones those of its own chain. The loss is that of `forward_kl`, p being the target's distribution among the
+tokens that the drafter can guess; it counts where the target's most probable token is one of these, and step k weighs
+0.8^(k - 1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import field, replace
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from blockdraft.data.documents import TokenData
+from blockdraft.data.taps import chosen_taps
+from blockdraft.drafters.dflash.train import calm, layer_shape, new_matrices
+from blockdraft.drafters.eagle3.network import BLOCK_SIZE, Eagle3Config, Eagle3Network, default_taps
+from blockdraft.errors import Complaints
+from blockdraft.formats import Checkpoint, check_fits, read_drafter
+from blockdraft.nn.draft_config import need
+from blockdraft.settings import Amount, Count, Layers, settings
+from blockdraft.targets import Target, embedding_and_head
+from blockdraft.training.batches import Rows
+from blockdraft.training.objectives import Slots
+from blockdraft.training.recipe import Recipe
+from blockdraft.training.unrolled import unrolled
+from blockdraft.training.variant import Choice, Variant
+
+STEP_WEIGHT = 0.8  # of each step, over that of the step before
+DRAFT_VOCAB = 32_000
+
+
+@settings
+class Eagle3Recipe(Recipe):
+    """Steps, their weights and the size of the draft vocabulary are those of SafeAILab's training code, rate and
+    clipping those of SpecForge.
+
+    Attributes:
+        block_size: Tokens of a chain, anchor included; one step of the unrolled training less.
+        taps: Target layers that the drafter reads: how many, spread over the target (`3`), or a list of 0-based layers.
+            None is what enters the layers 2, T // 2 and T - 3 of T, or those of `init`.
+        draft_vocab: Tokens that the drafter can guess, the most frequent supervised ones of the data; None is 32000, or
+            the whole vocabulary where that is less, or that of `init`.
+        intermediate_size: Inner size of the layer's MLP; None is the target's, or three times its hidden size.
+        heads: Query heads of the layer; None is the target's.
+        kv_heads: Key/value heads of the layer; None is the target's.
+        head_dim: Size of a head; None is the target's.
+        init: Folder of an EAGLE-3 drafter of any layout that training begins with; None begins at random, with the
+            target's own head.
+    """
+
+    block_size: Annotated[int, Field(ge=2)] = BLOCK_SIZE
+    objective: Mapping[str, Amount] = field(default_factory=lambda: {"forward_kl": 1.0})
+    gamma: Amount | None = round(-1 / math.log(STEP_WEIGHT), 4)
+    learning_rate: Amount = 1e-4
+    clip: Amount = 0.5
+    taps: Count | Layers | None = None
+    draft_vocab: Count | None = None
+    intermediate_size: Count | None = None
+    heads: Count | None = None
+    kv_heads: Count | None = None
+    head_dim: Count | None = None
+    init: str | None = None
+
+
+# Fields that say of what shape the network is, by their names in its configuration.
+SHAPE = {"taps": "taps", "draft_vocab_size": "draft_vocab", "intermediate_size": "intermediate_size"}
+SHAPE |= {"num_attention_heads": "heads", "num_key_value_heads": "kv_heads", "head_dim": "head_dim"}
+
+
+class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
+    recipe_class: ClassVar[type[Recipe]] = Eagle3Recipe
+    counted = ("covered",)  # slots whose token the drafter can guess
+
+    def settle(self, target: Target, data: TokenData | None, complaints: Complaints) -> dict[str, Choice]:
+        with complaints.noting():
+            config = self.config(target)
+            return {name: Choice(getattr(config, field)) for field, name in SHAPE.items()}
+        return {}
+
+    def config(self, target: Target) -> Eagle3Config:
+        return self.new_config(target) if self.recipe.init is None else self._config_of_init(target)
+
+    def new_config(self, target: Target) -> Eagle3Config:
+        recipe, layers = self.recipe, target.num_layers
+        taps = self.usual_taps(layers) if recipe.taps is None else chosen_taps(recipe.taps, layers)
+        return Eagle3Config(
+            **layer_shape(recipe, target),
+            hidden_size=target.hidden_size,
+            vocab_size=target.vocab_size,
+            draft_vocab_size=recipe.draft_vocab or min(DRAFT_VOCAB, target.vocab_size),
+            taps=taps,
+            num_target_layers=layers,
+            block_size=recipe.block_size,
+            max_position_embeddings=target.max_context,
+        )
+
+    def usual_taps(self, layers: int) -> tuple[int, ...]:
+        """The taps where the recipe names none, for a target of so many layers."""
+        return default_taps(layers) if layers >= 7 else chosen_taps(min(3, layers), layers)
+
+    def _config_of_init(self, target: Target) -> Eagle3Config:
+        config: Eagle3Config = self._init(target.num_layers).config
+        check_fits(config, hidden_size=target.hidden_size, num_layers=target.num_layers, vocab_size=target.vocab_size)
+        for field_name, name in SHAPE.items():
+            ours, theirs = getattr(self.recipe, name), getattr(config, field_name)
+            same = ours is None or ours == theirs
+            need(same, f"{name} of {self.recipe.init}", theirs, f"that of the recipe, {ours}; leave that out")
+        return replace(config, block_size=self.recipe.block_size)
+
+    def _init(self, num_target_layers: int) -> Checkpoint:
+        assert self.recipe.init is not None
+        found = read_drafter(self.recipe.init, None, num_target_layers)
+        kind = type(found.config).__name__
+        need(type(found.config) is Eagle3Config, f"the drafter of {self.recipe.init}", kind, "an EAGLE-3 drafter")
+        return found
+
+    def new_network(self, config: Eagle3Config, vocabulary: Mapping[str, int] | None) -> Eagle3Network:
+        network = Eagle3Network(config)
+        if self.recipe.init is not None:
+            network.load_state_dict(self._init(config.num_target_layers).tensors)
+            return network
+        new_matrices(network)
+        return network
+
+    def fit_data(self, network: Eagle3Network, data: TokenData) -> None:
+        """Choose the draft vocabulary; of equally frequent tokens those of lower ids."""
+        if self.recipe.init is not None:
+            return
+        counts = torch.zeros(network.config.vocab_size, dtype=torch.int64)
+        for document in data:
+            counts += torch.bincount(document.tokens[document.supervised], minlength=len(counts))[: len(counts)]
+        best = counts.sort(descending=True, stable=True).indices[: network.config.draft_vocab_size]
+        network.keep(best.sort().values.to(network.d2t.device))
+
+    @torch.no_grad()
+    def fit_head(self, network: Eagle3Network, target: Target) -> None:
+        if self.recipe.init is None:
+            network.lm_head.weight.copy_(embedding_and_head(target)[1][network.kept])
+            calm(network.norm.weight, target)
+
+    def is_matrix(self, name: str, parameter: Tensor) -> bool:
+        return super().is_matrix(name, parameter) and name != "lm_head.weight"
+
+    def hidden(self, network: Eagle3Network, target: Target, features_BSF: Tensor, rows: Rows) -> Tensor:
+        return unrolled(network, target, features_BSF, rows)
+
+    def logits(self, network: Eagle3Network, target: Target, hidden_CKH: Tensor) -> Tensor:
+        return network.logits(hidden_CKH, target.head)  # over the draft vocabulary
+
+    def losses(self, network: Eagle3Network, slots: Slots) -> dict[str, Tensor]:
+        draft_ids, teacher = _draft_ids(network), slots.teacher_CKV
+        tokens = draft_ids[slots.tokens_CL]
+        known_CK = {False: tokens[:, 1:] >= 0}
+        if teacher is not None:
+            known_CK[True], teacher = draft_ids[teacher.argmax(dim=-1)] >= 0, teacher[..., network.kept]
+        taught = slots.taught_CK & known_CK[False]  # what it cannot guess says nothing of the slots behind it
+        reduced = replace(slots, tokens_CL=tokens.clamp(min=0), taught_CK=taught, teacher_CKV=teacher)
+        found = super().losses(network, reduced)
+        return {n: loss.masked_fill(~known_CK[self.objectives[n].NEEDS_TEACHER], 0) for n, loss in found.items()}
+
+    def guesses(self, network: Eagle3Network, slots: Slots) -> Tensor:
+        return network.kept[slots.logits_CKV.argmax(dim=-1)]
+
+    def counts(self, network: Eagle3Network, slots: Slots) -> Mapping[str, Tensor]:
+        return {"covered": _draft_ids(network)[slots.labels_CK] >= 0}
+
+
+def _draft_ids(network: Eagle3Network) -> Tensor:
+    """The place of each of the target's tokens in the draft vocabulary, `[V]`; -1 where it has none."""
+    kept = network.kept
+    return kept.new_full((network.config.vocab_size,), -1).scatter(0, kept, torch.arange(len(kept), device=kept.device))
+
+
+VARIANT = Eagle3Variant

@@ -1,0 +1,20 @@
+"""Flow maps, which no other engine reads."""
+
+from __future__ import annotations
+
+from blockdraft.drafters.dflash.layout import dflash_shapes
+from blockdraft.drafters.flow.network import TIME_FEATURES
+from blockdraft.formats.architectures import Architecture, Shapes
+from blockdraft.nn.draft_config import FlowConfig
+
+
+def flow_shapes(config: FlowConfig) -> Shapes:
+    """Flow maps: those of DFlash v1, and one each for states and times."""
+    hidden = config.hidden_size
+    return dflash_shapes(config) | {
+        "state_proj.weight": (hidden, hidden),
+        "time_proj.weight": (hidden, TIME_FEATURES),
+    }
+
+
+ARCHITECTURE = Architecture(("FlowMapDraftModel",), FlowConfig, flow_shapes, ("noise_std", "diffusion_steps"))

@@ -1,0 +1,175 @@
+"""Flow maps (arXiv 2602.16813, there over one-hot tokens): what carries noise to the embeddings of a block's tokens.
+
+Two things are learned, by some of the blocks each. At a time s, on the way from noise to the tokens of the data, which
+tokens these are: the recipe's objectives. And to jump from s to a later time t as far as two shorter jumps in a row
+lead, from s to some m and from there to t; these are made by the network as it is now and are no part of the gradient.
+Of the tokens' distributions that the shorter jumps end in, the longer one has to come to a mixture: as a jump moves a
+state towards the mean of its distribution, no other distribution leads to the same place.
+
+Figures of training are those of blocks that may be nearly free of noise; those of held-out documents are of drafting.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from blockdraft.drafters.base import NOISE_SCHEDULE, NOISE_SCHEDULES
+from blockdraft.drafters.dflash.network import DFlashNetwork
+from blockdraft.drafters.dflash.train import DFlashFamily, DFlashRecipe
+from blockdraft.drafters.flow.network import PLACES, FlowNetwork, mean_embedding, moved, place_noise
+from blockdraft.settings import Count, settings
+from blockdraft.targets import Target
+from blockdraft.training.batches import Rows, generator
+from blockdraft.training.objectives import Slots
+from blockdraft.training.recipe import Recipe
+
+MEASURED_ROWS = 4096  # of the embedding table, whose spread decides how strong the noise is
+LATEST = 0.99  # time, of 1, at which a jump begins
+JUMP = "jump"
+
+
+@settings
+class FlowRecipe(DFlashRecipe):
+    """Fields of DFlash's recipe mean the same here.
+
+    Attributes:
+        diffusion_steps: Draft passes of a block, unless decoding asks for another number; training is the same.
+        jumps: Share of the blocks that learn to jump; the others learn from the data.
+    """
+
+    diffusion_steps: Count = 1
+    jumps: Annotated[float, Field(gt=0, lt=1)] = 0.5
+
+
+class Moments(NamedTuple):
+    """Where blocks are and where they jump, as drawn for training.
+
+    Attributes:
+        noise_BAKH: Of standard deviation 1.
+        begin_BA11, middle_BA11, end_BA11: Times of a jump and of the end of its first part; all alike where a block
+            learns from the data.
+        second_BA11: Share of the second part's distribution in what the jump learns; -1 where a block learns from the
+            data.
+    """
+
+    noise_BAKH: Tensor
+    begin_BA11: Tensor
+    middle_BA11: Tensor
+    end_BA11: Tensor
+    second_BA11: Tensor
+
+
+class FlowVariant(DFlashFamily[FlowRecipe, FlowNetwork]):
+    recipe_class: ClassVar[type[Recipe]] = FlowRecipe
+    free_fields: ClassVar[frozenset[str]] = DFlashFamily.free_fields | {"diffusion_steps"}
+    network_class: type[DFlashNetwork] = FlowNetwork
+    own_modules = ("state_proj", "time_proj")
+
+    def own_config(self, target: Target) -> Mapping[str, Any]:
+        return {"noise_std": noise_std(target), "diffusion_steps": self.recipe.diffusion_steps}
+
+    def factors(self) -> Mapping[str, float]:
+        return {**super().factors(), JUMP: 1.0}
+
+    def hidden(self, network: FlowNetwork, target: Target, features_BSF: Tensor, rows: Rows) -> Tensor:
+        """In evaluation what the drafter makes of its own noise, `[B, A, K, H]`. In training three passes side by side,
+        the one that learns and the two parts of its jump, and `second_BA11`: `[B, A, K, 3 * H + 1]`."""
+        over_blocks = self.pass_over_blocks(network, target, features_BSF, rows)
+
+        def run(added: Tensor) -> Tensor:
+            return over_blocks(added)[:, :, 1:]
+
+        def clean(hidden: Tensor) -> Tensor:
+            chunks = hidden.flatten(0, 1).split(self.recipe.chunk)
+            means = [mean_embedding(self.logits(network, target, chunk), target.embed) for chunk in chunks]
+            return torch.cat(means).view(hidden.shape)
+
+        if not network.training:
+            passes, share = self.recipe.diffusion_steps, NOISE_SCHEDULES[NOISE_SCHEDULE]
+            return network.denoised(self._own_noise(rows, target), passes, share, run, clean)
+        noise, begin, middle, end, second = self._moments(rows, target.hidden_size)
+        data = target.embed(rows.tokens_BAL[:, :, 1:]).float()
+        state = moved(network.config.noise_std * noise, data, 0.0, begin)
+        hidden = run(network.entering(state, begin, end))
+        with torch.no_grad():
+            first = run(network.entering(state, begin, middle))
+            then = moved(state, clean(first), begin, middle)
+            other = run(network.entering(then, middle, end))
+        return torch.cat([hidden, first, other, second.expand(*hidden.shape[:-1], 1)], dim=-1)
+
+    def logits(self, network: FlowNetwork, target: Target, hidden_CKH: Tensor) -> Tensor:
+        """In training with the probabilities behind the logits that a jump learns, `[C, K, 2 * V]`."""
+        size = network.config.hidden_size
+        if hidden_CKH.size(-1) == size:
+            return super().logits(network, target, hidden_CKH)
+        hidden, first, other, second = hidden_CKH.split([size, size, size, 1], dim=-1)
+        score = super().logits
+        with torch.no_grad():
+            one, two = (score(network, target, each).float().softmax(dim=-1) for each in (first, other))
+            wanted = torch.lerp(one, two, second.clamp(min=0).float())
+        return torch.cat([score(network, target, hidden).float(), wanted], dim=-1)
+
+    def losses(self, network: FlowNetwork, slots: Slots) -> dict[str, Tensor]:
+        own, *wanted = slots.logits_CKV.split(network.config.vocab_size, dim=-1)
+        found = super().losses(network, replace(slots, logits_CKV=own))
+        if not wanted:
+            return {**found, JUMP: torch.zeros_like(slots.taught_CK, dtype=torch.float32)}
+        jumps = slots.hidden_CKH[..., -1] >= 0
+        found = {name: losses.masked_fill(jumps, 0) for name, losses in found.items()}
+        lost = -(wanted[0] * own.float().log_softmax(dim=-1)).sum(dim=-1)
+        return {**found, JUMP: lost.masked_fill(~jumps, 0)}
+
+    def guesses(self, network: FlowNetwork, slots: Slots) -> Tensor:
+        return slots.logits_CKV[..., : network.config.vocab_size].argmax(dim=-1)
+
+    def _own_noise(self, rows: Rows, target: Target) -> Tensor:
+        """That of the positions behind each anchor, `[B, A, K, H]`, as the drafter has it."""
+        first_BA1 = rows.positions_BS.gather(1, rows.anchors_BA.clamp(min=0)).unsqueeze(-1)
+        places = first_BA1 + torch.arange(1, rows.tokens_BAL.size(2), device=first_BA1.device)
+        return place_noise(target.hidden_size).to(places.device)[places % PLACES]
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _moments(self, rows: Rows, size: int) -> Moments:
+        """Drawn for each row from the seed, its text and its anchors, so that a run that goes on draws the same."""
+        device, (blocks, slots) = rows.anchors_BA.device, rows.taught_BAK.shape[1:]
+        order = torch.arange(1, 1 + blocks, device=device)
+        texts, anchors = rows.tokens_BS.sum(dim=1), ((1 + rows.anchors_BA) * order).sum(dim=1)
+        noise, drawn = [], []
+        for text, anchor in torch.stack([texts, anchors], dim=1).tolist():
+            seed = generator(self.recipe.seed, text, anchor).initial_seed()
+            random = torch.Generator(device).manual_seed(seed)
+            noise.append(torch.randn(blocks, slots, size, generator=random, device=device))
+            drawn.append(torch.rand(6, blocks, generator=random, device=device))
+        jumps, from_noise, to_tokens, early, far, part = torch.stack(drawn, dim=1)[..., None, None]
+        # Half of all blocks begin at the noise, and half of the jumps end at the tokens: drafting does both.
+        begin = LATEST * torch.where(from_noise < 0.5, 0.0, early)
+        end = torch.where(to_tokens < 0.5, 1.0, begin + (1 - begin) * far)
+        middle = begin + (end - begin) * LATEST * part
+        second = (1 - LATEST * part) * (1 - begin) / (1 - middle)
+        is_jump = jumps < self.recipe.jumps
+        times = begin, torch.where(is_jump, middle, begin), torch.where(is_jump, end, begin)
+        return Moments(torch.stack(noise), *times, torch.where(is_jump, second, -1.0))
+
+
+@torch.no_grad()
+def noise_std(target: Target) -> float:
+    """Noise so strong that half-way a token can just be told from all others, by the spread of the embedding table.
+
+    Two of V embeddings of H numbers of standard deviation d lie about `d * sqrt(2 H)` apart. Half-way to the tokens
+    noise is as strong as they are, and takes a point over half of that distance, towards one of V others, where its
+    standard deviation is `d / 2 * sqrt(H / ln V)`.
+    """
+    some = torch.linspace(0, target.vocab_size - 1, MEASURED_ROWS, device=target.device).long().unique()
+    rows = target.embed(some).float()
+    spread = float((rows - rows.mean(dim=0)).square().mean().sqrt())
+    return float(f"{spread / 2 * math.sqrt(target.hidden_size / math.log(target.vocab_size)):.4g}")
+
+
+VARIANT = FlowVariant

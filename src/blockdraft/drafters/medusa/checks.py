@@ -1,0 +1,37 @@
+"""Medusa's heads: numbered from the token that the target itself says, or fed another hidden state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from blockdraft.deploy.checks import USUAL, Reading, TaughtBench, before_norm, precision
+from blockdraft.drafters.medusa.network import MedusaConfig, MedusaNetwork
+
+
+class MedusaBench(TaughtBench):
+    examines = MedusaConfig
+    network = MedusaNetwork
+    config: MedusaConfig
+
+    @property
+    def block_size(self) -> int:
+        return self.config.num_heads + 1
+
+    @property
+    def compared(self) -> int:
+        """One less where a head may have to be left out."""
+        return max(1, self.config.num_heads - 1)
+
+    def readings(self, longest: int) -> Iterator[Reading]:
+        config = self.config
+        yield Reading("", USUAL, "", config)
+        yield before_norm(config)
+        if config.num_heads > 1:
+            remedy = "Drop the first head, which guesses what the target says itself, and number the others anew."
+            yield Reading("shift", "head 1 guesses the token behind the anchor, not head 0", remedy, config, shift=1)
+        remedy = "The heads guess one token further than their numbers say: train one to stand before them."
+        yield Reading("shift", "the hidden state of two tokens before the anchor", remedy, config, lag=1)
+        yield from precision(config, self.target.dtype)
+
+
+BENCH = MedusaBench

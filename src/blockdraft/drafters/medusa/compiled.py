@@ -1,0 +1,98 @@
+"""Medusa's heads by the kernels of the library that `build` compiles: what all of them read is multiplied at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from blockdraft.cpu.compiled_network import Beside, laid_out, library_for, why_not_compiled
+from blockdraft.cpu.library import Library
+from blockdraft.drafters.medusa.network import MedusaNetwork, ResidualBlock
+from blockdraft.machine import return_freed
+from blockdraft.nn.packed import PackedLinear
+from blockdraft.timing import HEAD, PASS, mark
+
+
+def compiled(
+    network: MedusaNetwork, beside: Beside, head: Callable[[Tensor], Tensor] | None, owned: bool
+) -> CompiledHeads | str:
+    """The compiled runner of heads that are in the target's dtype, or why there is none.
+
+    Args:
+        head: What the heads share; None is the target's.
+        owned: As in `Target.runner`.
+    """
+    weights = list(network.state_dict().values())  # of a network whose weights are laid out, too
+    dtype = weights[0].dtype
+    reason = why_not_compiled(weights[0], dtype, beside.head_dim)
+    if reason is not None:
+        return reason
+    library, reason = library_for(weights, dtype, beside.decoder.library.store_dtype, beside.head_dim)
+    return reason or "" if library is None else CompiledHeads(network, library, head or beside.head, owned)
+
+
+class CompiledHeads:
+    """`HeadPass`; arithmetic is float32, whatever the dtype.
+
+    Args:
+        network: Its weights are copied into the library's layout and must not be changed afterwards.
+        head: The target's.
+        owned: As in `Target.runner`.
+    """
+
+    compile_reason: str | None = None
+
+    @torch.no_grad()
+    def __init__(
+        self, network: MedusaNetwork, library: Library, head: Callable[[Tensor], Tensor], owned: bool = False
+    ) -> None:
+        self._library, self._head, self._config = library, head, network.config
+        self._dtype = next(iter(network.state_dict().values())).dtype
+        heads = [list(cast(nn.Sequential, each)) for each in network]
+        blocks = [[cast(ResidualBlock, block) for block in each[: network.config.num_layers]] for each in heads]
+
+        def packed(*places: tuple[nn.Module, str]) -> PackedLinear:
+            return laid_out(places, library, self._dtype, owned=owned)
+
+        self._first = packed(*((of_head[0], "linear") for of_head in blocks))
+        self._others = [[packed((block, "linear")) for block in of_head[1:]] for of_head in blocks]
+        own = () if network.config.shared_head else tuple(network)
+        self._heads = [packed((each, str(network.config.num_layers))) for each in own]
+        return_freed()
+
+    def weight_bytes(self) -> int:
+        others = (each for of_head in self._others for each in of_head)
+        return sum(each.nbytes for each in (self._first, *others, *self._heads))
+
+    def __call__(self, hidden: Tensor, count: int) -> Tensor:
+        """As `HeadPass.__call__`."""
+        rows, (batch, size) = hidden.float().contiguous(), hidden.shape
+        fields = self._library.linear(self._first)
+        fields = type(fields).from_buffer_copy(fields)
+        fields.outputs = count * size  # of the first heads
+        raised = torch.empty(batch, count, size)
+        self._library.multiply(fields, rows, raised)
+        states = rows[:, None] + F.silu(raised)
+        for each, others in zip(states.unbind(1), self._others, strict=False):
+            for linear in others:
+                each += F.silu(self._product(linear, each.contiguous()))
+        mark(PASS)
+        if self._heads:
+            by_head = zip(self._heads, states.unbind(1), strict=False)
+            logits = torch.stack([self._product(each, state.contiguous()) for each, state in by_head], dim=1)
+        else:
+            logits = self._head(states.to(self._dtype))
+        mark(HEAD)
+        return logits
+
+    def _product(self, linear: PackedLinear, rows: Tensor) -> Tensor:
+        out = torch.empty(len(rows), linear.out_features)
+        self._library.multiply(self._library.linear(linear), rows, out)
+        return out
+
+
+RUNNERS = {MedusaNetwork: compiled}

@@ -1,0 +1,98 @@
+"""Medusa: heads on the target's last hidden state, each of which guesses the token at its own distance (arXiv
+2401.10774). Guesses are verified as everyone's are; the paper's typical acceptance, which would change what the target
+says, is not offered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from blockdraft.decode.proposal import Plan, Proposal, chain
+from blockdraft.drafters.base import Entry, read_network
+from blockdraft.drafters.dflash.drafter import independent_guesses
+from blockdraft.drafters.medusa.network import MedusaNetwork
+from blockdraft.formats import find_layout
+from blockdraft.machine import send
+from blockdraft.nn.cache import KVCache
+from blockdraft.targets import Target
+from blockdraft.timing import CONTEXT, OBSERVE, mark
+
+
+class MedusaDrafter:
+    """Drafts with Medusa's heads: chains of each head's best token, and trees of the heads' likeliest ones, in which
+    the chance of a path is the product of the heads' probabilities.
+
+    Args:
+        network: Moves to the target's device and dtype.
+        target: The target whose hidden states it was trained on.
+        path: Where the network was read from.
+        owned: As in `Target.runner`.
+    """
+
+    knows_probabilities = True
+    knows_lengths = False
+
+    def __init__(self, network: MedusaNetwork, target: Target, path: Path | None = None, owned: bool = False) -> None:
+        self.network = network.to(target.device, target.dtype).eval()
+        self.path = path
+        self.taps = network.config.taps
+        self.block_size = network.config.num_heads + 1
+        self._target, self._run = target, target.runner(self.network, owned=owned)
+        self._like = torch.empty(0, dtype=target.dtype, device=target.device)
+
+    @property
+    def compile_reason(self) -> str | None:
+        """Why the heads are not compiled for a CPU, in words; None where they are."""
+        return self._run.compile_reason
+
+    def new_state(self, batch: int, capacity: int) -> KVCache:
+        return KVCache(batch, capacity)
+
+    def state_bytes(self, batch: int, capacity: int) -> int:
+        return batch * capacity * self._target.hidden_size * self._target.dtype.itemsize
+
+    def weight_bytes(self) -> int:
+        return sum(weight.nbytes for weight in self.network.parameters()) + self._run.weight_bytes()
+
+    @torch.no_grad()
+    def observe(self, state: KVCache, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
+        assert features is not None
+        mark(OBSERVE)
+        # Only the newest token's is read, but any token may become the newest of a row that begins alike.
+        known, count = self._known(state), features.size(1)
+        state.check_room(count)
+        for row, length, nodes in zip(state.rows, state.lengths, features, strict=True):
+            known[row + length : row + length + count] = nodes
+        mark(CONTEXT)
+        state.commit([range(length) for length in lengths])
+
+    @torch.no_grad()
+    def propose(self, state: KVCache, anchor: Tensor, plan: Plan) -> Proposal:
+        if plan.block_size == 1:
+            return chain(anchor[:, None])
+        assert min(state.lengths) > 0, "a row is drafted for once its prompt is read"
+        newest = [row + length - 1 for row, length in zip(state.rows, state.lengths, strict=True)]
+        hidden = self._known(state)[send(torch.tensor(newest), anchor.device)]
+        return independent_guesses(anchor, self._run(hidden, plan.block_size - 1), plan)
+
+    def _known(self, state: KVCache) -> Tensor:
+        """The target's hidden state at the token in each slot, `[slots, H]`."""
+        return state.memory(1, 1, self._target.hidden_size, self._like)[0, 0]
+
+
+def load(path: Path, target: Target) -> MedusaDrafter:
+    return MedusaDrafter(read_network(path, target, MedusaNetwork), target, path, owned=True)
+
+
+DRAFTER = Entry(
+    load,
+    architectures=("MedusaModel",),
+    claims=lambda raw: find_layout("medusa").recognises(raw),  # published files name no architecture
+    network=MedusaNetwork,
+    layouts=("medusa",),
+    variant="medusa",
+    drafter=MedusaDrafter,
+)

@@ -1,0 +1,114 @@
+"""Medusa's heads as FasterDecoding keeps them: config.json and `medusa_lm_head.pt`.
+
+Head i has the tensors `i.j.linear.weight` and `.bias` of its residual blocks j, and `i.n.weight` behind its n blocks.
+Where the last one is absent the head ends in the target's output projection, with which FasterDecoding's loader fills
+up what a file lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blockdraft.drafters.medusa.network import MedusaConfig, MedusaNetwork
+from blockdraft.errors import UsageError
+from blockdraft.formats.base import Checkpoint
+from blockdraft.formats.folder import blaming, check_tensors, read_config, read_tensors, write_folder
+from blockdraft.formats.starting import LLAMA_CPP, SGLANG, TENSORRT_LLM, VLLM, Start, nowhere
+from blockdraft.formats.stored import Stored
+from blockdraft.nn.draft_config import MOST_LAYERS, need, whole
+
+NAME = "MedusaModel"
+WEIGHTS = "medusa_lm_head.pt"
+NOT_RUN = dict.fromkeys((SGLANG, TENSORRT_LLM, LLAMA_CPP), "it runs no Medusa heads that lie beside a model")
+NOT_RUN = {VLLM: "it reads Medusa's heads in a layout of its own, which is not written here", **NOT_RUN}
+
+
+class Medusa:
+    pickle = WEIGHTS
+    borrows = False
+
+    def recognises(self, raw: Mapping[str, Any]) -> bool:
+        # A model that was trained together with its heads has them, and these keys, in its own folder.
+        return "medusa_num_heads" in raw and raw.get("architectures") in (None, [NAME])
+
+    def config(
+        self,
+        raw: Mapping[str, Any],
+        tensors: Mapping[str, Tensor] | Mapping[str, Stored],
+        vocabulary: Mapping[str, int] | None,
+        num_target_layers: int | None,
+    ) -> tuple[MedusaConfig, bool]:
+        return _config(
+            raw, tensors, num_target_layers or 1
+        ), "num_target_layers" in raw or num_target_layers is not None
+
+    def starts(self, config: Any, drafter: str, target: str, export: Callable[[str], str]) -> dict[str, Start]:
+        return nowhere(NOT_RUN)
+
+    def read(self, path: Path, vocabulary: Mapping[str, int] | None, num_target_layers: int) -> Checkpoint:
+        raw, tensors = read_config(path), read_tensors(path, WEIGHTS)
+        with blaming(path):
+            config, _ = self.config(raw, tensors, vocabulary, num_target_layers)
+            check_tensors(_shapes(config), tensors)
+        return Checkpoint(config, tensors)
+
+    def check(self, config: Any, target_name: str | None, target_architectures: Sequence[str]) -> None:
+        if not isinstance(config, MedusaConfig):
+            raise UsageError(
+                f"{type(config).__name__} is a configuration for which Medusa's layout has no words; write the "
+                "drafter in a layout of its own."
+            )
+
+    def write(
+        self, path: str | Path, checkpoint: Checkpoint, target_name: str | None, target_architectures: Sequence[str]
+    ) -> None:
+        config = checkpoint.config
+        self.check(config, target_name, target_architectures)
+        check_tensors(_shapes(config), checkpoint.tensors)
+        raw = {
+            "architectures": [NAME],
+            "medusa_num_heads": config.num_heads,
+            "medusa_num_layers": config.num_layers,
+            "base_model_name_or_path": target_name,
+            "hidden_size": config.hidden_size,
+            "vocab_size": config.vocab_size,
+            "num_target_layers": config.num_target_layers,
+        }
+        write_folder(path, raw, checkpoint.tensors, checkpoint.trained_for, WEIGHTS)
+
+
+def _config(
+    raw: Mapping[str, Any], tensors: Mapping[str, Tensor] | Mapping[str, Stored], num_target_layers: int
+) -> MedusaConfig:
+    """What config.json says, and the tensors where it is silent."""
+    layers = whole("medusa_num_layers", raw.get("medusa_num_layers", 1), maximum=MOST_LAYERS)
+    # Published configurations say 2 of files that hold 5 heads.
+    heads = len({name.partition(".")[0] for name in tensors})
+    need(heads > 0, "the number of heads", heads, "at least 1; copy the weights again")
+    first, last = tensors.get("0.0.linear.weight"), tensors.get(f"0.{layers}.weight")
+    if first is None:
+        raise UsageError(f"it lacks 0.0.linear.weight, and begins with {min(tensors)}; give Medusa's heads alone.")
+    for weight in (first, last):
+        if weight is not None:
+            need(len(weight.shape) == 2, "the shape of a weight of head 0", tuple(weight.shape), "of two dimensions")
+    return MedusaConfig(
+        hidden_size=raw.get("hidden_size", first.shape[0]),
+        vocab_size=raw.get("vocab_size") if last is None else last.shape[0],  # type: ignore[arg-type]  # None is refused
+        num_target_layers=raw.get("num_target_layers", num_target_layers),
+        num_heads=heads,
+        num_layers=layers,
+        shared_head=last is None,
+    )
+
+
+def _shapes(config: MedusaConfig) -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        return {name: tuple(tensor.shape) for name, tensor in MedusaNetwork(config).state_dict().items()}
+
+
+LAYOUT = Medusa()

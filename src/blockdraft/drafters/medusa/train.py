@@ -1,0 +1,86 @@
+"""Medusa's heads (arXiv 2401.10774) on a target that stays as it is: head k, counted from 1, is taught the token at
+anchor + k, from the target's last hidden state at the token before the anchor.
+
+That is Medusa-1; Medusa-2 trains the target too, which would not be the same target any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from blockdraft.drafters.medusa.network import MedusaConfig, MedusaNetwork
+from blockdraft.settings import Amount, Count, Share, settings
+from blockdraft.targets import Target, embedding_and_head
+from blockdraft.training.batches import Rows, features_before
+from blockdraft.training.recipe import Recipe
+from blockdraft.training.variant import Variant, begin_with
+
+
+@settings
+class MedusaRecipe(Recipe):
+    """Rate, warm-up, epochs and heads are those of the authors' own runs.
+
+    Attributes:
+        block_size: Tokens of a block, anchor included: one more than there are heads.
+        gamma: Decay constant of the heads' weights; 4.5 is a factor of 0.8 from each head to the next.
+        layers: Residual blocks of each head.
+        share_head: End every head in the target's output projection. Else each has one of its own, which begins as a
+            copy, and which is most of the drafter's size.
+        init: Folder of Medusa's heads whose weights training begins with; None begins anew.
+    """
+
+    block_size: Annotated[int, Field(ge=2)] = 4
+    gamma: Amount | None = 4.5
+    epochs: Count = 2
+    learning_rate: Amount = 1e-3
+    warmup: Share = 0.1
+    layers: Count = 1
+    share_head: bool = False
+    init: str | None = None
+
+
+class MedusaVariant(Variant[MedusaRecipe, MedusaNetwork, MedusaConfig]):
+    recipe_class: ClassVar[type[Recipe]] = MedusaRecipe
+
+    def config(self, target: Target) -> MedusaConfig:
+        return MedusaConfig(
+            hidden_size=target.hidden_size,
+            vocab_size=target.vocab_size,
+            num_target_layers=target.num_layers,
+            num_heads=self.taught_slots,
+            num_layers=self.recipe.layers,
+            shared_head=self.recipe.share_head,
+        )
+
+    def new_network(self, config: MedusaConfig, vocabulary: Mapping[str, int] | None) -> MedusaNetwork:
+        network = MedusaNetwork(config)
+        if self.recipe.init is not None:
+            begin_with(network, config, self.recipe.init, vocabulary)
+        return network
+
+    def fit_head(self, network: MedusaNetwork, target: Target) -> None:
+        if self.recipe.share_head or self.recipe.init is not None:
+            return
+        with torch.no_grad():
+            head = embedding_and_head(target)[1]
+            for projection in network.projections():
+                projection.weight.copy_(head)
+
+    def is_matrix(self, name: str, parameter: Tensor) -> bool:
+        # What ends in logits, a row a token, is not for Muon.
+        return super().is_matrix(name, parameter) and name.endswith("linear.weight")
+
+    def hidden(self, network: MedusaNetwork, target: Target, features_BSF: Tensor, rows: Rows) -> Tensor:
+        states: Tensor = network(features_before(features_BSF, rows))
+        return states
+
+    def logits(self, network: MedusaNetwork, target: Target, hidden_CKH: Tensor) -> Tensor:
+        return network.logits(hidden_CKH, lambda states: target.head(states.to(target.dtype)))
+
+
+VARIANT = MedusaVariant

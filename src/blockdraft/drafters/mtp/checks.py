@@ -1,0 +1,55 @@
+"""MTP heads: the hidden state of the wrong token or from before the norm, halves of a row in the other order, what is
+fed on, and norms that are kept in another way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from torch import Tensor
+
+from blockdraft.deploy.checks import (
+    USUAL,
+    Reading,
+    TaughtBench,
+    Tensors,
+    before_norm,
+    halves_swapped,
+    lags,
+    precision,
+    rope,
+)
+from blockdraft.drafters.mtp.network import MTPConfig, MTPNetwork
+
+
+class MTPBench(TaughtBench):
+    examines = MTPConfig
+    network = MTPNetwork
+    config: MTPConfig
+
+    def readings(self, longest: int) -> Iterator[Reading]:
+        config = self.config
+        yield Reading("", USUAL, "", config)
+        yield before_norm(config)
+        yield from lags(config)
+        remedy = "Swap the halves of the columns of mtp.fc.weight in the file: the embedding comes first."
+        yield Reading("order", "rows of feature and embedding", remedy, config, tensors=halves_swapped("fc.weight"))
+        fed = not config.normed_feedback
+        told = f"the state that is fed on taken {'behind' if fed else 'before'} the last norm"
+        remedy = f"Write normed_feedback: {str(fed).lower()} into config.json."
+        yield Reading("feedback", told, remedy, replace(config, normed_feedback=fed))
+        for step, told in ((-1, "whole"), (1, "less two")):
+            remedy = "Write the norms anew: this layout keeps what is added to one."
+            yield Reading("norm", f"norms that the file keeps {told}", remedy, config, tensors=_norms(step))
+        yield from rope(config, self.target.shape)
+        yield from precision(config, self.target.dtype)
+
+
+def _norms(step: int) -> Callable[[Tensors], Tensors]:
+    def changed(name: str, tensor: Tensor) -> Tensor:
+        return tensor + step if tensor.ndim == 1 and "norm" in name else tensor
+
+    return lambda tensors: {name: changed(name, tensor) for name, tensor in tensors.items()}
+
+
+BENCH = MTPBench

@@ -1,0 +1,30 @@
+"""MTP heads that `blockdraft train mtp` makes, on a compiled target."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from blockdraft.cpu.compiled_autoregressive import CompiledAutoregressive, Parts, compiled_runner
+from blockdraft.cpu.compiled_network import Beside
+from blockdraft.drafters.mtp.network import MTPNetwork
+from blockdraft.nn.layers import RMSNorm
+
+
+def compiled(network: MTPNetwork, beside: Beside, head: Any, owned: bool) -> CompiledAutoregressive | str:
+    """As `compiled_runner`; the head is the target's."""
+    if type(network) is not MTPNetwork:  # it may compute otherwise
+        return f"it does not know networks of the kind {type(network).__name__}"
+    parts = Parts(
+        layer=network.layers[0],
+        token_norm=cast(RMSNorm, network.pre_fc_norm_embedding),
+        feature_norm=cast(RMSNorm, network.pre_fc_norm_hidden),
+        norm=network.norm,
+        rotary=network.rotary,
+        normed_taps=None,
+        normed_stream=False,
+        normed_feedback=network.config.normed_feedback,
+    )
+    return compiled_runner(network, parts, beside, owned)
+
+
+RUNNERS = {MTPNetwork: compiled}

@@ -1,0 +1,69 @@
+"""A multi-token prediction head as drafter: one layer guesses token after token from the target's last hidden state,
+and then from its own output, as EAGLE-3 does. It lies in a folder of its own, or beside the target's layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig
+
+from blockdraft.drafters.base import Entry, read_network
+from blockdraft.drafters.eagle3.drafter import Eagle3Drafter
+from blockdraft.drafters.mtp.in_target import find_head
+from blockdraft.drafters.mtp.network import MTPNetwork
+from blockdraft.drafters.mtp.target_network import TargetMTPConfig, TargetMTPNetwork, make_head, one_layer
+from blockdraft.errors import UsageError
+from blockdraft.targets import Target
+
+# Model types whose heads we know how to run. In all of them the state that is fed on is normed, as transformers does.
+FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+
+
+class MTPDrafter(Eagle3Drafter):
+    """Drafts with an MTP head, whose embedding and output projection are the target's."""
+
+
+def load(path: Path | None, target: Target) -> MTPDrafter:
+    """The head of a folder, or without one that in the target's own."""
+    if path is None:
+        return MTPDrafter(own_head(target), target)
+    return MTPDrafter(read_network(path, target, make_head), target, path, owned=True)
+
+
+def own_head(target: Target) -> TargetMTPNetwork:
+    """The MTP head in the folder of a target.
+
+    Raises:
+        UsageError: It has no folder, the folder no head, or the head is of a family that is not known here, or broken.
+    """
+    folder = target.path
+    if folder is None or not (folder / "config.json").is_file():
+        raise UsageError(
+            f"The drafter mtp is the head in the target's own folder, and {folder or 'the target'} is none; load the "
+            "target from a folder with its published files (hf download NAME --local-dir DIR), or use another drafter."
+        )
+    config = AutoConfig.from_pretrained(folder).get_text_config(decoder=True)
+    if config.model_type not in FAMILIES:
+        raise UsageError(
+            f"{folder} is of the family {config.model_type}, whose MTP heads are not known here; those of "
+            f"{', '.join(FAMILIES)} are. Use another drafter, such as a head that blockdraft train mtp trains."
+        )
+    found = find_head(folder, target.num_layers)
+    made = TargetMTPConfig(layer=one_layer(config, found.has_experts), num_target_layers=target.num_layers)
+    with torch.device("meta"):
+        network = TargetMTPNetwork(made)
+    tensors = found.read({name: tuple(tensor.shape) for name, tensor in network.state_dict().items()})
+    network.load_state_dict(tensors, assign=True)
+    return network.to(target.device, target.dtype)
+
+
+DRAFTER = Entry(
+    load,
+    architectures=("MTPDraftModel",),
+    by_name=True,
+    network=MTPNetwork,
+    layouts=("mtp", "mtp_speculators"),
+    variant="mtp",
+    drafter=MTPDrafter,
+)

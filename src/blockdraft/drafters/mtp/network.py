@@ -1,0 +1,107 @@
+"""A multi-token prediction head (DeepSeek-V3, arXiv 2412.19437, section 2.2; Qwen3-Next): a layer that goes on from the
+target's last hidden state, a token at a time. Embedding and output projection are the target's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from blockdraft.nn.autoregressive import Attend, AutoregressiveNetwork
+from blockdraft.nn.draft_config import check_fields, check_layer
+from blockdraft.nn.draft_layer import DraftLayer
+from blockdraft.nn.layers import RMSNorm, rotate
+from blockdraft.nn.rotary import Rotary
+
+
+@dataclass(frozen=True, kw_only=True)
+class MTPConfig:
+    """Raises ValueError for what is out of range."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    num_target_layers: int
+    block_size: int  # tokens of a path, anchor included
+    rope_theta: float = 10_000.0
+    rope_scaling: dict[str, Any] | None = None  # `rope_type` and its parameters, without theta; None is plain RoPE
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 40960  # tokens
+    attention_bias: bool = False
+    normed_feedback: bool = True  # the state that is fed on is behind the last norm, as in Qwen3-Next
+
+    def __post_init__(self) -> None:
+        check_fields(self, {"block_size": 2})
+        check_layer(self)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The input of the target's head, as `Target.forward` names it."""
+        return (self.num_target_layers,)
+
+
+class MTPHead(AutoregressiveNetwork):
+    """What lies around the layer. Parameter names are those of Qwen3-Next's tensors behind `mtp.`.
+
+    Args:
+        config: With `hidden_size`, `vocab_size`, `rms_norm_eps` and `normed_feedback` at least.
+        layer: Makes the layer.
+        norm: Makes a norm of a size and epsilon.
+    """
+
+    def __init__(
+        self, config: Any, layer: Callable[[], nn.Module], norm: Callable[[int, float], nn.Module] = RMSNorm
+    ) -> None:
+        super().__init__()
+        self.config, size, eps = config, config.hidden_size, config.rms_norm_eps
+        self.pre_fc_norm_embedding = norm(size, eps)
+        self.pre_fc_norm_hidden = norm(size, eps)
+        self.fc = nn.Linear(2 * size, size, bias=False)
+        self.layers = nn.ModuleList([layer()])
+        self.norm = norm(size, eps)
+
+    @property
+    def kept(self) -> Tensor:
+        return torch.arange(self.config.vocab_size, device=self.fc.weight.device)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        return features
+
+    def fed_on(self, hidden: Tensor) -> Tensor:
+        return cast(Tensor, self.norm(hidden)) if self.config.normed_feedback else hidden
+
+    def logits(self, hidden: Tensor, target_head: Callable[[Tensor], Tensor]) -> Tensor:
+        return target_head(self.norm(hidden))
+
+    def _rows(self, embedded: Tensor, feature: Tensor) -> Tensor:
+        both = torch.cat([self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(feature)], dim=-1)
+        return cast(Tensor, self.fc(both))
+
+
+class MTPNetwork(MTPHead):
+    config: MTPConfig
+    norm: RMSNorm
+
+    def __init__(self, config: MTPConfig) -> None:
+        super().__init__(config, lambda: DraftLayer(config))
+        self.rotary = Rotary(config.head_dim, config.max_position_embeddings, config.rope_theta, config.rope_scaling)
+
+    def keys_values(self, embedded: Tensor, feature: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        layer = cast(DraftLayer, self.layers[0])
+        attention, rows = layer.self_attn, layer.input_layernorm(self._rows(embedded, feature))
+        projections = attention.k_proj, attention.v_proj
+        keys, values = (projection(rows).unflatten(-1, (-1, attention.head_dim)) for projection in projections)
+        keys = rotate(attention.k_norm(keys), *self.rotary(positions, keys.dtype))
+        return keys.transpose(1, 2), values.transpose(1, 2)
+
+    def forward(self, embedded: Tensor, feature: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        rows = self._rows(embedded, feature)
+        angles = self.rotary(positions, rows.dtype)
+        out: Tensor = self.layers[0](rows, *angles, 0, lambda layer, *heads: attend(*heads))
+        return out

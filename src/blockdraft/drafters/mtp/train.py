@@ -1,0 +1,79 @@
+"""A multi-token prediction head, for a target that has none or whose head knows other texts: one layer of the target's
+shape, unrolled as it drafts (arXiv 2509.18362 trains one layer for several steps so)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+from torch import Tensor
+
+from blockdraft.drafters.dflash.train import calm, layer_shape, new_matrices
+from blockdraft.drafters.mtp.network import MTPConfig, MTPNetwork
+from blockdraft.settings import Amount, Count, settings
+from blockdraft.targets import Target
+from blockdraft.training.batches import Rows
+from blockdraft.training.recipe import Recipe
+from blockdraft.training.unrolled import unrolled
+from blockdraft.training.variant import Variant, begin_with
+
+
+@settings
+class MTPRecipe(Recipe):
+    """Steps and their weights are those of arXiv 2509.18362.
+
+    Attributes:
+        block_size: Tokens of a block, anchor included: one more than there are steps.
+        gamma: Decay constant of the steps' weights; 2 is a factor of 0.6 from each step to the next.
+        normed_feedback: Whether a step goes on from the last one's output after the final norm, or before it.
+        intermediate_size: Inner size of the layer's MLP; None is the target's, or three times its hidden size.
+        heads: Query heads of the layer; None is the target's.
+        kv_heads: Key/value heads of the layer; None is the target's.
+        head_dim: Size of a head; None is the target's.
+        init: Folder of an MTP head whose weights training begins with, of any number of steps; None begins at random.
+    """
+
+    block_size: Annotated[int, Field(ge=2)] = 4
+    gamma: Amount | None = 2.0
+    normed_feedback: bool = True
+    intermediate_size: Count | None = None
+    heads: Count | None = None
+    kv_heads: Count | None = None
+    head_dim: Count | None = None
+    init: str | None = None
+
+
+class MTPVariant(Variant[MTPRecipe, MTPNetwork, MTPConfig]):
+    recipe_class: ClassVar[type[Recipe]] = MTPRecipe
+
+    def config(self, target: Target) -> MTPConfig:
+        return MTPConfig(
+            **layer_shape(self.recipe, target),
+            hidden_size=target.hidden_size,
+            vocab_size=target.vocab_size,
+            num_target_layers=target.num_layers,
+            block_size=self.recipe.block_size,
+            max_position_embeddings=target.max_context,
+            normed_feedback=self.recipe.normed_feedback,
+        )
+
+    def new_network(self, config: MTPConfig, vocabulary: Mapping[str, int] | None) -> MTPNetwork:
+        network = MTPNetwork(config)
+        new_matrices(network)
+        if self.recipe.init is not None:
+            begin_with(network, config, self.recipe.init, vocabulary, ("block_size", "max_position_embeddings"))
+        return network
+
+    def fit_head(self, network: MTPNetwork, target: Target) -> None:
+        if self.recipe.init is None:
+            calm(network.norm.weight, target)
+
+    def hidden(self, network: MTPNetwork, target: Target, features_BSF: Tensor, rows: Rows) -> Tensor:
+        return unrolled(network, target, features_BSF, rows)
+
+    def logits(self, network: MTPNetwork, target: Target, hidden_CKH: Tensor) -> Tensor:
+        return network.logits(hidden_CKH, lambda states: target.head(states.to(target.dtype)))
+
+
+VARIANT = MTPVariant

@@ -1,0 +1,49 @@
+"""P-EAGLE: EAGLE-3 whose entries behind the anchor's are run all at once, with masks for what they do not know yet. So
+it drafts in one pass, and its guesses do not depend on each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from blockdraft.decode.proposal import Plan, Proposal, chain
+from blockdraft.drafters.base import Entry, read_network
+from blockdraft.drafters.dflash.drafter import independent_guesses
+from blockdraft.drafters.eagle3.drafter import Eagle3Drafter
+from blockdraft.drafters.peagle.network import PEagleNetwork, PEaglePass
+from blockdraft.nn.cache import KVCache
+from blockdraft.targets import Target
+
+
+class PEagleDrafter(Eagle3Drafter):
+    """Drafts with a P-EAGLE network. Its state is that of an EAGLE-3 drafter, with keys and values of every layer."""
+
+    knows_lengths = False
+    network: PEagleNetwork  # type: ignore[assignment]
+    _run: PEaglePass  # type: ignore[assignment]
+
+    @torch.no_grad()
+    def propose(self, state: KVCache, anchor: Tensor, plan: Plan) -> Proposal:
+        if plan.block_size == 1:
+            return chain(anchor[:, None])
+        return independent_guesses(anchor, self.draft_logits(state, anchor, plan), plan)
+
+    def draft_logits(self, state: KVCache, anchor: Tensor, plan: Plan) -> Tensor:
+        """Logits `[B, K, V]` of the K guesses that the plan asks for; -inf for tokens that are never guessed."""
+        return self._run.logits(state, anchor, plan.block_size - 1, plan.draft_window)
+
+
+def load(path: Path, target: Target) -> PEagleDrafter:
+    return PEagleDrafter(read_network(path, target, PEagleNetwork), target, path)  # type: ignore[arg-type]
+
+
+DRAFTER = Entry(
+    load,
+    architectures=("PEagleSpeculator",),
+    network=PEagleNetwork,
+    layouts=("peagle_speculators",),
+    variant="peagle",
+    drafter=PEagleDrafter,
+)

@@ -1,0 +1,165 @@
+"""The P-EAGLE draft network: EAGLE-3 with further layers that guesses all its tokens in one pass. A row whose token and
+feature do not exist yet has a mask token, and a feature that is learned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from blockdraft.drafters.eagle3.network import Eagle3Base, Eagle3Config
+from blockdraft.machine import send
+from blockdraft.nn.attention import attend, visible_slots
+from blockdraft.nn.autoregressive import feature_store, last_features
+from blockdraft.nn.cache import KVCache
+from blockdraft.nn.draft_config import need, whole
+from blockdraft.nn.draft_layer import Attend, DraftLayer
+from blockdraft.timing import HEAD, PASS, mark
+
+
+@dataclass(frozen=True, kw_only=True)
+class PEagleConfig(Eagle3Config):
+    """A P-EAGLE draft model. A block holds the anchor and as many guesses as the network was trained for."""
+
+    mask_token_id: int
+    num_hidden_layers: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        mask, size = whole("mask_token_id", self.mask_token_id, minimum=0), self.vocab_size
+        need(mask < size, "mask_token_id", mask, f"below vocab_size, {size}")
+        need(not self.norm_output, "norm_output", True, "false, since nothing is fed on")
+
+
+class PEagleNetwork(Eagle3Base):
+    """The layers, `fc`, norms, embedding and a head of its own. Names of parameters are as in `Eagle3Network`.
+
+    Row s stands for the token x[s], which it sees, and guesses x[s + 1]; it gets the fused features of s - 1. The rows
+    behind the anchor's are `masks`.
+    """
+
+    config: PEagleConfig
+
+    def __init__(self, config: PEagleConfig) -> None:
+        super().__init__(config)
+        self.layers = nn.ModuleDict({str(i): _layer(config) for i in range(1, config.num_hidden_layers)})
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.mask_hidden = nn.Parameter(torch.randn(1, 1, len(config.taps) * config.hidden_size))
+
+    def runner(
+        self,
+        embed: Callable[[Tensor], Tensor],
+        head: Callable[[Tensor], Tensor],
+        compile_reason: str | None = None,
+    ) -> PEaglePass:
+        """As `Runnable.runner` of targets; embedding and head are the network's own."""
+        return PEaglePass(self, compile_reason)
+
+    def masks(self, batch: int, count: int) -> tuple[Tensor, Tensor]:
+        """Embeddings and features, each `[B, count, H]`, of rows whose tokens are to be guessed."""
+        token = torch.tensor(self.config.mask_token_id, device=self.mask_hidden.device)
+        embedded, feature = self.embed_tokens(token), self.fuse(self.mask_hidden)
+        return embedded.expand(batch, count, -1), feature.expand(batch, count, -1)
+
+    def forward(self, embedded: Tensor, feature: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """States `[B, N, H]` of rows, before the last norm: what `logits` takes.
+
+        Args:
+            embedded, feature: `[B, N, H]`.
+            positions: `[B, N]`.
+            attend: Attention of a layer's rows to those that they see, themselves included.
+        """
+        x = self.first(embedded, feature, positions, lambda *heads: attend(0, *heads))
+        angles = self.rotary(positions, x.dtype)
+        for index, layer in enumerate(self.layers.values(), start=1):
+            x = layer(x, *angles, index, attend)
+        return x
+
+
+class PEaglePass:
+    """Decoding with a network: what it keeps of texts, as EAGLE-3 does with keys and values of every layer, and drafts.
+
+    Args:
+        network: On its device and in its dtype.
+        compile_reason: Why it is not compiled, where it might have been.
+    """
+
+    def __init__(self, network: PEagleNetwork, compile_reason: str | None = None) -> None:
+        self.network, self.compile_reason = network, compile_reason
+
+    def state_bytes(self, batch: int, capacity: int) -> int:
+        config = self.network.config
+        keys_values = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+        return batch * capacity * (keys_values + config.hidden_size) * self.network.fc.weight.dtype.itemsize
+
+    def weight_bytes(self) -> int:
+        return 0
+
+    def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
+        return 0
+
+    def slots_beside(self, block_size: int, width: int) -> int:
+        return 0
+
+    def observe(self, state: KVCache, tokens: Tensor, features: Tensor) -> None:
+        """As `AutoregressiveRunner.observe`."""
+        count = tokens.size(1)
+        state.check_room(count)
+        fused, device = self.network.fuse(features.to(self.network.fc.weight.dtype)), tokens.device
+        store = self._features(state)
+        before = torch.cat([last_features(state, store), fused[:, :-1]], dim=1)
+        slots = state.slots(count, device)
+        within = torch.ones(count, count, dtype=torch.bool, device=device).tril().expand(len(tokens), -1, -1)
+        visible = visible_slots(state.lengths, within)
+        visible[:, :, 0] &= slots == 0  # the first token has no feature before it, so nobody else sees its entry
+
+        def attention(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            return attend(queries, *state.write(layer, keys, values), visible)
+
+        self.network(self.network.embed_tokens(tokens), before, (slots - 1).clamp(min=0), attention)
+        for place, (row, length) in enumerate(zip(state.rows, state.lengths, strict=True)):
+            store[row + length : row + length + count] = fused[place]
+
+    def logits(self, state: KVCache, anchor: Tensor, count: int, window: int | None = None) -> Tensor:
+        """Logits `[B, count, V]` of the guesses behind the anchors `[B]`; -inf for tokens that are never guessed.
+
+        Args:
+            window: Committed tokens that are seen, the last ones; None is all.
+        """
+        network, batch = self.network, len(anchor)
+        embedded, feature = network.masks(batch, count - 1)
+        embedded = torch.cat([network.embed_tokens(anchor)[:, None], embedded], dim=1)
+        feature = torch.cat([last_features(state, self._features(state)), feature], dim=1)
+        lengths = send(torch.tensor(state.lengths), anchor.device)[:, None]
+        slots, own = torch.arange(max(state.lengths), device=anchor.device), torch.arange(count, device=anchor.device)
+        known = (slots >= (lengths - (window or len(slots))).clamp(min=1)) & (slots < lengths)  # [B, T]
+        within = (own <= own[:, None]).expand(batch, -1, -1)
+        visible = torch.cat([known[:, None].expand(-1, count, -1), within], dim=2)
+
+        def attention(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            texts = (state.view(store, 0)[0] for store in state.layer(layer, keys, values))
+            keys, values = (torch.cat([text, new], dim=2) for text, new in zip(texts, (keys, values), strict=True))
+            return attend(queries, keys, values, visible)
+
+        hidden = network(embedded, feature, (lengths - 1).clamp(min=0) + own, attention)
+        mark(PASS)
+        logits = cast(Tensor, network.lm_head(network.norm(hidden)))
+        mark(HEAD)
+        kept = network.kept
+        if len(kept) == network.config.vocab_size:
+            return logits
+        return logits.new_full((batch, count, network.config.vocab_size), -torch.inf).index_copy_(2, kept, logits)
+
+    def _features(self, state: KVCache) -> Tensor:
+        config = self.network.config
+        return feature_store(state, config.num_hidden_layers, config.hidden_size, self.network.fc.weight)
+
+
+def _layer(config: PEagleConfig) -> DraftLayer:
+    layer = DraftLayer(config)
+    if not config.qk_norm:
+        layer.self_attn.q_norm = layer.self_attn.k_norm = nn.Identity()  # type: ignore[assignment]
+    return layer

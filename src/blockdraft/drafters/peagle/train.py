@@ -1,0 +1,118 @@
+"""P-EAGLE: EAGLE-3 that guesses all tokens behind an anchor in one pass, trained in that pass. Behind the row of an
+anchor, which is one of the text's, come rows of masks; each sees the rows of the text up to the anchor, and those of
+masks up to itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from blockdraft.data.documents import TokenData
+from blockdraft.drafters.dflash.train import new_matrices
+from blockdraft.drafters.eagle3.train import Eagle3Recipe, Eagle3Variant
+from blockdraft.drafters.peagle.network import PEagleConfig, PEagleNetwork
+from blockdraft.errors import Complaints
+from blockdraft.nn.attention import attend
+from blockdraft.settings import Count, Natural, settings
+from blockdraft.targets import Target, embedding_and_head
+from blockdraft.training.batches import Rows
+from blockdraft.training.mask_token import mask_token
+from blockdraft.training.recipe import Recipe
+from blockdraft.training.variant import Choice, begin_with
+
+
+@settings
+class PEagleRecipe(Eagle3Recipe):
+    """Fields of EAGLE-3's recipe mean the same here, but for these.
+
+    Attributes:
+        block_size: Tokens of a block, anchor included: one more than there are guesses.
+        layers: Draft layers.
+        mask_token_id: Token that stands for an unknown one; None is chosen as for DFlash.
+        init: Folder of a P-EAGLE drafter that training begins with; None begins at random, with the target's own
+            embedding and head.
+    """
+
+    layers: Count = 4
+    mask_token_id: Natural | None = None
+    block_size: Annotated[int, Field(ge=2)] = 9
+
+
+class PEagleVariant(Eagle3Variant):
+    recipe: PEagleRecipe
+    recipe_class: ClassVar[type[Recipe]] = PEagleRecipe
+
+    def settle(self, target: Target, data: TokenData | None, complaints: Complaints) -> dict[str, Choice]:
+        found = super().settle(target, data, complaints)
+        with complaints.noting():
+            found["mask_token_id"] = Choice(*mask_token(target, self.recipe.mask_token_id, data))
+        return found
+
+    def config(self, target: Target) -> PEagleConfig:
+        values = vars(self.new_config(target))
+        mask = mask_token(target, self.recipe.mask_token_id).id
+        return PEagleConfig(**values, mask_token_id=mask, num_hidden_layers=self.recipe.layers)
+
+    def usual_taps(self, layers: int) -> tuple[int, ...]:
+        return super().usual_taps(
+            layers if layers >= 7 else layers - 1
+        )  # its format cannot list the last layer's output
+
+    def new_network(self, config: PEagleConfig, vocabulary: Mapping[str, int] | None) -> PEagleNetwork:  # type: ignore[override]
+        network = PEagleNetwork(config)
+        new_matrices(network, "embed_tokens.weight".__eq__)
+        if self.recipe.init is not None:
+            begin_with(network, config, self.recipe.init, vocabulary, ("block_size", "max_position_embeddings"))
+        return network
+
+    @torch.no_grad()
+    def fit_head(self, network: PEagleNetwork, target: Target) -> None:  # type: ignore[override]
+        super().fit_head(network, target)  # type: ignore[arg-type]
+        if self.recipe.init is None:
+            network.embed_tokens.weight.copy_(embedding_and_head(target)[0])
+
+    def is_matrix(self, name: str, parameter: Tensor) -> bool:
+        return super().is_matrix(name, parameter) and name != "embed_tokens.weight"
+
+    def hidden(  # type: ignore[override]
+        self, network: PEagleNetwork, target: Target, features_BSF: Tensor, rows: Rows
+    ) -> Tensor:
+        (batch, size), blocks, masks = rows.tokens_BS.shape, rows.anchors_BA.size(1), self.taught_slots - 1
+        device, anchors_BA = features_BSF.device, rows.anchors_BA.clamp(min=0)
+        begins_BS = rows.positions_BS == 0
+        before_BSH = F.pad(network.fuse(features_BSF)[:, :-1], (0, 0, 1, 0)).masked_fill(begins_BS.unsqueeze(-1), 0)
+        embedded, feature = network.masks(batch, blocks * masks)
+        positions_BA = rows.positions_BS.gather(1, anchors_BA)
+        later = torch.arange(1, masks + 1, device=device)
+        positions = torch.cat([rows.positions_BS, (positions_BA.unsqueeze(2) + later).flatten(1)], dim=1)
+
+        # Of each row, masks behind those of the text: its place in the text or that of its anchor, and its depth.
+        places = torch.arange(size, device=device).expand(batch, -1)
+        anchor = torch.cat([places, anchors_BA.repeat_interleave(masks, dim=1)], dim=1)
+        counts = torch.tensor([size] + [masks] * blocks, device=device)
+        block = torch.arange(-1, blocks, device=device).repeat_interleave(counts)
+        document = rows.documents_BS.gather(1, anchor)
+        of_text, order = block < 0, torch.arange(anchor.size(1), device=device)
+        readable = F.pad(~begins_BS, (0, blocks * masks))  # the first token of a document has no feature before it
+        text = of_text & (document[:, :, None] == document[:, None]) & (anchor[:, None] <= anchor[:, :, None])
+        own = (block[:, None] == block) & ~of_text & (order <= order[:, None])
+        visible = (text & readable[:, None]) | own | torch.eye(len(order), dtype=torch.bool, device=device)
+
+        def attention(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            # Under autocast norms leave queries and keys in float32.
+            return attend(queries.to(values.dtype), keys.to(values.dtype), values, visible)
+
+        embedded = torch.cat([network.embed_tokens(rows.tokens_BS), embedded], dim=1)
+        feature = torch.cat([before_BSH, feature], dim=1)
+        states = network(embedded, feature, (positions - 1).clamp(min=0), attention)
+        index = anchors_BA.unsqueeze(2).expand(-1, -1, states.size(2))
+        first, others = states[:, :size].gather(1, index), states[:, size:].unflatten(1, (blocks, masks))
+        return torch.cat([first.unsqueeze(2), others], dim=2)
+
+
+VARIANT = PEagleVariant

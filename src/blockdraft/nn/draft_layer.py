@@ -1,0 +1,72 @@
+"""The layer of draft networks: attention with normed queries and keys, and a gated MLP, under z-lab's parameter names.
+
+Training and decoding run the same layers; they differ in where keys and values of the context come from, so both pass
+an `attend` function in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
+
+from torch import Tensor, nn
+
+from blockdraft.nn.layers import GatedMLP, RMSNorm, rotate
+
+# (layer, queries [B, heads, N, D], keys and values of the block [B, kv_heads, N, D]) -> [B, heads, N, D]
+Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+class LayerShape(Protocol):
+    """What a draft layer is built from; see `DraftConfig`."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def num_key_value_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def rms_norm_eps(self) -> float: ...
+    @property
+    def attention_bias(self) -> bool: ...
+
+
+class DraftAttention(nn.Module):
+    def __init__(self, config: LayerShape) -> None:
+        super().__init__()
+        size, bias, self.head_dim = config.hidden_size, config.attention_bias, config.head_dim
+        self.q_proj = nn.Linear(size, config.num_attention_heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(size, config.num_key_value_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(size, config.num_key_value_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, size, bias=bias)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
+        queries, keys, values = (
+            proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        queries = rotate(self.q_norm(queries), cos, sin)
+        keys = rotate(self.k_norm(keys), cos, sin)
+        out = attend(layer, queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2))
+        projected: Tensor = self.o_proj(out.transpose(1, 2).flatten(-2))
+        return projected
+
+
+class DraftLayer(nn.Module):
+    def __init__(self, config: LayerShape) -> None:
+        super().__init__()
+        self.self_attn = DraftAttention(config)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, layer, attend)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out

@@ -1,0 +1,76 @@
+"""The compiled draft pass where it differs from torch's, with which test_draft_pass.py compares it."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from blockdraft.drafters import load_drafter
+from blockdraft.drafters.dflash.compiled import CompiledDraftPass
+from blockdraft.errors import UsageError
+from blockdraft.nn.cache import KVCache
+from blockdraft.targets import load_target
+
+
+@pytest.fixture(params=["tiny_drafter_dir", "tiny_dflash2_dir"])
+def run(tiny_target_dir: Path, request: pytest.FixtureRequest) -> CompiledDraftPass:
+    target = load_target(tiny_target_dir, "float32", "cpu", "native", compile="on")
+    drafter: Any = load_drafter(request.getfixturevalue(request.param), target=target)
+    assert isinstance(drafter._run, CompiledDraftPass) and drafter.compile_reason is None
+    return drafter._run
+
+
+def test_threads_may_call_at_once_and_get_the_bits_they_get_alone(
+    run: CompiledDraftPass, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blockdraft.cpu.compiled.FIRST_POSITIONS", 8)
+    texts = torch.randn(6, 200, 64)
+
+    def answer(number: int) -> list[torch.Tensor]:
+        state, found, at = KVCache(1, 256), [], 0
+        while at + 3 * (number + 1) < 200:
+            run.observe(state, texts[number : number + 1, at : at + 3 * (number + 1)])
+            state.commit([range(3 * (number + 1))])
+            at = state.lengths[0]
+            tokens = torch.full((1, 8), 3 + number)
+            found += [*run.guesses(state, tokens, 1), run(state, torch.ones(1, 2 + number, 32))]
+        return found
+
+    with ThreadPoolExecutor(6) as pool:
+        together = list(pool.map(answer, range(6)))
+    for number, found in enumerate(together):
+        assert all(map(torch.equal, found, answer(number)))
+
+
+def test_nothing_to_observe_and_no_rows_are_nothing_to_do(run: CompiledDraftPass) -> None:
+    state = KVCache(2, 16)
+    run.observe(state, torch.randn(2, 5, 64))
+    state.commit([range(5)] * 2)
+    before = run(state, torch.ones(2, 3, 32))
+    run.observe(state, torch.randn(2, 0, 64))
+    assert torch.equal(run(state, torch.ones(2, 3, 32)), before)
+    state = state.of([])
+    run.observe(state, torch.randn(0, 3, 64))
+    run.observe(state, torch.randn(0, 0, 64))
+    hidden, logits = run.guesses(state, torch.zeros(0, 4, dtype=torch.int64), 1)
+    assert hidden.shape == (0, 3, 32) and logits.shape == (0, 3, 265)
+
+
+def test_tokens_must_be_known(run: CompiledDraftPass) -> None:
+    for wrong in (-1, 265):
+        with pytest.raises(UsageError, match=f"Token id {wrong} is none of the 265"):
+            run.guesses(KVCache(1, 16), torch.tensor([[0, wrong]]), 1)
+
+
+def test_calls_stay_within_the_workspace_that_they_ask_for(run: CompiledDraftPass) -> None:
+    for count in (1, 9, 40):
+        needed = run.workspace_bytes(2, count, count + 12) // 4
+        memory = torch.full((needed + 64,), 7.5)
+        run._workspace = memory[:needed]
+        state = KVCache(2, 64)
+        run.observe(state, torch.randn(2, count, 64))
+        state.commit([range(12 if count > 12 else count)] * 2)
+        run.guesses(state, torch.zeros(2, count, dtype=torch.int64), 0)
+        assert (memory[needed:] == 7.5).all() and run._workspace.data_ptr() == memory.data_ptr()

@@ -1,0 +1,406 @@
+"""The draft pass as decoding runs it, compiled and not, against the network of training and a readable attention."""
+
+import gc
+import re
+import weakref
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+from torch import Tensor
+
+from blockdraft.cpu.build import begun, build
+from blockdraft.cpu.compiled import CompiledDecoder
+from blockdraft.cpu.compiled_network import Beside
+from blockdraft.drafters.dflash import compiled as dflash_compiled
+from blockdraft.drafters.dflash.compiled import CompiledDraftPass
+from blockdraft.drafters.dflash.network import DFlashNetwork, DraftPass
+from blockdraft.drafters.dflash2 import compiled as dflash2_compiled
+from blockdraft.drafters.dflash2.compiled import CompiledConvolvedPass
+from blockdraft.drafters.dflash2.network import DFlash2Network
+from blockdraft.nn.cache import KVCache
+from blockdraft.nn.draft_config import DFlash2Config, DraftConfig, LayerAttention
+from blockdraft.nn.draft_layer import DraftLayer
+from blockdraft.targets import Target, load_target
+from blockdraft.targets.native_target import NativeTarget
+
+Run: TypeAlias = DraftPass | CompiledDraftPass
+
+CONFIG = DraftConfig(
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    vocab_size=50,
+    block_size=4,
+    mask_token_id=1,
+    taps=(0, 2),
+    num_target_layers=4,
+    rope_theta=10000.0,
+    layers=(LayerAttention(False, None), LayerAttention(True, None), LayerAttention(False, 3)),
+    attention_bias=True,
+    input_embedding_scale=1.5,
+    max_position_embeddings=64,
+)
+
+
+def convolved(config: DraftConfig) -> DFlash2Config:
+    """Convolutions of more slots than some blocks have."""
+    sizes = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 3}
+    return DFlash2Config(**vars(config), **sizes)  # type: ignore[arg-type]
+
+
+KINDS = {"plain": CONFIG, "convolved": convolved(CONFIG)}
+
+
+@pytest.fixture(params=KINDS.values(), ids=KINDS)
+def network(request: pytest.FixtureRequest) -> DFlashNetwork:
+    return made_network(request.param)
+
+
+def made_network(config: DraftConfig) -> DFlashNetwork:
+    torch.manual_seed(0)
+    made = (DFlash2Network if isinstance(config, DFlash2Config) else DFlashNetwork)(config).requires_grad_(False)
+    for name, weight in made.named_parameters():  # as a training leaves them, not as they begin
+        weight += 0.3 * torch.randn_like(weight) if re.search("norm|bias|kernel", name) else 0
+    return made
+
+
+def unused(given: Tensor) -> Tensor:
+    raise AssertionError("neither embedding nor head is asked for here")
+
+
+def uncompiled(network: DFlashNetwork) -> DraftPass:
+    return DraftPass(network, unused, unused)
+
+
+def compiled(network: DFlashNetwork) -> CompiledDraftPass:
+    dtype = network.fc.weight.dtype
+    library = build(dtype, dtype, network.config.head_dim).library()
+    assert library is not None
+    kind = CompiledConvolvedPass if isinstance(network, DFlash2Network) else CompiledDraftPass
+    beside: Any = Beside(None, unused, unused, 8, dtype)  # type: ignore[arg-type]
+    return kind(network, library, beside, head=None, target=None, bits=None, owned=False)
+
+
+@pytest.fixture(params=[uncompiled, compiled], ids=["torch", "compiled"])
+def make(request: pytest.FixtureRequest) -> Callable[[DFlashNetwork], Run]:
+    way: Callable[[DFlashNetwork], Run] = request.param
+    return way
+
+
+def twin(network: DFlashNetwork, features_TF: Tensor, block_NH: Tensor, window: int | None) -> Tensor:
+    """One row, slot by slot."""
+    length, count = len(features_TF), len(block_NH)
+    context = network.context(features_TF[None], torch.arange(length)[None])
+
+    def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        keys, values = (torch.cat([old[layer], new], dim=2) for old, new in zip(context, (keys, values), strict=True))
+        kind, out = network.config.layers[layer], torch.zeros_like(queries)
+        for slot in range(count):
+            seen = [
+                at
+                for at in range(length + count)
+                if (at >= length or window is None or at >= length - window)
+                and not (kind.causal and at > length + slot)
+                and not (kind.window is not None and abs(length + slot - at) >= kind.window)
+            ]
+            for head in range(queries.size(1)):
+                scores = keys[0, head // 2, seen] @ queries[0, head, slot] * 8**-0.5
+                out[0, head, slot] = scores.softmax(0) @ values[0, head // 2, seen]
+        return out
+
+    return network(block_NH[None], torch.arange(length, length + count)[None], attend)[0]
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 99])
+@pytest.mark.parametrize("lengths", [[5], [7, 7], [3, 9, 6]])
+@pytest.mark.parametrize("plain_layers", [False, True])
+def test_the_same_as_the_network(
+    network: DFlashNetwork,
+    lengths: list[int],
+    window: int | None,
+    plain_layers: bool,
+    make: Callable[[DFlashNetwork], Run],
+) -> None:
+    if plain_layers:  # those of most checkpoints, which go without a mask where rows are of one length
+        network.config = replace(network.config, layers=(LayerAttention(False, None),) * 3)
+    features, blocks = torch.randn(len(lengths), 9, 32), torch.randn(len(lengths), 4, 16)
+    expected = [twin(network, f[:n], b, window) for f, b, n in zip(features, blocks, lengths, strict=True)]
+    run, state = make(network), KVCache(len(lengths), 16)
+    for begin, end in ((0, 3), (3, 9)):  # the rows part in the second half
+        run.observe(state, features[:, begin : max(min(max(lengths), end), begin + 1)])
+        state.commit([range(max(min(length, end) - begin, 0)) for length in lengths])
+    assert state.lengths == lengths
+    for _ in range(2):  # a pass leaves no trace
+        torch.testing.assert_close(run(state, blocks, window), torch.stack(expected), atol=1e-5, rtol=1e-4)
+
+
+def test_more_context_than_rotary_angles_were_made_for(
+    network: DFlashNetwork, make: Callable[[DFlashNetwork], Run]
+) -> None:
+    run = make(network)
+    for capacity in (16, 2000):
+        state, features, block = KVCache(1, capacity), torch.randn(1, capacity - 4, 32), torch.randn(1, 4, 16)
+        run.observe(state, features)
+        state.commit([range(capacity - 4)])
+        assert torch.isfinite(run(state, block, window=8)).all()
+    last = twin(network, features[0], block[0], window=8)
+    torch.testing.assert_close(run(state, block, window=8)[0], last, atol=1e-4, rtol=1e-3)
+
+
+def test_memory_is_shared_and_checkpoints_stay(network: DFlashNetwork) -> None:
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    run = uncompiled(network)
+    after = network.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    fused = run.network.layers[0].self_attn.qkv.weight  # type: ignore[union-attr]
+    assert after["layers.0.self_attn.k_proj.weight"].untyped_storage().data_ptr() == fused.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("head_dim", [8, 12, 32, 64])
+@pytest.mark.parametrize("count", [1, 2, 7, 16, 19])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.15)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_it_computes_what_torch_computes(
+    head_dim: int, count: int, dtype: torch.dtype, tolerance: float, kind: str
+) -> None:
+    kinds = [LayerAttention(causal, window) for causal in (False, True) for window in (None, 5)]
+    config = replace(CONFIG, head_dim=head_dim, num_hidden_layers=4, layers=tuple(kinds), attention_bias=count % 2 == 0)
+    network = made_network(convolved(config) if kind == "convolved" else config).to(dtype)
+    lengths, features, blocks = [31, 1, 20], torch.randn(3, 31, 32, dtype=dtype), torch.randn(3, count, 16, dtype=dtype)
+    found = []
+    for run in (compiled(network), uncompiled(network)):
+        state = KVCache(3, 64)
+        run.observe(state, features)
+        state.commit([range(length) for length in lengths])
+        outputs = [run(state, blocks, window) for window in (None, 1, 6, 25)]
+        stores = [state.of([row]).view(state._layers[0][0], 0)[0] for row in state.rows]
+        outputs.append(torch.cat([store.flatten() for store in stores]))
+        found.append(outputs)
+    tolerance *= 5 if kind == "convolved" else 1  # products of products grow what rounding leaves
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
+
+
+def test_rows_compiled_have_the_same_bits_alone_and_in_a_batch(network: DFlashNetwork) -> None:
+    run, lengths = compiled(network), [3, 40, 17]
+    features, blocks = torch.randn(3, 40, 32), torch.randn(3, 4, 16)
+    state = KVCache(3, 64)
+    run.observe(state, features)
+    state.commit([range(length) for length in lengths])
+    together = run(state, blocks)
+    for row, length in enumerate(lengths):
+        alone = KVCache(1, 64)
+        for slot in range(length):
+            run.observe(alone, features[row : row + 1, slot : slot + 1])
+            alone.commit([[0]])
+        assert torch.equal(run(alone, blocks[row : row + 1])[0], together[row])
+
+
+def test_threads_share_the_work_without_meeting(network: DFlashNetwork) -> None:
+    run, threads = compiled(network), torch.get_num_threads()
+    features, blocks = torch.randn(3, 9, 32), torch.randn(3, 4, 16)
+    state = KVCache(3, 16)
+    run.observe(state, features)
+    state.commit([range(9)] * 3)
+    expected = run(state, blocks)
+    try:
+        torch.set_num_threads(4)
+        assert all(torch.equal(run(state, blocks), expected) for _ in range(50))
+    finally:
+        torch.set_num_threads(threads)
+
+
+PLACES = ((70, 40), (3, 20), (24, 46))
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_rows_at_any_places_are_those_side_by_side(
+    network: DFlashNetwork, window: int | None, make: Callable[[DFlashNetwork], Run], scatter: Callable[..., Any]
+) -> None:
+    """Between others whose numbers must not be seen; compiled the bits are the same."""
+    run, features, blocks = make(network), torch.randn(3, 13, 32), torch.randn(3, 4, 16)
+    together, apart = run.new_state(3, 46), scatter(run.new_state(1, 120), *PLACES)
+    run.observe(apart, features[:, :1])  # so that it has memory
+    store = apart._layers[0][0]
+    inside = torch.zeros(120, dtype=torch.bool)
+    for row, capacity in PLACES:
+        inside[row : row + capacity] = True
+    store[:, :, ~inside] = torch.nan
+    for begin, end, lengths in ((0, 7, [7, 3, 5]), (7, 13, [6, 1, 2])):
+        for state in (together, apart):
+            run.observe(state, features[:, begin:end])
+            state.commit([range(length) for length in lengths])
+        expected, found = run(together, blocks, window), run(apart, blocks, window)
+        tolerance = 1e-5 if isinstance(run, DraftPass) else 0.0
+        torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+        one = run(apart.of([3]), blocks[1:2], window)
+        torch.testing.assert_close(one, expected[1:2], atol=tolerance, rtol=tolerance)
+    assert store[:, :, ~inside].isnan().all()
+
+
+def test_a_context_that_does_not_fit_is_refused(
+    network: DFlashNetwork, make: Callable[[DFlashNetwork], Run], scatter: Callable[..., Any]
+) -> None:
+    """Though there are slots behind it, of another row."""
+    run = make(network)
+    state = scatter(run.new_state(1, 60), (20, 30), (4, 16))
+    with pytest.raises(AssertionError, match="17 slots needed, 16 allocated"):
+        run.observe(state, torch.randn(2, 17, 32))
+    run.observe(state, torch.randn(2, 13, 32))
+    state.commit([range(13)] * 2)
+    with pytest.raises(AssertionError, match="17 slots needed, 16 allocated"):
+        run(state, torch.randn(2, 4, 16))
+    run(state, torch.randn(2, 3, 16))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_guesses_are_the_pass_and_the_head_in_one_call(
+    dtype: str, first: int, kind: str, tiny_target_dir: Path
+) -> None:
+    target = load_target(tiny_target_dir, dtype, "cpu", "native", compile="on")
+    sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "head_dim": 8}
+    network = made_network(replace(KINDS[kind], **sizes)).to(target.dtype)  # type: ignore[arg-type]
+    run = target.runner(network)
+    assert isinstance(run, CompiledDraftPass)
+    state = KVCache(2, 64)
+    run.observe(state, torch.randn(2, 9, 2 * target.hidden_size))
+    state.commit([range(9), range(4)])
+    tokens = torch.tensor([[7, 1, 1, 1, 1], [9, 1, 1, 1, 1]])
+    for window in (None, 3):
+        expected = run(state, target.embed(tokens), window)[:, first:]
+        hidden, logits = run.guesses(state, tokens, first, window)
+        assert torch.equal(hidden, expected) and logits.dtype == torch.float32
+        # The head outside of the call reads the hidden states as the dtype rounds them.
+        tolerance = 0.0 if target.dtype == torch.float32 else 0.1
+        torch.testing.assert_close(logits, target.head(expected).float(), atol=tolerance, rtol=tolerance)
+
+
+def compiled_of(target: Target) -> CompiledDecoder:
+    assert isinstance(target, NativeTarget) and target.compiled is not None
+    return target.compiled
+
+
+def compiled_pass(
+    network: DFlashNetwork,
+    target: Target,
+    head: Any = None,
+    owned: bool = False,
+    dtype: torch.dtype | None = None,
+    bits: int | None = None,
+) -> CompiledDraftPass | str:
+    """As `Target.runner` asks for it, with what the target need not have."""
+    dtype = dtype or network.fc.weight.dtype
+    beside = Beside(compiled_of(target), target.embed, target.head, 8, dtype, bits)
+    make: Any = {**dflash_compiled.RUNNERS, **dflash2_compiled.RUNNERS}[type(network)]
+    made: CompiledDraftPass | str = make(network, beside, head, owned)
+    return made
+
+
+@pytest.mark.parametrize("own_head", [False, True])
+def test_a_head_that_is_not_in_the_library_is_called(
+    own_head: bool, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a target with another dtype, or of the drafter."""
+    dtype = "float32" if own_head else "bfloat16"
+    target = load_target(tiny_target_dir, dtype, "cpu", "native", compile="on")
+    network = made_network(replace(CONFIG, hidden_size=target.hidden_size, head_dim=8))
+    head = (lambda hidden: 3 * hidden) if own_head else None
+    if not own_head:
+        monkeypatch.setattr(target, "head", lambda hidden: 3 * hidden)
+    run = compiled_pass(network, target, head, dtype=torch.float32)
+    assert isinstance(run, CompiledDraftPass)
+    state, tokens = run.new_state(1, 20), torch.tensor([[7, 1, 1]])
+    run.observe(state, torch.randn(1, 9, 2 * target.hidden_size))
+    state.commit([range(9)])
+    hidden, logits = run.guesses(state, tokens, 1)
+    assert torch.equal(hidden, run(state, target.embed(tokens))[:, 1:]) and torch.equal(logits, 3 * hidden)
+
+
+@pytest.mark.parametrize(("head_dim", "bits"), [(8, 4), (4, None)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rounded_where_the_library_of_the_target_has_vectors_for_its_heads(
+    head_dim: int, bits: int | None, kind: str, tiny_target_dir: Path
+) -> None:
+    """The target's heads are of 8."""
+    target = load_target(tiny_target_dir, "float32", "cpu", "native", "on", "int4")
+    network = made_network(replace(KINDS[kind], hidden_size=target.hidden_size, head_dim=head_dim))
+    run = compiled_pass(network, target, bits=4)
+    assert isinstance(run, CompiledDraftPass) and run._bits == bits
+    state = run.new_state(1, 20)
+    run.observe(state, torch.randn(1, 9, 2 * target.hidden_size))
+    state.commit([range(9)])
+    assert run.guesses(state, torch.tensor([[7, 1, 1]]), 1)[1].isfinite().all()
+
+
+def test_what_is_compiled_and_what_is_not(
+    network: DFlashNetwork, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = load_target(tiny_target_dir, "float32", "cpu", "native", compile="on")
+    plain = load_target(tiny_target_dir, "float32", "cpu", "native", compile="off")
+    assert isinstance(target.runner(deepcopy(network)), CompiledDraftPass)
+    assert isinstance(plain.runner(deepcopy(network)), DraftPass)
+    odd = target.runner(DFlashNetwork(replace(CONFIG, head_dim=6)))
+    assert isinstance(odd, DraftPass) and "heads of 6" in (odd.compile_reason or "")
+    assert "float16" in str(compiled_pass(DFlashNetwork(CONFIG), target, dtype=torch.float16))
+
+    class Other(DraftLayer):
+        pass
+
+    other = DFlashNetwork(CONFIG)
+    monkeypatch.setattr(other, "layer_class", Other)
+    assert "layers of the kind Other" in str(compiled_pass(other, target))
+    assert not caplog.messages
+    monkeypatch.setenv("CC", "no-such-compiler")
+    begun.cache_clear()
+    try:
+        assert isinstance(target.runner(network), DraftPass)
+    finally:
+        begun.cache_clear()
+    [message] = caplog.messages
+    assert "The drafter runs uncompiled" in message and "no C compiler" in message
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_that_were_given_away_take_no_memory_and_give_the_same_numbers(
+    tiny_target_dir: Path, dtype: torch.dtype
+) -> None:
+    target = load_target(tiny_target_dir, "float32", "cpu", "native", compile="on")
+    torch.manual_seed(3)
+    network = DFlashNetwork(CONFIG).eval().to(dtype)
+    before, weights = deepcopy(network), [weakref.ref(each) for each in network.parameters() if each.ndim == 2]
+    run = compiled_pass(network, target, owned=True, dtype=torch.float32)
+    kept = compiled_pass(deepcopy(before), target, dtype=torch.float32)
+    assert isinstance(run, CompiledDraftPass) and isinstance(kept, CompiledDraftPass)
+    gc.collect()
+    assert weights and not any(weight() is not None for weight in weights)
+    assert all(each.ndim == 1 for each in network.parameters())
+    features = torch.randn(1, 7, len(CONFIG.taps) * CONFIG.hidden_size)
+    block = torch.randn(1, 5, CONFIG.hidden_size)
+    states = [each.new_state(1, 32) for each in (run, kept)]
+    for each, state in zip((run, kept), states, strict=True):
+        each.observe(state, features)
+        state.commit([range(7)])
+    assert torch.equal(run(states[0], block), kept(states[1], block)) and run.weight_bytes() == kept.weight_bytes()
+    other = deepcopy(network)  # has weights of its own again
+    for found in (network, other):
+        for (name, mine), (_, theirs) in zip(found.state_dict().items(), before.state_dict().items(), strict=True):
+            assert torch.equal(mine.float(), theirs.float()), name
+        x = torch.randn(3, CONFIG.hidden_size)
+        torch.testing.assert_close(
+            found.layers[0].mlp.float()(x),
+            before.float().layers[0].mlp(x),  # type: ignore[union-attr, operator]
+        )
+    other.fc.weight.data.zero_()
+    assert torch.equal(network.fc.weight.float(), before.fc.weight.float())

@@ -1,0 +1,224 @@
+"""What a DSpark drafter makes of a plan: its walk, its trees, and how far its confidence carries."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from blockdraft.decode.proposal import Plan, Proposal, depths
+from blockdraft.drafters.dspark import CANDIDATES, DSparkDrafter, calibrated, load
+from blockdraft.drafters.dspark.drafter import CANDIDATES, DSparkDrafter, calibrated, load
+from blockdraft.drafters.dspark.network import DSparkNetwork
+from blockdraft.formats.zlab import read_checkpoint
+from blockdraft.targets import Target, load_target
+from blockdraft.types import SamplingParams
+
+GREEDY = SamplingParams()
+DEPTH = 8  # guesses of a whole block: as many as slots
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_dir: Path) -> Target:
+    return load_target(tiny_target_dir)
+
+
+def make(target: Target, folder: Path, **changes: object) -> DSparkDrafter:
+    config, tensors = read_checkpoint(folder)
+    network = DSparkNetwork(dataclasses.replace(config, output_multiplier=0.7, **changes))  # type: ignore[arg-type]
+    own = network.state_dict()
+    network.load_state_dict({name: tensor for name, tensor in tensors.items() if name in own})
+    return DSparkDrafter(network, target)
+
+
+@pytest.fixture(scope="module")
+def drafter(target: Target, tiny_dspark_dir: Path) -> DSparkDrafter:
+    return make(target, tiny_dspark_dir)
+
+
+def propose(drafter: DSparkDrafter, plan: Plan, same: bool = False) -> tuple[Proposal, Tensor, Tensor]:
+    """A proposal behind random contexts, and hidden states and logits of its draft pass."""
+    batch = len(plan.params)
+    generator = torch.Generator().manual_seed(5)
+    features = torch.randn(1 if same else batch, 9, 64, generator=generator).expand(batch, -1, -1)
+    state = drafter.new_state(batch, 40)
+    lengths = [9 if same else 9 - row % 3 for row in range(batch)]
+    drafter.observe(state, torch.zeros(batch, 9, dtype=torch.long), features, lengths)
+    anchor = torch.full((batch,), 7)
+    block = torch.full((batch, plan.block_size - 1), drafter.config.mask_token_id)
+    block[:, 0] = anchor
+    with torch.no_grad():
+        hidden, logits = drafter._draft_pass(state, block)
+    return drafter.propose(state, anchor, plan), hidden, logits
+
+
+def bias(drafter: DSparkDrafter, before: int) -> Tensor:
+    head = drafter.network.markov_head
+    return (head.markov_w2.weight @ head.markov_w1.weight[before]).detach()
+
+
+def dist(drafter: DSparkDrafter, logits: Tensor, before: int, temperature: float = 1.0) -> Tensor:
+    """q of one slot after a token, in plain words."""
+    return ((logits + bias(drafter, before)) / temperature).softmax(dim=-1)
+
+
+def test_a_chain_follows_the_best_token_after_each_guess(drafter: DSparkDrafter) -> None:
+    assert drafter.block_size == DEPTH + 1
+    proposal, _, logits = propose(drafter, Plan(DEPTH + 1, [GREEDY] * 3))
+    assert proposal.q is None and proposal.parents.tolist() == [list(range(-1, DEPTH))] * 3
+    for row, tokens in enumerate(proposal.tokens.tolist()):
+        for slot in range(DEPTH):
+            assert tokens[slot + 1] == dist(drafter, logits[row, slot], tokens[slot]).argmax()
+    assert proposal.tokens[:, 1:].tolist() != logits.argmax(dim=-1).tolist()  # the bias matters here
+    assert propose(drafter, Plan(2, [GREEDY]))[0].tokens.shape == (1, 2)
+
+
+def test_a_tree_scores_children_given_their_parent(target: Target, tiny_dspark_dir: Path) -> None:
+    drafter = make(target, tiny_dspark_dir, enable_confidence_head=False)
+    budget = 24
+    chain, _, _ = propose(drafter, Plan(DEPTH + 1, [GREEDY]))
+    proposal, _, logits = propose(drafter, Plan(DEPTH + 1, [GREEDY], budget))
+    parents, tokens = proposal.parents[0].tolist(), proposal.tokens[0].tolist()
+    depth, score = depths(proposal.parents)[0].tolist(), [1.0]
+    walked, children = chain.tokens[0].tolist(), {}
+    for node in range(budget + 1):
+        if node:
+            score.append(score[parents[node]] * children[parents[node]][tokens[node]].item())
+        if depth[node] < DEPTH:
+            corrected = logits[0, depth[node]] + bias(drafter, walked[depth[node]])
+            candidates = corrected.topk(CANDIDATES).indices
+            rest = corrected.exp().sum() - corrected[candidates].exp().sum()
+            scores = (logits[0, depth[node]] + bias(drafter, tokens[node]))[candidates].exp()
+            children[node] = torch.zeros(logits.size(-1)).scatter(0, candidates, scores / (scores.sum() + rest))
+    assert score == sorted(score, reverse=True)
+    inside = set(zip(parents, tokens, strict=True))
+    missing = [
+        score[node] * chance
+        for node, chances in children.items()
+        for token, chance in enumerate(chances.tolist())
+        if (node, token) not in inside
+    ]
+    assert max(missing) <= score[-1] * (1 + 1e-4)
+    path = [0]
+    for token in chain.tokens[0, 1:].tolist():
+        found = [n for n in range(budget + 1) if parents[n] == path[-1] and tokens[n] == token]
+        if not found:
+            break
+        path += found
+    assert len(path) > 1  # the chain's beginning is in the tree
+
+
+def chances(drafter: DSparkDrafter, hidden: Tensor, tokens: list[int]) -> list[float]:
+    head, w1 = drafter.network.confidence_head, drafter.network.markov_head.markov_w1.weight
+    assert head is not None
+    temperatures = drafter.network.config.confidence_temperatures or (1.0,) * DEPTH
+    return [
+        (head.proj(torch.cat([hidden[slot], w1[tokens[slot]]])) / temperatures[slot]).sigmoid().item()
+        for slot in range(DEPTH)
+    ]
+
+
+@pytest.mark.parametrize("temperatures", [None, (4.0, 0.5, 2.0, 1.0, 1.0, 3.0, 1.0, 1.0)])
+def test_the_confidence_decides_how_many_guesses_there_are(
+    target: Target, tiny_dspark_dir: Path, temperatures: tuple[float, ...] | None
+) -> None:
+    drafter = make(target, tiny_dspark_dir, confidence_temperatures=temperatures)
+    params = [GREEDY, SamplingParams(temperature=0.4)]
+    whole, hidden, _ = propose(drafter, Plan(DEPTH + 1, params))
+    paths = []
+    for row in range(2):
+        found = torch.tensor(chances(drafter, hidden[row], whole.tokens[row].tolist()))
+        paths.append(found.cumprod(dim=0))
+    counts = set()
+    for cost in (0.0, 0.02, 0.05, 0.1, 0.3, 10.0):
+        seconds = [1 + cost * n for n in range(DEPTH + 1)]
+        cut, _, _ = propose(drafter, Plan(DEPTH + 1, params, 0, seconds))
+        count = cut.tokens.size(1) - 1
+        assert torch.equal(cut.tokens, whole.tokens[:, : count + 1])
+        rates = [(2 + sum(path[:n].sum().item() for path in paths)) / seconds[n] for n in range(DEPTH + 1)]
+        assert rates[count] == pytest.approx(max(rates))
+        counts.add(count)
+    assert {0, DEPTH} <= counts
+
+
+def test_without_a_confidence_head_the_probabilities_decide(target: Target, tiny_dspark_dir: Path) -> None:
+    drafter = make(target, tiny_dspark_dir, enable_confidence_head=False)
+    seconds = [1 + 0.1 * n for n in range(DEPTH + 1)]
+    whole, _, logits = propose(drafter, Plan(DEPTH + 1, [GREEDY]))
+    cut, _, _ = propose(drafter, Plan(DEPTH + 1, [GREEDY], 0, seconds))
+    tokens = whole.tokens[0].tolist()
+    best = torch.tensor([dist(drafter, logits[0, i], tokens[i])[tokens[i + 1]] for i in range(DEPTH)]).cumprod(dim=0)
+    rates = [(1 + best[:n].sum().item()) / seconds[n] for n in range(DEPTH + 1)]
+    assert rates[cut.tokens.size(1) - 1] == pytest.approx(max(rates))
+
+
+def test_the_length_of_a_sampled_chain_does_not_depend_on_what_is_sampled(
+    target: Target, tiny_dspark_dir: Path
+) -> None:
+    drafter = make(target, tiny_dspark_dir, confidence_temperatures=(30.0,) * DEPTH)  # neither sure nor hopeless
+    params, lengths, firsts = [SamplingParams(temperature=1.0)], set(), set()
+    costs = (0.3 * 0.8**n for n in range(40))
+    times = ([1 + cost * n for n in range(DEPTH + 1)] for cost in costs)
+    # Times with which some of the guesses pay, and not all.
+    seconds = next(t for t in times if 1 < propose(drafter, Plan(9, params, 0, t))[0].tokens.size(1) < DEPTH + 1)
+    for number in (0.001, 0.3, 0.6, 0.8, 0.99, 0.9999):
+        draws = torch.full((1, DEPTH), number, dtype=torch.float64)
+        proposal, _, _ = propose(drafter, Plan(DEPTH + 1, params, 0, seconds, draws=draws))
+        lengths.add(proposal.tokens.size(1))
+        firsts.add(proposal.tokens[0, 1].item())
+    assert len(lengths) == 1 and len(firsts) > 1
+
+
+def test_sampled_guesses_have_the_distributions_that_are_handed_over(drafter: DSparkDrafter) -> None:
+    rows = 300
+    params = [SamplingParams(temperature=0.7)] * rows
+    grid = (torch.arange(rows, dtype=torch.float64) + 0.5) / rows
+    draws = torch.stack([grid.roll(31 * depth) for depth in range(DEPTH)], dim=1)
+    proposal, _, logits = propose(drafter, Plan(DEPTH + 1, params, draws=draws), same=True)
+    assert proposal.q is not None
+    for row in range(0, rows, 13):
+        q, tokens = proposal.q[row], proposal.tokens[row].tolist()
+        assert q is not None and q.ids.size(0) == DEPTH + 1
+        for slot in range(DEPTH):
+            best = dist(drafter, logits[row, slot], tokens[slot], 0.7).topk(q.ids.size(1))
+            expected = torch.zeros(target_size(logits)).scatter(0, best.indices, best.values / best.values.sum())
+            found = torch.zeros(target_size(logits)).scatter(0, q.ids[slot], q.probs[slot])
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    first = proposal.q[0]
+    assert first is not None
+    sampled = proposal.tokens[:, 1].bincount(minlength=target_size(logits)) / rows
+    assert (
+        sampled - torch.zeros(target_size(logits)).scatter(0, first.ids[0], first.probs[0])
+    ).abs().max() < 1.01 / rows
+
+
+def target_size(logits: Tensor) -> int:
+    return logits.size(-1)
+
+
+def test_rows_without_temperature_are_not_sampled(drafter: DSparkDrafter) -> None:
+    draws = torch.full((2, DEPTH), 0.999, dtype=torch.float64)
+    proposal, _, _ = propose(drafter, Plan(DEPTH + 1, [GREEDY, SamplingParams(temperature=1.0)], draws=draws))
+    greedy, _, _ = propose(drafter, Plan(DEPTH + 1, [GREEDY, GREEDY]))
+    assert proposal.q is not None and [one is None for one in proposal.q] == [True, False]
+    assert proposal.tokens[0].tolist() == greedy.tokens[0].tolist() != proposal.tokens[1].tolist()
+
+
+def test_several_draft_passes_are_refused(target: Target, drafter: DSparkDrafter, tiny_dspark_dir: Path) -> None:
+    refused = pytest.raises(ValueError, match="diffusion_steps is 3; a DSpark drafter has one draft pass")
+    with refused:
+        DSparkDrafter(drafter.network, target, diffusion_steps=3)
+    for one in (drafter, load(tiny_dspark_dir, target)):
+        with refused:
+            one.adapted(target, diffusion_steps=3)
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.1, 0.5, 0.9, 1.0])
+def test_calibrated_distributions_stay_distributions(chance: float) -> None:
+    log_probs = torch.tensor([[0.5, 0.3, 0.1], [0.1, 0.2, 0.7], [0.0, 1.0, 0.0]]).log()
+    probs = calibrated(log_probs, torch.full((3,), chance)).exp()
+    assert (probs.sum(dim=-1) <= 1 + 1e-5).all()
+    assert probs.argmax(dim=-1).tolist() == [0, 2, 1]
+    torch.testing.assert_close(probs.amax(dim=-1), torch.full((3,), chance), atol=1e-5, rtol=0)
+    assert (probs[0, 1:] <= log_probs[0, 1:].exp() + 1e-6).all()  # no other token gains

@@ -1,0 +1,301 @@
+"""EAGLE-3's guesses against a twin that keeps nothing: it makes every row of a text anew, one at a time."""
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from blockdraft.decode.distributions import probabilities
+from blockdraft.decode.proposal import SPARSE_SIZE, Plan
+from blockdraft.decode.sampling import draw
+from blockdraft.drafters import eagle3, load_drafter
+from blockdraft.drafters.eagle3 import Eagle3Drafter, layout
+from blockdraft.drafters.eagle3 import drafter as eagle3
+from blockdraft.drafters.eagle3 import speculators as eagle3_speculators
+from blockdraft.drafters.eagle3.drafter import Eagle3Drafter
+from blockdraft.errors import UsageError
+from blockdraft.formats import read_drafter
+from blockdraft.formats.base import Borrowed, Checkpoint
+from blockdraft.targets import Target, load_target
+from blockdraft.types import SamplingParams
+
+FLAGS: list[dict[str, Any]] = [
+    {},
+    {"norm_before_residual": True, "norm_output": True, "fc_norm": True},
+    {"norm_before_fc": True, "qk_norm": True, "attention_bias": True},
+]
+
+
+@pytest.fixture(scope="module", params=["compiled", "uncompiled"])
+def target(tiny_target_dir: Path, request: pytest.FixtureRequest) -> Target:
+    return load_target(tiny_target_dir, backend="native", compile="on" if request.param == "compiled" else "off")
+
+
+@pytest.fixture(scope="module")
+def drafter(tiny_eagle3_dir: Path, target: Target) -> Eagle3Drafter:
+    loaded = load_drafter(tiny_eagle3_dir, target=target)
+    assert isinstance(loaded, Eagle3Drafter) and (loaded.compile_reason is None) == (target.compiled is not None)
+    return loaded
+
+
+def with_flags(drafter: Eagle3Drafter, target: Target, **flags: Any) -> Eagle3Drafter:
+    """A random drafter of the same shape but for these fields."""
+    config = layout.Eagle3Config(**{**vars(drafter.config), **flags})
+    with torch.random.fork_rng():
+        torch.manual_seed(8)
+        network = layout.Eagle3Network(config)
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter += 0.2 * torch.randn_like(parameter)
+    network.keep(drafter.network.kept)
+    return Eagle3Drafter(network, target)
+
+
+class Twin:
+    """The network row by row, with a loop over heads."""
+
+    def __init__(self, drafter: Eagle3Drafter, target: Target) -> None:
+        self.config, self.weights, self.target = drafter.config, drafter.network.state_dict(), target
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return x / (x.square().mean(dim=-1, keepdim=True) + self.config.rms_norm_eps).sqrt() * self.weights[name]
+
+    def fused(self, taps: Tensor) -> Tensor:
+        if self.config.fc_norm:
+            parts = taps.chunk(len(self.config.taps))
+            taps = torch.cat([self.norm(part, f"fc_norm.{i}.weight") for i, part in enumerate(parts)])
+        if self.config.norm_before_fc:
+            taps = self.norm(taps, "input_norm.weight")
+        return self.weights["fc.weight"] @ taps
+
+    def heads(self, kind: str, x: Tensor, position: int) -> Tensor:
+        name = f"midlayer.self_attn.{kind}_"
+        found = self.weights[f"{name}proj.weight"] @ x + self.weights.get(f"{name}proj.bias", torch.zeros(()))
+        found = found.view(-1, self.config.head_dim)
+        if kind == "v":
+            return found
+        if self.config.qk_norm:
+            found = self.norm(found, f"{name}norm.weight")
+        half = self.config.head_dim // 2
+        angles = position * self.config.rope_theta ** (-torch.arange(half) / half)
+        left, right = found[:, :half], found[:, half:]
+        turned = left * angles.cos() - right * angles.sin(), right * angles.cos() + left * angles.sin()
+        return torch.cat(turned, dim=1)
+
+    def row(self, token: int, feature: Tensor, position: int, seen: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """The state of a row, which is added to those seen."""
+        weights, config = self.weights, self.config
+        normed = self.norm(feature, "midlayer.hidden_norm.weight")
+        embedded = self.target.embed(torch.tensor([token]))[0]
+        x = torch.cat([self.norm(embedded, "midlayer.input_layernorm.weight"), normed])
+        seen.append((self.heads("k", x, position), self.heads("v", x, position)))
+        out = []
+        for head, query in enumerate(self.heads("q", x, position)):
+            group = head * config.num_key_value_heads // config.num_attention_heads
+            scores = torch.stack([keys[group] @ query for keys, _ in seen]) / config.head_dim**0.5
+            out.append(scores.softmax(dim=0) @ torch.stack([values[group] for _, values in seen]))
+        o = weights["midlayer.self_attn.o_proj.weight"] @ torch.cat(out)
+        x = (normed if config.norm_before_residual else feature) + o
+        x = x + weights.get("midlayer.self_attn.o_proj.bias", torch.zeros(()))
+        y = self.norm(x, "midlayer.post_attention_layernorm.weight")
+        gate, up = (weights[f"midlayer.mlp.{name}_proj.weight"] @ y for name in ("gate", "up"))
+        return x + weights["midlayer.mlp.down_proj.weight"] @ (torch.nn.functional.silu(gate) * up)
+
+    def logits(self, text: Sequence[int], taps: Tensor, path: Sequence[int], window: int | None = None) -> list[Tensor]:
+        """Over the draft vocabulary, after anchor and each guess in `path` behind a text with these tapped outputs."""
+        features, seen = [self.fused(one) for one in taps], list[tuple[Tensor, Tensor]]()
+        for place in range(1, len(text)):
+            self.row(text[place], features[place - 1], place - 1, seen)
+        seen = seen[-window:] if window is not None else seen
+        feature, found = features[-1], []
+        for step, token in enumerate(path):
+            state = self.row(token, feature, len(text) - 1 + step, seen)
+            normed = self.norm(state, "norm.weight")
+            feature = normed if self.config.norm_output else state
+            found.append(self.weights["lm_head.weight"] @ normed)
+        return found
+
+
+def taps_of(count: int, seed: int) -> Tensor:
+    return torch.randn(count, 64, generator=torch.Generator().manual_seed(seed))
+
+
+def observe(drafter: Eagle3Drafter, state: Any, texts: list[list[int]], taps: list[Tensor]) -> None:
+    """Rows are filled up with tokens and outputs that must leave no trace."""
+    longest = max(map(len, texts))
+    tokens = torch.tensor([text + [77] * (longest - len(text)) for text in texts])
+    features = torch.stack([torch.cat([one, taps_of(longest - len(one), 9)]) for one in taps])
+    drafter.observe(state, tokens, features, [len(text) for text in texts])
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+@pytest.mark.parametrize("sampled", [False, True])
+def test_chains_equal_those_of_the_twin(
+    flags: dict[str, Any], sampled: bool, drafter: Eagle3Drafter, target: Target, scatter: Callable[..., Any]
+) -> None:
+    """However many guesses were accepted, in rows of different lengths that lie anywhere."""
+    drafter = with_flags(drafter, target, **flags) if flags else drafter
+    twin, kept = Twin(drafter, target), drafter.network.kept
+    params = [SamplingParams(), SamplingParams(temperature=0.8), SamplingParams(temperature=1.2, top_k=6)]
+    generator = torch.Generator().manual_seed(1)
+    texts, taps = [[9], [4, 30, 7, 8, 50, 51], [30, 12]], [taps_of(1, 0), taps_of(6, 1), taps_of(2, 2)]
+    state = scatter(drafter.new_state(1, 150), (90, 40), (5, 45), (50, 40))
+    observe(drafter, state, texts, taps)
+    for cycle in range(4):
+        anchors = torch.randint(4, 60, (3,), generator=generator)
+        draws = torch.rand(3, 5, dtype=torch.float64, generator=generator) if sampled else None
+        proposal = drafter.propose(state, anchors, Plan(6, params, draws=draws))
+        assert proposal.tokens.shape == (3, 6)
+        new, more = [], []
+        for row, ids in enumerate(proposal.tokens.tolist()):
+            dist = proposal.q[row] if proposal.q else None
+            assert (dist is None) == (not sampled or row == 0)
+            for depth, logits in enumerate(twin.logits(texts[row], taps[row], ids[:-1])):
+                if dist is None or draws is None:
+                    assert ids[depth + 1] == kept[logits.argmax()]
+                    continue
+                probs = probabilities(logits[None, None], [params[row]])[0, 0]
+                probs[probs.argsort(descending=True)[SPARSE_SIZE:]] = 0
+                dense = torch.zeros(target.vocab_size).index_add(0, dist.ids[depth], dist.probs[depth])
+                torch.testing.assert_close(dense[kept], probs / probs.sum(), atol=1e-5, rtol=1e-3)
+                [[rank]] = draw(dist.probs[None, depth : depth + 1], draws[row : row + 1, depth : depth + 1]).tolist()
+                assert ids[depth + 1] == dist.ids[depth, rank]
+            accepted = (cycle + 2 * row) % 6  # tokens of the path, from none to the anchor and four guesses
+            new.append(ids[:accepted])
+            more.append(taps_of(accepted, 10 * cycle + row))
+        observe(drafter, state, new, more)
+        texts = [text + ids for text, ids in zip(texts, new, strict=True)]
+        taps = [torch.cat(both) for both in zip(taps, more, strict=True)]
+
+
+@pytest.mark.parametrize("budget", [2, 7, 30])
+def test_trees_are_those_of_the_twin(
+    budget: int, drafter: Eagle3Drafter, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Level by level the likeliest guesses are gone on from, and the likeliest of all are proposed."""
+    monkeypatch.setattr(eagle3, "WIDTH", 3)
+    twin, kept, anchors = Twin(drafter, target), drafter.network.kept, [40, 41]
+    texts, taps = [[9, 8, 7, 20], [31, 5]], [taps_of(4, 3), taps_of(2, 4)]
+    state = drafter.new_state(2, 20)
+    observe(drafter, state, texts, taps)
+    params = [SamplingParams(), SamplingParams(temperature=0.5)]
+    proposal = drafter.propose(state, torch.tensor(anchors), Plan(5, params, budget))
+    for row in range(2):
+        tokens, parents = proposal.tokens[row].tolist(), proposal.parents[row].tolist()
+        paths: list[tuple[int, ...]] = [()]
+        for token, parent in zip(tokens[1:], parents[1:], strict=True):
+            paths.append((*paths[parent], token))
+        expected = dict[tuple[int, ...], float]()
+        level = {(): 0.0}
+        for _ in range(4):
+            children = {}
+            for path, likely in level.items():
+                logits = twin.logits(texts[row], taps[row], [anchors[row], *path])[-1]
+                log_probs = (logits / (params[row].temperature or 1)).log_softmax(dim=-1)
+                best = log_probs.topk(min(3, budget))
+                for value, rank in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+                    children[(*path, int(kept[rank]))] = likely + value
+            expected |= children
+            level = dict(sorted(children.items(), key=lambda one: -one[1])[: min(3, budget)])
+        best_paths = sorted(expected, key=lambda path: -expected[path])[:budget]
+        assert set(paths[1:]) == set(best_paths) and len(paths) == 1 + min(budget, len(expected))
+
+
+def test_a_tree_ends_where_nothing_deeper_would_be_proposed(
+    drafter: Eagle3Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, plan = drafter.new_state(1, 20), Plan(6, [SamplingParams()], 3)
+    observe(drafter, state, [[9, 8, 7]], [taps_of(3, 3)])
+    passes, found = list[int](), []
+
+    class Counted:
+        room = 100
+
+        def __init__(self, *given: Any) -> None:
+            self.inner = nodes(*given)
+
+        def __call__(self, *given: Any) -> Tensor:
+            passes.append(1)
+            return self.inner(*given)
+
+    nodes = drafter._run.nodes
+    monkeypatch.setattr(drafter._run, "nodes", Counted)
+    for stop in (lambda levels, budget: False, eagle3._enough):
+        monkeypatch.setattr(eagle3, "_enough", stop)
+        passes.clear()
+        found.append((drafter.propose(state, torch.tensor([40]), plan), len(passes)))
+    (whole, all_passes), (cut, fewer) = found
+    assert torch.equal(whole.tokens, cut.tokens) and torch.equal(whole.parents, cut.parents)
+    assert all_passes == 5 and fewer < 4
+
+
+def test_a_window_hides_what_is_older(drafter: Eagle3Drafter, target: Target) -> None:
+    twin, kept = Twin(drafter, target), drafter.network.kept
+    texts, taps = [list(range(10, 22)), [31, 5, 6]], [taps_of(12, 5), taps_of(3, 6)]
+    state = drafter.new_state(2, 30)
+    observe(drafter, state, texts, taps)
+    found = []
+    for window in (2, 5, 50):
+        plan = Plan(4, [SamplingParams()] * 2, draft_window=window)
+        proposal = drafter.propose(state, torch.tensor([40, 41]), plan)
+        for row, ids in enumerate(proposal.tokens.tolist()):
+            for depth, logits in enumerate(twin.logits(texts[row], taps[row], ids[:-1], window)):
+                assert ids[depth + 1] == kept[logits.argmax()]
+        found.append(proposal.tokens[0].tolist())
+    assert found[0] != found[2]
+
+
+def test_costs_decide_how_far_is_drafted(drafter: Eagle3Drafter) -> None:
+    state = drafter.new_state(1, 20)
+    observe(drafter, state, [[9, 8, 7]], [taps_of(3, 3)])
+    for budget in (0, 12):
+        counts = []
+        for each in (1e-6, 10.0):
+            plan = Plan(6, [SamplingParams()], budget, [1 + each * n for n in range(40)])
+            proposal = drafter.propose(state, torch.tensor([40]), plan)
+            assert proposal.expected is not None and 0 <= proposal.expected[0] < 6
+            counts.append(proposal.tokens.size(1) - 1)
+        assert counts == [12 if budget else 5, 0]
+
+
+def test_a_row_without_a_text_is_drafted_for(drafter: Eagle3Drafter) -> None:
+    """Numbers that earlier rows have left are no feature of it."""
+    state, plan = drafter.new_state(1, 20), Plan(6, [SamplingParams()])
+    first = drafter.propose(state, torch.tensor([40]), plan).tokens
+    observe(drafter, state, [[9, 8, 7]], [taps_of(3, 3)])
+    state.shrink(0, 0)
+    state.close(0)
+    state.open(0, 20)
+    assert torch.equal(drafter.propose(state, torch.tensor([40]), plan).tokens, first)
+
+
+def test_memory_is_that_of_the_stores(drafter: Eagle3Drafter) -> None:
+    state = drafter.new_state(2, 20)
+    observe(drafter, state, [[9], [8]], [taps_of(1, 3), taps_of(1, 4)])
+    assert drafter.state_bytes(2, 20) == sum(store.nbytes for store in state._stores())
+    assert drafter.weight_bytes() > 4 * 120 * 32
+
+
+def test_early_files_that_call_themselves_a_llama_are_known(
+    tiny_eagle3_dir: Path, target: Target, tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_eagle3_dir, tmp_path / "early")
+    file = tmp_path / "early" / "config.json"
+    raw = json.loads(file.read_text())
+    file.write_text(json.dumps({**raw, "architectures": ["LlamaForCausalLM"]}))
+    assert isinstance(load_drafter(tmp_path / "early", target=target), Eagle3Drafter)
+
+
+def test_a_drafter_of_another_target_is_refused(
+    tiny_eagle3_dir: Path, drafter: Eagle3Drafter, target: Target, tmp_path: Path
+) -> None:
+    found = read_drafter(tiny_eagle3_dir, None, 3)
+    foreign = Borrowed(target.embed(torch.arange(target.vocab_size)) + 1, None, None)
+    eagle3_speculators.LAYOUT.write(tmp_path / "other", Checkpoint(found.config, found.tensors, foreign), "x", ("y",))
+    with pytest.raises(UsageError, match="embed_tokens.weight of .*other is not the target's"):
+        load_drafter(tmp_path / "other", target=target)

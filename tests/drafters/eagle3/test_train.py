@@ -1,0 +1,193 @@
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from blockdraft import Engine, load_drafter, load_target
+from blockdraft.data.documents import Document, TokenData, read_data, tokenizer_fingerprint
+from blockdraft.data.features import FeatureSettings, plan_features
+from blockdraft.data.writer import DataWriter
+from blockdraft.drafters.eagle3.network import Eagle3Network
+from blockdraft.drafters.eagle3.train import Eagle3Recipe, Eagle3Variant
+from blockdraft.errors import Complaints, UsageError
+from blockdraft.formats import read_drafter
+from blockdraft.settings import read_settings
+from blockdraft.targets import Target, embedding_and_head
+from blockdraft.training.devices import make_accelerator
+from blockdraft.training.export import Format, export
+from blockdraft.training.loss import term_weights
+from blockdraft.training.objectives import Slots
+from blockdraft.training.trainer import run_folder, train
+from blockdraft.types import Drafting, SamplingParams
+
+KEPT = [3, 5, 6, 9, 10, 11, 30]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_dir: Path) -> Target:
+    return load_target(tiny_target_dir)
+
+
+def made(target: Target, **fields: Any) -> tuple[Eagle3Variant, Eagle3Network]:
+    variant = Eagle3Variant(Eagle3Recipe(**fields))
+    return variant, variant.network(variant.config(target))
+
+
+def slots_of(network: Eagle3Network, vocab_size: int) -> Slots:
+    random = torch.Generator().manual_seed(0)
+    logits = torch.randn(4, 3, len(KEPT), generator=random)
+    tokens = torch.tensor([[5, 3, 200, 11], [9, 9, 30, 6], [40, 41, 42, 43], [6, 10, 10, 3]])
+    teacher = 4 * torch.randn(4, 3, vocab_size, generator=random)
+    teacher[::2, :, KEPT] += 12  # so that the best token is kept in every other block
+    taught = torch.ones(4, 3, dtype=torch.bool)
+    return Slots(torch.zeros(4, 3, 32), logits, tokens, taught, teacher)
+
+
+def test_losses_are_taken_over_the_draft_vocabulary(target: Target) -> None:
+    variant, network = made(target, draft_vocab=len(KEPT), block_size=4, objective={"forward_kl": 0.7, "decay": 0.3})
+    network.keep(torch.tensor(KEPT))
+    slots = slots_of(network, target.vocab_size)
+    assert slots.teacher_CKV is not None
+    found = variant.losses(network, slots)
+    for block in range(4):
+        for k in range(3):
+            log_q = slots.logits_CKV[block, k].log_softmax(dim=-1)
+            teacher, label = slots.teacher_CKV[block, k], int(slots.tokens_CL[block, k + 1])
+            p = torch.stack([teacher[token] for token in KEPT]).softmax(dim=-1)
+            divergence = float((p * (p.log() - log_q)).sum()) if int(teacher.argmax()) in KEPT else 0.0
+            surprise = -float(log_q[KEPT.index(label)]) if label in KEPT else 0.0
+            assert float(found["forward_kl"][block, k]) == pytest.approx(divergence, abs=1e-4)
+            assert float(found["decay"][block, k]) == pytest.approx(surprise, abs=1e-4)
+    assert (found["forward_kl"] > 0).sum() >= 6 and (found["forward_kl"] == 0).any()
+    weights = term_weights(variant, "forward_kl", slots.taught_CK)[0]
+    torch.testing.assert_close(weights, torch.tensor([1.0, 0.8, 0.64]), atol=1e-4, rtol=0)
+    expected = [[token in KEPT for token in row[1:]] for row in slots.tokens_CL.tolist()]
+    assert variant.counts(network, slots)["covered"].tolist() == expected
+    best = slots.logits_CKV.argmax(dim=-1)
+    assert variant.guesses(network, slots).tolist() == [[KEPT[i] for i in row] for row in best.tolist()]
+
+
+@pytest.mark.parametrize("objective", ["dpace", "block_verification"])
+def test_a_token_that_it_cannot_guess_does_not_count_for_the_slots_behind(target: Target, objective: str) -> None:
+    variant, network = made(target, draft_vocab=len(KEPT), block_size=4, objective={objective: 1.0})
+    network.keep(torch.tensor(KEPT))
+    slots = slots_of(network, target.vocab_size)
+    known_CK = variant.counts(network, slots)["covered"]
+    assert not known_CK[:, 0].all()
+    passed_over = variant.losses(network, replace(slots, taught_CK=known_CK))[objective]
+    assert torch.equal(variant.losses(network, slots)[objective], passed_over)
+
+
+def test_the_draft_vocabulary_is_what_the_answers_say_most(target: Target, tmp_path: Path) -> None:
+    """Not what prompts say; of equally frequent tokens those of lower ids."""
+    assert target.tokenizer is not None
+    writer = DataWriter(tmp_path, {"tokenizer": tokenizer_fingerprint(target.tokenizer)})
+    writer.begin()
+    answer = [50, 50, 50, 9, 9, 70, 60, 80]
+    writer.add(0, [Document(torch.tensor([5] * 9 + answer), torch.arange(17) >= 9)])
+    writer.finish()
+    variant, network = made(target, draft_vocab=4)
+    variant.fit_data(network, read_data(tmp_path))
+    assert network.kept.tolist() == [9, 50, 60, 70]
+    variant.fit_head(network, target)
+    rows = embedding_and_head(target)[1][network.kept]
+    assert torch.equal(network.lm_head.weight, rows) and network.lm_head.weight.requires_grad
+    saved = variant.saved(network.state_dict())
+    assert saved["d2t"].dtype == torch.int64 and saved["fc.weight"].dtype == torch.bfloat16
+
+
+def test_shapes_and_taps(target: Target) -> None:
+    recipe = Eagle3Recipe(heads=2, kv_heads=1, head_dim=16, intermediate_size=24, taps=(0, 2), block_size=5)
+    config = Eagle3Variant(recipe).config(target)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (2, 1, 16)
+    assert (config.intermediate_size, config.taps, config.block_size) == (24, (0, 2), 5)
+    config = Eagle3Variant(Eagle3Recipe()).config(target)
+    assert (config.taps, config.draft_vocab_size) == ((0, 1, 2), target.vocab_size)
+    assert config.num_attention_heads == target.shape["num_attention_heads"]
+    complaints = Complaints()
+    assert not Eagle3Variant(Eagle3Recipe(draft_vocab=999)).settle(target, None, complaints)
+    assert "draft_vocab_size is 999" in complaints.messages[0]
+
+
+def test_usual_taps_of_a_target_with_enough_layers(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target, "num_layers", 36)
+    assert Eagle3Variant(Eagle3Recipe()).config(target).taps == (1, 17, 32)
+
+
+def test_training_with_a_part_of_the_vocabulary_equals_drafting(
+    target: Target, parity: Callable[..., Any], tmp_path: Path
+) -> None:
+    variant, network = made(target, draft_vocab=120, taps=(2, 0), block_size=7, save_dtype="float32")
+    network.keep(torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(3))[:120].sort().values)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter += 0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
+    config = variant.config(target)
+    export(tmp_path / "drafter", Format("eagle3"), config, variant.saved(network.state_dict()), target)
+    parity(variant, network.eval(), load_drafter(tmp_path / "drafter", target=target), target)
+
+
+def test_training_goes_on_from_a_drafter(target: Target, tiny_eagle3_dir: Path, tiny_drafter_dir: Path) -> None:
+    variant, network = made(target, init=str(tiny_eagle3_dir), block_size=4)
+    expected = read_drafter(tiny_eagle3_dir, None, 3)
+    variant.fit_data(network, None)  # type: ignore[arg-type]
+    variant.fit_head(network, target)
+    assert all(torch.equal(tensor, expected.tensors[name]) for name, tensor in network.state_dict().items())
+    assert network.config.block_size == 4 and network.config.taps == (0, 1)
+    for fields, told in (
+        ({"taps": (0, 2)}, r"taps of .* is \(0, 1\); it must be that of the recipe, \(0, 2\)"),
+        ({"draft_vocab": 7}, "draft_vocab of .* is 120; it must be that of the recipe, 7"),
+        ({"init": str(tiny_drafter_dir)}, "the drafter of .* is 'DraftConfig'; it must be an EAGLE-3 drafter"),
+    ):
+        with pytest.raises(UsageError, match=told):
+            made(target, **{"init": str(tiny_eagle3_dir), **fields})
+
+
+def test_muon_leaves_the_head_alone(target: Target) -> None:
+    variant, network = made(target)
+    matrices = [name for name, parameter in network.named_parameters() if variant.is_matrix(name, parameter)]
+    assert "lm_head.weight" not in matrices and {"fc.weight", "midlayer.self_attn.q_proj.weight"} <= {*matrices}
+
+
+@pytest.fixture
+def answers(target: Target, tmp_path: Path) -> Iterator[tuple[TokenData, list[Any], list[Any], list[Any]]]:
+    """Data of the target's own answers, and their prompts, parameters and completions."""
+    assert target.tokenizer is not None
+    prompts = [[5 + i, 9, 90 - i] for i in range(12)]
+    params = [SamplingParams(20, 0.0 if i % 3 else 0.3, seed=i, ignore_eos=True) for i in range(12)]
+    plain = Engine(target, load_drafter("none", target=target), max_batch_size=4).generate(prompts, params)
+    writer = DataWriter(tmp_path / "data", {"tokenizer": tokenizer_fingerprint(target.tokenizer)})
+    writer.begin()
+    for row, (prompt, one) in enumerate(zip(prompts, plain, strict=True)):
+        ids = torch.tensor(prompt + one.token_ids)
+        writer.add(row, [Document(ids, torch.arange(len(ids)) >= len(prompt) - 1)])
+    writer.finish()
+    yield read_data(tmp_path / "data"), prompts, params, plain
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_accelerator")
+def test_it_learns_the_targets_answers_and_decodes_them_losslessly(
+    answers: tuple[TokenData, list[Any], list[Any], list[Any]], target: Target, tmp_path: Path
+) -> None:
+    """From a folder of features; chains, trees and sampled guesses."""
+    data, prompts, params, plain = answers
+    plan_features(tmp_path / "features", target, data, (0, 1, 2, 3), FeatureSettings(dtype="float32")).write()
+    flags = {"block-size": "5", "length": "40", "batch": "4", "anchors": "20", "held-out": "1", "steps": "150"}
+    flags |= {"learning-rate": "2e-2", "draft-vocab": "100", "features": str(tmp_path / "features"), "trackers": ""}
+    flags |= {"eval-every": "0", "eval-prompts": "1", "eval-tokens": "6", "save-every": "0"}
+    recipe = read_settings(Eagle3Recipe, flags=flags)
+    out = tmp_path / "drafter"
+    accelerator = make_accelerator(recipe, run_folder(out), "cpu")
+    lines = train("eagle3", target, data, out, recipe, accelerator)
+    assert sum(line["loss"] for line in lines[-5:]) < 0.5 * sum(line["loss"] for line in lines[:5])
+    assert 0.5 < lines[-1]["covered"] <= 1 and len(lines[-1]["accuracy"]) == 4
+    drafter = load_drafter(out, target=target)
+    for drafting in (Drafting(), Drafting(tree_budget=8)):
+        found = Engine(target, drafter, max_batch_size=5, drafting=drafting).generate(prompts, params)
+        assert [one.token_ids for one in found] == [one.token_ids for one in plain]
+        tau = sum(one.tau for one in found) / len(found)
+        assert tau > 1.6  # by chance a guess among 100 tokens is right once in a hundred times

@@ -1,0 +1,131 @@
+"""Jumps of the flow map, and that a new network is the v1 network in it."""
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from blockdraft.drafters.flow.network import LIKELY, FlowNetwork, mean_embedding, moved, place_noise
+from blockdraft.formats.architectures import tensor_shapes
+from blockdraft.nn.draft_config import FlowConfig, LayerAttention
+
+CONFIG = FlowConfig(
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    vocab_size=20,
+    block_size=4,
+    mask_token_id=19,
+    taps=(1,),
+    num_target_layers=3,
+    rope_theta=1e4,
+    layers=(LayerAttention(False, None),),
+    noise_std=3.0,
+    diffusion_steps=2,
+)
+
+
+def same(x: Tensor) -> Tensor:
+    return x
+
+
+def linear(share: float) -> float:
+    return share
+
+
+def test_a_new_network_adds_nothing_to_the_masks() -> None:
+    network = FlowNetwork(CONFIG)
+    added = network.entering(torch.randn(2, 3, 16), torch.tensor([0.2]), torch.tensor([0.7]))
+    assert added.shape == (2, 3, 16) and not added.any()
+
+
+def test_slots_tell_states_and_both_times_apart() -> None:
+    network = FlowNetwork(CONFIG)
+    for weight in (network.state_proj.weight, network.time_proj.weight):
+        torch.nn.init.normal_(weight)
+    state, levels = torch.randn(3, 16), [torch.tensor([time]) for time in (0.0, 0.3, 0.31, 1.0)]
+    found = [network.entering(state, begin, end) for begin in levels for end in levels]
+    found += [network.entering(state + 1, levels[0], levels[1])]
+    assert all((one - other).abs().max() > 1e-2 for i, one in enumerate(found) for other in found[:i])
+    # Of a state only the direction is seen: near noise they are larger than near tokens.
+    torch.testing.assert_close(network.entering(9 * state, levels[1], levels[2]), found[6])
+
+
+def test_parameters_are_the_tensors_of_a_checkpoint() -> None:
+    assert {name: tuple(tensor.shape) for name, tensor in FlowNetwork(CONFIG).state_dict().items()} == tensor_shapes(
+        CONFIG
+    )
+
+
+def test_jumps_to_one_place_compose() -> None:
+    state, clean = torch.randn(5, 16, dtype=torch.float64), torch.randn(5, 16, dtype=torch.float64)
+    torch.testing.assert_close(moved(state, clean, 0.3, 1.0), clean)
+    torch.testing.assert_close(moved(state, clean, 0.3, 0.3), state)
+    torch.testing.assert_close(moved(moved(state, clean, 0.1, 0.4), clean, 0.4, 0.8), moved(state, clean, 0.1, 0.8))
+
+
+def test_the_mean_embedding_is_that_of_the_likeliest_tokens() -> None:
+    table, logits = torch.randn(30, 8), 3 * torch.randn(2, 5, 30)
+    best = logits.topk(LIKELY, dim=-1)
+    kept = torch.full_like(logits, -torch.inf).scatter(-1, best.indices, best.values)
+    torch.testing.assert_close(mean_embedding(logits, table.__getitem__), kept.softmax(dim=-1) @ table)
+    few = torch.tensor([[0.0, -torch.inf, -torch.inf]])  # fewer tokens than are averaged, one of them possible
+    torch.testing.assert_close(mean_embedding(few, table.__getitem__), table[:1])
+
+
+@pytest.mark.parametrize("passes", [1, 2, 5])
+def test_a_block_goes_from_noise_to_tokens_by_as_many_passes(passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one guess all the way, the states lie on the line from the noise to it."""
+    network, seen = FlowNetwork(CONFIG), list[tuple[float, float]]()
+    noise, clean = torch.randn(2, 3, 16), torch.randn(2, 3, 16)
+
+    def entering(state: Tensor, begin: Tensor, end: Tensor) -> Tensor:
+        expected = (1 - begin) * CONFIG.noise_std * noise + begin * clean
+        torch.testing.assert_close(state, expected)
+        seen.append((float(begin), float(end)))
+        return state
+
+    monkeypatch.setattr(network, "entering", entering)
+    out = network.denoised(noise, passes, linear, same, lambda hidden: clean)
+    assert seen == [(pytest.approx(i / passes), pytest.approx((i + 1) / passes)) for i in range(passes)]
+    assert out.shape == noise.shape
+
+
+def test_each_pass_sees_what_the_one_before_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, guessed = FlowNetwork(CONFIG), list[Tensor]()
+    monkeypatch.setattr(network, "entering", lambda state, begin, end: state)
+
+    def clean(hidden: Tensor) -> Tensor:
+        guessed.append(hidden + 1)
+        return guessed[-1]
+
+    noise, quarters = torch.randn(3, 16), [0.0, 0.25, 1.0]
+    share: Callable[[float], float] = lambda done: quarters[round(2 * done)]  # noqa: E731
+    out = network.denoised(noise, 2, share, same, clean)
+    torch.testing.assert_close(out, 0.75 * 3 * noise + 0.25 * (3 * noise + 1))
+    assert len(guessed) == 1
+
+
+def test_noise_is_the_same_each_time_and_spread_as_it_should_be() -> None:
+    noise = place_noise(16)
+    assert torch.equal(noise, place_noise(16)) and noise.dtype == torch.float32
+    assert abs(float(noise.mean())) < 0.05 and abs(float(noise.std()) - 1) < 0.05
+    assert len(noise.unique(dim=0)) == len(noise)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"noise_std": 0.0}, "noise_std is 0.0; it must be a positive number"),
+        ({"noise_std": None}, "noise_std is absent"),
+        ({"diffusion_steps": 0}, "diffusion_steps is 0; it must be a whole number of at least 1"),
+    ],
+)
+def test_config_refuses(changes: dict[str, object], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        dataclasses.replace(CONFIG, **changes)  # type: ignore[arg-type]

@@ -1,0 +1,45 @@
+"""What heads on the target's last hidden state learn is what the engine then uses."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blockdraft import Engine, load_drafter, load_target
+from blockdraft.data.documents import read_data
+from blockdraft.data.features import plan_features
+from blockdraft.data.settings import FeatureSettings
+from blockdraft.settings import read_settings
+from blockdraft.training.devices import make_accelerator
+from blockdraft.training.trainer import run_folder, train
+from blockdraft.training.variant import find_variant
+from blockdraft.types import Drafting
+
+FLAGS = {"length": "40", "batch": "4", "anchors": "12", "held-out": "2", "learning-rate": "1e-2", "steps": "60"}
+FLAGS |= {"eval-prompts": "2", "eval-tokens": "6", "eval-every": "0", "save-every": "0", "save-dtype": "float32"}
+FLAGS |= {"objective": "decay=0.5,forward_kl=0.5", "trackers": ""}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_accelerator")
+@pytest.mark.parametrize("name", ["medusa", "mtp"])
+def test_heads_learn_the_targets_answers_and_decode_them_losslessly(
+    name: str, tmp_path: Path, tiny_target_dir: Path, answered: Any
+) -> None:
+    """From features on disk, of which the target's last hidden state is both what is read and what is learned from."""
+    target, data = load_target(tiny_target_dir, device="cpu"), read_data(answered.folder)
+    plan_features(tmp_path / "features", target, data, (target.num_layers,), FeatureSettings()).write()
+    kind, out = find_variant(name).recipe_class, tmp_path / "drafter"
+    recipe = read_settings(kind, flags=FLAGS | {"features": str(tmp_path / "features")})
+    lines = train(name, target, data, out, recipe, make_accelerator(recipe, run_folder(out), "cpu"))
+    assert sum(line["loss"] for line in lines[-5:]) < 0.75 * sum(line["loss"] for line in lines[:5])
+    assert len(lines[-1]["held_out_accuracy"]) == 3
+
+    drafter = load_drafter(out, target=target)
+    assert type(drafter).__name__.lower() == f"{name}drafter"
+    for drafting in (Drafting(), Drafting(tree_budget=8)):
+        drafted = Engine(target, drafter, max_batch_size=3, drafting=drafting).generate(
+            answered.prompts, answered.params
+        )
+        assert [one.token_ids for one in drafted] == answered.answers
+        assert sum(one.tau for one in drafted) > 1.25 * len(drafted)  # of guesses at random, hardly any stand

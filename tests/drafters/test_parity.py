@@ -1,0 +1,72 @@
+"""For every variant: the training forward at an anchor is the draft pass at that anchor."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from blockdraft.decode.proposal import Plan
+from blockdraft.drafters import entry_of_variant, load_drafter
+from blockdraft.drafters.dflash.train import DFlashFamily
+from blockdraft.nn.draft_config import LayerAttention
+from blockdraft.settings import read_settings
+from blockdraft.targets import load_target
+from blockdraft.training.export import Format, export
+from blockdraft.training.variant import find_variant, variant_names
+from blockdraft.types import SamplingParams
+
+# Those that z-lab's layout has words for.
+KINDS = {
+    "bidirectional": (LayerAttention(False, None),) * 2,
+    "causal": (LayerAttention(True, None),) * 2,
+    "window": (LayerAttention(False, 5),) * 2,
+    "full and causal window": (LayerAttention(False, None), LayerAttention(True, 6)),
+}
+
+
+FAMILY = [name for name in variant_names() if issubclass(find_variant(name), DFlashFamily)]
+
+
+@pytest.mark.parametrize("name", sorted({*variant_names()} - {*FAMILY}))
+def test_training_pass_of_another_kind_equals_draft_pass(
+    name: str, parity: Callable[..., Any], tiny_target_dir: Path, tmp_path: Path
+) -> None:
+    target = load_target(tiny_target_dir)
+    flags = {"block-size": "6", "save-dtype": "float32"}
+    variant = find_variant(name)(read_settings(find_variant(name).recipe_class, flags=flags))
+    config = variant.config(target)
+    network = disturbed(variant.network(config))
+    written = Format(entry_of_variant(name).layouts[0])
+    export(tmp_path / "drafter", written, config, variant.saved(network.state_dict()), target)
+    parity(variant, network.eval(), load_drafter(tmp_path / "drafter", target=target), target)
+
+
+def disturbed(network: Any) -> Any:
+    """The network, in which every part does something."""
+    random = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter += 0.15 * torch.randn(parameter.shape, generator=random)
+    return network
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", FAMILY)
+def test_training_pass_equals_draft_pass(
+    name: str, kind: str, parity: Callable[..., Any], tiny_target_dir: Path, tmp_path: Path
+) -> None:
+    target = load_target(tiny_target_dir)
+    flags = {"layers": "2", "taps": "0,2", "block-size": "6", "save-dtype": "float32"}
+    variant = find_variant(name)(read_settings(find_variant(name).recipe_class, flags=flags))
+    config = dataclasses.replace(variant.config(target), layers=KINDS[kind])
+    network = disturbed(variant.network(config))
+    export(tmp_path / "drafter", Format("zlab"), config, variant.saved(network.state_dict()), target)
+    drafter: Any = load_drafter(tmp_path / "drafter", target=target)
+    logits, expected = parity(variant, network.eval(), drafter, target)
+    for ours, one in zip(logits, expected, strict=True):
+        plan = Plan(drafter.block_size, [SamplingParams()])
+        theirs = drafter._refined_pass(one.state, torch.tensor([one.anchor]), plan)[1][0]
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)

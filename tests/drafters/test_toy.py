@@ -1,0 +1,128 @@
+"""A drafter of another kind takes one folder and nothing else: `toy_kind/toy` holds an autoregressive one, with its
+network, layout, drafter, training and checks. It is trained, measured, resumed, exported, inspected, examined, loaded
+and decoded with."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from blockdraft import Engine, drafters, load_drafter, load_target
+from blockdraft.data.documents import read_data
+from blockdraft.formats import layouts
+from blockdraft.settings import read_settings
+from blockdraft.training import checkpoints
+from blockdraft.training.devices import make_accelerator
+from blockdraft.training.export import Format, convert, export
+from blockdraft.training.telling import Telling
+from blockdraft.training.trainer import run_folder, train
+from blockdraft.training.variant import find_variant, variant_names
+
+FLAGS = {"block-size": "5", "length": "40", "batch": "4", "anchors": "6", "held-out": "6", "learning-rate": "1e-2"}
+FLAGS |= {"eval-prompts": "2", "eval-tokens": "6", "eval-every": "10", "save-every": "2", "save-dtype": "float32"}
+Run = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture(autouse=True)
+def toy(fresh_accelerator: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The drafters, with the toy's folder among them."""
+    kinds = [*drafters.__path__, str(Path(__file__).parent / "toy_kind")]
+    monkeypatch.setattr(drafters, "__path__", kinds)
+    yield
+    for name in [name for name in sys.modules if name.startswith("blockdraft.drafters.toy")]:
+        del sys.modules[name]
+    vars(drafters).pop("toy", None)
+
+
+@pytest.fixture
+def run(tiny_target_dir: Path, tiny_data_dir: Path) -> Run:
+    def call(
+        out: Path, notes: list[str] | None = None, data: Path = tiny_data_dir, **changes: str
+    ) -> list[dict[str, Any]]:
+        flags = FLAGS | {"trackers": ""} | changes
+        recipe = read_settings(find_variant("toy").recipe_class, flags=flags)
+        telling = Telling(note=notes.append if notes is not None else lambda text: None)
+        accelerator = make_accelerator(recipe, run_folder(out), "cpu")
+        target = load_target(tiny_target_dir, device="cpu")
+        return train("toy", target, read_data(data), out, recipe, accelerator, telling=telling)
+
+    return call
+
+
+def test_it_is_found_by_its_folder() -> None:
+    assert "toy" in variant_names() and "toy" in layouts()
+    with pytest.raises(ValueError, match="'causal' is unknown"):  # a field of the DFlash family
+        read_settings(find_variant("toy").recipe_class, flags={"causal": "true"})
+
+
+@pytest.mark.slow
+def test_it_learns_the_targets_answers_and_decodes_them_losslessly(
+    run: Run, tmp_path: Path, tiny_target_dir: Path, answered: Any
+) -> None:
+    target = load_target(tiny_target_dir)
+    out = tmp_path / "drafter"
+    changes = {"steps": "40", "objective": "decay=0.5,forward_kl=0.5", "held-out": "2", "eval-every": "0", "batch": "2"}
+    lines = run(out, data=answered.folder, **changes)
+    assert sum(line["loss"] for line in lines[-5:]) < 0.75 * sum(line["loss"] for line in lines[:5])
+    assert 1 <= lines[-1]["tau"] <= 5 and len(lines[-1]["held_out_accuracy"]) == 4
+    drafter = load_drafter(out, target=target)
+    assert type(drafter).__name__ == "ToyDrafter" and drafter.block_size == 5
+    drafted = Engine(target, drafter, max_batch_size=3).generate(answered.prompts, answered.params)
+    assert [one.token_ids for one in drafted] == answered.answers
+    assert sum(one.tau for one in drafted) > 1.15 * len(
+        drafted
+    )  # it was right often, and so observed several at a time
+
+
+@pytest.mark.slow
+def test_a_run_that_stopped_goes_on_to_the_same_weights(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path / "whole", steps="6")
+    original = checkpoints.save
+
+    def stop(folder: Path, step: int, *rest: Any) -> None:
+        original(folder, step, *rest)
+        if step == 4:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoints, "save", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / "stopped", steps="6")
+    notes: list[str] = []
+    run(tmp_path / "stopped", notes, steps="6")
+    assert any("Going on from step 4" in note for note in notes)
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "stopped"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def written(folder: Path, target: Any) -> tuple[Any, Any]:
+    """A variant and its network with random weights, written to the folder."""
+    variant = find_variant("toy")(read_settings(find_variant("toy").recipe_class, flags=FLAGS))
+    config = variant.config(target)
+    network = variant.network(config)
+    export(folder, Format("toy"), config, variant.saved(network.state_dict()), target)
+    return variant, network.eval()
+
+
+def test_training_pass_equals_draft_pass(parity: Callable[..., Any], tmp_path: Path, tiny_target_dir: Path) -> None:
+    target = load_target(tiny_target_dir)
+    variant, network = written(tmp_path / "drafter", target)
+    parity(variant, network, load_drafter(tmp_path / "drafter", target=target), target)
+
+
+def test_other_layouts_refuse_it_by_name(tmp_path: Path, tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
+    target = load_target(tiny_target_dir)
+    written(tmp_path / "drafter", target)
+    convert(tmp_path / "drafter", tmp_path / "copy", Format("toy"), target)
+    assert load_drafter(tmp_path / "copy", target=target).block_size == 5
+    for name in ("zlab", "speculators"):
+        with pytest.raises(ValueError, match="ToyConfig is a configuration for which .* have no words"):
+            convert(tmp_path / "drafter", tmp_path / "other", Format(name), target)
+    with pytest.raises(ValueError, match="is a DraftConfig; this layout holds toys"):
+        convert(tiny_drafter_dir, tmp_path / "other", Format("toy"), target)

@@ -1,0 +1,1 @@
+"""An autoregressive drafter of one small recurrent network."""

@@ -1,0 +1,46 @@
+"""The toy drafter's training: unrolled over the K guesses, each step given the token of the data before it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from blockdraft.drafters.toy.network import ToyConfig, ToyNetwork  # type: ignore[import-not-found]
+from torch import Tensor
+
+from blockdraft.settings import Layers, settings
+from blockdraft.targets import Target
+from blockdraft.training.batches import Rows, features_before
+from blockdraft.training.recipe import Recipe
+from blockdraft.training.variant import Variant
+
+
+@settings
+class ToyRecipe(Recipe):
+    """Attributes:
+    taps: Target layers that the drafter reads.
+    """
+
+    taps: Layers = (0, 1)
+
+
+class ToyVariant(Variant[ToyRecipe, ToyNetwork, ToyConfig]):
+    recipe_class = ToyRecipe
+
+    def config(self, target: Target) -> ToyConfig:
+        sizes = target.hidden_size, target.vocab_size, target.num_layers
+        return ToyConfig(*sizes, self.recipe.taps, self.taught_slots)
+
+    def new_network(self, config: ToyConfig, vocabulary: Mapping[str, int] | None) -> ToyNetwork:
+        return ToyNetwork(config)
+
+    def hidden(self, network: ToyNetwork, target: Target, features_BSF: Tensor, rows: Rows) -> Tensor:
+        hidden = network.begin(features_before(features_BSF, rows))
+        found = []
+        for embedded in target.embed(rows.tokens_BAL[:, :, :-1]).float().unbind(dim=2):
+            hidden = network.step(hidden, embedded)
+            found.append(hidden)
+        return torch.stack(found, dim=2)
+
+
+VARIANT = ToyVariant

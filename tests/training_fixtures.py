@@ -1,0 +1,123 @@
+"""What tests of the trainer and of its variants share."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from blockdraft.data.documents import Document, tokenizer_fingerprint
+from blockdraft.data.taps import tapped_features
+from blockdraft.data.writer import DataWriter
+from blockdraft.decode.proposal import Plan
+from blockdraft.drafters import Drafter, load_drafter
+from blockdraft.engine import Engine
+from blockdraft.targets import Target, load_target
+from blockdraft.training.batches import Rows
+from blockdraft.training.objectives import Slots
+from blockdraft.training.variant import Variant
+from blockdraft.types import SamplingParams
+
+LENGTHS, ANCHORS = (17, 30, 23), ((3, 11, 16), (1, 9, 22, 29), (8, 20))
+
+
+@pytest.fixture(autouse=True)
+def without_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run's picture takes longer than its few steps. Who looks at it asks for the fixture `with_pictures`."""
+    if "with_pictures" not in request.fixturenames:
+        monkeypatch.setattr("blockdraft.training.trainer.draw", lambda records, path: True)
+
+
+@pytest.fixture
+def with_pictures() -> None:
+    """See `without_pictures`."""
+
+
+class Drafted(NamedTuple):
+    """What a drafter guesses behind an anchor, and its state before it."""
+
+    anchor: int
+    guesses: list[int]
+    state: Any
+
+
+def drafted(drafter: Drafter, target: Target, tokens: Tensor, anchor: int) -> Drafted:
+    features = tapped_features(target, drafter.taps, [tokens])[0][None, :anchor] if drafter.taps else None
+    state = drafter.new_state(1, 64)
+    drafter.observe(state, tokens[None, :anchor], features, [anchor])
+    plan = Plan(block_size=drafter.block_size, params=(SamplingParams(),))
+    proposal = drafter.propose(state, tokens[anchor : anchor + 1], plan)
+    return Drafted(int(tokens[anchor]), proposal.tokens[0, 1:].tolist(), state)
+
+
+@torch.no_grad()
+def check_parity(
+    variant: Variant[Any, Any, Any], network: Any, drafter: Drafter, target: Target
+) -> tuple[Tensor, list[Drafted]]:
+    """The training forward at an anchor guesses what the drafter drafts at that anchor.
+
+    The tokens behind each anchor are taken to be the drafter's own guesses, because `Variant.guesses` looks at a slot
+    as if all guesses before it had been right.
+
+    Returns:
+        The logits of training, `[A, K, V]`, and what was drafted at each of the A anchors.
+    """
+    random = torch.Generator().manual_seed(1)
+    documents = [torch.randint(5, 200, (length,), generator=random) for length in LENGTHS]
+    # Three documents in one row, with room behind them.
+    starts = [sum(LENGTHS[:i]) for i in range(3)]
+    length = sum(LENGTHS) + 4
+    tokens, places, owners = (torch.zeros(1, length, dtype=torch.long) for _ in range(3))
+    owners[:] = -1
+    features = torch.zeros(1, length, len(drafter.taps) * target.hidden_size)
+    for number, (start, document) in enumerate(zip(starts, documents, strict=True)):
+        part = slice(start, start + len(document))
+        tokens[0, part], places[0, part], owners[0, part] = document, torch.arange(len(document)), number
+        features[0, part] = tapped_features(target, drafter.taps, [document])[0]
+    where = [(number, anchor) for number in range(3) for anchor in ANCHORS[number]]
+    expected = [drafted(drafter, target, documents[number], anchor) for number, anchor in where]
+    anchors = torch.tensor([[starts[number] + anchor for number, anchor in where]])
+    guesses = torch.tensor([one.guesses for one in expected])
+    assert guesses.size(1) == variant.taught_slots
+    assert len(set(guesses.flatten().tolist())) > 10  # else nothing is compared
+
+    blocks = torch.cat([tokens[0][anchors].T, guesses], dim=1)
+    taught = torch.ones_like(guesses, dtype=torch.bool)
+    rows = Rows(tokens, places, owners, anchors, blocks[None], taught[None])
+    hidden = variant.hidden(network, target, features, rows)[0]
+    logits = variant.logits(network, target, hidden)
+    assert torch.equal(variant.guesses(network, Slots(hidden, logits, blocks, taught)), guesses)
+    return logits, expected
+
+
+class Answered(NamedTuple):
+    """Prompts, how they are answered, and plain decoding's answers, which are also data to learn from in `folder`."""
+
+    prompts: list[list[int]]
+    params: list[SamplingParams]
+    answers: list[list[int]]
+    folder: Path
+
+
+@pytest.fixture(scope="session")
+def answered(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Answered:
+    target = load_target(tiny_target_dir)
+    assert target.tokenizer is not None
+    prompts = [[5 + i, 9, 90 - i] for i in range(16)]
+    params = [SamplingParams(16 + i % 5, 0.0 if i % 3 else 0.3, seed=i) for i in range(16)]
+    plain = Engine(target, load_drafter("none", target=target), max_batch_size=3).generate(prompts, params)
+    folder = tmp_path_factory.mktemp("answered") / "data"
+    writer = DataWriter(folder, {"tokenizer": tokenizer_fingerprint(target.tokenizer)})
+    writer.begin()
+    for row, (prompt, one) in enumerate(zip(prompts, plain, strict=True)):
+        ids = torch.tensor(prompt + one.token_ids)
+        writer.add(row, [Document(ids, torch.arange(len(ids)) >= len(prompt))])
+    writer.finish()
+    return Answered(prompts, params, [one.token_ids for one in plain], folder)
+
+
+@pytest.fixture
+def parity() -> Callable[..., tuple[Tensor, list[Drafted]]]:
+    return check_parity
