@@ -18,7 +18,6 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from blockdraft.decode.proposal import chain
 from blockdraft.drafters import BUNDLED_DFLASH, load_drafter
-from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.drafters.dflash.drafter import DFlashDrafter
 from blockdraft.targets import BUNDLED, Target, load_target
 

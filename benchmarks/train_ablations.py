@@ -34,10 +34,8 @@ from torch.nn.functional import pad
 
 from blockdraft import Drafter, Drafting, Engine, SamplingParams, Target, load_drafter, load_target
 from blockdraft.decode.sampling import best_tokens
-from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.drafters.dflash.drafter import DFlashDrafter
 from blockdraft.drafters.dflash.train import DFlashRecipe
-from blockdraft.drafters.dflash2 import walk
 from blockdraft.drafters.dflash2.drafter import walk
 from blockdraft.engine import loops, merge
 from blockdraft.evaluation.prompts import PromptSet, read_prompt_sets

@@ -19,7 +19,6 @@ import torch
 from benchmarks.gpu.measure import PARAMS, copy_bandwidth, cycle, forced_rate, idle_share
 from benchmarks.gpu.shapes import SHAPES, Shape, build, bytes_per_token
 from blockdraft.decode.proposal import Plan
-from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.drafters.dflash.drafter import DFlashDrafter
 from blockdraft.drafters.none import NoDrafter
 from blockdraft.engine.adaptive.calibrate import Probe

@@ -22,7 +22,6 @@ from benchmarks.train_ablations import (
 )
 from blockdraft.decode.proposal import Plan, Proposal
 from blockdraft.drafters import load_drafter
-from blockdraft.drafters.dflash import DFlashDrafter, independent_guesses
 from blockdraft.drafters.dflash.drafter import DFlashDrafter, independent_guesses
 from blockdraft.settings import read_settings
 from blockdraft.targets import Target, load_target

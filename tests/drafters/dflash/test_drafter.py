@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from blockdraft.decode.proposal import SPARSE_SIZE, Plan, Proposal, depths
-from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.drafters.dflash.drafter import DFlashDrafter
 from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.formats.zlab import read_checkpoint

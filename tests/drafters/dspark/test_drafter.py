@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from blockdraft.decode.proposal import Plan, Proposal, depths
-from blockdraft.drafters.dspark import CANDIDATES, DSparkDrafter, calibrated, load
 from blockdraft.drafters.dspark.drafter import CANDIDATES, DSparkDrafter, calibrated, load
 from blockdraft.drafters.dspark.network import DSparkNetwork
 from blockdraft.formats.zlab import read_checkpoint

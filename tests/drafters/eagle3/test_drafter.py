@@ -13,9 +13,9 @@ from torch import Tensor
 from blockdraft.decode.distributions import probabilities
 from blockdraft.decode.proposal import SPARSE_SIZE, Plan
 from blockdraft.decode.sampling import draw
-from blockdraft.drafters import eagle3, load_drafter
-from blockdraft.drafters.eagle3 import Eagle3Drafter, layout
+from blockdraft.drafters import load_drafter
 from blockdraft.drafters.eagle3 import drafter as eagle3
+from blockdraft.drafters.eagle3 import layout
 from blockdraft.drafters.eagle3 import speculators as eagle3_speculators
 from blockdraft.drafters.eagle3.drafter import Eagle3Drafter
 from blockdraft.errors import UsageError

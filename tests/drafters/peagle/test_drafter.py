@@ -11,7 +11,6 @@ from torch import Tensor
 
 from blockdraft.decode.proposal import Plan
 from blockdraft.drafters import load_drafter
-from blockdraft.drafters.peagle import PEagleDrafter
 from blockdraft.drafters.peagle.drafter import PEagleDrafter
 from blockdraft.targets import Target, load_target
 from blockdraft.types import SamplingParams

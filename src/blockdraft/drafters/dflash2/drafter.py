@@ -15,8 +15,6 @@ from blockdraft.decode.proposal import Plan, Proposal, SparseDistribution, chain
 from blockdraft.decode.sampling import best_tokens, draw
 from blockdraft.decode.tree import best_count, lattice_tree
 from blockdraft.drafters.base import Entry
-from blockdraft.drafters.dflash import DFlashDrafter, log_probabilities
-from blockdraft.drafters.dflash import load as load_dflash
 from blockdraft.drafters.dflash.drafter import DFlashDrafter, log_probabilities
 from blockdraft.drafters.dflash.drafter import load as load_dflash
 from blockdraft.drafters.dflash.network import DFlashNetwork
