@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from blockdraft import DFlashConfig, DFlashGenerationMixin
+import blockdraft
+from blockdraft.compat import DFlashConfig, DFlashGenerationMixin
 from blockdraft.compat import mixin as compat_mixin
 from blockdraft.decode.proposal import Plan
 from blockdraft.drafters import load_drafter
@@ -27,6 +28,11 @@ def padded(prompts: list[list[int]], side: str) -> dict[str, Tensor]:
     ids = [pad + p if side == "left" else p + pad for pad, _, p, _ in fill]
     mask = [no + yes if side == "left" else yes + no for _, no, _, yes in fill]
     return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
+
+
+def test_both_packages_have_the_names() -> None:
+    assert blockdraft.DFlashConfig is DFlashConfig
+    assert blockdraft.DFlashGenerationMixin is DFlashGenerationMixin
 
 
 @pytest.fixture
@@ -192,8 +198,8 @@ def test_unknown_arguments_are_refused_by_name(mixin):
         ({"input_ids": torch.zeros(0, 4, dtype=torch.long)}, "no prompt"),
         ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, "empty"),
         ({"attention_mask": torch.ones(2, 3)}, "must be equal"),
-        ({"attention_mask": torch.tensor([[1, 0, 1, 1]])}, "Row 0's attention_mask hides tokens between"),
-        ({"attention_mask": torch.zeros(1, 4)}, "hides the whole prompt"),
+        ({"attention_mask": torch.tensor([[1, 0, 1, 1]])}, "attention_mask hides tokens inside row 0"),
+        ({"attention_mask": torch.zeros(1, 4)}, "attention_mask hides all of row 0"),
         ({"do_sample": True, "temperature": 0.0}, "do_sample=False"),
         ({"do_sample": True, "temperature": -1.0}, "temperature is -1.0"),
         ({"max_new_tokens": 0}, "max_new_tokens"),
@@ -221,7 +227,7 @@ def test_bad_configs_are_refused(changes, message):
 def test_configs_that_do_not_fit_the_drafter_are_refused(model, config, wide_drafter_dir):
     with pytest.raises(ValueError, match="trained for at most 8"):
         DFlashGenerationMixin(model, replace(config, block_size=9))
-    with pytest.raises(ValueError, match="no DFlash drafter"):
+    with pytest.raises(ValueError, match="not a DFlash drafter"):
         DFlashGenerationMixin(model, replace(config, drafter="none"))
     with pytest.raises(ValueError, match="vocab_size is 100"):
         DFlashGenerationMixin(model, replace(config, drafter=wide_drafter_dir))

@@ -165,5 +165,5 @@ def test_dflash2_has_the_same_call(tiny_target_dir: Path, tiny_dflash2_dir: Path
         output = spec_generate(given, target=target, input_ids=PROMPT, max_new_tokens=15)
         assert output.tolist() == [PROMPT + expected.token_ids]
     for kind, folder in ((DFlashDraftModel, tiny_dflash2_dir), (DFlash2DraftModel, tiny_drafter_dir)):
-        with pytest.raises(ValueError, match=f"is no {kind.__name__}; use the class"):
+        with pytest.raises(ValueError, match=f"does not hold a {kind.__name__}; use the class"):
             kind.from_pretrained(folder)

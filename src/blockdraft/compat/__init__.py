@@ -1,4 +1,4 @@
-"""Calls of other implementations, as thin layers over the engine."""
+"""Interfaces of other projects, as thin layers over the engine."""
 
 from blockdraft.compat.mixin import DFlashConfig, DFlashGenerationMixin
 from blockdraft.compat.zlab import DFlash2DraftModel, DFlashDraftModel, spec_generate

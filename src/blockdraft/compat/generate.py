@@ -1,6 +1,6 @@
-"""`model.generate(..., custom_generate=FOLDER, drafter=...)` of plain transformers, with the engine behind it.
+"""Drafting inside transformers: `model.generate(..., custom_generate=FOLDER, drafter=...)`.
 
-Such a folder, or repository of the hub, is made by `write_custom_generate`; it calls `generate` below.
+The folder, which may be a repository on the hub, is written by `write_custom_generate` and calls `generate` below.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ GENERATE = '''"""Lossless decoding with a drafter: model.generate(..., custom_ge
 
 from blockdraft.compat.generate import generate as decode
 
-DRAFTER = {drafter!r}  # a folder or hub name; an argument `drafter` of generate names another
+DRAFTER = {drafter!r}  # folder or hub name, unless `drafter` of generate names another
 
 
 def generate(model, drafter=DRAFTER, **arguments):
     return decode(model, drafter=drafter, **arguments)
 '''
-# Settings of a GenerationConfig that are heeded, or that do not change the output.
+# Settings of a GenerationConfig that are followed, or that do not change the output. All others are refused.
 HEEDED = {"max_length", "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
 HEEDED |= {"eos_token_id", "pad_token_id", "bos_token_id", "num_return_sequences"}
 HEEDED |= {"use_cache", "cache_implementation", "max_cache_len", "compile_config", "disable_compile", "early_stopping"}
 HEEDED |= {"length_penalty", "transformers_version", "prefill_chunk_size", "low_memory", "_from_model_config"}
 HEEDED |= {name for name in GenerationConfig().to_dict() if "assistant" in name or "lookbehind" in name}
 
-LOADED = "_blockdraft"  # attribute of a model
+LOADED = "_blockdraft"  # attribute of a model that holds its `Loaded`
 
 
 class Loaded:
-    """What was loaded for a model at its first call. It goes with the model, and is not copied or saved with it."""
+    """Target and drafters of a model, loaded at its first call. A copy of the model starts with an empty one."""
 
     def __init__(self) -> None:
         self.target: Target | None = None
@@ -54,10 +54,10 @@ class Loaded:
 
 
 def write_custom_generate(folder: Path, drafter: str | None = None) -> None:
-    """Write what `custom_generate=folder` takes.
+    """Write a folder for `custom_generate=folder`.
 
     Args:
-        drafter: Folder or hub name of the drafter that is used where a call names none.
+        drafter: Folder or hub name of the drafter for calls that name none.
     """
     own = folder / "custom_generate"
     own.mkdir(parents=True, exist_ok=True)
@@ -77,42 +77,43 @@ def generate(
     synced_gpus: bool | None = None,
     **given: Any,
 ) -> Tensor:
-    """Continue a batch of prompts as `model.generate` does: greedily with the same tokens, else from the same
-    distribution.
+    """Continue a batch of prompts as `model.generate` does.
+
+    Greedy decoding gives the same tokens as without a drafter, and sampling the same distribution.
 
     Args:
-        inputs: `[B, L]`; `input_ids` is the same.
-        drafter: Folder or hub name of a drafter, or the name of one that needs none, such as "prompt_lookup".
-        streamer: As in transformers, for one prompt.
-        seed: Row i draws with `seed + i`; None draws the seeds from torch's generator.
+        inputs: `[B, L]` integers; `input_ids` is another name for it.
+        drafter: Folder or hub name of a drafter, or the name of one without weights, such as "prompt_lookup".
+        streamer: A streamer of transformers, for one prompt.
+        seed: Row i samples with `seed + i`; None takes the seeds from torch's generator.
         given: Fields of a GenerationConfig, and `attention_mask`.
 
     Returns:
-        `[B, L + longest]` int64: the prompts as they came in, then the answers, filled up with the pad token.
+        `[B, L + longest]` int64: the prompts with their padding, then the answers, filled with the pad token.
 
     Raises:
-        ValueError: An argument or a setting that is not supported, or a drafter that does not fit.
+        UsageError: An argument or a setting is not supported, or the drafter does not fit.
     """
     if drafter is None:
-        raise UsageError("drafter is not given; name its folder or hub name, as in generate(..., drafter=DIR).")
+        raise UsageError("drafter is not given; give its folder or hub name, as in generate(..., drafter=DIR).")
     given = {name: value for name, value in given.items() if value is not None}
     of_config = {name: given.pop(name) for name in set(given) & set(GenerationConfig().to_dict())}
     if inputs is not None and "input_ids" in given:
-        raise UsageError("inputs and input_ids are both given, and are the same argument; leave one out.")
+        raise UsageError("inputs and input_ids are both given and mean the same; leave one out.")
     ids, mask = given.pop("input_ids", inputs), given.pop("attention_mask", None)
     given = {name: value for name, value in given.items() if not (hasattr(value, "__len__") and len(value) == 0)}
-    of_model: Any = model  # its generation is a mixin of each model's class
+    of_model: Any = model  # `_prepare_generation_config` is missing from the type of PreTrainedModel
     config, _ = of_model._prepare_generation_config(generation_config, **of_config)
     _check(config)
     if given or synced_gpus:
         raise UsageError(f"{', '.join(given) or 'synced_gpus'} is not supported with a drafter; leave it out.")
     if ids is None:
-        raise UsageError("There is no prompt; give inputs or input_ids, [batch, length].")
+        raise UsageError("inputs is not given; give inputs or input_ids, [batch, length].")
     check_token_ids(ids)
     stops = [config.eos_token_id] if isinstance(config.eos_token_id, int) else list(config.eos_token_id or ())
     pad = config.pad_token_id
     if mask is None and pad is not None and pad not in stops:
-        mask = ids.ne(pad)  # as transformers does
+        mask = ids.ne(pad)  # as in transformers
     count = config.num_return_sequences or 1
     ids = ids.repeat_interleave(count, dim=0)
     prompts = without_padding(ids, None if mask is None else mask.repeat_interleave(count, dim=0))
@@ -121,7 +122,7 @@ def generate(
         target, chosen = _pair(model, drafter)
         params = [
             SamplingParams(
-                longest,
+                max_new_tokens=longest,
                 **_sampling(config),
                 repetition_penalty=1.0 if config.repetition_penalty is None else config.repetition_penalty,
                 seed=None if seed is None else seed + row,
@@ -136,7 +137,7 @@ def generate(
         elif len(prompts) == 1:
             answers = [[token for part in _streamed(engine, prompts[0], params[0], ids, streamer) for token in part]]
         else:
-            raise UsageError(f"There are {len(prompts)} prompts and a streamer; it takes one, so call once for each.")
+            raise UsageError(f"inputs holds {len(prompts)} prompts; a streamer takes one, so call generate for each.")
     width = max(map(len, answers))
     filler = pad if pad is not None else next(iter(stops), 0)
     filled = torch.tensor([answer + [filler] * (width - len(answer)) for answer in answers], device=ids.device)
@@ -145,7 +146,7 @@ def generate(
 
 @contextmanager
 def _evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """In evaluation mode meanwhile, since dropout would give each forward another distribution."""
+    """Keep the model in evaluation mode, since dropout would give each forward another distribution."""
     training = model.training
     model.eval()
     try:
@@ -155,7 +156,7 @@ def _evaluating(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _check(config: GenerationConfig) -> None:
-    """Raise a UsageError for what would change the output and is not supported."""
+    """Refuse settings that are not supported and would change the output."""
     usual = GenerationConfig._get_default_generation_params()
     for name, value in config.to_dict().items():
         if name not in HEEDED and value is not None and value != usual.get(name, False):
@@ -163,7 +164,7 @@ def _check(config: GenerationConfig) -> None:
 
 
 def _sampling(config: GenerationConfig) -> dict[str, Any]:
-    """Temperature and cuts as the engine takes them."""
+    """Temperature, top-k, top-p and min-p for the engine."""
     if not config.do_sample:
         return {}
     if config.temperature == 0:
@@ -183,7 +184,7 @@ def _new_tokens(
         if limit <= prompt:
             raise UsageError(f"max_length is {limit} and the prompt has {prompt} tokens; give max_new_tokens.")
         return limit - prompt
-    return limit  # the default counts new tokens
+    return limit  # the default of transformers counts new tokens only
 
 
 def _pair(model: PreTrainedModel, drafter: str | Path) -> tuple[Target, Drafter]:
@@ -196,7 +197,7 @@ def _pair(model: PreTrainedModel, drafter: str | Path) -> tuple[Target, Drafter]
 
 
 def _folder(drafter: str | Path) -> str | Path:
-    """Where a drafter lies, or all of a combination; one of the hub is fetched."""
+    """Folder of a drafter, or folders of a combination. A drafter on the hub is fetched."""
     if "/" not in str(drafter) or Path(drafter).exists():
         return drafter
     names = joined(drafter)
@@ -208,7 +209,7 @@ def _folder(drafter: str | Path) -> str | Path:
         return str(snapshot_download(str(drafter), allow_patterns=["*.json", "*.safetensors", "*.pt", "*.bin"]))
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"drafter is {str(drafter)!r}, which is no folder here and cannot be fetched from the hub "
+            f"drafter is {str(drafter)!r}, which is not a folder and cannot be fetched from the hub "
             f"({describe(error)}); give the folder of a drafter."
         ) from error
 

@@ -1,4 +1,4 @@
-"""`generate` as transformers has it, with DFlash behind it."""
+"""A mixin with the `generate` of transformers that drafts with DFlash."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from blockdraft.types import SamplingParams
 
 @dataclass(frozen=True)
 class DFlashConfig:
-    """How to draft. None of it changes the output.
+    """Settings of drafting. None of them changes the output.
 
     Attributes:
-        block_size: Tokens per proposal, anchor included; None is the drafter's trained size.
-        diffusion_steps: Draft passes a block; each pass settles the guesses it is surest of, and the next sees them.
-            None is the drafter's own number, which is 1 but for flow maps.
-        noise_schedule: Share of the guesses settled after each pass, "cosine" or "linear".
-        drafter: A DFlash checkpoint folder; None is the bundled one, which fits the bundled target.
+        block_size: Tokens of a block, anchor included; None is the size the drafter was trained for.
+        diffusion_steps: Draft passes for a block. Each pass fixes its surest guesses, which the next pass sees. None is
+            the drafter's own number, 1 for all but flow maps.
+        noise_schedule: Curve of the share of guesses fixed after each pass, "cosine" or "linear".
+        drafter: Folder of a DFlash checkpoint; None is the bundled one, which fits the bundled target.
     """
 
     block_size: int | None = None
@@ -46,7 +46,7 @@ class DFlashConfig:
 
     def __post_init__(self) -> None:
         if self.block_size is not None and self.block_size < 1:
-            raise UsageError(f"block_size is {self.block_size}; it must be at least 1 (no drafting).")
+            raise UsageError(f"block_size is {self.block_size}; it must be at least 1, which turns drafting off.")
         check_refinement(DIFFUSION_STEPS if self.diffusion_steps is None else self.diffusion_steps, self.noise_schedule)
 
 
@@ -54,14 +54,14 @@ class DFlashGenerationMixin:
     """Gives a causal LM a `generate` that drafts; the output is the model's own.
 
     Args:
-        base_model: A causal LM of transformers, or a target from `load_target`.
-        config: How to draft.
+        base_model: A causal language model of transformers, or a target from `load_target`.
+        config: Settings of drafting.
 
     Raises:
-        ValueError: The drafter does not fit the model, is no DFlash drafter, or was trained for smaller blocks.
+        UsageError: The drafter does not fit the model, is not a DFlash drafter, or was trained for smaller blocks.
 
     Attributes:
-        last_stats: Statistics of the last call, one a row.
+        last_stats: Statistics of the last call, for each row.
     """
 
     def __init__(self, base_model: PreTrainedModel | Target, config: DFlashConfig | None = None) -> None:
@@ -71,7 +71,7 @@ class DFlashGenerationMixin:
         loaded = load_drafter(config.drafter or BUNDLED_DFLASH, target=self.target)
         if not isinstance(loaded, NetworkDrafter):
             raise UsageError(
-                f"drafter is {str(config.drafter)!r}, which is no DFlash drafter; give a DFlash checkpoint."
+                f"drafter is {str(config.drafter)!r}, which is not a DFlash drafter; give a DFlash checkpoint."
             )
         if config.block_size is not None and config.block_size > loaded.block_size:
             raise UsageError(
@@ -85,16 +85,16 @@ class DFlashGenerationMixin:
         """The model of transformers.
 
         Raises:
-            AttributeError: The target is none of transformers.
+            AttributeError: The target is not run by transformers.
         """
         model = transformers_model(self.target)
         if model is None:
-            raise AttributeError(f"The target is a {type(self.target).__name__} and has no model of transformers.")
+            raise AttributeError(f"The target is a {type(self.target).__name__}, which has no model of transformers.")
         return model
 
     @property
     def config(self) -> PretrainedConfig:
-        """The base model's configuration; `dflash_config` is the drafting's."""
+        """Configuration of the base model. `dflash_config` holds the settings of drafting."""
         config: PretrainedConfig = self.base_model.config
         return config
 
@@ -129,22 +129,23 @@ class DFlashGenerationMixin:
         """Continue a batch of prompts.
 
         Args:
-            input_ids: `[B, L]`.
-            attention_mask: `[B, L]`, 0 at padding, which may stand left or right of a prompt; None is no padding.
-            use_dflash: False decodes plainly, to the same tokens.
-            do_sample: Draw tokens; otherwise decode greedily.
-            temperature, top_k, top_p: For drawing; None is 1.0, all and 1.0. The values in the model's
-                `generation_config` are not read.
-            eos_token_id: Exactly the tokens that end an answer; None is the model's own.
-            pad_token_id: Fills up rows that end early; None is the model's own, or else its end token.
-            seed: Row i draws with `seed + i`; None draws the seeds from torch's generator.
+            input_ids: `[B, L]` integers.
+            attention_mask: `[B, L]`, 0 at padding, which may be left or right of a prompt; None is no padding.
+            max_new_tokens: Most tokens of an answer.
+            use_dflash: Whether to draft; False decodes plainly, to the same tokens.
+            do_sample: Whether to sample; False decodes greedily.
+            temperature, top_k, top_p: Sampling parameters; None is 1.0, all tokens and 1.0. Those in the model's
+                `generation_config` are ignored.
+            eos_token_id: The only tokens that end an answer early; None is the model's own.
+            pad_token_id: Filler of rows that end early; None is the model's own, or else its end token.
+            seed: Row i samples with `seed + i`; None takes the seeds from torch's generator.
 
         Returns:
-            `[B, L + longest]` int64 on the device of `input_ids`: the prompts as they came in, then the answers.
+            `[B, L + longest]` int64 on the device of `input_ids`: the prompts with their padding, then the answers.
 
         Raises:
-            ValueError: A mask that hides tokens between others, contradictory sampling, or what `Engine.generate`
-                refuses.
+            UsageError: The mask hides tokens inside a prompt, sampling parameters contradict each other, or
+                `Engine.generate` refuses an argument.
         """
         check_token_ids(input_ids)
         prompts = without_padding(input_ids, attention_mask)
@@ -172,7 +173,7 @@ class DFlashGenerationMixin:
         return torch.cat([input_ids.long(), torch.tensor(answers, device=input_ids.device)], dim=1)
 
     def _pad_token(self, stops: list[int]) -> int:
-        """The model's pad token, or else an end token; without end tokens all rows are equally long."""
+        """The model's pad token, or else an end token. Without end tokens no row needs filling, so 0 will do."""
         model = transformers_model(self.target)
         own = None if model is None else self.generation_config.pad_token_id
         if own is None and self.target.tokenizer is not None:
@@ -183,7 +184,7 @@ class DFlashGenerationMixin:
 def _sampling(
     do_sample: bool, temperature: float | None, top_k: int | None, top_p: float | None
 ) -> tuple[float, int, float]:
-    """Temperature, top-k and top-p as the engine takes them."""
+    """Temperature, top-k and top-p for the engine."""
     if not do_sample:
         given = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         neutral = {"temperature": (None, 0, 1), "top_k": (None, 0), "top_p": (None, 1)}

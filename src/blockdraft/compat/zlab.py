@@ -1,4 +1,4 @@
-"""The call of z-lab's `dflash` package: `DFlashDraftModel.from_pretrained(...).spec_generate(target=..., ...)`."""
+"""The interface of z-lab's `dflash` package: `DFlashDraftModel.from_pretrained(...).spec_generate(target=..., ...)`."""
 
 from __future__ import annotations
 
@@ -34,17 +34,20 @@ def spec_generate(
     """Answer one prompt.
 
     Args:
-        network_or_drafter: A network, which moves to the target's device and dtype, or a drafter from `load_drafter`.
-        target: A causal LM of transformers, or from `load_target`.
-        input_ids: `[1, L]`, or the token ids of one prompt.
-        stop_token_ids: Exactly the tokens that end the answer; None ends it at `max_new_tokens` alone.
+        network_or_drafter: A network, which is moved to the target's device and dtype, or a drafter from
+            `load_drafter`.
+        target: A causal language model of transformers, or a target from `load_target`.
+        input_ids: `[1, L]` integers, or a list of token ids.
+        max_new_tokens: Most tokens of the answer.
+        stop_token_ids: The only tokens that end the answer early; None decodes `max_new_tokens`.
         temperature, top_p, top_k: As in `SamplingParams`. Seed with `torch.manual_seed`.
 
     Returns:
-        `[1, L + new]` int64, prompt and stop token included, on the device of `input_ids` (of the target for a list).
+        `[1, L + new]` int64, prompt and stop token included, on the device of `input_ids`, or of the target for a list.
 
     Raises:
-        ValueError: More than one prompt, a drafter of another target, or what `Engine.generate` refuses.
+        UsageError: `input_ids` holds several prompts, the drafter does not fit the target, or `Engine.generate` refuses
+            an argument.
     """
     bound = as_target(target)
     if isinstance(input_ids, Tensor):
@@ -54,7 +57,7 @@ def spec_generate(
     check_token_ids(ids)
     if len(ids) != 1:
         raise UsageError(
-            f"input_ids holds {len(ids)} prompts; spec_generate takes one, [1, length]. Engine.generate takes several."
+            f"input_ids holds {len(ids)} prompts; give one, [1, length], or use Engine.generate for several."
         )
     check_fits(
         network_or_drafter.config,
@@ -79,27 +82,27 @@ def spec_generate(
 
 
 class DFlashDraftModel(DFlashNetwork):
-    """A draft network that is read without a target and gets one with each call."""
+    """A DFlash network that gets its target with each call."""
 
     @classmethod
     def from_pretrained(cls, path: str | Path, dtype: torch.dtype | str | None = None) -> DFlashDraftModel:
         """Read a checkpoint folder.
 
         Args:
-            dtype: Of the weights, such as `torch.bfloat16` or "bfloat16"; None or "auto" is the checkpoint's own.
+            dtype: Dtype of the weights, such as `torch.bfloat16` or "bfloat16"; None or "auto" is the checkpoint's own.
                 `spec_generate` converts them to the target's.
 
         Raises:
-            ValueError: The folder is no checkpoint of this architecture, or the dtype is unknown.
+            UsageError: The folder holds no checkpoint of this architecture, or the dtype is unknown.
         """
         config, tensors = read_checkpoint(path)
         if type(config) is not cls.config_class:
-            raise UsageError(f"{path} is no {cls.__name__}; use the class that its config.json names.")
+            raise UsageError(f"{path} does not hold a {cls.__name__}; use the class that its config.json names.")
         wanted = getattr(torch, dtype, None) if isinstance(dtype, str) and dtype != "auto" else dtype
         if dtype is None or dtype == "auto":
             wanted = tensors["fc.weight"].dtype
         if not isinstance(wanted, torch.dtype) or not wanted.is_floating_point:
-            raise UsageError(f'dtype is {dtype!r}; use float32, bfloat16, float16 or "auto".')
+            raise UsageError(f'dtype is {dtype!r}; it must be float32, bfloat16, float16 or "auto".')
         model = cls(config)
         model.load_state_dict(tensors)
         return model.to(wanted).eval()
@@ -126,7 +129,7 @@ class DFlashDraftModel(DFlashNetwork):
         top_p: float = SamplingParams.top_p,
         top_k: int = SamplingParams.top_k,
     ) -> Tensor:
-        """As the function `spec_generate`."""
+        """Answer one prompt; see the function `spec_generate`."""
         return spec_generate(
             self,
             target=target,
@@ -140,4 +143,4 @@ class DFlashDraftModel(DFlashNetwork):
 
 
 class DFlash2DraftModel(DFlashDraftModel, DFlash2Network):
-    """The same with a DFlash2 network."""
+    """A DFlash2 network that gets its target with each call."""
