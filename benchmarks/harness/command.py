@@ -79,7 +79,7 @@ def listed(kind: Callable[[str], Any] = str, known: Collection[Any] = ()) -> Cal
     return read
 
 
-def command_of(module: str) -> str:
+def command_line(module: str) -> str:
     """The present command line for a published page, with names in the place of paths."""
     return shlex.join(["python", "-m", module, *(Path(word).name if "/" in word else word for word in sys.argv[1:])])
 
@@ -95,11 +95,14 @@ def digest(values: Any) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def keep_settings(out: Path, measured: dict[str, Any], anew: bool = False) -> None:
+def keep_settings(
+    out: Path, measured: dict[str, Any], anew: bool = False, remedy: str = "choose another --out, or add --anew"
+) -> None:
     """Write what all results of a folder have in common to its settings.json.
 
     Args:
         anew: Delete the folder first.
+        remedy: What to do where the folder holds other results.
 
     Raises:
         ValueError: The folder holds results of other settings.
@@ -110,12 +113,9 @@ def keep_settings(out: Path, measured: dict[str, Any], anew: bool = False) -> No
     if not path.exists():
         out.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(measured, indent=2), encoding="utf-8")
-    kept = json.loads(path.read_text(encoding="utf-8"))
-    other = [name for name in measured if kept.get(name) != measured[name]]
-    if other:
-        raise ValueError(
-            f"{out} holds figures with other {', '.join(other)}; choose another --out, or add --anew to forget them."
-        )
+    kept, measured = json.loads(path.read_text(encoding="utf-8")), json.loads(json.dumps(measured))
+    if other := [name for name in measured if kept.get(name) != measured[name]]:
+        raise ValueError(f"{out} holds figures with other {', '.join(other)}; {remedy} to forget them.")
 
 
 @contextmanager

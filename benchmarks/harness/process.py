@@ -9,7 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from threading import Timer
-from typing import Any
+from typing import Any, TypeVar
+
+T, W = TypeVar("T"), TypeVar("W")
+Progress = Callable[[str, int, int], None]  # told what is going on, how much is done, and how much there is to do
 
 REASON_LENGTH = 300  # characters of a failure that are shown
 
@@ -133,7 +136,7 @@ class PeerProcess:
 
 
 class Processes(ExitStack):
-    """Processes by key, started when first asked. One that fails is left out from there on; the others go on.
+    """Processes by key, started when first needed. One that fails is left out from there on; the others go on.
 
     Args:
         start: Starts the process of a key.
@@ -149,14 +152,46 @@ class Processes(ExitStack):
         self.running: dict[Any, PeerProcess] = {}
         self.missing: dict[Any, str] = {}
 
+    def started(self, key: Any) -> PeerProcess | None:
+        """The process of a key, None where it is missing."""
+        if key not in self.running and key not in self.missing:
+            try:
+                self.running[key] = self.enter_context(self._start(key))
+            except PeerError as error:
+                self.missing[key] = str(error)
+        return None if key in self.missing else self.running[key]
+
     def ask(self, key: Any, name: str, request: Mapping[str, Any]) -> dict[str, Any] | None:
         """Answer of a process, None where it is missing or fails."""
-        if key in self.missing:
+        if (process := self.started(key)) is None:
             return None
         try:
-            if key not in self.running:
-                self.running[key] = self.enter_context(self._start(key))
-            return self.running[key].ask(name, request)
+            return process.ask(name, request)
         except PeerError as error:
-            self.missing[key] = str(error)
+            self.missing[key] = f"failed: {error}"
             return None
+
+    def decode(
+        self,
+        steps: Sequence[tuple[int, T, W]],
+        request: Callable[[T, W], Mapping[str, Any]],
+        keep: Callable[[int, T, W, dict[str, Any]], None],
+        progress: Progress,
+        key: Callable[[W], Any] = lambda way: way,
+    ) -> None:
+        """Do steps of `turns.in_turns`. Each way first warms up on the first of its tasks.
+
+        Args:
+            request: Request for a task that is done in a way.
+            keep: Takes repeat, task, way and answer of each step.
+            key: Key of the process that decodes in a way.
+        """
+        first = {way: task for _, task, way in reversed(steps)}
+        for i, (way, task) in enumerate(first.items()):
+            progress("warming up", i, len(first))
+            self.ask(key(way), "decode", request(task, way))
+        for done, (repeat, task, way) in enumerate(steps, 1):
+            answer = self.ask(key(way), "decode", request(task, way))
+            if answer is not None:
+                keep(repeat, task, way, answer)
+            progress("answers", done, len(steps))

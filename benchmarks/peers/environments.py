@@ -8,7 +8,6 @@ the others: the reason is kept beside it, and the benchmark's table shows it.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 import shlex
@@ -19,11 +18,13 @@ import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.harness.command import ROOT, Parser
+from benchmarks.harness.process import REASON_LENGTH
+
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 BUILD = ROOT / "build" / "peers"
 LLAMA_CPP_PYTHON = "llama-cpp-python==0.3.36"  # its source package holds llama.cpp
-REASON_LENGTH = 300  # characters of a failure that are kept
+LLAMA_OPTIONS = "LLAMA_CPP_OPTIONS"  # what the user adds to its build, for processors on which the usual one fails
 
 
 class NotInstalled(Exception):
@@ -35,7 +36,7 @@ def folder(name: str) -> Path:
 
 
 def python(name: str) -> Path:
-    """The interpreter of an environment."""
+    """Interpreter of an environment."""
     return folder(name) / "venv" / "bin" / "python"
 
 
@@ -60,26 +61,21 @@ def _run(name: str, *command: str | Path) -> None:
             raise NotInstalled(f"{told[-1].strip()[:REASON_LENGTH]} ({log.name})") from error
 
 
+def _pip(name: str, *words: str | Path, interpreter: str | Path = sys.executable) -> None:
+    _run(name, interpreter, "-m", "pip", "--disable-pip-version-check", *words)
+
+
 def _venv(name: str, *packages: str, constraints: Path | None = ROOT / "constraints.txt") -> None:
     if not python(name).exists():
         _run(name, sys.executable, "-m", "venv", folder(name) / "venv")
-    options = ["--quiet", "--no-compile", *(["-c", str(constraints)] if constraints else [])]
-    _run(name, python(name), "-m", "pip", "--disable-pip-version-check", "install", *options, *packages)
-
-
-def _transformers() -> None:
-    _venv("transformers", "torch", "transformers")
-
-
-def _dflash() -> None:
-    _venv("dflash", "dflash[local]==0.1.0", constraints=None)  # the extra pins torch and transformers exactly
+    limits = ["-c", constraints] if constraints else []
+    _pip(name, "install", "--quiet", "--no-compile", *limits, *packages, interpreter=python(name))
 
 
 def _llama_cpp() -> None:
     name, home = "llama_cpp", folder("llama_cpp")
     if not list(home.glob("*.tar.gz")):
-        source_only = ("--no-deps", "--no-binary", "llama-cpp-python", LLAMA_CPP_PYTHON)
-        _run(name, sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "-d", home, *source_only)
+        _pip(name, "download", "-d", home, "--no-deps", "--no-binary", "llama-cpp-python", LLAMA_CPP_PYTHON)
     [archive] = home.glob("*.tar.gz")
     source = home / archive.name.removesuffix(".tar.gz")
     if not source.exists():
@@ -88,27 +84,15 @@ def _llama_cpp() -> None:
         (home / "unpacking" / source.name).rename(source)
     cmake, ninja = _tools()
     options = ("-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}", f"-DLLAMA_CPP_SOURCE={source}/vendor/llama.cpp")
-    _run(name, cmake, "-S", HERE, "-B", home / "build", *options, *shlex.split(_llama_options()))
+    _run(name, cmake, "-S", HERE, "-B", home / "build", *options, *shlex.split(os.environ.get(LLAMA_OPTIONS, "")))
     _build(name, "llama_peer")
 
 
-def _llama_options() -> str:
-    """What the user adds to llama.cpp's build, for a processor on which the usual one does not run."""
-    return os.environ.get("LLAMA_CPP_OPTIONS", "")
-
-
-def _llama_server() -> None:
-    """llama.cpp's server, beside what else was built from its sources. It takes longer than all the rest."""
+def _with_llama_cpp(name: str, target: str) -> None:
+    """Build another program beside what was built of llama.cpp's sources."""
     if failure := install("llama_cpp"):
         raise NotInstalled(failure)
-    _build("llama_server", "llama-server")
-
-
-def _llama_tool() -> None:
-    """llama.cpp's own example of speculative decoding, as the tests run it."""
-    if failure := install("llama_cpp"):
-        raise NotInstalled(failure)
-    _build("llama_tool", "llama-speculative-simple")
+    _build(name, target)
 
 
 def _tools() -> list[str]:
@@ -125,24 +109,27 @@ def _build(name: str, target: str) -> None:
     _run(name, _tools()[0], "--build", folder("llama_cpp") / "build", "--target", target, "-j", jobs)
 
 
-INSTALLERS: dict[str, Callable[[], None]] = {"transformers": _transformers, "dflash": _dflash, "llama_cpp": _llama_cpp}
-MORE: dict[str, Callable[[], None]] = {"llama_server": _llama_server, "llama_tool": _llama_tool}  # made when named
+INSTALLERS: dict[str, Callable[[], None]] = {
+    "transformers": lambda: _venv("transformers", "torch", "transformers"),
+    # The extra pins torch and transformers exactly.
+    "dflash": lambda: _venv("dflash", "dflash[local]==0.1.0", constraints=None),
+    "llama_cpp": _llama_cpp,
+}
+MORE: dict[str, Callable[[], None]] = {  # installed only when named
+    "llama_server": lambda: _with_llama_cpp("llama_server", "llama-server"),  # takes longer than all the rest
+    "llama_tool": lambda: _with_llama_cpp("llama_tool", "llama-speculative-simple"),  # for the tests
+}
 
 
 def _recipe() -> str:
-    """Changes with what an environment is made from."""
-    made_from = [
-        Path(__file__),
-        ROOT / "constraints.txt",
-        HERE / "CMakeLists.txt",
-        *sorted(HERE.glob("adapters/*.cpp")),
-    ]
-    made_by = b"".join(path.read_bytes() for path in made_from) + _llama_options().encode()
-    return hashlib.sha256(made_by).hexdigest()
+    """Hash of what environments are made from."""
+    files = [Path(__file__), ROOT / "constraints.txt", HERE / "CMakeLists.txt", *sorted(HERE.glob("adapters/*.cpp"))]
+    content = b"".join(path.read_bytes() for path in files) + os.environ.get(LLAMA_OPTIONS, "").encode()
+    return hashlib.sha256(content).hexdigest()
 
 
 def install(name: str) -> str | None:
-    """Install one environment where that is still to be done; returns why it failed, or None."""
+    """Install one environment unless that is done; returns why it failed, or None."""
     home, recipe = folder(name), _recipe()
     done, failed = home / ".installed", home / "failed"
     if done.exists() and done.read_text() == recipe:
@@ -161,18 +148,17 @@ def install(name: str) -> str | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
+    known = [*INSTALLERS, *MORE]
     parser.add_argument(
-        "names", nargs="*", metavar="NAME", help=f"of {', '.join([*INSTALLERS, *MORE])}; all but {', '.join(MORE)}"
+        "names", nargs="*", metavar="NAME", help=f"of {', '.join(known)}; by default all but {', '.join(MORE)}"
     )
-    names = parser.parse_args().names or list(INSTALLERS)
-    unknown = set(names) - {*INSTALLERS, *MORE}
-    if unknown:
-        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join([*INSTALLERS, *MORE])}.")
+    names = parser.parse().names or list(INSTALLERS)
+    if unknown := set(names) - set(known):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(known)}.")
     for name in names:
         print(f"{name}: installing in {folder(name)}" if why_missing(name) else f"{name}: checking", flush=True)
-        failure = install(name)
-        print(f"{name}: {failure or 'ready'}", flush=True)
+        print(f"{name}: {install(name) or 'ready'}", flush=True)
 
 
 if __name__ == "__main__":

@@ -21,10 +21,10 @@ class Peer:
 
     Attributes:
         environment: Its folder under build/peers, or `OURS`.
-        speaks_here: Whether its adapter runs in our environment nevertheless.
         adapter: File in adapters/ that speaks for it.
         does: What a reader of the table wants to know.
-        options: Told to the adapter.
+        options: Options of the adapter.
+        speaks_here: Whether its adapter runs in our environment nevertheless.
     """
 
     name: str
@@ -55,7 +55,7 @@ def _llama(name: str, does: str, **options: Any) -> Peer:
 
 
 def _ours(name: str, does: str, **options: Any) -> Peer:
-    """On a CPU compiled, target and drafter both, or not at all: an uncompiled run would pass for a slow one."""
+    """Compiled on a CPU, target and drafter both, or not at all: an uncompiled run would pass for a slow one."""
     return Peer(name, OURS, "ours.py", does, {"compiled": options.get("backend") != "hf", **options})
 
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from benchmarks.harness.process import PeerProcess
+from benchmarks.peers.measure import UNTIMED, Trial
 from benchmarks.peers.registry import OURS, Peer
-from benchmarks.peers.trials import Trial
 
 FAKE = Path(__file__).with_name("fake_peer.py")
 
@@ -19,8 +19,6 @@ def started(peer: Peer, folder: Path, patience: float = 60.0) -> PeerProcess:
     return PeerProcess(peer.command(), settings, 1, folder / f"{peer.name}.log", patience)
 
 
-def trial(
-    peer: str, index: int, repeat: int | None, tokens: tuple[int, ...] = (1, 2, 3, 4, 5), seconds: float = 1.0
-) -> Trial:
-    cycles = len(tokens) - 1
-    return Trial(peer, "set", index, repeat, tokens, 1, cycles, prefill_seconds=0.5, decode_seconds=seconds)
+def trial(peer: str, index: int, repeat: int = UNTIMED, answer: str = "1 2 3 4 5", seconds: float = 1.0) -> Trial:
+    cycles = len(answer.split()) - 1
+    return Trial(peer, "set", index, repeat, answer, 1, cycles, prefill_seconds=0.5, decode_seconds=seconds)

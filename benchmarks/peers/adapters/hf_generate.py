@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,10 @@ from serve import Answer, Clock, Missing, Request, serve
 from transformers import AutoModelForCausalLM, CompileConfig, StaticCache, StoppingCriteria
 
 LOOKUP_TOKENS = 10  # as transformers' documentation has it
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+OTHERS = ("head_dim", "rms_norm_eps", "max_position_embeddings", "rope_parameters", "layer_types", "hidden_act")
+SHARED = (*SIZES, *OTHERS, "sliding_window")  # fields of a drafter's configuration that transformers' class has, too
+RENAMED = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
 
 
 class Steps(StoppingCriteria):
@@ -36,62 +41,51 @@ def as_assistant(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
     scaled = [config.get(key, 1.0) for key in ("input_embedding_scale", "output_multiplier")]
     if config["architectures"] != ["DFlashDraftModel"] or scaled != [1.0, 1.0] or config.get("final_logit_softcapping"):
         raise Missing("transformers' drafter class has no place for this drafter's convolutions, scales or soft-caps")
-    shared = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    shared += (
-        "head_dim",
-        "rms_norm_eps",
-        "max_position_embeddings",
-        "rope_parameters",
-        "layer_types",
-        "hidden_act",
-        "sliding_window",
-    )
     drafter = MuseGlimmerAssistantModel(
         MuseGlimmerAssistantConfig(
-            **{key: config[key] for key in shared if config.get(key) is not None},
+            **{key: config[key] for key in SHARED if config.get(key) is not None},
             block_size=own.get("block_size", config["block_size"]),
             mask_token_id=own["mask_token_id"],
             target_layer_ids=own["target_layer_ids"],
         )
     )
-    renamed = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
     tensors = load_file(folder / "model.safetensors")
-    drafter.load_state_dict({renamed.get(name, name): tensor for name, tensor in tensors.items()})
+    drafter.load_state_dict({RENAMED.get(name, name): tensor for name, tensor in tensors.items()})
     return drafter.to(dtype).eval()
 
 
 def load(settings: Request) -> tuple[dict[str, str], dict[str, Any]]:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(settings["threads"])
-    dtype = getattr(torch, settings["dtype"])
+    dtype, device = getattr(torch, settings["dtype"]), settings["device"]
     mode = settings["options"]["mode"]
     if mode == "assistant" and settings["assistant"] is None:
         raise Missing("no smaller model with the target's tokens is at hand (--assistant DIR)")
-    model = AutoModelForCausalLM.from_pretrained(settings["target"], dtype=dtype).to(settings["device"]).eval()
-    extra: dict[str, Any] = {}
-    cache = None
+
+    def causal(folder: str) -> Any:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+
+    model, extra, static = causal(settings["target"]), dict[str, Any](), None
     if mode == "compiled":
-        cache = StaticCache(model.config, max_cache_len=settings["max_length"])
+        static = StaticCache(model.config, max_cache_len=settings["max_length"])
         # By itself transformers compiles on accelerators only; this is its own switch to do so on a CPU.
         compiling = CompileConfig(mode="default", dynamic=False)
         compiling._compile_all_devices = True
-        extra = {"past_key_values": cache, "compile_config": compiling}
+        extra = {"past_key_values": static, "compile_config": compiling}
     elif mode == "lookup":
         extra = {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
     elif mode == "assistant":
-        assistant = AutoModelForCausalLM.from_pretrained(settings["assistant"], dtype=dtype)
-        extra = {"assistant_model": assistant.to(settings["device"]).eval()}
+        extra = {"assistant_model": causal(settings["assistant"])}
     elif mode == "dflash":
-        drafter = as_assistant(Path(settings["drafter"]), dtype).to(settings["device"])
+        drafter = as_assistant(Path(settings["drafter"]), dtype).to(device)
         extra = {"assistant_model": drafter, "speculation_type": "dflash"}
-    exact: list[Any] = []  # the same weights in float32, for margins; made when first asked for
 
     def decode(request: Request) -> Answer:
         prompt = torch.tensor([request["prompt"]], device=model.device)
         steps = Steps(prompt.size(1))
         with torch.inference_mode():
-            if cache is not None:
-                cache.reset()
+            if static is not None:
+                static.reset()
             output = model.generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),
@@ -104,12 +98,14 @@ def load(settings: Request) -> tuple[dict[str, str], dict[str, Any]]:
             )
         return steps.clock.answer(output[0, prompt.size(1) :].tolist())
 
+    @cache
+    def exact() -> Any:
+        """The same weights in float32."""
+        return causal(settings["target"]).float()
+
     def margin(request: Request) -> Answer:
-        if not exact:
-            weights = AutoModelForCausalLM.from_pretrained(settings["target"], dtype=dtype)
-            exact.append(weights.float().to(settings["device"]).eval())
         with torch.inference_mode():
-            logits = exact[0](torch.tensor([request["tokens"]], device=settings["device"])).logits[0, -1]
+            logits = exact()(torch.tensor([request["tokens"]], device=device)).logits[0, -1]
         one, other = request["ids"]
         return {"margin": float(logits[one] - logits[other])}
 

@@ -21,13 +21,15 @@ from serve import Answer, Missing, Request, serve
 import blockdraft
 
 sys.path.append(str(Path(__file__).parents[3]))  # an adapter is started as a script
-from benchmarks.gpu.measure import Forced  # noqa: E402
+
+from benchmarks.gpu.measure import Forced
+from benchmarks.harness.models import why_uncompiled
 
 CODE = (".py", ".c", ".h")
 
 
 def sources() -> str:
-    """Tells two states of the package apart that carry the same version."""
+    """Version with a hash of the sources, which tells two states of the package apart."""
     home = Path(blockdraft.__file__).parent
     found = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(home.rglob("*.*")) if path.suffix in CODE))
     return f"{version('blockdraft')}+{found.hexdigest()[:8]}"
@@ -40,54 +42,36 @@ def load(settings: Request) -> tuple[dict[str, str], dict[str, Any]]:
     ways: dict[str, dict[str, Any]] = options.get("ways") or {"": options}
     compiled = options["compiled"] and settings["device"] == "cpu"
     chosen = {"compile": "on"} if compiled else {}
-    if "backend" in options:
-        chosen["backend"] = options["backend"]
+    chosen |= {name: options[name] for name in ("backend",) if name in options}
+    chosen |= {name: settings.get(name) for name in ("dtype", "device", "quantize")}
     try:
-        target = blockdraft.load_target(
-            settings["target"],
-            dtype=settings["dtype"],
-            device=settings["device"],
-            quantize=settings.get("quantize"),
-            **chosen,
-        )
+        target = blockdraft.load_target(settings["target"], **chosen)
     except ValueError as error:
         raise Missing(str(error)) from error
     named = {name: way.get("drafter") or settings["drafter"] for name, way in ways.items()}
     drafters = {each: blockdraft.load_drafter(each, target=target) for each in set(named.values())}
-    if compiled:
-        reasons = {"target": target.compiled is None and (target.backend_reason or "there is no reason")}
-        for drafter in drafters.values():
-            reasons |= {"drafter": getattr(drafter, "compile_reason", None)}  # of one that has a network
-            for part, reason in reasons.items():
-                if reason:
-                    raise Missing(f"the {part} is not compiled: {reason}")
+    if compiled and (reason := why_uncompiled(target, *drafters.values())):
+        raise Missing(reason)
     drafting = {name: blockdraft.Drafting(**way.get("drafting", {})) for name, way in ways.items()}
     engines = {name: blockdraft.Engine(target, drafters[named[name]], 1, drafting[name]) for name in ways}
     torch.set_num_threads(settings["threads"])  # once more, for the engine may have chosen another number
+    plain: dict[tuple[tuple[int, ...], int], list[int]] = {}
 
-    def forced(request: Request) -> blockdraft.Engine:
-        """With guesses of which as many are right as asked for; the right ones are plain decoding's tokens."""
+    def forced(request: Request, params: blockdraft.SamplingParams) -> blockdraft.Engine:
+        """An engine of whose guesses as many are right as asked for; the right ones are plain decoding's tokens."""
         name, prompt = request.get("way", ""), request["prompt"]
         key = (tuple(prompt), request["max_new_tokens"])
         if key not in plain:
-            [said] = blockdraft.Engine(target, blockdraft.load_drafter("none", target=target)).generate(
-                [prompt], params_of(request)
-            )
-            plain[key] = said.token_ids
+            alone = blockdraft.Engine(target, blockdraft.load_drafter("none", target=target))
+            plain[key] = alone.generate([prompt], params)[0].token_ids
         drafter: Any = Forced(drafters[named[name]], len(prompt), plain[key], request["accept"], target.vocab_size)
         return blockdraft.Engine(target, drafter, 1, drafting[name])
 
-    def params_of(request: Request) -> blockdraft.SamplingParams:
-        return blockdraft.SamplingParams(
-            request["max_new_tokens"], stop_token_ids=tuple(request["stops"]), ignore_eos=True
-        )
-
-    plain: dict[tuple[tuple[int, ...], int], list[int]] = {}
-
     def decode(request: Request) -> Answer:
-        params = params_of(request)
-        drafts = named[request.get("way", "")] != "none"
-        engine = forced(request) if drafts and request.get("accept") else engines[request.get("way", "")]
+        way, stops = request.get("way", ""), tuple(request["stops"])
+        params = blockdraft.SamplingParams(request["max_new_tokens"], stop_token_ids=stops, ignore_eos=True)
+        replaced = named[way] != "none" and request.get("accept")
+        engine = forced(request, params) if replaced else engines[way]
         began = time.perf_counter()
         [completion] = engine.generate([request["prompt"]], params)
         seconds = time.perf_counter() - began

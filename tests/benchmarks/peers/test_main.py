@@ -1,3 +1,5 @@
+"""One command with fake peers; what they are, and how a page is written of it."""
+
 import json
 import sys
 from pathlib import Path
@@ -6,14 +8,15 @@ import pytest
 from fakes import fake
 
 from benchmarks.peers import __main__ as program
-from benchmarks.peers.registry import PLAIN, REFERENCE
+from benchmarks.peers import environments
+from benchmarks.peers.registry import PEERS, PLAIN, REFERENCE, choose
 
 
 @pytest.fixture
 def command(tmp_path: Path, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A run of fake peers; their answers begin with the prompt's first token, which the chat template sets."""
     monkeypatch.setattr(program, "BUILD", tmp_path / "build")
-    monkeypatch.setattr(program, "JOURNAL", tmp_path / "build" / "journal.jsonl")
+    monkeypatch.setattr(program, "UNFINISHED", tmp_path / "build" / "unfinished")
     prompts = tmp_path / "sums.jsonl"
     prompts.write_text('{"prompt": "1 + 1"}\n{"prompt": "2 + 2"}\n')
     folders = ["--target", str(tiny_target_dir), "--drafter", str(tmp_path)]
@@ -29,38 +32,42 @@ def run(monkeypatch: pytest.MonkeyPatch, arguments: list[str], *peers: object) -
 def test_one_command_measures_and_writes(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    peers = fake(REFERENCE), fake("a", differ=1), fake("b", missing="no wheel"), fake("c", die=1), fake(PLAIN)
+    peers = fake(REFERENCE), fake("a", differ=1), fake("b", missing="no | wheel"), fake("c", die=1), fake(PLAIN)
     run(monkeypatch, [*command, "--repeats", "2"], *peers)
     found = json.loads((tmp_path / "out" / "peers.json").read_text())
     assert set(found["sets"]["sums"]) == {REFERENCE, "a", PLAIN}
-    assert found["missing"] == {"b": "no wheel", "c": "failed: it ended with 1: out of memory"}
+    assert found["missing"] == {"b": "no | wheel", "c": "failed: it ended with 1: out of memory"}
     assert [(one["peer"], one["place"], one["margin"]) for one in found["differences"]] == [("a", 3, 0.25)] * 2
     assert found["settings"]["prompts"] == {"sums": 2} and found["looping"] == {"sums": 0}
-    assert "| b | missing: no wheel |" in capsys.readouterr().out
+    page = capsys.readouterr().out
+    assert "| b | missing: no / wheel |" in page and "left out: 0 of 2" in page and f"a, c, {PLAIN}: fake 1.0" in page
     for file in ("peers.json", "peers.md"):
         assert str(tmp_path) not in (tmp_path / "out" / file).read_text()
-    assert not (tmp_path / "build" / "journal.jsonl").exists()
+    assert (tmp_path / "out" / "peers.png").read_bytes().startswith(b"\x89PNG")
+    assert not (tmp_path / "build" / "unfinished").exists()
 
 
-def test_nothing_to_compare_with(
-    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("options", "more", "message"),
+    [
+        ({"missing": "no wheel"}, [], "Without transformers there is nothing to compare with: no wheel"),
+        ({}, ["--max-new-tokens", "250"], "Prompt 1 of sums has"),
+    ],
+)
+def test_what_cannot_be_compared(
+    options: dict[str, str],
+    more: list[str],
+    message: str,
+    command: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        run(monkeypatch, command, fake(REFERENCE, missing="no wheel"), fake("a"))
-    assert ended.value.code == 2
-    assert "Without transformers there is nothing to compare with: no wheel" in capsys.readouterr().err
+        run(monkeypatch, [*command, *more], fake(REFERENCE, **options), fake("a"))
+    assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_prompts_that_do_not_fit(
-    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        run(monkeypatch, [*command, "--max-new-tokens", "250"], fake(REFERENCE))
-    assert ended.value.code == 2
-    assert "Prompt 1 of sums has" in capsys.readouterr().err
-
-
-def test_an_interrupt_keeps_the_journal(
+def test_an_interrupt_keeps_the_answers(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(*_: object) -> None:
@@ -69,15 +76,32 @@ def test_an_interrupt_keeps_the_journal(
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
         patch.setattr(program, "measure", interrupted)
         run(patch, command, fake(REFERENCE))
-    assert ended.value.code == 130
-    assert "goes on from here" in capsys.readouterr().err
-    assert (tmp_path / "build" / "journal.jsonl").exists()
+    assert ended.value.code == 130 and "goes on from here" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run(monkeypatch, [*command, "--repeats", "2"], fake(REFERENCE))
+    assert "other repeats; finish it with what it began with, or add --restart" in capsys.readouterr().err
     run(monkeypatch, [*command, "--repeats", "5"], fake(REFERENCE))  # the default written out
 
 
-def test_the_bundled_prompts_are_read_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["peers"])
-    args = program.arguments()
+def test_the_bundled_prompts_are_read_by_default() -> None:
+    args = program.arguments([])
     assert args.repeats == 5 and args.dtype == "float32"
     tasks = program.read_tasks(args, program.load_target_text(args.target))
     assert len(tasks) >= 5 and {task.prompt_set for task in tasks} == {"prompts"}
+
+
+def test_peers_have_names_adapters_and_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len({peer.name for peer in PEERS}) == len(PEERS) and not [peer for peer in PEERS if "," in peer.name]
+    for peer in PEERS:
+        assert Path(peer.command()[1]).is_file()
+        assert peer.is_ours or peer.environment in environments.INSTALLERS
+    monkeypatch.setattr(environments, "BUILD", tmp_path)
+    reasons = {peer.name: peer.why_missing() for peer in PEERS}
+    assert reasons["dflash"] == "not installed; run `make bench-peers`" and reasons[PLAIN] is None
+
+
+def test_some_peers_come_with_what_they_are_compared_to() -> None:
+    assert choose(None) == list(PEERS)
+    assert [peer.name for peer in choose(["ours dflash", "dflash"])] == [REFERENCE, "dflash", PLAIN, "ours dflash"]
+    with pytest.raises(ValueError, match="Peer 'vllm' is unknown; there are: dflash, "):
+        choose(["vllm"])

@@ -1,0 +1,197 @@
+"""Peers in turns on the same prompts, each answer kept at once, and the figures that come of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from benchmarks.harness import turns
+from benchmarks.harness.process import PeerError, Processes, Progress
+from benchmarks.harness.records import Records
+from benchmarks.peers.registry import PLAIN, REFERENCE
+from blockdraft.engine import loops
+
+UNTIMED = -1  # in the place of a repeat: reference answers, which tell the right tokens
+
+# Of a context (token ids) and two tokens: by how much the target's logit of the first exceeds that of the second.
+Margin = Callable[[Sequence[int], int, int], float]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A prompt: its set, its place there, and its token ids."""
+
+    prompt_set: str
+    index: int
+    prompt: tuple[int, ...]
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.prompt_set, self.index
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One answer.
+
+    Attributes:
+        repeat: Round that it belongs to, or `UNTIMED`.
+        answer: Token ids with spaces between, the stop token included.
+        first: Number of tokens that came with the prompt's forward.
+        cycles: Steps after that one.
+        prefill_seconds, decode_seconds: Until the first tokens, and from there to the last one.
+    """
+
+    KEY = ("peer", "prompt_set", "index", "repeat")
+
+    peer: str
+    prompt_set: str
+    index: int
+    repeat: int
+    answer: str
+    first: int
+    cycles: int
+    prefill_seconds: float
+    decode_seconds: float
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.prompt_set, self.index
+
+    @property
+    def tokens(self) -> list[int]:
+        return [int(token) for token in self.answer.split()]
+
+    @property
+    def later_tokens(self) -> int:
+        return len(self.tokens) - self.first
+
+
+def measure(
+    processes: Processes,
+    peers: Sequence[str],
+    tasks: Sequence[Task],
+    repeats: int,
+    request: Mapping[str, Any],
+    trials: Records[Trial],
+    progress: Progress = lambda stage, done, total: None,
+) -> None:
+    """Decode all prompts with all peers, and keep the answers.
+
+    The reference answers every prompt once; prompts whose answer loops are left out from there on, since such answers
+    are easy to guess. Then the peers take turns prompt by prompt, in every round another one first.
+
+    Args:
+        processes: By name of the peer, the reference among them.
+        request: What each request holds besides the prompt: max_new_tokens and stops.
+
+    Raises:
+        PeerError: The reference fails.
+    """
+
+    def keep(repeat: int, task: Task, peer: str, answer: dict[str, Any]) -> None:
+        values = {name: value for name, value in answer.items() if name != "tokens"}
+        trials.add(Trial(peer, *task.key, repeat, " ".join(map(str, answer["tokens"])), **values))
+
+    def decode(steps: Sequence[tuple[int, Task, str]]) -> None:
+        left = [step for step in steps if (step[2], *step[1].key, step[0]) not in trials.had]
+        processes.decode(left, lambda task, _: {**request, "prompt": task.prompt}, keep, progress)
+        if REFERENCE in processes.missing:
+            raise PeerError(processes.missing[REFERENCE])
+
+    decode([(UNTIMED, task, REFERENCE) for task in tasks])
+    looping = {trial.key for trial in trials.all if trial.repeat == UNTIMED and loops(trial.tokens)}
+    decode(list(turns.in_turns([task for task in tasks if task.key not in looping], peers, repeats)))
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one peer did on one set of prompts.
+
+    Attributes:
+        prompts: Prompts timed.
+        tokens_per_second: Tokens after those that came with the prompt, over the time from there to the last; the
+            median of the repeats.
+        tokens_per_second_by_repeat: Of each repeat.
+        over_reference, over_plain: Ratios of tokens per second to transformers' `generate` and to our plain decoding in
+            the same repeat; the median of the repeats. None where that one is missing.
+        tau: Tokens per cycle.
+        seconds_per_answer: Mean of prefill and decoding together; the median of the repeats.
+        same: Share of the prompts of which every answer equals the reference's.
+    """
+
+    prompts: int
+    tokens_per_second: float
+    tokens_per_second_by_repeat: tuple[float, ...]
+    over_reference: float | None
+    over_plain: float | None
+    tau: float
+    seconds_per_answer: float
+    same: float
+
+
+def figures(trials: Sequence[Trial]) -> dict[str, Figures]:
+    """Figures of each peer with a complete repeat, over the trials of one set of prompts."""
+    reference = {trial.key: trial.tokens for trial in trials if trial.repeat == UNTIMED}
+    timed = [trial for trial in trials if trial.repeat != UNTIMED]
+    prompts = len({trial.key for trial in timed})
+    by_peer = turns.groups(timed, lambda trial: trial.peer)
+    rates = {peer: turns.rates(own, prompts) for peer, own in by_peer.items()}
+    found = {}
+    for peer, own in rates.items():
+        if not own:
+            continue
+        answers = [trial for trial in by_peer[peer] if trial.repeat in own]
+        repeats = turns.groups(answers, lambda trial: trial.repeat).values()
+        different = {trial.key for trial in answers if trial.tokens != reference[trial.key]}
+        found[peer] = Figures(
+            prompts=prompts,
+            tokens_per_second=median(own.values()),
+            tokens_per_second_by_repeat=tuple(own.values()),
+            over_reference=turns.median(turns.ratios(own, rates.get(REFERENCE, {}))),
+            over_plain=turns.median(turns.ratios(own, rates.get(PLAIN, {}))),
+            tau=turns.tau(answers),
+            seconds_per_answer=median(sum(t.prefill_seconds + t.decode_seconds for t in r) / prompts for r in repeats),
+            same=1 - len(different) / prompts,
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where an answer leaves the reference.
+
+    Attributes:
+        place: Of the first token that differs, from 1 on.
+        expected, found: The tokens there; None where an answer has ended.
+        margin: The target's logit of `expected` over that of `found`, in float32 from the same weights; None where one
+            of them is missing.
+    """
+
+    peer: str
+    prompt_set: str
+    index: int
+    place: int
+    expected: int | None
+    found: int | None
+    margin: float | None
+
+
+def differences(trials: Sequence[Trial], tasks: Sequence[Task], margin: Margin) -> list[Difference]:
+    """First difference of each peer on each prompt where it has one."""
+    prompts = {task.key: task.prompt for task in tasks}
+    reference = {trial.key: trial.tokens for trial in trials if trial.repeat == UNTIMED}
+    found: dict[tuple[str, tuple[str, int]], Difference] = {}
+    for trial in trials:
+        expected, own = reference[trial.key], trial.tokens
+        if own == expected or (trial.peer, trial.key) in found:
+            continue
+        pairs = enumerate(zip(expected, own, strict=False))
+        place = next((i for i, (one, other) in pairs if one != other), min(len(expected), len(own)))
+        one, other = (tokens[place] if place < len(tokens) else None for tokens in (expected, own))
+        known = one is not None and other is not None
+        by = margin([*prompts[trial.key], *expected[:place]], one, other) if known else None
+        found[trial.peer, trial.key] = Difference(trial.peer, *trial.key, place + 1, one, other, by)
+    return list(found.values())
