@@ -29,7 +29,7 @@ LAYERS = [
     {"compat", "fit", "inspection"},
     {"quantize"},
     {"diffusion"},
-    {"serving", "deploy"},
+    {"serving", "tools", "tools.deploy"},
     {"cli"},
 ]
 HEIGHT = {name: height for height, group in enumerate(LAYERS) for name in group}
@@ -48,7 +48,7 @@ PARTS = {
     **dict.fromkeys(("layout", "speculators", "gguf", "in_target"), "formats"),
     "drafter": "drafters",
     **dict.fromkeys(("train", "train_pass"), "training"),
-    "checks": "deploy",
+    "checks": "tools.deploy",
 }
 
 # Circles of imports inside one package that are still to be cut.
@@ -86,10 +86,11 @@ def unit_of(name: str) -> str:
 
 
 def layer_of(name: str) -> str:
-    """The unit with which a module stands in LAYERS; of a file in a drafter's folder, by its part."""
+    """The unit with which a module stands in LAYERS: a tool by itself, a drafter's file by its part."""
     _, *path = name.split(".")
-    is_part = path[:1] == ["drafters"] and len(path) == 3
-    return PARTS.get(path[2], f"a part {path[2]} of drafters") if is_part else unit_of(name)
+    if path[:1] == ["drafters"] and len(path) == 3:
+        return PARTS.get(path[2], f"a part {path[2]} of drafters")
+    return ".".join(path[:2]) if path[:1] == ["tools"] else unit_of(name)
 
 
 def folder_of(name: str) -> str | None:

@@ -64,16 +64,16 @@ NOT_RUN = {
     "results": ASKS,
     "blockdraft bench --url http://localhost:8000 --against http://localhost:8001 --prompts gsm8k.jsonl": ASKS,
     "blockdraft launch sglang --target TARGET --drafter DRAFTER --prompts chats.jsonl --out results -- --tp 2": ""
-    "starts an engine of others; tests/deploy/test_launch.py has one that stands in for it",
+    "starts an engine of others; tests/tools/deploy/test_launch.py has one that stands in for it",
     "blockdraft bench --suite paper --target Qwen/Qwen3-4B --drafter z-lab/Qwen3-4B-DFlash-b16 --temperature 0,1 --out "
     "paper": SUITE,
     "blockdraft bench --suite paper --suite-data DIR --tasks gsm8k,mt-bench --limit 20 --target TARGET --drafter "
     "DRAFTER --out paper": SUITE,
     "blockdraft push DRAFTER --target TARGET --repo me/my-drafter --license apache-2.0": "sends files to the hub; "
-    "tests/deploy/test_push.py has a stand-in for it",
+    "tests/tools/deploy/test_push.py has a stand-in for it",
     "output = base_model.generate(": "writes into the cache of transformers; tests/compat/test_generate.py has its own",
     "blockdraft doctor --target MODEL --drafter DRAFTER --prompts chats.jsonl": "takes half a minute; "
-    "tests/deploy/test_doctor.py examines the same pair",
+    "tests/tools/deploy/test_doctor.py examines the same pair",
     "from openai import OpenAI": "asks a running server, by a package of others; tests/clients does that",
     "proposal = drafter.propose(state, anchor, plan)": PICTURE,
     "blockdraft train dflash recipe.toml --target DIR --data DIR --out DIR --layers 3 --learning-rate 1e-3 "

@@ -12,14 +12,14 @@ import typer
 
 from blockdraft.cli.loading import TargetOptions, takes_target
 from blockdraft.cli.options import need_drafter, option
-from blockdraft.deploy.settings import DoctorSettings
 from blockdraft.evaluation.methods import Settings
 from blockdraft.evaluation.prompts import SAMPLES, read_prompt_sets
+from blockdraft.tools.deploy.settings import DoctorSettings
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from blockdraft.deploy.doctor import Diagnosis
+    from blockdraft.tools.deploy.doctor import Diagnosis
 
 SHOWN_POSITIONS = 4  # of S_i; the JSON has all
 
@@ -54,8 +54,8 @@ def doctor(
     texts = [prompt for one in read_prompt_sets(prompts, limit) for prompt in one.prompts] if prompts else None
 
     from blockdraft.cli import display
-    from blockdraft.deploy.doctor import examine
     from blockdraft.drafters import BUNDLED_DFLASH, bundled
+    from blockdraft.tools.deploy.doctor import examine
 
     target = run.load()
     with display.progress("readings") as progress:

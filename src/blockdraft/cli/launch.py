@@ -15,11 +15,11 @@ import typer
 from blockdraft.cli import loading
 from blockdraft.cli.bench_server import ServerOptions, measure_servers, temperatures
 from blockdraft.cli.options import option
-from blockdraft.deploy.settings import LaunchSettings
 from blockdraft.errors import UsageError, counted
 from blockdraft.evaluation.methods import Settings
 from blockdraft.evaluation.prompts import SAMPLES, read_prompt_sets
 from blockdraft.evaluation.servers.settings import LoadSettings
+from blockdraft.tools.deploy.settings import LaunchSettings
 from blockdraft.types import SamplingParams
 
 
@@ -72,9 +72,9 @@ def launch(
     sampling = [SamplingParams(max_new_tokens, each, seed=seed) for each in temperatures(temperature)]
     sets = read_prompt_sets(prompts, limit) if prompts else [SAMPLES]
 
-    from blockdraft.deploy.launch import Running, command
     from blockdraft.evaluation.servers import report
     from blockdraft.evaluation.servers.measure import Place
+    from blockdraft.tools.deploy.launch import Running, command
 
     loading.quiet()
     found = command(engine, target, drafter, settings.port, keep, more or (), loading.tell)

@@ -46,7 +46,7 @@ def push(
     """
     if repo is None and out is None:
         raise UsageError("Neither a repository nor a folder is named; add --repo OWNER/NAME, --out DIR, or both.")
-    from blockdraft.deploy.push import known_of, prepare, upload
+    from blockdraft.tools.deploy.push import known_of, prepare, upload
 
     loading.quiet()
     known = known_of(Path(drafter), bench, data)

@@ -9,7 +9,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from blockdraft.deploy.checks import CHUNK, USUAL, Bench, Reading, Text, neighbours, precision, rope
 from blockdraft.drafters import Entry, entries
 from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.drafters.dflash.train_pass import draft_hidden
@@ -17,6 +16,7 @@ from blockdraft.formats import Checkpoint
 from blockdraft.nn.draft_config import DraftConfig, FlowConfig, LayerAttention
 from blockdraft.nn.reduced_head import ReducedHead
 from blockdraft.targets import Target
+from blockdraft.tools.deploy.checks import CHUNK, USUAL, Bench, Reading, Text, neighbours, precision, rope
 from blockdraft.training.objectives import Slots
 from blockdraft.training.variant import find_variant
 

@@ -9,7 +9,10 @@ from typing import Any
 
 import torch
 
-from blockdraft.deploy.checks import (
+from blockdraft.drafters.eagle3.network import Eagle3Config, Eagle3Network, default_taps
+from blockdraft.drafters.peagle.network import PEagleConfig
+from blockdraft.errors import UsageError
+from blockdraft.tools.deploy.checks import (
     USUAL,
     Reading,
     TaughtBench,
@@ -20,9 +23,6 @@ from blockdraft.deploy.checks import (
     precision,
     rope,
 )
-from blockdraft.drafters.eagle3.network import Eagle3Config, Eagle3Network, default_taps
-from blockdraft.drafters.peagle.network import PEagleConfig
-from blockdraft.errors import UsageError
 
 PROJECTIONS = tuple(f"midlayer.self_attn.{name}_proj.weight" for name in "qkv")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from blockdraft.deploy.checks import USUAL, Reading, TaughtBench, before_norm, precision
 from blockdraft.drafters.medusa.network import MedusaConfig, MedusaNetwork
+from blockdraft.tools.deploy.checks import USUAL, Reading, TaughtBench, before_norm, precision
 
 
 class MedusaBench(TaughtBench):

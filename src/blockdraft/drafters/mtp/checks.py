@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from blockdraft.deploy.checks import (
+from blockdraft.drafters.mtp.network import MTPConfig, MTPNetwork
+from blockdraft.tools.deploy.checks import (
     USUAL,
     Reading,
     TaughtBench,
@@ -19,7 +20,6 @@ from blockdraft.deploy.checks import (
     precision,
     rope,
 )
-from blockdraft.drafters.mtp.network import MTPConfig, MTPNetwork
 
 
 class MTPBench(TaughtBench):

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 from engine_schemas import check_recorded
 
-from blockdraft.deploy.launch import ENGINES, command
 from blockdraft.errors import UsageError
 from blockdraft.formats import find_layout
 from blockdraft.inspection import inspect
 from blockdraft.targets import Target, load_target
+from blockdraft.tools.deploy.launch import ENGINES, command
 from blockdraft.training.export import convert, format_for
 from blockdraft.training.export_gguf import export_gguf
 

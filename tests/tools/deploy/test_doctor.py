@@ -12,9 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from blockdraft.deploy.checks import Reading
-from blockdraft.deploy.doctor import Diagnosis, conclude, examine
-from blockdraft.deploy.settings import DoctorSettings
 from blockdraft.drafters import BUNDLED_DFLASH, bundled
 from blockdraft.drafters.dflash.checks import readings
 from blockdraft.drafters.dflash.drafter import DFlashDrafter
@@ -23,6 +20,9 @@ from blockdraft.formats.zlab import read_config
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.draft_config import LayerAttention
 from blockdraft.targets import Target, load_target
+from blockdraft.tools.deploy.checks import Reading
+from blockdraft.tools.deploy.doctor import Diagnosis, conclude, examine
+from blockdraft.tools.deploy.settings import DoctorSettings
 
 DRAFTER = bundled()[BUNDLED_DFLASH]
 PROMPTS = [

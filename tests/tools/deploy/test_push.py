@@ -12,10 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from blockdraft import cli
-from blockdraft.deploy.push import Known, known_of, prepare, upload
 from blockdraft.errors import UsageError
 from blockdraft.formats import read_drafter, zlab
 from blockdraft.targets import BUNDLED
+from blockdraft.tools.deploy.push import Known, known_of, prepare, upload
 
 BENCH = {
     "methods": {

@@ -4,4 +4,4 @@ import sys
 from pathlib import Path
 
 here = Path(__file__).parent
-sys.path += [str(here), str(here.parent / "evaluation/servers")]
+sys.path += [str(here), str(here.parents[1] / "evaluation/servers")]

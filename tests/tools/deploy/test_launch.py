@@ -17,14 +17,14 @@ from engine_schemas import check_recorded
 from fake_server import FakeServer
 
 from blockdraft import cli
-from blockdraft.deploy import launch
-from blockdraft.deploy.launch import Running, command
 from blockdraft.errors import UsageError
 from blockdraft.formats import zlab
 from blockdraft.targets import BUNDLED, load_target
+from blockdraft.tools.deploy import launch
+from blockdraft.tools.deploy.launch import Running, command
 from blockdraft.training.export import convert, format_for
 
-FAKE_SERVER = Path(__file__).parents[1] / "evaluation" / "servers"
+FAKE_SERVER = Path(__file__).parents[2] / "evaluation" / "servers"
 FAKE = f"""#!{sys.executable}
 import sys
 sys.path.insert(0, {str(FAKE_SERVER)!r})

@@ -11,8 +11,8 @@ import httpx
 import psutil
 import pytest
 
-from blockdraft.deploy.launch import Running
 from blockdraft.errors import UsageError
+from blockdraft.tools.deploy.launch import Running
 
 
 def engine(folder: Path) -> list[str]:

@@ -14,13 +14,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from blockdraft.deploy.checks import Reading, bench_of
-from blockdraft.deploy.settings import DoctorSettings
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.engine.text import encode
 from blockdraft.errors import UsageError
 from blockdraft.targets import Target, other_target_warning
+from blockdraft.tools.deploy.checks import Reading, bench_of
+from blockdraft.tools.deploy.settings import DoctorSettings
 from blockdraft.types import Drafting, SamplingParams
 
 ROWS = 4  # answers at a time

@@ -13,7 +13,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from blockdraft.compat.generate import write_custom_generate
-from blockdraft.deploy.pair import checked_pair
 from blockdraft.drafters import entries
 from blockdraft.errors import UsageError, counted, describe
 from blockdraft.evaluation.methods import shape_name
@@ -23,6 +22,7 @@ from blockdraft.formats import clear_remains, find_layout
 from blockdraft.formats.engines import starts
 from blockdraft.formats.folder import weight_files
 from blockdraft.inspection import Report
+from blockdraft.tools.deploy.pair import checked_pair
 from blockdraft.training.records import logged, run_folder
 
 CARD = "README.md"

@@ -14,15 +14,15 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from blockdraft.data.taps import tapped_features
-from blockdraft.deploy.checks import bench_of
-from blockdraft.deploy.doctor import Diagnosis, examine
-from blockdraft.deploy.settings import DoctorSettings
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.engine.text import encode
 from blockdraft.errors import UsageError
 from blockdraft.formats import Checkpoint, find_layout
 from blockdraft.targets import Target, load_target
+from blockdraft.tools.deploy.checks import bench_of
+from blockdraft.tools.deploy.doctor import Diagnosis, examine
+from blockdraft.tools.deploy.settings import DoctorSettings
 from blockdraft.training.batches import Rows
 from blockdraft.training.variant import find_variant
 from blockdraft.types import SamplingParams
