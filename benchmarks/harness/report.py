@@ -66,3 +66,17 @@ def picture(path: Path, rows: int = 1, columns: int = 1, **options: Any) -> Iter
         figure.savefig(path, dpi=130)
     finally:
         plt.close(figure)
+
+
+def log_scale(axes: Any, axis: str, ticks: Sequence[float] | None = None, form: str = "{:g}") -> None:
+    """Make an axis ("x" or "y") logarithmic, with numbers at these ticks, or at 1, 2 and 5 of each power of ten."""
+    from matplotlib.ticker import LogLocator
+
+    axes.set(**{f"{axis}scale": "log"})
+    which = getattr(axes, f"{axis}axis")
+    if ticks is None:
+        which.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        which.set_major_formatter("{x" + form[1:])
+    else:
+        which.set_ticks(ticks, [form.format(tick) for tick in ticks])
+    axes.minorticks_off()

@@ -43,8 +43,8 @@ def make(size: str, folder: Path, context: int) -> tuple[Path, Path]:
     return _random_pair(known_shape(size), folder)
 
 
-def rows(size: str) -> tuple[int, int, int]:
-    """How many weights the rows of a target's matrices have: those that read features, heads, the inside of an MLP."""
+def row_lengths(size: str) -> tuple[int, int, int]:
+    """Weights in a row of a target's matrices: of those that read features, heads, and the inside of an MLP."""
     config = json.loads((TARGET / "config.json").read_text()) if size.isdigit() else vars(known_shape(size).target)
     factor = int(size) if size.isdigit() else 1
     heads = config["num_attention_heads"] * config["head_dim"]
@@ -59,8 +59,8 @@ def known_shape(name: str) -> Shape:
 
 
 def acceptance(size: str, length: int) -> float | None:
-    """How likely each guess is right if those before it are, where guesses are to be replaced behind a prompt of this
-    length; None where the drafter's own count."""
+    """Chance that a guess is right if those before it are, where guesses are to be replaced behind a prompt of this
+    length; None where the drafter's own guesses count."""
     if size.isdigit():
         return PAIR_ACCEPTANCE if length > TRAINED_CONTEXT else None
     shape = known_shape(size)
@@ -69,7 +69,7 @@ def acceptance(size: str, length: int) -> float | None:
 
 
 def acceptance_of(tau: float, block_size: int) -> float:
-    """The chance that brings this many tokens a cycle in whole blocks, if it is the same for every guess."""
+    """Chance that brings this many tokens a cycle in whole blocks, if it is the same for every guess."""
     low, high = 0.0, 1.0
     for _ in range(50):
         middle = (low + high) / 2
@@ -78,7 +78,7 @@ def acceptance_of(tau: float, block_size: int) -> float:
 
 
 def parameters(folder: Path) -> int:
-    """How many numbers a folder's weights are."""
+    """Number of weights in a folder."""
     with safe_open(folder / "model.safetensors", "pt") as weights:
         return sum(prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
 
@@ -105,11 +105,8 @@ def _random_pair(shape: Shape, folder: Path) -> tuple[Path, Path]:
 
 def _random(like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Weights of these names and shapes in bfloat16; norms are 1."""
+    made = {"dtype": torch.bfloat16}
     return {
-        name: (
-            torch.randn(each.shape, dtype=torch.bfloat16) * WEIGHT_SCALE if each.ndim > 1 else torch.ones(each.shape)
-        )
-        .to(torch.bfloat16)
-        .contiguous()
+        name: torch.randn(each.shape, **made) * WEIGHT_SCALE if each.ndim > 1 else torch.ones(each.shape, **made)
         for name, each in like.items()
     }

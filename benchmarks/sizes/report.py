@@ -1,21 +1,116 @@
-"""Tables and a picture of all runs."""
+"""Speeds, ratios, memory and equality of answers over all runs, as tables and a picture."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-from benchmarks.harness.report import spread, table
-from benchmarks.sizes.figures import Figures
-from benchmarks.sizes.runs import ANSWERS, Run
-from benchmarks.sizes.ways import EXACT, LLAMA, OUR_KINDS, OURS, PLAIN, Way
+from benchmarks.harness import turns
+from benchmarks.harness.report import log_scale, number, picture, spread, table
+from benchmarks.sizes.measure import ANSWERS, Run
+from benchmarks.sizes.ways import BITS, EXACT, LLAMA, OURS, PLAIN, Way
+from blockdraft.engine import loops
 
 GB = 2**30
 
 
+class Figures:
+    """Figures over all runs.
+
+    Prompts whose plain answer loops with weights of some number of bits are left out there, since such answers are easy
+    to guess. Of a way, only repeats with all prompts count.
+
+    Attributes:
+        looping: Prompts that are left out, by size and bits.
+        parameters: Of the targets, by size, smallest first.
+    """
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        looping = {
+            (run.size, run.way.bits, run.set, run.prompt)
+            for run in runs
+            if run.method == PLAIN and not run.forced and loops([int(token) for token in run.answer.split()])
+        }
+        self.runs = [run for run in runs if (run.size, run.way.bits, run.set, run.prompt) not in looping]
+        self.looping = Counter((size, bits) for size, bits, name, _ in looping if name == ANSWERS)
+        self.parameters = {run.size: run.parameters for run in sorted(runs, key=lambda run: run.parameters)}
+        self.sizes = list(self.parameters)
+        self.sets = list(dict.fromkeys(run.set for run in self.runs))
+        self.bits = sorted({run.way.bits for run in self.runs}, reverse=True)
+
+    @cached_property
+    def _by_way(self) -> dict[tuple[str, Way, str], list[Run]]:
+        return turns.groups(self.runs, lambda run: (run.size, run.way, run.set))
+
+    def of(self, size: str, way: Way, name: str) -> list[Run]:
+        return self._by_way.get((size, way, name), [])
+
+    def ways(
+        self, size: str | None = None, side: str | None = None, method: str | None = None, kind: str | None = None
+    ) -> list[Way]:
+        """Ways that were measured, in the order in which they were."""
+        found = dict.fromkeys(run.way for run in self.runs if size in (None, run.size))
+        asked = (side, method, kind)
+        return [
+            way for way in found
+            if all(each in (None, own) for each, own in zip(asked, (way.side, way.method, way.kind), strict=True))
+        ]  # fmt: skip
+
+    def rates(self, size: str, way: Way, name: str) -> dict[int, float]:
+        """Tokens per second of each complete repeat, the first token of an answer left out."""
+        prompts = {run.prompt for run in self.runs if (run.size, run.set, run.way.bits) == (size, name, way.bits)}
+        return turns.rates(self.of(size, way, name), len(prompts))
+
+    def speed(self, size: str, way: Way, name: str) -> float | None:
+        """Tokens per second, the median of the repeats."""
+        return turns.median(self.rates(size, way, name).values())
+
+    def ratios(self, size: str, way: Way, other: Way, name: str) -> list[float]:
+        return turns.ratios(self.rates(size, way, name), self.rates(size, other, name))
+
+    def fastest(self, size: str, ways: Sequence[Way], name: str) -> Way | None:
+        speeds = {way: speed for way in ways if (speed := self.speed(size, way, name)) is not None}
+        return max(speeds, key=lambda way: speeds[way], default=None)
+
+    def best(self, size: str, side: str, bits: int, name: str, method: str | None = None) -> Way | None:
+        """Fastest way of a side with weights of so many bits."""
+        return self.fastest(size, [way for way in self.ways(size, side, method) if way.bits == bits], name)
+
+    def tau(self, size: str, way: Way, name: str) -> float:
+        return turns.tau(self.of(size, way, name))
+
+    def first_seconds(self, size: str, way: Way, name: str) -> float | None:
+        """Seconds to the first token, the median of the runs."""
+        return turns.median(run.prefill_seconds for run in self.of(size, way, name))
+
+    def peak(self, size: str, way: Way) -> int:
+        """Most bytes of the process of a way."""
+        own = (run.peak_bytes for run in self.runs if run.size == size and run.way.process == way.process)
+        return max(own, default=0)
+
+    def drafting_peak(self, size: str, way: Way) -> int:
+        """Most bytes of a process that drafts with weights of this kind: ours hold target and drafter, and of
+        llama.cpp's the one that takes least counts."""
+        kind = [each for each in self.ways(size, way.side, kind=way.kind) if each.method != PLAIN]
+        return min((self.peak(size, each) for each in kind), default=self.peak(size, way))
+
+    def is_forced(self, size: str, name: str) -> bool:
+        return any(run.forced for run in self.runs if (run.size, run.set) == (size, name))
+
+    def equal(self, size: str, way: Way, other: Way) -> float | None:
+        """Share of the prompts that two ways answer alike, in all repeats."""
+        own, others = (turns.groups(self.of(size, each, ANSWERS), lambda run: run.prompt) for each in (way, other))
+        both = own.keys() & others.keys()
+        alike = [len({run.answer for run in [*own[prompt], *others[prompt]]}) == 1 for prompt in both]
+        return sum(alike) / len(both) if both else None
+
+
 def page(runs: Sequence[Run], missing: Mapping[tuple[str, Way], str]) -> str:
-    """What was found, as Markdown."""
+    """All results as Markdown."""
     found = Figures(runs)
     parts = [
         "Tokens/s are medians of the repeats, without the prompt's time; ratios are taken within a repeat, with the "
@@ -27,16 +122,15 @@ def page(runs: Sequence[Run], missing: Mapping[tuple[str, Way], str]) -> str:
     ]
     for name in found.sets:
         if name.startswith("context"):
-            tokens = name.removeprefix("context ")
-            parts.append(f"## Behind {tokens} tokens\n\n" + _beside(found, name))
+            parts.append(f"## Behind {name.removeprefix('context ')} tokens\n\n" + _beside(found, name))
     parts.append("## llama.cpp's ways\n\n" + _llama(found))
     parts.append("## Memory and the first token\n\n" + _memory(found))
     parts.append("## Answers\n\n" + _equal(found))
-    told: dict[str, list[str]] = {}
-    for (size, way), reason in missing.items():
-        told.setdefault(reason, []).append(f"{way.side} {way.kind} {way.name} at {size}".replace("  ", " "))
-    if told:
-        lines = [f"- {reason}: {', '.join(names)}" for reason, names in told.items()]
+    if missing:
+        lines = []
+        for reason, which in turns.groups(missing, lambda each: missing[each]).items():
+            names = (f"{way.side} {way.kind} {way.name} at {size}".replace("  ", " ") for size, way in which)
+            lines.append(f"- {reason}: {', '.join(names)}")
         parts.append("## Missing\n\n" + "\n".join(lines))
     return "\n\n".join(parts) + "\n"
 
@@ -49,115 +143,98 @@ def _speed(tokens_per_second: float) -> str:
     return f"{tokens_per_second:.0f}" if tokens_per_second >= 100 else f"{tokens_per_second:.3g}"
 
 
-def _speedups(found: Figures) -> str:
-    methods = [way.method for way in found.ways(side=OURS) if way.method != PLAIN]
-    names = list(dict.fromkeys(methods))
-    rows = []
-    for size in found.sizes:
-        for plain in found.ways(size, OURS, method=PLAIN):
-            speed = found.speed(size, plain, ANSWERS)
-            if speed is None:
-                continue
-            cells = [_speedup(found, size, Way(OURS, plain.kind, name)) for name in names]
-            rows.append([_count(found.parameters[size]), plain.kind, _speed(speed), *cells])
-    return table(["parameters", "weights", "plain, tokens/s", *names], rows)
-
-
-def _auto(found: Figures) -> str:
-    rows = []
-    for size in found.sizes:
-        for plain in found.ways(size, OURS, method=PLAIN):
-            chains = [
-                way for way in found.ways(size, OURS) if way.kind == plain.kind and way.method.startswith("chain:")
-            ]
-            speeds = {way: speed for way in chains if (speed := found.speed(size, way, ANSWERS)) is not None}
-            auto = speeds.pop(Way(OURS, plain.kind, "chain:auto"), None)
-            if auto is not None and speeds:
-                best = max(speeds, key=lambda way: speeds[way])
-                ratios = found.ratios(size, Way(OURS, plain.kind, "chain:auto"), best, ANSWERS)
-                rows.append([_count(found.parameters[size]), plain.kind, best.method, spread(ratios)])
-    return table(["parameters", "weights", "fastest fixed", "chain:auto over it"], rows) if rows else "Not measured."
-
-
 def _speedup(found: Figures, size: str, way: Way) -> str:
-    ratios = found.ratios(size, way, Way(way.side, way.kind, PLAIN), ANSWERS)
+    ratios = found.ratios(size, way, way.plain, ANSWERS)
     mark = "*" if found.is_forced(size, ANSWERS) else ""
     return f"{spread(ratios)}, tau {found.tau(size, way, ANSWERS):.2f}{mark}" if ratios else ""
 
 
+def _speedups(found: Figures) -> str:
+    names = list(dict.fromkeys(way.method for way in found.ways(side=OURS) if way.method != PLAIN))
+    lines = []
+    for size in found.sizes:
+        for plain in found.ways(size, OURS, PLAIN):
+            speed = found.speed(size, plain, ANSWERS)
+            if speed is not None:
+                cells = [_speedup(found, size, Way(OURS, plain.kind, name)) for name in names]
+                lines.append([_count(found.parameters[size]), plain.kind, _speed(speed), *cells])
+    return table(["parameters", "weights", "plain, tokens/s", *names], lines)
+
+
+def _auto(found: Figures) -> str:
+    lines = []
+    for size in found.sizes:
+        for plain in found.ways(size, OURS, PLAIN):
+            auto = Way(OURS, plain.kind, "chain:auto")
+            fixed = [way for way in found.ways(size, OURS, kind=plain.kind) if way.method.startswith("chain:")]
+            best = found.fastest(size, [way for way in fixed if way != auto], ANSWERS)
+            if best is not None and found.speed(size, auto, ANSWERS) is not None:
+                ratios = found.ratios(size, auto, best, ANSWERS)
+                lines.append([_count(found.parameters[size]), plain.kind, best.method, spread(ratios)])
+    return table(["parameters", "weights", "fastest fixed", "chain:auto over it"], lines) if lines else "Not measured."
+
+
 def _beside(found: Figures, name: str) -> str:
     header = ["parameters", "bits", "ours, plain", "ours, fastest", "llama.cpp, plain", "llama.cpp, fastest"]
-    rows = []
+    lines = []
     for size in found.sizes:
         for bits in found.bits:
-            plain = [found.fastest(size, side, bits, name, method=PLAIN) for side in (OURS, LLAMA)]
-            best = [found.fastest(size, side, bits, name) for side in (OURS, LLAMA)]
+            plain = [found.best(size, side, bits, name, PLAIN) for side in (OURS, LLAMA)]
+            best = [found.best(size, side, bits, name) for side in (OURS, LLAMA)]
             if not any(best):
                 continue
             cells = []
-            for pair in zip(plain, best, strict=True):
-                for way in pair:
-                    speed = way and found.speed(size, way, name)
-                    label = way and (way.kind if way.method == PLAIN else f"{way.kind}, {way.name}")
-                    cells.append(f"{_speed(speed)} ({label})" if speed else "")
-            ratios = []
-            for ours, theirs in (plain, best):
-                ratios.append(spread(found.ratios(size, ours, theirs, name)) if ours and theirs else "")
+            for way in (each for pair in zip(plain, best, strict=True) for each in pair):
+                speed = way and found.speed(size, way, name)
+                label = way and (way.kind if way.method == PLAIN else f"{way.kind}, {way.name}")
+                cells.append(f"{_speed(speed)} ({label})" if speed else "")
+            pairs = (plain, best)
+            cells += [spread(found.ratios(size, *both, name)) if all(both) else "" for both in pairs]
             mark = "*" if found.is_forced(size, name) else ""
-            rows.append([_count(found.parameters[size]) + mark, str(bits), *cells, *ratios])
-    return table([*header, "plain, ours / theirs", "fastest, ours / theirs"], rows)
+            lines.append([_count(found.parameters[size]) + mark, str(bits), *cells])
+    return table([*header, "plain, ours / theirs", "fastest, ours / theirs"], lines)
 
 
 def _llama(found: Figures) -> str:
-    rows = []
+    lines = []
     for size in found.sizes:
         for way in found.ways(size, LLAMA):
             speed = found.speed(size, way, ANSWERS)
             if speed is not None:
                 own = "" if way.method == PLAIN else _speedup(found, size, way)
-                rows.append([_count(found.parameters[size]), way.kind, way.name, _speed(speed), own])
-    return table(["parameters", "weights", "way", "tokens/s", "over its plain decoding"], rows)
-
-
-def _drafting_peak(found: Figures, size: str, way: Way) -> int:
-    """Of a process that drafts with weights of this kind: ours hold target and drafter, and of llama.cpp's the one that
-    takes least counts."""
-    kind = [each for each in found.ways(size, way.side) if each.kind == way.kind and each.method != PLAIN]
-    return min((found.peak(size, each) for each in kind), default=found.peak(size, way))
+                lines.append([_count(found.parameters[size]), way.kind, way.name, _speed(speed), own])
+    return table(["parameters", "weights", "way", "tokens/s", "over its plain decoding"], lines)
 
 
 def _memory(found: Figures) -> str:
     firsts = [name for name in found.sets if name.startswith("first")]
-    rows = []
+    lines = []
     for size in found.sizes:
-        for side in (OURS, LLAMA):
-            for way in found.ways(size, side, method=PLAIN):
-                kind = [each for each in found.ways(size, side) if each.kind == way.kind]
-                memory = _drafting_peak(found, size, way) / GB
-                cells = []
-                for name in firsts:
-                    with_drafter = [found.first_seconds(size, each, name) for each in kind if each.method != PLAIN]
-                    drafted = min((each for each in with_drafter if each is not None), default=None)
-                    plain = found.first_seconds(size, way, name)
-                    cells += ["" if each is None else f"{each:.3g}" for each in (plain, drafted)]
-                rows.append([_count(found.parameters[size]), side, way.kind, f"{memory:.2f}", *cells])
+        for way in [*found.ways(size, OURS, PLAIN), *found.ways(size, LLAMA, PLAIN)]:
+            cells = []
+            for name in firsts:
+                drafting = [each for each in found.ways(size, way.side, kind=way.kind) if each.method != PLAIN]
+                seconds = [each for one in drafting if (each := found.first_seconds(size, one, name)) is not None]
+                both = (found.first_seconds(size, way, name), min(seconds, default=None))
+                cells += [number(each, ".3g") for each in both]
+            memory = f"{found.drafting_peak(size, way) / GB:.2f}"
+            lines.append([_count(found.parameters[size]), way.side, way.kind, memory, *cells])
     columns = [f"{name.removeprefix('first ')} tokens, {how}" for name in firsts for how in ("plain", "drafting")]
     text = (
         "Most memory of a process that drafts, files that are mapped included, with ours Python and torch, and seconds "
         "to the first token.\n\n"
     )
-    return text + table(["parameters", "side", "weights", "memory, GiB", *columns], rows)
+    return text + table(["parameters", "side", "weights", "memory, GiB", *columns], lines)
 
 
 def _equal(found: Figures) -> str:
     lines = []
     for size in found.sizes:
-        ours, theirs = Way(OURS, "bfloat16", PLAIN), Way(LLAMA, EXACT, PLAIN)
-        share = found.equal(size, ours, theirs)
+        share = found.equal(size, Way(OURS, "bfloat16", PLAIN), Way(LLAMA, EXACT, PLAIN))
         if share is not None:
             lines.append(f"- {_count(found.parameters[size])}: {share:.0%} of our answers in bfloat16 are llama.cpp's.")
         for side in (OURS, LLAMA):
-            shares = [found.equal(size, way, Way(side, way.kind, PLAIN)) for way in found.ways(size, side)]
+            shares = [found.equal(size, way, way.plain) for way in found.ways(size, side)]
             known = [each for each in shares if each is not None]
             if known and not found.is_forced(size, ANSWERS):
                 said = f"drafted answers are those of plain decoding for {min(known):.0%} of the prompts or more."
@@ -176,82 +253,68 @@ def changed(runs: Sequence[Run]) -> list[str]:
         f"{way.kind} {way.name} at {size}"
         for size in found.sizes
         for way in found.ways(size, OURS)
-        if found.equal(size, way, Way(OURS, way.kind, PLAIN)) not in (None, 1.0)
+        if found.equal(size, way, way.plain) not in (None, 1.0)
     ]
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:
     """Speed-up over our plain decoding, tokens/s, memory, and seconds to the first token, each by size."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-    from matplotlib.ticker import LogLocator
-
     found = Figures(runs)
+    colours = {bits: f"C{i}" for i, bits in enumerate(found.bits)}
+    millions = {size: count / 1e6 for size, count in found.parameters.items()}
 
     def measured_and_length(name: str) -> tuple[bool, int]:
         """Whether most sizes have read a prompt, and of how many tokens it is."""
         measured = {run.size for run in runs if run.set == name}
         return 2 * len(measured) > len(found.sizes), int(name.split()[1])
 
-    figure, panels = plt.subplots(2, 2, figsize=(12, 9), layout="constrained")
-    (speedup, speed), (memory, first) = panels
-    colours = {bits: f"C{i}" for i, bits in enumerate(found.bits)}
-    for kind in dict.fromkeys(way.kind for way in found.ways(side=OURS)):
-        points = []
-        for size in found.sizes:
-            ways = [way for way in found.ways(size, OURS) if way.kind == kind and way.method != PLAIN]
-            ratios = [r for way in ways if (r := found.ratios(size, way, Way(OURS, kind, PLAIN), ANSWERS))]
-            if ratios:
-                points.append((found.parameters[size] / 1e6, max(ratios, key=median)))
-        if points:
-            middle = [median(each) for _, each in points]
-            low = [median(each) - min(each) for _, each in points]
-            high = [max(each) - median(each) for _, each in points]
-            across = [x for x, _ in points]
-            colour, alpha = colours[OUR_KINDS[kind][0]], 0.4 if kind == "float32" else 1.0
-            speedup.errorbar(across, middle, (low, high), fmt="o-", color=colour, alpha=alpha, capsize=3, label=kind)
-    speedup.axhline(1, color="black", linewidth=1, linestyle=":")
     read = max((name for name in found.sets if name.startswith("first")), key=measured_and_length, default="")
-    for bits in found.bits:
-        for side, style in ((OURS, "o-"), (LLAMA, "s--")):
-            lines: dict[str, list[tuple[float, float]]] = {"fastest": [], "plain": [], "memory": [], "first": []}
+    with picture(path, 2, 2, figsize=(12, 9)) as (_, ((speedup, speed), (memory, first))):
+        for kind in dict.fromkeys(way.kind for way in found.ways(side=OURS)):
+            points = {}
             for size in found.sizes:
-                x = found.parameters[size] / 1e6
-                best = found.fastest(size, side, bits, ANSWERS)
-                plain = found.fastest(size, side, bits, ANSWERS, method=PLAIN)
-                for name, way in (("fastest", best), ("plain", plain)):
-                    value = way and found.speed(size, way, ANSWERS)
-                    lines[name] += [(x, value)] if value else []
-                if best:
-                    lines["memory"].append((x, _drafting_peak(found, size, best) / GB))
-                seconds = plain and found.first_seconds(size, plain, read)
-                lines["first"] += [(x, seconds)] if seconds else []
-            label = f"{side}, {bits} bits"
-            for axes, name in ((speed, "fastest"), (memory, "memory"), (first, "first")):
-                if lines[name]:
-                    axes.plot(*zip(*lines[name], strict=True), style, color=colours[bits], label=label)
-            if lines["plain"]:
-                speed.plot(*zip(*lines["plain"], strict=True), style[0] + ":", color=colours[bits], alpha=0.4)
-    across = sorted({found.parameters[size] / 1e6 for size in found.sizes})
-    titles = {
-        speedup: "ours: fastest way over plain decoding",
-        speed: "tokens/s, fastest way (plain: dotted)",
-        memory: "memory, GiB",
-        first: f"seconds to the first token ({read.removeprefix('first ')} tokens, plain)",
-    }
-    for axes, title in titles.items():
-        axes.set(xscale="log", xlabel="parameters of the target", title=title)
-        axes.set_xticks(across, [f"{x:.0f} M" for x in across])
-        if axes is not speedup:
-            axes.set_yscale("log")
-            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axes.yaxis.set_major_formatter("{x:g}")
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=8)
-    speedup.set_ylim(bottom=0)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+                drafting = [way for way in found.ways(size, OURS, kind=kind) if way.method != PLAIN]
+                ratios = [each for way in drafting if (each := found.ratios(size, way, way.plain, ANSWERS))]
+                if ratios:
+                    points[millions[size]] = max(ratios, key=median)
+            if points:
+                middle = [median(each) for each in points.values()]
+                low = [median(each) - min(each) for each in points.values()]
+                high = [max(each) - median(each) for each in points.values()]
+                style = {"color": colours[BITS[kind]], "alpha": 0.4 if kind == "float32" else 1.0, "label": kind}
+                speedup.errorbar(list(points), middle, (low, high), fmt="o-", capsize=3, **style)
+        speedup.axhline(1, color="black", linewidth=1, linestyle=":")
+        for bits in found.bits:
+            for side, style in ((OURS, "o-"), (LLAMA, "s--")):
+                lines: dict[str, list[tuple[float, Any]]] = {"fastest": [], "plain": [], "memory": [], "first": []}
+                for size in found.sizes:
+                    best, plain = (found.best(size, side, bits, ANSWERS, method) for method in (None, PLAIN))
+                    values = {
+                        "fastest": best and found.speed(size, best, ANSWERS),
+                        "plain": plain and found.speed(size, plain, ANSWERS),
+                        "memory": best and found.drafting_peak(size, best) / GB,
+                        "first": plain and found.first_seconds(size, plain, read),
+                    }
+                    for name, value in values.items():
+                        lines[name] += [(millions[size], value)] if value else []
+                label = f"{side}, {bits} bits"
+                for axes, name in ((speed, "fastest"), (memory, "memory"), (first, "first")):
+                    if lines[name]:
+                        axes.plot(*zip(*lines[name], strict=True), style, color=colours[bits], label=label)
+                if lines["plain"]:
+                    speed.plot(*zip(*lines["plain"], strict=True), style[0] + ":", color=colours[bits], alpha=0.4)
+        titles = {
+            speedup: "ours: fastest way over plain decoding",
+            speed: "tokens/s, fastest way (plain: dotted)",
+            memory: "memory, GiB",
+            first: f"seconds to the first token ({read.removeprefix('first ')} tokens, plain)",
+        }
+        for axes, title in titles.items():
+            axes.set(xlabel="parameters of the target", title=title)
+            log_scale(axes, "x", sorted(set(millions.values())), "{:.0f} M")
+            if axes is not speedup:
+                log_scale(axes, "y")
+            axes.grid(alpha=0.3)
+            if axes.get_legend_handles_labels()[0]:
+                axes.legend(fontsize=8)
+        speedup.set_ylim(bottom=0)

@@ -23,8 +23,9 @@ OUR_KINDS: dict[str, tuple[int, dict[str, str]]] = {
 }
 EXACT = "bf16"  # llama.cpp's kind that is not rounded
 LLAMA_KINDS = {EXACT: 16, "Q8_0": 8, "Q4_0": 4, "Q4_K": 4}
+BITS = {name: bits for name, (bits, _) in OUR_KINDS.items()} | LLAMA_KINDS
 LLAMA_GUESSES = (3, 5)
-Q4_K_ROW = 256  # weights; a row must be a multiple
+Q4_K_ROW = 256  # weights; the length of a matrix's rows must be a multiple
 MEMORY_MARGIN = 1.25  # scales, heads of 8 bits, caches and what a process takes anyway
 TREE_BLOCK = 8  # how deep a tree of a fixed size may be
 
@@ -48,12 +49,17 @@ class Way:
 
     @property
     def bits(self) -> int:
-        return OUR_KINDS[self.kind][0] if self.side == OURS else LLAMA_KINDS[self.kind]
+        return BITS[self.kind]
 
     @property
     def name(self) -> str:
-        """Of the way to draft."""
+        """Name of the way to draft."""
         return f"{self.method}, drafter {self.drafter}" if self.drafter else self.method
+
+    @property
+    def plain(self) -> Way:
+        """Plain decoding with the same weights."""
+        return Way(self.side, self.kind, PLAIN)
 
     @property
     def process(self) -> Way:
@@ -64,15 +70,7 @@ class Way:
 def ways(
     kinds: list[str], methods: list[str], llama_kinds: list[str], llama_guesses: Sequence[int] = LLAMA_GUESSES
 ) -> list[Way]:
-    """All of them; those of the same bits stand side by side.
-
-    Raises:
-        ValueError: An unknown kind or method.
-    """
-    for given, known in ((kinds, list(OUR_KINDS)), (llama_kinds, list(LLAMA_KINDS))):
-        for kind in given:
-            if kind not in known:
-                raise ValueError(f"Kind {kind!r} of weights is unknown; there are {', '.join(known)}.")
+    """All ways, most bits first. Raises ValueError for an unknown method."""
     for method in methods:
         drafting(method)
     found = [Way(OURS, kind, method) for kind in kinds for method in dict.fromkeys([PLAIN, *methods])]
@@ -87,33 +85,29 @@ def memory(processes: Iterable[Way], target: int, drafter: int) -> int:
     """About how many bytes these take while all are loaded.
 
     Args:
-        target: Bytes of its checkpoint, in bfloat16.
-        drafter: Likewise.
+        target, drafter: Bytes of their checkpoints, in bfloat16.
     """
 
-    def share(kind: str) -> float:
-        return (OUR_KINDS[kind][0] if kind in OUR_KINDS else LLAMA_KINDS[kind]) / 16
-
     def taken(process: Way) -> float:
-        if process.side == LLAMA and process.method == PLAIN:
-            return target * share(process.kind)
-        return target * share(process.kind) + drafter * share(process.drafter or process.kind)
+        drafts = process.side == OURS or process.method != PLAIN
+        own = drafter * BITS[process.drafter or process.kind] if drafts else 0
+        return (target * process.bits + own) / 16
 
     return int(MEMORY_MARGIN * sum(map(taken, processes)))
 
 
 def drafting(method: str) -> dict[str, Any]:
-    """How our adapter is told of a method; raises ValueError for an unknown one."""
+    """Options of our adapter for a method; raises ValueError for an unknown one."""
     if method == PLAIN:
         return {"drafter": "none"}
-    name, _, number = method.partition(":")
-    if name not in ("chain", "tree") or not (number == "auto" or number.isdigit()):
+    name, _, guesses = method.partition(":")
+    if name not in ("chain", "tree") or not (guesses == "auto" or guesses.isdigit()):
         raise ValueError(f"Method {method!r} is unknown; there are plain, chain:N, chain:auto, tree:N and tree:auto.")
-    if number == "auto":
-        return {"drafting": {"block_size": "auto"} if name == "chain" else {"tree_budget": "auto"}}
+    if guesses == "auto":
+        return {"drafting": {"block_size" if name == "chain" else "tree_budget": "auto"}}
     if name == "chain":
-        return {"drafting": {"block_size": int(number) + 1}}  # the anchor counts
-    return {"drafting": {"block_size": TREE_BLOCK, "tree_budget": int(number)}}
+        return {"drafting": {"block_size": int(guesses) + 1}}  # the anchor counts
+    return {"drafting": {"block_size": TREE_BLOCK, "tree_budget": int(guesses)}}
 
 
 def start(process: Way, served: list[Way], given: dict[str, Any], patience: float, log: Path) -> PeerProcess:
@@ -125,21 +119,19 @@ def start(process: Way, served: list[Way], given: dict[str, Any], patience: floa
         given: Settings of all peers; see the README of the peers.
 
     Raises:
-        PeerError: It cannot be had; the message says why.
+        PeerError: It is missing; the message says why.
     """
     if process.side == OURS:
-        command = [sys.executable, str(ADAPTERS / "ours.py")]
+        adapter, settings = "ours.py", OUR_KINDS[process.kind][1]
         options: dict[str, Any] = {"compiled": True, "ways": {way.method: drafting(way.method) for way in served}}
-        settings = given | OUR_KINDS[process.kind][1]
     else:
-        command = [sys.executable, str(ADAPTERS / "llama_cpp.py")]
+        adapter, settings = "llama_cpp.py", {"dtype": "bfloat16", "cache_type": "f16"}  # float16 is its default
         options = {"weights": _rounding(process.kind)}
         if process.method != PLAIN:
-            guesses = int(process.method.partition(":")[2])
-            options |= {"speculator": "draft-dflash", "draft": "drafter", "guesses": guesses}
+            options |= {"speculator": "draft-dflash", "draft": "drafter", "guesses": int(process.method.split(":")[1])}
             options |= {"draft_weights": _rounding(process.drafter)}
-        settings = given | {"dtype": "bfloat16", "cache_type": "f16"}  # float16 is its default
-    return PeerProcess(command, settings | {"options": options}, given["threads"], log, patience)
+    command = [sys.executable, str(ADAPTERS / adapter)]
+    return PeerProcess(command, given | settings | {"options": options}, given["threads"], log, patience)
 
 
 def _rounding(kind: str) -> str | None:

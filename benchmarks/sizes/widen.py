@@ -11,7 +11,6 @@ two rounds no weight.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from benchmarks.harness.command import Parser
 from blockdraft import targets
 
 TARGET = Path(targets.BUNDLED)
@@ -59,10 +59,8 @@ def _wide(name: str, weight: Tensor, factor: int, hidden: int, groups: int) -> T
         hidden: Size before.
         groups: Of channels that share a correction of a convolution, before.
     """
-    if name.startswith("markov_head.") or name == "confidence_head.proj.bias":  # of tokens, and a single number
-        return weight
-    if name.endswith("_codebook"):  # of tokens, too
-        return weight
+    if name.startswith("markov_head.") or name.endswith("_codebook") or name == "confidence_head.proj.bias":
+        return weight  # of tokens, and a single number
     if name == "confidence_head.proj.weight":  # reads what the final norm made, as the head does, and the token before
         return torch.cat([weight[:, :hidden].repeat(1, factor), weight[:, hidden:]], dim=1)
     part = name.removesuffix(".weight").rsplit(".", 1)[-1]
@@ -86,13 +84,13 @@ def _wide(name: str, weight: Tensor, factor: int, hidden: int, groups: int) -> T
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("factor", type=int)
     parser.add_argument("out", type=Path)
     parser.add_argument("sources", type=Path, nargs="*", default=[TARGET, DRAFTER], metavar="DIR")
-    arguments = parser.parse_args()
-    for source in arguments.sources:
-        print(widen(source, arguments.out / source.name, arguments.factor))
+    given = parser.parse()
+    for source in given.sources:
+        print(widen(source, given.out / source.name, given.factor))
 
 
 if __name__ == "__main__":

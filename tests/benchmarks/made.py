@@ -1,6 +1,6 @@
 """Runs without a model."""
 
-from benchmarks.sizes.runs import ANSWERS, Run
+from benchmarks.sizes.measure import ANSWERS, Run
 from benchmarks.sizes.ways import LLAMA, OURS, PLAIN, Way
 
 PLAIN_WAY, CHAIN = Way(OURS, "bfloat16", PLAIN), Way(OURS, "bfloat16", "chain:3")
@@ -20,5 +20,6 @@ def run(
     forced: int = 0,
 ) -> Run:
     """An answer of 5 tokens, whose last 4 took so many seconds."""
-    told = (size, parameters, way.side, way.kind, way.method, way.drafter, name, prompt, repeat)
-    return Run(*told, forced, 5, cycles, 0.5, seconds, 2**30, answer)
+    numbers = {"forced": forced, "new_tokens": 5, "cycles": cycles, "prefill_seconds": 0.5, "decode_seconds": seconds}
+    place = {"size": size, "parameters": parameters, "set": name, "prompt": prompt, "repeat": repeat}
+    return Run(**vars(way), **place, **numbers, peak_bytes=2**30, answer=answer)

@@ -40,14 +40,14 @@ def test_a_pair_of_random_weights_can_be_loaded(tmp_path: Path, monkeypatch: pyt
     assert answers[0] == answers[1] and len(answers[0]) == 12
     layer = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32 + 2 * 8
     assert pairs.parameters(folders[0]) == 5000 * 32 + 3 * layer + 32
-    assert pairs.rows("small") == (32, 32, 64)
+    assert pairs.row_lengths("small") == (32, 32, 64)
 
 
 def test_a_wide_pair_has_room_for_the_longest_prompt(tmp_path: Path) -> None:
     folders = pairs.make("2", tmp_path, 4300)
     for folder in folders:
         assert json.loads((folder / "config.json").read_text())["max_position_embeddings"] == 4300
-    assert pairs.rows("8") == (1792, 2048, 4608)
+    assert pairs.row_lengths("8") == (1792, 2048, 4608)
 
 
 def test_unknown_sizes_are_refused(tmp_path: Path) -> None:

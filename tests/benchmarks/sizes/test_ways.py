@@ -17,12 +17,6 @@ def test_unknown_methods_are_refused(method: str) -> None:
         drafting(method)
 
 
-@pytest.mark.parametrize("kinds", [(["int3"], []), ([], ["Q3_0"])])
-def test_unknown_kinds_are_refused(kinds: tuple[list[str], list[str]]) -> None:
-    with pytest.raises(ValueError, match="Kind .*3.* is unknown; there are"):
-        ways(kinds[0], [], kinds[1])
-
-
 def test_ways_stand_by_bits_and_drafters_are_tried_both_ways() -> None:
     found = ways(["int4", "bfloat16"], ["chain:3"], ["Q4_0", "bf16"])
     assert [way.bits for way in found] == sorted((way.bits for way in found), reverse=True)

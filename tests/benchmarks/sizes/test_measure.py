@@ -2,28 +2,16 @@ from pathlib import Path
 
 import pytest
 from fakes import fake, started
-from made import CHAIN, PLAIN_WAY, THEIR_CHAIN, THEIRS, run
+from made import CHAIN, PLAIN_WAY, THEIR_CHAIN, THEIRS
 
 from benchmarks.harness.process import PeerProcess
-from benchmarks.sizes.runs import Runs, Task, measure, right_guesses, steps, tasks
+from benchmarks.harness.records import Records
+from benchmarks.harness.turns import in_turns
+from benchmarks.sizes.measure import Run, Task, measure, right_guesses, tasks
 from benchmarks.sizes.ways import Way
 
 TREE = Way("ours", "bfloat16", "tree:16")
 TASKS = [Task("answers", i, (10 + i, 20), 4) for i in range(3)]
-
-
-def test_what_was_measured_is_read_again(tmp_path: Path) -> None:
-    made = [run(CHAIN, 1.5, repeat=1), run(THEIR_CHAIN, 0.1)]
-    runs = Runs(tmp_path / "new" / "runs.csv")
-    for each in made:
-        runs.add(each)
-    with runs.path.open("a") as file:
-        file.write("1,5000000,ou")  # cut off
-    for _ in range(2):
-        again = Runs(runs.path)
-        assert again.all == made and len(again.had) == len(made)
-    again.add(run(PLAIN_WAY, 2.0))
-    assert len(Runs(runs.path).all) == 3
 
 
 @pytest.mark.parametrize("chance", [0.5, 0.735, 0.9])
@@ -54,24 +42,17 @@ def test_which_ways_decode_what() -> None:
         assert [way for way in (PLAIN_WAY, CHAIN, TREE, auto) if task.takes(way)] == [PLAIN_WAY, CHAIN]
 
 
-def test_ways_take_turns() -> None:
-    found = [(task.index, way, repeat) for task, way, repeat in steps(TASKS, [PLAIN_WAY, CHAIN], 2)]
-    assert len(set(found)) == len(found) == 3 * 2 * 2
-    begin = [way for i, (_, way, _) in enumerate(found) if i % 2 == 0]
-    assert begin == [PLAIN_WAY, CHAIN, PLAIN_WAY, CHAIN, PLAIN_WAY, CHAIN]
-
-
 def test_answers_are_kept_and_failures_stop_one_process_only(tmp_path: Path) -> None:
     behaviour = {PLAIN_WAY.process: {}, THEIRS: {"crash": "out of memory"}, THEIR_CHAIN: {"fail": 11}}
 
     def start(process: Way) -> PeerProcess:
         return started(fake(process.kind, **behaviour[process]), tmp_path)
 
-    left = list(steps(TASKS, [PLAIN_WAY, CHAIN, THEIRS, THEIR_CHAIN], 1))
-    runs = Runs(tmp_path / "runs.csv")
+    left = list(in_turns(TASKS, [PLAIN_WAY, CHAIN, THEIRS, THEIR_CHAIN], 1))
+    runs = Records(Run, tmp_path / "runs.csv")
     missing = measure("1", 7, left, start, [2], runs)
     assert missing.keys() == {THEIRS, THEIR_CHAIN}
-    assert "out of memory" in missing[THEIRS] and missing[THEIR_CHAIN] == "ValueError: no"
+    assert "out of memory" in missing[THEIRS] and missing[THEIR_CHAIN] == "failed: ValueError: no"
     assert {(each.way, each.prompt) for each in runs.all} >= {(way, i) for way in (PLAIN_WAY, CHAIN) for i in range(3)}
     assert not any(each.way == THEIRS for each in runs.all)
     first = runs.all[0]
