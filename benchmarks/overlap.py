@@ -173,7 +173,7 @@ def figures(foreseen: Mapping[int, float], cycles: int, times: Times, handover: 
     return found
 
 
-class Foreseer:
+class Foreseer(Drafter):
     """Drafts chains as another drafter does, and notes which outcomes it thinks likeliest."""
 
     def __init__(self, drafter: Drafter) -> None:

@@ -15,17 +15,17 @@ from blockdraft import drafters
 from blockdraft.data.documents import Document, tokenizer_fingerprint
 from blockdraft.data.writer import DataWriter
 from blockdraft.drafters.dflash.network import DFlashNetwork
-from blockdraft.drafters.dflash2.network import DFlash2Network
-from blockdraft.drafters.dspark.network import DSparkNetwork
+from blockdraft.drafters.dflash2.network import DFlash2Config, DFlash2Network
+from blockdraft.drafters.dspark.network import DSparkConfig, DSparkNetwork
 from blockdraft.drafters.eagle3.network import Eagle3Config, Eagle3Network
-from blockdraft.drafters.flow.network import FlowNetwork
+from blockdraft.drafters.flow.network import FlowConfig, FlowNetwork
 from blockdraft.drafters.medusa.network import MedusaConfig, MedusaNetwork
 from blockdraft.drafters.mtp.network import MTPConfig, MTPNetwork
 from blockdraft.drafters.peagle.network import PEagleConfig, PEagleNetwork
 from blockdraft.formats import Checkpoint, find_layout
 from blockdraft.formats.zlab import read_checkpoint, write_checkpoint
 from blockdraft.machine import cache_folder
-from blockdraft.nn.draft_config import DFlash2Config, DraftConfig, DSparkConfig, FlowConfig, LayerAttention
+from blockdraft.nn.draft_config import DraftConfig, LayerAttention
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"]
 CHAT_TEMPLATE = (

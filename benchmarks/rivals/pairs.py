@@ -12,7 +12,7 @@ from benchmarks.rivals.kinds import KINDS, SMALL_LM
 from benchmarks.rivals.rows import NATIVE
 from benchmarks.sizes.widen import WIDTHS, widen
 from blockdraft import load_drafter, load_target
-from blockdraft.drafters import Drafter, entry_of_variant
+from blockdraft.drafters import Drafter, entries
 from blockdraft.drafters.draft_lm import DraftLMDrafter
 from blockdraft.errors import UsageError
 from blockdraft.formats import read_config, read_drafter
@@ -71,7 +71,7 @@ def drafter_of(kind: str, path: Path | None, target: Target, width: int, running
     vocabulary = target.tokenizer.get_vocab() if target.tokenizer else None
     narrow = read_drafter(path, vocabulary, target.num_layers).config
     wide_sizes = {name: width * getattr(narrow, name) for name in WIDTHS if hasattr(narrow, name)}
-    entry = entry_of_variant(KINDS[kind].name)
+    entry = entries()[KINDS[kind].name]
     assert entry.network is not None and entry.drafter is not None
     make: Any = entry.network
     with torch.random.fork_rng(devices=[]):

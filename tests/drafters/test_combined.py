@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.decode.proposal import Plan, Proposal, SparseDistribution
-from blockdraft.drafters import Drafter, combined, load_drafter, parts_of
+from blockdraft.drafters import Drafter, combined, load_drafter
 from blockdraft.drafters.combined import CombinedDrafter, merged
 from blockdraft.drafters.prompt_lookup import PromptLookupDrafter
 from blockdraft.engine import Engine
@@ -69,7 +69,7 @@ def test_rows_are_cut_to_what_pays_for_all_and_filled_up() -> None:
     assert doubted.tokens.tolist() == [[3], [4]]
 
 
-class Scripted:
+class Scripted(Drafter):
     """Proposes what it is given, and keeps what it was asked and told."""
 
     path, knows_probabilities, knows_lengths = None, True, False
@@ -235,7 +235,7 @@ def test_folders_may_have_the_sign_in_their_names(tmp_path: Path, target: Target
     assert load_drafter(odd, target=target).path == odd
 
     def paths(drafter: Drafter) -> list[Path | None]:
-        return [part.path for part in parts_of(drafter)]
+        return [part.path for part in drafter.parts]
 
     assert paths(load_drafter(f"prompt_lookup+{odd}", target=target)) == [None, odd]
     assert paths(load_drafter(f"{odd}+prompt_lookup+{tiny_drafter_dir}", target=target)) == [

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from blockdraft.decode.proposal import Plan
-from blockdraft.drafters import NetworkDrafter, as_given, bundled, drafter_of, entries, load_drafter, parts_of
+from blockdraft.drafters import NetworkDrafter, as_given, bundled, drafter_of, entries, load_drafter
 from blockdraft.drafters.dflash.drafter import DFlashDrafter
 from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.drafters.none import NoDrafter
@@ -94,7 +94,7 @@ def test_another_kind_beside_the_bundled_dflash_drafter(two_kinds: tuple[Path, P
         assert load_drafter(name, target=target).path == dspark
     assert load_drafter("bundled-dflash", target=target).path == dflash
     both = load_drafter("prompt_lookup+bundled", target=target)
-    assert [part.path for part in parts_of(both)] == [None, dspark]
+    assert [part.path for part in both.parts] == [None, dspark]
     (dspark / "config.json").unlink()  # what a copy that was broken off has left is none
     assert load_drafter(target=target).path == dflash
 

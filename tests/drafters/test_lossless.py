@@ -81,7 +81,7 @@ class RecordingState:
         self.inner.wipe(row, whole)
 
 
-class Recorder:
+class Recorder(Drafter):
     """A drafter that writes down what the engine tells another one.
 
     Attributes:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from blockdraft.decode.proposal import Plan
-from blockdraft.drafters import entry_of_variant, load_drafter
+from blockdraft.drafters import entries, load_drafter
 from blockdraft.drafters.dflash.train import DFlashFamily
 from blockdraft.nn.draft_config import LayerAttention
 from blockdraft.settings import read_settings
@@ -39,7 +39,7 @@ def test_training_pass_of_another_kind_equals_draft_pass(
     variant = find_variant(name)(read_settings(find_variant(name).recipe_class, flags=flags))
     config = variant.config(target)
     network = disturbed(variant.network(config))
-    written = Format(entry_of_variant(name).layouts[0])
+    written = Format(entries()[name].layouts[0])
     export(tmp_path / "drafter", written, config, variant.saved(network.state_dict()), target)
     parity(variant, network.eval(), load_drafter(tmp_path / "drafter", target=target), target)
 

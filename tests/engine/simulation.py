@@ -17,6 +17,7 @@ from operator import mul
 
 from blockdraft.decode.sampling import RandomNumbers
 from blockdraft.decode.tree import best_count
+from blockdraft.drafters import Drafter
 from blockdraft.engine.adaptive.policy import Controller
 from blockdraft.engine.adaptive.stored_costs import Costs
 from blockdraft.engine.request import Request
@@ -159,7 +160,7 @@ def changing(first: float, then: float, period: int) -> Text:
 TEXTS = {"even": constant(0.8), "fading": constant(0.85, 0.93), "middling": constant(0.5), "hard": constant(0.03)}
 
 
-class Lookup:
+class Lookup(Drafter):
     """A drafter that knows no probabilities."""
 
     block_size, taps, knows_probabilities, knows_lengths = BLOCK_SIZE, (), False, False

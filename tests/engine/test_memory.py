@@ -75,7 +75,7 @@ def test_a_drafter_elsewhere_takes_the_memory_of_its_own_device(
     target: Target, drafter: Drafter, joined: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     elsewhere, free = torch.device("cuda:1"), {target.device: 10**12}
-    monkeypatch.setattr(drafter, "device", elsewhere, raising=False)
+    monkeypatch.setattr(type(drafter), "device", elsewhere)
     own = CombinedDrafter([load_drafter("prompt_lookup", target=target), drafter]) if joined else drafter
     engine = Engine(target, own)
     free[elsewhere] = drafter.state_bytes(1, 1000) / memory_module.SHARE + 1

@@ -9,7 +9,7 @@ from test_trees import Oracle
 from transformers import LlamaForCausalLM
 
 from blockdraft.decode.proposal import Plan
-from blockdraft.drafters import load_drafter
+from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.engine import Chunk, Engine
 from blockdraft.engine.adaptive.policy import Controller
 from blockdraft.errors import UsageError
@@ -89,7 +89,7 @@ def test_sampled_guesses_that_are_cut_keep_the_distribution(tmp_path: Path) -> N
         assert abs(surprise(outputs[kind::3], model)) < NOISE
 
 
-class Knowing:
+class Knowing(Drafter):
     knows_probabilities = knows_lengths = True
     block_size = 16
 

@@ -10,10 +10,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from blockdraft.drafters import load_drafter
-from blockdraft.drafters.flow.network import FlowNetwork
+from blockdraft.drafters.flow.network import FlowConfig, FlowNetwork
 from blockdraft.engine import Engine
 from blockdraft.formats.zlab import write_checkpoint
-from blockdraft.nn.draft_config import FlowConfig, LayerAttention
+from blockdraft.nn.draft_config import LayerAttention
 from blockdraft.targets import load_target
 from blockdraft.types import Drafting, SamplingParams
 

@@ -19,7 +19,7 @@ PROMPTS = [[5 + i, 9, *range(20, 20 + 3 * i % 7), 17 - i] for i in range(16)]
 BLOCK_SIZE, RANKS = 8, 4
 
 
-class Oracle:
+class Oracle(Drafter):
     """Asks the target what it would say and hides that at each depth at a random rank among wrong guesses."""
 
     taps: tuple[int, ...] = ()

@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from blockdraft.drafters.dflash2.network import DFlash2Config
 from blockdraft.formats.architectures import tensor_shapes
 from blockdraft.formats.zlab import read_checkpoint, write_checkpoint
 from blockdraft.formats.zlab_config import config_dict, parse_config
-from blockdraft.nn.draft_config import DFlash2Config, DraftConfig, LayerAttention
+from blockdraft.nn.draft_config import DraftConfig, LayerAttention
 
 CONFIG = DFlash2Config(
     hidden_size=16,

@@ -8,10 +8,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from blockdraft.drafters.dflash2.network import DFlash2Config
+from blockdraft.drafters.dspark.network import DSparkConfig
 from blockdraft.formats import Borrowed, speculators, zlab
 from blockdraft.formats.architectures import tensor_shapes
 from blockdraft.formats.speculators import config_dict, parse_config, read_checkpoint, write_checkpoint
-from blockdraft.nn.draft_config import DFlash2Config, DraftConfig, DSparkConfig, LayerAttention
+from blockdraft.nn.draft_config import DraftConfig, LayerAttention
 
 FULL = LayerAttention(causal=False, window=None)
 CONFIG = DraftConfig(

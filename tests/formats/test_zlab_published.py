@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import save_file
 
 from blockdraft.drafters.dflash.network import DFlashNetwork
-from blockdraft.drafters.dflash2.network import DFlash2Network
+from blockdraft.drafters.dflash2.network import DFlash2Config, DFlash2Network
 from blockdraft.formats import read_drafter
 from blockdraft.formats.architectures import tensor_shapes
 from blockdraft.formats.zlab_config import parse_config
-from blockdraft.nn.draft_config import DFlash2Config, LayerAttention
+from blockdraft.nn.draft_config import LayerAttention
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}

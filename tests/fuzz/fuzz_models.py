@@ -17,15 +17,24 @@ from tiny_models import tiny_tokenizer  # noqa: E402
 
 from blockdraft import Drafter, Target, load_drafter, load_target  # noqa: E402
 from blockdraft.drafters.dflash.network import DFlashNetwork  # noqa: E402
-from blockdraft.drafters.dflash2.network import DFlash2Network  # noqa: E402
-from blockdraft.drafters.dspark.network import DSparkNetwork  # noqa: E402
+from blockdraft.drafters.dflash2.network import (
+    DFlash2Config,
+    DFlash2Network,  # noqa: E402
+)
+from blockdraft.drafters.dspark.network import (
+    DSparkConfig,
+    DSparkNetwork,  # noqa: E402
+)
 from blockdraft.drafters.eagle3.network import Eagle3Config, Eagle3Network  # noqa: E402
-from blockdraft.drafters.flow.network import FlowNetwork  # noqa: E402
+from blockdraft.drafters.flow.network import (
+    FlowConfig,
+    FlowNetwork,  # noqa: E402
+)
 from blockdraft.drafters.medusa.network import MedusaConfig, MedusaNetwork  # noqa: E402
 from blockdraft.drafters.mtp.network import MTPConfig, MTPNetwork  # noqa: E402
 from blockdraft.formats import Checkpoint, find_layout  # noqa: E402
 from blockdraft.formats.zlab import write_checkpoint  # noqa: E402
-from blockdraft.nn.draft_config import DFlash2Config, DraftConfig, DSparkConfig, FlowConfig, LayerAttention  # noqa: E402
+from blockdraft.nn.draft_config import DraftConfig, LayerAttention  # noqa: E402
 
 FAMILIES = ("qwen3", "llama", "gemma3_text", "qwen2", "mistral", "gemma2")
 # Arguments of `load_target`.

@@ -11,10 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from blockdraft.drafters import load_drafter
-from blockdraft.drafters.dflash2.network import DFlash2Network
+from blockdraft.drafters.dflash2.network import DFlash2Config, DFlash2Network
 from blockdraft.engine import Engine
 from blockdraft.formats.zlab import read_checkpoint, write_checkpoint
-from blockdraft.nn.draft_config import DFlash2Config, LayerAttention
+from blockdraft.nn.draft_config import LayerAttention
 from blockdraft.targets.hf import HFTarget
 from blockdraft.types import Drafting, SamplingParams
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from blockdraft.drafters import entries, entry_of_variant, load_drafter
+from blockdraft.drafters import entries, load_drafter
 from blockdraft.drafters.dflash.train import DFlashFamily, DFlashRecipe, DFlashVariant
 from blockdraft.formats import layouts
 from blockdraft.settings import read_settings
@@ -129,7 +129,7 @@ def test_every_variant_trains_a_drafter_that_is_registered_whole(
     name: str, tiny_target_dir: Path, tmp_path: Path
 ) -> None:
     """Its network is the one registered, and every layout registered holds it and is loaded as that drafter."""
-    target, entry = load_target(tiny_target_dir), entry_of_variant(name)
+    target, entry = load_target(tiny_target_dir), entries()[name]
     kind = find_variant(name).recipe_class
     flags = {name: value for name, value in (("taps", "0,1"), ("layers", "1")) if hasattr(kind, name)}
     variant = find_variant(name)(read_settings(kind, flags=flags))
@@ -143,7 +143,7 @@ def test_every_variant_trains_a_drafter_that_is_registered_whole(
 
 
 def test_what_is_registered_is_there() -> None:
+    assert {*variant_names()} <= {*entries()}
     for entry in entries().values():
-        assert entry.variant is None or entry.variant in variant_names()
         assert {*entry.layouts} <= {*layouts()}
         assert (entry.network is None) == (entry.drafter is None) == (not entry.layouts)

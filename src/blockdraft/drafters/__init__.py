@@ -1,5 +1,5 @@
-"""Drafters, one a file. Each registers itself as `DRAFTER`, an `Entry`: what it loads, its network, the layouts that
-hold it, and what trains it."""
+"""Drafters: a folder for each kind that has a network, a file for the others. Each registers itself as `DRAFTER`, an
+`Entry`. `plugins.parts` finds the parts of the folders: layouts, training, checks and faster runners."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from blockdraft.drafters.base import (
     NetworkDrafter,
     State,
     check_refinement,
-    parts_of,
     slots_behind,
 )
 from blockdraft.errors import UsageError
@@ -66,16 +65,9 @@ def for_others(drafter: str | Path, note: Callable[[str], None]) -> str | Path:
 
 
 def entries() -> dict[str, Entry]:
-    """Every kind of drafter, by its file name."""
+    """Every kind of drafter, by the name of its file or folder."""
     found = {name: module.DRAFTER for name, module in plugins(__name__).items() if hasattr(module, "DRAFTER")}
     return dict(sorted({**found, **{name: module.DRAFTER for name, module in parts("drafter").items()}}.items()))
-
-
-def entry_of_variant(name: str) -> Entry:
-    """The drafter that this variant of training trains."""
-    found = [entry for entry in entries().values() if entry.variant == name]
-    assert len(found) == 1, f"{len(found)} drafters are trained by {name}"
-    return found[0]
 
 
 def load_drafter(
@@ -234,11 +226,9 @@ __all__ = [
     "check_refinement",
     "drafter_of",
     "entries",
-    "entry_of_variant",
     "for_others",
     "hits",
     "joined",
     "load_drafter",
-    "parts_of",
     "slots_behind",
 ]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from blockdraft.decode.proposal import Plan, Proposal
 from blockdraft.decode.sampling import best_tokens
-from blockdraft.drafters.base import Drafter, parts_of
+from blockdraft.drafters.base import Drafter
 from blockdraft.drafters.draft_lm import DraftLMDrafter, DraftState, chances_of
 from blockdraft.drafters.work import Outcomes, Work
 from blockdraft.errors import UsageError
@@ -61,7 +61,7 @@ class AheadState:
         self.work.found.pop(row, None)
 
 
-class AheadDrafter:
+class AheadDrafter(Drafter):
     """Drafts as a language model does, and in the meantime for the likeliest outcomes of verification.
 
     A batch is ahead where all of its rows are: one that has to draft lets the others wait. Guesses that are sampled are
@@ -93,13 +93,24 @@ class AheadDrafter:
                 "chains only; use ahead=0."
             )
         self._drafter, self._count = drafter, count
-        self.path, self.device, self.block_size = drafter.path, drafter.device, drafter.block_size
-        self.state_bytes, self.weight_bytes = drafter.state_bytes, drafter.weight_bytes
-        self.workspace_bytes = drafter.workspace_bytes
+        self.path, self.block_size = drafter.path, drafter.block_size
         self.tried = self.foreseen = 0
+
+    @property
+    def device(self) -> torch.device:
+        return self._drafter.device
 
     def new_state(self, batch: int, capacity: int) -> AheadState:
         return AheadState(self._drafter.new_state(batch, capacity), Work())
+
+    def state_bytes(self, batch: int, capacity: int) -> int:
+        return self._drafter.state_bytes(batch, capacity)
+
+    def weight_bytes(self) -> int:
+        return self._drafter.weight_bytes()
+
+    def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
+        return self._drafter.workspace_bytes(batch, nodes, slots)
 
     def observe(self, state: AheadState, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
         state.work.stop()
@@ -231,7 +242,7 @@ def _filled(chains: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
 def hits(drafter: Drafter) -> tuple[int, int]:
     """Of a drafter, or of those that it is made of, drafts whose outcome had been drafted for, and drafts of which some
     outcome had."""
-    found = [part for part in parts_of(drafter) if isinstance(part, AheadDrafter)]
+    found = [part for part in drafter.parts if isinstance(part, AheadDrafter)]
     return sum(part.foreseen for part in found), sum(part.tried for part in found)
 
 

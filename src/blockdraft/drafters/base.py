@@ -1,4 +1,4 @@
-"""What the engine knows of a drafter, and what a drafter's file registers."""
+"""Protocol by which the engine uses a drafter, and the entry by which a kind of drafter is registered."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_refinement(diffusion_steps: int, noise_schedule: str) -> None:
         raise UsageError(f"noise_schedule is {noise_schedule!r}; it must be one of {sorted(NOISE_SCHEDULES)}.")
 
 
-# What a drafter knows of the rows of a batch: of the same rows as the target's cache, on slots of its own.
+# A drafter's memory of the rows of a batch: the same rows as the target's cache has, on slots of its own.
 State: TypeAlias = Rows
 
 
@@ -50,13 +50,33 @@ class Drafter(Protocol):
         knows_probabilities: Whether it heeds `plan.cycle_seconds`.
         knows_lengths: Whether it does so for chains in the best way, since it was trained to say how far they will be
             accepted, or saves time by ending early. Else "auto" sets their length by what was accepted so far.
+        device: Where it drafts; None is the target's device.
+        compile_reason: Why its network is not compiled for a CPU, in words; None where it is, or where there is none.
+        slots_beside: Most slots behind a row's text that a draft takes.
     """
 
     path: Path | None
     taps: tuple[int, ...]
     block_size: int
-    knows_probabilities: bool
-    knows_lengths: bool
+    knows_probabilities: bool = False
+    knows_lengths: bool = False
+
+    @property
+    def device(self) -> torch.device | None:
+        return None
+
+    @property
+    def compile_reason(self) -> str | None:
+        return None
+
+    @property
+    def slots_beside(self) -> int:
+        return 0
+
+    @property
+    def parts(self) -> Sequence[Drafter]:
+        """The drafters that it is made of; itself where it is no combination."""
+        return (self,)
 
     def new_state(self, batch: int, capacity: int) -> Any:
         """An empty `State` of `batch` rows with up to `capacity` tokens each."""
@@ -66,6 +86,16 @@ class Drafter(Protocol):
 
     def weight_bytes(self) -> int:
         """Memory that weights of its own take."""
+
+    def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
+        """Memory that is kept from call to call, beside results, in bytes.
+
+        Args:
+            batch: Rows of a call.
+            nodes: Tokens of each.
+            slots: Slots that a row reaches, these tokens' included.
+        """
+        return 0
 
     def propose(self, state: Any, anchor: Tensor, plan: Plan) -> Proposal:
         """Guess what follows the anchors.
@@ -88,17 +118,16 @@ class Drafter(Protocol):
 
 @dataclass(frozen=True)
 class Entry:
-    """What a file of this package registers, as its `DRAFTER`: the whole of a kind of drafter.
+    """A kind of drafter: the `DRAFTER` of a file of this package, or of `drafter.py` in a folder of it.
 
     Attributes:
         load: Makes the drafter of a folder for a target; called with None where there is no folder. One that `joins`
             others gets these.
         architectures: Names in config.json that it reads.
-        by_name: Whether it needs no folder, or not always, and then goes by its file name.
+        by_name: Whether it needs no folder, or not always, and then goes by the name of its file or folder here.
         claims: Whether a parsed config.json is its own whatever name is there; asked before the names.
         network: Class of its network, as training makes it; None without one.
-        layouts: Files of `formats/` that hold it, the one that training writes first.
-        variant: File of `training/variants/` that trains it; None where nothing does.
+        layouts: Names of the layouts that hold it, the one that training writes first.
         drafter: Class that drafts with a network for a target, called with both; None without a network.
         joins: Whether it is made of other drafters; it has no name of its own.
         load_on: Loads it onto a device of its own; None for one that reads the target's features, or has no model.
@@ -110,21 +139,14 @@ class Entry:
     claims: Callable[[Mapping[str, Any]], bool] = lambda raw: False
     network: type[nn.Module] | None = None
     layouts: tuple[str, ...] = ()
-    variant: str | None = None
     drafter: Callable[[Any, Target], Drafter] | None = None
     joins: bool = False
     load_on: Callable[[Path, Target, torch.device], Drafter] | None = None
 
 
-def parts_of(drafter: Drafter) -> Sequence[Drafter]:
-    """The drafters that one is made of; itself where it is no combination."""
-    parts: Sequence[Drafter] = getattr(drafter, "parts", (drafter,))
-    return parts
-
-
 def slots_behind(drafter: Drafter, nodes: int) -> int:
     """Slots that each row needs behind its text: for the nodes of a cycle, and for what drafters write there."""
-    return max(nodes, *(getattr(part, "slots_beside", 0) for part in parts_of(drafter)))
+    return max(nodes, *(part.slots_beside for part in drafter.parts))
 
 
 def check_same_tokens(

@@ -13,7 +13,7 @@ from torch import Tensor
 from blockdraft.decode.proposal import Plan, Proposal, chain, cut
 from blockdraft.denoisers.folder import FAMILY_OF, load_model
 from blockdraft.denoisers.model import DiffusionModel, hide_mask_token
-from blockdraft.drafters.base import DIFFUSION_STEPS, NOISE_SCHEDULE, NOISE_SCHEDULES, Entry, check_same_tokens
+from blockdraft.drafters.base import DIFFUSION_STEPS, NOISE_SCHEDULE, NOISE_SCHEDULES, Drafter, Entry, check_same_tokens
 from blockdraft.drafters.dflash.drafter import independent_guesses
 from blockdraft.nn.cache import KVCache
 from blockdraft.targets import Target
@@ -59,7 +59,7 @@ class BlockState:
         self.cache.wipe(row, whole)
 
 
-class BlockDiffusionDrafter:
+class BlockDiffusionDrafter(Drafter):
     """Drafts with a block-diffusion model. Blocks lie as in training, from the beginning of the text on; a cycle
     guesses the tokens of the anchor's block that are not known, or all of the next one where there are none. A row
     whose block would reach past the model's context gets no guesses.

@@ -80,7 +80,7 @@ class CombinedState:
         self._of_rows[row] = Yields([FIRST_YIELD] * len(self.inner))
 
 
-class CombinedDrafter:
+class CombinedDrafter(Drafter):
     """Drafts with several drafters at once.
 
     A tree merges theirs: guesses of one path and token are one node. Given its parent, a node is as likely as the
@@ -104,7 +104,7 @@ class CombinedDrafter:
         for part in parts:
             if part.block_size == 1:
                 raise UsageError("A drafter of a combination guesses nothing, as none does; leave it out.")
-        self.parts = tuple(parts)
+        self._parts = tuple(parts)
         self.path: Path | None = next((part.path for part in parts if part.path is not None), None)
         self.taps = tuple(sorted({tap for part in parts for tap in part.taps}))
         self.block_size = max(part.block_size for part in parts)
@@ -113,6 +113,10 @@ class CombinedDrafter:
         rows = [place * capacity for place in range(batch)]
         of_rows = {row: Yields([FIRST_YIELD] * len(self.parts)) for row in rows}
         return CombinedState([part.new_state(batch, capacity) for part in self.parts], rows, of_rows)
+
+    @property
+    def parts(self) -> Sequence[Drafter]:
+        return self._parts
 
     def state_bytes(self, batch: int, capacity: int) -> int:
         return sum(part.state_bytes(batch, capacity) for part in self.parts)

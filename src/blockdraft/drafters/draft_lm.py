@@ -15,7 +15,7 @@ from blockdraft.decode.distributions import probabilities
 from blockdraft.decode.proposal import Plan, Proposal, SparseDistribution, chain, chain_q, sparsify
 from blockdraft.decode.sampling import best_tokens, draw
 from blockdraft.decode.tree import next_pays
-from blockdraft.drafters.base import Entry, check_same_tokens
+from blockdraft.drafters.base import Drafter, Entry, check_same_tokens
 from blockdraft.errors import UsageError
 from blockdraft.machine import send
 from blockdraft.targets import Cache, Target, load_target
@@ -102,7 +102,7 @@ class DraftState:
         self.cache.wipe(row, whole)
 
 
-class DraftLMDrafter:
+class DraftLMDrafter(Drafter):
     """Drafts chains with a causal language model.
 
     A guess is the model's most probable token or, where `plan.draws` is set, sampled from its distribution under the
@@ -135,7 +135,7 @@ class DraftLMDrafter:
             )
         check_same_tokens(model.tokenizer, model.vocab_size, target)
         self.model = model
-        self.path, self.device = model.path, model.device
+        self.path = model.path
         self.block_size = block_size
         self._vocab_size = target.vocab_size
 
@@ -149,6 +149,10 @@ class DraftLMDrafter:
 
     def weight_bytes(self) -> int:
         return self.model.weight_bytes()
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
 
     def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
         return self.model.forward_bytes(batch, nodes, slots)

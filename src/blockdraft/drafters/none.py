@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from blockdraft.decode.proposal import Plan, Proposal, chain
-from blockdraft.drafters.base import Entry
+from blockdraft.drafters.base import Drafter, Entry
 
 
 class _NoState:
@@ -31,7 +31,7 @@ class _NoState:
         pass
 
 
-class NoDrafter:
+class NoDrafter(Drafter):
     path: Path | None = None
     taps: tuple[int, ...] = ()
     block_size = 1

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.decode.proposal import Plan, Proposal
-from blockdraft.drafters.base import Entry
+from blockdraft.drafters.base import Drafter, Entry
 
 BLOCK_SIZE = 16
 LONGEST = 4  # most tokens that are matched; longer matches rarely tell places apart that these do not
@@ -99,7 +99,7 @@ class Texts:
         pass
 
 
-class PromptLookupDrafter:
+class PromptLookupDrafter(Drafter):
     """Guesses by looking up the longest match of the last tokens, anchor included, in prompt and answer so far.
 
     A chain is the continuation of the most recent among the longest matches; a tree merges the continuations of several

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from blockdraft.drafters import Drafter, parts_of
+from blockdraft.drafters import Drafter
 from blockdraft.engine.draft_context import AT_ONCE, MOST_KEPT
 from blockdraft.machine import free_bytes
 from blockdraft.targets import Target
@@ -44,8 +44,8 @@ class Memory:
     def by_device(self, slots: int) -> dict[torch.device, int]:
         """The same where it is taken: a drafter may have a device of its own."""
         taken = {self.target.device: self.bytes(slots)}
-        for part in parts_of(self.drafter):
-            device = getattr(part, "device", None) or self.target.device
+        for part in self.drafter.parts:
+            device = part.device or self.target.device
             size = part.state_bytes(1, slots) + self._drafting(part, slots)
             taken[self.target.device] -= size
             taken[device] = taken.get(device, 0) + size
@@ -71,13 +71,13 @@ class Memory:
         if self.automatic:
             tokens = max(tokens, rows * min(MOST_KEPT, target.max_context))
         features = 2 * tokens * len(self.drafter.taps) * target.hidden_size * size
-        return forward + logits + features + sum(self._drafting(part, slots) for part in parts_of(self.drafter))
+        return forward + logits + features + sum(self._drafting(part, slots) for part in self.drafter.parts)
 
     def _drafting(self, part: Drafter, slots: int) -> int:
         """What a drafter keeps for its calls: drafts, and what it is told of."""
         told = max(self.prefill_tokens, self.max_batch_size * self.nodes, AT_ONCE if self.automatic else 0)
         reached = max(min(slots, self._most_slots), told)
-        return part.workspace_bytes(1, told, reached) if hasattr(part, "workspace_bytes") else 0
+        return part.workspace_bytes(1, told, reached)
 
     def of_one(self, slots: int) -> dict[str, int]:
         """What one request alone takes with so many slots, by what it is taken for: weights of target and drafter,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -55,56 +54,6 @@ class DraftConfig:
         need(len(self.layers) == depth, "the number of layers", len(self.layers), f"num_hidden_layers, {depth}")
         for layer in self.layers:
             whole("a sliding window", 1 if layer.window is None else layer.window)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DFlash2Config(DraftConfig):
-    """A DFlash2 draft model: DFlash v1 with convolutions in its layers and a selector among candidates."""
-
-    conv_kernel_size: int  # slots that a convolution reads: its own and those before
-    conv_group_size: int  # neighbouring channels that share a correction of the kernel
-    selector_rank: int  # width of the codebooks
-    selector_top_k: int  # candidates of a slot
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        group, size = self.conv_group_size, self.hidden_size
-        need(size % group == 0, "conv_group_size", group, f"a divisor of hidden_size, {size}")
-        top_k, vocab = self.selector_top_k, self.vocab_size
-        need(top_k <= vocab, "selector_top_k", top_k, f"at most vocab_size, {vocab}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DSparkConfig(DraftConfig):
-    """A DSpark draft model: DFlash v1 whose slots guess one token further, with a Markov and a confidence head.
-
-    Slot j guesses the token at anchor + j + 1, the anchor's own slot included, so that a block holds `block_size`
-    guesses.
-    """
-
-    markov_rank: int  # width of the factors of the bias
-    markov_head_type: str = "vanilla"
-    enable_confidence_head: bool = True
-    confidence_head_with_markov: bool = True  # whether it sees the guess before its own
-    confidence_temperatures: tuple[float, ...] | None = None  # divisors of the confidence's logits, one a slot
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        kind, temperatures = self.markov_head_type, self.confidence_temperatures
-        need(kind == "vanilla", "markov_head_type", kind, "vanilla, the one that is supported")
-        if temperatures is not None:
-            one_each = isinstance(temperatures, list | tuple) and len(temperatures) == self.block_size
-            sound = one_each and all(type(t) in (int, float) and 0 < t < math.inf for t in temperatures)
-            need(sound, "confidence_temperatures", temperatures, f"{self.block_size} positive numbers, one a slot")
-            object.__setattr__(self, "confidence_temperatures", tuple(temperatures))
-
-
-@dataclass(frozen=True, kw_only=True)
-class FlowConfig(DraftConfig):
-    """A flow-map draft model: DFlash v1 whose slots hold noise that its passes carry to the embeddings of tokens."""
-
-    noise_std: float  # of the noise, in units of the target's embedding table
-    diffusion_steps: int = 1  # passes of a block, unless decoding asks for another number
 
 
 def check_fields(config: Any, least: Mapping[str, int]) -> None:

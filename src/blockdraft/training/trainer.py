@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 
 from blockdraft.data.documents import TokenData
-from blockdraft.drafters import entry_of_variant
+from blockdraft.drafters import entries
 from blockdraft.errors import NumbersError
 from blockdraft.folders import held
 from blockdraft.formats import clear_remains
@@ -100,7 +100,7 @@ class Trainer:
         other_answers: bool,
     ) -> None:
         self.target, self.accelerator, self.telling = target, accelerator, telling
-        self.plain = Format(entry_of_variant(variant_name).layouts[0])
+        self.plain = Format(entries()[variant_name].layouts[0])
         self.written = written or self.plain
         self.out, self.folder = out, run_folder(out)
         state = checkpoints.newest(self.folder / "checkpoints")

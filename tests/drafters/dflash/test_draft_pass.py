@@ -21,9 +21,9 @@ from blockdraft.drafters.dflash.compiled import CompiledDraftPass
 from blockdraft.drafters.dflash.network import DFlashNetwork, DraftPass
 from blockdraft.drafters.dflash2 import compiled as dflash2_compiled
 from blockdraft.drafters.dflash2.compiled import CompiledConvolvedPass
-from blockdraft.drafters.dflash2.network import DFlash2Network
+from blockdraft.drafters.dflash2.network import DFlash2Config, DFlash2Network
 from blockdraft.nn.cache import KVCache
-from blockdraft.nn.draft_config import DFlash2Config, DraftConfig, LayerAttention
+from blockdraft.nn.draft_config import DraftConfig, LayerAttention
 from blockdraft.nn.draft_layer import DraftLayer
 from blockdraft.targets import Target, load_target
 from blockdraft.targets.native_target import NativeTarget

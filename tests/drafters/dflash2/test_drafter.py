@@ -14,9 +14,8 @@ from blockdraft.decode.verification import verify
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.dflash.drafter import DFlashDrafter
 from blockdraft.drafters.dflash2.drafter import DFlash2Drafter, walk
-from blockdraft.drafters.dflash2.network import DFlash2Network
+from blockdraft.drafters.dflash2.network import DFlash2Config, DFlash2Network
 from blockdraft.formats.zlab import read_checkpoint
-from blockdraft.nn.draft_config import DFlash2Config
 from blockdraft.targets import Target, load_target
 from blockdraft.types import SamplingParams
 

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from blockdraft.drafters.dflash.network import DFlashNetwork
-from blockdraft.drafters.dflash2.network import CandidateSelector, DFlash2Network, DynamicConv
+from blockdraft.drafters.dflash2.network import CandidateSelector, DFlash2Config, DFlash2Network, DynamicConv
 from blockdraft.formats.architectures import tensor_shapes
 from blockdraft.formats.zlab import read_checkpoint
-from blockdraft.nn.draft_config import DFlash2Config
 
 
 @pytest.fixture(scope="module")

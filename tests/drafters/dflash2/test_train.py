@@ -10,10 +10,10 @@ from blockdraft.decode.proposal import Plan, chain
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.dflash.train_pass import draft_hidden
 from blockdraft.drafters.dflash2.drafter import DFlash2Drafter
-from blockdraft.drafters.dflash2.network import DFlash2Network
+from blockdraft.drafters.dflash2.network import DFlash2Config, DFlash2Network
 from blockdraft.drafters.dflash2.train import DFlash2Recipe, DFlash2Variant, selector_losses
 from blockdraft.formats.zlab import read_checkpoint
-from blockdraft.nn.draft_config import DFlash2Config, LayerAttention
+from blockdraft.nn.draft_config import LayerAttention
 from blockdraft.targets import Target, load_target
 from blockdraft.training.export import Format, export
 from blockdraft.training.objectives import Slots

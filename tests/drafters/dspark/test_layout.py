@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from blockdraft.drafters.dspark.network import DSparkConfig
 from blockdraft.formats.architectures import tensor_shapes
 from blockdraft.formats.zlab import read_checkpoint, write_checkpoint
 from blockdraft.formats.zlab_config import config_dict, parse_config
-from blockdraft.nn.draft_config import DSparkConfig, LayerAttention
+from blockdraft.nn.draft_config import LayerAttention
 
 CONFIG = DSparkConfig(
     hidden_size=16,

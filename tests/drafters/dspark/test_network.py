@@ -3,9 +3,9 @@ import dataclasses
 import pytest
 import torch
 
-from blockdraft.drafters.dspark.network import DSparkNetwork
+from blockdraft.drafters.dspark.network import DSparkConfig, DSparkNetwork
 from blockdraft.formats.architectures import tensor_shapes
-from blockdraft.nn.draft_config import DSparkConfig, LayerAttention
+from blockdraft.nn.draft_config import LayerAttention
 
 CONFIG = DSparkConfig(
     hidden_size=16,

@@ -11,9 +11,8 @@ from blockdraft.decode.proposal import Plan
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.dflash.train_pass import draft_hidden
 from blockdraft.drafters.dspark.drafter import DSparkDrafter
-from blockdraft.drafters.dspark.network import DSparkNetwork
+from blockdraft.drafters.dspark.network import DSparkConfig, DSparkNetwork
 from blockdraft.drafters.dspark.train import DSparkRecipe, DSparkVariant
-from blockdraft.nn.draft_config import DSparkConfig
 from blockdraft.targets import Target, load_target
 from blockdraft.training.loss import term_weights
 from blockdraft.training.objectives import Slots

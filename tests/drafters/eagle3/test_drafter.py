@@ -15,9 +15,9 @@ from blockdraft.decode.proposal import SPARSE_SIZE, Plan
 from blockdraft.decode.sampling import draw
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.eagle3 import drafter as eagle3
-from blockdraft.drafters.eagle3 import layout
 from blockdraft.drafters.eagle3 import speculators as eagle3_speculators
 from blockdraft.drafters.eagle3.drafter import Eagle3Drafter
+from blockdraft.drafters.eagle3.network import Eagle3Config, Eagle3Network
 from blockdraft.errors import UsageError
 from blockdraft.formats import read_drafter
 from blockdraft.formats.base import Borrowed, Checkpoint
@@ -45,10 +45,10 @@ def drafter(tiny_eagle3_dir: Path, target: Target) -> Eagle3Drafter:
 
 def with_flags(drafter: Eagle3Drafter, target: Target, **flags: Any) -> Eagle3Drafter:
     """A random drafter of the same shape but for these fields."""
-    config = layout.Eagle3Config(**{**vars(drafter.config), **flags})
+    config = Eagle3Config(**{**vars(drafter.config), **flags})
     with torch.random.fork_rng():
         torch.manual_seed(8)
-        network = layout.Eagle3Network(config)
+        network = Eagle3Network(config)
         with torch.no_grad():
             for parameter in network.parameters():
                 parameter += 0.2 * torch.randn_like(parameter)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockdraft.drafters.flow.network import LIKELY, FlowNetwork, mean_embedding, moved, place_noise
+from blockdraft.drafters.flow.network import LIKELY, FlowConfig, FlowNetwork, mean_embedding, moved, place_noise
 from blockdraft.formats.architectures import tensor_shapes
-from blockdraft.nn.draft_config import FlowConfig, LayerAttention
+from blockdraft.nn.draft_config import LayerAttention
 
 CONFIG = FlowConfig(
     hidden_size=16,

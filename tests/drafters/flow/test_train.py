@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from blockdraft.drafters import load_drafter
-from blockdraft.drafters.flow.network import FlowNetwork, mean_embedding, moved
+from blockdraft.drafters.flow.network import FlowConfig, FlowNetwork, mean_embedding, moved
 from blockdraft.drafters.flow.train import FlowRecipe, FlowVariant, Moments, noise_std
-from blockdraft.nn.draft_config import FlowConfig
 from blockdraft.targets import Target, load_target
 from blockdraft.training.batches import Rows
 from blockdraft.training.export import Format, export

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from blockdraft.drafters import Entry, entries
 from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.drafters.dflash.train_pass import draft_hidden
 from blockdraft.formats import Checkpoint
-from blockdraft.nn.draft_config import DraftConfig, FlowConfig, LayerAttention
+from blockdraft.nn.draft_config import DraftConfig, LayerAttention
 from blockdraft.nn.reduced_head import ReducedHead
 from blockdraft.targets import Target
-from blockdraft.tools.deploy.checks import CHUNK, USUAL, Bench, Reading, Text, neighbours, precision, rope
+from blockdraft.tools.deploy.checks import CHUNK, USUAL, Bench, Reading, Text, neighbours, precision, rope, variant_of
 from blockdraft.training.objectives import Slots
 from blockdraft.training.variant import find_variant
 
@@ -24,16 +23,13 @@ WINDOWS = (32, 128, 512, 1024, 2048, 4096)  # tried where they are shorter than 
 
 
 class DFlashBench(Bench):
-    examines = DraftConfig
-    leaves = (FlowConfig,)  # whose guesses depend on noise
+    examines: ClassVar[type[DraftConfig]] = DraftConfig
+    network: ClassVar[type[DFlashNetwork]] = DFlashNetwork
     config: DraftConfig
 
     def __init__(self, target: Target, found: Checkpoint) -> None:
         super().__init__(target, found)
-        kind = _entry(self.config)
-        assert kind.network is not None and kind.variant is not None
-        self._kind = cast("type[DFlashNetwork]", kind.network)
-        variant: Any = find_variant(kind.variant)
+        variant: Any = find_variant(variant_of(self.network))
         self._variant = variant(variant.recipe_class(block_size=self.block_size))
         self._first_slot = int(self._variant.first_slot)
         borrowed, self._head = found.borrowed, target.head
@@ -72,7 +68,7 @@ class DFlashBench(Bench):
 
     def _network(self, reading: Reading) -> DFlashNetwork:
         dtype = reading.dtype or self.target.dtype
-        network = self._kind(reading.config).to(self.target.device, dtype).eval()
+        network = self.network(reading.config).to(self.target.device, dtype).eval()
         network.load_state_dict(self.found.tensors)  # casts
         return network
 
@@ -93,16 +89,6 @@ class DFlashBench(Bench):
             hidden = draft_hidden(network, features, documents, places, some[None], embedded, mask)[0]
             logits = network.adjust_logits(self._head(hidden.to(target.dtype)))
             yield hidden, logits, torch.stack([padded[some + k] for k in range(count + 1)], dim=1)
-
-
-def _entry(config: Any) -> Entry:
-    return next(
-        entry
-        for entry in entries().values()
-        if entry.network is not None
-        and issubclass(entry.network, DFlashNetwork)
-        and entry.network.config_class is type(config)
-    )
 
 
 def readings(

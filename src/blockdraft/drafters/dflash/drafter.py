@@ -13,7 +13,7 @@ from blockdraft.decode.distributions import probabilities
 from blockdraft.decode.proposal import Plan, Proposal, chain, chain_q, sparsify
 from blockdraft.decode.sampling import best_tokens, draw
 from blockdraft.decode.tree import best_count, best_first, paying_tree
-from blockdraft.drafters.base import DIFFUSION_STEPS, NOISE_SCHEDULE, NOISE_SCHEDULES, Entry, check_refinement
+from blockdraft.drafters.base import DIFFUSION_STEPS, NOISE_SCHEDULE, NOISE_SCHEDULES, Drafter, Entry, check_refinement
 from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.errors import UsageError
 from blockdraft.formats import Borrowed, check_fits, read_drafter
@@ -25,7 +25,7 @@ from blockdraft.timing import CONTEXT, HEAD, OBSERVE, mark
 from blockdraft.types import SamplingParams
 
 
-class DFlashDrafter:
+class DFlashDrafter(Drafter):
     """Drafts with a DFlash network; embedding and, mostly, head are the target's own.
 
     Drafters that extend it set `network_class` and override `_guess`, which makes a proposal of a draft pass.
@@ -270,6 +270,5 @@ DRAFTER = Entry(
     architectures=("DFlashDraftModel", "DFlashSpeculator"),
     network=DFlashNetwork,
     layouts=("zlab", "speculators"),
-    variant="dflash",
     drafter=DFlashDrafter,
 )

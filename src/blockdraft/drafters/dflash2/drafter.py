@@ -115,6 +115,5 @@ DRAFTER = Entry(
     architectures=("DFlash2DraftModel",),
     network=DFlash2Network,
     layouts=("zlab",),
-    variant="dflash2",
     drafter=DFlash2Drafter,
 )

@@ -8,8 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from blockdraft.drafters.dflash.layout import dflash_shapes
+from blockdraft.drafters.dflash2.network import DFlash2Config
 from blockdraft.formats.architectures import Architecture, LlamaCpp, Shapes
-from blockdraft.nn.draft_config import DFlash2Config, need
+from blockdraft.nn.draft_config import need
 
 # z-lab's files and their readers keep all that is the drafter's own in dflash_config.
 NESTED: tuple[str, ...] = ("block_size", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")

@@ -7,14 +7,33 @@ it does: its convolutions are the identity and its selector adds nothing. So a v
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blockdraft.drafters.dflash.network import DFlashNetwork
-from blockdraft.nn.draft_config import DFlash2Config, DraftConfig
+from blockdraft.nn.draft_config import DraftConfig, need
 from blockdraft.nn.draft_layer import Attend, DraftLayer
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlash2Config(DraftConfig):
+    """A DFlash2 draft model: DFlash v1 with convolutions in its layers and a selector among candidates."""
+
+    conv_kernel_size: int  # slots that a convolution reads: its own and those before
+    conv_group_size: int  # neighbouring channels that share a correction of the kernel
+    selector_rank: int  # width of the codebooks
+    selector_top_k: int  # candidates of a slot
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        group, size = self.conv_group_size, self.hidden_size
+        need(size % group == 0, "conv_group_size", group, f"a divisor of hidden_size, {size}")
+        top_k, vocab = self.selector_top_k, self.vocab_size
+        need(top_k <= vocab, "selector_top_k", top_k, f"at most vocab_size, {vocab}")
+
 
 # Of a new predecessor codebook; the successor codebook begins at 0. In a short warm-started run on the bundled pair (80
 # steps, AdamW 6e-4) the selector came to 50% right choices with 0.5, and to 42% with the 0.02 usual for embeddings.

@@ -181,6 +181,5 @@ DRAFTER = Entry(
     architectures=("DSparkDraftModel", "Qwen3DSparkModel", "DSparkSpeculator"),
     network=DSparkNetwork,
     layouts=("zlab", "speculators"),
-    variant="dspark",
     drafter=DSparkDrafter,
 )

@@ -8,8 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from blockdraft.drafters.dflash.layout import dflash_shapes
+from blockdraft.drafters.dspark.network import DSparkConfig
 from blockdraft.formats.architectures import Architecture, LlamaCpp, Shapes, Speculator
-from blockdraft.nn.draft_config import DSparkConfig, need
+from blockdraft.nn.draft_config import need
 
 
 def dspark_shapes(config: DSparkConfig) -> Shapes:

@@ -6,13 +6,41 @@ the backbone's logits.
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from blockdraft.drafters.dflash.network import DFlashNetwork
-from blockdraft.nn.draft_config import DraftConfig, DSparkConfig
+from blockdraft.nn.draft_config import DraftConfig, need
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSparkConfig(DraftConfig):
+    """A DSpark draft model: DFlash v1 whose slots guess one token further, with a Markov and a confidence head.
+
+    Slot j guesses the token at anchor + j + 1, the anchor's own slot included, so that a block holds `block_size`
+    guesses.
+    """
+
+    markov_rank: int  # width of the factors of the bias
+    markov_head_type: str = "vanilla"
+    enable_confidence_head: bool = True
+    confidence_head_with_markov: bool = True  # whether it sees the guess before its own
+    confidence_temperatures: tuple[float, ...] | None = None  # divisors of the confidence's logits, one a slot
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        kind, temperatures = self.markov_head_type, self.confidence_temperatures
+        need(kind == "vanilla", "markov_head_type", kind, "vanilla, the one that is supported")
+        if temperatures is not None:
+            one_each = isinstance(temperatures, list | tuple) and len(temperatures) == self.block_size
+            sound = one_each and all(type(t) in (int, float) and 0 < t < math.inf for t in temperatures)
+            need(sound, "confidence_temperatures", temperatures, f"{self.block_size} positive numbers, one a slot")
+            object.__setattr__(self, "confidence_temperatures", tuple(temperatures))
+
 
 EMBEDDING_STD = 0.01  # of a new Markov embedding; what it is multiplied with begins at 0
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from blockdraft.drafters.eagle3.network import Eagle3Config, Eagle3Network, default_taps
-from blockdraft.drafters.peagle.network import PEagleConfig
 from blockdraft.errors import UsageError
 from blockdraft.tools.deploy.checks import (
     USUAL,
@@ -29,7 +28,6 @@ PROJECTIONS = tuple(f"midlayer.self_attn.{name}_proj.weight" for name in "qkv")
 
 class Eagle3Bench(TaughtBench):
     examines = Eagle3Config
-    leaves = (PEagleConfig,)  # whose guesses come from one pass
     network = Eagle3Network
     config: Eagle3Config
 

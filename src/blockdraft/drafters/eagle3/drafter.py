@@ -14,7 +14,7 @@ from blockdraft.decode.distributions import probabilities
 from blockdraft.decode.proposal import Plan, Proposal, SparseDistribution, chain, chain_q, sparsify
 from blockdraft.decode.sampling import best_tokens, draw
 from blockdraft.decode.tree import best_of, next_pays
-from blockdraft.drafters.base import Entry
+from blockdraft.drafters.base import Drafter, Entry
 from blockdraft.drafters.dflash.drafter import check_borrowed, log_probabilities
 from blockdraft.drafters.eagle3.network import Eagle3Network
 from blockdraft.formats import check_fits, find_layout, read_drafter
@@ -26,7 +26,7 @@ from blockdraft.timing import CONTEXT, GUESSES, OBSERVE, mark
 WIDTH = 10  # guesses of a level that a tree goes on from, and children of each
 
 
-class Eagle3Drafter:
+class Eagle3Drafter(Drafter):
     """Drafts with an EAGLE-3 network; the embedding is the target's.
 
     What it knows of a text lies in the slots of its tokens: slot s has the keys and values of the entry of token s,
@@ -178,6 +178,5 @@ DRAFTER = Entry(
     claims=lambda raw: find_layout("eagle3").recognises(raw),
     network=Eagle3Network,
     layouts=("eagle3", "eagle3_speculators"),
-    variant="eagle3",
     drafter=Eagle3Drafter,
 )

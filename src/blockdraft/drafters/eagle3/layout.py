@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from blockdraft.drafters.eagle3.network import BLOCK_SIZE, Eagle3Config, Eagle3Network, default_taps
-from blockdraft.drafters.peagle.network import PEagleConfig, PEagleNetwork
+from blockdraft.drafters.eagle3.network import BLOCK_SIZE, Eagle3Config, default_taps
 from blockdraft.formats.base import Borrowed, Checkpoint
 from blockdraft.formats.folder import PICKLED, blaming, check_tensors, read_config, read_tensors, write_folder
 from blockdraft.formats.starting import SGLANG, TENSORRT_LLM, VLLM, Start, sglang, tensorrt_llm, vllm
@@ -128,7 +127,7 @@ def least_layers(ids: Sequence[Any]) -> int:
 def tensor_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of the network."""
     with torch.device("meta"):
-        network = PEagleNetwork(config) if isinstance(config, PEagleConfig) else Eagle3Network(config)
+        network = config.network()
     return {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
 
 

@@ -50,6 +50,10 @@ class Eagle3Config:
         need(size <= whole, "draft_vocab_size", size, f"at most vocab_size, {whole}")
         need(not (self.fc_norm and self.norm_before_fc), "fc_norm", True, "false where norm_before_fc is true")
 
+    def network(self) -> Eagle3Base:
+        """A new network of this configuration."""
+        return Eagle3Network(self)
+
 
 class Eagle3Attention(nn.Module):
     def __init__(self, config: Eagle3Config) -> None:

@@ -16,10 +16,9 @@ from blockdraft.drafters.base import NOISE_SCHEDULE, NOISE_SCHEDULES, Entry
 from blockdraft.drafters.dflash.drafter import DFlashDrafter
 from blockdraft.drafters.dflash.drafter import load as load_dflash
 from blockdraft.drafters.dflash.network import DFlashNetwork
-from blockdraft.drafters.flow.network import PLACES, FlowNetwork, mean_embedding, place_noise
+from blockdraft.drafters.flow.network import PLACES, FlowConfig, FlowNetwork, mean_embedding, place_noise
 from blockdraft.machine import send
 from blockdraft.nn.cache import KVCache
-from blockdraft.nn.draft_config import FlowConfig
 from blockdraft.nn.reduced_head import ReducedHead
 from blockdraft.targets import Target
 from blockdraft.timing import HEAD, PASS, mark
@@ -82,6 +81,5 @@ DRAFTER = Entry(
     architectures=("FlowMapDraftModel",),
     network=FlowNetwork,
     layouts=("zlab",),
-    variant="flow",
     drafter=FlowDrafter,
 )

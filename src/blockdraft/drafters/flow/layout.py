@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from blockdraft.drafters.dflash.layout import dflash_shapes
-from blockdraft.drafters.flow.network import TIME_FEATURES
+from blockdraft.drafters.flow.network import TIME_FEATURES, FlowConfig
 from blockdraft.formats.architectures import Architecture, Shapes
-from blockdraft.nn.draft_config import FlowConfig
 
 
 def flow_shapes(config: FlowConfig) -> Shapes:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 
@@ -21,7 +22,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blockdraft.drafters.dflash.network import DFlashNetwork
-from blockdraft.nn.draft_config import DraftConfig, FlowConfig
+from blockdraft.nn.draft_config import DraftConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowConfig(DraftConfig):
+    """A flow-map draft model: DFlash v1 whose slots hold noise that its passes carry to the embeddings of tokens."""
+
+    noise_std: float  # of the noise, in units of the target's embedding table
+    diffusion_steps: int = 1  # passes of a block, unless decoding asks for another number
+
 
 FREQUENCIES = 32  # by which a time is told from others
 TIME_FEATURES = 4 * FREQUENCIES  # cos and sin of both times

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.decode.proposal import Plan, Proposal, chain
-from blockdraft.drafters.base import Entry, read_network
+from blockdraft.drafters.base import Drafter, Entry, read_network
 from blockdraft.drafters.dflash.drafter import independent_guesses
 from blockdraft.drafters.medusa.network import MedusaNetwork
 from blockdraft.formats import find_layout
@@ -21,7 +21,7 @@ from blockdraft.targets import Target
 from blockdraft.timing import CONTEXT, OBSERVE, mark
 
 
-class MedusaDrafter:
+class MedusaDrafter(Drafter):
     """Drafts with Medusa's heads: chains of each head's best token, and trees of the heads' likeliest ones, in which
     the chance of a path is the product of the heads' probabilities.
 
@@ -93,6 +93,5 @@ DRAFTER = Entry(
     claims=lambda raw: find_layout("medusa").recognises(raw),  # published files name no architecture
     network=MedusaNetwork,
     layouts=("medusa",),
-    variant="medusa",
     drafter=MedusaDrafter,
 )

@@ -12,7 +12,7 @@ from blockdraft.drafters.base import Entry, read_network
 from blockdraft.drafters.eagle3.drafter import Eagle3Drafter
 from blockdraft.drafters.mtp.in_target import find_head
 from blockdraft.drafters.mtp.network import MTPNetwork
-from blockdraft.drafters.mtp.target_network import TargetMTPConfig, TargetMTPNetwork, make_head, one_layer
+from blockdraft.drafters.mtp.target_network import TargetMTPConfig, TargetMTPNetwork, one_layer
 from blockdraft.errors import UsageError
 from blockdraft.targets import Target
 
@@ -28,7 +28,7 @@ def load(path: Path | None, target: Target) -> MTPDrafter:
     """The head of a folder, or without one that in the target's own."""
     if path is None:
         return MTPDrafter(own_head(target), target)
-    return MTPDrafter(read_network(path, target, make_head), target, path, owned=True)
+    return MTPDrafter(read_network(path, target, lambda config: config.network()), target, path, owned=True)
 
 
 def own_head(target: Target) -> TargetMTPNetwork:
@@ -64,6 +64,5 @@ DRAFTER = Entry(
     by_name=True,
     network=MTPNetwork,
     layouts=("mtp", "mtp_speculators"),
-    variant="mtp",
     drafter=MTPDrafter,
 )

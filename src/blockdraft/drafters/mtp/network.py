@@ -40,6 +40,10 @@ class MTPConfig:
         check_fields(self, {"block_size": 2})
         check_layer(self)
 
+    def network(self) -> MTPHead:
+        """A new network of this configuration."""
+        return MTPNetwork(self)
+
     @property
     def taps(self) -> tuple[int, ...]:
         """The input of the target's head, as `Target.forward` names it."""

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from blockdraft.drafters.mtp.in_target import StoredHead
 from blockdraft.drafters.mtp.network import MTPConfig
-from blockdraft.drafters.mtp.target_network import TargetMTPConfig, make_head, one_layer
+from blockdraft.drafters.mtp.target_network import TargetMTPConfig, one_layer
 from blockdraft.formats.base import Checkpoint
 from blockdraft.formats.folder import PICKLED, blaming, check_tensors, read_config, read_tensors, write_folder
 from blockdraft.formats.speculators_config import guesses_of, layer_config, named
@@ -135,7 +135,7 @@ class MTPSpeculators:
 
 def _shapes(config: MTPConfig | TargetMTPConfig) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
-        return {name: tuple(tensor.shape) for name, tensor in make_head(config).state_dict().items()}
+        return {name: tuple(tensor.shape) for name, tensor in config.network().state_dict().items()}
 
 
 LAYOUT = MTPSpeculators()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModel, PretrainedConfig
 
-from blockdraft.drafters.mtp.network import MTPConfig, MTPHead, MTPNetwork
+from blockdraft.drafters.mtp.network import MTPHead
 from blockdraft.nn.autoregressive import Attend, CachedAttention
 
 
@@ -29,6 +29,10 @@ class TargetMTPConfig:
     num_target_layers: int
     block_size: int = 8
     normed_feedback: bool = True
+
+    def network(self) -> MTPHead:
+        """A new network of this configuration."""
+        return TargetMTPNetwork(self)
 
     @property
     def hidden_size(self) -> int:
@@ -148,8 +152,3 @@ class TargetMTPNetwork(MTPHead):
             module, _, own = name.rpartition(".")
             setattr(self.get_submodule(module), own, buffer.to(self.fc.weight.device))
         return self
-
-
-def make_head(config: MTPConfig | TargetMTPConfig) -> MTPHead:
-    """The network of a configuration of either kind."""
-    return MTPNetwork(config) if isinstance(config, MTPConfig) else TargetMTPNetwork(config)

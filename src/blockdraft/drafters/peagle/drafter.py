@@ -44,6 +44,5 @@ DRAFTER = Entry(
     architectures=("PEagleSpeculator",),
     network=PEagleNetwork,
     layouts=("peagle_speculators",),
-    variant="peagle",
     drafter=PEagleDrafter,
 )

@@ -1,5 +1,5 @@
-"""The P-EAGLE draft network: EAGLE-3 with further layers that guesses all its tokens in one pass. A row whose token and
-feature do not exist yet has a mask token, and a feature that is learned."""
+"""The P-EAGLE draft network: EAGLE-3 with further layers that guesses all its tokens in one pass. An entry
+whose token and feature do not exist yet has a mask token, and a feature that is learned."""
 
 from __future__ import annotations
 
@@ -32,6 +32,9 @@ class PEagleConfig(Eagle3Config):
         mask, size = whole("mask_token_id", self.mask_token_id, minimum=0), self.vocab_size
         need(mask < size, "mask_token_id", mask, f"below vocab_size, {size}")
         need(not self.norm_output, "norm_output", True, "false, since nothing is fed on")
+
+    def network(self) -> PEagleNetwork:
+        return PEagleNetwork(self)
 
 
 class PEagleNetwork(Eagle3Base):

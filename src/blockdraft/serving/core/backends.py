@@ -13,7 +13,6 @@ from pathlib import Path
 from safetensors import safe_open
 
 from blockdraft.cpu.threads import let_team_go
-from blockdraft.drafters import parts_of
 from blockdraft.engine import Engine
 from blockdraft.errors import ClosedError, UsageError
 from blockdraft.evaluation.prompts import SAMPLES
@@ -42,7 +41,7 @@ class Backends:
     def __init__(self, usual: Engine, others: Mapping[str, Callable[[], Engine]] | None = None) -> None:
         self.usual = usual
         self.target = name_of(usual.target.path, "target")
-        self._parts = [(part.path, name_of(part.path, type(part).__name__)) for part in parts_of(usual.drafter)]
+        self._parts = [(part.path, name_of(part.path, type(part).__name__)) for part in usual.drafter.parts]
         self.drafter = JOINT.join(name for _, name in self._parts)
         self._engines = {usual.target.backend: usual}
         self._loaders = {name: load for name, load in (others or {}).items() if name not in self._engines}
@@ -111,7 +110,7 @@ def name_of(path: Path | None, otherwise: str) -> str:
 def weights_of(engine: Engine) -> tuple[int, int]:
     """Numbers of weights of the target and of the drafter."""
     drafter = 0
-    for path in (part.path for part in parts_of(engine.drafter) if part.path is not None):
+    for path in (part.path for part in engine.drafter.parts if part.path is not None):
         if is_gguf(path):
             drafter += sum(math.prod(tensor.shape) for tensor in open_gguf(path).tensors.values())
         for file in sorted(Path(path).glob("*.safetensors")):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from blockdraft.data.taps import tapped_features
-from blockdraft.drafters import Entry, entries
+from blockdraft.drafters import entries
 from blockdraft.errors import UsageError
 from blockdraft.formats import Checkpoint, read_drafter
 from blockdraft.plugins import parts
@@ -66,12 +66,10 @@ class Bench(ABC):
     """A drafter beside its target, asked as training asks it.
 
     Attributes:
-        examines: Class of the configurations that it knows.
-        leaves: Classes derived from it that it does not know.
+        examines: Class of the configurations that it knows, and not those derived from it.
     """
 
     examines: ClassVar[type]
-    leaves: ClassVar[tuple[type, ...]] = ()
 
     def __init__(self, target: Target, found: Checkpoint) -> None:
         self.target, self.found, self.config = target, found, found.config
@@ -119,9 +117,7 @@ class TaughtBench(Bench):
 
     def __init__(self, target: Target, found: Checkpoint) -> None:
         super().__init__(target, found)
-        entry = _entry(self.network)
-        assert entry.variant is not None
-        variant: Any = find_variant(entry.variant)
+        variant: Any = find_variant(variant_of(self.network))
         self._variant = variant(variant.recipe_class(block_size=self.block_size))
 
     @property
@@ -171,8 +167,9 @@ class TaughtBench(Bench):
         return nullcontext() if dtype == torch.float32 else torch.autocast(self.target.device.type, dtype)
 
 
-def _entry(network: type[nn.Module]) -> Entry:
-    return next(entry for entry in entries().values() if entry.network is network)
+def variant_of(network: type[nn.Module]) -> str:
+    """The variant that trains a network of this class."""
+    return next(name for name, entry in entries().items() if entry.network is network)
 
 
 def neighbours(config: Any) -> Iterator[Reading]:
@@ -247,6 +244,6 @@ def bench_of(path: str | Path, target: Target) -> tuple[Bench, str | None]:
     found = read_drafter(path, vocabulary, target.num_layers)
     kinds: list[type[Bench]] = [module.BENCH for module in parts("checks").values()]
     for kind in kinds:
-        if isinstance(found.config, kind.examines) and not isinstance(found.config, kind.leaves):
+        if type(found.config) is kind.examines:
             return kind(target, found), found.trained_for
     raise UsageError(f"{path} is of a kind ({type(found.config).__name__}) that cannot be examined here.")

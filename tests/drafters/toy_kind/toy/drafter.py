@@ -11,7 +11,7 @@ from torch import Tensor
 
 from blockdraft.decode.proposal import Plan, Proposal, chain
 from blockdraft.decode.sampling import best_tokens
-from blockdraft.drafters.base import Entry
+from blockdraft.drafters.base import Drafter, Entry
 from blockdraft.formats import read_drafter
 from blockdraft.targets import Target
 
@@ -49,9 +49,7 @@ class ToyState:
         pass
 
 
-class ToyDrafter:
-    knows_probabilities = knows_lengths = False
-
+class ToyDrafter(Drafter):
     def __init__(self, network: ToyNetwork, target: Target, path: Path | None = None) -> None:
         self.network = network.to(target.device, target.dtype).eval()
         self.path, self.taps, self.block_size = path, network.config.taps, network.config.guesses + 1
@@ -90,6 +88,4 @@ def load(path: Path, target: Target) -> ToyDrafter:
     return ToyDrafter(network, target, path)
 
 
-DRAFTER = Entry(
-    load, architectures=("ToyModel",), network=ToyNetwork, layouts=("toy",), variant="toy", drafter=ToyDrafter
-)
+DRAFTER = Entry(load, architectures=("ToyModel",), network=ToyNetwork, layouts=("toy",), drafter=ToyDrafter)
