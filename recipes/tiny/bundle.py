@@ -14,10 +14,10 @@ from typing import Any
 from making import Took, answers_kept, digest, took_drafter, took_target
 from safetensors import safe_open
 
-from blockdraft.formats import read_config, zlab
-from blockdraft.nn.draft_config import DraftConfig
 from blockdraft.drafters.dflash2.network import DFlash2Config
 from blockdraft.drafters.dspark.network import DSparkConfig
+from blockdraft.formats import read_config, zlab
+from blockdraft.nn.draft_config import DraftConfig
 from blockdraft.types import CPU_BLOCK_SIZE
 
 PACKAGE = Path(__file__).parents[2] / "src/blockdraft/pair"
