@@ -10,13 +10,17 @@ import shutil
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
 from benchmarks.harness.process import PeerError
 from blockdraft.errors import BlockdraftError
+from blockdraft.settings import explain, read_settings
+
+S = TypeVar("S")
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = ROOT / "benchmarks" / "peers" / "prompts.jsonl"
@@ -77,6 +81,27 @@ def listed(kind: Callable[[str], Any] = str, known: Collection[Any] = ()) -> Cal
         return found
 
     return read
+
+
+def add_settings(parser: argparse.ArgumentParser, kind: type, title: str | None = None) -> None:
+    """Add an option for each field of a class of settings, explained by its docstring.
+
+    Args:
+        title: Of the group of these options.
+    """
+    group = parser.add_argument_group(title) if title else parser
+    for field in fields(kind):
+        default = getattr(kind(), field.name)
+        shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
+        told = explain(kind, field.name).replace("%", "%%")
+        group.add_argument(f"--{field.name.replace('_', '-')}", metavar="VALUE", help=f"{told} ({shown})")
+
+
+def read_options(kind: type[S], given: argparse.Namespace, **defaults: Any) -> S:
+    """Settings as the options of `add_settings` say, with these in the place of some defaults."""
+    named = {field.name: getattr(given, field.name) for field in fields(kind)}
+    read = read_settings(kind, flags={name: text for name, text in named.items() if text is not None})
+    return replace(read, **{name: value for name, value in defaults.items() if named[name] is None})
 
 
 def command_line(module: str) -> str:

@@ -18,65 +18,55 @@ from __future__ import annotations
 import argparse
 import shutil
 from collections.abc import Sequence
-from dataclasses import fields, replace
-from pathlib import Path
-from typing import Any
 
-from benchmarks.harness.command import in_words, keep_settings
+from benchmarks.harness.command import (
+    ROOT,
+    Parser,
+    add_settings,
+    in_words,
+    keep_settings,
+    read_options,
+    report_failures,
+)
+from benchmarks.harness.records import Records
 from benchmarks.server import faults, fuzz, report
-from benchmarks.server.load import LoadSettings, broken, measure
-from benchmarks.server.runs import Runs
+from benchmarks.server.load import LoadSettings, Run, broken, measure
 from benchmarks.server.soak import soak
-from benchmarks.soak.report import table
+from benchmarks.soak.report import summary_table
 
-ROOT = Path(__file__).parents[2]
-QUICK: dict[str, Any] = {"streams": (1, 4), "repeats": 1, "seconds": 4.0, "requests": 8, "batch": 4, "threads": 1}
+QUICK = {"streams": "1,4", "repeats": "1", "seconds": "4", "requests": "8", "batch": "4", "threads": "1"}
+FIXED = ("seconds", "requests", "batch", "prefix_tokens", "dtype", "threads")
+SOAKED = {"streams": (16,), "widths": (1,)}  # of a soak where nothing else is asked for
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__, out=ROOT / "build" / "server", quick=QUICK, resumes=True)
     add = parser.add_argument
     add("what", nargs="?", choices=("load", "soak", "faults", "fuzz"), default="load")
-    for field in fields(LoadSettings):
-        default = getattr(LoadSettings(), field.name)
-        shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
-        add(f"--{field.name.replace('_', '-')}", type=_reader(default), help=f"({shown})")
+    add_settings(parser, LoadSettings)
     add("--minutes", type=float, default=10.0, help="of a soak (10)")
     add("--cases", type=int, default=10_000, help="fuzzed requests (10000)")
     add("--seed", type=int, default=0, help="of the fuzzed requests (0)")
-    add("--quick", action="store_true", help="a load of a few minutes, small enough to see that all works")
-    add("--anew", action="store_true", help="forget what was measured before")
-    add("--out", type=Path, default=ROOT / "build" / "server")
-    return parser.parse_args(words)
-
-
-def _reader(default: Any) -> Any:
-    if not isinstance(default, tuple):
-        return type(default)
-    kind = type(default[0])
-    return lambda text: tuple(kind(each.strip()) for each in text.split(",") if each.strip())
+    return parser.parse(words)
 
 
 def run(given: argparse.Namespace) -> list[str]:
     """Do it; returns what does not hold."""
     out = given.out / given.what if given.what != "load" else given.out
-    if given.anew and out.exists():
-        shutil.rmtree(out)
+    if given.anew:
+        shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True, exist_ok=True)
-    chosen = QUICK if given.quick else {}
-    chosen |= {f.name: getattr(given, f.name) for f in fields(LoadSettings) if getattr(given, f.name) is not None}
-    how = replace(LoadSettings(), **chosen)
-    if given.what == "soak":
-        summary, failures = soak(given.minutes, max(given.streams or (16,)), max(given.widths or (1,)), how, out)
-        print(table(summary))
-        return failures
     if given.what == "faults":
         return faults.run(out)
     if given.what == "fuzz":
         return fuzz.run(given.cases, given.seed, out)
-    same = ("seconds", "requests", "batch", "prefix_tokens", "dtype", "threads")
-    keep_settings(out, {name: getattr(how, name) for name in same})
-    runs = Runs(out / "runs.csv")
+    if given.what == "soak":
+        summary, failures = soak(given.minutes, read_options(LoadSettings, given, **SOAKED), out)
+        print(summary_table(summary))
+        return failures
+    how = read_options(LoadSettings, given)
+    keep_settings(out, {name: getattr(how, name) for name in FIXED})
+    runs = Records(Run, out / "runs.csv")
     missing = measure(how, out, runs)
     if not runs.all:
         raise ValueError(f"Nothing could be measured: {'; '.join(missing.values())}")
@@ -90,8 +80,7 @@ def run(given: argparse.Namespace) -> list[str]:
 def main() -> None:
     with in_words():
         failures = run(arguments())
-    print(*[f"FAILED {failure}" for failure in failures], sep="\n")
-    raise SystemExit(bool(failures))
+    raise SystemExit(report_failures(failures))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Faults of clients and of the engine while others are being answered, whose answers must not change.
 
-The servers are processes of their own: `blockdraft serve`, and `faulty.py`, whose target fails where a marker is read.
+As a program this is `blockdraft serve` with a target that fails on purpose where a token of `MARKER` is read: whoever
+sends or says it has a failing request, and nobody else.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import asyncio
 import json
 import socket
 import struct
-import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -17,17 +17,40 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.command import tell
 from benchmarks.server import chats, tiny
-from benchmarks.server.faulty import MARKER
+from benchmarks.server.client import CHAT, Answer, exchange, parse, post, request_bytes
 from benchmarks.server.servers import HOST, Server, ours
-from benchmarks.server.soak import metrics
-from benchmarks.server.wire import Answer, exchange, parse, post, request_bytes
 
-CHAT = "/v1/chat/completions"
+MARKER = "\x07"
 MODEL = "pair"
 ROWS, QUEUE, STREAMS = 4, 6, 3  # of a server; and streams that go on beside a fault
 PATIENCE = 120.0
 MANY = 400  # tokens of an answer that goes on for a while
+PATHS = (CHAT, "/v1/completions", "/v1/responses", "/v1/messages", "/tokenize")
+HEAD = b'{"model": "pair", "messages": [{"role": "user", "content": '
+GARBAGE: dict[str, bytes] = {
+    "nothing": b"",
+    "no JSON": b"{",
+    "bytes": bytes(range(256)),
+    "a list": b"[]",
+    "a number": b"1",
+    "null": b"null",
+    "deep": b'{"messages":' + b"[" * 100_000,
+    "a deep whole": b'{"messages":' + b"[" * 5_000 + b"]" * 5_000 + b"}",
+    "NaN": HEAD + b'"x"}], "temperature": NaN}',
+    "half a character": HEAD + b'"\\ud800"}], "max_tokens": 4}',
+    "no messages": b'{"model": "pair", "messages": []}',
+    "a huge number": HEAD + b'"x"}], "max_tokens": ' + b"9" * 400 + b"}",
+    "a huge text": HEAD + b'"' + b"x" * 3_000_000 + b'"}]}',
+}
+MAYBE = ("half a character", "a huge number")  # what some of the routes may take, that do not look at it
+NO_HTTP = (
+    b"\x16\x03\x01" + bytes(200),
+    b"GET\r\n\r\n",
+    b"POST / HTTP/1.1\r\nContent-Length: x\r\n\r\n",
+    b"A" * 100_000,
+)
 
 
 class Load:
@@ -63,13 +86,17 @@ class Load:
             await asyncio.wait_for(asyncio.gather(*tasks), PATIENCE)
 
 
-async def ask(port: int, body: bytes, path: str = CHAT, headers: dict[str, str] | None = None) -> Answer:
-    return parse(await asyncio.wait_for(exchange(HOST, port, path, body, headers), PATIENCE))
+async def ask(port: int, body: bytes, path: str = CHAT) -> Answer:
+    return parse(await asyncio.wait_for(exchange(HOST, port, path, body), PATIENCE))
 
 
-def chat(text: str, tokens: int = 32, **more: Any) -> bytes:
+def chat(text: str, tokens: int = 32, stream: bool = True, **more: Any) -> bytes:
     given = {"messages": [{"role": "user", "content": text}], "max_tokens": tokens}
-    return json.dumps(chats.body(given, MODEL, None, more.pop("stream", True)) | more).encode()
+    return json.dumps(chats.body(given, MODEL, None, stream) | more).encode()
+
+
+def long_chat(tokens: int = MANY, **more: Any) -> bytes:
+    return chat("Count to a hundred.", tokens, ignore_eos=True, **more)
 
 
 def text_of(answer: Answer) -> str:
@@ -80,21 +107,18 @@ def text_of(answer: Answer) -> str:
 
 
 async def idle(server: Server, seconds: float = 10.0) -> list[str]:
-    """What is wrong where requests are still running or waiting after so many seconds."""
+    """A failure where requests are still running or waiting after so many seconds."""
     until = time.monotonic() + seconds
-    while (
-        left := metrics(await asyncio.to_thread(lambda: server.get("/metrics").decode()))
-    ) and time.monotonic() < until:
+    while (left := await asyncio.to_thread(server.busy)) and time.monotonic() < until:
         await asyncio.sleep(0.1)
     return [f"requests are left: {left}"] if left else []
 
 
 async def vanishing(server: Server) -> list[str]:
     """Clients that go away: after a few bytes of an answer, before any, and in the middle of their own request."""
-    body = chat("Count to a hundred.", MANY, ignore_eos=True)
-    whole = request_bytes(post(HOST, server.port, CHAT, body), body)
-    plain = chat("Count to a hundred.", MANY, ignore_eos=True, stream=False)
-    unstreamed = request_bytes(post(HOST, server.port, CHAT, plain), plain)
+    whole, unstreamed = (
+        request_bytes(post(HOST, server.port, CHAT, body), body) for body in (long_chat(), long_chat(stream=False))
+    )
     for sent, read in [(whole, 200), (whole, 0), (whole[: len(whole) // 2], 0), (unstreamed, 0), (whole[:20], 0)] * 4:
         reader, writer = await asyncio.open_connection(HOST, server.port)
         with suppress(OSError):
@@ -111,64 +135,34 @@ async def vanishing(server: Server) -> list[str]:
 
 async def slow_readers(server: Server) -> list[str]:
     """Clients that take an answer a few bytes at a time, from a window as small as the system allows."""
-    body, problems = chat("Count to a hundred.", MANY, ignore_eos=True), list[str]()
+    body, loop = long_chat(), asyncio.get_running_loop()
 
-    async def slowly() -> None:
-        raw = socket.socket()
-        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        raw.setblocking(False)
-        loop = asyncio.get_running_loop()
-        await loop.sock_connect(raw, (HOST, server.port))
-        await loop.sock_sendall(raw, request_bytes(post(HOST, server.port, CHAT, body), body))
-        first = b""
-        for _ in range(40):
-            first += await asyncio.wait_for(loop.sock_recv(raw, 64), PATIENCE)
-            await asyncio.sleep(0.05)
-        if b" 200 " not in first[:20]:
-            problems.append(f"a slow reader got {first[:100]!r}")
-        raw.close()
+    async def slowly() -> list[str]:
+        with socket.socket() as raw:
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            raw.setblocking(False)
+            await loop.sock_connect(raw, (HOST, server.port))
+            await loop.sock_sendall(raw, request_bytes(post(HOST, server.port, CHAT, body), body))
+            first = b""
+            for _ in range(40):
+                first += await asyncio.wait_for(loop.sock_recv(raw, 64), PATIENCE)
+                await asyncio.sleep(0.05)
+        return [] if b" 200 " in first[:20] else [f"a slow reader got {first[:100]!r}"]
 
-    await asyncio.gather(*(slowly() for _ in range(ROWS)))
-    return problems
-
-
-GARBAGE: dict[str, bytes] = {
-    "nothing": b"",
-    "no JSON": b"{",
-    "bytes": bytes(range(256)),
-    "a list": b"[]",
-    "a number": b"1",
-    "null": b"null",
-    "deep": b'{"messages":' + b"[" * 100_000,
-    "a deep whole": b'{"messages":' + b"[" * 5_000 + b"]" * 5_000 + b"}",
-    "NaN": b'{"model": "pair", "messages": [{"role": "user", "content": "x"}], "temperature": NaN}',
-    "half a character": b'{"model": "pair", "messages": [{"role": "user", "content": "\\ud800"}], "max_tokens": 4}',
-    "no messages": b'{"model": "pair", "messages": []}',
-    "a huge number": b'{"model": "pair", "messages": [{"role": "user", "content": "x"}], "max_tokens": '
-    + b"9" * 400
-    + b"}",
-    "a huge text": b'{"model": "pair", "messages": [{"role": "user", "content": "' + b"x" * 3_000_000 + b'"}]}',
-}
-
-MAYBE = ("half a character", "a huge number")  # what some of the routes may take, that do not look at it
+    return sum(await asyncio.gather(*(slowly() for _ in range(ROWS))), [])
 
 
 async def garbage(server: Server) -> list[str]:
     """Bodies that are none, and bytes that are no HTTP."""
     problems = []
     for name, body in GARBAGE.items():
-        for path in (CHAT, "/v1/completions", "/v1/responses", "/v1/messages", "/tokenize"):
+        for path in PATHS:
             answer = await ask(server.port, body, path)
             if not (400 <= answer.status < 500 or (name in MAYBE and answer.status == 200)):
                 problems.append(f"{name} at {path} was answered with {answer.status}: {answer.body[:100]!r}")
             elif answer.status != 200 and "error" not in answer.json:
                 problems.append(f"{name} at {path}: {answer.body[:100]!r} is not in the shape of an error")
-    for raw in (
-        b"\x16\x03\x01" + bytes(200),
-        b"GET\r\n\r\n",
-        b"POST / HTTP/1.1\r\nContent-Length: x\r\n\r\n",
-        b"A" * 100_000,
-    ):
+    for raw in NO_HTTP:
         reader, writer = await asyncio.open_connection(HOST, server.port)
         with suppress(OSError):
             writer.write(raw)
@@ -184,30 +178,27 @@ async def limits(server: Server) -> list[str]:
     """Prompts and answers that just fit, and ones that just do not."""
     card = json.loads(await asyncio.to_thread(server.get, "/v1/models"))["data"][0]["blockdraft"]
     context, problems = int(card["max_context"]), list[str]()
-
-    async def completion(prompt: int, tokens: int, expected: int) -> None:
+    fit = [(context - 1, 1), (context - 40, 40), (1, context - 1)]
+    not_fit = [(context, 1), (context - 40, 41), (context + 1, 1), (10 * context, 1), (1, 10**9), (0, 1)]
+    for prompt, tokens in [*fit, *not_fit]:
         given = {"model": MODEL, "prompt": [20 + i % 50 for i in range(prompt)], "max_tokens": tokens, "temperature": 0}
         answer = await ask(server.port, json.dumps(given | {"ignore_eos": True}).encode(), "/v1/completions")
+        expected = 200 if (prompt, tokens) in fit else 400
         if answer.status != expected:
             said = f"{prompt} tokens that ask for {tokens} of {context} were answered with {answer.status}"
             problems.append(f"{said}, not {expected}: {answer.body[:150]!r}")
         elif expected == 200 and answer.json["usage"]["completion_tokens"] != tokens:
             problems.append(f"{prompt} tokens that asked for {tokens} got {answer.json['usage']}")
-
-    for prompt, tokens in ((context - 1, 1), (context - 40, 40), (1, context - 1)):
-        await completion(prompt, tokens, 200)
-    for prompt, tokens in ((context, 1), (context - 40, 41), (context + 1, 1), (10 * context, 1), (1, 10**9), (0, 1)):
-        await completion(prompt, tokens, 400)
     return problems
 
 
 async def full_queue(server: Server) -> list[str]:
     """More requests at once than there is room for."""
-    body = chat("Count to a hundred.", 64, ignore_eos=True)
+    body = long_chat(64)
     answers = await asyncio.gather(*(ask(server.port, body) for _ in range(4 * (ROWS + QUEUE))))
     statuses = [answer.status for answer in answers]
     problems = [f"a full queue answered with {status}" for status in {*statuses} - {200, 429}]
-    if 429 not in statuses or 200 not in statuses:
+    if not {200, 429} <= {*statuses}:
         problems.append(f"all of {len(statuses)} requests at once were answered with {statuses[0]}")
     if any(answer.status == 429 and not answer.headers.get("retry-after", "").isdigit() for answer in answers):
         problems.append("a 429 has no Retry-After in seconds")
@@ -218,20 +209,15 @@ async def full_queue(server: Server) -> list[str]:
 
 async def engine_fails(server: Server) -> list[str]:
     """An exception in the target at one request, before its first token and in the middle of its answer."""
-    ids = (
-        await ask(server.port, json.dumps({"prompt": MARKER, "add_special_tokens": False}).encode(), "/tokenize")
-    ).json
-    said_by_itself = {str(ids["tokens"][-1]): 100}
+    marker = json.dumps({"prompt": MARKER, "add_special_tokens": False}).encode()
+    ids = (await ask(server.port, marker, "/tokenize")).json
     problems = []
     for stream in (False, True):
         read = await ask(server.port, chat(f"Say {MARKER} now", stream=stream))
-        said = await ask(server.port, chat("Say it", stream=stream, logit_bias=said_by_itself))
+        said = await ask(server.port, chat("Say it", stream=stream, logit_bias={str(ids["tokens"][-1]): 100}))
         for what, answer in (("reads", read), ("says", said)):
-            failed = (
-                answer.status == 500 and "error" in answer.json
-                if not answer.events
-                else any("error" in event for _, event in answer.events)
-            )
+            in_events = any("error" in event for _, event in answer.events)
+            failed = in_events if answer.events else answer.status == 500 and "error" in answer.json
             if not failed or "Traceback" in answer.body or "/" in answer.body.partition('"error"')[2]:
                 problems.append(f"who {what} the marker (stream: {stream}) got {answer.status}: {answer.body[-200:]!r}")
     return problems
@@ -239,8 +225,7 @@ async def engine_fails(server: Server) -> list[str]:
 
 async def told_to_end(server: Server) -> list[str]:
     """SIGTERM while answers are streamed: each is finished or ends with a word, and the server ends well."""
-    body = chat("Count to a hundred.", MANY, ignore_eos=True)
-    running = [asyncio.create_task(ask(server.port, body)) for _ in range(ROWS + 2)]
+    running = [asyncio.create_task(ask(server.port, long_chat())) for _ in range(ROWS + 2)]
     await asyncio.sleep(0.3)
     server.process.terminate()
     answers = await asyncio.gather(*running)
@@ -257,8 +242,8 @@ Fault = Callable[[Server], Awaitable[list[str]]]
 FAULTS: tuple[Fault, ...] = (vanishing, slow_readers, garbage, limits, full_queue, engine_fails)
 
 
-async def one(fault: Fault, server: Server, known: Sequence[tuple[bytes, str]]) -> list[str]:
-    """A fault beside others' requests; what does not hold."""
+async def beside_others(fault: Fault, server: Server, known: Sequence[tuple[bytes, str]]) -> list[str]:
+    """A fault beside others' requests; returns what does not hold."""
     load = Load(server, known)
     async with load.running():
         found = await asyncio.wait_for(fault(server), 5 * PATIENCE)
@@ -268,32 +253,51 @@ async def one(fault: Fault, server: Server, known: Sequence[tuple[bytes, str]]) 
 
 
 async def all_of_them(server: Server) -> list[str]:
-    known = []
+    known, failures = list[tuple[bytes, str]](), list[str]()
     for request in chats.make(8):
-        body = json.dumps(chats.body(request | {"max_tokens": 32}, MODEL, False)).encode()
-        drafted = json.dumps(chats.body(request | {"max_tokens": 32}, MODEL, True)).encode()
-        known.append((drafted, text_of(await ask(server.port, body))))
-    failures = []
-    for fault in FAULTS:
+        plain, drafted = (
+            json.dumps(chats.body(request | {"max_tokens": 32}, MODEL, drafts)).encode() for drafts in (False, True)
+        )
+        known.append((drafted, text_of(await ask(server.port, plain))))
+    for fault in (*FAULTS, told_to_end):
         began = time.monotonic()
-        found = await one(fault, server, known)
+        found = await (told_to_end(server) if fault is told_to_end else beside_others(fault, server, known))
         failures += [f"{fault.__name__}: {problem}" for problem in found]
-        print(f"{fault.__name__}: {found or 'ok'} ({time.monotonic() - began:.0f} s)", file=sys.stderr, flush=True)
-    if found := await told_to_end(server):
-        failures += [f"told_to_end: {problem}" for problem in found]
-    print(f"told_to_end: {found or 'ok'}", file=sys.stderr, flush=True)
+        tell(f"{fault.__name__}: {found or 'ok'} ({time.monotonic() - began:.0f} s)")
     return failures
 
 
 def run(out: Path) -> list[str]:
     """All faults, one after the other; returns what does not hold."""
     with tempfile.TemporaryDirectory() as folder:
-        target = tiny.pair_with_tools(Path(folder) / MODEL)
+        target, drafter = tiny.pair_with_tools(Path(folder) / MODEL), tiny.BUNDLED.parent / "drafter"
         more = ["--max-batch-size", str(ROWS), "--max-queue", str(QUEUE), "--max-body", str(2 * 2**20)]
-        server = ours(
-            target, tiny.BUNDLED.parent / "drafter", out / "faults.log", 1, more, module="benchmarks.server.faulty"
-        )
+        server = ours(target, drafter, out / "faults.log", 1, more, module="benchmarks.server.faults")
         try:
             return asyncio.run(all_of_them(server))
         finally:
             server.close()
+
+
+def serve_failing() -> None:
+    """`blockdraft serve` with a target that fails at the marker."""
+    import torch
+
+    from benchmarks.soak.faults import Faults, InjectedFault, Wrapped
+    from blockdraft import targets
+    from blockdraft.cli import main
+
+    class Failing(Wrapped):
+        def forward(self, tokens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            marked = torch.tensor(self.tokenizer(MARKER, add_special_tokens=False)["input_ids"])
+            if torch.isin(tokens, marked.to(tokens.device)).any():
+                raise InjectedFault("the marker was read")
+            return self._inner.forward(tokens, *args, **kwargs)
+
+    load: Any = targets.load_target
+    targets.load_target = lambda *args, **kwargs: Failing(load(*args, **kwargs), Faults(0.0))
+    main()
+
+
+if __name__ == "__main__":
+    serve_failing()

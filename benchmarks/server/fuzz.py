@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import tempfile
 from collections import Counter
 from dataclasses import dataclass
@@ -17,27 +16,16 @@ from typing import Any
 
 import h11
 
+from benchmarks.harness.command import tell
 from benchmarks.server import tiny
+from benchmarks.server.client import Exchange, exchange, parse
 from benchmarks.server.servers import HOST, Server, ours
-from benchmarks.server.wire import Exchange, exchange, parse
 
 MODEL = "random"
 AT_A_TIME, PATIENCE, MOST_FAILURES = 4, 60.0, 20
 KEPT_EVERY = 200  # cases after which the place is kept
-WORDS = (
-    "",
-    "a",
-    "user",
-    "assistant",
-    "\x00",
-    "\ud800",
-    "é" * 20,
-    "<tool_call>",
-    "<think>",
-    "{}",
-    "../../etc",
-    "x" * 5000,
-)
+WORDS = ("", "a", "user", "assistant", "\x00", "\ud800", "é" * 20, "<tool_call>", "<think>", "{}", "../../etc",
+         "x" * 5000)  # fmt: skip
 ODD = (None, True, False, 0, -1, 1, 2**31, 2**63, 10**30, -(10**30), 0.5, 1e308, float("nan"), float("inf"), "", [], {})
 HEADERS = ({"Content-Type": "text/plain"}, {"Content-Type": ""}, {"Accept": "nothing/x"}, {"Host": "example.org"},
            {"Origin": "https://example.org"}, {"Authorization": "Bearer x"}, {"X-Long": "x" * 5000}, {})  # fmt: skip
@@ -112,9 +100,8 @@ class Maker:
         if kind == "array":
             most = min(schema.get("maxItems", 3), 3)
             items = schema.get("items") or {}
-            return [
-                self.value(items, random, depth + 1) for _ in range(random.randint(schema.get("minItems", 0), most))
-            ]
+            count = random.randint(schema.get("minItems", 0), most)
+            return [self.value(items, random, depth + 1) for _ in range(count)]
         if kind == "boolean":
             return random.random() < 0.5
         if kind in ("integer", "number"):
@@ -159,7 +146,7 @@ def _torn(body: bytes, random: Random) -> bytes:
 
 
 async def send(port: int, case: Case) -> tuple[int, str]:
-    """The status, 0 where there was no whole answer, and what it said."""
+    """Status, 0 where there was no whole answer, and what it said."""
     try:
         found: Exchange = await asyncio.wait_for(exchange(HOST, port, case.path, case.body, case.headers), PATIENCE)
     except asyncio.TimeoutError:
@@ -183,9 +170,8 @@ async def cases(server: Server, maker: Maker, seed: int, first: int, count: int)
             status, said = await send(server.port, case)
             statuses[str(status)] += 1
             if status == 0 or status >= 500:
-                failures.append(
-                    f"case {number}, POST {case.path} {case.body[:300]!r} {case.headers}: {status} {said[:200]!r}"
-                )
+                asked = f"case {number}, POST {case.path} {case.body[:300]!r} {case.headers}"
+                failures.append(f"{asked}: {status} {said[:200]!r}")
 
     await asyncio.gather(*(stream() for _ in range(AT_A_TIME)))
     return statuses, failures
@@ -208,7 +194,7 @@ def run(count: int, seed: int, out: Path) -> list[str]:
                 kept["failures"] += failures
                 path.write_text(json.dumps(kept, indent=1), encoding="utf-8")
                 said = dict(sorted(kept["statuses"].items()))
-                print(f"{kept['done']} of {count}: {said}, {len(kept['failures'])} failed", file=sys.stderr, flush=True)
+                tell(f"{kept['done']} of {count}: {said}, {len(kept['failures'])} failed")
         finally:
             status = server.close()
     return [*kept["failures"], *([f"the server ended with {status}"] if status else [])]

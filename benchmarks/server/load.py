@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 import tempfile
@@ -12,22 +11,26 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.command import digest, tell
 from benchmarks.harness.process import PeerError, PeerProcess, peak_bytes
+from benchmarks.harness.records import Records
+from benchmarks.harness.turns import in_turns
 from benchmarks.peers import environments
 from benchmarks.peers.adapters.llama_cpp import Failed, as_gguf
 from benchmarks.server import chats
-from benchmarks.server.heard import Heard, figures
-from benchmarks.server.report import ENGINE, LLAMA_DRAFTS, PLAIN, SERVER, WAYS
-from benchmarks.server.runs import Run, Runs
+from benchmarks.server.client import Figures, Heard, figures
 from benchmarks.server.servers import HOST, Server, llama, ours
 from benchmarks.sizes.pairs import parameters
 from benchmarks.sizes.widen import DRAFTER, TARGET, widen
-from blockdraft.settings import settings
+from blockdraft.settings import Count, Layers, Natural, Texts, settings
 
+SERVER, PLAIN, ENGINE = "server", "server-plain", "engine"  # ours with drafting and without, and no server at all
+LLAMA, LLAMA_DRAFTS = "llama-server", "llama-server-drafting"
+WAYS = (SERVER, PLAIN, ENGINE, LLAMA, LLAMA_DRAFTS)
+EXACT = (SERVER, PLAIN, ENGINE)  # ways whose answers must be those of plain decoding
 MODEL = "target"  # as our server names it
 LENGTH = 640  # tokens that the longest request has room for
 RAMP = 0.25  # share of a load before anything counts
-EXACT = (SERVER, PLAIN, ENGINE)  # ways whose answers must be those of plain decoding
 
 
 @settings
@@ -37,9 +40,9 @@ class LoadSettings:
     Attributes:
         widths: How many times as wide as the bundled pair; 4 has 75 M parameters.
         streams: Requests at a time.
-        ways: Of `benchmarks.server.report.WAYS`.
+        ways: Servers, and the engine without one.
         repeats: How often each way is measured at each number of streams.
-        seconds: That streams send requests for; a quarter of it warms up.
+        seconds: Time in which streams send requests; a quarter of it warms up.
         requests: Different ones that are asked in turns.
         batch: Requests that a server decodes together at most.
         prefix_tokens: Tokens of ended requests that our server and engine remember.
@@ -47,121 +50,135 @@ class LoadSettings:
         threads: Of each server.
     """
 
-    widths: tuple[int, ...] = (1, 4)
-    streams: tuple[int, ...] = (1, 4, 16, 64)
-    ways: tuple[str, ...] = WAYS
-    repeats: int = 3
+    widths: Layers = (1, 4)
+    streams: Layers = (1, 4, 16, 64)
+    ways: Texts = WAYS
+    repeats: Count = 3
     seconds: float = 24.0
-    requests: int = 96
-    batch: int = 64
-    prefix_tokens: int = 4096
+    requests: Count = 96
+    batch: Count = 64
+    prefix_tokens: Natural = 4096
     dtype: str = "bfloat16"
-    threads: int = 2
+    threads: Count = 2
 
 
 @dataclass(frozen=True)
-class Pair:
-    """Folders of a target and its drafter."""
+class Run:
+    """One load of one way.
+
+    Attributes:
+        width: How many times as wide as the bundled pair.
+        streams: Requests at a time.
+        requests: Those whose latencies are in the medians; these are as in `Figures`.
+        unequal: Answers that are not those decoded plainly and alone.
+        problems: Answers that broke off, failed, or had a form that is not right.
+        peak_bytes: Most memory that its process has had.
+    """
+
+    KEY = ("width", "way", "streams", "repeat")
 
     width: int
-    target: Path
-    drafter: Path
-
-    @property
-    def parameters(self) -> int:
-        return int(parameters(self.target))
-
-
-def make_pair(width: int, folder: Path) -> Pair:
-    return Pair(width, widen(TARGET, folder / "target", width), widen(DRAFTER, folder / "drafter", width))
+    parameters: int
+    way: str
+    streams: int
+    repeat: int
+    seconds: float
+    tokens_per_second: float
+    requests: int
+    first_median: float
+    first_p95: float
+    token_median: float
+    token_p95: float
+    piece_median: float
+    piece_p95: float
+    answers: int
+    unequal: int
+    problems: int
+    peak_bytes: int
 
 
 def peer(module: str, given: Mapping[str, Any], out: Path, patience: float = 3600.0) -> PeerProcess:
     """A process of this folder that talks as the peers do."""
-    command = [
-        sys.executable,
-        "-c",
-        f"import runpy; runpy.run_module('benchmarks.server.{module}', run_name='__main__')",
-    ]
+    command = [sys.executable, "-m", f"benchmarks.server.{module}"]
     return PeerProcess(command, given, given.get("threads", 1), out / "logs" / f"{module}.log", patience)
 
 
-def offline(pair: Pair, how: LoadSettings, out: Path) -> PeerProcess:
-    given = {"target": str(pair.target), "drafter": str(pair.drafter), "dtype": how.dtype, "batch": how.batch}
-    return peer("offline", given | {"prefix_tokens": how.prefix_tokens, "threads": how.threads}, out)
+class Ways(ExitStack):
+    """Everything that is loaded for a pair of some width, for `with`.
 
+    Args:
+        folder: For the pair, and for files of llama.cpp's.
 
-def known_answers(alone: PeerProcess, pair: Pair, how: LoadSettings, out: Path) -> tuple[list[Any], list[Any]]:
-    """Requests and their answers, decoded plainly and alone; those whose answers run in circles are left out, for
-    they are easy to guess. Kept in the folder."""
-    asked = chats.make(how.requests)
-    digest = hashlib.sha256(json.dumps([asked, how.dtype, pair.width]).encode()).hexdigest()[:16]
-    path = out / f"known-{pair.width}-{digest}.json"
-    if not path.exists():
-        print(f"width {pair.width}: decoding {len(asked)} answers plainly", file=sys.stderr, flush=True)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(alone.ask("known", {"requests": asked})["known"]), encoding="utf-8")
-    known = json.loads(path.read_text(encoding="utf-8"))
-    kept = [i for i, each in enumerate(known) if not each["loops"]]
-    if not kept:
-        raise ValueError("All answers run in circles; ask for more --requests.")
-    return [asked[i] for i in kept], [known[i] for i in kept]
+    Attributes:
+        missing: Why ways cannot be had.
+        requests, known: Requests and their answers, decoded plainly and alone. Requests whose answers loop are left
+            out, for they are easy to guess.
+    """
 
-
-def gguf(model: Path, dtype: str, folder: Path, of: Path | None = None) -> Path:
-    """The GGUF file of a model folder, or of a drafter of this target; raises PeerError."""
-    try:
-        return as_gguf(str(model), {"dtype": dtype, "models": str(folder)}, target=of and str(of))
-    except Failed as failed:
-        raise PeerError(str(failed)) from failed
-
-
-class Ways:
-    """Everything that is loaded for a pair, for `with`; ways that cannot be had are in `missing`."""
-
-    def __init__(self, pair: Pair, how: LoadSettings, ways: Sequence[str], out: Path, folder: Path) -> None:
-        self.pair, self.how, self.out, self.folder = pair, how, out, folder
+    def __init__(self, width: int, how: LoadSettings, ways: Sequence[str], out: Path, folder: Path) -> None:
+        super().__init__()
+        self.width, self.how, self.out, self.folder = width, how, out, folder
+        self.target, self.drafter = (widen(source, folder / source.name, width) for source in (TARGET, DRAFTER))
         self.missing: dict[str, str] = {}
         self.servers: dict[str, Server] = {}
         self.streams: dict[str, PeerProcess] = {}
-        self._stack = ExitStack()
         try:
-            self.alone = self._stack.enter_context(offline(pair, how, out))
-            self.requests, self.known = known_answers(self.alone, pair, how, out)
+            pair = {"target": str(self.target), "drafter": str(self.drafter)}
+            chosen = {name: getattr(how, name) for name in ("dtype", "batch", "prefix_tokens", "threads")}
+            self.alone = self.enter_context(peer("offline", pair | chosen, out))
+            self.requests, self.known = self._known_answers()
             for way in ways:
                 if way != ENGINE:
                     try:
-                        self._start(way)
+                        self.start(way)
                     except PeerError as error:
                         self.missing[way] = str(error)
         except BaseException:
-            self._stack.close()
+            self.close()
             raise
 
-    def _start(self, way: str) -> None:
+    def _known_answers(self) -> tuple[list[Any], list[Any]]:
+        asked = chats.make(self.how.requests)
+        path = self.out / f"known-{self.width}-{digest([asked, self.how.dtype, self.width])}.json"
+        if not path.exists():
+            tell(f"width {self.width}: decoding {len(asked)} answers plainly")
+            path.write_text(json.dumps(self.alone.ask("known", {"requests": asked})["known"]), encoding="utf-8")
+        known = json.loads(path.read_text(encoding="utf-8"))
+        kept = [i for i, each in enumerate(known) if not each["loops"]]
+        if not kept:
+            raise ValueError("All answers run in circles; ask for more --requests.")
+        return [asked[i] for i in kept], [known[i] for i in kept]
+
+    def start(self, way: str) -> None:
+        """Start a server with a process that asks it; our two ways share a server."""
         server = self.servers.get(SERVER) or self.servers.get(PLAIN) if way in (SERVER, PLAIN) else None
         if server is None:
-            print(f"width {self.pair.width}: starting {way}", file=sys.stderr, flush=True)
+            tell(f"width {self.width}: starting {way}")
             server = self._server(way)
-            self._stack.callback(server.close)
+            self.callback(server.close)
         self.servers[way] = server
-        self.streams[way] = self._stack.enter_context(peer("streams", {"host": HOST, "port": server.port}, self.out))
+        self.streams[way] = self.enter_context(peer("client", {"host": HOST, "port": server.port}, self.out))
 
     def _server(self, way: str) -> Server:
-        how, log = self.how, self.out / "logs" / f"{way}-{self.pair.width}.log"
+        how, log = self.how, self.out / "logs" / f"{way}-{self.width}.log"
         if way in (SERVER, PLAIN):
             more = ["--dtype", how.dtype, "--max-batch-size", str(how.batch), "--served-model-name", MODEL]
             more += ["--prefix-tokens", str(how.prefix_tokens)]
-            return ours(self.pair.target, self.pair.drafter, log, how.threads, more)
+            return ours(self.target, self.drafter, log, how.threads, more)
         if reason := environments.why_missing("llama_server"):
             raise PeerError(reason)
-        model = gguf(self.pair.target, how.dtype, self.folder)
-        drafter = gguf(self.pair.drafter, how.dtype, self.folder, self.pair.target) if way == LLAMA_DRAFTS else None
+        given = {"dtype": how.dtype, "models": str(self.folder)}
+        try:
+            model, drafter = as_gguf(str(self.target), given), None
+            if way == LLAMA_DRAFTS:
+                drafter = as_gguf(str(self.drafter), given, target=str(self.target))
+        except Failed as failed:
+            raise PeerError(str(failed)) from failed
         return llama(model, drafter, log, how.threads, how.batch, LENGTH)
 
     def ask(self, way: str, streams: int, seconds: float, first: int) -> tuple[list[Heard], int]:
-        """Put a way under load; returns what was heard and the most memory of its process. Raises PeerError where that
-        ended, and starts it again."""
+        """Put a way under load; returns what was heard and the most memory of its process. Where that ended, raises
+        ValueError if it is ours; else starts it again and raises PeerError."""
         given: dict[str, Any] = {"streams": streams, "seconds": seconds, "first": first}
         if way == ENGINE:
             found = self.alone.ask("load", given | {"requests": self.requests})
@@ -170,81 +187,57 @@ class Ways:
             drafts = {SERVER: True, PLAIN: False}.get(way)
             bodies = [json.dumps(chats.body(request, MODEL, drafts)) for request in self.requests]
             found = self.streams[way].ask("load", given | {"bodies": bodies})
-            server = self.servers[way]
-            peak = peak_bytes(server.process.pid)
-            if (status := server.process.poll()) is not None:
-                if way in EXACT:
-                    raise ValueError(f"{way} ended with {status} under the load of {streams} streams; see its log.")
-                self._start(way)
+            process = self.servers[way].process
+            peak, status = peak_bytes(process.pid), process.poll()
+            if status is not None and way in EXACT:
+                raise ValueError(f"{way} ended with {status} under the load of {streams} streams; see its log.")
+            if status is not None:
+                self.start(way)
                 raise PeerError(f"it ended with {status} under the load of {streams} streams")
         return [Heard(**each) for each in found["heard"]], peak
 
     def judge(self, all_heard: Sequence[Heard]) -> tuple[int, list[str]]:
         """How many answers are not their own, and what was wrong with others."""
-        unequal = sum(
-            (heard.text, heard.finish, heard.tokens)
-            != tuple(self.known[heard.index][name] for name in ("text", "finish", "tokens"))
-            for heard in all_heard
-            if not heard.problem
-        )
+        said = [(asdict(heard), self.known[heard.index]) for heard in all_heard if not heard.problem]
+        unequal = sum(any(own[name] != known[name] for name in ("text", "finish", "tokens")) for own, known in said)
         return unequal, [heard.problem for heard in all_heard if heard.problem]
 
-    def close(self) -> None:
-        self._stack.close()
 
-    def __enter__(self) -> Ways:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def steps(how: LoadSettings) -> list[tuple[int, int, str]]:
-    """(repeat, streams, way) in turns: in each repeat another way begins."""
-    found = []
-    for repeat in range(how.repeats):
-        for i, streams in enumerate(how.streams):
-            begin = (repeat + i) % len(how.ways)
-            found += [(repeat, streams, way) for way in (*how.ways[begin:], *how.ways[:begin])]
-    return found
-
-
-def measure(how: LoadSettings, out: Path, runs: Runs) -> dict[str, str]:
+def measure(how: LoadSettings, out: Path, runs: Records[Run]) -> dict[str, str]:
     """Measure what is left, and keep it; returns why ways are missing."""
     missing: dict[str, str] = {}
     for width in how.widths:
-        left = [step for step in steps(how) if (width, step[2], step[1], step[0]) not in runs.had]
+        left = [
+            (repeat, streams, way)
+            for repeat, streams, way in in_turns(how.streams, how.ways, how.repeats)
+            if (width, way, streams, repeat) not in runs.had
+        ]
+        needed = [way for way in how.ways if any(step[2] == way for step in left)]
         if not left:
             continue
-        with tempfile.TemporaryDirectory(dir=out) as folder:
-            pair = make_pair(width, Path(folder))
-            with Ways(
-                pair, how, [way for way in how.ways if any(step[2] == way for step in left)], out, Path(folder)
-            ) as ways:
-                missing |= ways.missing
-                ended = set[tuple[str, int]]()
-                for way in how.ways:  # its first answers warm it up
-                    if way not in ways.missing:
-                        ways.ask(way, min(4, max(how.streams)), 0.1 * how.seconds, 0)
-                for done, (repeat, streams, way) in enumerate(left):
-                    if way in ways.missing:
-                        continue
-                    if (way, streams) in ended:
-                        continue
-                    try:
-                        heard, peak = ways.ask(way, streams, how.seconds, 31 * repeat)
-                    except PeerError as error:
-                        ended.add((way, streams))
-                        missing[f"{way} at {streams} streams, width {width}"] = str(error)
-                        continue
-                    unequal, problems = ways.judge(heard)
-                    found = figures(heard, RAMP * how.seconds, how.seconds)
-                    counts = {"answers": len(heard), "unequal": unequal, "problems": len(problems)}
-                    place = (width, pair.parameters, way, streams, repeat, how.seconds)
-                    runs.add(Run(*place, **asdict(found), **counts, peak_bytes=peak))
-                    speed = f"{found.tokens_per_second:.0f} tokens/s, {unequal} of {len(heard)} answers differ"
-                    said = [f"width {width}, {streams} streams, {way}: {speed}", *problems[:3]]
-                    print(f"{'; '.join(said)} ({done + 1} of {len(left)})", file=sys.stderr, flush=True)
+        with tempfile.TemporaryDirectory(dir=out) as folder, Ways(width, how, needed, out, Path(folder)) as ways:
+            missing |= ways.missing
+            for way in needed:  # its first answers warm it up
+                if way not in ways.missing:
+                    ways.ask(way, min(4, max(how.streams)), 0.1 * how.seconds, 0)
+            ended = {(way, streams) for way in ways.missing for streams in how.streams}
+            for done, (repeat, streams, way) in enumerate(left, 1):
+                if (way, streams) in ended:
+                    continue
+                try:
+                    heard, peak = ways.ask(way, streams, how.seconds, 31 * repeat)
+                except PeerError as error:
+                    ended.add((way, streams))
+                    missing[f"{way} at {streams} streams, width {width}"] = str(error)
+                    continue
+                unequal, problems = ways.judge(heard)
+                found: Figures = figures(heard, RAMP * how.seconds, how.seconds)
+                counts = {"answers": len(heard), "unequal": unequal, "problems": len(problems), "peak_bytes": peak}
+                place = {"width": width, "way": way, "streams": streams, "repeat": repeat, "seconds": how.seconds}
+                runs.add(Run(**place, parameters=parameters(ways.target), **asdict(found), **counts))
+                speed = f"{found.tokens_per_second:.0f} tokens/s, {unequal} of {len(heard)} answers differ"
+                said = "; ".join([f"width {width}, {streams} streams, {way}: {speed}", *problems[:3]])
+                tell(f"{said} ({done} of {len(left)})")
     return missing
 
 

@@ -1,14 +1,15 @@
 """The engine alone, without a server, in a process of its own: the same closed loop through `Engine.submit`, and the
 answers that every server must give, each decoded plainly and alone.
 
-The first argument is JSON, {"target", "drafter", "dtype", "batch", "prefix_tokens", "threads"}; the protocol is that of
-the peers. `load` is that of `benchmarks.server.streams`, with {"requests": [{"messages", "max_tokens"}]} for bodies;
-`known` takes {"requests"} and returns the answers.
+The argument is JSON, {"target", "drafter", "dtype", "batch", "prefix_tokens", "threads"}; the protocol is that of the
+peers. `load` is that of `benchmarks.server.client`, with {"requests": [{"messages", "max_tokens"}]} for bodies; `known`
+takes {"requests"} and returns the answers.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from queue import SimpleQueue
 from typing import Any
@@ -16,8 +17,9 @@ from typing import Any
 import torch
 import transformers
 
+from benchmarks.harness.models import why_uncompiled
 from benchmarks.peers.adapters.serve import Missing, serve
-from benchmarks.server.heard import Heard
+from benchmarks.server.client import Heard
 from blockdraft import Drafting, Engine, SamplingParams, load_drafter, load_target
 from blockdraft.engine import Chunk, loops
 
@@ -25,11 +27,10 @@ PATIENCE = 600.0  # seconds that an answer may take
 
 
 def closed_loop(
-    engine: Engine, requests: list[dict[str, Any]], streams: int, seconds: float, first: int
+    engine: Engine, requests: Sequence[dict[str, Any]], streams: int, seconds: float, first: int
 ) -> list[Heard]:
-    """What `benchmarks.server.streams.closed_loop` does to a server."""
-    began, ended = time.monotonic(), SimpleQueue[Heard]()
-    begun = list[Heard]()
+    """What `benchmarks.server.client.closed_loop` does to a server."""
+    began, ended, begun = time.monotonic(), SimpleQueue[Heard](), list[Heard]()
 
     def begin() -> None:
         heard = Heard((first + len(begun)) % len(requests), time.monotonic() - began)
@@ -64,28 +65,21 @@ def load(settings: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
     torch.set_num_threads(settings["threads"])
     target = load_target(settings["target"], dtype=settings["dtype"], compile="on", threads=settings["threads"])
     drafter = load_drafter(settings["drafter"], target=target)
-    if reason := getattr(drafter, "compile_reason", None):
-        raise Missing(f"the drafter is not compiled: {reason}")
+    if reason := why_uncompiled(target, drafter):
+        raise Missing(reason)
     how = {"max_batch_size": settings["batch"], "prefix_tokens": settings["prefix_tokens"]}
     engine = Engine(target, drafter, drafting=Drafting(block_size="auto"), **how)
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
-        given = (request["requests"], request["streams"], request["seconds"], request["first"])
-        return {"heard": [asdict(each) for each in closed_loop(engine, *given)]}
+        return {"heard": [asdict(each) for each in closed_loop(engine, **request)]}
 
     def known(request: dict[str, Any]) -> dict[str, Any]:
+        found = list[dict[str, Any]]()
         with Engine(target, load_drafter("none", target=target), 1) as plain:
-            found = list[dict[str, Any]]()
             for each in request["requests"]:
                 [said] = plain.generate([each["messages"]], SamplingParams(each["max_tokens"]))
-                found.append(
-                    {
-                        "text": said.text,
-                        "finish": said.finish_reason,
-                        "tokens": len(said.token_ids),
-                        "loops": loops(said.token_ids),
-                    }
-                )
+                ids = said.token_ids
+                found.append({"text": said.text, "finish": said.finish_reason, "tokens": len(ids), "loops": loops(ids)})
         return {"known": found}
 
     return {"running": target.running}, {"load": answer, "known": known}

@@ -14,14 +14,13 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.harness.process import PeerError
+from benchmarks.harness.command import ROOT
+from benchmarks.harness.process import PeerError, last_words
 from benchmarks.peers import environments
 
-ROOT = Path(__file__).parents[2]
 HOST = "127.0.0.1"
 LLAMA_SERVER = environments.folder("llama_cpp") / "build" / "bin" / "llama-server"
 LISTENING = re.compile(r"http://127\.0\.0\.1:(\d+)")
-LONGEST_WORDS = 300
 
 
 class Server:
@@ -29,8 +28,8 @@ class Server:
 
     Args:
         command: What starts it, at a free port.
-        log: Where everything goes that it prints; an address in it tells its port.
-        patience: Seconds that this may take.
+        log: File for all that it prints; an address in it tells the port.
+        patience: Most seconds until it is healthy.
 
     Attributes:
         port: Where it listens.
@@ -40,16 +39,19 @@ class Server:
         PeerError: It did not come up; the message says why.
     """
 
-    def __init__(self, command: Sequence[str | Path], log: Path, threads: int, patience: float = 300.0) -> None:
+    def __init__(self, command: Sequence[object], log: Path, threads: int, patience: float = 300.0) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log
         path = os.pathsep.join(filter(None, (str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH"))))
-        environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
-        environment |= {"PYTHONUNBUFFERED": "1"}
+        variables = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
         with log.open("w") as out:
-            words = [str(word) for word in command]
             self.process = psutil.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment, start_new_session=True
+                [str(word) for word in command],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                env=os.environ | variables | {"PYTHONPATH": path},
+                start_new_session=True,
             )
         try:
             self.port = self._wait(time.monotonic() + patience)
@@ -59,11 +61,10 @@ class Server:
 
     def _wait(self, until: float) -> int:
         while time.monotonic() < until:
-            text = self._log.read_text(errors="replace")
             if self.process.poll() is not None:
-                told = [line.strip() for line in text.splitlines() if line.strip()] or ["no message"]
-                raise PeerError(f"it ended with {self.process.returncode}: {told[-1]}"[:LONGEST_WORDS])
-            if (found := LISTENING.search(text)) and self._healthy(int(found[1])):
+                raise PeerError(last_words(self._log, self.process.returncode))
+            found = LISTENING.search(self._log.read_text(errors="replace"))
+            if found and self._healthy(int(found[1])):
                 return int(found[1])
             time.sleep(0.1)
         raise PeerError(f"it did not come up in time; {self._log} has what it said")
@@ -83,6 +84,10 @@ class Server:
             found: bytes = answer.read()
             return found
 
+    def busy(self) -> dict[str, float]:
+        """Gauges of requests that run or wait, where they are not zero."""
+        return gauges(self.get("/metrics").decode())
+
     def resident(self) -> int:
         """Bytes of memory that it has now; 0 where it has ended."""
         try:
@@ -91,7 +96,7 @@ class Server:
             return 0
 
     def close(self, patience: float = 30.0) -> int:
-        """Tell it to end, and make it where it does not; returns its exit status."""
+        """Tell it to end, and kill it where it does not; returns its exit status."""
         if self.process.poll() is None:
             self.process.terminate()
             try:
@@ -101,12 +106,18 @@ class Server:
         return int(self.process.wait())
 
 
+def gauges(metrics: str) -> dict[str, float]:
+    found = (line.rpartition(" ") for line in metrics.splitlines() if not line.startswith("#"))
+    named = {name: float(value) for name, _, value in found if name.split("{")[0].endswith(("_running", "_waiting"))}
+    return {name: value for name, value in named.items() if value}
+
+
 def ours(
     target: Path, drafter: Path | str, log: Path, threads: int, more: Sequence[str] = (), module: str = "blockdraft"
 ) -> Server:
     """`blockdraft serve`, or another module with its command line. It refuses to run uncompiled."""
-    command = [sys.executable, "-m", module, "serve", "--port", "0", "--threads", str(threads), "--compile", "on"]
-    return Server([*command, "--target", str(target), "--drafter", str(drafter), *more], log, threads)
+    command = [sys.executable, "-m", module, "serve", "--port", "0", "--threads", threads, "--compile", "on"]
+    return Server([*command, "--target", target, "--drafter", drafter, *more], log, threads)
 
 
 def llama(
@@ -119,18 +130,9 @@ def llama(
     more: Sequence[str] = (),
 ) -> Server:
     """llama-server with room for so many requests of this length. With a drafter it drafts."""
-    command = [LLAMA_SERVER, "--model", model, "--host", HOST, "--port", "0", "--threads", threads]
-    command += [
-        "--threads-batch",
-        threads,
-        "--parallel",
-        parallel,
-        "--ctx-size",
-        parallel * length,
-        "--cache-ram",
-        0,
-        "--no-webui",
-    ]
+    command: list[object] = [LLAMA_SERVER, "--model", model, "--host", HOST, "--port", 0, "--threads", threads]
+    command += ["--threads-batch", threads, "--parallel", parallel, "--ctx-size", parallel * length]
+    command += ["--cache-ram", 0, "--no-webui"]
     if drafter is not None:
         command += ["--model-draft", drafter, "--spec-type", "draft-dflash"]
-    return Server([*(str(word) for word in command), *more], log, threads)
+    return Server([*command, *more], log, threads)

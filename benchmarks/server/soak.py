@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import sys
 import tempfile
 import threading
 import time
@@ -12,20 +11,24 @@ from dataclasses import astuple, fields
 from pathlib import Path
 from typing import Any
 
-from benchmarks.server.load import LoadSettings, Ways, make_pair
-from benchmarks.server.report import SERVER
-from benchmarks.soak.report import MOST_GROWTH, SHORTEST_MINUTES, Sample, growth, picture
+from benchmarks.harness.command import tell
+from benchmarks.server.load import SERVER, LoadSettings, Ways
+from benchmarks.soak.report import Sample, grown_too_much, growth, picture_of
 
 PART = 20.0  # seconds after which streams start anew, and answers are compared
 
 
-def soak(minutes: float, streams: int, width: int, how: LoadSettings, out: Path) -> tuple[dict[str, Any], list[str]]:
-    """Run it; returns numbers to show, and what does not hold. Writes samples.csv and soak.png."""
+def soak(minutes: float, how: LoadSettings, out: Path) -> tuple[dict[str, Any], list[str]]:
+    """Run it with the most streams at the largest width; returns numbers to show, and what does not hold.
+
+    Writes samples.csv and soak.png.
+    """
+    streams, width = max(how.streams), max(how.widths)
     samples, count, ended = list[Sample](), Counter[str](), threading.Event()
     problems = list[str]()
     with (
         tempfile.TemporaryDirectory(dir=out) as folder,
-        Ways(make_pair(width, Path(folder)), how, [SERVER], out, Path(folder)) as ways,
+        Ways(width, how, [SERVER], out, Path(folder)) as ways,
     ):
         if SERVER in ways.missing:
             return {}, [f"the server did not start: {ways.missing[SERVER]}"]
@@ -33,56 +36,34 @@ def soak(minutes: float, streams: int, width: int, how: LoadSettings, out: Path)
 
         def watch() -> None:
             while not ended.wait(1.0):
-                seconds = time.monotonic() - began
-                samples.append(Sample(seconds, server.resident(), streams, count["tokens"]))
+                samples.append(Sample(time.monotonic() - began, server.resident(), streams, count["tokens"]))
 
         watcher = threading.Thread(target=watch)
         watcher.start()
         try:
-            first = 0
             while (left := 60 * minutes - (time.monotonic() - began)) > 0:
-                heard, _ = ways.ask(SERVER, streams, min(PART, left), first)
+                heard, _ = ways.ask(SERVER, streams, min(PART, left), count["requests"])
                 unequal, broken = ways.judge(heard)
                 problems += broken
-                first += len(heard)
-                count += Counter(
-                    requests=len(heard), tokens=sum(h.tokens for h in heard), differ=unequal, failed=len(broken)
-                )
-                print(f"{(time.monotonic() - began) / 60:.1f} of {minutes:g} minutes: {dict(count)}", file=sys.stderr)
+                tokens = sum(each.tokens for each in heard)
+                count += Counter(requests=len(heard), tokens=tokens, differ=unequal, failed=len(broken))
+                tell(f"{(time.monotonic() - began) / 60:.1f} of {minutes:g} minutes: {dict(count)}")
         finally:
             ended.set()
             watcher.join()
-        left_over = metrics(server.get("/metrics").decode())
-        status = server.close()
+        left_over, status = server.busy(), server.close()
     with (out / "samples.csv").open("w", newline="", encoding="utf-8") as file:
         lines = csv.writer(file, lineterminator="\n")
         lines.writerow(field.name for field in fields(Sample))
         lines.writerows(astuple(sample) for sample in samples)
     if len(samples) > 2:
-        picture(samples, out / "soak.png")
-    grown = growth(samples) if samples else 0.0
-    summary = {"minutes": minutes, "streams": streams, **count, "memory growth after the warm-up": grown}
+        picture_of(samples, out / "soak.png")
+    summary = {"minutes": minutes, "streams": streams, **count}
+    summary |= {"memory growth after the warm-up": growth(samples)}
     summary |= {"largest memory, MiB": max((s.resident for s in samples), default=0) / 2**20, "exit status": status}
     failures = [f"{number} answers {name}" for name in ("differ", "failed") if (number := count[name])]
-    failures += problems[:5]
-    if not count["requests"]:
-        failures.append("no request was answered")
-    if left_over:
-        failures.append(f"requests are left at the end: {left_over}")
-    if status:
-        failures.append(f"the server ended with {status}")
-    if minutes >= SHORTEST_MINUTES and grown > MOST_GROWTH:
-        failures.append(f"memory has grown by {grown:.1%}")
+    failures += [*problems[:5], *grown_too_much(samples, minutes)]
+    failures += [] if count["requests"] else ["no request was answered"]
+    failures += [f"requests are left at the end: {left_over}"] if left_over else []
+    failures += [f"the server ended with {status}"] if status else []
     return summary, failures
-
-
-def metrics(text: str) -> dict[str, float]:
-    """Gauges of requests that run or wait, where they are not zero."""
-    found = {}
-    for line in text.splitlines():
-        name, _, value = line.rpartition(" ")
-        if line.startswith("#"):
-            continue
-        if name.split("{")[0].endswith(("_running", "_waiting")) and float(value):
-            found[name] = float(value)
-    return found

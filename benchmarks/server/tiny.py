@@ -17,28 +17,14 @@ from safetensors.torch import save_file
 from blockdraft import targets
 
 BUNDLED = Path(targets.BUNDLED)
+TEMPLATE = Path(__file__).with_name("chat_template.jinja")  # knows tools and thinking
 CONTEXT, PAIR_CONTEXT = 256, 4096
-TEMPLATE = """\
-{%- if tools %}{{ '<|im_start|>system\\n# Tools\\n<tools>' }}
-{%- for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor -%}
-{{ '\\n</tools>\\nFor each call answer ' }}
-{{- '<tool_call>\\n{"name": NAME, "arguments": OBJECT}\\n</tool_call><|im_end|>\\n' }}{% endif %}
-{%- for message in messages %}
-{%- if message['role'] == 'tool' %}
-{{- '<|im_start|>user\\n<tool_response>\\n' + message['content'] + '\\n</tool_response>' }}
-{%- else %}{{ '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') }}
-{%- for call in message['tool_calls'] or [] %}
-{{- '\\n<tool_call>\\n{"name": "' + call['function']['name'] + '", "arguments": ' }}
-{{- (call['function']['arguments'] | tojson) + '}\\n</tool_call>' }}{% endfor %}{% endif -%}
-{{ '<|im_end|>\\n' }}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}
-{%- if enable_thinking is defined and enable_thinking %}{{ '<think>\\n' }}{% endif %}{% endif %}"""
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 SIZES |= {"num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": CONTEXT}
 
 
 def random_target(out: Path, seed: int = 0) -> Path:
-    """The random one, in this folder."""
+    """Write a random target to a folder."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = json.loads((BUNDLED / "config.json").read_text())
@@ -46,9 +32,7 @@ def random_target(out: Path, seed: int = 0) -> Path:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(Qwen3Config(**config | SIZES | {"dtype": "float32"}))
-        weights = {
-            name: weight for name, weight in model.state_dict().items() if name != "lm_head.weight"
-        }  # it is tied
+        weights = {name: weight for name, weight in model.state_dict().items() if name != "lm_head.weight"}  # tied
     out.mkdir(parents=True, exist_ok=True)
     save_file(weights, out / "model.safetensors", {"format": "pt"})
     (out / "config.json").write_text(json.dumps(model.config.to_dict(), default=str), encoding="utf-8")
@@ -60,12 +44,12 @@ def with_tools(folder: Path) -> Path:
     for file in BUNDLED.iterdir():
         if file.name.startswith(("tokenizer", "generation_config")):
             shutil.copy(file, folder / file.name)
-    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    shutil.copy(TEMPLATE, folder / TEMPLATE.name)
     return folder
 
 
 def pair_with_tools(out: Path) -> Path:
-    """The bundled target, whose drafter fits it still, with room for long lists of tools."""
+    """Write the bundled target, which its drafter still fits, with room for long lists of tools."""
     shutil.copytree(BUNDLED, out)
     config = json.loads((out / "config.json").read_text())
     (out / "config.json").write_text(json.dumps(config | {"max_position_embeddings": PAIR_CONTEXT}))

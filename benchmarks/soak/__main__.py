@@ -9,25 +9,23 @@ soak.png. The status is 1 where something does not hold.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import sys
 import threading
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import psutil
 
+from benchmarks.harness.command import PROMPTS, ROOT, Parser, report_failures
+from benchmarks.harness.report import write_files
 from benchmarks.soak.faults import Faults, FaultyDrafter, FaultyTarget
 from benchmarks.soak.load import Load, known_answers, outcome
-from benchmarks.soak.report import MOST_GROWTH, SHORTEST_MINUTES, Sample, growth, picture, table
+from benchmarks.soak.report import SHORTEST_MINUTES, Sample, grown_too_much, growth, picture_of, summary_table
 from blockdraft import Drafting, Engine, SamplingParams, load_drafter, load_target
 
-ROOT = Path(__file__).parents[2]
-PROMPTS = ROOT / "benchmarks" / "peers" / "prompts.jsonl"
 MOST_OFF = 0.10  # of the engine's own figure for its memory
 
 
@@ -46,21 +44,15 @@ def soak(
     """
     texts = [json.loads(line)["prompt"] for line in PROMPTS.read_text(encoding="utf-8").splitlines()][:chats]
     target = load_target(compile="on")  # waits for the compiler
-    plain = Engine(target, load_drafter("none", target=target), 1)
-    known = known_answers(plain, texts, turns, tokens)
-    plain.close()
+    with Engine(target, load_drafter("none", target=target), 1) as plain:
+        known = known_answers(plain, texts, turns, tokens)
     gc.collect()
     before, process = set(threading.enumerate()), psutil.Process()
     faults = Faults(share)
-    drafter = FaultyDrafter(load_drafter(target=target), faults)
+    drafter: Any = FaultyDrafter(load_drafter(target=target), faults)
     base = process.memory_info().rss
-    engine = Engine(
-        FaultyTarget(target, faults),  # type: ignore[arg-type]
-        drafter,  # type: ignore[arg-type]
-        at_a_time,
-        Drafting(tree_budget=tree_budget),
-        prefix_tokens=20_000,
-    )
+    faulty: Any = FaultyTarget(target, faults)
+    engine = Engine(faulty, drafter, at_a_time, Drafting(tree_budget=tree_budget), prefix_tokens=20_000)
     load = Load(engine, known, at_a_time, threads, patience)
     began, samples = time.monotonic(), list[Sample]()
     load.start(60 * minutes)
@@ -77,7 +69,7 @@ def soak(
     planned, peak = engine.memory_bytes(), max(sample.resident for sample in samples) - base
     engine.close()
     left = [thread.name for thread in threading.enumerate() if thread not in before]
-    tally, grown = load.tally, growth(samples)
+    tally = load.tally
     summary = {
         "minutes": samples[-1].seconds / 60,
         "requests": sum(tally.outcomes.values()),
@@ -86,44 +78,36 @@ def soak(
         "tokens": tally.tokens,
         "peak above the loaded pair, MiB": peak / 2**20,
         "the engine's own figure, MiB": planned / 2**20,
-        "memory growth after the warm-up": grown,
+        "memory growth after the warm-up": growth(samples),
         "threads left": len(left),
     }
+    own_figure = f"the peak of {peak >> 20} MiB is above the engine's own figure of {planned >> 20} MiB"
+    wrong = {
+        f"{tally.outcomes['hung']} requests did not end": tally.outcomes["hung"],
+        "no request ended well": not tally.outcomes["length"],
+        f"{len(late)} answers are wrong after the faults were switched off": late,
+        f"threads are left: {left}": left,
+        own_figure: minutes >= SHORTEST_MINUTES and peak > (1 + MOST_OFF) * planned,  # else it is the warm-up's
+    }
     failures = [f"a wrong answer: {text}" for text in tally.wrong[:5]]
-    if tally.outcomes["hung"]:
-        failures.append(f"{tally.outcomes['hung']} requests did not end")
-    if not tally.outcomes["length"]:
-        failures.append("no request ended well")
-    if late:
-        failures.append(f"{len(late)} answers are wrong after the faults were switched off")
-    if left:
-        failures.append(f"threads are left: {left}")
-    if minutes >= SHORTEST_MINUTES:  # else the warm-up is most of it
-        if grown > MOST_GROWTH:
-            failures.append(f"memory has grown by {grown:.1%}")
-        if peak > (1 + MOST_OFF) * planned:
-            failures.append(f"the peak of {peak >> 20} MiB is above the engine's own figure of {planned >> 20} MiB")
-    return summary, samples, failures
+    failures += [text for text, is_so in wrong.items() if is_so]
+    return summary, samples, failures + grown_too_much(samples, minutes)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__, out=ROOT / "build" / "soak")
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--requests", type=int, default=16, help="at a time (16)")
     parser.add_argument("--share", type=float, default=0.002, help="of the calls of each part that fail (0.002)")
     parser.add_argument("--tree-budget", default="16", help='a number, or "auto" (16)')
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "soak")
-    args = parser.parse_args()
+    args = parser.parse()
     budget = args.tree_budget if args.tree_budget == "auto" else int(args.tree_budget)
     summary, samples, failures = soak(args.minutes, args.requests, args.share, tree_budget=budget)
-    args.out.mkdir(parents=True, exist_ok=True)
     found = {"summary": summary, "failures": failures, "samples": [asdict(sample) for sample in samples]}
-    (args.out / "soak.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    (args.out / "soak.md").write_text(table(summary), encoding="utf-8")
-    picture(samples, args.out / "soak.png")
-    print(table(summary))
-    print(*[f"FAILED {failure}" for failure in failures], sep="\n")
-    return 1 if failures else 0
+    write_files(args.out, {"soak.json": found, "soak.md": summary_table(summary)})
+    picture_of(samples, args.out / "soak.png")
+    print(summary_table(summary))
+    return report_failures(failures)
 
 
 if __name__ == "__main__":

@@ -79,11 +79,10 @@ class FaultyDrafter(Wrapped):
 
 
 def poisoned(output: Any, random: Random) -> Any:
-    """The output of a forward with a NaN among the logits of a random node of a random row."""
-    logits = output.logits.clone()
+    """Output of a forward with a NaN among the logits of a random node of a random row."""
+    logits, best = output.logits.clone(), output.best
     row, node = random.randrange(logits.size(0)), random.randrange(logits.size(1))
     logits[row, node, random.randrange(logits.size(2))] = torch.nan
-    best = output.best
     if best is not None:
         best = best.clone()
         best[row, node] = -1

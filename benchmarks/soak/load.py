@@ -1,4 +1,4 @@
-"""What is asked of the engine: chats of known answers, from several threads at once, some of it called off."""
+"""Load of an engine: chats of known answers, from several threads at once, some of it called off."""
 
 from __future__ import annotations
 
@@ -29,28 +29,23 @@ def known_answers(plain: Engine, texts: Sequence[str], turns: int, tokens: int, 
     """Chats of some turns, each of which begins with the one before it, and a few prompts of random length."""
     random, found = Random(seed), list[Known]()
     target: Target = plain.target
-    params = SamplingParams(tokens, ignore_eos=True)
-    assert target.tokenizer is not None
+    tokenizer: Any = target.tokenizer
+
+    def add(ids: list[int]) -> list[int]:
+        found.append(Known(ids, plain.generate([ids], SamplingParams(tokens, ignore_eos=True))[0].token_ids))
+        return ids + found[-1].answer
+
     for text in texts:
         chat = [{"role": "user", "content": text}]
-        ids = _ids(target, chat)
-        for turn in range(turns):
-            found.append(Known(ids, plain.generate([ids], params)[0].token_ids))
-            more = target.tokenizer(TURN)["input_ids"] if turn + 1 < turns else []
-            ids = found[-1].prompt + found[-1].answer + list(more)
+        ids = list(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"])
+        for _ in range(turns):
+            ids = add(ids) + list(tokenizer(TURN)["input_ids"])
     whole = [token for known in found for token in known.prompt]
     for _ in range(len(texts)):
         length = round(2 ** random.uniform(0, 9))
         start = random.randrange(max(1, len(whole) - length))
-        ids = whole[start : start + length]
-        found.append(Known(ids, plain.generate([ids], params)[0].token_ids))
+        add(whole[start : start + length])
     return found
-
-
-def _ids(target: Target, chat: list[dict[str, str]]) -> list[int]:
-    assert target.tokenizer is not None
-    encoded: Any = target.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)
-    return list(encoded["input_ids"])
 
 
 @dataclass
@@ -59,7 +54,7 @@ class Tally:
 
     Attributes:
         outcomes: By finish reason, and "error", "wrong", "hung".
-        wrong: Descriptions of answers that are not their twins', and of whatever else went wrong.
+        wrong: Descriptions of answers that are not as known, and of whatever else went wrong.
         open: Requests that are under way.
     """
 
@@ -71,7 +66,7 @@ class Tally:
 
 
 class Load:
-    """Threads that submit.
+    """Threads that submit requests.
 
     Args:
         engine: What is under load.
@@ -124,28 +119,23 @@ class Load:
         return handle, known, params, random.random() < 0.1
 
     def _judge(self, handle: Any, known: Known, params: SamplingParams, cancels: bool) -> None:
+        ids, wrong = list[int](), ""
         try:
             completion = outcome(handle, self._patience)
         except TimeoutError:
-            with self.tally.lock:
-                self.tally.outcomes["hung"] += 1
-                self.tally.open -= 1
-            return
+            came = "hung"
+        else:
+            came = "error" if completion is None else completion.finish_reason
+            if completion is not None:
+                ids = completion.token_ids
+                right = params.temperature > 0 or ids == known.answer[: len(ids)]
+                if not right or not (len(ids) == params.max_new_tokens or (cancels and came == "cancelled")):
+                    wrong = f"{came} {ids} of {params.max_new_tokens} instead of {known.answer}, prompt {known.prompt}"
         with self.tally.lock:
             self.tally.open -= 1
-            if completion is None:
-                self.tally.outcomes["error"] += 1
-                return
-            ids = completion.token_ids
             self.tally.tokens += len(ids)
-            right = params.temperature > 0 or ids == known.answer[: len(ids)]
-            whole = len(ids) == params.max_new_tokens or (cancels and completion.finish_reason == "cancelled")
-            self.tally.outcomes[completion.finish_reason if right and whole else "wrong"] += 1
-            if not (right and whole):
-                self.tally.wrong.append(
-                    f"{completion.finish_reason} {ids} of {params.max_new_tokens} instead of {known.answer}, "
-                    f"prompt {known.prompt}"
-                )
+            self.tally.outcomes["wrong" if wrong else came] += 1
+            self.tally.wrong += [wrong] if wrong else []
 
 
 def outcome(handle: Any, seconds: float) -> Completion | None:

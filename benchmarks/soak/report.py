@@ -1,4 +1,4 @@
-"""What the samples of a soak say: whether memory is flat, a table, a picture."""
+"""Samples of a soak: whether memory is flat, a table, a picture."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.harness.report import picture, table
+
 WARM_UP = 0.3  # share of a run before memory must be flat
 MOST_GROWTH = 0.02  # of the resident memory, from there to the end
 SHORTEST_MINUTES = 5.0  # a run from which flatness can be told
@@ -16,47 +18,47 @@ SHORTEST_MINUTES = 5.0  # a run from which flatness can be told
 
 @dataclass(frozen=True)
 class Sample:
+    """State at a second of the run: resident bytes, requests under way, tokens of ended requests so far."""
+
     seconds: float
-    resident: int  # bytes
+    resident: int
     open: int
     tokens: int
 
 
 def growth(samples: Sequence[Sample]) -> float:
-    """By which share of its mean the resident memory grows after the warm-up, by a straight line through it."""
+    """Growth of the resident memory after the warm-up over its mean, by a straight line through it."""
     kept = [sample for sample in samples if sample.seconds >= WARM_UP * samples[-1].seconds]
-    seconds, resident = (np.array([getattr(s, name) for s in kept], float) for name in ("seconds", "resident"))
     if len(kept) < 3:
         return 0.0
+    seconds, resident = (np.array([getattr(s, name) for s in kept], float) for name in ("seconds", "resident"))
     slope = np.polyfit(seconds - seconds[0], resident, 1)[0]
     return float(slope * (seconds[-1] - seconds[0]) / resident.mean())
 
 
-def table(summary: dict[str, Any]) -> str:
-    lines = ["| | |", "|---|---|"]
+def grown_too_much(samples: Sequence[Sample], minutes: float) -> list[str]:
+    """A failure where memory has grown in a run that is long enough to tell."""
+    grown = growth(samples)
+    return [f"memory has grown by {grown:.1%}"] if minutes >= SHORTEST_MINUTES and grown > MOST_GROWTH else []
+
+
+def summary_table(summary: dict[str, Any]) -> str:
+    lines = []
     for name, value in summary.items():
         shown = ", ".join(f"{key} {count}" for key, count in value.items()) if isinstance(value, dict) else value
-        lines.append(f"| {name} | {shown:.3f} |" if isinstance(shown, float) else f"| {name} | {shown} |")
-    return "\n".join(lines) + "\n"
+        lines.append([name, f"{shown:.3f}" if isinstance(shown, float) else str(shown)])
+    return table(["", ""], lines) + "\n"
 
 
-def picture(samples: Sequence[Sample], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
+def picture_of(samples: Sequence[Sample], path: Path) -> None:
     minutes = [sample.seconds / 60 for sample in samples]
     pairs = list(zip(samples, samples[1:], strict=False))
     speeds = [(b.tokens - a.tokens) / max(b.seconds - a.seconds, 1e-9) for a, b in pairs]
-    figure, axes = plt.subplots(3, 1, figsize=(9, 7), sharex=True)
-    axes[0].plot(minutes, [sample.resident / 2**20 for sample in samples])
-    axes[0].set_ylabel("resident memory, MiB")
-    axes[1].plot(minutes, [sample.open for sample in samples])
-    axes[1].set_ylabel("requests under way")
-    axes[2].plot(minutes[1:], speeds, linewidth=0.7)
-    axes[2].set_ylabel("tokens/s of ended requests")
-    axes[2].set_xlabel("minutes")
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    with picture(path, 3, 1, figsize=(9, 7), sharex=True) as (_, panels):
+        memory, open_requests, speed = panels[:, 0]
+        memory.plot(minutes, [sample.resident / 2**20 for sample in samples])
+        memory.set_ylabel("resident memory, MiB")
+        open_requests.plot(minutes, [sample.open for sample in samples])
+        open_requests.set_ylabel("requests under way")
+        speed.plot(minutes[1:], speeds, linewidth=0.7)
+        speed.set(ylabel="tokens/s of ended requests", xlabel="minutes")

@@ -10,20 +10,22 @@ from typing import Any
 import pytest
 
 from benchmarks.harness.process import PeerError
+from benchmarks.harness.records import Records
 from benchmarks.server import __main__ as program
-from benchmarks.server import chats, offline
-from benchmarks.server.heard import Heard
-from benchmarks.server.load import LoadSettings, Ways, broken, steps
-from benchmarks.server.report import ENGINE, LLAMA, PLAIN, SERVER, WAYS, draw, page, ratios
-from benchmarks.server.runs import Run, Runs
-from benchmarks.server.servers import Server
-from benchmarks.server.soak import metrics
+from benchmarks.server import chats, offline, report
+from benchmarks.server.client import Heard
+from benchmarks.server.load import ENGINE, LLAMA, PLAIN, SERVER, WAYS, LoadSettings, Run, Ways, broken
+from benchmarks.server.report import draw, page, ratios
+from benchmarks.server.servers import Server, gauges
 from blockdraft import Drafting, Engine, SamplingParams, load_drafter, load_target
 
 
 def run(way: str, speed: float, repeat: int = 0, width: int = 4, streams: int = 16, unequal: int = 0) -> Run:
-    times = (0.1, 0.2, 0.01, 0.02, 0.03, 0.04)
-    return Run(width, 75_000_000, way, streams, repeat, 24.0, speed, 9, *times, 10, unequal, 0, 2**30)
+    names = ("first_median", "first_p95", "token_median", "token_p95", "piece_median", "piece_p95")
+    times = dict(zip(names, (0.1, 0.2, 0.01, 0.02, 0.03, 0.04), strict=True))
+    place = {"width": width, "parameters": 75_000_000, "way": way, "streams": streams, "repeat": repeat}
+    counts = {"requests": 9, "answers": 10, "unequal": unequal, "problems": 0, "peak_bytes": 2**30, "seconds": 24.0}
+    return Run(**place, tokens_per_second=speed, **times, **counts)
 
 
 RUNS = [
@@ -33,38 +35,27 @@ RUNS = [
 ]
 
 
-def test_runs_are_kept_and_read_again(tmp_path: Path) -> None:
-    runs = Runs(tmp_path / "new" / "runs.csv")
-    for each in RUNS:
-        runs.add(each)
-    with runs.path.open("a") as file:
-        file.write("4,75000000,ser")  # cut off
-    assert Runs(runs.path).all == RUNS and len(Runs(runs.path).had) == len(RUNS)
-
-
-def test_the_page_says_what_holds(tmp_path: Path) -> None:
+def test_the_page_says_what_holds() -> None:
     assert ratios(RUNS, 4, 16, SERVER, ENGINE) == [95 / 100, 96 / 101, 97 / 102]
     text = page(RUNS, {"llama-server-drafting": "not built"})
-    assert "| 16 | server | 96 |  | 100 / 200 | 10 / 20 | 30 / 40 | 1024 |" in text
     assert "| server / engine | 4 | 16 | at least 0.9 | 0.95 (0.95 to 0.95) | yes |" in text
     assert "| server / llama-server | 4 | 16 | at least 2 | 1.57 (1.56 to 1.58) | NO |" in text
     assert "- llama-server-drafting: not built" in text
     small = page([replace(each, width=1) for each in RUNS], {})
     assert "| server / engine | 1 | 16 |  | 0.95 (0.95 to 0.95) | reported |" in small
-    draw(RUNS, tmp_path / "server.png")
+
+
+def test_the_published_page_is_made_of_the_published_runs(tmp_path: Path) -> None:
+    folder = Path(report.__file__).parent
+    runs, published = Records(Run, folder / "runs.csv").all, (folder / "server.md").read_text()
+    assert page(runs, {}).strip() == published.partition("## Missing")[0].strip()
+    draw(runs, tmp_path / "server.png")
     assert (tmp_path / "server.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_wrong_answers_of_ours_are_failures() -> None:
     assert broken([*RUNS, run(LLAMA, 1.0, unequal=3)]) == []
     assert broken([run(PLAIN, 1.0, unequal=3)]) == ["server-plain at 16 streams, width 4: 3 answers differ, 0 failed"]
-
-
-def test_ways_take_turns() -> None:
-    how = LoadSettings(repeats=2, streams=(1, 4), ways=(SERVER, ENGINE))
-    found = steps(how)
-    assert len(set(found)) == len(found) == 8
-    assert [way for _, _, way in found] == [SERVER, ENGINE, ENGINE, SERVER, ENGINE, SERVER, SERVER, ENGINE]
 
 
 def test_no_two_requests_are_the_same() -> None:
@@ -92,7 +83,7 @@ def test_a_server_that_ended_under_load_has_no_figures(way: str, error: type[Exc
         requests=chats.make(1),
         streams={way: SimpleNamespace(ask=lambda *_: {"heard": []})},
         servers={way: SimpleNamespace(process=process)},
-        _start=started.append,
+        start=started.append,
     )
     with pytest.raises(error, match="ended with -6 under the load of 4 streams"):
         Ways.ask(ways, way, 4, 1.0, 0)
@@ -130,13 +121,13 @@ def test_a_server_that_does_not_come_up_says_why(tmp_path: Path) -> None:
 
 def test_gauges_that_are_left() -> None:
     text = '# TYPE x_running gauge\nx_running 0.0\nx_waiting{model="a b"} 2.0\ny_total 5.0\n'
-    assert metrics(text) == {'x_waiting{model="a b"}': 2.0}
+    assert gauges(text) == {'x_waiting{model="a b"}': 2.0}
 
 
 def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[LoadSettings] = []
 
-    def measure(how: LoadSettings, out: Path, runs: Runs) -> dict[str, str]:
+    def measure(how: LoadSettings, out: Path, runs: Records[Run]) -> dict[str, str]:
         measured.append(how)
         runs.add(run(SERVER, 1.0, repeat=len(runs.all), unequal=len(runs.all)))
         return {}

@@ -9,7 +9,7 @@ import torch
 from benchmarks.soak.__main__ import soak
 from benchmarks.soak.faults import Faults, FaultyDrafter, FaultyTarget, InjectedFault, poisoned
 from benchmarks.soak.load import Known, Load, known_answers, outcome
-from benchmarks.soak.report import Sample, growth, picture, table
+from benchmarks.soak.report import Sample, grown_too_much, growth, picture_of, summary_table
 from blockdraft import Completion, Engine, SamplingParams, load_drafter, load_target
 from blockdraft.engine.stats import Stats
 from blockdraft.targets import TargetOutput
@@ -115,9 +115,10 @@ def test_growth_is_that_of_a_line_after_the_warm_up(tmp_path: Path) -> None:
     rising = [Sample(float(s), (1000 + s) * 2**20, 3, 10 * s) for s in range(100)]
     assert growth(flat) == pytest.approx(0.0)
     assert growth(rising) == pytest.approx(69 / 1064.5, rel=0.01)
-    picture(flat, tmp_path / "picture.png")
+    assert grown_too_much(rising, 9.0) == ["memory has grown by 6.5%"] and not grown_too_much(rising, 1.0)
+    picture_of(flat, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
-    assert "| outcomes | length 3 |" in table({"outcomes": {"length": 3}, "threads left": 0})
+    assert "| outcomes | length 3 |" in summary_table({"outcomes": {"length": 3}, "threads left": 0})
 
 
 @pytest.mark.slow

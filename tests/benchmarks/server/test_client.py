@@ -3,8 +3,7 @@
 import asyncio
 import json
 
-from benchmarks.server.heard import Heard, figures, streamed
-from benchmarks.server.wire import Answer, Exchange, exchange, parse, post
+from benchmarks.server.client import Answer, Exchange, Heard, exchange, figures, parse, post, streamed
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
