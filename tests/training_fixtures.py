@@ -27,7 +27,7 @@ LENGTHS, ANCHORS = (17, 30, 23), ((3, 11, 16), (1, 9, 22, 29), (8, 20))
 def without_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run's picture takes longer than its few steps. Who looks at it asks for the fixture `with_pictures`."""
     if "with_pictures" not in request.fixturenames:
-        monkeypatch.setattr("blockdraft.training.trainer.draw", lambda records, path: True)
+        monkeypatch.setattr("blockdraft.training.trainer.draw_curves", lambda log, path: True)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from blockdraft.diffusion.settings import ConvertSettings, DiffusionRecipe, Samp
 from blockdraft.diffusion.text import read_texts
 from blockdraft.diffusion.train import train
 from blockdraft.engine import loops
-from blockdraft.training.telling import Telling
+from blockdraft.training import progress as training_progress
 
 PLAIN, DRAFTED = "autoregressive", "drafted by "
 TUNED = "tuned"  # folder of the fine-tuned model
@@ -101,8 +101,8 @@ def converted(
         keep=1,
     )
     texts = read_texts([str(data)], RowSettings(), model)
-    telling = Telling(lambda told, done, steps: progress(f"training, {told}", done, steps))
-    train(model, texts, settings.tune_steps, tuned, recipe, telling)
+    report = training_progress.Progress(lambda stage, done, steps: progress(f"training, {stage}", done, steps))
+    train(model, texts, settings.tune_steps, tuned, recipe, report)
     return load_model(tuned, "cpu", "float32")
 
 

@@ -17,8 +17,7 @@ from blockdraft.diffusion.settings import DiffusionRecipe, LikelihoodSettings
 from blockdraft.diffusion.text import Tokens
 from blockdraft.diffusion.train import train
 from blockdraft.errors import UsageError
-from blockdraft.training.records import run_folder
-from blockdraft.training.telling import Telling
+from blockdraft.training.progress import Progress, run_folder
 
 AUTOREGRESSIVE = "autoregressive"
 SAVES = 4  # checkpoints of a run
@@ -142,7 +141,7 @@ def _run(
         keep=1,
         dtype="float32",  # on every machine
     )
-    lines = train(model, [corpus.trained], settings.steps, folder, recipe, Telling(told))
+    lines = train(model, [corpus.trained], settings.steps, folder, recipe, Progress(told))
     scored = Tokens(*(part[: settings.scored or None] for part in corpus.held_out))
     how = LikelihoodSettings(length=length, draws=settings.draws, batch=SCORED_AT_ONCE)
     found = likelihood(model, [scored], how)

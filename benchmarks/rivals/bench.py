@@ -35,7 +35,7 @@ from blockdraft.errors import counted
 from blockdraft.evaluation.prompts import PromptSet, read_prompt_sets
 from blockdraft.settings import as_toml
 from blockdraft.targets import target_fingerprint
-from blockdraft.training.records import run_folder
+from blockdraft.training.progress import run_folder
 
 ROOT = Path(__file__).parents[2]
 

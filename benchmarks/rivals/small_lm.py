@@ -16,8 +16,7 @@ from blockdraft.data.documents import TokenData
 from blockdraft.targets import Target
 from blockdraft.training import checkpoints
 from blockdraft.training.batches import Batch, Batches, Documents, split
-from blockdraft.training.muon import Muon
-from blockdraft.training.optimizers import rate, set_rate
+from blockdraft.training.optimizers import Muon, rate, set_rate
 from blockdraft.training.recipe import Recipe
 
 Progress = Callable[[str, int, int], None]

@@ -23,9 +23,8 @@ from blockdraft.data.documents import TokenData, read_data
 from blockdraft.data.folder import write_file
 from blockdraft.targets import Target, load_target
 from blockdraft.training.devices import make_accelerator
+from blockdraft.training.progress import Progress, run_folder
 from blockdraft.training.recipe import Recipe
-from blockdraft.training.records import run_folder
-from blockdraft.training.telling import Telling
 from blockdraft.training.trainer import train as train_variant
 from blockdraft.training.variant import find_variant
 
@@ -73,7 +72,7 @@ def run(task: Task, target: Target, tell: Callable[[str, int, int], None]) -> Tr
         small_lm.train(target, data, out, recipe, told)
     else:
         accelerator = make_accelerator(recipe, run_folder(out))
-        train_variant(kind.name, target, data, out, recipe, accelerator, telling=Telling(told))
+        train_variant(kind.name, target, data, out, recipe, accelerator, progress=Progress(told))
     return _figures(kind, recipe, data, target, clock.seconds)
 
 

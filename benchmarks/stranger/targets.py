@@ -22,7 +22,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from blockdraft.training.muon import Muon
+from blockdraft.training.optimizers import Muon
 
 VOCABULARY = 2048
 CONTEXT = 512

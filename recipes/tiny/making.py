@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from blockdraft.training.records import logged, run_folder
+from blockdraft.training.progress import read_log, run_folder
 
 NAME = "making.jsonl"  # in the target's folder
 
@@ -22,7 +22,7 @@ class Making:
 
     def __init__(self, folder: Path, stage: str, start: int, tokens_per_step: int) -> None:
         self._path = folder / NAME
-        self._before = logged(self._path)
+        self._before = read_log(self._path)
         self._line = {"stage": stage, "from": start, "tokens_per_step": tokens_per_step}
         self._began = time.monotonic()
 
@@ -56,7 +56,7 @@ def took_target(folder: Path) -> list[Took]:
     """By stage, in their order. Of a stage that was run again its steps are summed."""
     found: dict[str, Took] = {}
     done = 0
-    for line in logged(folder / NAME):
+    for line in read_log(folder / NAME):
         stage, first, last = line["stage"], line["from"], line["to"]
         before = found.get(stage, Took(stage, 0, 0, 0.0))
         done = 0 if stage not in found or first < done else done
@@ -75,7 +75,7 @@ def took_target(folder: Path) -> list[Took]:
 
 def took_drafter(drafter: Path) -> Took | None:
     """By the log of its run, without the evaluations; None where there is none."""
-    lines = [line for line in logged(run_folder(drafter) / "log.jsonl") if "tokens" in line]
+    lines = [line for line in read_log(run_folder(drafter) / "log.jsonl") if "tokens" in line]
     if not lines:
         return None
     seconds = sum(line["tokens"] / line["tokens_per_second"] for line in lines)
@@ -89,5 +89,5 @@ def digest(folder: Path) -> str:
 
 def answers_kept(files: list[Path]) -> tuple[int, int]:
     """Answers that were kept of those in these files, and their tokens."""
-    lengths = [len(row["ids"]) for file in files for row in logged(file) if "ids" in row]
+    lengths = [len(row["ids"]) for file in files for row in read_log(file) if "ids" in row]
     return len(lengths), sum(lengths)

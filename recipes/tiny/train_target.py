@@ -42,7 +42,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qw
 
 from blockdraft.engine import loops
 from blockdraft.machine import multiplies_bfloat16
-from blockdraft.training.muon import Muon
+from blockdraft.training.optimizers import Muon
 
 # Share of the documents drawn, by kind; of program-made problems those of at most EASY_STEPS are "easy".
 MIXTURES = {

@@ -145,7 +145,7 @@ def test_interrupted(model: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> 
     code, _, err = run(*given)
     assert code == 130 and "Interrupted before the first checkpoint (--save-every)" in err
     checkpoints.save(Path("trained.run/checkpoints"), 7, {}, keep=1)
-    assert "the same command goes on from step 7" in run(*given)[2]
+    assert "the same command resumes from step 7" in run(*given)[2]
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,8 @@ from blockdraft.diffusion.text import Tokens, read_texts
 from blockdraft.diffusion.train import train
 from blockdraft.errors import NumbersError, UsageError
 from blockdraft.training import checkpoints
-from blockdraft.training.finish import FINISH
-from blockdraft.training.telling import Telling
+from blockdraft.training.graceful_shutdown import FINISH
+from blockdraft.training.progress import Progress
 from blockdraft.training.trainer import run_folder
 
 SMALL = {"length": 12, "batch": 4, "warmup": 2, "held_out": 0.1, "save_every": 2, "eval_every": 0, "ema": 0.0}
@@ -40,9 +40,9 @@ def texts(count: int = 200) -> list[Tokens]:
     return [Tokens(part, torch.ones(len(part), dtype=torch.bool)) for part in ids.split(count - 50)]
 
 
-def run(model_of: Any, out: Path, steps: int, telling: Telling | None = None, **changes: Any) -> list[dict[str, Any]]:
+def run(model_of: Any, out: Path, steps: int, progress: Progress | None = None, **changes: Any) -> list[dict[str, Any]]:
     recipe = DiffusionRecipe(**SMALL | changes)
-    return train(model_of(4), texts(), steps, out, recipe, telling or Telling())
+    return train(model_of(4), texts(), steps, out, recipe, progress or Progress())
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
@@ -58,14 +58,14 @@ class Killed(Exception):
     pass
 
 
-def killing(step: int) -> Telling:
+def killing(step: int) -> Progress:
     """Ends the process, as it were, behind this step."""
 
     def progress(stage: str, done: int, total: int) -> None:
         if stage.startswith(f"step {step} "):
             raise Killed
 
-    return Telling(progress)
+    return Progress(progress)
 
 
 @pytest.mark.parametrize("ema", [0.0, 0.5])
@@ -87,7 +87,7 @@ def test_interrupted_anywhere(model_of: Any, tmp_path: Path, ema: float) -> None
 def test_a_run_goes_on_behind_its_end(model_of: Any, tmp_path: Path) -> None:
     run(model_of, tmp_path / "out", 3)
     notes: list[str] = []
-    run(model_of, tmp_path / "out", 3, Telling(note=notes.append))
+    run(model_of, tmp_path / "out", 3, Progress(note=notes.append))
     assert any("has done its 3 steps" in note for note in notes)
     run(model_of, tmp_path / "out", 4)
     run(model_of, tmp_path / "whole", 4)
@@ -252,7 +252,7 @@ def test_rows_with_nothing_to_learn_are_left_out(model_of: Any, tmp_path: Path) 
     ids, notes = torch.arange(120) % 5 + 60, list[str]()
     recipe = DiffusionRecipe(**SMALL | {"held_out": 0.2})
     lines = train(
-        model_of(4), [Tokens(ids, torch.arange(120) < 70)], 1, tmp_path / "out", recipe, Telling(note=notes.append)
+        model_of(4), [Tokens(ids, torch.arange(120) < 70)], 1, tmp_path / "out", recipe, Progress(note=notes.append)
     )
     assert "held_out_bits" in lines[-1] and notes[0].startswith("4 rows of 12 tokens to train on, 2 held out")
     assert "4 rows without a token to learn, left out" in notes
@@ -266,7 +266,7 @@ def test_told_to_finish(model_of: Any, tmp_path: Path) -> None:
         if stage.startswith("step 2 "):
             (run_folder(tmp_path / "out") / FINISH).touch()
 
-    lines = run(model_of, tmp_path / "out", 9, Telling(progress, notes.append), save_every=0)
+    lines = run(model_of, tmp_path / "out", 9, Progress(progress, notes.append), save_every=0)
     assert (
         len(lines) == 3 and "held_out_bits" in lines[-1] and any("Told to finish at step 3" in note for note in notes)
     )
@@ -278,7 +278,7 @@ def test_told_to_finish(model_of: Any, tmp_path: Path) -> None:
 
 def test_how_long_it_takes_is_told(model_of: Any, tmp_path: Path) -> None:
     notes: list[str] = []
-    run(model_of, tmp_path / "out", 5, Telling(note=notes.append), batch=None)
+    run(model_of, tmp_path / "out", 5, Progress(note=notes.append), batch=None)
     assert "4 rows a step" in notes[0]
     assert any(" s a step, so about 1 min for the 2 steps left; touch " in note for note in notes)
 

@@ -18,7 +18,7 @@ from blockdraft.settings import read_settings
 from blockdraft.training import checkpoints
 from blockdraft.training.devices import make_accelerator
 from blockdraft.training.export import Format, convert, export
-from blockdraft.training.telling import Telling
+from blockdraft.training.progress import Progress
 from blockdraft.training.trainer import run_folder, train
 from blockdraft.training.variant import find_variant, variant_names
 
@@ -45,10 +45,10 @@ def run(tiny_target_dir: Path, tiny_data_dir: Path) -> Run:
     ) -> list[dict[str, Any]]:
         flags = FLAGS | {"trackers": ""} | changes
         recipe = read_settings(find_variant("toy").recipe_class, flags=flags)
-        telling = Telling(note=notes.append if notes is not None else lambda text: None)
+        progress = Progress(note=notes.append if notes is not None else lambda text: None)
         accelerator = make_accelerator(recipe, run_folder(out), "cpu")
         target = load_target(tiny_target_dir, device="cpu")
-        return train("toy", target, read_data(data), out, recipe, accelerator, telling=telling)
+        return train("toy", target, read_data(data), out, recipe, accelerator, progress=progress)
 
     return call
 

@@ -22,8 +22,7 @@ from blockdraft.inspection import Report, inspect
 from blockdraft.inspection.heads import HEAD_INPUT
 from blockdraft.nn.draft_config import LayerAttention
 from blockdraft.targets import embedding_and_head, load_target
-from blockdraft.training.export import convert, format_for
-from blockdraft.training.export_gguf import export_gguf
+from blockdraft.training.export import convert, export_gguf, format_for
 
 Variant = Callable[..., Path]
 

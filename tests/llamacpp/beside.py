@@ -15,7 +15,7 @@ from benchmarks.peers.adapters.llama_cpp import PROGRAM
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.targets import load_target
-from blockdraft.training.export_gguf import ExportedGGUF
+from blockdraft.training.export import ExportedGGUF
 from blockdraft.types import Drafting, SamplingParams
 
 TOKENS = 64

@@ -21,7 +21,7 @@ from blockdraft.settings import read_settings
 from blockdraft.targets import BUNDLED as TARGET
 from blockdraft.targets import load_target
 from blockdraft.training.devices import make_accelerator
-from blockdraft.training.export_gguf import export_gguf
+from blockdraft.training.export import export_gguf
 from blockdraft.training.trainer import run_folder, train
 
 pytestmark = pytest.mark.llamacpp

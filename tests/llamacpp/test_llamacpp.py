@@ -25,7 +25,7 @@ from blockdraft.drafters import BUNDLED_DFLASH, bundled
 from blockdraft.formats import Borrowed, Checkpoint, read_drafter, speculators, zlab
 from blockdraft.nn.draft_config import LayerAttention
 from blockdraft.targets import BUNDLED as TARGET
-from blockdraft.training.export_gguf import export_gguf
+from blockdraft.training.export import export_gguf
 
 pytestmark = pytest.mark.llamacpp
 DRAFTER = bundled()[BUNDLED_DFLASH]

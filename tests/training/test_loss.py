@@ -12,9 +12,9 @@ from blockdraft.decode.proposal import chain
 from blockdraft.drafters.dflash.train import DFlashRecipe, DFlashVariant
 from blockdraft.targets import load_target
 from blockdraft.training.batches import Batches, Documents
+from blockdraft.training.feature_sources import batch_features, open_source
 from blockdraft.training.loss import DraftLoss, Sums, term_weights
 from blockdraft.training.objectives import Slots
-from blockdraft.training.sources import features_of, open_source
 
 RECIPE = DFlashRecipe(
     layers=2,
@@ -36,7 +36,7 @@ def run(recipe: DFlashRecipe, target_dir: Path, data_dir: Path) -> tuple[Sums, d
     batch = next(iter(Batches(documents, documents.usable, recipe, variant.taught_slots).run(0)))[1]
     taps = (0, 1, target.num_layers)
     source = open_source(None, target, data, documents, taps, lambda stage, done, total: None)
-    features = features_of(batch, source, len(taps) * target.hidden_size, target)
+    features = batch_features(batch, source, len(taps) * target.hidden_size, target)
     tapped = 2 * target.hidden_size
     sums = module(features[:, :, :tapped], features[:, :, tapped:], *batch.on(target.device))
     sums.terms_T.sum().backward()

@@ -2,9 +2,8 @@
 
 import pytest
 
-from blockdraft.training.optimizers import rate
 from blockdraft.training.recipe import Recipe
-from blockdraft.training.schedule import Schedule
+from blockdraft.training.schedule import Schedule, rate
 
 RECIPE = Recipe(warmup=0.1, final=0.05)
 
@@ -74,3 +73,15 @@ def test_a_run_under_way_keeps_its_steps() -> None:
         Schedule(40, RECIPE).go_on(20, 40, 10)
     with pytest.raises(ValueError, match="has done 40 steps and 30 are asked for now instead of 40"):
         Schedule(40, RECIPE).go_on(40, 30, 0)
+
+
+def test_rates_rise_and_fall() -> None:
+    cosine = [rate(step, 100, Recipe(warmup=0.1)) for step in range(100)]
+    assert cosine[:3] == pytest.approx([0.1, 0.2, 0.3]) and cosine[9] == pytest.approx(1.0)
+    assert cosine[55] == pytest.approx(0.5) and 0 < cosine[99] < 0.01
+    assert all(later <= earlier for earlier, later in zip(cosine[10:], cosine[11:], strict=False))
+    linear = [rate(step, 100, Recipe(warmup=0.1, schedule="linear", final=0.2)) for step in range(100)]
+    assert linear[55] == pytest.approx(0.6) and linear[99] == pytest.approx(0.2, abs=0.02)
+    wsd = [rate(step, 100, Recipe(warmup=0.1, schedule="wsd")) for step in range(100)]
+    assert set(wsd[10:81]) == {1.0} and wsd[90] == pytest.approx(0.5) and wsd[99] < 0.01
+    assert rate(0, 1, Recipe(warmup=0)) == 1

@@ -23,11 +23,10 @@ from blockdraft.data.writer import DataWriter
 from blockdraft.folders import held
 from blockdraft.settings import read_settings
 from blockdraft.targets import Target, target_fingerprint
-from blockdraft.training import checkpoints, start
+from blockdraft.training import checkpoints, preflight
 from blockdraft.training.devices import make_accelerator
-from blockdraft.training.finish import FINISH
-from blockdraft.training.records import Records
-from blockdraft.training.telling import Telling
+from blockdraft.training.graceful_shutdown import FINISH
+from blockdraft.training.progress import Progress, RunLog
 from blockdraft.training.trainer import run_folder, train
 from blockdraft.training.variant import find_variant, variant_names
 
@@ -62,11 +61,21 @@ def run(tiny_target_dir: Path, tiny_data_dir: Path) -> Run:
         kind = find_variant(variant).recipe_class
         base = {name: value for name, value in BASE.items() if hasattr(kind, name.replace("-", "_"))}
         recipe = read_settings(kind, flags=base | named)
-        telling = Telling(note=notes.append if notes is not None else lambda text: None)  # type: ignore[attr-defined]
+        progress = Progress(note=notes.append if notes is not None else lambda text: None)  # type: ignore[attr-defined]
         accelerator = make_accelerator(recipe, run_folder(out), "cpu")
         target = load_target(tiny_target_dir, device="cpu")
         documents = read_data(data, unfinished=True)
-        return train(variant, target, documents, out, recipe, accelerator, None, telling, None, more, other_answers)
+        return train(
+            variant,
+            target,
+            documents,
+            out,
+            recipe,
+            accelerator,
+            progress=progress,
+            more=more,
+            other_answers=other_answers,
+        )
 
     return call
 
@@ -171,16 +180,16 @@ def test_a_larger_number_of_steps_goes_on_behind_the_end_to_the_same_weights(
 
 
 def test_told_to_finish_it_ends_within_a_few_steps(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out, notes, add = tmp_path / "drafter", list[str](), Records.add
+    out, notes, add = tmp_path / "drafter", list[str](), RunLog.add
 
-    def tell(records: Records, line: Any) -> None:
-        add(records, line)
+    def tell(log: RunLog, line: Any) -> None:
+        add(log, line)
         if line["step"] == 13:
             (run_folder(out) / FINISH).touch()
 
     changes: dict[str, Any] = {"steps": "500", "save_every": "0", "eval_prompts": "0", "eval_every": "0", "keep": "1"}
     with monkeypatch.context() as patched:
-        patched.setattr(Records, "add", tell)
+        patched.setattr(RunLog, "add", tell)
         lines = run(out, **changes, notes=notes)
     assert [line["step"] for line in lines] == list(range(1, 15)) and lines[-1]["rate"] == 0
     assert "held_out_loss" in lines[-1] and not (run_folder(out) / FINISH).exists()
@@ -411,11 +420,11 @@ def test_targets_that_cap_their_logits_teach_no_distributions(
 ) -> None:
     target: Target = load_target(tiny_target_dir)
     tokens = torch.arange(5, 30)
-    start.check_teacher(target, tokens)
+    preflight.check_teacher(target, tokens)
     head = target.head
     monkeypatch.setattr(target, "head", lambda hidden: 0.1 * head(hidden))
     with pytest.raises(ValueError, match="scales or caps its logits; choose objectives that learn from tokens"):
-        start.check_teacher(target, tokens)
+        preflight.check_teacher(target, tokens)
 
 
 def command(target: Path, data: Path, out: Path, launch: tuple[str, ...] = ("-m",), **changes: str) -> list[str]:
@@ -433,7 +442,7 @@ def told_by(started: list[str]) -> str:
 
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
-ENVIRONMENT["PYTHONPATH"] = str(Path(start.__file__).parents[2])
+ENVIRONMENT["PYTHONPATH"] = str(Path(preflight.__file__).parents[2])
 
 
 @pytest.mark.slow

@@ -127,9 +127,8 @@ def train(
         from blockdraft.diffusion.train import train as train_model
         from blockdraft.training.checkpoints import after_interruption
         from blockdraft.training.devices import make_accelerator
-        from blockdraft.training.finish import finish_on_signal
-        from blockdraft.training.records import run_folder
-        from blockdraft.training.telling import Telling
+        from blockdraft.training.graceful_shutdown import finish_on_signal
+        from blockdraft.training.progress import Progress, run_folder
     except ModuleNotFoundError as error:
         raise UsageError(f"Training takes {error.name}; run pip install 'blockdraft[train]'.") from error
 
@@ -139,8 +138,8 @@ def train(
     finish_on_signal(out)
     try:
         with display.progress("done") as progress:
-            telling = Telling(progress, loading.tell)
-            lines = train_model(loaded, texts, steps, out, settings, telling, accelerator)
+            callbacks = Progress(progress, loading.tell)
+            lines = train_model(loaded, texts, steps, out, settings, callbacks, accelerator)
     except KeyboardInterrupt:
         if accelerator.is_main_process:
             loading.tell(after_interruption(run_folder(out) / "checkpoints"))

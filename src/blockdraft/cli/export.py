@@ -93,7 +93,7 @@ def _write_gguf(
     drafter: str, out: Path, target: str | None, weights: str, revision: str | None, adapter: str | None
 ) -> None:
     from blockdraft.targets import BUNDLED
-    from blockdraft.training.export_gguf import export_gguf
+    from blockdraft.training.export import export_gguf
 
     loading.quiet()
     done = export_gguf(drafter, out, target or BUNDLED, weights, revision, adapter)  # type: ignore[arg-type]

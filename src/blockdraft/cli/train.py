@@ -131,10 +131,9 @@ def _train(
         from blockdraft.training.checkpoints import after_interruption
         from blockdraft.training.devices import make_accelerator
         from blockdraft.training.export import format_for
-        from blockdraft.training.finish import finish_on_signal
+        from blockdraft.training.graceful_shutdown import finish_on_signal
         from blockdraft.training.objectives import find_objective
-        from blockdraft.training.records import run_folder
-        from blockdraft.training.telling import Telling
+        from blockdraft.training.progress import Progress, run_folder
         from blockdraft.training.trainer import train
     except ModuleNotFoundError as error:
         raise UsageError(f"Training takes {error.name}; run pip install 'blockdraft[train]'.") from error
@@ -170,9 +169,20 @@ def _train(
     finish_on_signal(out)
     try:
         with display.progress("done") as progress:
-            telling = Telling(progress, note)
+            callbacks = Progress(progress, note)
             written = None if to_format is None else format_for(to_format, loaded, target, revision=given["revision"])
-            lines = train(variant, loaded, documents, out, settings, accelerator, prompts, telling, written, **more)
+            lines = train(
+                variant,
+                loaded,
+                documents,
+                out,
+                settings,
+                accelerator,
+                prompts=prompts,
+                progress=callbacks,
+                written=written,
+                **more,
+            )
     except KeyboardInterrupt:
         if accelerator.is_main_process:
             note(after_interruption(run_folder(out) / "checkpoints"))

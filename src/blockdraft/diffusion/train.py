@@ -31,12 +31,11 @@ from blockdraft.folders import held
 from blockdraft.settings import as_toml
 from blockdraft.targets import weights_fingerprint
 from blockdraft.training import checkpoints
+from blockdraft.training.checkpoints import gather_state, restore_state
 from blockdraft.training.devices import make_accelerator
-from blockdraft.training.finish import forget_finish, told_to_finish
-from blockdraft.training.records import Records, run_folder
-from blockdraft.training.start import check_same
-from blockdraft.training.state import gathered, restore
-from blockdraft.training.telling import Telling
+from blockdraft.training.graceful_shutdown import clear_finish_request, finish_requested
+from blockdraft.training.preflight import check_same
+from blockdraft.training.progress import Progress, RunLog, run_folder
 
 BETAS = (0.9, 0.999)
 EVAL_DRAWS = 4
@@ -52,7 +51,7 @@ def train(
     steps: int,
     out: Path,
     recipe: DiffusionRecipe = DiffusionRecipe(),  # noqa: B008 (frozen)
-    telling: Telling = Telling(),  # noqa: B008 (frozen)
+    progress: Progress = Progress(),  # noqa: B008 (frozen)
     accelerator: Accelerator | None = None,
 ) -> list[dict[str, Any]]:
     """Train a model, or go on with a run: one that was interrupted, or one that has ended if there are more steps now.
@@ -81,7 +80,7 @@ def train(
         raise UsageError("Weights in shards (FSDP) are not for this training; use --multi_gpu in place of --use_fsdp.")
     main = accelerator.is_main_process
     with held(out, "training") if main else contextlib.nullcontext():
-        return _Training(model, texts, steps, out, recipe, telling if main else Telling(), accelerator).run()
+        return _Training(model, texts, steps, out, recipe, progress if main else Progress(), accelerator).run()
 
 
 class _Losses(nn.Module):
@@ -103,10 +102,10 @@ class _Training:
         steps: int,
         out: Path,
         recipe: DiffusionRecipe,
-        telling: Telling,
+        progress: Progress,
         accelerator: Accelerator,
     ) -> None:
-        self.steps, self.out, self.telling, self.accelerator = steps, out, telling, accelerator
+        self.steps, self.out, self.progress, self.accelerator = steps, out, progress, accelerator
         size, length = recipe.block_size or model.config.block_size, row_length(model, recipe.length)
         if size > length:
             raise UsageError(f"block_size is {size} and rows have {length} tokens; make blocks smaller or rows longer.")
@@ -145,15 +144,15 @@ class _Training:
         self.mean = RunningMean(self.network, recipe.ema, None if state is None else state["ema"])
         if state is not None:
             self.clip = tuple(state["clip"])
-            restore(self.module, self.optimizer, state)
+            restore_state(self.module, self.optimizer, state)
         if accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
-        self.records = Records(self.folder, self.begin) if accelerator.is_main_process else None
+        self.log = RunLog(self.folder, self.begin) if accelerator.is_main_process else None
 
     def run(self) -> list[dict[str, Any]]:
         recipe, accelerator = self.recipe, self.accelerator
-        forget_finish(self.folder, accelerator)
-        if self.records is not None:
+        clear_finish_request(self.folder, accelerator)
+        if self.log is not None:
             (self.folder / "recipe.toml").write_text(as_toml(recipe), encoding="utf-8")
             if recipe.trackers:
                 accelerator.init_trackers("blockdraft")
@@ -165,33 +164,33 @@ class _Training:
             figures["tokens_per_second"] = self.batch * self.rows.length / (time.monotonic() - moment)
             if step == self.begin + 1:
                 began = time.monotonic()
-            told = told_to_finish(self.folder, accelerator)
+            told = finish_requested(self.folder, accelerator)
             end = step == self.steps or told
             if self.rows.held_out and (end or (recipe.eval_every and step % recipe.eval_every == 0)):
                 figures["held_out_bits"] = self._measure()
                 measured = f", held out {figures['held_out_bits']:.3f} bits a token"
             if recipe.search_every and step % recipe.search_every == 0 and self.model.config.block_size > 1:
                 self.clip = figures["low"], figures["high"] = self._search(step)
-            if self.records is not None:
-                self.records.add(figures)
+            if self.log is not None:
+                self.log.add(figures)
                 accelerator.log({name: value for name, value in figures.items() if name != "step"}, step=step)
             if end or (recipe.save_every and step % recipe.save_every == 0):
                 self._save(step)
             if step == self.begin + TIMED and not end:
                 self._tell_pace((time.monotonic() - began) / (TIMED - 1), self.steps - step)
             line = f"step {step} of {self.steps}, loss {figures['loss']:.3f}{measured}"
-            self.telling.progress(line, step - self.begin, self.steps - self.begin)
+            self.progress.report(line, step - self.begin, self.steps - self.begin)
         if told:
-            self.telling.note(f"Told to finish at step {step}; the same command goes on.")
-        forget_finish(self.folder, accelerator)
+            self.progress.note(f"Told to finish at step {step}; the same command goes on.")
+        clear_finish_request(self.folder, accelerator)
         self.mean.put()
         self.network.eval().requires_grad_(False)
         if recipe.trackers:
             accelerator.end_training()
-        return self.records.lines if self.records is not None else []
+        return self.log.lines if self.log is not None else []
 
     def _tell_beginning(self) -> None:
-        note, rows = self.telling.note, self.rows
+        note, rows = self.progress.note, self.rows
         size = sum(weight.numel() for weight in self.network.parameters())
         processes = self.accelerator.num_processes
         share = f", {processes} processes ({self.accelerator.distributed_type.value})" if processes > 1 else ""
@@ -209,7 +208,7 @@ class _Training:
     def _tell_pace(self, seconds: float, left: int) -> None:
         minutes = seconds * left / 60
         time_left = f"{minutes / 60:.1f} hours" if minutes > 90 else f"{math.ceil(minutes)} min"
-        self.telling.note(
+        self.progress.note(
             f"{seconds:.2f} s a step, so about {time_left} for the {left} steps left; touch {self.folder / 'finish'} "
             "to end earlier, with a whole model. --batch and --length make steps shorter."
         )
@@ -272,14 +271,14 @@ class _Training:
         batches = (self.rows.looked_at(number, self.batch) for number in range(recipe.search_batches))
         with self.mean.in_place():
             low, high = steadiest_of(self.model, batches, recipe.schedule, generator, self._losses)
-        self.telling.note(f"Step {step}: noise levels from {low:g} to {high:g} now, where the loss varies least")
+        self.progress.note(f"Step {step}: noise levels from {low:g} to {high:g} now, where the loss varies least")
         return low, high
 
     def _save(self, step: int) -> None:
         """Write the model and then a checkpoint, so that a run whose last checkpoint is there has nothing to do."""
         ema = {name: weight.to("cpu", copy=True) for name, weight in self.mean.weights.items()}
-        state = gathered(self.module, self.optimizer)
-        if self.records is not None:
+        state = gather_state(self.module, self.optimizer)
+        if self.log is not None:
             dtype = getattr(torch, self.recipe.save_dtype)
             buffers = {name: one.detach().cpu() for name, one in self.network.named_buffers()}
             for name, end in zip(("sampling_eps_min", "sampling_eps_max"), self.clip, strict=True):

@@ -20,7 +20,7 @@ from blockdraft.fit.steps import Step, Where
 from blockdraft.formats import find_layout, read_drafter
 from blockdraft.formats.engines import OURS, starts
 from blockdraft.formats.gguf import is_gguf
-from blockdraft.training.records import run_folder
+from blockdraft.training.progress import run_folder
 
 README, PICTURE = "README.md", "fit.png"
 WRITTEN, EXPORTED = "zlab", "speculators"

@@ -29,7 +29,7 @@ from blockdraft.fit.settings import FitSettings, PromptSettings
 from blockdraft.fit.steps import Where, done_steps, make_steps, run_steps
 from blockdraft.folders import held
 from blockdraft.targets import Target, checked_folder, load_target, without_tokenizer
-from blockdraft.training.records import run_folder
+from blockdraft.training.progress import run_folder
 from blockdraft.training.variant import find_variant
 from blockdraft.types import DEFAULT_BACKEND
 

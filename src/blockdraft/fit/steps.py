@@ -21,7 +21,7 @@ from blockdraft.data.folder import write_file
 from blockdraft.errors import BlockdraftError
 from blockdraft.fit.plan import Plan, duration
 from blockdraft.fit.prompts import HELD_OUT, PROMPTS
-from blockdraft.training.records import run_folder
+from blockdraft.training.progress import run_folder
 from blockdraft.types import Backend
 
 DONE = "done.json"

@@ -30,8 +30,7 @@ from blockdraft.fit.recipe import anchors, reference
 from blockdraft.machine import free_bytes, wait_for
 from blockdraft.targets import Target
 from blockdraft.training.devices import make_accelerator
-from blockdraft.training.records import run_folder
-from blockdraft.training.telling import Telling
+from blockdraft.training.progress import Progress, run_folder
 from blockdraft.training.trainer import train
 from blockdraft.training.variant import find_variant
 from blockdraft.types import SamplingParams
@@ -223,7 +222,7 @@ def _step_seconds(variant: str, rows: int, length: int, target: Target, data: To
     recipe = find_variant(variant).recipe_class(**fields)
     accelerator = make_accelerator(recipe, out, "cpu" if target.device.type == "cpu" else None)
     clock = Clock()
-    train(variant, target, data, out, recipe, accelerator, telling=Telling(clock))
+    train(variant, target, data, out, recipe, accelerator, progress=Progress(clock))
     shutil.rmtree(run_folder(out))  # the checkpoint, which is large
     ended = clock.moments[-STEPS - 2 : -1]  # the first step warms up, the last one writes the drafter
     return [after - before for before, after in pairwise(ended)]

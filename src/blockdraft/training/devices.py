@@ -1,4 +1,4 @@
-"""One process or many: what Accelerate is told."""
+"""Devices, processes and trackers of a run, all by Accelerate."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import ctypes
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -17,10 +18,11 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from blockdraft.errors import UsageError
 from blockdraft.machine import multiplies_bfloat16
 from blockdraft.targets import device_and_dtype
+from blockdraft.training.recipe import Recipe
 
 
 class DeviceRecipe(Protocol):
-    """What of a recipe concerns devices and trackers."""
+    """Fields of a recipe that concern devices and trackers."""
 
     @property
     def dtype(self) -> str: ...
@@ -30,14 +32,14 @@ class DeviceRecipe(Protocol):
 
 
 def make_accelerator(recipe: DeviceRecipe, folder: Path, device: str | None = None) -> Accelerator:
-    """The accelerator of this process, which knows its device and its fellows.
+    """Accelerator of this process, which knows its device and the other processes.
 
     Args:
-        folder: Where trackers write.
-        device: "cpu" uses no GPU even where there is one; None is the first GPU, or the CPU where there is none.
+        folder: Folder that trackers write to.
+        device: "cpu" uses no GPU even if there is one; None is the first GPU, or the CPU if there is no GPU.
 
     Raises:
-        UsageError: There is no such device, training cannot use it, or a tracker is unknown or not installed.
+        UsageError: The device does not exist or cannot train, or a tracker is unknown or not installed.
     """
     if device is not None:
         _check_device(device)
@@ -47,7 +49,7 @@ def make_accelerator(recipe: DeviceRecipe, folder: Path, device: str | None = No
     bfloat16 = recipe.dtype == "bfloat16" or (recipe.dtype == "auto" and (not cpu or multiplies_bfloat16()))
     precision = "bf16" if bfloat16 else "no"
     if AcceleratorState._shared_state and AcceleratorState().mixed_precision != precision:
-        AcceleratorState._reset_state()  # else a process could train in one arithmetic alone
+        AcceleratorState._reset_state()  # otherwise a process could train with one precision only
     sharded = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true")
     # The context's keys and values read all layers' weights at once, so the network is sharded and gathered as a whole.
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap") if sharded else None
@@ -59,7 +61,7 @@ def make_accelerator(recipe: DeviceRecipe, folder: Path, device: str | None = No
         project_dir=str(folder),
     )
     if plugin is not None and found.distributed_type == DistributedType.MULTI_CPU:
-        # Accelerate shards on GPUs only and would leave it at that; torch shards on CPUs too.
+        # Accelerate shards on GPUs only and would not shard here; torch shards on CPUs too.
         found.state.distributed_type, found.state.fsdp_plugin = DistributedType.FSDP, plugin
     missing = {*recipe.trackers} - {str(getattr(tracker, "value", tracker)) for tracker in found.log_with}
     if missing:
@@ -80,15 +82,35 @@ def _check_device(device: str) -> None:
 
 
 def keep_freed_memory() -> bool:
-    """Have glibc reuse large blocks of memory rather than return them to the system and ask for them anew.
+    """Make glibc reuse large freed blocks of memory instead of returning them to the operating system.
 
-    The system clears every page that it hands out, which takes a third of a training step on a CPU.
+    The operating system clears every page that it hands out, which takes a third of a training step on a CPU.
 
     Returns:
-        Whether it was done; other C libraries have no such switch.
+        Whether glibc took the setting; other C libraries lack it.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is None:
         return False
     trim_threshold, mmap_max = -1, -4  # malloc.h: M_TRIM_THRESHOLD, M_MMAP_MAX
     return bool(mallopt(trim_threshold, -1) and mallopt(mmap_max, 0))
+
+
+def begin_trackers(accelerator: Accelerator, name: str, folder: Path, recipe: Recipe) -> None:
+    """Open the trackers of a run of this name, and send them its recipe."""
+    accelerator.init_trackers("blockdraft", init_kwargs={"wandb": {"name": name, "dir": str(folder)}})
+    config = {
+        name: value if isinstance(value, int | float | str) else str(value) for name, value in asdict(recipe).items()
+    }
+    for tracker in accelerator.trackers:
+        if tracker.name != "tensorboard":  # TensorBoard would make a separate run of it
+            tracker.store_init_configuration(config)
+
+
+def track(accelerator: Accelerator, metrics: dict[str, Any]) -> None:
+    """Send the trackers the metrics of a step. Item k of a list, counted from 1, is sent as `name/k`."""
+    numbers = {name: value for name, value in metrics.items() if isinstance(value, float)}
+    for name, values in metrics.items():
+        if isinstance(values, list):
+            numbers |= {f"{name}/{k}": value for k, value in enumerate(values, 1) if value is not None}
+    accelerator.log(numbers, step=metrics["step"])

@@ -1,12 +1,12 @@
-"""Drafters in the formats of other engines."""
+"""Drafters in the formats of other engines, as folders and as GGUF files."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -25,21 +25,35 @@ from blockdraft.formats import (
     read_config,
     read_drafter,
 )
-from blockdraft.formats.gguf import is_gguf, open_gguf
+from blockdraft.formats.engines import llama_cpp_line
+from blockdraft.formats.gguf import is_gguf, new_files, open_gguf
+from blockdraft.formats.gguf.drafter import write_drafter
 from blockdraft.formats.gguf.kinds import kind_in
-from blockdraft.targets import Target, embedding_and_head
+from blockdraft.targets import (
+    OpenCheckpoint,
+    Target,
+    TargetText,
+    embedding_and_head,
+    gguf_architecture,
+    load_target_text,
+    open_checkpoint,
+    tokenizer_metadata,
+    write_gguf_target,
+)
+from blockdraft.types import GGUFWeights
 
 USUAL = "zlab"
+LLAMA_CPP_DRAFTS = ("llama", "qwen3")  # architectures that llama.cpp drafts for
 
 
 @dataclass(frozen=True)
 class Format:
-    """How a drafter is written.
+    """Format in which a drafter is written.
 
     Attributes:
-        name: A file of `formats/`.
-        target_name: Folder or hub name under which readers find the target, for formats that name it.
-        target_architectures: As in the target's config.json; likewise.
+        name: File name of the layout in `formats/`.
+        target_name: Folder or hub name under which readers find the target, for formats that store it.
+        target_architectures: Architectures in the target's config.json, for formats that store them.
     """
 
     name: str
@@ -48,11 +62,19 @@ class Format:
 
     @property
     def layout(self) -> Layout:
-        """Raises ValueError where there is none of this name."""
+        """Layout of this name.
+
+        Raises:
+            UsageError: There is none.
+        """
         return find_layout(self.name)
 
     def check(self, config: Any) -> None:
-        """Raise a ValueError where the format has no words for this configuration."""
+        """Check that the format can express this configuration.
+
+        Raises:
+            UsageError: It cannot.
+        """
         self.layout.check(config, self.target_name, self.target_architectures)
 
     def write(self, out: str | Path, checkpoint: Checkpoint) -> None:
@@ -63,11 +85,11 @@ class Format:
 def format_for(
     name: str, target: Target, target_path: str | None, target_name: str | None = None, revision: str | None = None
 ) -> Format:
-    """The format of this name for a target's drafters.
+    """Format of this name for drafters of a target.
 
     Args:
-        target_path, revision: From where the target was loaded.
-        target_name: See `Format`; None is where the target lies.
+        target_path, revision: Folder or hub name that the target was loaded from, and its revision.
+        target_name: See `Format`; None is the place that the target was loaded from.
     """
     find_layout(name)
     place = str(target_path) if target.path is None else str(target.path.resolve())  # a hub name has no folder
@@ -76,8 +98,11 @@ def format_for(
 
 
 def usual_format(drafter: str | Path) -> str:
-    """The format that a drafter is written in unless another is asked for: what training writes of its kind. Raises
-    ValueError where it has no config.json that can be read."""
+    """Default format for a drafter: the one in which training writes its kind.
+
+    Raises:
+        UsageError: The drafter has no config.json that can be read.
+    """
     if is_gguf(drafter):
         return kind_in(open_gguf(drafter)).layout
     named = read_config(drafter).get("architectures")
@@ -86,7 +111,7 @@ def usual_format(drafter: str | Path) -> str:
 
 
 def formats_for(config: Any) -> list[str]:
-    """The formats that have words for a configuration."""
+    """Names of the formats that can express a configuration."""
     found = []
     for name, layout in layouts().items():
         with suppress(UsageError):
@@ -99,19 +124,20 @@ def export(out: str | Path, written: Format, config: Any, tensors: Mapping[str, 
     """Write a drafter's folder, which appears whole or not at all.
 
     Args:
-        out: A new or empty folder, or a draft model's, which is replaced.
-        config: Of the draft network.
-        tensors: Of the draft network.
-        target: What it was trained for; some formats hold copies of its embedding and head.
+        out: A new or empty folder, or a draft model's folder, which is replaced.
+        written: Format to write.
+        config: Configuration of the draft network.
+        tensors: Weights of the draft network.
+        target: Target that the drafter was trained for; some formats hold copies of its embedding and head.
 
     Raises:
-        ValueError: The drafter does not fit the target, the format cannot express it, or `out` is taken.
+        UsageError: The drafter does not fit the target, the format cannot express it, or `out` holds something else.
     """
     _write(out, written, Checkpoint(config, tensors, trained_for=target.source_fingerprint), target)
 
 
 def _write(out: str | Path, written: Format, drafter: Checkpoint, target: Target) -> None:
-    """Write a drafter with the whole of the target's vocabulary."""
+    """Write a drafter with the target's whole vocabulary."""
     fits = {"hidden_size": target.hidden_size, "num_layers": target.num_layers, "vocab_size": target.vocab_size}
     check_fits(drafter.config, **fits)
     borrowed = Borrowed(*embedding_and_head(target), kept=None) if written.layout.borrows else None
@@ -119,12 +145,12 @@ def _write(out: str | Path, written: Format, drafter: Checkpoint, target: Target
 
 
 def convert(drafter: str | Path, out: str | Path, written: Format, target: Target) -> None:
-    """Write the drafter of one folder, in any format, to another. As `export`; it stays one for the target that it was
-    trained for.
+    """Write the drafter of one folder to another folder, in any format. It stays a drafter of the target that it was
+    trained for. Arguments are those of `export`.
 
     Raises:
-        ValueError: As `export`; also where `drafter` cannot be read, is `out` itself, or has a reduced vocabulary,
-            which only the speculators format can say.
+        UsageError: As in `export`. Also if `drafter` cannot be read, is `out` itself, or has a reduced vocabulary,
+            which only the speculators format can express.
     """
     if Path(drafter).resolve() == Path(out).resolve():
         raise UsageError(f"{out} is the drafter's own folder; choose another to write to.")
@@ -140,5 +166,123 @@ def convert(drafter: str | Path, out: str | Path, written: Format, target: Targe
             _write(out, written, found, target)
             return
         embedding = embedding_and_head(target)[0]
-        own = replace(found.borrowed, embedding=embedding)  # a reduced head may have been trained
+        own = replace(found.borrowed, embedding=embedding)  # the reduced head stays, since it may have been trained
         written.write(out, replace(found, borrowed=own))
+
+
+@dataclass(frozen=True)
+class GGUFSource:
+    """Target whose own GGUF file, and whose drafters' GGUF files, can be written.
+
+    Attributes:
+        name: Folder or hub name.
+        checkpoint: Weights, read when they are written.
+        text: Tokenizer and limits.
+        tokenizer: Metadata of the tokenizer, values by their GGUF keys.
+        note: Sentence for the user on the tokenizer; None if there is nothing to say.
+    """
+
+    name: str
+    checkpoint: OpenCheckpoint
+    text: TargetText
+    tokenizer: Mapping[str, Any]
+    note: str | None
+
+    def read_drafter(self, path: str | Path) -> Checkpoint:
+        """Read a drafter of this target, in any format.
+
+        Raises:
+            UsageError: It cannot be read or does not fit the target.
+        """
+        wanted = self.checkpoint.wanted
+        layers = len(wanted.layers)
+        found = read_drafter(path, self.text.tokenizer.get_vocab() if self.text.tokenizer else None, layers)
+        check_fits(found.config, hidden_size=wanted.hidden_size, num_layers=layers, vocab_size=wanted.vocab_size)
+        return found
+
+    def write_target(self, path: Path, weights: GGUFWeights) -> None:
+        """See `write_gguf_target`."""
+        write_gguf_target(path, self.checkpoint, {**self.tokenizer, "general.name": self.name}, weights)
+
+    def write_drafter(self, path: Path, drafter: Checkpoint, weights: GGUFWeights) -> None:
+        """See `blockdraft.formats.gguf.drafter.write_drafter`."""
+        write_drafter(path, drafter, {**self.tokenizer, "general.name": f"drafter of {self.name}"}, weights)
+
+
+@contextmanager
+def gguf_source(
+    target: str | Path, revision: str | None = None, adapter: str | Path | None = None
+) -> Iterator[GGUFSource]:
+    """Open a target, by folder or hub name, without loading all of its weights. The native decoder must know its
+    family.
+
+    Raises:
+        UsageError: The target cannot be read, or GGUF cannot express its tokenizer.
+    """
+    text = load_target_text(target, revision)
+    with open_checkpoint(target, revision, adapter, "exported") as checkpoint:
+        tokenizer, note = tokenizer_metadata(text, checkpoint.wanted.vocab_size, gguf_architecture(checkpoint))
+        yield GGUFSource(name=Path(target).name, checkpoint=checkpoint, text=text, tokenizer=tokenizer, note=note)
+
+
+@dataclass(frozen=True)
+class ExportedGGUF:
+    """GGUF files of a target and its drafter.
+
+    Attributes:
+        target, drafter: Paths of the files.
+        notes: Sentences for the user about them.
+        line: Command that starts llama.cpp with them.
+    """
+
+    target: Path
+    drafter: Path
+    notes: tuple[str, ...]
+    line: str
+
+
+def export_gguf(
+    drafter: str | Path,
+    out: str | Path,
+    target: str | Path,
+    weights: GGUFWeights,
+    revision: str | None = None,
+    adapter: str | Path | None = None,
+) -> ExportedGGUF:
+    """Write a drafter and its target as `drafter-WEIGHTS.gguf` and `target-WEIGHTS.gguf`. Both appear together or not
+    at all, and replace files of the same names.
+
+    Args:
+        drafter: Drafter in any format that can be read.
+        out: A folder, new or not.
+        target, revision, adapter: As in `gguf_source`.
+        weights: Type that matrices are rounded to; see `blockdraft.formats.gguf.write_gguf`.
+
+    Raises:
+        UsageError: The drafter does not fit the target, llama.cpp cannot run one of the two, or `out` cannot be
+            written.
+    """
+    if weights not in get_args(GGUFWeights):
+        raise UsageError(f"type is {weights!r}; it must be one of {', '.join(get_args(GGUFWeights))}.")
+    if is_gguf(target):
+        raise UsageError(f"{target} is a GGUF file already; give the folder that it was made from.")
+    target_file, drafter_file = (Path(out) / f"{part}-{weights}.gguf" for part in ("target", "drafter"))
+    with gguf_source(target, revision, adapter) as source:
+        found = source.read_drafter(drafter)
+        with new_files(Path(out)) as folder:
+            source.write_drafter(folder / drafter_file.name, found, weights)
+            source.write_target(folder / target_file.name, weights)
+        architecture, fingerprint = gguf_architecture(source.checkpoint), source.checkpoint.source_fingerprint
+    notes = [] if source.note is None else [source.note]
+    if found.trained_for not in (None, fingerprint):
+        notes.append(
+            f"{drafter} was trained for another target (fingerprint {found.trained_for}) than {target} "
+            f"({fingerprint}); fewer of its guesses may be accepted."
+        )
+    if architecture not in LLAMA_CPP_DRAFTS:
+        notes.append(
+            f"llama.cpp may not draft for this target: in its release of October 2026 its {architecture} models do not "
+            f"hand out what a drafter reads, as {' and '.join(LLAMA_CPP_DRAFTS)} do. Each file decodes by itself."
+        )
+    line = llama_cpp_line(found.config, str(drafter_file), str(target_file))
+    return ExportedGGUF(target=target_file, drafter=drafter_file, notes=tuple(notes), line=line)

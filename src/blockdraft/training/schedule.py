@@ -1,25 +1,38 @@
-"""How many steps a run has and how its rates go, also where it is told to finish early or goes on behind its end."""
+"""Learning rates over the steps of a run, also of one that finishes early or is extended beyond its end."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from blockdraft.errors import UsageError
-from blockdraft.training.optimizers import rate
 from blockdraft.training.recipe import Recipe
 
-FALL = 0.1  # steps of the fall to the end after a run was told to finish, over the steps that were done
-LONGEST_FALL = 100
+WSD_FALL = 0.2  # share of the steps in which the rates of "wsd" fall
+FALL = 0.1  # length of the fall after a request to finish, as a share of the steps done
+LONGEST_FALL = 100  # steps
+
+
+def rate(step: int, steps: int, recipe: Recipe) -> float:
+    """Share of the peak rates at step 0, 1, ..., `steps` - 1: a linear rise, then the fall of the recipe's schedule."""
+    rising = recipe.warmup * steps
+    if step + 1 < rising:
+        return (step + 1) / rising
+    begin = max(rising, (1 - WSD_FALL) * steps) if recipe.schedule == "wsd" else rising
+    way = min(max(step - begin, 0.0) / max(steps - begin, 1.0), 1.0)
+    left = 1 - way if recipe.schedule == "linear" else (1 + math.cos(math.pi * way)) / 2
+    return recipe.final + (1 - recipe.final) * left
 
 
 @dataclass
 class Stretch:
-    """Steps `begin` to `end` - 1.
+    """Steps `begin` to `end` - 1, over which the rates rise and fall once.
 
     Attributes:
-        planned: Where it was to end; less was done if the run was told to finish.
-        falls_from: In such a finish the share of the peak rates that falls to the end; None follows the recipe.
+        planned: End that was planned; `end` comes earlier if the run was asked to finish.
+        falls_from: Share of the peak rates that the rates fall from after a request to finish; None if the rates follow
+            the recipe.
     """
 
     begin: int
@@ -29,12 +42,12 @@ class Stretch:
 
 
 class Schedule:
-    """The stretches of a run, one behind the other. In each the rates rise and fall as the recipe says.
+    """Stretches of a run, one after the other. Extending a run adds a stretch.
 
     Args:
-        steps: Of a new run.
-        recipe: Its warm-up, schedule and final share.
-        saved: What `saved` gave; then `steps` is what the recipe asks for now.
+        steps: Number of steps of a new run.
+        recipe: Its fields `warmup`, `schedule` and `final` shape the rates.
+        saved: What `saved` returned, for a run that is resumed; `steps` is then ignored until `go_on`.
     """
 
     def __init__(self, steps: int, recipe: Recipe, saved: dict[str, Any] | None = None) -> None:
@@ -46,19 +59,19 @@ class Schedule:
 
     @property
     def end(self) -> int:
-        """The step behind the last one."""
+        """Number of steps after which the run ends."""
         return self._stretches[-1].end
 
     @property
     def finishing(self) -> bool:
-        """Whether the run was told to finish before the steps of its last stretch were done."""
+        """Whether the run was asked to finish before the last planned step."""
         return self._stretches[-1].falls_from is not None
 
     def saved(self) -> dict[str, Any]:
         return {"asked": self._asked, "stretches": [asdict(one) for one in self._stretches]}
 
     def rate(self, step: int) -> float:
-        """The share of the peak rates at this step, counted from 0."""
+        """Share of the peak rates at this step, counted from 0."""
         one = next(one for one in self._stretches if one.begin <= step < one.end)
         if one.falls_from is None:
             return rate(step - one.begin, one.planned - one.begin, self._recipe)
@@ -66,28 +79,29 @@ class Schedule:
         return final + (one.falls_from - final) * (one.end - step - 1) / (one.end - one.begin)
 
     def go_on(self, done: int, steps: int, more: int) -> None:
-        """Add a stretch behind the last one if the run has reached its end and more is asked for.
+        """Add a stretch if the run has reached its end and more steps are requested now.
 
         Args:
-            done: Steps that are done.
-            steps: What the recipe asks for now.
-            more: Steps to add besides; 0 adds none.
+            done: Number of steps that are done.
+            steps: Number of steps that the recipe requests now.
+            more: Steps to add beyond the end; 0 adds none.
 
         Raises:
-            ValueError: Another number is asked for and the run has not reached its end.
+            UsageError: The requested number differs from that of the run, which has not reached its end; or fewer steps
+                are requested than before.
         """
         if done < self.end:
             added = {one.planned - one.begin for one in self._stretches[1:] if one.falls_from is None}
             if steps != self._asked or (more and more not in added):
                 raise UsageError(
                     f"The run is at step {done} of {self.end} and another number of steps is asked for; let the "
-                    "command that began it come to its end, and then give the larger number."
+                    "command that began it reach its end first, and then give the larger number."
                 )
             return
         if steps < self._asked:
             raise UsageError(
-                f"The run has done {done} steps and {steps} are asked for now instead of {self._asked}; a run can only "
-                "go on. Choose another --out to train less."
+                f"The run has done {done} steps and {steps} are asked for now instead of {self._asked}; a run cannot "
+                "be shortened. Choose another --out to train for fewer steps."
             )
         to = done + more if more else steps
         if to > done and (more or steps > self._asked):
@@ -95,7 +109,7 @@ class Schedule:
         self._asked = steps
 
     def finish(self, done: int) -> None:
-        """Let the rates fall to the end within a few steps from here."""
+        """End the run within a few steps, over which the rates fall to their final share."""
         last = self._stretches[-1]
         if self.finishing or done >= last.end:
             return

@@ -122,7 +122,7 @@ class Variant(ABC, Generic[R, N, C]):
     def __init__(self, recipe: R) -> None:
         self.recipe = recipe
         self.objectives = {name: find_objective(name) for name in recipe.objective}
-        self.needs_teacher = self.needs_teacher or any(one.NEEDS_TEACHER for one in self.objectives.values())
+        self.needs_teacher = self.needs_teacher or any(one.needs_teacher for one in self.objectives.values())
         gamma = recipe.gamma if recipe.gamma is not None else default_gamma(recipe.block_size)
         self.gamma = gamma or None
 
@@ -207,7 +207,7 @@ class Variant(ABC, Generic[R, N, C]):
 
     def decayed(self, term: str) -> bool:
         """Whether the term's slots weigh `exp(-(k - 1) / gamma)`; else all weigh alike. A variant's own terms decay."""
-        return term not in self.objectives or self.objectives[term].DECAYED
+        return term not in self.objectives or self.objectives[term].decayed
 
     def losses(self, network: N, slots: Slots) -> dict[str, Tensor]:
         """Each term's loss of each slot, `[C, K]` float32, for all names of `factors`. The trainer weighs and sums

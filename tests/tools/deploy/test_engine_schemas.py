@@ -14,8 +14,7 @@ from blockdraft.formats import find_layout
 from blockdraft.inspection import inspect
 from blockdraft.targets import Target, load_target
 from blockdraft.tools.deploy.launch import ENGINES, command
-from blockdraft.training.export import convert, format_for
-from blockdraft.training.export_gguf import export_gguf
+from blockdraft.training.export import convert, export_gguf, format_for
 
 # Layouts of each kind, and the engines that read it there.
 KINDS: dict[str, dict[str, set[str]]] = {

@@ -23,8 +23,7 @@ from blockdraft.drafters.dflash.train import DFlashFamily, DFlashRecipe
 from blockdraft.drafters.dspark.network import DSparkNetwork
 from blockdraft.settings import Amount, Count, settings
 from blockdraft.targets import Target
-from blockdraft.training.objectives import Slots
-from blockdraft.training.objectives.base import acceptance
+from blockdraft.training.objectives import Slots, acceptance_rate
 from blockdraft.training.recipe import Recipe
 
 
@@ -68,7 +67,7 @@ class DSparkVariant(DFlashFamily[DSparkRecipe, DSparkNetwork]):
         corrected = replace(slots, logits_CKV=slots.logits_CKV + network.bias(previous))
         found = super().losses(network, corrected)
         if self.recipe.confidence > 0:
-            accepted = acceptance(corrected).detach().clamp(0, 1)
+            accepted = acceptance_rate(corrected).detach().clamp(0, 1)
             logits = network.confidence_logits(slots.hidden_CKH, previous)
             found["confidence"] = F.binary_cross_entropy_with_logits(logits, accepted, reduction="none")
         return found

@@ -164,7 +164,7 @@ class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
         taught = slots.taught_CK & known_CK[False]  # what it cannot guess says nothing of the slots behind it
         reduced = replace(slots, tokens_CL=tokens.clamp(min=0), taught_CK=taught, teacher_CKV=teacher)
         found = super().losses(network, reduced)
-        return {n: loss.masked_fill(~known_CK[self.objectives[n].NEEDS_TEACHER], 0) for n, loss in found.items()}
+        return {n: loss.masked_fill(~known_CK[self.objectives[n].needs_teacher], 0) for n, loss in found.items()}
 
     def guesses(self, network: Eagle3Network, slots: Slots) -> Tensor:
         return network.kept[slots.logits_CKV.argmax(dim=-1)]

@@ -23,7 +23,7 @@ from blockdraft.formats.engines import starts
 from blockdraft.formats.folder import weight_files
 from blockdraft.inspection import Report
 from blockdraft.tools.deploy.pair import checked_pair
-from blockdraft.training.records import logged, run_folder
+from blockdraft.training.progress import read_log, run_folder
 
 CARD = "README.md"
 LOCAL = "DRAFTER"  # where the card has people fetch it to
@@ -71,7 +71,7 @@ def known_of(drafter: Path, bench: Path | None = None, data: Path | None = None)
     fitted = Where(drafter, None).folder
     return Known(
         _json(bench or fitted / "bench", "results.json", bench is not None),
-        tuple(logged(run_folder(drafter) / "log.jsonl")),
+        tuple(read_log(run_folder(drafter) / "log.jsonl")),
         _json(data or fitted / "data", "data.json", data is not None),
     )
 

@@ -1,4 +1,4 @@
-"""What is checked before the first step, and what is said about it."""
+"""Checks before the first step of a run, and the notes that it begins with."""
 
 from __future__ import annotations
 
@@ -19,29 +19,36 @@ from blockdraft.errors import Complaints, UsageError, counted
 from blockdraft.formats import check_writable, read_config, trained_for
 from blockdraft.targets import Target, other_target_warning, target_fingerprint
 from blockdraft.training.batches import Documents
+from blockdraft.training.defaults import Resolved, resolve
 from blockdraft.training.export import Format
-from blockdraft.training.measure import encoded
+from blockdraft.training.metrics import encode_prompts
 from blockdraft.training.recipe import Recipe
-from blockdraft.training.settle import FEW_STEPS, Settled, settle
 from blockdraft.types import Prompt
 
-# Recipe fields that may change when a run goes on: they say how and how often, not what is learned.
-FREE = {
+FEW_STEPS = 100  # fewer than these get a note
+# Recipe fields that may change when a run resumes: they say how and how often, not what is learned. `Schedule` watches
+# over steps and epochs.
+FREE_FIELDS = {
+    "accumulation",
+    "chunk",
+    "compile",
+    "dtype",
+    "epochs",
     "eval_every",
     "eval_prompts",
     "eval_tokens",
     "eval_temperature",
-    "save_every",
-    "keep",
-    "trackers",
-    "save_dtype",
     "features",
+    "keep",
+    "save_dtype",
+    "save_every",
+    "steps",
+    "trackers",
 }
-FREE |= {"accumulation", "chunk", "compile", "dtype", "steps", "epochs"}  # of the last two the schedule takes care
 
 
 def data_notes(documents: Documents, trained: int, held_out: int) -> list[str]:
-    """Sentences on what is trained on."""
+    """Sentences on the training data."""
     found = [
         f"{counted(trained, 'document')} to train on, {held_out} held out; {documents.supervised:,} of "
         f"{documents.tokens:,} tokens supervised"
@@ -54,10 +61,11 @@ def data_notes(documents: Documents, trained: int, held_out: int) -> list[str]:
 
 
 def data_of_run(data: TokenData, began_with: dict[str, Any], out: Path, note: Callable[[str], None]) -> TokenData:
-    """The data as they were when a run began, if they have grown since; others are left to `check_same`.
+    """The data as they were when a run began, if they have grown since. `check_same` reports data that changed
+    otherwise.
 
     Args:
-        began_with: Their manifest then.
+        began_with: Manifest of the data when the run began.
     """
     grown = grown_since(data, began_with["fingerprint"])
     if data.fingerprint == began_with["fingerprint"] or grown is None:
@@ -69,7 +77,7 @@ def data_of_run(data: TokenData, began_with: dict[str, Any], out: Path, note: Ca
     return read_state(data.folder, began_with)
 
 
-def checked(
+def resolve_and_check(
     variant_name: str,
     recipe: Recipe,
     target: Target,
@@ -79,12 +87,16 @@ def checked(
     prompts: Sequence[Prompt] | None,
     earlier: Mapping[str, Any] | None,
     other_answers: bool,
-) -> tuple[Settled, Any, list[list[int]] | None]:
-    """What the recipe leaves open, settled; the network's configuration; the prompts as tokens, None where there are
-    none. Arguments as in `train` and `settle`.
+) -> tuple[Resolved, Any, list[list[int]] | None]:
+    """Fill in what the recipe leaves open, and check that everything fits together.
+
+    Arguments are those of `train` and `resolve`.
+
+    Returns:
+        The resolved recipe, the network's configuration, and the prompts as token ids (None if there are none).
 
     Raises:
-        ValueError: Data, target, recipe and format do not fit together. All that does not is told at once.
+        UsageError: Data, target, recipe and format do not fit together. The message lists all that does not fit.
     """
     complaints, config, tokens = Complaints(), None, None
     with complaints.noting():
@@ -92,21 +104,25 @@ def checked(
     if not other_answers:
         with complaints.noting():
             check_answers(data, target)
-    settled = settle(variant_name, recipe, target, data, processes, complaints, earlier)
-    if settled is not None:
+    resolved = resolve(variant_name, recipe, target, data, processes, complaints, earlier)
+    if resolved is not None:
         with complaints.noting():
-            config = settled.variant.config(target)
+            config = resolved.variant.config(target)
             written.check(config)
     if prompts is not None:
         with complaints.noting():
-            tokens = encoded(prompts, target, recipe.eval_tokens)
+            tokens = encode_prompts(prompts, target, recipe.eval_tokens)
     complaints.check()
-    assert settled is not None
-    return settled, config, tokens
+    assert resolved is not None
+    return resolved, config, tokens
 
 
 def check_answers(data: TokenData, target: Target) -> None:
-    """Raises ValueError where another model wrote the answers."""
+    """Check that no other model wrote the answers.
+
+    Raises:
+        UsageError: Another model did.
+    """
     written = data.manifest.get("written_by", {})
     if written.get("writer") == "target" and written["author"] != target_fingerprint(target):
         raise UsageError(
@@ -117,13 +133,19 @@ def check_answers(data: TokenData, target: Target) -> None:
 
 
 def init_note(recipe: Recipe, target: Target) -> str | None:
-    """What to say where training begins with a drafter of another target."""
+    """Note for training that begins with a drafter of another target; None otherwise."""
     init = getattr(recipe, "init", None)  # only some variants can begin with a drafter
     return None if init is None else other_target_warning(init, trained_for(read_config(init)), target)
 
 
 def steps_note(begin: int, end: int, planned: int, recipe: Recipe, folder: Path) -> str | None:
-    """What to say where a run begins with step `begin` of `end`, and its data and recipe make `planned`."""
+    """Note on the number of steps; None if there is nothing to say.
+
+    Args:
+        begin: Number of steps that are done.
+        end: Number of steps after which the run ends.
+        planned: Number of steps that follows from data and recipe.
+    """
     if begin == end:
         return f"The run has done its {counted(begin, 'step')}; a larger --steps or --epochs, or --extend N, goes on."
     if begin:
@@ -135,19 +157,22 @@ def steps_note(begin: int, end: int, planned: int, recipe: Recipe, folder: Path)
 
 
 def loss_note(loss: float, target: Target) -> str | None:
-    """What to say of the loss of the first step, where it may frighten."""
+    """Note on a high loss of the first step; None if it is not high."""
     even = math.log(target.vocab_size)
     if loss <= 1.2 * even:
         return None
     return (
-        f"The loss begins at {loss:.1f}, above the {even:.1f} of even guessing, which is normal: the target's head "
-        "makes definite guesses of whatever a new drafter says. It falls within the first tens of steps."
+        f"The loss begins at {loss:.1f}, above the {even:.1f} of even guessing. This is normal: the target's head "
+        "makes confident guesses from any output of a new drafter. The loss falls within the first tens of steps."
     )
 
 
 def check_folder(out: Path, folder: Path, network: nn.Module, recipe: Recipe) -> None:
-    """Raises ValueError where the drafter's folder belongs to something else or cannot be written, or the disk is too
-    small."""
+    """Check the folders of the drafter and of the run.
+
+    Raises:
+        UsageError: `out` holds something else, one of them cannot be written, or the disk is too small.
+    """
     if out.exists() and not folder.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} exists and is no run of this command; choose another --out, or delete it.")
     try:
@@ -157,7 +182,7 @@ def check_folder(out: Path, folder: Path, network: nn.Module, recipe: Recipe) ->
     except OSError as error:
         raise UsageError(f"{folder} cannot be written ({error.strerror}); choose another --out.") from error
     weights = sum(parameter.numel() for parameter in network.parameters())
-    # Float32 weights with two moments, in one more file than are kept; and the drafter, written beside its old self.
+    # A checkpoint holds float32 weights and two moments, and one more exists while it is written; so does the drafter.
     needed = 12 * weights * (recipe.keep + 1) + 12 * weights
     have = shutil.disk_usage(folder)
     used = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
@@ -171,14 +196,22 @@ def check_folder(out: Path, folder: Path, network: nn.Module, recipe: Recipe) ->
 def identity(
     variant: str, target: Target, data: TokenData, recipe: Recipe, free: frozenset[str] = frozenset()
 ) -> dict[str, Any]:
-    """What must be the same for a run to go on; `free` names fields of the variant's own that need not."""
-    fixed = {name: value for name, value in asdict(recipe).items() if name not in FREE | free}
+    """Values that must stay the same for a run to resume.
+
+    Args:
+        free: Fields of the variant's own recipe that may change.
+    """
+    fixed = {name: value for name, value in asdict(recipe).items() if name not in FREE_FIELDS | free}
     fixed["objective"] = dict(recipe.objective)
     return {"variant": variant, "target": target_fingerprint(target), "data": data.fingerprint, **fixed}
 
 
 def check_same(folder: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
-    """Raises ValueError where a run of these values cannot go on with these."""
+    """Check that a run with the identity `theirs` can resume with the identity `ours`.
+
+    Raises:
+        UsageError: The identities differ.
+    """
     changed = [f"{name} = {theirs.get(name)!r} (now {ours[name]!r})" for name in ours if theirs.get(name) != ours[name]]
     if changed:
         raise UsageError(
@@ -189,8 +222,14 @@ def check_same(folder: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> No
 
 @torch.no_grad()
 def check_teacher(target: Target, tokens: Tensor) -> None:
-    """Check that the target's head on its last hidden state gives its logits, which the objectives that learn from them
-    rely on. Raises ValueError where it does something else to them."""
+    """Check that the target's head on its last hidden state gives its logits, as objectives with a teacher assume.
+
+    Args:
+        tokens: `[S]` int64; some text to check it on.
+
+    Raises:
+        UsageError: The target changes what its head gives.
+    """
     tokens = tokens[:32].to(target.device)
     [hidden] = tapped_features(target, (target.num_layers,), [tokens])
     proposal = chain(tokens[None])
@@ -199,6 +238,6 @@ def check_teacher(target: Target, tokens: Tensor) -> None:
     gap = float((ours - theirs).abs().max())
     if gap > 0.05:
         raise UsageError(
-            f"The target's distributions differ by {gap:.2f} from what its head makes of its last hidden state, so it "
+            f"The target's probabilities differ by {gap:.2f} from those of its head on its last hidden state, so it "
             "scales or caps its logits; choose objectives that learn from tokens, such as decay or dpace."
         )

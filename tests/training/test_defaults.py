@@ -12,7 +12,7 @@ from blockdraft.data.writer import DataWriter
 from blockdraft.drafters.dflash.train import DFlashRecipe
 from blockdraft.errors import Complaints
 from blockdraft.targets import Target, load_target
-from blockdraft.training.settle import Settled, settle
+from blockdraft.training.defaults import Resolved, resolve
 
 
 @pytest.fixture
@@ -29,16 +29,16 @@ def data(folder: Path, count: int, length: int) -> TokenData:
     return read_data(folder)
 
 
-def settled(target: Target, documents: TokenData, processes: int = 1, earlier: Any = None, **given: Any) -> Settled:
+def resolved(target: Target, documents: TokenData, processes: int = 1, earlier: Any = None, **given: Any) -> Resolved:
     complaints = Complaints()
-    found = settle("dflash", DFlashRecipe(**given), target, documents, processes, complaints, earlier)
+    found = resolve("dflash", DFlashRecipe(**given), target, documents, processes, complaints, earlier)
     complaints.check()
     assert found is not None
     return found
 
 
 def test_a_small_target_and_few_data(target: Target, tmp_path: Path) -> None:
-    found = settled(target, data(tmp_path, 30, 20))
+    found = resolved(target, data(tmp_path, 30, 20))
     values = asdict(found.variant.recipe)
     expected = {"length": 256, "anchors": 42, "held_out": 3, "batch": 3, "taps": (0, 1, 2), "layers": 5}
     assert {name: values[name] for name in expected} == expected and values["mask_token_id"] == 3
@@ -57,7 +57,7 @@ def test_where_there_is_enough_of_all_they_are_the_papers(
 ) -> None:
     monkeypatch.setattr(target, "max_context", 40960)
     monkeypatch.setattr(target, "num_layers", 36)
-    found = settled(target, data(tmp_path, 700, 60))
+    found = resolved(target, data(tmp_path, 700, 60))
     recipe = found.variant.recipe
     assert (recipe.length, recipe.batch, recipe.anchors, recipe.held_out) == (3072, 8, 512, 64)
     assert recipe.taps == (1, 9, 17, 25, 33) and found.notes == []
@@ -65,7 +65,7 @@ def test_where_there_is_enough_of_all_they_are_the_papers(
 
 def test_what_is_given_stays(target: Target, tmp_path: Path) -> None:
     given = {"length": 40, "anchors": 7, "held_out": 0, "batch": 5, "taps": 1, "mask_token_id": 260, "layers": 1}
-    found = settled(target, data(tmp_path, 30, 20), **given)
+    found = resolved(target, data(tmp_path, 30, 20), **given)
     values = asdict(found.variant.recipe)
     assert {name: values[name] for name in given} == {**given, "taps": (1,)}
     assert found.notes == [] and len(found.trained) == 30
@@ -73,29 +73,29 @@ def test_what_is_given_stays(target: Target, tmp_path: Path) -> None:
 
 def test_what_a_run_began_with_stays_where_it_is_left_open(target: Target, tmp_path: Path) -> None:
     earlier = {"length": 30, "batch": 2, "held_out": 1, "anchors": 9, "taps": (2,), "mask_token_id": 200, "layers": 2}
-    found = settled(target, data(tmp_path, 30, 20), earlier=earlier, anchors=4)
+    found = resolved(target, data(tmp_path, 30, 20), earlier=earlier, anchors=4)
     values = asdict(found.variant.recipe)
     assert {name: values[name] for name in earlier} == {**earlier, "anchors": 4} and found.notes == []
 
 
 def test_a_drafter_to_begin_with_decides_its_shape(target: Target, tmp_path: Path, tiny_drafter_dir: Path) -> None:
-    found = settled(target, data(tmp_path, 30, 20), init=str(tiny_drafter_dir))
+    found = resolved(target, data(tmp_path, 30, 20), init=str(tiny_drafter_dir))
     assert (found.variant.recipe.layers, found.variant.recipe.taps) == (2, (0, 1))
     found.variant.network(found.variant.config(target))
 
 
 def test_a_batch_is_shared_evenly(target: Target, tmp_path: Path) -> None:
     documents = data(tmp_path, 30, 20)
-    assert settled(target, documents, processes=4).variant.recipe.batch == 4
-    assert settled(target, documents, processes=2, accumulation=2, length=40).variant.recipe.batch == 8
+    assert resolved(target, documents, processes=4).variant.recipe.batch == 4
+    assert resolved(target, documents, processes=2, accumulation=2, length=40).variant.recipe.batch == 8
     with pytest.raises(ValueError, match="batch is 6; it must be a multiple of 4 processes times accumulation 1"):
-        settled(target, documents, processes=4, batch=6)
+        resolved(target, documents, processes=4, batch=6)
 
 
 def test_all_that_does_not_fit_is_told_together(target: Target, tmp_path: Path) -> None:
     complaints = Complaints()
     recipe = DFlashRecipe(length=1000, taps=(0, target.num_layers), mask_token_id=99_999, held_out=99, batch=3)
-    assert settle("dflash", recipe, target, data(tmp_path, 30, 20), 2, complaints) is None
+    assert resolve("dflash", recipe, target, data(tmp_path, 30, 20), 2, complaints) is None
     assert sorted(one.split()[0] for one in complaints.messages) == [
         "batch",
         "held_out",
@@ -107,5 +107,5 @@ def test_all_that_does_not_fit_is_told_together(target: Target, tmp_path: Path) 
 
 @pytest.mark.parametrize("count", [1, 2, 9])
 def test_one_document_is_enough(count: int, target: Target, tmp_path: Path) -> None:
-    found = settled(target, data(tmp_path, count, 20))
+    found = resolved(target, data(tmp_path, count, 20))
     assert len(found.trained) == max(count - 1, 1) and len(found.held_out) == min(count - 1, 1)

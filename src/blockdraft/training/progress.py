@@ -1,27 +1,40 @@
-"""The figures of a run: JSON lines while it runs, and a picture of their curves."""
+"""Progress of a run: callbacks for the screen, a log of JSON lines, and a picture of its curves."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-SMOOTHING = 0.9  # of the curve of training figures, from one step to the next
+SMOOTHING = 0.9  # weight of the past in the exponential mean that smooths training curves
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Callbacks by which a run reports to its caller. Only the main process calls them.
+
+    Attributes:
+        report: Called with the present stage, the number of units done and the number of units in all.
+        note: Called with a sentence that should stay on the screen.
+    """
+
+    report: Callable[[str, int, int], None] = lambda stage, done, total: None
+    note: Callable[[str], None] = lambda text: None
 
 
 def run_folder(out: Path) -> Path:
-    """Where recipe, log, curves and checkpoints of the run lie that writes a drafter to `out`."""
+    """Folder of recipe, log, curves and checkpoints of the run that writes its drafter to `out`."""
     return out.with_name(f"{out.name}.run")
 
 
-def logged(log: Path) -> list[dict[str, Any]]:
-    """The lines of a run's log; none where there is no such file. One that was cut short when the process was killed is
-    left out."""
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """Lines of a run's log; none if there is no such file. A line that a killed process left unfinished is skipped."""
     lines = []
-    for line in log.read_text(encoding="utf-8").splitlines() if log.exists() else ():
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
             lines.append(json.loads(line))
         except json.JSONDecodeError:
@@ -29,17 +42,17 @@ def logged(log: Path) -> list[dict[str, Any]]:
     return lines
 
 
-class Records:
-    """`log.jsonl`: a line a step, with the figures of an evaluation where there was one.
+class RunLog:
+    """`log.jsonl`, with one line of metrics for each step.
 
     Args:
-        folder: Of the run.
-        step: The step that the run goes on from; what was written of later ones is dropped.
+        folder: Folder of the run.
+        step: Number of steps in the checkpoint that the run resumes from; lines of later steps are dropped.
     """
 
     def __init__(self, folder: Path, step: int) -> None:
         self._path = folder / "log.jsonl"
-        self.lines = [line for line in logged(self._path) if line["step"] <= step]
+        self.lines = [line for line in read_log(self._path) if line["step"] <= step]
         partial = self._path.with_suffix(".partial")
         partial.write_text("".join(json.dumps(line) + "\n" for line in self.lines), encoding="utf-8")
         partial.replace(self._path)
@@ -50,23 +63,23 @@ class Records:
             file.write(json.dumps(line) + "\n")
 
     def last(self, name: str) -> Any:
-        """The last figure of this name; None where there is none."""
+        """Latest value of this metric; None if there is none."""
         return next((line[name] for line in reversed(self.lines) if line.get(name) is not None), None)
 
 
-def draw(records: Records, path: Path) -> bool:
-    """Draw loss, accepted length with tau, and accuracies by position. Returns False where matplotlib is missing."""
+def draw_curves(log: RunLog, path: Path) -> bool:
+    """Draw loss, accepted length with tau, and accuracy by position. Returns False if matplotlib is not installed."""
     try:
         figure = import_module("matplotlib.figure").Figure(figsize=(13, 4), dpi=120, layout="constrained")
     except ImportError:
         return False
     losses, lengths, accuracies = figure.subplots(1, 3)
     for axes, name, title in ((losses, "loss", "Loss"), (lengths, "accepted_length", "Accepted length and tau")):
-        _curve(axes, records, name, "training", smooth=True)
-        _curve(axes, records, f"held_out_{name}", "held out", marker="o")
+        _curve(axes, log, name, "training", smooth=True)
+        _curve(axes, log, f"held_out_{name}", "held out", marker="o")
         axes.set(title=title, xlabel="Step")
-    _curve(lengths, records, "tau", "tau, by the engine", marker="s")
-    accuracy = records.last("held_out_accuracy") or []
+    _curve(lengths, log, "tau", "tau, by the engine", marker="s")
+    accuracy = log.last("held_out_accuracy") or []
     accuracies.plot(range(1, len(accuracy) + 1), accuracy, marker="o")
     accuracies.set(title="Held-out accuracy, end", xlabel="Position in the block", ylim=(0, 1))
     for axes in (losses, lengths, accuracies):
@@ -79,8 +92,8 @@ def draw(records: Records, path: Path) -> bool:
     return True
 
 
-def _curve(axes: Any, records: Records, name: str, label: str, smooth: bool = False, **style: Any) -> None:
-    points = [(line["step"], line[name]) for line in records.lines if line.get(name) is not None]
+def _curve(axes: Any, log: RunLog, name: str, label: str, smooth: bool = False, **style: Any) -> None:
+    points = [(line["step"], line[name]) for line in log.lines if line.get(name) is not None]
     if not points:
         return
     values, mean = [], points[0][1]

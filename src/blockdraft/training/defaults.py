@@ -1,10 +1,10 @@
-"""What a recipe leaves to target and data is settled here, and whatever does not fit is told at once."""
+"""Defaults that depend on target and data: fills in what a recipe leaves open, and reports all that does not fit."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 from blockdraft.data.documents import TokenData
 from blockdraft.data.settings import LONGEST
@@ -14,17 +14,19 @@ from blockdraft.training.batches import Documents, split
 from blockdraft.training.recipe import Recipe
 from blockdraft.training.variant import Choice, Variant, find_variant
 
-# Where target and data are not too small for them. Length and anchors are those of arXiv 2602.06036.
+# Upper bounds, where target and data are large enough. Length and anchors are those of arXiv 2602.06036.
 TOKENS_PER_ANCHOR, BATCH, HELD_OUT = 6, 8, 64
-FEW_STEPS = 100
 
 
-class Settled(NamedTuple):
-    """Attributes:
-    variant: With a recipe in which nothing is left open.
-    documents: Cut to its length.
-    trained, held_out: Indices of the documents.
-    notes: Sentences on what was settled otherwise than usual.
+@dataclass(frozen=True)
+class Resolved:
+    """A recipe in which nothing is open any more.
+
+    Attributes:
+        variant: Variant with that recipe.
+        documents: Documents, cut to the recipe's length.
+        trained, held_out: Indices of the documents to train on, and of those to measure on.
+        notes: Sentences on values that differ from the usual.
     """
 
     variant: Variant[Any, Any, Any]
@@ -34,7 +36,7 @@ class Settled(NamedTuple):
     notes: list[str]
 
 
-def settle(
+def resolve(
     variant_name: str,
     recipe: Recipe,
     target: Target,
@@ -42,19 +44,19 @@ def settle(
     processes: int,
     complaints: Complaints,
     earlier: Mapping[str, Any] | None = None,
-) -> Settled | None:
+) -> Resolved | None:
     """Fill in what the recipe leaves open.
 
     Args:
-        processes: How many share a batch.
-        complaints: Gets what does not fit; then the result may be None.
-        earlier: Values of the run that is gone on with; they are kept where the recipe leaves them open.
+        processes: Number of processes that share a batch.
+        complaints: Gets a sentence for each thing that does not fit; the result may then be None.
+        earlier: Recipe fields of the run that is resumed. They fill what the recipe leaves open.
     """
     known, notes = earlier or {}, list[str]()
     values: dict[str, Any] = {}
 
     def take(name: str, choice: Choice) -> Any:
-        """The recipe's value; where it leaves that open, the earlier run's or this choice."""
+        """Value of the recipe; if it is open, that of the earlier run, or else this choice."""
         value = getattr(recipe, name)
         if value is None:
             value = known[name] if known.get(name) is not None else tell(name, choice)
@@ -97,10 +99,16 @@ def settle(
         kind = find_variant(variant_name)
         before = len(complaints.messages)
         for name, choice in kind(recipe).settle(target, data, complaints).items():
-            given = getattr(recipe, name) is not None  # then it is what becomes of the recipe's value
+            given = getattr(recipe, name) is not None  # the choice is then what the recipe's value becomes
             values[name] = tell(name, choice) if given else take(name, choice)
         if len(complaints.messages) == before:
-            return Settled(kind(replace(recipe, **values)), documents, trained, held_out, notes)
+            return Resolved(
+                variant=kind(replace(recipe, **values)),
+                documents=documents,
+                trained=trained,
+                held_out=held_out,
+                notes=notes,
+            )
     return None
 
 
