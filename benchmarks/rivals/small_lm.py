@@ -16,8 +16,9 @@ from blockdraft.data.documents import TokenData
 from blockdraft.targets import Target
 from blockdraft.training import checkpoints
 from blockdraft.training.batches import Batch, Batches, Documents, split
-from blockdraft.training.optimizers import Muon, rate, set_rate
+from blockdraft.training.optimizers import Muon, set_rate
 from blockdraft.training.recipe import Recipe
+from blockdraft.training.schedule import rate
 
 Progress = Callable[[str, int, int], None]
 
