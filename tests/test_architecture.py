@@ -26,10 +26,10 @@ LAYERS = [
     {"engine"},
     {"data"},
     {"training", "evaluation"},
-    {"compat", "fit", "inspection"},
+    {"compat", "fit", "tools.inspect"},
     {"quantize"},
     {"diffusion"},
-    {"serving", "tools", "tools.deploy"},
+    {"serving", "tools", "tools.deploy", "inspection"},
     {"cli"},
 ]
 HEIGHT = {name: height for height, group in enumerate(LAYERS) for name in group}

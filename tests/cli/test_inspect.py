@@ -12,7 +12,7 @@ from blockdraft import cli
 from blockdraft.cli.inspect import show
 from blockdraft.formats import zlab
 from blockdraft.formats.starting import Start
-from blockdraft.inspection import Check, Report
+from blockdraft.tools.inspect import Check, Report
 
 Run = Callable[..., int]
 

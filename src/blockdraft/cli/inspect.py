@@ -13,7 +13,7 @@ from blockdraft.cli import loading
 from blockdraft.cli.options import Revision
 
 if TYPE_CHECKING:
-    from blockdraft.inspection import Report
+    from blockdraft.tools.inspect import Report
 
 TAPS = (
     "taps: blockdraft and z-lab name the layers whose outputs are read, from 0; the others the layers that these enter"
@@ -44,7 +44,7 @@ def inspect(
     Nothing is loaded. Where a target is given and the drafter does not fit it, the exit code is 1. Where the output is
     no terminal, it is JSON.
     """
-    from blockdraft.inspection import inspect as look
+    from blockdraft.tools.inspect import inspect as look
 
     loading.quiet()
     report = look(path, target, revision)

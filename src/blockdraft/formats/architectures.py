@@ -97,11 +97,15 @@ def by_name() -> dict[str, Architecture]:
     return {name: architecture for architecture in found for name in architecture.names}
 
 
+def find_architecture(config: object) -> Architecture | None:
+    """The architecture that a configuration belongs to; None where these layouts do not hold it."""
+    return next((one for one in by_name().values() if one.config is type(config)), None)
+
+
 def architecture_of(config: object) -> Architecture:
     """The architecture that a configuration belongs to. Raises ValueError where it is none of these."""
-    for architecture in by_name().values():
-        if architecture.config is type(config):
-            return architecture
+    if (found := find_architecture(config)) is not None:
+        return found
     raise UsageError(
         f"{type(config).__name__} is a configuration for which z-lab's layout and the speculators format have no "
         "words; write the drafter in a layout of its own."

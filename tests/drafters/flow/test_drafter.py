@@ -13,9 +13,9 @@ from blockdraft.drafters import load_drafter
 from blockdraft.drafters.flow.drafter import FlowDrafter
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf.drafter import drafter_metadata
-from blockdraft.inspection import inspect
 from blockdraft.targets import Target, load_target
 from blockdraft.tools.deploy.checks import bench_of
+from blockdraft.tools.inspect import inspect
 from blockdraft.training.export import Format, convert, format_for
 from blockdraft.types import SamplingParams
 

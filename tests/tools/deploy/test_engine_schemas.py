@@ -11,9 +11,9 @@ from engine_schemas import check_recorded
 
 from blockdraft.errors import UsageError
 from blockdraft.formats import find_layout
-from blockdraft.inspection import inspect
 from blockdraft.targets import Target, load_target
 from blockdraft.tools.deploy.launch import ENGINES, command
+from blockdraft.tools.inspect import inspect
 from blockdraft.training.export import convert, export_gguf, format_for
 
 # Layouts of each kind, and the engines that read it there.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from blockdraft.drafters import for_others
 from blockdraft.errors import UsageError
-from blockdraft.inspection import Report, inspect
+from blockdraft.tools.inspect import Report, inspect
 
 # Checks of `inspect` without which answers stay right: fewer guesses may be accepted, or long texts refused.
 SOFT = {"context", "fingerprint", "mask token"}

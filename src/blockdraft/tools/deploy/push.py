@@ -21,8 +21,8 @@ from blockdraft.folders import held
 from blockdraft.formats import clear_remains, find_layout
 from blockdraft.formats.engines import starts
 from blockdraft.formats.folder import weight_files
-from blockdraft.inspection import Report
 from blockdraft.tools.deploy.pair import checked_pair
+from blockdraft.tools.inspect import Report
 from blockdraft.training.progress import read_log, run_folder
 
 CARD = "README.md"

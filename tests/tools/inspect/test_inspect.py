@@ -18,10 +18,10 @@ from blockdraft.diffusion.settings import NewSettings
 from blockdraft.drafters import BUNDLED_DFLASH, bundled, load_drafter
 from blockdraft.errors import UsageError
 from blockdraft.formats import Borrowed, layouts, read_drafter, speculators, zlab
-from blockdraft.inspection import Report, inspect
-from blockdraft.inspection.heads import HEAD_INPUT
 from blockdraft.nn.draft_config import LayerAttention
 from blockdraft.targets import embedding_and_head, load_target
+from blockdraft.tools.inspect import Report, inspect
+from blockdraft.tools.inspect.drafters import HEAD_INPUT
 from blockdraft.training.export import convert, export_gguf, format_for
 
 Variant = Callable[..., Path]

@@ -18,9 +18,9 @@ from blockdraft.formats.gguf import is_gguf, open_gguf
 from blockdraft.formats.gguf.drafter import is_drafter
 from blockdraft.formats.starting import Start
 from blockdraft.formats.stored import open_tensors
-from blockdraft.inspection.base import Report
-from blockdraft.inspection.drafters import gguf_report, layout_report
 from blockdraft.targets import BUNDLED, Description, describe_target
+from blockdraft.tools.inspect.drafters import gguf_report, layout_report
+from blockdraft.tools.inspect.report import Report
 
 ADAPTER = "adapter_config.json"
 

@@ -1,13 +1,61 @@
-"""Whether a drafter goes with a target, one respect at a time."""
+"""What is found out about a checkpoint: how it lies, whether a drafter goes with a target, and how engines are
+started."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from blockdraft.inspection.base import Check
-from blockdraft.nn.draft_config import DraftConfig
+from blockdraft.drafters import as_given
+from blockdraft.formats.engines import starts
+from blockdraft.formats.gguf import is_gguf
+from blockdraft.formats.starting import Start
 from blockdraft.targets import Description
+
+
+@dataclass(frozen=True)
+class Check:
+    """Whether a drafter goes with a target, in one respect.
+
+    Attributes:
+        holds: None where it is not known.
+        said: What was found, in words.
+    """
+
+    name: str
+    holds: bool | None
+    said: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """A checkpoint. All values but `config` are such that JSON can spell them; lengths are in tokens.
+
+    Attributes:
+        what: "drafter", "target", "adapter" or "block-diffusion model".
+        layout: How it lies: a file of `formats`, "gguf", "transformers" or "peft".
+        about: What it is, and how large.
+        wants: The target that a drafter or an adapter is for.
+        conventions: Of a drafter, everything that readers may take differently, as it was resolved.
+        fits: Whether it goes with a given target; empty where none was given.
+        starts: How each engine is started with it.
+        config: Of a drafter's network, for `formats`.
+    """
+
+    path: str
+    what: str
+    layout: str
+    about: Mapping[str, Any]
+    wants: Mapping[str, Any] = field(default_factory=dict)
+    conventions: Mapping[str, Any] = field(default_factory=dict)
+    fits: tuple[Check, ...] = ()
+    starts: Mapping[str, Start] = field(default_factory=dict)
+    config: Any = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """All but `config`."""
+        return {name: value for name, value in asdict(self).items() if name != "config"}
 
 
 def layers_of(target: Description) -> int:
@@ -17,7 +65,7 @@ def layers_of(target: Description) -> int:
 def checks_of(
     config: Any, taps: Sequence[int], layers_known: bool, fingerprint: str | None, target: Description
 ) -> list[Check]:
-    """What any drafter must have of its target.
+    """Checks that hold for every kind of drafter.
 
     Args:
         config: Of the drafter's network.
@@ -66,9 +114,21 @@ def same_tokenizer(words: list[str] | None, target: Description) -> Check:
     return Check("tokenizer", not wrong, said)
 
 
-def same_mask(config: DraftConfig, target: Description) -> Check:
+def same_mask(config: Any, target: Description) -> Check:
     """The mask stands for what is not said yet, so no text should hold it."""
     ends = config.mask_token_id in target.text.eos_token_ids
     word = word_of(config.mask_token_id, None, target)
     said = f"{config.mask_token_id} is {'no token of its tokenizer' if word is None else repr(word)}"
     return Check("mask token", not ends, f"{said}{', which ends answers' if ends else ''}")
+
+
+def lines_of(config: Any, layout: str, path: str, wanted: str | None, target: Description | None) -> dict[str, Start]:
+    """The lines that start engines with a drafter, by the engine's name.
+
+    Args:
+        wanted: What the drafter's files call its target, which stands for one that is not given.
+    """
+    named = str(wanted or "TARGET") if target is None else target.path
+    of_file = target is not None and is_gguf(named)
+    engines = "TARGET" if of_file else named
+    return starts(config, layout, as_given(path), engines, ["--target", named], named if of_file else None)

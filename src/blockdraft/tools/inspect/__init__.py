@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from blockdraft.inspection.base import Check, Report
-from blockdraft.inspection.look import inspect
+from blockdraft.tools.inspect.look import inspect
+from blockdraft.tools.inspect.report import Check, Report
 
 __all__ = ["Check", "Report", "inspect"]

@@ -1,0 +1,5 @@
+"""The place where `blockdraft.tools.inspect` was found before."""
+
+from blockdraft.tools.inspect import Check, Report, inspect
+
+__all__ = ["Check", "Report", "inspect"]
