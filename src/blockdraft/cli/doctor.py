@@ -46,9 +46,9 @@ def doctor(
 ) -> None:
     """Find out why a drafter's guesses are refused.
 
-    It decodes some prompts, asks the drafter again at the same places of the finished texts, and tries other readings
-    of the checkpoint: taps, slots and features off by one, windows, causality, halves in another order, norms, draft
-    vocabulary, rotary base, precision. The exit code is 1 where it finds a fault.
+    It decodes some prompts, asks the drafter again on the finished texts, and checks whether it would guess better if
+    its checkpoint meant something else: taps, slots and features off by one, windows, causality, halves in another
+    order, norms, draft vocabulary, rotary base, precision. The exit code is 1 if it finds a fault.
     """
     need_drafter(run.target, drafter, "leave --target out for the bundled pair")
     texts = [prompt for one in read_prompt_sets(prompts, limit) for prompt in one.prompts] if prompts else None
@@ -58,7 +58,7 @@ def doctor(
     from blockdraft.tools.deploy.doctor import examine
 
     target = run.load()
-    with display.progress("readings") as progress:
+    with display.progress("checks") as progress:
         found = examine(target, drafter or bundled()[BUNDLED_DFLASH], texts or SAMPLES.prompts, settings, progress)
     if as_json:
         print(json.dumps(asdict(found), indent=2))
@@ -84,7 +84,7 @@ def show(console: Console, found: Diagnosis) -> None:
     console.print(table)
     console.print()
     table = Table(box=lines, pad_edge=False)
-    table.add_column("reading of the checkpoint", overflow="fold")
+    table.add_column("check of the checkpoint", overflow="fold")
     for header in ("right guesses", f"S_1..S_{SHOWN_POSITIONS} %"):
         table.add_column(header, justify="right", no_wrap=True)
     for each in found.tried:

@@ -14,7 +14,7 @@ from blockdraft.drafters.flow.drafter import FlowDrafter
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf.drafter import drafter_metadata
 from blockdraft.targets import Target, load_target
-from blockdraft.tools.deploy.checks import bench_of
+from blockdraft.tools.deploy.checks import checker_of
 from blockdraft.tools.inspect import inspect
 from blockdraft.training.export import Format, convert, format_for
 from blockdraft.types import SamplingParams
@@ -141,6 +141,6 @@ def test_it_is_inspected_and_refused_by_name_where_it_cannot_go(
     with pytest.raises(UsageError, match="the architecture is 'FlowMapDraftModel'; it must be one of"):
         convert(tiny_flow_dir, tmp_path / "out", format_for("speculators", target, str(tiny_target_dir)), target)
     assert not list(tmp_path.iterdir())
-    with pytest.raises(UsageError, match=r"is of a kind \(FlowConfig\) that cannot be examined"):
-        bench_of(tiny_flow_dir, target)
+    with pytest.raises(UsageError, match=r"holds a FlowConfig, which cannot be examined"):
+        checker_of(tiny_flow_dir, target)
     assert Format("zlab").check(drafter.config) is None

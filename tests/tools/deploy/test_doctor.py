@@ -13,14 +13,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from blockdraft.drafters import BUNDLED_DFLASH, bundled
-from blockdraft.drafters.dflash.checks import readings
+from blockdraft.drafters.dflash.checks import checks
 from blockdraft.drafters.dflash.drafter import DFlashDrafter
 from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.formats.zlab import read_config
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.draft_config import LayerAttention
 from blockdraft.targets import Target, load_target
-from blockdraft.tools.deploy.checks import Reading
+from blockdraft.tools.deploy.checks import Check
 from blockdraft.tools.deploy.doctor import Diagnosis, conclude, examine
 from blockdraft.tools.deploy.settings import DoctorSettings
 
@@ -197,9 +197,9 @@ def test_decoding_at_fault(target: Target, monkeypatch: pytest.MonkeyPatch) -> N
     assert found.fault == "decoding" and found.alike < 0.9 and "report it" in found.remedy
 
 
-def test_readings_are_different_and_possible() -> None:
+def test_checks_are_different_and_possible() -> None:
     config = read_config(DRAFTER)
-    known = list(readings(config, 1, {"rope_theta": 500_000.0}, torch.bfloat16, 1000))
+    known = list(checks(config, 1, {"rope_theta": 500_000.0}, torch.bfloat16, 1000))
     assert len({(one.config.layers, one.taps, one.config.rope_theta, one.shift, one.dtype) for one in known}) == len(
         known
     )
@@ -209,7 +209,7 @@ def test_readings_are_different_and_possible() -> None:
     assert windows == {32, 128, 512}
     sliding = LayerAttention(causal=True, window=64), LayerAttention(causal=False, window=None)
     config = type(config)(**{**vars(config), "layers": sliding, "taps": (0, 7)})
-    known = list(readings(config, 0, {}, torch.float32, 100))
+    known = list(checks(config, 0, {}, torch.float32, 100))
     assert {one.fault for one in known} == {"", "shift", "window", "causality", "rope"}  # no tap beside those of an end
     assert {one.shift for one in known if one.fault == "shift"} == {-1, -2}
     flipped = {one.config.layers for one in known if one.fault == "causality"}
@@ -219,7 +219,7 @@ def test_readings_are_different_and_possible() -> None:
 
 def test_small_gains_are_no_fault() -> None:
     config = read_config(DRAFTER)
-    usual, other = Reading("", "usual", "", config), Reading("taps", "other", "do this", config)
+    usual, other = Check(config, told="usual"), Check(config, fault="taps", told="other", remedy="do this")
     chance = torch.Generator().manual_seed(0)
     runs = [(torch.rand(60, 1, generator=chance) < share).long() for share in (0.5, 0.6)]
     assert conclude([usual, other], runs, [1], [1], 1.0, None)[0] is None

@@ -20,7 +20,7 @@ from blockdraft.engine.text import encode
 from blockdraft.errors import UsageError
 from blockdraft.formats import Checkpoint, find_layout
 from blockdraft.targets import Target, load_target
-from blockdraft.tools.deploy.checks import bench_of
+from blockdraft.tools.deploy.checks import checker_of
 from blockdraft.tools.deploy.doctor import Diagnosis, examine
 from blockdraft.tools.deploy.settings import DoctorSettings
 from blockdraft.training.batches import Rows
@@ -61,7 +61,7 @@ def learned(target: Target, texts: list[tuple[torch.Tensor, int]]) -> Callable[.
     """Drafters in some convention.
 
     Args (of what it returns):
-        lag: Of the features, as in `Reading`.
+        lag: Of the features, as in `Check`.
         early: By how many tokens each guess comes too early.
         taps: That are read.
         changes: Fields of its configuration.
@@ -211,7 +211,7 @@ def test_halves_in_the_other_order(target: Target, learned: Callable[..., Checkp
         (write("mtp", learned("mtp")), ["mtp.fc.weight"]),
     ):
         found = diagnosis(target, rewrite(folder, swap(*those)))
-        assert found.fault == "order" and "rows of feature and embedding" in found.finding, found
+        assert found.fault == "order" and "inputs of feature and embedding" in found.finding, found
 
 
 @pytest.mark.slow
@@ -239,23 +239,23 @@ def test_norms_kept_otherwise(target: Target, learned: Callable[..., Checkpoint]
 
 
 def test_what_cannot_be_examined(target: Target, tiny_peagle_dir: Path) -> None:
-    with pytest.raises(UsageError, match=r"is of a kind \(PEagleConfig\) that cannot be examined"):
-        bench_of(tiny_peagle_dir, target)
-    with pytest.raises(UsageError, match="There is no prompt_lookup; give the folder or GGUF file"):
-        bench_of("prompt_lookup", target)
+    with pytest.raises(UsageError, match=r"holds a PEagleConfig, which cannot be examined"):
+        checker_of(tiny_peagle_dir, target)
+    with pytest.raises(UsageError, match="prompt_lookup does not exist; give the folder or GGUF file"):
+        checker_of("prompt_lookup", target)
 
 
-def test_readings_are_different_and_possible(
+def test_checks_are_different_and_possible(
     target: Target, tiny_eagle3_dir: Path, tiny_mtp_dir: Path, tiny_medusa_dir: Path, tiny_drafter_dir: Path
 ) -> None:
     faults = {}
     for folder in (tiny_eagle3_dir, tiny_mtp_dir, tiny_medusa_dir, tiny_drafter_dir):
-        bench, _ = bench_of(folder, target)
-        known = list(bench.readings(100))
+        checker, _ = checker_of(folder, target)
+        known = list(checker.checks(100))
         assert known[0].fault == "" and len({one.told for one in known}) == len(known)
         faults[folder.name] = {one.fault for one in known} - {""}
         text = [(torch.arange(5, 25), [8, 15])]
-        shapes = {tuple(bench.right(one, text).shape) for one in known}
+        shapes = {tuple(checker.right(one, text).shape) for one in known}
         assert shapes == {(2, {"medusa": 2, "mtp": 3, "eagle3": 5, "drafter": 6}[folder.name])}
     assert faults["eagle3"] == {"taps", "shift", "vocabulary", "order", "feedback", "norm", "rope"}
     assert faults["mtp"] == {"taps", "shift", "order", "feedback", "norm", "rope"}

@@ -15,14 +15,14 @@ from blockdraft.formats import Checkpoint
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention
 from blockdraft.nn.reduced_head import ReducedHead
 from blockdraft.targets import Target
-from blockdraft.tools.deploy.checks import CHUNK, USUAL, Bench, Reading, Text, neighbours, precision, rope, variant_of
+from blockdraft.tools.deploy.checks import CHUNK, Check, Checker, Text, neighbour_taps, precision, rope, variant_of
 from blockdraft.training.objectives import Slots
 from blockdraft.training.variant import find_variant
 
 WINDOWS = (32, 128, 512, 1024, 2048, 4096)  # tried where they are shorter than the texts
 
 
-class DFlashBench(Bench):
+class DFlashChecker(Checker):
     examines: ClassVar[type[DraftConfig]] = DraftConfig
     network: ClassVar[type[DFlashNetwork]] = DFlashNetwork
     config: DraftConfig
@@ -37,49 +37,49 @@ class DFlashBench(Bench):
             reduced = ReducedHead(borrowed.head, borrowed.kept, target.vocab_size)
             self._head = reduced.to(target.device, target.dtype)
 
-    def readings(self, longest: int) -> Iterator[Reading]:
+    def checks(self, longest: int) -> Iterator[Check]:
         target = self.target
-        return readings(self.config, self._first_slot, target.shape, target.dtype, longest)
+        return checks(self.config, self._first_slot, target.shape, target.dtype, longest)
 
     @torch.no_grad()
-    def right(self, reading: Reading, texts: Sequence[Text]) -> Tensor:
+    def right(self, check: Check, texts: Sequence[Text]) -> Tensor:
         """The guesses are the best tokens of each slot by itself."""
         count = max(1, self.block_size - 2)
-        first = self._first_slot - reading.shift
-        network = self._network(reading)
+        first = self._first_slot - check.shift
+        network = self._network(check)
         return torch.cat(
             [
                 (logits[:, first : first + count].argmax(dim=-1) == tokens[:, 1:]).long().cpu()
                 for text in texts
-                for _, logits, tokens in self._passes(network, reading, *text, count)
+                for _, logits, tokens in self._passes(network, check, *text, count)
             ]
         )
 
     @torch.no_grad()
     def lengths(self, tokens: Tensor, anchors: Sequence[int]) -> list[int]:
-        reading, count = Reading("", "", "", self.config), self._variant.taught_slots
+        check, count = Check(self.config), self._variant.taught_slots
         slots, found = slice(self._first_slot, self._first_slot + count), list[int]()
-        network = self._network(reading)
-        for hidden, logits, said in self._passes(network, reading, tokens, anchors, count):
+        network = self._network(check)
+        for hidden, logits, said in self._passes(network, check, tokens, anchors, count):
             seen = Slots(hidden[:, slots], logits[:, slots], said.clamp(min=0), said[:, 1:] >= 0)
             right = self._variant.guesses(network, seen) == said[:, 1:]
             found += right.long().cumprod(dim=1).sum(dim=1).tolist()
         return found
 
-    def _network(self, reading: Reading) -> DFlashNetwork:
-        dtype = reading.dtype or self.target.dtype
-        network = self.network(reading.config).to(self.target.device, dtype).eval()
+    def _network(self, check: Check) -> DFlashNetwork:
+        dtype = check.dtype or self.target.dtype
+        network = self.network(check.config).to(self.target.device, dtype).eval()
         network.load_state_dict(self.found.tensors)  # casts
         return network
 
     def _passes(
-        self, network: DFlashNetwork, reading: Reading, tokens: Tensor, anchors: Sequence[int], count: int
+        self, network: DFlashNetwork, check: Check, tokens: Tensor, anchors: Sequence[int], count: int
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """For some anchors at a time hidden states `[C, N, H]`, logits `[C, N, V]`, and the anchors' tokens with the
         `count` tokens behind them, `[C, 1 + count]`, -1 behind the end of the text."""
         target = self.target
         dtype, device = next(network.parameters()).dtype, target.device
-        features = self.features(reading.taps or self.config.taps, tokens).to(dtype)[None]
+        features = self.features(check.taps or self.config.taps, tokens).to(dtype)[None]
         padded = torch.cat([tokens, tokens.new_full((count,), -1)]).to(device)
         mask = target.embed(torch.tensor(network.config.mask_token_id, device=device)).to(dtype)
         places = torch.arange(len(tokens), device=device)[None]
@@ -91,32 +91,32 @@ class DFlashBench(Bench):
             yield hidden, logits, torch.stack([padded[some + k] for k in range(count + 1)], dim=1)
 
 
-def readings(
+def checks(
     config: DraftConfig, first_slot: int, shape: Mapping[str, Any], dtype: torch.dtype, longest: int
-) -> Iterator[Reading]:
-    """The reading as the configuration says, and then the others.
+) -> Iterator[Check]:
+    """All checks. The first follows the configuration.
 
     Args:
         first_slot: The slot that guesses the token behind the anchor.
-        shape: As in `Target`.
-        dtype: The target's.
-        longest: Tokens of the longest text that they are tried on.
+        shape: `Target.shape`.
+        dtype: Dtype of the target.
+        longest: Tokens of the longest text.
     """
-    yield Reading("", USUAL, "", config)
-    yield from neighbours(config)
+    yield Check(config)
+    yield from neighbour_taps(config)
     for slot in {0, 1, 2} - {first_slot}:
         told = f"slot {slot} guesses the token behind the anchor, in place of slot {first_slot}"
         remedy = (
             "Give the drafter the architecture, or the shift_label and sample_from_anchor, that it was trained with: "
             "slot 0 guesses in DSpark, slot 1 in DFlash."
         )
-        yield Reading("shift", told, remedy, config, first_slot - slot)
+        yield Check(config, fault="shift", told=told, remedy=remedy, shift=first_slot - slot)
     yield from _attention(config, longest)
     yield from rope(config, shape)
     yield from precision(config, dtype)
 
 
-def _attention(config: DraftConfig, longest: int) -> Iterator[Reading]:
+def _attention(config: DraftConfig, longest: int) -> Iterator[Check]:
     """Other windows and causalities."""
     windows = {layer.window for layer in config.layers} - {None}
     seen = {config.layers}
@@ -138,14 +138,16 @@ def _attention(config: DraftConfig, longest: int) -> Iterator[Reading]:
             how = {True: "causal", False: "bidirectional", None: "causal where it slides"}[causal]
             remedy = "Write layer_types, sliding_window and is_causal into config.json as it was trained."
             fault = "causality" if same_windows else "window"
-            yield Reading(fault, f"{where}, {how} inside a block", remedy, replace(config, layers=layers))
+            yield Check(
+                replace(config, layers=layers), fault=fault, told=f"{where}, {how} inside a block", remedy=remedy
+            )
     for causal in (False, True):
         layers = tuple(replace(layer, causal=causal) for layer in config.layers)
         if layers not in seen:
             seen.add(layers)
             told = f"the same windows, {'causal' if causal else 'bidirectional'} inside a block"
             remedy = f"Write is_causal: {str(causal).lower()} into config.json."
-            yield Reading("causality", told, remedy, replace(config, layers=layers))
+            yield Check(replace(config, layers=layers), fault="causality", told=told, remedy=remedy)
 
 
-BENCH = DFlashBench
+CHECKER = DFlashChecker

@@ -1,12 +1,12 @@
 """DSpark, whose checkpoints are read wrongly in the same ways as DFlash's."""
 
-from blockdraft.drafters.dflash.checks import DFlashBench
+from blockdraft.drafters.dflash.checks import DFlashChecker
 from blockdraft.drafters.dspark.network import DSparkConfig, DSparkNetwork
 
 
-class DSparkBench(DFlashBench):
+class DSparkChecker(DFlashChecker):
     examines = DSparkConfig
     network = DSparkNetwork
 
 
-BENCH = DSparkBench
+CHECKER = DSparkChecker

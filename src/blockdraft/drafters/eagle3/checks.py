@@ -12,13 +12,12 @@ import torch
 from blockdraft.drafters.eagle3.network import Eagle3Config, Eagle3Network, default_taps
 from blockdraft.errors import UsageError
 from blockdraft.tools.deploy.checks import (
-    USUAL,
-    Reading,
-    TaughtBench,
+    Check,
     Tensors,
+    VariantChecker,
     halves_swapped,
     lags,
-    neighbours,
+    neighbour_taps,
     precision,
     rope,
 )
@@ -26,15 +25,15 @@ from blockdraft.tools.deploy.checks import (
 PROJECTIONS = tuple(f"midlayer.self_attn.{name}_proj.weight" for name in "qkv")
 
 
-class Eagle3Bench(TaughtBench):
+class Eagle3Checker(VariantChecker):
     examines = Eagle3Config
     network = Eagle3Network
     config: Eagle3Config
 
-    def readings(self, longest: int) -> Iterator[Reading]:
+    def checks(self, longest: int) -> Iterator[Check]:
         config = self.config
-        yield Reading("", USUAL, "", config)
-        yield from neighbours(config)
+        yield Check(config)
+        yield from neighbour_taps(config)
         yield from self._usual_taps()
         yield from lags(config)
         yield from self._vocabularies()
@@ -42,7 +41,13 @@ class Eagle3Bench(TaughtBench):
             "Swap the halves of the columns of q_proj, k_proj and v_proj in the file: the embedding comes first, as in "
             "SafeAILab's code."
         )
-        yield Reading("order", "rows of feature and embedding", remedy, config, tensors=halves_swapped(*PROJECTIONS))
+        yield Check(
+            config,
+            fault="order",
+            told="inputs of feature and embedding",
+            remedy=remedy,
+            tensors=halves_swapped(*PROJECTIONS),
+        )
         for fault, name, told in (
             ("feedback", "norm_output", "the state that is fed on taken {} the last norm"),
             ("norm", "norm_before_residual", "the residual stream begun {} the norm of the feature"),
@@ -51,22 +56,22 @@ class Eagle3Bench(TaughtBench):
             changes: dict[str, Any] = {name: other}
             remedy = f"Write {name}: {str(other).lower()} into config.json."
             place = "behind" if other else "before"
-            yield Reading(fault, told.format(place), remedy, replace(config, **changes))
+            yield Check(replace(config, **changes), fault=fault, told=told.format(place), remedy=remedy)
         yield from rope(config, self.target.shape)
         yield from precision(config, self.target.dtype)
 
-    def _usual_taps(self) -> Iterator[Reading]:
+    def _usual_taps(self) -> Iterator[Check]:
         """Those that SafeAILab's code reads whatever a file says."""
         try:
             taps = default_taps(self.config.num_target_layers)
         except UsageError:  # of a small target
             return
-        if taps not in {self.config.taps, *(reading.taps for reading in neighbours(self.config))}:
+        if taps not in {self.config.taps, *(check.taps for check in neighbour_taps(self.config))}:
             told = f"the usual taps, {list(taps)}, in place of {list(self.config.taps)}"
             remedy = "Leave the taps out of config.json, or write these."
-            yield Reading("taps", told, remedy, self.config, taps=taps)
+            yield Check(self.config, fault="taps", told=told, remedy=remedy, taps=taps)
 
-    def _vocabularies(self) -> Iterator[Reading]:
+    def _vocabularies(self) -> Iterator[Check]:
         """Other meanings of `d2t`, of those that name tokens of the target."""
         size, whole = self.config.draft_vocab_size, self.config.vocab_size
         if size == whole:
@@ -85,7 +90,7 @@ class Eagle3Bench(TaughtBench):
                 def tensors(given: Tensors, other: torch.Tensor = other) -> Tensors:
                     return {**given, "d2t": other}
 
-                yield Reading("vocabulary", told, remedy, self.config, tensors=tensors)
+                yield Check(self.config, fault="vocabulary", told=told, remedy=remedy, tensors=tensors)
 
 
-BENCH = Eagle3Bench
+CHECKER = Eagle3Checker

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from blockdraft.drafters.medusa.network import MedusaConfig, MedusaNetwork
-from blockdraft.tools.deploy.checks import USUAL, Reading, TaughtBench, before_norm, precision
+from blockdraft.tools.deploy.checks import Check, VariantChecker, before_norm, precision
 
 
-class MedusaBench(TaughtBench):
+class MedusaChecker(VariantChecker):
     examines = MedusaConfig
     network = MedusaNetwork
     config: MedusaConfig
@@ -22,16 +22,18 @@ class MedusaBench(TaughtBench):
         """One less where a head may have to be left out."""
         return max(1, self.config.num_heads - 1)
 
-    def readings(self, longest: int) -> Iterator[Reading]:
+    def checks(self, longest: int) -> Iterator[Check]:
         config = self.config
-        yield Reading("", USUAL, "", config)
+        yield Check(config)
         yield before_norm(config)
         if config.num_heads > 1:
             remedy = "Drop the first head, which guesses what the target says itself, and number the others anew."
-            yield Reading("shift", "head 1 guesses the token behind the anchor, not head 0", remedy, config, shift=1)
+            told = "head 1 guesses the token behind the anchor, not head 0"
+            yield Check(config, fault="shift", told=told, remedy=remedy, shift=1)
         remedy = "The heads guess one token further than their numbers say: train one to stand before them."
-        yield Reading("shift", "the hidden state of two tokens before the anchor", remedy, config, lag=1)
+        told = "the hidden state of two tokens before the anchor"
+        yield Check(config, fault="shift", told=told, remedy=remedy, lag=1)
         yield from precision(config, self.target.dtype)
 
 
-BENCH = MedusaBench
+CHECKER = MedusaChecker

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from blockdraft.drafters.mtp.network import MTPConfig, MTPNetwork
 from blockdraft.tools.deploy.checks import (
-    USUAL,
-    Reading,
-    TaughtBench,
+    Check,
     Tensors,
+    VariantChecker,
     before_norm,
     halves_swapped,
     lags,
@@ -22,25 +21,27 @@ from blockdraft.tools.deploy.checks import (
 )
 
 
-class MTPBench(TaughtBench):
+class MTPChecker(VariantChecker):
     examines = MTPConfig
     network = MTPNetwork
     config: MTPConfig
 
-    def readings(self, longest: int) -> Iterator[Reading]:
+    def checks(self, longest: int) -> Iterator[Check]:
         config = self.config
-        yield Reading("", USUAL, "", config)
+        yield Check(config)
         yield before_norm(config)
         yield from lags(config)
         remedy = "Swap the halves of the columns of mtp.fc.weight in the file: the embedding comes first."
-        yield Reading("order", "rows of feature and embedding", remedy, config, tensors=halves_swapped("fc.weight"))
+        told = "inputs of feature and embedding"
+        yield Check(config, fault="order", told=told, remedy=remedy, tensors=halves_swapped("fc.weight"))
         fed = not config.normed_feedback
         told = f"the state that is fed on taken {'behind' if fed else 'before'} the last norm"
         remedy = f"Write normed_feedback: {str(fed).lower()} into config.json."
-        yield Reading("feedback", told, remedy, replace(config, normed_feedback=fed))
-        for step, told in ((-1, "whole"), (1, "less two")):
+        yield Check(replace(config, normed_feedback=fed), fault="feedback", told=told, remedy=remedy)
+        for step, kept in ((-1, "whole"), (1, "less two")):
             remedy = "Write the norms anew: this layout keeps what is added to one."
-            yield Reading("norm", f"norms that the file keeps {told}", remedy, config, tensors=_norms(step))
+            told = f"norms that the file keeps {kept}"
+            yield Check(config, fault="norm", told=told, remedy=remedy, tensors=_norms(step))
         yield from rope(config, self.target.shape)
         yield from precision(config, self.target.dtype)
 
@@ -52,4 +53,4 @@ def _norms(step: int) -> Callable[[Tensors], Tensors]:
     return lambda tensors: {name: changed(name, tensor) for name, tensor in tensors.items()}
 
 
-BENCH = MTPBench
+CHECKER = MTPChecker

@@ -1,5 +1,8 @@
-"""Ways in which checkpoints of a kind of drafter are read wrongly, and how the drafter is asked in each of them: the
-`BENCH` of `checks.py` in its folder, a `Bench` that is found by the configuration that it examines."""
+"""Checks of `blockdraft doctor`: would a drafter guess better if its checkpoint meant something else?
+
+Each kind of drafter has a `checks.py` in its folder with `CHECKER`, a subclass of `Checker`, found by the class of
+the configuration.
+"""
 
 from __future__ import annotations
 
@@ -27,31 +30,31 @@ CHUNK = 16  # anchors of a draft pass
 THETAS = (10_000.0, 1_000_000.0, 10_000_000.0)
 
 Tensors = Mapping[str, Tensor]
-# Tokens `[S]` int64, and the places of anchors.
+# Tokens `[S]` int64, and the indices of anchors.
 Text = tuple[Tensor, Sequence[int]]
 
 
 @dataclass(frozen=True)
-class Reading:
-    """One way to read a checkpoint.
+class Check:
+    """One assumption about a checkpoint, with which the drafter is asked again.
 
     Attributes:
-        fault: What would be wrong with the checkpoint if this reading is right, in a word, such as "taps"; empty for
-            the reading as its configuration says.
-        told: The reading in words.
-        remedy: What to do then.
-        config: Of the network.
-        shift: By how many tokens a guess stands behind the place that its configuration says.
-        lag: By how many tokens the features that a guess is made of are older than its kind says.
-        taps: In place of those of the configuration; None keeps them.
-        tensors: What this reading makes of the checkpoint's tensors.
-        dtype: Of the draft pass; None is the target's.
+        config: Configuration of the network under this assumption.
+        fault: A word for what is wrong with the checkpoint if the drafter guesses better, such as "taps". Empty for the
+            first check, which follows the configuration.
+        told: The assumption in words.
+        remedy: What to do if the drafter guesses better.
+        shift: Tokens by which guesses are later than the configuration says.
+        lag: Tokens by which features are older than this kind of drafter expects.
+        taps: Taps in the place of the configuration's; None keeps those.
+        tensors: Changes the tensors of the checkpoint.
+        dtype: Dtype of the draft pass; None is the target's.
     """
 
-    fault: str
-    told: str
-    remedy: str
     config: Any
+    fault: str = ""
+    told: str = "as its configuration says"
+    remedy: str = ""
     shift: int = 0
     lag: int = 0
     taps: tuple[int, ...] | None = None
@@ -59,14 +62,11 @@ class Reading:
     dtype: torch.dtype | None = None
 
 
-USUAL = "as its configuration says"
-
-
-class Bench(ABC):
-    """A drafter beside its target, asked as training asks it.
+class Checker(ABC):
+    """Asks a drafter for guesses on finished texts, as training does, under each check.
 
     Attributes:
-        examines: Class of the configurations that it knows, and not those derived from it.
+        examines: Class of the configurations that it checks. Those of a subclass it does not.
     """
 
     examines: ClassVar[type]
@@ -77,36 +77,41 @@ class Bench(ABC):
 
     @property
     def block_size(self) -> int:
-        """Of the drafter, anchor included."""
+        """Tokens of the drafter's block, anchor included."""
         return int(self.config.block_size)
 
     @abstractmethod
-    def readings(self, longest: int) -> Iterator[Reading]:
-        """The reading as the configuration says, and then the others.
+    def checks(self, longest: int) -> Iterator[Check]:
+        """All checks. The first follows the configuration.
 
         Args:
-            longest: Tokens of the longest text that they are tried on.
+            longest: Tokens of the longest text.
         """
 
     @abstractmethod
-    def right(self, reading: Reading, texts: Sequence[Text]) -> Tensor:
-        """`[A, K]` int64 over all anchors, 1 where the k-th guess behind an anchor is the text's own token, given those
-        before it. K is the same for all readings."""
+    def right(self, check: Check, texts: Sequence[Text]) -> Tensor:
+        """Whether each guess is right, given the text before it.
+
+        Returns:
+            `[A, K]` int64 over all anchors, 1 where the k-th guess behind an anchor is the token of the text. K is the
+            same for all checks.
+        """
 
     @abstractmethod
     def lengths(self, tokens: Tensor, anchors: Sequence[int]) -> list[int]:
-        """At each anchor, the right guesses before the first wrong one, guessed as in decoding."""
+        """For each anchor, the number of right guesses before the first wrong one, guessed as in decoding."""
 
     def features(self, taps: tuple[int, ...], tokens: Tensor) -> Tensor:
-        """Features of a text, `[S, m * H]`, in the target's dtype."""
+        """Features of a text, `[S, m * H]` for m taps, in the target's dtype."""
         if (taps, tokens) not in self._features:
             self._features[taps, tokens] = tapped_features(self.target, taps, [tokens])[0]
         return self._features[taps, tokens]
 
 
-class TaughtBench(Bench):
-    """For drafters whose training says itself what they guess: each guess is made of the features before the anchor,
-    and of the text's own tokens before the one that is guessed.
+class VariantChecker(Checker):
+    """A checker that asks the training variant for the guesses.
+
+    It is for drafters whose guess depends on the features before the anchor and on the text before the guess.
 
     Attributes:
         network: Class of the drafter's network.
@@ -125,45 +130,45 @@ class TaughtBench(Bench):
         return self.block_size - 1
 
     @torch.no_grad()
-    def right(self, reading: Reading, texts: Sequence[Text]) -> Tensor:
-        network, count, first = self._network(reading), self.compared, reading.shift
-        passes = (one for text in texts for one in self._passes(network, reading, *text))
+    def right(self, check: Check, texts: Sequence[Text]) -> Tensor:
+        network, count, first = self._network(check), self.compared, check.shift
+        passes = (one for text in texts for one in self._passes(network, check, *text))
         return torch.cat([(told[:, first : first + count] == said[:, :count]).long().cpu() for told, said in passes])
 
     @torch.no_grad()
     def lengths(self, tokens: Tensor, anchors: Sequence[int]) -> list[int]:
-        reading, found = Reading("", "", "", self.config), list[int]()
-        for told, said in self._passes(self._network(reading), reading, tokens, anchors):
+        check, found = Check(self.config), list[int]()
+        for told, said in self._passes(self._network(check), check, tokens, anchors):
             found += (told == said).long().cumprod(dim=1).sum(dim=1).tolist()
         return found
 
-    def _network(self, reading: Reading) -> nn.Module:
-        network = self.network(reading.config).float().to(self.target.device).eval()
-        network.load_state_dict(reading.tensors(self.found.tensors))  # casts
+    def _network(self, check: Check) -> nn.Module:
+        network = self.network(check.config).float().to(self.target.device).eval()
+        network.load_state_dict(check.tensors(self.found.tensors))  # casts
         return network
 
     def _passes(
-        self, network: nn.Module, reading: Reading, tokens: Tensor, anchors: Sequence[int]
+        self, network: nn.Module, check: Check, tokens: Tensor, anchors: Sequence[int]
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """For some anchors at a time the guesses `[C, K]` and the text's own tokens there, -1 behind its end."""
+        """Guesses `[C, K]` for up to `CHUNK` anchors at a time, and the tokens of the text there, -1 behind its end."""
         device, count = self.target.device, self.block_size - 1
-        taps = self.config.taps if reading.taps is None else reading.taps
-        features = self.features(taps, tokens).float().roll(reading.lag, dims=0)[None]
+        taps = self.config.taps if check.taps is None else check.taps
+        features = self.features(taps, tokens).float().roll(check.lag, dims=0)[None]
         row = tokens.to(device)[None]
         padded = torch.cat([row[0], row.new_full((count,), -1)])
         for some in torch.tensor(anchors, dtype=torch.int64, device=device).split(CHUNK):
             said = torch.stack([padded[some + k] for k in range(count + 1)], dim=1)
             blocks, places = said.clamp(min=0), torch.arange(len(tokens), device=device)[None]
             rows = Rows(row, places, torch.zeros_like(row), some[None], blocks[None], (said[:, 1:] >= 0)[None])
-            with self._precision(reading):
+            with self._precision(check):
                 hidden = self._variant.hidden(network, self.target, features, rows)[0]
                 logits = self._variant.logits(network, self.target, hidden).float()
                 slots = Slots(hidden, logits, blocks, said[:, 1:] >= 0)
                 yield self._variant.guesses(network, slots), said[:, 1:]
 
-    def _precision(self, reading: Reading) -> AbstractContextManager[Any]:
-        """The target's own, as in decoding, as nearly as training can have it."""
-        dtype = reading.dtype or self.target.dtype
+    def _precision(self, check: Check) -> AbstractContextManager[Any]:
+        """The precision of decoding, as closely as a network in float32 can follow it."""
+        dtype = check.dtype or self.target.dtype
         return nullcontext() if dtype == torch.float32 else torch.autocast(self.target.device.type, dtype)
 
 
@@ -172,78 +177,82 @@ def variant_of(network: type[nn.Module]) -> str:
     return next(name for name, entry in entries().items() if entry.network is network)
 
 
-def neighbours(config: Any) -> Iterator[Reading]:
-    """Taps that are one layer off."""
+def neighbour_taps(config: Any) -> Iterator[Check]:
+    """Taps one layer higher and one lower."""
     for step in (1, -1):
         taps = tuple(tap + step for tap in config.taps)
         if min(taps) >= 0 and max(taps) < config.num_target_layers:
             told = f"taps {list(taps)} in place of {list(config.taps)}"
             remedy = f"Write {list(taps)} as the target's layers into config.json; some formats count from 1."
-            yield Reading("taps", told, remedy, config, taps=taps)
+            yield Check(config, fault="taps", told=told, remedy=remedy, taps=taps)
 
 
-def lags(config: Any) -> Iterator[Reading]:
-    """Features of another token than the one before a row's own."""
+def lags(config: Any) -> Iterator[Check]:
+    """Features of one token earlier or later than the token before an input."""
     for lag, told in ((1, "of two tokens before its own"), (-1, "of its own token")):
         remedy = (
-            "Train it anew with the feature of the token before: that is what there is while drafting, here and in "
-            "other engines."
+            "Train the drafter again with the feature of the token before: while drafting, here and in other engines, "
+            "that is the latest one."
         )
-        yield Reading("shift", f"each row with the feature {told}", remedy, config, lag=lag)
+        yield Check(config, fault="shift", told=f"each input with the feature {told}", remedy=remedy, lag=lag)
 
 
-def before_norm(config: Any) -> Reading:
-    """The last layer's own output, where a drafter reads what the target's head reads."""
-    remedy = "Train it anew on the input of the target's head, which is behind the target's last norm."
-    taps = (config.num_target_layers - 1,)
-    return Reading("taps", "the target's last hidden state before its norm", remedy, config, taps=taps)
+def before_norm(config: Any) -> Check:
+    """The output of the target's last layer, for drafters that read the input of the target's head."""
+    return Check(
+        config,
+        fault="taps",
+        told="the target's last hidden state before its norm",
+        remedy="Train the drafter again on the input of the target's head, which is behind the target's last norm.",
+        taps=(config.num_target_layers - 1,),
+    )
 
 
-def rope(config: Any, shape: Mapping[str, Any]) -> Iterator[Reading]:
-    """Other rotary bases.
+def rope(config: Any, shape: Mapping[str, Any]) -> Iterator[Check]:
+    """Other rotary bases: the target's, and usual ones.
 
     Args:
-        shape: As in `Target`.
+        shape: `Target.shape`.
     """
     for theta in dict.fromkeys((shape.get("rope_theta", config.rope_theta), *THETAS)):
         if theta != config.rope_theta:
             told = f"rope_theta {theta:g} in place of {config.rope_theta:g}"
             remedy = f"Write {theta:g} as rope_theta into config.json."
-            yield Reading("rope", told, remedy, replace(config, rope_theta=float(theta)))
+            yield Check(replace(config, rope_theta=float(theta)), fault="rope", told=told, remedy=remedy)
 
 
-def precision(config: Any, dtype: torch.dtype) -> Iterator[Reading]:
-    """More of it, where the target has less."""
+def precision(config: Any, dtype: torch.dtype) -> Iterator[Check]:
+    """The draft pass in float32, if the target has a smaller dtype."""
     if dtype != torch.float32:
         name = str(dtype).removeprefix("torch.")
         told = f"the draft pass in float32 in place of {name}"
-        remedy = f"Its numbers do not fit {name}; run the pair in bfloat16 or float32 (--dtype)."
-        yield Reading("dtype", told, remedy, config, dtype=torch.float32)
+        remedy = f"The drafter's numbers exceed the range of {name}; run the pair in bfloat16 or float32 (--dtype)."
+        yield Check(config, fault="dtype", told=told, remedy=remedy, dtype=torch.float32)
 
 
 def halves_swapped(*names: str) -> Callable[[Tensors], Tensors]:
-    """Of these matrices the first half of the columns behind the second."""
+    """Swaps the two halves of the columns of these matrices."""
     return lambda tensors: {
         **tensors,
         **{name: torch.cat(tensors[name].chunk(2, dim=1)[::-1], dim=1) for name in names},
     }
 
 
-def bench_of(path: str | Path, target: Target) -> tuple[Bench, str | None]:
-    """A drafter beside its target, and the fingerprint of the target that it was trained for, where it is known.
+def checker_of(path: str | Path, target: Target) -> tuple[Checker, str | None]:
+    """The checker of a drafter, and the fingerprint of the target that the drafter was trained for, if known.
 
     Args:
-        path: Folder or GGUF file.
+        path: Folder or GGUF file of a drafter.
 
     Raises:
-        ValueError: It cannot be read, or no drafter's folder has `checks.py` for its kind.
+        UsageError: The drafter cannot be read, or its kind has no checks.
     """
     if not Path(path).exists():
-        raise UsageError(f"There is no {path}; give the folder or GGUF file of a drafter that has a network.")
+        raise UsageError(f"{path} does not exist; give the folder or GGUF file of a drafter with a network.")
     vocabulary = target.tokenizer.get_vocab() if target.tokenizer else None
     found = read_drafter(path, vocabulary, target.num_layers)
-    kinds: list[type[Bench]] = [module.BENCH for module in parts("checks").values()]
+    kinds: list[type[Checker]] = [module.CHECKER for module in parts("checks").values()]
     for kind in kinds:
         if type(found.config) is kind.examines:
             return kind(target, found), found.trained_for
-    raise UsageError(f"{path} is of a kind ({type(found.config).__name__}) that cannot be examined here.")
+    raise UsageError(f"{path} holds a {type(found.config).__name__}, which cannot be examined; give another drafter.")

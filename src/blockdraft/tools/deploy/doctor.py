@@ -1,8 +1,8 @@
-"""What is wrong where a drafter's guesses are refused.
+"""`blockdraft doctor`: finds why the target refuses a drafter's guesses.
 
-Prompts are decoded, and at the places where a cycle began the drafter is asked again on the finished text, as training
-asks it. Both must accept as much, or decoding is at fault. Then the drafter is read in other ways; if it guesses
-clearly more in one of them, that is how it was trained.
+First, prompts are decoded, and the drafter is asked again for each cycle on the finished text, as training asks it.
+Decoding is at fault unless both accept as many guesses. Then the drafter is asked under other assumptions about its
+checkpoint. If it guesses clearly better under one of them, the checkpoint was trained that way.
 """
 
 from __future__ import annotations
@@ -19,26 +19,30 @@ from blockdraft.engine import Engine
 from blockdraft.engine.text import encode
 from blockdraft.errors import UsageError
 from blockdraft.targets import Target, other_target_warning
-from blockdraft.tools.deploy.checks import Reading, bench_of
+from blockdraft.tools.deploy.checks import Check, checker_of
 from blockdraft.tools.deploy.settings import DoctorSettings
 from blockdraft.types import Drafting, SamplingParams
 
-ROWS = 4  # answers at a time
-SURE = 4.0  # standard errors by which a reading must be better
-GAIN = 0.1  # share of the right guesses by which it must be better too
-LEAST = 0.05  # and right guesses
-NOTHING = 0.1  # S_1 below which a drafter guesses nothing of this target
-ALIKE = 0.9  # share of the cycles in which decoding and the drafter alone must accept as many guesses
+ROWS = 4  # answers decoded together
+# A check is clearly better if its gain in right guesses exceeds all three:
+SURE = 4.0  # standard errors of the gain
+GAIN = 0.1  # of the right guesses of the first check
+LEAST = 0.05  # right guesses
+NOTHING = 0.1  # S_1 below which a drafter does not know this target
+ALIKE = 0.9  # least share of cycles in which decoding and the drafter alone accept as many guesses
 
-# Told which reading is tried, how many are done, and how many there are.
+# Called with the check in words, the number of checks done, and their total.
 Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
 class Tried:
-    """Attributes:
-    accepted: Right guesses before the first wrong one, as a mean over anchors.
-    by_position: S_1, S_2, ... over the same anchors.
+    """The result of a check.
+
+    Attributes:
+        fault, told: Those of the check.
+        accepted: Mean over anchors of the right guesses before the first wrong one.
+        by_position: S_1, S_2, ... over the same anchors.
     """
 
     fault: str
@@ -49,14 +53,18 @@ class Tried:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Attributes:
-    cycles: That were compared.
-    decoded, own: S_1, S_2, ... over these cycles: as the engine accepted, and as the drafter guesses on the text.
-    alike: Share of the cycles in which both accept as many.
-    tried: Readings; the first is that of the configuration.
-    fault: "decoding", "target", or that of the reading which is right, such as "taps"; None where nothing is wrong.
-    finding: The same in a sentence.
-    remedy: What to do.
+    """What an examination found.
+
+    Attributes:
+        cycles: Cycles of decoding that were compared.
+        decoded: S_1, S_2, ... over these cycles, as the engine accepted.
+        own: S_1, S_2, ... over the same cycles, as the drafter alone guesses on the finished text.
+        alike: Share of the cycles in which both accept as many guesses.
+        tried: Results of all checks; the first follows the configuration.
+        fault: "decoding", "target", or the fault of the check that is clearly better, such as "taps"; None if nothing
+            is wrong.
+        finding: The fault in a sentence.
+        remedy: What to do.
     """
 
     cycles: int
@@ -74,10 +82,10 @@ class Answered:
     """A prompt with its answer.
 
     Attributes:
-        tokens: `[S]` int64, of both.
-        first: Where the answer begins.
-        cycles: Place of the anchor, guesses that were drafted, and those accepted. The last cycle, which the answer's
-            end may have cut, is left out.
+        tokens: `[S]` int64, prompt and answer.
+        first: Index where the answer begins.
+        cycles: For each cycle the index of its anchor, the number of guesses, and that of accepted ones. The last
+            cycle, which the end of the answer may have cut, is left out.
     """
 
     tokens: Tensor
@@ -85,9 +93,9 @@ class Answered:
     cycles: tuple[tuple[int, int, int], ...]
 
     def anchors(self, count: int) -> list[int]:
-        """Up to so many places of the answer, evenly spread."""
-        places = range(self.first, len(self.tokens) - 1)
-        return [places[i * len(places) // count] for i in range(count)] if len(places) > count else list(places)
+        """Up to `count` indices of the answer, evenly spread."""
+        indices = range(self.first, len(self.tokens) - 1)
+        return [indices[i * len(indices) // count] for i in range(count)] if len(indices) > count else list(indices)
 
 
 def examine(
@@ -100,45 +108,58 @@ def examine(
     """Examine a pair.
 
     Args:
-        drafter: Folder or GGUF file of a drafter with a network of its own.
+        drafter: Folder or GGUF file of a drafter with a network.
 
     Raises:
-        ValueError: The drafter is of another kind, does not fit the target or cannot be read, or the answers hold no
-            cycle to look at.
+        UsageError: The drafter has no checks, does not fit the target or cannot be read, or the answers are too short.
     """
-    bench, trained_for = bench_of(drafter, target)
+    checker, trained_for = checker_of(drafter, target)
     answers = decode(target, drafter, prompts, how.max_new_tokens)
     count = sum(len(each.cycles) for each in answers)
     if not count:
-        raise UsageError("The answers are too short to tell anything; give other prompts.")
+        raise UsageError("The answers hold no complete cycle; give other prompts, or raise --max-new-tokens.")
     longest = max(len(each.tokens) for each in answers)
-    ways = list(bench.readings(longest))
+    checks = list(checker.checks(longest))
     texts = [(each.tokens, each.anchors(how.anchors)) for each in answers]
     runs = list[Tensor]()
-    for number, reading in enumerate(ways):
-        progress(reading.told, number, len(ways))
-        runs.append(bench.right(reading, texts).cumprod(dim=1))
-    progress("compared", len(ways), len(ways))
+    for number, check in enumerate(checks):
+        progress(check.told, number, len(checks))
+        runs.append(checker.right(check, texts).cumprod(dim=1))
+    progress("compared", len(checks), len(checks))
     tried = tuple(
-        Tried(one.fault, one.told, float(run.sum(1).double().mean()), tuple(run.double().mean(0).tolist()))
-        for one, run in zip(ways, runs, strict=True)
+        Tried(
+            fault=check.fault,
+            told=check.told,
+            accepted=float(run.sum(1).double().mean()),
+            by_position=tuple(run.double().mean(0).tolist()),
+        )
+        for check, run in zip(checks, runs, strict=True)
     )
     pairs = [
         (min(right, drafted), accepted)
         for each in answers
         for right, (_, drafted, accepted) in zip(
-            bench.lengths(each.tokens, [place for place, _, _ in each.cycles]), each.cycles, strict=True
+            checker.lengths(each.tokens, [index for index, _, _ in each.cycles]), each.cycles, strict=True
         )
     ]
     alike = sum(mine == accepted for mine, accepted in pairs) / count
     told = other_target_warning(Path(drafter), trained_for, target)
-    fault, finding, remedy = conclude(ways, runs, [mine for mine, _ in pairs], [got for _, got in pairs], alike, told)
-    decoded, guessed = (tuple(_survival([pair[i] for pair in pairs], bench.block_size)) for i in (1, 0))
-    return Diagnosis(count, decoded, guessed, alike, tried, fault, finding, remedy)
+    own, decoded = ([pair[i] for pair in pairs] for i in (0, 1))
+    fault, finding, remedy = conclude(checks, runs, own=own, decoded=decoded, alike=alike, other_target=told)
+    return Diagnosis(
+        cycles=count,
+        decoded=_survival(decoded, checker.block_size),
+        own=_survival(own, checker.block_size),
+        alike=alike,
+        tried=tried,
+        fault=fault,
+        finding=finding,
+        remedy=remedy,
+    )
 
 
 def conclude(
-    ways: Sequence[Reading],
+    checks: Sequence[Check],
     runs: Sequence[Tensor],
     own: Sequence[int],
     decoded: Sequence[int],
@@ -148,51 +169,54 @@ def conclude(
     """Fault, finding and remedy.
 
     Args:
-        runs: For each reading `[A, K]`, whether the first k guesses were right.
-        own, decoded: Guesses accepted in each cycle, by the drafter alone and by the engine.
-        other_target: What to say where the drafter was trained for another target.
+        runs: For each check, `[A, K]`, 1 where the first k guesses were all right.
+        own, decoded: Right guesses of each cycle, by the drafter alone and in decoding.
+        alike: Share of the cycles in which both are equal.
+        other_target: Warning that the drafter was trained for another target, if it was.
     """
     usual = runs[0].sum(1).double()
     better = []
-    for reading, run in zip(ways[1:], runs[1:], strict=True):
+    for check, run in zip(checks[1:], runs[1:], strict=True):
         gains = run.sum(1).double() - usual
         gain, error = float(gains.mean()), float(gains.std()) / len(gains) ** 0.5
         if gain > max(SURE * error, GAIN * float(usual.mean()), LEAST):
-            better.append((gain, reading))
+            better.append((gain, check))
     if better:
         best = max(gain for gain, _ in better)
-        gain, reading = next(pair for pair in better if pair[0] >= 0.9 * best)  # of those that are alike the plainest
+        gain, check = next(pair for pair in better if pair[0] >= 0.9 * best)  # the first, so the simplest
         now = float(usual.mean())
-        finding = f"It guesses {now:.2f} tokens right on average, and {now + gain:.2f} with {reading.told}."
-        return reading.fault, finding, reading.remedy
+        finding = f"The drafter guesses {now:.2f} tokens right on average, and {now + gain:.2f} with {check.told}."
+        return check.fault, finding, check.remedy
     if alike < ALIKE and sum(decoded) < (1 - GAIN) * sum(own):
         finding = (
             f"Decoding accepted {sum(decoded)} guesses in {len(own)} cycles, and the drafter alone guesses {sum(own)} "
-            "right at the same places."
+            "right in the same cycles."
         )
-        return "decoding", finding, "That is a fault of this package; please report it with the pair."
+        return "decoding", finding, "This is a bug of blockdraft; please report it with the pair."
     if float(runs[0][:, 0].double().mean()) < NOTHING:
-        finding = "It guesses next to nothing in any reading: it was made for another target, or not trained."
-        remedy = "Use the target that it was trained for, or train one for this (blockdraft fit)."
+        finding = "The drafter guesses almost nothing right under any check: it is for another target, or not trained."
+        remedy = "Use the target that it was trained for, or make a drafter for this target (blockdraft fit)."
         return "target", f"{finding} {other_target}" if other_target else finding, remedy
-    return None, "Decoding accepts what the drafter guesses, and no other reading guesses more.", other_target or ""
+    finding = "Decoding accepts what the drafter guesses, and it guesses no better under any other check."
+    return None, finding, other_target or ""
 
 
 def decode(target: Target, drafter: str | Path, prompts: Sequence[str], tokens: int) -> list[Answered]:
-    """Answer prompts greedily, with chains of all guesses that the drafter has."""
+    """Answer prompts greedily, with chains as long as the drafter's block."""
     encoded = [encode(prompt, target) for prompt in prompts]
     with Engine(target, load_drafter(drafter, target=target), ROWS, Drafting()) as engine:
         completions = [each.checked() for each in engine.generate(encoded, SamplingParams(max_new_tokens=tokens))]
     found = []
     for prompt, completion in zip(encoded, completions, strict=True):
-        place, cycles = len(prompt), []
+        anchor, cycles = len(prompt), []
         for drafted, committed in zip(completion.stats.drafted, completion.stats.committed, strict=True):
-            cycles.append((place, drafted, committed - 1))
-            place += committed
+            cycles.append((anchor, drafted, committed - 1))
+            anchor += committed
         text = torch.tensor([*prompt, *completion.token_ids])
-        found.append(Answered(text, len(prompt), tuple(cycles[:-1])))
+        found.append(Answered(tokens=text, first=len(prompt), cycles=tuple(cycles[:-1])))
     return found
 
 
-def _survival(accepted: Sequence[int], block_size: int) -> list[float]:
-    return [sum(count >= i for count in accepted) / len(accepted) for i in range(1, block_size)]
+def _survival(accepted: Sequence[int], block_size: int) -> tuple[float, ...]:
+    """S_1, S_2, ... of the accepted guesses of each cycle."""
+    return tuple(sum(count >= i for count in accepted) / len(accepted) for i in range(1, block_size))

@@ -1,4 +1,4 @@
-"""How pairs are examined and started. Free of torch, so that a command line can read the defaults."""
+"""Settings of `doctor` and `launch`. They do not import torch, so that the command line starts fast."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from blockdraft.settings import Count, settings
 
 @settings
 class DoctorSettings:
-    """How a pair is examined.
+    """Settings of `blockdraft doctor`.
 
     Attributes:
-        max_new_tokens: Tokens of each answer at most.
-        anchors: Places of each answer, evenly spread, at which every reading is tried.
+        max_new_tokens: Most tokens of an answer.
+        anchors: Most anchors of an answer, evenly spread, at which every check asks the drafter.
     """
 
     max_new_tokens: Count = 96
@@ -24,11 +24,11 @@ class DoctorSettings:
 
 @settings
 class LaunchSettings:
-    """How another engine is started.
+    """Settings of `blockdraft launch`.
 
     Attributes:
         port: Port of this machine at which the engine listens.
-        patience: Seconds that it may take until it answers; large models take minutes to load.
+        patience: Seconds until the engine must answer; large models take minutes to load.
     """
 
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
