@@ -15,13 +15,11 @@ from heapq import heappop, heappush
 from itertools import accumulate
 from operator import mul
 
-from blockdraft.decode.sampling import RandomNumbers
 from blockdraft.decode.tree import best_count
 from blockdraft.drafters import Drafter
 from blockdraft.engine.adaptive.policy import Controller
 from blockdraft.engine.adaptive.stored_costs import Costs
 from blockdraft.engine.request import Request
-from blockdraft.engine.text import AnswerText
 from blockdraft.types import Drafting, SamplingParams
 
 BLOCK_SIZE = 16
@@ -176,7 +174,7 @@ DRAFTERS = {"lookup": (Lookup(), Drafting("auto")), "chain": (Knowing(), Draftin
 
 
 def request(tokens: int = 10**9) -> Request:
-    return Request([1], SamplingParams(tokens), frozenset(), RandomNumbers(0), AnswerText(None))
+    return Request(prompt=[1], params=SamplingParams(tokens))
 
 
 @dataclass

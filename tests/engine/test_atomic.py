@@ -327,17 +327,17 @@ def test_a_tokenizer_that_fails_ends_one_request(
 ) -> None:
     engine = Engine(target, drafter)
     expected = answers(engine)
-    requests = [engine.request(prompt, GREEDY) for prompt in PROMPTS]
-    push, calls = requests[1].text.push, 0
+    requests = [engine.request(prompt, replace(GREEDY, stop=["\0"])) for prompt in PROMPTS]
+    read, calls = requests[1].text.read, 0
 
-    def broken(token: int) -> None:
+    def broken() -> None:
         nonlocal calls
         calls += 1
         if calls > after:
             raise ValueError("what token is that?")
-        push(token)
+        read()
 
-    monkeypatch.setattr(requests[1].text, "push", broken)
+    monkeypatch.setattr(requests[1].text, "read", broken)
     engine._begin(requests)
     first, second, third = [request.result() for request in requests]
     assert [first.token_ids, third.token_ids] == [expected[0], expected[2]]

@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from blockdraft.decode.proposal import Plan
-from blockdraft.decode.sampling import RandomNumbers
 from blockdraft.engine.draft_context import DraftContext
 from blockdraft.engine.request import Request, Row
-from blockdraft.engine.text import AnswerText
 from blockdraft.errors import RequestError
 from blockdraft.types import SamplingParams
 
@@ -36,7 +34,7 @@ class Drafter:
 
 
 def made(count: int = 2) -> tuple[DraftContext, Drafter, list[Row]]:
-    requests = [Request([1], SamplingParams(9), frozenset(), RandomNumbers(0), AnswerText(None)) for _ in range(count)]
+    requests = [Request(prompt=[1], params=SamplingParams(9)) for _ in range(count)]
     drafter = Drafter()
     rows = [Row(request, 10 * place, 10) for place, request in enumerate(requests)]
     return DraftContext(drafter, State(), torch.device("cpu")), drafter, rows  # type: ignore[arg-type]

@@ -87,7 +87,7 @@ def test_a_drafter_elsewhere_takes_the_memory_of_its_own_device(
 
 
 def test_too_little_memory_is_refused_before_decoding(target: Target, drafter: Drafter) -> None:
-    with pytest.raises(ValueError, match=r"needs \d+ slots .* there is room for 0; .* more cache_tokens or memory"):
+    with pytest.raises(ValueError, match=r"needs \d+ slots .* the cache has 0; .* more cache_tokens or memory"):
         Engine(target, drafter, memory_limit=1000).generate([[5, 6, 7]], SamplingParams(20))
 
 

@@ -4,15 +4,13 @@ from collections.abc import Callable
 
 import pytest
 
-from blockdraft.decode.sampling import RandomNumbers
 from blockdraft.engine import Chunk, Completion, Request, Stats
-from blockdraft.engine.text import AnswerText
 from blockdraft.errors import BlockdraftError, NumbersError, RequestError
 from blockdraft.types import SamplingParams
 
 
 def made(listener: Callable[[Chunk], object] | None = None) -> Request:
-    return Request([1], SamplingParams(), frozenset(), RandomNumbers(0), AnswerText(None), listener=listener)
+    return Request(prompt=[1], params=SamplingParams(), listener=listener)
 
 
 @pytest.mark.parametrize("failure", [NumbersError("no numbers"), RequestError("the tokenizer failed")])

@@ -128,7 +128,7 @@ def test_a_request_waits_for_slots(target: Target, drafter: Drafter) -> None:
     hand.run()
     assert [len(request.token_ids) for request in requests] == [100, 10, 10, 10]
     assert requests[0].token_ids[:10] == requests[3].token_ids
-    with pytest.raises(ValueError, match=rf"needs {large} slots .* room for {small}; ask for fewer new tokens"):
+    with pytest.raises(ValueError, match=rf"needs {large} slots .* the cache has {small}; ask for fewer new tokens"):
         Engine(target, drafter, cache_tokens=small).submit(PROMPTS[0], greedy(100))
 
 

@@ -319,7 +319,7 @@ def test_tokens_that_only_the_tokenizer_has_are_refused(tiny_target_dir: Path) -
     assert target.tokenizer is not None
     target.tokenizer.add_tokens(["<tool>"])
     engine = Engine(target, load_drafter("none", target=target))
-    with pytest.raises(UsageError, match=f"Token id {target.vocab_size} of the prompt .*Where the tokenizer made it"):
+    with pytest.raises(UsageError, match=f"Token id {target.vocab_size} of the prompt .*If the tokenizer made it"):
         engine.generate(["a <tool>"])
 
 

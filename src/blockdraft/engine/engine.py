@@ -12,7 +12,6 @@ from types import TracebackType
 from typing import TypeAlias
 from weakref import WeakSet
 
-from blockdraft.decode.sampling import RandomNumbers
 from blockdraft.drafters import Drafter, load_drafter, slots_behind
 from blockdraft.engine.adaptive.policy import Controller
 from blockdraft.engine.adaptive.stored_costs import Costs, load, path, store
@@ -21,7 +20,7 @@ from blockdraft.engine.memory import Memory
 from blockdraft.engine.request import Chunk, Completion, Request
 from blockdraft.engine.runner import Runner
 from blockdraft.engine.scheduler import Scheduler
-from blockdraft.engine.text import AnswerText, check_request, encode
+from blockdraft.engine.text import check_request, encode
 from blockdraft.engine.worker import end_all, worker_of
 from blockdraft.errors import ClosedError, UsageError, describe
 from blockdraft.targets import Target
@@ -38,30 +37,28 @@ Params: TypeAlias = "SamplingParams | Sequence[SamplingParams] | None"
 class Engine:
     """Decodes with a target and a drafter; the output is the target's own.
 
-    Any thread may call it. A thread of its own decodes while there are requests, and ends with the last of them.
-    Several engines may share one target: they take turns. After `close`, or the end of a `with` block, it takes no
-    more.
+    Any thread may call it. A worker thread decodes while there are requests and exits soon after the last one. Engines
+    that share a target take turns. After `close`, or the end of a `with` block, an engine refuses new requests.
 
     Args:
         target: From `load_target`.
         drafter: From `load_drafter`; None decodes plainly.
         max_batch_size: Most requests that are decoded together.
         drafting: How far to draft.
-        memory_limit: Most bytes that the engine may take, see `memory_bytes`; None is what is free now.
-        prefix_tokens: Tokens of ended requests that are remembered; a request that begins with them does not read them
-            again. 0 remembers none. What requests that still run have in common is read once in any case.
-        cache_tokens: Tokens of all requests, remembered ones included, that target and drafter have room for; None is
-            as many as `max_batch_size` longest requests have, or as fit the memory.
-        prefill_tokens: Most tokens of prompts that are read between two cycles of those that are decoded; None is 256
-            on a CPU and 2048 elsewhere.
+        memory_limit: Most bytes that the engine may take, see `memory_bytes`; None is the memory that is free now.
+        prefix_tokens: Most tokens of finished requests that stay in memory, so that a request with the same beginning
+            need not read it again; 0 keeps none. Running requests share a common beginning in any case.
+        cache_tokens: Tokens that the caches of target and drafter hold, those of finished requests included; None is
+            room for `max_batch_size` requests of the longest kind, or what the memory allows.
+        prefill_tokens: Most tokens of prompts that are read between two cycles; None is 256 on a CPU and 2048
+            elsewhere.
 
     Raises:
-        UsageError: A number below 1, or a block longer than the drafter's.
+        UsageError: A number is too small, the block is longer than the drafter's, or the target cannot score trees.
 
     Attributes:
-        cache_tokens: As above, a number.
-        memory: What it takes.
-        slots_behind: That each row needs behind its text.
+        memory: What the engine takes, by what it is taken for.
+        slots_behind: Cache slots that each row needs behind its text.
     """
 
     def __init__(
@@ -91,20 +88,27 @@ class Engine:
             raise UsageError(f"drafter is {drafter!r}; give what load_drafter returns, or None to decode plainly.")
         if isinstance(drafting.block_size, int) and drafting.block_size > drafter.block_size:
             raise UsageError(
-                f"block_size is {drafting.block_size}; this drafter's blocks hold at most {drafter.block_size}."
+                f"block_size is {drafting.block_size}; this drafter's blocks hold at most {drafter.block_size} tokens."
             )
         if drafting.tree_budget != 0 and not target.has_trees:
             raise UsageError(
                 f"tree_budget is {drafting.tree_budget}, and the backend {target.backend} scores chains only; use 0."
             )
         self.target, self.drafter, self.drafting = target, drafter, drafting
-        self.controller = Controller(drafter, drafting, lambda: load(path(target, drafter)))
+        self.controller = Controller(drafter, drafting, costs=lambda: load(path(target, drafter)))
         self.max_batch_size, self.prefix_tokens, self.prefill_tokens = max_batch_size, prefix_tokens, prefill_tokens
         nodes = 1 + self.controller.most_guesses
         self.slots_behind = slots_behind(drafter, nodes) if drafting.tree_budget else nodes
-        automatic = self.controller.automatic
-        self.memory = Memory(target, drafter, max_batch_size, nodes, prefill_tokens, automatic, self.slots_behind)
-        self._given_slots, self._limit = cache_tokens, memory_limit
+        self.memory = Memory(
+            target=target,
+            drafter=drafter,
+            max_batch_size=max_batch_size,
+            nodes=nodes,
+            prefill_tokens=prefill_tokens,
+            automatic=self.controller.automatic,
+            behind=self.slots_behind,
+        )
+        self._cache_tokens, self._memory_limit = cache_tokens, memory_limit
         self._lock = threading.Lock()
         self._scheduler: Scheduler | None = None
         self._worker = worker_of(target)
@@ -112,25 +116,32 @@ class Engine:
 
     @property
     def cache_tokens(self) -> int:
-        if self._given_slots is None:
-            self._given_slots = self.memory.slots(self.prefix_tokens, self._limit)
-        return self._given_slots
+        """Tokens that the caches of target and drafter hold."""
+        if self._cache_tokens is None:
+            self._cache_tokens = self.memory.slots(self.prefix_tokens, self._memory_limit)
+        return self._cache_tokens
 
     def memory_bytes(self) -> int:
-        """Memory that the engine takes at most: the stores of target and drafter, and what a step needs meanwhile. A
-        CPU hands it out as it is used."""
+        """Most memory that the engine takes: the caches of target and drafter, and what a step needs besides. A CPU
+        hands it out as it is used."""
         return self.memory.bytes(self.cache_tokens)
 
     @property
     def scheduler(self) -> Scheduler:
-        """Who decides; made at first use, with the stores."""
+        """The scheduler; made at first use, which allocates the caches."""
         if self._scheduler is None:
             self.controller.prepare()
-            runner = Runner(self.target, self.drafter, self.cache_tokens, self.drafting.sampled)
             self._scheduler = Scheduler(
-                runner, self.controller, self.cache_tokens, self.max_batch_size, self.prefix_tokens, self.prefill_tokens
+                runner=Runner(self.target, self.drafter, slots=self.cache_tokens, sampled=self.drafting.sampled),
+                controller=self.controller,
+                slots=self.cache_tokens,
+                max_batch_size=self.max_batch_size,
+                prefix_tokens=self.prefix_tokens,
+                prefill_tokens=self.prefill_tokens,
             )
         return self._scheduler
+
+    # Asking for answers.
 
     def submit(
         self,
@@ -143,17 +154,17 @@ class Engine:
         """Begin to answer one prompt, and return at once.
 
         Args:
-            listener: Called with each chunk of the answer, in the thread that decodes, so it should be quick. An
-                exception in it ends the request.
+            listener: Called with each chunk of the answer, in the worker thread, so it should be quick. An exception
+                in it ends the request.
             drafting: How far to draft for this request; None is as far as the engine drafts.
-            trace: Let chunks tell of the cycles that they come from.
+            trace: Report in each chunk the cycle that it comes from.
 
         Returns:
             The request: `result()` waits for the answer, `cancel()` ends it early.
 
         Raises:
-            UsageError: The prompt is empty or too long for the context, the parameters name tokens that there are not,
-                the grammar is not one that the target can follow, or the memory does not suffice.
+            UsageError: The prompt is empty or too long for the context, the parameters name tokens outside the
+                vocabulary, the target cannot follow the grammar, or the request needs more cache than there is.
             ClosedError: The engine is closed.
         """
         request = self.request(prompt, params or SamplingParams(), drafting, trace)
@@ -187,11 +198,12 @@ class Engine:
         drafting: RequestDrafting | None = None,
         trace: bool = False,
     ) -> Iterator[Chunk]:
-        """Answer one prompt, a chunk a cycle. Arguments and errors as in `submit`, before the first chunk.
+        """Answer one prompt, a chunk a cycle. Arguments and errors are those of `submit`, and errors come before the
+        first chunk.
 
         Returns:
-            An iterator of chunks; their texts and tokens, joined, are those of `generate`. If it is not read to its
-            end, the request is cancelled.
+            An iterator of chunks. Their texts and tokens, joined, are those of `generate`. Dropping the iterator before
+            its end cancels the request.
         """
         chunks: SimpleQueue[Chunk] = SimpleQueue()
         return _chunks(self.submit(prompt, params, chunks.put, drafting, trace), chunks)
@@ -204,8 +216,7 @@ class Engine:
         drafting: RequestDrafting | None = None,
         trace: bool = False,
     ) -> Request:
-        """`submit` for a coroutine: a long prompt is turned into tokens in another thread. The listener is called in
-        the event loop."""
+        """`submit` for a coroutine: another thread tokenizes the prompt, and the event loop calls the listener."""
         loop = asyncio.get_running_loop()
 
         def in_loop(chunk: Chunk) -> None:
@@ -214,11 +225,11 @@ class Engine:
 
         request = await asyncio.to_thread(self.request, prompt, params or SamplingParams(), drafting, trace)
         request.listener = in_loop if listener else None
-        self._begin([request])  # here, so that a coroutine that is called off leaves nothing running
+        self._begin([request])  # not in the other thread: a cancelled coroutine would leave the request running
         return request
 
     async def agenerate(self, prompts: Sequence[Prompt], params: Params = None) -> list[Completion]:
-        """`generate` for a coroutine; if that is cancelled, so are the requests."""
+        """`generate` for a coroutine; cancelling it cancels the requests."""
         requests = await asyncio.to_thread(self._requests, prompts, params)
         loop, ended = asyncio.get_running_loop(), asyncio.Queue[None]()
 
@@ -264,15 +275,55 @@ class Engine:
             raise UsageError(f"{len(prompts)} prompts came with {len(each)} SamplingParams; give one, or one each.")
         return [self.request(prompt, p) for prompt, p in zip(prompts, each, strict=True)]
 
+    def request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        drafting: RequestDrafting | None = None,
+        trace: bool = False,
+    ) -> Request:
+        """A checked request that has not begun; `scheduler.add` takes it. Errors as in `submit`."""
+        ids = encode(prompt, self.target)
+        check_request(ids, params, self.target)
+        slots = self.target.row_slots(len(ids) + params.max_new_tokens + self.slots_behind)
+        if slots > self.cache_tokens:
+            raise UsageError(
+                f"A request of {len(ids)} and up to {params.max_new_tokens} new tokens needs {slots} slots with its "
+                f"guesses, and the cache has {self.cache_tokens}; ask for fewer new tokens or a smaller tree, or give "
+                f"the engine more cache_tokens or memory."
+            )
+        own_stop_ids = frozenset() if params.ignore_eos else self.target.eos_token_ids
+        return Request(
+            prompt=ids,
+            params=params,
+            tokenizer=self.target.tokenizer,
+            stop_ids=own_stop_ids | set(params.stop_token_ids),
+            slots=slots,
+            drafting=self.controller.bounds(drafting),
+            grammar=None if params.grammar is None else AnswerGrammar(params.grammar, self.target),
+            trace=trace,
+        )
+
+    def _begin(self, requests: Sequence[Request]) -> None:
+        """Queue requests, and see to it that the worker decodes them."""
+        with self._lock:
+            if self._closed:
+                raise ClosedError("The engine is closed; make another one.")
+            if requests:
+                _working.add(self)
+                self._worker.begin(self.scheduler, requests)
+
+    # Ending.
+
     def cancel(self) -> None:
-        """Cancel all requests that there are. May be called from any thread."""
-        scheduler = self._scheduler  # which this must not make: another thread may be about to
+        """Cancel all requests. May be called from any thread."""
+        scheduler = self._scheduler  # not the property, which would make one while another thread may be doing so
         if scheduler is not None:
             scheduler.cancel()
 
     def close(self) -> None:
-        """Cancel what still runs, give back the memory, and keep what "auto" has learned of costs for the next engine
-        of this pair. Closing again does nothing."""
+        """Cancel what runs, free the memory, and store the measured cycle times for the next engine of this pair.
+        Closing again does nothing."""
         with self._lock:
             if self._closed:
                 return
@@ -287,16 +338,15 @@ class Engine:
                 self._scheduler = None
         learned = self.controller.learned() if self.controller.automatic else None
         if learned is not None:
-            self._keep(learned)
+            self._store_costs(learned)
 
-    def _keep(self, learned: Costs) -> None:
-        """Write what cycles cost, for the next engine of this pair to begin with."""
+    def _store_costs(self, learned: Costs) -> None:
         file = path(self.target, self.drafter)
         known = load(file)
         try:
             store(file, learned if known is None else known.updated(learned))
         except OSError as error:
-            log.warning("What cycles cost was learned, and cannot be kept in %s: %s", file, describe(error))
+            log.warning("The measured cycle times cannot be stored in %s: %s", file, describe(error))
 
     def __enter__(self) -> Engine:
         return self
@@ -305,39 +355,6 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def request(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        drafting: RequestDrafting | None = None,
-        trace: bool = False,
-    ) -> Request:
-        """A checked request, which `scheduler.add` takes. Errors as in `submit`."""
-        ids = encode(prompt, self.target)
-        check_request(ids, params, self.target)
-        stops = set(params.stop_token_ids) | (set() if params.ignore_eos else self.target.eos_token_ids)
-        text = AnswerText(self.target.tokenizer, params.stop)
-        slots = self.target.row_slots(len(ids) + params.max_new_tokens + self.slots_behind)
-        if slots > self.cache_tokens:
-            raise UsageError(
-                f"A request of {len(ids)} and up to {params.max_new_tokens} new tokens needs {slots} slots with its "
-                f"guesses, and there is room for {self.cache_tokens}; ask for fewer new tokens or a smaller tree, or "
-                f"give the engine more cache_tokens or memory."
-            )
-        random, bounds = RandomNumbers(params.seed), self.controller.bounds(drafting)
-        grammar = None if params.grammar is None else AnswerGrammar(params.grammar, self.target)
-        return Request(
-            ids, params, frozenset(stops), random, text, slots, drafting=bounds, grammar=grammar, trace=trace
-        )
-
-    def _begin(self, requests: Sequence[Request]) -> None:
-        with self._lock:
-            if self._closed:
-                raise ClosedError("The engine is closed; make another one.")
-            if requests:
-                _working.add(self)
-                self._worker.begin(self.scheduler, requests)
 
 
 def _chunks(request: Request, chunks: SimpleQueue[Chunk]) -> Iterator[Chunk]:
@@ -358,4 +375,4 @@ _working: WeakSet[Engine] = WeakSet()
 def _close_all() -> None:
     for engine in list(_working):
         engine.close()
-    end_all()  # of engines too that nobody holds any more
+    end_all()  # also the workers of engines that have been garbage collected

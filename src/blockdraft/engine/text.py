@@ -1,4 +1,5 @@
-"""Prompts to token ids, what must hold before they are decoded, and committed tokens back to text as they arrive."""
+"""Text to tokens and back: prompts are encoded and checked, and answers decoded token by token, for every tokenizer of
+transformers."""
 
 from __future__ import annotations
 
@@ -20,18 +21,18 @@ from blockdraft.types import Message, Prompt, SamplingParams
 
 
 def encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Token ids of a text as it is, without a chat template, with the special tokens that the tokenizer puts around."""
+    """Token ids of a plain text, without a chat template, with the special tokens that the tokenizer puts around it."""
     return list(cast("list[int]", tokenizer(text)["input_ids"]))
 
 
 def encode(prompt: Prompt, target: Target | TargetText) -> list[int]:
     """Token ids of a text, a chat or token ids (also as an integer array of one dimension).
 
-    A text becomes the user's message of a chat where the target has a chat template, and plain text otherwise. Whether
-    the ids are the target's is for `check_request` to say.
+    A text becomes the user's message of a chat if the target has a chat template, and plain text otherwise.
+    `check_request` says whether the ids are the target's.
 
     Raises:
-        UsageError: The prompt is empty, of another kind, refused by the chat template, or needs a tokenizer that the
+        UsageError: The prompt is empty, of another type, refused by the chat template, or needs a tokenizer that the
             target lacks.
     """
     tokenizer = target.tokenizer
@@ -75,8 +76,8 @@ def check_request(ids: Sequence[int], params: SamplingParams, target: Target) ->
         ids: The prompt.
 
     Raises:
-        UsageError: No token, or more than the context holds together with the answer; a token id in prompt, biases or
-            stop tokens that is not the target's; stop strings without a tokenizer.
+        UsageError: The prompt is empty, or too long for the context together with the answer; prompt, biases or stop
+            tokens hold a token id outside the vocabulary; there are stop strings and no tokenizer.
     """
     if not ids:
         raise UsageError("The prompt is empty: its text has no tokens; give another text or token ids.")
@@ -85,7 +86,7 @@ def check_request(ids: Sequence[int], params: SamplingParams, target: Target) ->
     if outside is not None:
         raise UsageError(
             f"Token id {outside} of the prompt is outside the target's vocabulary of {size} tokens; give ids from 0 to "
-            f"{size - 1}. Where the tokenizer made it, it has tokens that the model was not given; leave them out."
+            f"{size - 1}. If the tokenizer made it, it knows tokens that the model lacks; leave these out."
         )
     for name, tokens in (("logit_bias", dict(params.logit_bias)), ("stop_token_ids", params.stop_token_ids)):
         outside = next((token for token in tokens if token >= size), None)
@@ -108,23 +109,26 @@ def check_request(ids: Sequence[int], params: SamplingParams, target: Target) ->
 class AnswerText:
     """The text of one answer as it may be shown: whole characters only, and cut before a stop string.
 
-    An exception of the tokenizer comes through once; the text then stays at what could be shown before.
+    An exception of the tokenizer is raised once; afterwards the text is what could be shown before it.
 
     Args:
-        tokenizer: None leaves every text empty.
-        stop: Stop strings. What may be the beginning of one is held back until that is decided.
+        tokenizer: None leaves the text empty.
+        stop: Stop strings. Text that may be the beginning of one is held back until that is decided.
+        token_ids: Tokens of the answer, a list that the caller extends; None is a list that `push` extends.
 
     Attributes:
         stopped: Whether a stop string has appeared. Where several appear with one token, the one that begins first
             cuts the text.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str] = (), token_ids: list[int] | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         self._stream: TextStream | None = None  # made when text is asked for before the end
         self._stop = stop
         self._longest = max(map(len, stop), default=1)
-        self._ids: list[int] = []
+        self._ids = [] if token_ids is None else token_ids
         self._read_ids = 0
         self._text = ""  # settled, until the end
         self._safe = 0  # characters that no later token can take back
@@ -134,11 +138,11 @@ class AnswerText:
 
     def push(self, token: int) -> None:
         self._ids.append(token)
-        if self._stop:  # else no one needs the text yet
-            self._read()
+        if self._stop:  # else the text is not needed yet
+            self.read()
 
     def finish(self) -> None:
-        """No token follows, so what was held back can be shown.
+        """End the answer, so that all of its text can be shown.
 
         Raises:
             RequestError: Text that was already taken is not the beginning of the tokenizer's text.
@@ -148,8 +152,8 @@ class AnswerText:
                 self._close(self._whole())
 
     def take(self) -> str:
-        """Text that may be shown since the last call."""
-        self._read()
+        """Text that has become safe to show since the last call."""
+        self.read()
         new = self._text[self._taken : self._safe]
         self._taken = self._safe
         return new
@@ -157,10 +161,11 @@ class AnswerText:
     @property
     def shown(self) -> str:
         """All text that may be shown."""
-        self._read()
+        self.read()
         return self._text[: self._safe]
 
-    def _read(self) -> None:
+    def read(self) -> None:
+        """Decode the tokens that have come since the last call, and look for stop strings."""
         if self._over or self._read_ids == len(self._ids):
             return
         assert self._tokenizer is not None
@@ -170,7 +175,7 @@ class AnswerText:
             self._read_ids = len(self._ids)
             seen = max(0, len(self._text) - self._longest + 1)  # no stop string begins before it
             self._text += new
-            # The tail of a run of bytes is likely, not certain; whether the answer ends is for the tokenizer to say.
+            # The tail of a run of bytes is a guess; the tokenizer decides whether the answer ends.
             if self._stop and self._first_stop(self._text[seen:] + tail) is not None:
                 whole = self._whole()
                 if self._first_stop(whole) is not None:
@@ -195,7 +200,7 @@ class AnswerText:
         try:
             yield
         except BaseException as error:
-            panic = type(error).__name__ == "PanicException"  # of tokenizers' Rust code, and no Exception
+            panic = type(error).__name__ == "PanicException"  # of tokenizers' Rust code; a BaseException only
             if not panic and not isinstance(error, Exception):
                 raise
             self._over, self._safe = True, len(self._text)
@@ -220,27 +225,27 @@ class AnswerText:
         return len(end) - at if at >= 0 else 0
 
 
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what decoders write for bytes that are no character, or none yet
-BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")  # a token that stands for one byte of a character without an entry
-# Decoders of `tokenizers` that write each token's text independently of the tokens after it, bytes aside.
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # written by decoders for invalid or unfinished bytes
+BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")  # a token for one byte of a character that has no token
+# Decoders of `tokenizers` for which no token changes the text of those before it, bytes aside.
 FORWARD_DECODERS = {"BPEDecoder", "ByteFallback", "ByteLevel", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"}
-WINDOW, KEPT = 16, 8  # tokens that a window may have, and the last ones that stay when it has more
-REACH = 3  # characters that a pattern of `clean_up_tokenization` has after its first, which is a space
+WINDOW, KEPT = 16, 8  # most tokens of a window, and how many stay of a longer one
+REACH = 3  # characters after the leading space of a pattern of `clean_up_tokenization`
 
 
 class TextStream:
-    """Turns the tokens of one answer into text piece by piece, giving out only what no later token can change.
+    """Turns the tokens of one answer into text piece by piece, and returns only text that no later token can change.
 
-    The pieces, joined, are what the tokenizer's `decode` makes of all tokens, special ones skipped, less an end that is
-    still open. What is open depends on the tokenizer:
+    The pieces, joined, are what the tokenizer's `decode` makes of all tokens, special ones skipped, without an end that
+    is still open. What is open depends on the tokenizer:
 
     - the bytes of an unfinished character;
     - a run of byte tokens such as `<0xE2>`, up to its end: one invalid byte turns all of them into replacements;
-    - for tokenizers in Python and unusual decoders, of which nothing is known, what the last token has changed;
+    - for tokenizers in Python and unknown decoders, whatever the last token has changed;
     - for those that clean up spaces ("do n't" becomes "don't"), the last characters, which may begin such a pattern.
 
-    Each step decodes only a window of the last tokens. The first token of a text may be written in another way than
-    later ones, without its space, say; so the window begins some tokens before those that matter.
+    Each step decodes a window of the last tokens only. The window begins some tokens before those that matter, since
+    decoders may write the first token of a text differently, for instance without its space.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -253,20 +258,20 @@ class TextStream:
         self._cleans = _cleans_up(tokenizer, self._backend)
         self._skipped = _skipped_ids(tokenizer, self._backend)
         self._window: list[int] = []
-        self._given = 0  # characters of the window's text that were given out
-        self._run: list[int] = []  # byte tokens behind the window
-        self._bytes = bytearray()  # what they stand for
-        self._uncleaned = ""  # given out by the window, and still subject to cleaning
+        self._given = 0  # characters of the window's text that were returned
+        self._run: list[int] = []  # byte tokens after the window
+        self._bytes = bytearray()  # their bytes
+        self._uncleaned = ""  # settled text that may still be part of a pattern to clean up
 
     def push(self, token_ids: Sequence[int]) -> tuple[str, str]:
-        """Take the next tokens. Whatever the tokenizer raises comes through, and then nothing was taken.
+        """Take the next tokens. If the tokenizer raises, nothing has changed.
 
         Returns:
-            The text that is settled now, and the text that would follow it if the answer ended here, without an
+            The text that has become settled, and the text that would follow it if the answer ended here, without an
             unfinished character.
         """
         window, before = list(self._window), self._run
-        run, values = list[int](), bytearray()  # byte tokens at the end, those in `before` left out
+        run, values = list[int](), bytearray()  # byte tokens at the end, without those in `before`
         for token in token_ids:
             name = self._name(token)
             if name is None:
@@ -303,7 +308,7 @@ class TextStream:
         return new, tail.rstrip(REPLACEMENT)
 
     def _settled(self, window: list[int], text: str) -> int:
-        """How many characters of a window's text no later token can change."""
+        """Number of characters of a window's text that no later token can change."""
         known = text if self._forward else commonprefix([text, self._decode(window[:-1])])
         count = len(known.rstrip(REPLACEMENT))
         if not text.endswith(REPLACEMENT):
@@ -314,8 +319,8 @@ class TextStream:
         return count
 
     def _shortened(self, window: list[int], text: str, given: int) -> tuple[list[int], int]:
-        """The window's last tokens, and how many characters of their text were given out; the window as it is where
-        they do not show the same end."""
+        """The window's last tokens and the number of characters of their text that were returned; the whole window
+        where its last tokens alone do not end in the same text."""
         kept = window[-KEPT:]
         short, held = self._decode(kept), len(text) - given
         if len(short) > held and text.endswith(short[-held - 1 :]):
@@ -323,7 +328,7 @@ class TextStream:
         return window, given
 
     def _name(self, token: int) -> str | None:
-        """The token's entry in the vocabulary; None for one that adds no text."""
+        """The token's entry in the vocabulary; None for a token without text."""
         if token in self._skipped:
             return None
         if self._backend is not None:
@@ -339,7 +344,7 @@ class TextStream:
 
 
 def _text_of(values: bytes | bytearray) -> str:
-    """The characters of a run of bytes, without an unfinished one; nothing if a byte is invalid."""
+    """The whole characters of a run of bytes; empty if a byte is invalid."""
     try:
         return codecs.utf_8_decode(values, "strict", False)[0]
     except UnicodeDecodeError:
@@ -347,10 +352,10 @@ def _text_of(values: bytes | bytearray) -> str:
 
 
 def _last_cut(text: str) -> int:
-    """The last place at which the text can be divided and its parts cleaned up one by one, whatever follows.
+    """The last place at which the text can be divided so that its parts can be cleaned up separately.
 
-    All patterns of `clean_up_tokenization` begin with a space and have up to three characters after it, and the only
-    space after another character is in " ' ". What is removed are spaces.
+    All patterns of `clean_up_tokenization` begin with a space and have up to three characters after it; of these only
+    " ' " has a second space. Cleaning removes spaces.
     """
     for at in range(len(text), 0, -1):
         if " " not in text[max(0, at - REACH) : at]:
@@ -361,7 +366,7 @@ def _last_cut(text: str) -> int:
 
 
 def _decoders(backend: Any) -> list[dict[str, Any]] | None:
-    """The steps in which a fast tokenizer makes text of tokens; None where they cannot be known."""
+    """Decoders of a fast tokenizer, in order; None where they are unknown."""
     if backend is None:
         return None
     if backend.decoder is None:
@@ -376,13 +381,13 @@ def _decoders(backend: Any) -> list[dict[str, Any]] | None:
 
 
 def _write_forward(decoders: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether they write each token's text whatever follows it, bytes aside."""
+    """Whether no token changes the text of those before it, bytes aside."""
     kinds = [decoder["type"] for decoder in decoders]
     fused = min((kinds.index(kind) for kind in ("Fuse", "ByteLevel") if kind in kinds), default=len(kinds))
     return (
         set(kinds) <= FORWARD_DECODERS
-        and "Replace" not in kinds[fused:]  # which could replace what several tokens form
-        and not any(decoder.get("stop") for decoder in decoders)  # of Strip, at the end of the text
+        and "Replace" not in kinds[fused:]  # could replace text that spans tokens
+        and not any(decoder.get("stop") for decoder in decoders)  # Strip at the end of the text
     )
 
 
@@ -392,7 +397,7 @@ def _overrides_decode(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _cleans_up(tokenizer: PreTrainedTokenizerBase, backend: Any) -> bool:
-    """Whether `decode` cleans up spaces; with the merges of BPE only if that is forced."""
+    """Whether `decode` cleans up spaces; for BPE only if that is forced."""
     if backend is not None and type(backend.model).__name__ == "BPE":
         forced = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
         if not getattr(tokenizer, forced, False):

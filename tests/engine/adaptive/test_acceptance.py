@@ -1,17 +1,15 @@
 import pytest
 
-from blockdraft.decode.sampling import RandomNumbers
 from blockdraft.engine.adaptive.acceptance import Yields
 from blockdraft.engine.adaptive.cycle_times import Times
 from blockdraft.engine.request import Request
-from blockdraft.engine.text import AnswerText
 from blockdraft.types import SamplingParams
 
 TIMES = Times([0, 1, 2, 3], [1.0] * 5, 0.1)
 
 
 def request() -> Request:
-    return Request([1], SamplingParams(9), frozenset(), RandomNumbers(0), AnswerText(None))
+    return Request(prompt=[1], params=SamplingParams(9))
 
 
 def fed(accepted: int, expected: float | None = None, cycles: int = 300, knows: bool = False) -> tuple[Yields, Request]:

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from blockdraft.decode.proposal import Plan
-from blockdraft.decode.sampling import RandomNumbers
 from blockdraft.drafters import Drafter, slots_behind
 from blockdraft.engine.request import Request, Row
 from blockdraft.engine.runner import Runner
-from blockdraft.engine.text import AnswerText
 from blockdraft.machine import wait_for
 from blockdraft.targets import Target
 from blockdraft.types import SamplingParams
@@ -29,11 +27,8 @@ class Probe:
         many as drafters want, be they past the end of the target's context."""
         prompt = [(7 * i + 3) % self.target.vocab_size for i in range(context)]
         capacity = self.target.row_slots(context + slots_behind(self.drafter, room))
-        runner, params = Runner(self.target, self.drafter, count * capacity), SamplingParams(room, ignore_eos=True)
-        requests = [
-            Request(prompt, params, frozenset(), RandomNumbers(0), AnswerText(self.target.tokenizer))
-            for _ in range(count)
-        ]
+        runner, params = Runner(self.target, self.drafter, count * capacity), SamplingParams(room, seed=0)
+        requests = [Request(prompt=prompt, params=params, tokenizer=self.target.tokenizer) for _ in range(count)]
         rows = [Row(request, place * capacity, capacity) for place, request in enumerate(requests)]
         for row in rows:
             runner.open(row.start, capacity)
