@@ -3,7 +3,7 @@ import random
 import pytest
 
 from blockdraft.engine import cache_manager
-from blockdraft.engine.cache_manager import BLOCK, FreeSlots, PrefixIndex, Remembered, common
+from blockdraft.engine.cache_manager import BLOCK, FreeSlots, PrefixIndex, Remembered, common_length
 
 
 def text(*parts: tuple[int, int]) -> list[int]:
@@ -12,7 +12,12 @@ def text(*parts: tuple[int, int]) -> list[int]:
 
 
 def test_what_texts_have_in_common() -> None:
-    assert (common([], [1]), common([1, 2, 3], [1, 2, 4]), common([1, 2], [1, 2, 4]), common([3], [4])) == (0, 2, 2, 0)
+    assert (
+        common_length([], [1]),
+        common_length([1, 2, 3], [1, 2, 4]),
+        common_length([1, 2], [1, 2, 4]),
+        common_length([3], [4]),
+    ) == (0, 2, 2, 0)
 
 
 def test_the_longest_beginning_is_found_against_reading_all_texts() -> None:
@@ -33,12 +38,12 @@ def test_the_longest_beginning_is_found_against_reading_all_texts() -> None:
             texts[row] = made()
             index.add(row, texts[row])
         wanted = made()
-        longest = max((common(held, wanted) for held in texts.values()), default=0)
+        longest = max((common_length(held, wanted) for held in texts.values()), default=0)
         best = index.longest(wanted)
         if longest < BLOCK:
             assert best is None
         else:
-            assert best is not None and best[1] == common(texts[best[0]], wanted) == longest
+            assert best is not None and best[1] == common_length(texts[best[0]], wanted) == longest
             found.add(longest)
     assert len(found) > 10 and max(found) > 3 * BLOCK
     for row in range(10):

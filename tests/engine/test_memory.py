@@ -121,7 +121,7 @@ def test_what_one_request_takes(target: Target, drafter: Drafter) -> None:
     weights = sum(weight.nbytes for _, weight in target.named_weights())
     assert found["weights"] >= weights + drafter.weight_bytes() > weights
     assert found["caches"] == target.cache_bytes(1, 100) + drafter.state_bytes(1, 100)
-    assert found["workspace"] == Engine(target, drafter, 1, cache_tokens=100).memory.meanwhile(100)
+    assert found["workspace"] == Engine(target, drafter, 1, cache_tokens=100).memory.workspace(100)
 
 
 @pytest.mark.parametrize("folder", ["tiny_drafter_dir", "tiny_eagle3_dir", "tiny_medusa_dir", "tiny_mtp_dir"])

@@ -1,4 +1,4 @@
-"""How many slots fit, and what all of it takes."""
+"""Plans the memory of an engine: how many cache slots fit, and what everything takes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ SHARE = 0.9  # of the free memory
 
 @dataclass(frozen=True)
 class Memory:
-    """What an engine takes.
+    """Memory of an engine, in bytes.
 
-    Args:
+    Attributes:
         nodes: Most nodes of a row.
         automatic: Whether drafting may pause.
-        behind: FreeSlots that a row needs behind its text, if these are more than its nodes.
+        behind: Slots that a row needs behind its text, where these are more than its nodes.
     """
 
     target: Target
@@ -33,35 +33,36 @@ class Memory:
     behind: int = 0
 
     @property
-    def _most_slots(self) -> int:
-        """Of a row."""
+    def _most_row_slots(self) -> int:
+        """Slots of the longest possible row."""
         return self.target.row_slots(self.target.max_context + max(self.nodes, self.behind))
 
     def bytes(self, slots: int) -> int:
-        """Of both stores, allocated once, and of what a step needs meanwhile."""
-        return self.stores(slots) + self.meanwhile(slots)
+        """Everything: the caches of target and drafter with so many slots, and what a step needs besides."""
+        return self.caches(slots) + self.workspace(slots)
 
     def by_device(self, slots: int) -> dict[torch.device, int]:
-        """The same where it is taken: a drafter may have a device of its own."""
+        """`bytes` by device, since drafters may have devices of their own."""
         taken = {self.target.device: self.bytes(slots)}
         for part in self.drafter.parts:
             device = part.device or self.target.device
-            size = part.state_bytes(1, slots) + self._drafting(part, slots)
+            size = part.state_bytes(1, slots) + self._draft_workspace(part, slots)
             taken[self.target.device] -= size
             taken[device] = taken.get(device, 0) + size
         return taken
 
-    def stores(self, slots: int) -> int:
-        # Some targets keep something for each row besides its slots.
+    def caches(self, slots: int) -> int:
+        """The caches of target and drafter."""
+        # What some targets keep for each row besides its slots, such as recurrent states.
         of_rows = self.target.cache_bytes(self.max_batch_size, 0) - self.target.cache_bytes(1, 0)
         return self.target.cache_bytes(1, slots) + of_rows + self.drafter.state_bytes(1, slots)
 
-    def meanwhile(self, slots: int) -> int:
-        """Of the largest of forwards, with the logits of all nodes in their own dtype and twice in float32, and the
-        features, by layer and side by side: of nodes, of the part of a prompt, or of a pause in drafting; and of what
-        drafters do."""
+    def workspace(self, slots: int) -> int:
+        """What a step needs besides the caches: the largest forward; the logits of all nodes, in the target's dtype and
+        twice in float32; the features, by layer and side by side, of all nodes, a part of a prompt, or a pause in
+        drafting, whichever is most; and the workspaces of drafters."""
         target, rows, size = self.target, self.max_batch_size, self.target.dtype.itemsize
-        longest = min(slots, self._most_slots)
+        longest = min(slots, self._most_row_slots)
         forward = max(
             target.forward_bytes(rows, self.nodes, min(longest, slots // rows + 1)),
             target.forward_bytes(1, min(self.prefill_tokens, longest), longest),
@@ -71,24 +72,28 @@ class Memory:
         if self.automatic:
             tokens = max(tokens, rows * min(MOST_KEPT, target.max_context))
         features = 2 * tokens * len(self.drafter.taps) * target.hidden_size * size
-        return forward + logits + features + sum(self._drafting(part, slots) for part in self.drafter.parts)
+        return forward + logits + features + sum(self._draft_workspace(part, slots) for part in self.drafter.parts)
 
-    def _drafting(self, part: Drafter, slots: int) -> int:
-        """What a drafter keeps for its calls: drafts, and what it is told of."""
-        told = max(self.prefill_tokens, self.max_batch_size * self.nodes, AT_ONCE if self.automatic else 0)
-        reached = max(min(slots, self._most_slots), told)
-        return part.workspace_bytes(1, told, reached)
+    def _draft_workspace(self, part: Drafter, slots: int) -> int:
+        """What a drafter keeps for its calls of `propose` and `observe`."""
+        observed = max(self.prefill_tokens, self.max_batch_size * self.nodes, AT_ONCE if self.automatic else 0)
+        reached = max(min(slots, self._most_row_slots), observed)
+        return part.workspace_bytes(1, observed, reached)
 
     def of_one(self, slots: int) -> dict[str, int]:
-        """What one request alone takes with so many slots, by what it is taken for: weights of target and drafter,
-        caches (the stores), workspace (what a step needs meanwhile)."""
+        """Memory of one request alone with so many slots: the weights of target and drafter, their caches, and the
+        workspace of a step."""
         alone = replace(self, max_batch_size=1)
         weights = self.target.weight_bytes() + self.drafter.weight_bytes()
-        return {"weights": weights, "caches": alone.stores(slots), "workspace": alone.meanwhile(slots)}
+        return {"weights": weights, "caches": alone.caches(slots), "workspace": alone.workspace(slots)}
 
     def slots(self, prefix_tokens: int, limit: int | None) -> int:
-        """As many as all rows may need at most, with what is remembered; fewer where the memory does not suffice."""
-        wanted = self.max_batch_size * self._most_slots + prefix_tokens
+        """Slots for all rows at their longest and for remembered prefixes, or as many as the memory allows.
+
+        Args:
+            limit: Most bytes to take; None is `SHARE` of the memory that is free on each device.
+        """
+        wanted = self.max_batch_size * self._most_row_slots + prefix_tokens
         free = {device: SHARE * free_bytes(device) for device in self.by_device(0)} if limit is None else {}
 
         def suffices(slots: int) -> bool:

@@ -1,5 +1,7 @@
-"""Executes: reads prompts and runs cycles. It decides nothing, and there is one decode loop: plain decoding is a
-proposal that holds only the anchor."""
+"""Executes what the scheduler decides: reads prompts and runs cycles.
+
+There is one decode loop, `Runner.step`: plain decoding is a proposal that holds the anchor alone.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,7 @@ from blockdraft.engine.draft_context import DraftContext
 from blockdraft.engine.request import Request, Row
 from blockdraft.machine import send
 from blockdraft.targets import Target, TargetOutput
-from blockdraft.timing import (
-    BOOKKEEPING,
-    COMMIT,
-    DRAFTING,
-    FORWARD,
-    GUESSES,
-    OBSERVE,
-    VERIFICATION,
-    Cycle,
-)
+from blockdraft.timing import BOOKKEEPING, COMMIT, DRAFTING, FORWARD, GUESSES, OBSERVE, VERIFICATION, Cycle
 from blockdraft.types import CycleTrace, TokenLogprob
 
 
@@ -35,12 +28,13 @@ class Outcome(NamedTuple):
     """What a cycle yielded.
 
     Attributes:
-        guesses: Guesses a row, those that fill up shorter rows included.
+        guesses: Guesses a row, padding of shorter rows included.
         deepest: For each row the guesses on its longest path.
         lengths: For each row the guesses that were accepted.
         expected: For each row the guesses that the drafter expected to be accepted, where it says so.
-        seconds: Time of the cycle, less what earlier ones had left to do.
-        lawless: Rows, by their place, for which the target computed no finite numbers; nothing of them was committed.
+        seconds: Time of the cycle, without what earlier ones had left to observe.
+        invalid: Indices of rows for which no token could be chosen, since logits were not finite or the grammar allows
+            none. Nothing of them was committed.
     """
 
     guesses: int
@@ -48,14 +42,14 @@ class Outcome(NamedTuple):
     lengths: list[int]
     expected: Sequence[float] | None
     seconds: float
-    lawless: list[int]
+    invalid: list[int]
 
 
 class Runner:
-    """Runs a target and a drafter on rows of their stores.
+    """Runs a target and a drafter on rows of their caches. Rows are named by their first slot.
 
     Args:
-        slots: Tokens that the stores hold, nodes included.
+        slots: Slots of the caches, those of nodes included.
         sampled: As in `Drafting`.
     """
 
@@ -73,7 +67,11 @@ class Runner:
             store.open(row, capacity)
 
     def close(self, row: int, wipe: bool = False) -> None:
-        """Forget a row; its numbers too, where they may not be finite."""
+        """Forget a row.
+
+        Args:
+            wipe: Clear its slots too, in which there may be numbers that are not finite.
+        """
         self.draft_context.forget(row)
         self.draft_context.catch_up()
         for store in (self.cache, self.state):
@@ -82,145 +80,157 @@ class Runner:
             store.close(row)
 
     def shrink(self, row: int, capacity: int) -> None:
-        """Give up what a row holds beyond so many tokens, and their slots."""
+        """Give up the slots of a row beyond the first `capacity`, with their tokens."""
         self.draft_context.catch_up()
         for store in (self.cache, self.state):
             store.shrink(row, capacity)
 
     def copy(self, source: int, row: int, length: int) -> None:
-        """Make the first tokens of one row those of another, which is empty."""
+        """Copy the first `length` tokens of one row to another, which is empty."""
         self.draft_context.catch_up()
         for store in (self.cache, self.state):
             store.copy(source, row, length)
 
     def restore(self, row: Row) -> None:
-        """Make a row as it was before a forward that failed: nothing is in its slots but what its request knows."""
+        """Make a row as it was before a step that failed, so that its slots hold no more than its request knows."""
         request, cache = row.request, self.cache.of([row.start])
+        # The last token of the answer is the anchor, which is not in the cache.
         known = row.read if row.reading else len(request.prompt) + len(request.token_ids) - 1
         cache.truncate([min(known, *cache.lengths)])
         self.wipe(row.start)
 
     def wipe(self, row: int) -> None:
-        """Let no number stay that a forward has left behind the row's committed tokens."""
+        """Clear the slots behind a row's committed tokens."""
         for store in (self.cache, self.state):
             store.wipe(row)
 
     def held(self, row: int) -> int:
-        """Committed tokens of a row."""
+        """Number of committed tokens of a row."""
         lengths: list[int] = self.cache.of([row]).lengths
         return lengths[0]
 
     def read(self, rows: Sequence[Row], counts: Sequence[int]) -> list[int]:
-        """Read the next tokens of prompts; the last token of a prompt yields the first of the answer.
+        """Read the next tokens of prompts. The last token of a prompt yields the first one of the answer.
 
         Args:
-            counts: Tokens of each row. Each row has slots for as many nodes as the largest of them says.
+            counts: Tokens to read of each row. Each row needs free slots for the largest of these numbers.
 
         Returns:
-            Rows, by their place, whose prompt is read and for whose next token there are no finite numbers.
+            Indices of rows whose prompt is read and for which no first token could be chosen, as `Outcome.invalid`.
         """
-        starts = [row.start for row in rows]
-        cache = self.cache.of(starts)
+        cache = self.cache.of([row.start for row in rows])
         parts = [row.request.prompt[row.read : row.read + count] for row, count in zip(rows, counts, strict=True)]
         longest = max(counts)
-        # Filled up with a token of its own, so that nothing comes into a row that is not its text.
+        # Padded with a token of the row itself, so that nothing foreign comes into its slots.
         tokens = self._tensor([[*part, *part[-1:] * (longest - len(part))] for part in parts])
         last = self._tensor([count - 1 for count in counts])
         scored = any(row.request.params.prompt_logprobs is not None for row in rows)
-        wanted = None if scored else last
-        output = self.target.forward(tokens, chain(tokens).parents, cache, self.drafter.taps, logits_at=wanted)
-        every = output.logits
+        output = self.target.forward(
+            tokens, chain(tokens).parents, cache, taps=self.drafter.taps, logits_at=None if scored else last
+        )
+        prompt_logits = output.logits
         if scored:
-            place = torch.arange(len(rows)), last.cpu()
-            best = None if output.best is None else output.best[place][:, None]
-            output = TargetOutput(every[place][:, None], output.features, best)
-        ready = [at for at, row in enumerate(rows) if row.read + counts[at] == len(row.request.prompt)]
-        lawless: list[int] = []
+            at = torch.arange(len(rows)), last.cpu()
+            best = None if output.best is None else output.best[at][:, None]
+            output = TargetOutput(prompt_logits[at][:, None], output.features, best)
+        ready = [i for i, row in enumerate(rows) if row.read + counts[i] == len(row.request.prompt)]
+        first, invalid = dict[int, int](), list[int]()  # first token of the answer, by the row's index
         if ready:
-            anchors = chain(tokens.gather(1, last[:, None])[ready])
-            best = None if output.best is None else output.best[ready]
             logits = output.logits if len(ready) == len(rows) else output.logits[ready]
-            _, verdict = self._verdict([rows[at] for at in ready], anchors, TargetOutput(logits, None, best))
-            lawless = [at for at, path in zip(ready, verdict.path, strict=True) if not path]
-        first = {
-            at: token for at, token in zip(ready, verdict.bonus if ready else (), strict=True) if at not in lawless
-        }
-        # Memory may run out here, and whoever has read no token yet can read them again.
-        scores = {at: answer_logprobs(rows[at].request, output.logits, at, [0], [token]) for at, token in first.items()}
-        known = [prompt_logprobs(row, every[at, : counts[at]]) for at, row in enumerate(rows)]
-        path = [range(0 if at in lawless else count) for at, count in enumerate(counts)]
-        cache.commit(path)
-        for at, (row, count) in enumerate(zip(rows, counts, strict=True)):
-            if at not in lawless:
-                row.request.prompt_logprobs += known[at]
-                row.read += count
-        for at, token in first.items():
-            rows[at].request.extend([token], [False], scores[at])
-        self.draft_context.observe(rows, tokens, output.features, path)
-        return lawless
+            best = None if output.best is None else output.best[ready]
+            anchors = chain(tokens.gather(1, last[:, None])[ready])
+            _, verdict = self._verdict([rows[i] for i in ready], anchors, TargetOutput(logits, None, best))
+            for i, path, token in zip(ready, verdict.path, verdict.bonus, strict=True):
+                if path:
+                    first[i] = token
+                else:
+                    invalid.append(i)
+        # Before the commit, since memory may run out here, and tokens not yet committed can be read again.
+        scores = {i: answer_logprobs(rows[i].request, output.logits, i, [0], [token]) for i, token in first.items()}
+        prompt_scores = [prompt_logprobs(row, prompt_logits[i, : counts[i]]) for i, row in enumerate(rows)]
+        paths = [range(0 if i in invalid else count) for i, count in enumerate(counts)]
+        cache.commit(paths)
+        for i, row in enumerate(rows):
+            if i not in invalid:
+                row.request.prompt_logprobs += prompt_scores[i]
+                row.read += counts[i]
+        for i, token in first.items():
+            rows[i].request.extend([token], [False], scores[i])
+        self.draft_context.observe(rows, tokens, output.features, paths)
+        return invalid
 
     def step(self, rows: Sequence[Row], plan: Plan) -> Outcome:
-        """One cycle: propose, score, verify, commit, observe. No row may be reading, and no request may have ended."""
+        """One cycle: propose, score, verify, commit, observe.
+
+        Args:
+            rows: Their prompts have been read, and their requests have not ended.
+        """
         with Cycle() as timer:
             requests, starts = [row.request for row in rows], [row.start for row in rows]
-            cache, state = self.cache.of(starts), self.state.of(starts)
-            if self._sampled and plan.block_size > 1:
-                plan = replace(plan, draws=self._fresh(requests)[:, : plan.block_size - 1])
+            cache = self.cache.of(starts)
             anchor = self._tensor([request.token_ids[-1] for request in requests])
             timer.mark(BOOKKEEPING)
-            late = self._catch_up_in(timer) if self.draft_context.due(rows, plan) else 0.0
-            proposal = chain(anchor[:, None]) if plan.block_size == 1 else self.drafter.propose(state, anchor, plan)
-            if any(request.drafting for request in requests):
-                proposal = cut(proposal, [request.drafting for request in requests])
+            late = self._catch_up(timer) if self.draft_context.due(rows, plan) else 0.0
+            proposal = self._propose(rows, anchor, plan)
             timer.mark(GUESSES)
-            output = self.target.forward(proposal.tokens, proposal.parents, cache, self.drafter.taps)
+            output = self.target.forward(proposal.tokens, proposal.parents, cache, taps=self.drafter.taps)
             timer.mark(FORWARD)
             distributions, verdict = self._verdict(rows, proposal, output)
-            deepest = [max(row) for row in proposal.depth_lists]
-            lawless = [place for place, path in enumerate(verdict.path) if not path]
+            deepest = [max(depths) for depths in proposal.depth_lists]
+            invalid = [i for i, path in enumerate(verdict.path) if not path]
             new = [
-                [*(distributions.tokens[place][node] for node in path[1:]), verdict.bonus[place]]
-                for place, path in enumerate(verdict.path)
+                [*(distributions.tokens[i][node] for node in path[1:]), verdict.bonus[i]]
+                for i, path in enumerate(verdict.path)
             ]
-            # Memory may run out here, and what has not been committed can be done again.
+            # Before the commit, since memory may run out here, and what is not committed can be repeated.
             scores = [
-                answer_logprobs(request, output.logits, place, verdict.path[place], new[place])
-                for place, request in enumerate(requests)
+                answer_logprobs(request, output.logits, i, verdict.path[i], new[i])
+                for i, request in enumerate(requests)
             ]
             timer.mark(VERIFICATION)
             cache.commit(verdict.path)
             timer.mark(COMMIT)
-            for place, request in enumerate(requests):
-                if place in lawless:
-                    continue
-                guessed = [True] * (len(new[place]) - 1) + [False]
-                taken = request.extend(new[place], guessed, scores[place])
-                request.stats.committed.append(taken)
-                request.stats.drafted.append(deepest[place])
+            for i, request in enumerate(requests):
+                if i not in invalid:
+                    count = request.extend(new[i], [True] * (len(new[i]) - 1) + [False], scores[i])
+                    request.stats.committed.append(count)
+                    request.stats.drafted.append(deepest[i])
             timer.mark(BOOKKEEPING)
-            if plan.block_size == 1 and not lawless:
+            if plan.block_size == 1 and not invalid:
                 self.draft_context.keep(rows, proposal.tokens, output.features)
             else:
                 self.draft_context.catch_up()
                 self.draft_context.observe(rows, proposal.tokens, output.features, verdict.path)
-            for place in distributions.invalid_rows:  # what no walk has met lies in the row's slots, and must not stay
-                self.wipe(starts[place])
+            for i in distributions.invalid_rows:  # also of nodes that were not reached: their slots must not keep NaN
+                self.wipe(starts[i])
             timer.mark(OBSERVE)
-        drafting, verifying = timer.of(DRAFTING), timer.seconds[FORWARD]
-        total = timer.total
-        for place, request in enumerate(requests):
-            stats = request.stats
-            stats.draft_seconds += drafting
-            stats.verify_seconds += verifying
-            stats.total_seconds += total
-            if request.trace and place not in lawless:
-                request.cycle = _traced(proposal, distributions.tokens, verdict, place, total)
-        lengths = [max(len(nodes) - 1, 0) for nodes in verdict.path]
-        guesses = proposal.tokens.size(1) - 1
-        return Outcome(guesses, deepest, lengths, proposal.expected, total - late, lawless)
+        for i, request in enumerate(requests):
+            request.stats.draft_seconds += timer.of(DRAFTING)
+            request.stats.verify_seconds += timer.seconds[FORWARD]
+            request.stats.total_seconds += timer.total
+            if request.trace and i not in invalid:
+                request.cycle = _trace(proposal, distributions.tokens, verdict, i, timer.total)
+        return Outcome(
+            guesses=proposal.tokens.size(1) - 1,
+            deepest=deepest,
+            lengths=[max(len(path) - 1, 0) for path in verdict.path],
+            expected=proposal.expected,
+            seconds=timer.total - late,
+            invalid=invalid,
+        )
 
-    def _catch_up_in(self, timer: Cycle) -> float:
-        """Tell the drafter what is kept. Returns the seconds that it took, which say nothing of this cycle."""
+    def _propose(self, rows: Sequence[Row], anchor: Tensor, plan: Plan) -> Proposal:
+        if plan.block_size == 1:
+            return chain(anchor[:, None])
+        requests = [row.request for row in rows]
+        if self._sampled:
+            plan = replace(plan, draws=self._fresh(requests)[:, : plan.block_size - 1])
+        proposal = self.drafter.propose(self.state.of([row.start for row in rows]), anchor, plan)
+        bounds = [request.drafting for request in requests]
+        return cut(proposal, bounds) if any(bounds) else proposal
+
+    def _catch_up(self, timer: Cycle) -> float:
+        """Let the drafter observe what is kept. Returns the seconds, which are no part of this cycle's own time."""
         before = timer.total
         self.draft_context.catch_up()
         timer.mark(OBSERVE)
@@ -231,20 +241,25 @@ class Runner:
         params = [request.params for request in requests]
         uniforms = tests = None
         if any(each.temperature > 0 for each in params):
-            # Node i's draw decides the output token that follows it.
+            # Node i's number decides the output token that follows it.
             each = zip(requests, proposal.depth_lists, strict=True)
             uniforms = torch.stack([r.random.at([len(r.token_ids) + d for d in depths]) for r, depths in each])
         if proposal.q is not None:
             tests = self._fresh(requests)[:, self.drafter.block_size :][:, : proposal.tokens.size(1)]
-        prompts, outputs = [request.prompt for request in requests], [request.token_ids for request in requests]
-        rules = [request.grammar for request in requests]
         distributions = Distributions(
-            output.logits, params, proposal.tokens, proposal.parents, prompts, outputs, output.best, rules
+            output.logits,
+            params,
+            tokens_BN=proposal.tokens,
+            parents_BN=proposal.parents,
+            prompts=[request.prompt for request in requests],
+            outputs=[request.token_ids for request in requests],
+            best_BN=output.best,
+            rules=[request.grammar for request in requests],
         )
         return distributions, verify(proposal, distributions, uniforms, tests)
 
     def _fresh(self, requests: Sequence[Request]) -> Tensor:
-        """Numbers `[B, 2 * block_size]` of this cycle: to draw the guesses of a chain, then to test its nodes."""
+        """Random numbers `[B, 2 * block_size]` of this cycle, to sample the guesses of a chain and to test its nodes."""
         count = 2 * self.drafter.block_size
         return torch.stack([request.random.fresh(len(request.token_ids), count) for request in requests])
 
@@ -252,14 +267,19 @@ class Runner:
         return send(torch.tensor(values), self.target.device)
 
 
-def _traced(proposal: Proposal, tokens: list[list[int]], verdict: Verdict, row: int, seconds: float) -> CycleTrace:
+def _trace(proposal: Proposal, tokens: list[list[int]], verdict: Verdict, row: int, seconds: float) -> CycleTrace:
     parents = proposal.parent_lists[row]
-    count = 1 + max(node for node, parent in enumerate(parents) if node == 0 or parent >= 0)  # what fills up is last
-    return CycleTrace(tuple(tokens[row][:count]), tuple(parents[:count]), tuple(verdict.path[row]), seconds)
+    count = 1 + max(node for node, parent in enumerate(parents) if node == 0 or parent >= 0)  # padding is last
+    return CycleTrace(
+        tokens=tuple(tokens[row][:count]),
+        parents=tuple(parents[:count]),
+        path=tuple(verdict.path[row]),
+        seconds=seconds,
+    )
 
 
 def token_logprobs(logits_MV: Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprob]:
-    """Log-softmax of each token under its logits, with the `count` likeliest tokens, of equals the lower ids first."""
+    """Log-softmax of each token under its logits, with the `count` likeliest tokens; of equals the lower ids first."""
     found = []
     step, count = max(1, PART // logits_MV.size(-1)), min(count, logits_MV.size(-1))
     for first in range(0, len(tokens), step):
@@ -279,13 +299,13 @@ def token_logprobs(logits_MV: Tensor, tokens: Sequence[int], count: int) -> list
 def answer_logprobs(
     request: Request, logits_BNV: Tensor, row: int, nodes: Sequence[int], tokens: Sequence[int]
 ) -> Sequence[TokenLogprob]:
-    """Of the tokens after these nodes, if the request asks for them."""
+    """Logprobs of the tokens after these nodes, if the request asks for them."""
     count = request.params.logprobs
     return () if count is None or not nodes else token_logprobs(logits_BNV[row, nodes], tokens, count)
 
 
 def prompt_logprobs(row: Row, logits_NV: Tensor) -> Sequence[TokenLogprob | None]:
-    """Of the tokens of a prompt that follow those just read, if the request asks for it."""
+    """Logprobs of the prompt's tokens that follow those just read, if the request asks for them."""
     request, first = row.request, row.read + 1
     count = request.params.prompt_logprobs
     if count is None:

@@ -1,4 +1,4 @@
-"""Decides: who runs, on which slots, what is read, what is remembered, and how far to draft. It touches no tensor."""
+"""Decides who runs, on which slots, what is read and what is remembered. It touches no tensor."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from blockdraft.decode.proposal import Plan
 from blockdraft.engine.adaptive.policy import Controller
@@ -17,26 +18,40 @@ from blockdraft.errors import BlockdraftError, NumbersError, RequestError, descr
 
 log = logging.getLogger(__name__)
 
-SCORED_TOKENS = 256  # of a prompt of which all logits are wanted that are read at a time; they take much memory
-IDLE_READS = 4  # times `prefill_tokens` that are read at a time where no one is decoded
-_DOUBT = NumbersError("There were no finite numbers.")
+SCORED_TOKENS = 256  # most tokens read at a time of a prompt whose logprobs are wanted: their logits take much memory
+IDLE_READS = 4  # reads of `prefill_tokens` in a step in which nothing is decoded
+_NOT_FINITE = NumbersError("The logits are not finite.")
+
+
+class Source(NamedTuple):
+    """Where a row gets the beginning of its prompt from.
+
+    Attributes:
+        row: The running row that holds it or is about to read it; None for a row of a finished request.
+        start: First slot of that row.
+        length: Tokens that the two have in common.
+    """
+
+    row: Row | None
+    start: int
+    length: int
 
 
 class Scheduler:
     """Runs requests in the order in which they came, and lets them join and leave between cycles.
 
-    A request is let in when a row is free and so many slots lie together as its prompt and its longest answer need;
-    else it waits, and those behind it wait too. Prompts are read some tokens at a time, between the cycles of the
-    others. A beginning that another row holds is copied, or waited for where that row is about to read it.
+    A request is admitted when a row is free and enough slots lie side by side for its prompt and its longest answer;
+    until then it waits, and those behind it wait too. Prompts are read some tokens at a time, between the cycles of
+    running requests. A beginning that another row holds is copied; if that row has yet to read it, the request waits.
 
-    A step is atomic for each request: what goes wrong in one row ends that row, and the others do not notice.
+    A step is atomic for each request: an error in one row ends that row and leaves the others as they were.
 
     Args:
-        runner: What executes.
-        controller: How far to draft.
-        slots: Tokens of the runner's stores.
+        runner: Executes.
+        controller: Plans how far to draft.
+        slots: Slots of the runner's caches.
         max_batch_size: Most rows.
-        prefix_tokens: Tokens of ended requests that are remembered.
+        prefix_tokens: Most tokens of finished requests that stay in the caches.
         prefill_tokens: Most tokens of prompts that are read between two cycles.
     """
 
@@ -55,11 +70,11 @@ class Scheduler:
         self._lock = threading.Lock()  # of the queue: requests come from other threads
         self._waiting: deque[Request] = deque()
         self._rows: list[Row] = []
-        self._sources: dict[Row, tuple[Row | None, int, int]] = {}  # whom a row waits for: (row, its start, tokens)
-        self._told = set[str]()  # why cycles failed, each once: a broken drafter fails in every cycle
+        self._sources: dict[Row, Source] = {}  # of rows that have yet to copy from another
+        self._warned = set[str]()  # errors of drafters, each logged once: a broken one fails in every cycle
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Queue requests, which have been checked. May be called from any thread."""
+        """Queue checked requests. May be called from any thread."""
         with self._lock:
             self._waiting += requests
 
@@ -78,18 +93,18 @@ class Scheduler:
 
     def cancel(self) -> list[Request]:
         """Cancel all requests, and return them. May be called from any thread."""
-        # In this order: one that is let in counts as running before it no longer waits.
+        # In this order: a request that is admitted meanwhile joins the running before it leaves the waiting.
         requests = [*self.waiting, *self.running]
         for request in requests:
             request.cancel()
         return requests
 
     def step(self) -> list[Request]:
-        """Let requests in, read some of their prompts, run one cycle of the others, and free the rows of those that
-        ended.
+        """Admit requests, read some of their prompts, run one cycle of the others, and free the rows of those that
+        have ended.
 
         Returns:
-            The requests that ended.
+            The requests that have ended.
         """
         try:
             ended = self._end_cancelled()
@@ -98,15 +113,15 @@ class Scheduler:
             decoding = [row for row in self._rows if not row.reading]
             if len(decoding) < len(self._rows):
                 began = time.perf_counter()
-                # With no one to wait for it, more is read, so that those who came together begin together.
+                # Several reads where no cycle waits for them, so that requests that came together begin together.
                 for _ in range(1 if decoding else IDLE_READS):
                     if not self._read():
                         break
-                for row in decoding:  # they stood still meanwhile
+                for row in decoding:  # they had to wait
                     row.request.stats.total_seconds += time.perf_counter() - began
             if decoding:
                 self._cycle(decoding)
-        except BaseException as error:  # an interrupt may have come anywhere, and a row must not go on half done
+        except BaseException as error:  # an interrupt may come anywhere, and no row may go on with half a step
             self.abort(error)
             raise
         return ended + self._end_finished()
@@ -116,37 +131,40 @@ class Scheduler:
         with self._lock:
             waiting, self._waiting = list(self._waiting), deque()
         rows, self._rows = self._rows, []
-        for request in [*(row.request for row in rows), *waiting]:
+        requests = [*(row.request for row in rows), *waiting]
+        for request in requests:
             if not request.finished:
                 request.fail(RequestError(f"Decoding was ended by an error: {describe(error)}"), error)
         self._sources.clear()
         for row in rows:
-            self._cache_manager.give(row, wipe=True)
-        for request in [*(row.request for row in rows), *waiting]:
+            self._cache_manager.release(row, wipe=True)
+        for request in requests:
             request.publish()
 
-    # Who comes and goes.
+    # Coming and going.
 
     def _admit(self) -> None:
-        """Let in as many waiting requests as there are rows and slots for."""
+        """Admit waiting requests while there are rows and slots for them."""
         while self._waiting and len(self._rows) < self._max_rows:
             request = self._waiting[0]
-            known = self._cache_manager.longest(request)
-            start = self._cache_manager.take(request)
+            known = self._cache_manager.longest_prefix(request)
+            start = self._cache_manager.allocate(request)
             if start is None:
                 return
             row = Row(request, start, request.slots)
             if known is not None:
-                source = next((other for other in self._rows if other.start == known[0]), None)
-                if source is not None or self._cache_manager.remembers(known[0]):
-                    self._sources[row] = source, *known
+                source = next((other for other in self._rows if other.start == known.start), None)
+                # A remembered row may have been evicted by `allocate`.
+                if source is not None or self._cache_manager.remembers(known.start):
+                    self._sources[row] = Source(source, known.start, known.length)
             self._rows.append(row)
             with self._lock:
                 self._waiting.popleft()
-            self._follow(row)
+            self._copy_prefix(row)
 
-    def _follow(self, row: Row) -> None:
-        """Copy the beginning that another row holds, once that has read so far; if it has gone, read it oneself."""
+    def _copy_prefix(self, row: Row) -> None:
+        """Copy a row's beginning from its source once that has read so far. If the source has gone, the row will read
+        the beginning itself."""
         if row not in self._sources:
             return
         source, start, length = self._sources[row]
@@ -188,19 +206,19 @@ class Scheduler:
         self._rows = [row for row in self._rows if not row.request.finished]
         for row in gone:
             self._sources.pop(row, None)
-            self._cache_manager.leave(row)
+            self._cache_manager.free(row)
         for row in gone:
             row.request.publish()
         return [row.request for row in gone]
 
-    # What they do.
+    # Reading and decoding.
 
     def _read(self) -> bool:
-        """Read prompts, at most `prefill_tokens`, those first that came first. Returns whether there were any."""
+        """Read prompts in the order in which they came, at most `prefill_tokens`. Returns whether there were any."""
         group: list[Row] = []
         counts: list[int] = []
         for row in self._rows:
-            self._follow(row)
+            self._copy_prefix(row)
             if not row.reading or row.request.finished or row in self._sources:
                 continue
             count = min(len(row.request.prompt) - row.read, self._prefill_tokens)
@@ -212,7 +230,8 @@ class Scheduler:
             longest = max(count, *counts) if counts else count
             if group and (len(group) + 1) * longest > self._prefill_tokens:
                 continue
-            fits = all(each.read + longest <= each.capacity for each in [*group, row])  # all have as many nodes
+            # All rows of a forward have as many nodes as the longest.
+            fits = all(each.read + longest <= each.capacity for each in [*group, row])
             if group and not fits:
                 continue
             group.append(row)
@@ -221,58 +240,66 @@ class Scheduler:
             return False
         began = time.perf_counter()
         try:
-            lawless = self._runner.read(group, counts)
+            invalid = self._runner.read(group, counts)
         except Exception as error:
-            self._apart(group, counts, error)
+            self._retry_alone(group, counts, error)
         else:
-            suspects = [group[place] for place in lawless]
-            self._apart(suspects, [counts[place] for place in lawless], None if len(group) == 1 else _DOUBT)
+            self._retry_alone(
+                [group[i] for i in invalid],
+                [counts[i] for i in invalid],
+                None if len(group) == 1 else _NOT_FINITE,
+            )
         seconds = time.perf_counter() - began
         for row in group:
             row.request.stats.prefill_seconds += seconds
         return True
 
     def _cycle(self, rows: list[Row]) -> None:
-        """One cycle of rows that are past their prompts."""
+        """One cycle of rows whose prompts have been read."""
         requests = [row.request for row in rows]
         plan = self._controller.plan(requests)
         try:
             outcome = self._runner.step(rows, plan)
         except Exception as error:
             told = describe(error)
-            if plan.block_size > 1 and told not in self._told:
-                self._told.add(told)
-                log.warning("A cycle failed and is done again without drafts, as are all that fail like it: %s", told)
-            self._apart(rows, None, error)
+            if plan.block_size > 1 and told not in self._warned:
+                self._warned.add(told)
+                log.warning("A cycle failed and is repeated without drafts, as are all that fail like it: %s", told)
+            self._retry_alone(rows, None, error)
             return
-        suspects = [rows[place] for place in outcome.lawless]
+        suspects = [rows[i] for i in outcome.invalid]
         if suspects:
-            self._apart(suspects, None, None if len(rows) == 1 and plan.block_size == 1 else _DOUBT)
+            self._retry_alone(suspects, None, None if len(rows) == 1 and plan.block_size == 1 else _NOT_FINITE)
         else:
             self._controller.learn(
-                requests, plan, outcome.guesses, outcome.deepest, outcome.lengths, outcome.expected, outcome.seconds
+                requests,
+                plan,
+                guesses=outcome.guesses,
+                deepest=outcome.deepest,
+                lengths=outcome.lengths,
+                expected=outcome.expected,
+                seconds=outcome.seconds,
             )
 
-    def _apart(self, rows: Sequence[Row], counts: Sequence[int] | None, doubt: BaseException | None) -> None:
-        """Do again for each row alone, and without guesses, what failed for all of them: which of them is at fault, if
-        any is, shows then.
+    def _retry_alone(self, rows: Sequence[Row], counts: Sequence[int] | None, error: BaseException | None) -> None:
+        """Repeat a failed step for each row alone and without guesses, and end the rows for which it fails again.
 
         Args:
             counts: Tokens of the prompts that were to be read; None for a cycle.
-            doubt: Why it has to be done again; None where there is no finite number even so.
+            error: Of the step; None where each row was alone and had no guesses already, so that it is at fault.
         """
-        for place, row in enumerate(rows):
+        for i, row in enumerate(rows):
             try:
                 self._runner.restore(row)
-                if doubt is None:
-                    lawless = True
+                if error is None:
+                    failed = True
                 elif counts is not None:
-                    lawless = bool(self._runner.read([row], [counts[place]]))
+                    failed = bool(self._runner.read([row], [counts[i]]))
                 else:
-                    lawless = bool(self._runner.step([row], Plan(1, [row.request.params])).lawless)
-            except Exception as error:
-                failed = error if isinstance(error, BlockdraftError) else RequestError(describe(error))
-                row.request.fail(failed, None if failed is error else error)
+                    failed = bool(self._runner.step([row], Plan(1, [row.request.params])).invalid)
+            except Exception as again:
+                known = again if isinstance(again, BlockdraftError) else RequestError(describe(again))
+                row.request.fail(known, None if known is again else again)
             else:
-                if lawless:
+                if failed:
                     row.request.fail(row.request.dead_end())

@@ -15,34 +15,33 @@ from blockdraft.engine.scheduler import Scheduler
 from blockdraft.targets import Target
 
 NAME = "blockdraft"
-# That the thread waits for requests: with its OpenMP team, which takes the cores from others, and without. New ones
-# have cold memory.
+# Idle seconds before the worker releases its OpenMP threads, which keep cores busy while they wait, and further ones
+# before it exits. Both are above 0, since new threads begin with cold caches.
 TEAM_SECONDS, IDLE_SECONDS = 0.02, 1.0
-JOIN_SECONDS = 0.01  # after which whoever waits for the end of the thread looks whether it still is to end
+JOIN_SECONDS = 0.01  # between two looks at whether the thread that is waited for still is to exit
 
 log = logging.getLogger(__name__)
 
 
 class Worker:
-    """Steps the schedulers of a target's engines, in turns, in a thread that ends when there have been no requests for
-    a while.
+    """Steps the schedulers of a target's engines in turns, in a thread that exits after a while without requests.
 
-    One thread, since each thread that computes has a team of OpenMP threads of its own, and teams get in each other's
-    way.
+    There is one thread for all engines, since every computing thread has OpenMP threads of its own, and two such teams
+    slow each other down.
 
     Args:
-        target: Whose lock is held during a step.
+        target: Its lock is held during a step.
     """
 
     def __init__(self, target: Target) -> None:
         self._target_lock = target.lock
         self._lock = threading.Condition()
-        self._leaves = False  # at once when there are no requests
-        self._schedulers: list[Scheduler] = []  # with requests
+        self._leaves = False  # exit as soon as there are no requests
+        self._schedulers: list[Scheduler] = []  # those with requests
         self.thread: threading.Thread | None = None
 
     def begin(self, scheduler: Scheduler, requests: Sequence[Request]) -> None:
-        """Queue requests with a scheduler, and see to it that they are decoded."""
+        """Queue requests with a scheduler, and see to it that the thread runs."""
         with self._lock:
             self._leaves = False
             scheduler.add(requests)
@@ -50,27 +49,27 @@ class Worker:
                 self._schedulers.append(scheduler)
             if self.thread is None or not self.thread.is_alive():
                 let_team_go()  # that of the caller, who will wait
-                # A thread that is no daemon would keep a process that ends waiting for all answers.
+                # A daemon, so that a process that exits does not wait for all answers.
                 self.thread = threading.Thread(target=self._work, name=NAME, daemon=True)
                 self.thread.start()
             else:
                 self._lock.notify()
 
     def join(self) -> None:
-        """Wait for the end of the thread, unless it is this one or has requests."""
+        """Wait for the thread to exit, unless it is the caller or has requests."""
         with self._lock:
             thread, busy = self.thread, any(not scheduler.idle for scheduler in self._schedulers)
             if thread is None or thread is threading.current_thread() or busy:
                 return
             self._leaves = True
             self._lock.notify()
-        while self._leaves and thread.is_alive():  # requests of another engine may come in between
+        while self._leaves and thread.is_alive():  # another engine may bring requests meanwhile
             thread.join(JOIN_SECONDS)
         if self.thread is not thread:
             thread.join()
 
     def end(self) -> None:
-        """Cancel the requests of all engines, and wait for the end of the thread."""
+        """Cancel the requests of all engines, and wait for the thread to exit."""
         with self._lock:
             thread, self._leaves = self.thread, self.thread is not None
             for scheduler in self._schedulers:
@@ -81,13 +80,13 @@ class Worker:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Wait for the end of a step, and let no other begin."""
+        """Wait for the end of the running step, and let no other begin."""
         with self._target_lock, self._lock:
             yield
 
     def leave_to_parent(self) -> None:
-        """In a process that was forked: the thread is not here, and its requests go on in the other process; here they
-        are cancelled, and no listener hears of it."""
+        """Cancel all requests in a forked process, which has no worker thread; they go on in the parent. No listener
+        hears of it."""
         self.thread = None
         for scheduler in self._schedulers:
             for request in scheduler.cancel():
@@ -96,14 +95,14 @@ class Worker:
                 request.publish()
 
     def _busy(self) -> bool:
-        """Whether there are requests; forgets schedulers that have none."""
+        """Whether there are requests; forgets schedulers without any."""
         self._schedulers = [scheduler for scheduler in self._schedulers if not scheduler.idle]
         return bool(self._schedulers)
 
     def _due(self) -> list[Scheduler]:
-        """Those with requests, as soon as there are any; none if the thread is to end."""
+        """The schedulers with requests, as soon as there are any; none if the thread is to exit."""
         busy = self._schedulers
-        if len(busy) == 1 and not busy[0].idle:  # the usual case, without the lock
+        if len(busy) == 1 and not busy[0].idle:  # the usual case needs no lock
             return busy
         with self._lock:
             if not self._busy():
@@ -121,7 +120,7 @@ class Worker:
                 try:
                     with self._target_lock:
                         scheduler.step()
-                except BaseException:  # a bug of ours, with which the requests have ended
+                except BaseException:  # a bug of ours; the scheduler has ended its requests
                     log.exception("A step failed.")
 
 
@@ -139,7 +138,7 @@ def worker_of(target: Target) -> Worker:
 
 
 def _before_fork() -> None:
-    """A child process has no thread that would end a step or give back a lock, so it must begin between two steps."""
+    """Fork between two steps: in the child no thread would end a step or release its locks."""
     _held.enter_context(_lock)
     for worker in _workers.values():
         _held.enter_context(worker.held())
@@ -156,6 +155,6 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 def end_all() -> None:
-    """The process ends: a thread that is inside of a forward would not survive it."""
+    """End all workers before the process exits, since a thread inside a forward would crash then."""
     for worker in list(_workers.values()):
         worker.end()

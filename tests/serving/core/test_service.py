@@ -215,11 +215,12 @@ def test_a_reader_that_is_too_slow_is_ended(engine: Engine, submitted: list[Requ
 def test_an_answer_that_fails_leaves_the_others(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         served = service(engine)
-        good, bad = (served.answers([replace(JOB, max_new_tokens=60)]) for _ in range(2))
+        job = replace(JOB, params=replace(ENDLESS, stop=["\0"]), max_new_tokens=60)  # text is read for the stop string
+        good, bad = (served.answers([job]) for _ in range(2))
         await anext(good)
         await anext(bad)
         victim = engine.scheduler.running[-1]
-        monkeypatch.setattr(victim.text, "push", lambda token: 1 / 0)
+        monkeypatch.setattr(victim.text, "read", lambda: 1 / 0)
         with pytest.raises(RequestError, match="ZeroDivisionError"):
             async for _ in bad:
                 pass
