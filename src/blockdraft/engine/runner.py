@@ -259,7 +259,7 @@ class Runner:
         return distributions, verify(proposal, distributions, uniforms, tests)
 
     def _fresh(self, requests: Sequence[Request]) -> Tensor:
-        """Random numbers `[B, 2 * block_size]` of this cycle, to sample the guesses of a chain and to test its nodes."""
+        """Random numbers `[B, 2 * block_size]` of a cycle, to sample the guesses of a chain and to test its nodes."""
         count = 2 * self.drafter.block_size
         return torch.stack([request.random.fresh(len(request.token_ids), count) for request in requests])
 
