@@ -107,7 +107,7 @@ def test_models_without_a_chat_template_continue_the_text(browser: Browser) -> N
 
 def test_a_server_that_would_not_draft_is_told(visit: Visit) -> None:
     visit.chat("PAUSE")
-    expect(visit.get("status")).to_contain_text("tau 1.00. Nothing was drafted, since it would not have paid.")
+    expect(visit.get("status")).to_contain_text("tau 1.00. Nothing was drafted, since drafting would have been slower.")
     visit.get("drafting").uncheck()  # nobody asked for guesses
     visit.chat("And then?")
     expect(visit.page.locator(".turn button")).to_have_count(2)
@@ -221,8 +221,8 @@ def test_settings_are_sent(visit: Visit, app: FastAPI) -> None:
     [
         ("BUSY", "The server is busy: 64 requests are waiting. Try again in 3 seconds."),
         ("BAD", "The server refused this (400): max_tokens is 4096; the context holds 1024."),
-        ("BREAK", "The server broke off its answer. Is it still running?"),
-        ("FAIL", "The server could not go on: The model gave NaN."),
+        ("BREAK", "The connection broke during the answer. Is the server still running?"),
+        ("FAIL", "The answer failed: The model gave NaN."),
     ],
 )
 def test_problems_are_told_in_words(visit: Visit, prompt: str, words: str) -> None:
@@ -244,7 +244,7 @@ def test_server_gone(browser: Browser) -> None:
         visit = Visit(browser, url)
         visit.chat(f"SLOW SAY {'again and ' * 99}")
         expect(visit.page.locator(".turn .answer").nth(1)).to_contain_text("again")
-    expect(visit.get("problem")).to_have_text("The server broke off its answer. Is it still running?")
+    expect(visit.get("problem")).to_have_text("The connection broke during the answer. Is the server still running?")
     visit.chat("Hello?")
     expect(visit.get("problem")).to_have_text("The server does not answer. Is it still running?")
     expect(visit.get("send")).to_have_text("Send")
@@ -257,11 +257,11 @@ def test_key(browser: Browser) -> None:
         context = browser.new_context()
         page = context.new_page()
         page.goto(url)
-        expect(page.locator("#problem")).to_have_text("The server asks for an API key.")
+        expect(page.locator("#problem")).to_have_text("The server needs an API key.")
         expect(page.locator("#key")).to_be_focused()
         page.keyboard.type("wrong")
         page.keyboard.press("Enter")
-        expect(page.locator("#problem")).to_have_text("The server does not take this API key.")
+        expect(page.locator("#problem")).to_have_text("The server refuses this API key.")
         page.locator("#key").fill("secret")
         page.keyboard.press("Enter")
         expect(page.locator("#about")).to_contain_text("scripted-target")

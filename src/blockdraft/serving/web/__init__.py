@@ -1,4 +1,4 @@
-"""The page at `/`: a chat with the model, and the race. One file that loads nothing else."""
+"""The page at `/`: a chat with the model, and a race against plain decoding. It is one file that loads no others."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from fastapi.responses import HTMLResponse
 
 
 def router() -> APIRouter:
-    """`/`, which needs no key: it holds nothing of the model, and asks the user for the key where the API wants one."""
+    """The route `/`. It needs no key: the page holds nothing secret, and asks the user for the key of the API."""
     page = files(__name__).joinpath("index.html").read_text(encoding="utf-8")
     headers = {
         "Content-Security-Policy": _policy(page),
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
-        "Cache-Control": "no-store",  # a newer server never meets an older page
+        "Cache-Control": "no-store",  # so that a newer server never gets requests of an older page
     }
     routes = APIRouter()
 
@@ -30,12 +30,12 @@ def router() -> APIRouter:
 
 
 def _policy(page: str) -> str:
-    """Only the page's own script and styles run, only its own server is asked, and nobody frames it."""
+    """A policy that allows only the page's own script and styles, requests to its own server, and no frames."""
     rules = {
         "default-src": "'none'",
         "script-src": _hash(page, "script"),
         "style-src": _hash(page, "style"),
-        "img-src": "data:",  # the empty icon, which saves a request
+        "img-src": "data:",  # the empty icon, which saves a request for one
         "connect-src": "'self'",
         "base-uri": "'none'",
         "form-action": "'none'",
