@@ -25,9 +25,9 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.sizes.widen import TARGET, widen
-from blockdraft.cpu.kept import SWITCH
 from blockdraft.cpu.library import Library
 from blockdraft.cpu.sources import PARALLEL, VECTORS, command, defines
+from blockdraft.cpu.weight_cache import SWITCH
 from blockdraft.decode.proposal import chain_parents
 from blockdraft.nn.packed import PackedLinear
 from blockdraft.nn.quantized import QuantizedWeight

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from blockdraft import cli
-from blockdraft.cpu import kept
+from blockdraft.cpu import weight_cache
 from blockdraft.cpu.build import Build
 from blockdraft.drafters import load_drafter
 from blockdraft.engine.adaptive import stored_costs
@@ -80,7 +80,7 @@ def test_what_is_kept_is_of_a_known_kind(
 ) -> None:
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(kept, "LEAST_BYTES", 1)
+    monkeypatch.setattr(weight_cache, "LEAST_BYTES", 1)
     threads = torch.get_num_threads()
     library = Build(torch.float32, torch.float32).library()
     target = load_target(tiny_target_dir, device="cpu", threads="auto")

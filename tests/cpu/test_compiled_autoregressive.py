@@ -116,7 +116,7 @@ def run(tiny_target_dir: Path, request: pytest.FixtureRequest) -> CompiledAutore
 def test_threads_may_call_at_once_and_get_the_bits_they_get_alone(
     run: CompiledAutoregressive, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("blockdraft.cpu.compiled.FIRST_POSITIONS", 8)
+    monkeypatch.setattr("blockdraft.cpu.compiled_decoder.FIRST_POSITIONS", 8)
 
     def answer(number: int) -> list[Tensor]:
         return logits_of(run, run.network, number + 1)
@@ -166,7 +166,7 @@ def test_tokens_must_be_known(run: CompiledAutoregressive) -> None:
 
 def test_what_the_library_refuses_is_told_in_its_own_words(run: CompiledAutoregressive) -> None:
     with pytest.raises(AssertionError, match="the parent of a node is neither -1 nor a node before it"):
-        run._run_nodes(KVCache(1, 16), torch.tensor([[4, 5]]), torch.zeros(1, 2, 32), array("q", [-1, 5]), 0, 9)
+        run._run_nodes(KVCache(1, 16), torch.tensor([[4, 5]]), torch.zeros(1, 2, 32), array("q", [-1, 5]))
 
 
 def test_what_is_not_compiled_says_why(tiny_target_dir: Path) -> None:

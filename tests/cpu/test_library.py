@@ -14,7 +14,7 @@ import torch
 
 from blockdraft.cpu import library
 from blockdraft.cpu.build import build
-from blockdraft.cpu.compiled import CompiledDecoder
+from blockdraft.cpu.compiled_decoder import CompiledDecoder
 from blockdraft.cpu.library import CallFields, LinearFields, ModelFields
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.dflash.compiled import CompiledDraftPass
@@ -91,7 +91,10 @@ BOTH = {
     **{f"{name} without taps": (set_layer(name, taps=1, groups=1, base=None), POINTER) for name in CONVOLUTIONS},
     **{f"{name} uncorrected": (set_layer(name, taps=1, groups=1, base=8), POINTER) for name in CONVOLUTIONS},
     **{
-        f"{name} in few bits": (set_layer(name, taps=1, groups=1, base=8, projection=LinearFields(8, kind=2)), KIND)
+        f"{name} in few bits": (
+            set_layer(name, taps=1, groups=1, base=8, projection=LinearFields(weight=8, kind=2)),
+            KIND,
+        )
         for name in CONVOLUTIONS
     },
     "heads that are in no group": (set_model(heads=3), SIZES),
@@ -138,7 +141,7 @@ CONTEXT = BOTH | {
     "pairs": (set_model(pairs=1, token_norm=8, feature_norm=8), SIZES),
     "pairs that are joined": (
         lambda model, call: set_model(
-            pairs=1, token_norm=8, feature_norm=8, joined=LinearFields(8, inputs=64, outputs=32)
+            pairs=1, token_norm=8, feature_norm=8, joined=LinearFields(weight=8, inputs=64, outputs=32)
         )(model, call),
         SIZES,
     ),
@@ -150,9 +153,9 @@ ROWS = {
     **{f"no {name}": (set_model(**{name: None}), POINTER) for name in ("token_norm", "feature_norm")},
     "inputs of qkv": (set_layer("qkv", inputs=32), SIZES),
     "no pairs": (set_model(pairs=0), SIZES),
-    "pairs that are joined": (set_model(joined=LinearFields(8, inputs=64, outputs=32)), SIZES),
-    "pairs that are joined to others": (set_model(joined=LinearFields(8, inputs=64, outputs=31)), SIZES),
-    "pairs in another kind": (set_model(joined=LinearFields(8, inputs=64, outputs=32, kind=1)), KIND),
+    "pairs that are joined": (set_model(joined=LinearFields(weight=8, inputs=64, outputs=32)), SIZES),
+    "pairs that are joined to others": (set_model(joined=LinearFields(weight=8, inputs=64, outputs=31)), SIZES),
+    "pairs in another kind": (set_model(joined=LinearFields(weight=8, inputs=64, outputs=32, kind=1)), KIND),
     "pairs that are convolved": (set_layer("attention_conv", taps=1, groups=1, base=8), SIZES),
     **{f"{name} -1": (set_call(**{name: -1}), COUNTS) for name in ("done", "hidden_slots")},
     "earlier nodes without end": (set_call(done=1 << 31), COUNTS),
@@ -235,7 +238,7 @@ def made() -> Any:
 
 def test_a_product_is_checked_too() -> None:
     weight = torch.zeros(2, 5, made().lanes)
-    fields, x, y = LinearFields(weight.data_ptr(), inputs=5, outputs=9), torch.ones(3, 5), torch.zeros(3, 9)
+    fields, x, y = LinearFields(weight=weight.data_ptr(), inputs=5, outputs=9), torch.ones(3, 5), torch.zeros(3, 9)
 
     def multiply(fields: LinearFields | None, x: torch.Tensor | None, stride: int, rows: int, threads: int) -> str:
         at = None if x is None else x.data_ptr()
@@ -246,14 +249,14 @@ def test_a_product_is_checked_too() -> None:
     assert POINTER in multiply(None, x, 5, 3, 1)
     assert POINTER in multiply(LinearFields(inputs=5, outputs=9), x, 5, 3, 1)
     assert POINTER in multiply(fields, None, 5, 3, 1)
-    assert SIZES in multiply(LinearFields(weight.data_ptr(), inputs=-5, outputs=9), x, 5, 3, 1)
+    assert SIZES in multiply(LinearFields(weight=weight.data_ptr(), inputs=-5, outputs=9), x, 5, 3, 1)
     assert COUNTS in multiply(fields, x, 5, -1, 1) and COUNTS in multiply(fields, x, -5, 3, 1)
     assert THREADS in multiply(fields, x, 5, 3, 0)
 
 
 def test_sizes_of_workspaces_are_asked_for_sensible_shapes() -> None:
     layers = (library.LayerFields * 1)()
-    model = ModelFields(layers, num_layers=1, hidden=8, heads=2, kv_heads=1, head_dim=8, inner=8)
+    model = ModelFields(layers=layers, num_layers=1, hidden=8, heads=2, kv_heads=1, head_dim=8, inner=8)
     assert made().decoder_workspace(model, 0, 0, 0, 1) == 0 == made().draft_context_workspace(model, 0, 5, 8)
     assert made().decoder_workspace(model, 1, 1, 9, 2) - made().decoder_workspace(model, 1, 1, 9, 1) == 8 * 16
     for shape, words in (((-1, 1, 1, 1), COUNTS), ((1, 1, -1, 1), COUNTS), ((1, 1, 1, 0), THREADS)):
@@ -274,7 +277,7 @@ def test_weights_of_few_bits_are_checked() -> None:
     x, y = torch.ones(3, 16), torch.zeros(3, 9)
 
     def multiply(kernels: library.Library, kind: int, group: int, scales: int | None = scale.data_ptr()) -> str:
-        fields = LinearFields(codes.data_ptr(), scales, None, None, 16, 9, kind, group)
+        fields = LinearFields(weight=codes.data_ptr(), scale=scales, inputs=16, outputs=9, kind=kind, group=group)
         at = x.data_ptr(), 16, 3, y.data_ptr(), 1
         return outcome(lambda: kernels._checked(kernels._packed_linear(ctypes.byref(fields), *at)))
 

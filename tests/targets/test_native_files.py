@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from blockdraft.cpu import kept
+from blockdraft.cpu import weight_cache
 from blockdraft.cpu.build import build
 from blockdraft.decode.proposal import chain
 from blockdraft.formats.stored import Stored
@@ -32,7 +32,7 @@ def keeping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for way in WAYS:
         dtype = getattr(torch, way["dtype"])
         build(dtype, dtype, 8, "quantize" in way).library()  # in the cache folder that the tests share
-    monkeypatch.setattr(kept, "LEAST_BYTES", 1)
+    monkeypatch.setattr(weight_cache, "LEAST_BYTES", 1)
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "weights"
 
@@ -50,10 +50,10 @@ def load(folder: Path, **way: Any) -> Target:
 def test_the_second_start_maps_what_the_first_has_laid_out(
     tiny_target_dir: Path, keeping: Path, monkeypatch: pytest.MonkeyPatch, way: dict[str, Any]
 ) -> None:
-    monkeypatch.setenv(kept.SWITCH, "0")
+    monkeypatch.setenv(weight_cache.SWITCH, "0")
     plain = load(tiny_target_dir, **way)
     assert not keeping.exists()
-    monkeypatch.delenv(kept.SWITCH)
+    monkeypatch.delenv(weight_cache.SWITCH)
     first = load(tiny_target_dir, **way)
     assert len(list(keeping.glob("*.weights"))) == 1
     monkeypatch.setattr(native_files, "lay_out", None)
@@ -91,7 +91,7 @@ def test_another_configuration_is_another_decoder(tiny_target_dir: Path, keeping
 def test_no_tensor_of_the_checkpoint_outlives_its_reading(
     tiny_target_dir: Path, keeping: Path, monkeypatch: pytest.MonkeyPatch, way: dict[str, Any], keep: bool
 ) -> None:
-    monkeypatch.setenv(kept.SWITCH, str(int(keep)))
+    monkeypatch.setenv(weight_cache.SWITCH, str(int(keep)))
     matrices, most, kind = [], [0], native_files.open_tensors
 
     def watched(files: Any) -> dict[str, Stored]:

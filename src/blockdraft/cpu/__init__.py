@@ -1,1 +1,1 @@
-"""What only CPUs run: forwards that are compiled from C, and the number of their threads."""
+"""Forwards compiled from C for CPUs, and their number of threads."""

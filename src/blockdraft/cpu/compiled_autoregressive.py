@@ -1,5 +1,5 @@
-"""Networks that guess a token at a time (`nn/autoregressive.py`), one call of the compiled library for each call of
-their runner."""
+"""Compiled runner of networks that guess a token at a time (`nn/autoregressive.py`): a call of the library for each
+of its own."""
 
 from __future__ import annotations
 
@@ -10,8 +10,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from blockdraft.cpu.compiled import EVERYWHERE, CompiledDecoder, address, chain_parents, numbers
-from blockdraft.cpu.compiled_network import Beside, CompiledNetwork, library_for, why_not_compiled
+from blockdraft.cpu.compiled_decoder import (
+    EVERYWHERE,
+    CompiledDecoder,
+    address,
+    chain_parents,
+    numbers,
+    why_not_compiled,
+)
+from blockdraft.cpu.compiled_network import Beside, CompiledNetwork, library_for
 from blockdraft.cpu.library import Library, LinearFields, ModelFields
 from blockdraft.machine import return_freed
 from blockdraft.nn.autoregressive import AutoregressiveNetwork, feature_store, last_features, picked
@@ -20,19 +27,23 @@ from blockdraft.nn.layers import RMSNorm
 from blockdraft.nn.rotary import Rotary
 from blockdraft.timing import HEAD, PASS, mark
 
-STREAM, NORMED = 0, 1  # taps: what leaves the only layer, and the same behind the last norm
+STREAM, NORMED = 0, 1  # taps: the output of the only layer, and the same behind the last norm
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """Where a network's weights are, and how it joins them.
+    """Weights of a network by their role, and how it joins embedding and feature.
 
     Attributes:
-        token_norm, feature_norm: Of an entry's embedding and feature; `norm`: behind the layer.
-        normed_taps: What `fc` reads of the tapped outputs `[..., m * H]`, where `fc` makes features of them and the
-            head is the network's own; None where `fc` joins embedding and feature, and the head is the target's.
-        normed_stream: The layer's output is added to the normed feature.
-        normed_feedback: What is fed on is behind the last norm.
+        layer: The only layer.
+        token_norm, feature_norm: Norms of an entry's embedding and feature.
+        norm: Norm behind the layer.
+        rotary: Rotary embedding of the layer's attention.
+        normed_taps: Function from tapped outputs `[..., m * H]` to the input of `fc`, for networks whose `fc` makes
+            features of them and that have a head of their own; None where `fc` joins embedding and feature, and the
+            head is the target's.
+        normed_stream: Whether the layer's output is added to the normed feature.
+        normed_feedback: Whether the feature fed to the next node is taken behind the last norm.
     """
 
     layer: nn.Module
@@ -48,13 +59,13 @@ class Parts:
 def compiled_runner(
     network: AutoregressiveNetwork, parts: Parts, beside: Beside, owned: bool
 ) -> CompiledAutoregressive | str:
-    """The compiled runner of a network, or why there is none.
+    """The compiled runner of a network, or the reason why there is none.
 
     Args:
         owned: As in `Target.runner`.
     """
     dtype, head_dim = beside.dtype, network.config.head_dim
-    reason = why_not_compiled(network.fc.weight, dtype, head_dim)
+    reason = why_not_compiled(dtype, network.fc.weight.device, head_dim)
     if reason is not None:
         return reason
     library, reason = library_for(network.state_dict().values(), dtype, beside.store, head_dim)
@@ -65,12 +76,16 @@ def compiled_runner(
 
 
 class CompiledAutoregressive(CompiledNetwork):
-    """An `AutoregressiveRunner` whose calls are one of the library each. The nodes of a draft lie behind their texts.
+    """An `AutoregressiveRunner` with one call of the library for each of its own. Nodes of a draft lie in the slots
+    behind their row's committed tokens.
 
     Args:
-        network: Its weights are copied into the library's layout and must not be changed afterwards.
-        library: Built for its dtype and head size.
-        target: Lends its embedding, and its head to a network that has none, where it uses the same library.
+        network: Network whose weights are copied into the library's layout and must not be changed afterwards.
+        parts: Its weights by their role.
+        library: Library built for its dtype and head size.
+        beside: The target.
+        target: The target's forward where it uses the same library, which then lends its embedding, and its head to a
+            network that has none.
         owned: As in `Target.runner`.
     """
 
@@ -114,7 +129,7 @@ class CompiledAutoregressive(CompiledNetwork):
         )
         self._target, self._rotary = target, parts.rotary
         self._scores = own_head is not None or target is not None
-        # What is fed on comes first, and what the target's head reads last, where that is not the library's.
+        # The first tap is fed to the next node; the last is read by the target's head, unless the library runs it.
         taps = [NORMED if parts.normed_feedback else STREAM]
         self._taps = numbers(taps if self._scores or parts.normed_feedback else [*taps, NORMED])
         return_freed()
@@ -129,32 +144,32 @@ class CompiledAutoregressive(CompiledNetwork):
         known = self.features(state)
         fused = self._fuse(features)
         before = torch.cat([last_features(state, known), fused[:, :-1]], dim=1)
-        self._run_nodes(state, tokens, before, chain_parents(*tokens.shape), 0, EVERYWHERE)
-        for place, (row, length) in enumerate(zip(state.rows, state.lengths, strict=True)):
-            known[row + length : row + length + tokens.size(1)] = fused[place]
+        self._run_nodes(state, tokens, before, chain_parents(*tokens.shape))
+        for row, (start, length) in enumerate(zip(state.rows, state.lengths, strict=True)):
+            known[start + length : start + length + tokens.size(1)] = fused[row]
 
     def nodes(self, state: KVCache, block_size: int, width: int, window: int | None = None) -> CompiledNodes:
         return CompiledNodes(self, state, window)
 
     def features(self, state: KVCache) -> Tensor:
-        """Of all slots, `[slots, H]` float32."""
+        """Features of all slots, `[slots, H]` float32."""
         return feature_store(state, 1, self.config.hidden_size, torch.empty(0))
 
     def pass_of(
         self, state: KVCache, tokens: Tensor, beside: Tensor, parents: array[int], done: int, window: int
     ) -> tuple[Tensor, Tensor]:
-        """Of nodes behind `done` earlier ones of each row, what is fed on, `[B, N, H]` float32, and logits `[B, N, V]`.
+        """Features that follow nodes, `[B, N, H]` float32, and their logits `[B, N, V]`.
 
         Args:
-            tokens: `[B, N]` int64.
-            beside: `[B, N, H]` float32, the features before them.
-            parents: Of all `B * (done + N)` nodes.
-            window: Committed tokens that are seen, the last ones.
+            tokens: `[B, N]` int64, behind `done` earlier nodes of each row.
+            beside: `[B, N, H]` float32, the features before the nodes.
+            parents: Parents of all `B * (done + N)` nodes.
+            window: Number of committed tokens that are seen, the last ones.
         """
         size = self.config.hidden_size
         features = torch.empty(*tokens.shape, len(self._taps) * size)
         logits = torch.empty(*tokens.shape, self._model.head.outputs) if self._scores else None
-        self._run_nodes(state, tokens, beside, parents, done, window, features, logits)
+        self._run_nodes(state, tokens, beside, parents, done=done, window=window, features=features, logits=logits)
         fed, normed = features[..., :size], features[..., -size:]
         mark(PASS)
         return fed, self.head(normed.to(self._dtype)) if logits is None else logits
@@ -165,15 +180,16 @@ class CompiledAutoregressive(CompiledNetwork):
         tokens: Tensor,
         beside: Tensor,
         parents: array[int],
-        done: int,
-        window: int,
+        *,
+        done: int = 0,
+        window: int = EVERYWHERE,
         features: Tensor | None = None,
         logits: Tensor | None = None,
     ) -> None:
-        """Without features and logits only the keys and values are written."""
-        tokens, beside, lengths, starts = tokens.contiguous(), beside.contiguous(), state.lengths, state.rows
-        places = numbers(lengths), numbers(starts)
-        call, end = self._call(state, tokens.size(0), tokens.size(1), *places, done)
+        """Run nodes as in `pass_of`, and write to `features` and `logits`. Without these only keys and values are
+        computed."""
+        tokens, beside = tokens.contiguous(), beside.contiguous()
+        call, end = self._call(state, tokens.size(0), tokens.size(1), done)
         call.parents, call.beside, call.reach, call.hidden_slots = address(parents), beside.data_ptr(), window, 1
         if self._target is None:
             embedded = self.embed(tokens).float().contiguous()
@@ -187,12 +203,12 @@ class CompiledAutoregressive(CompiledNetwork):
         self._run(call, end, None if self._target is None else tokens)
 
     def _fuse(self, features: Tensor) -> Tensor:
-        """Of the tapped outputs `[B, N, m * H]`, `[B, N, H]` float32."""
+        """Features `[B, N, H]` float32 of tapped outputs `[B, N, m * H]`."""
         if self._normed_taps is None:
             return features.float()
-        rows = self._normed_taps(features.to(self._dtype)).float().contiguous()
+        normed = self._normed_taps(features.to(self._dtype)).float().contiguous()
         fused = torch.empty(*features.shape[:2], self.config.hidden_size)
-        self.library.multiply(self._fc, rows.flatten(0, 1), fused)
+        self.library.multiply(self._fc, normed.flatten(0, 1), fused)
         return fused
 
     def _angles(self, count: int) -> list[tuple[Tensor, Tensor]]:
@@ -203,17 +219,17 @@ class CompiledAutoregressive(CompiledNetwork):
 
 
 class CompiledNodes:
-    """`DraftNodes` in the slots behind the texts themselves."""
+    """`DraftNodes` in the slots behind each row's committed tokens."""
 
     def __init__(self, run: CompiledAutoregressive, state: KVCache, window: int | None) -> None:
         self._run, self._state, self._window = run, state, EVERYWHERE if window is None else window
         self._feature = last_features(state, run.features(state))
         self._parents: list[list[int]] = [[] for _ in state.rows]
-        self._last = 0  # nodes of a row in the last call
+        self._last = 0  # nodes a row of the last call
 
     @property
     def room(self) -> int:
-        """Nodes that the slots behind the shortest text still hold."""
+        """Nodes that still fit behind every row's committed tokens."""
         return self._state.spare - len(self._parents[0])
 
     def __call__(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:

@@ -1,9 +1,8 @@
-"""What compiled draft networks have in common: weights laid out from those of a network, and calls about its rows."""
+"""Base of compiled draft networks: a network's weights packed for a library, and calls of it."""
 
 from __future__ import annotations
 
 import logging
-from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -13,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blockdraft.cpu.build import build
-from blockdraft.cpu.compiled import EVERYWHERE, CompiledDecoder, CompiledLayers, address
-from blockdraft.cpu.library import KINDS, CallFields, LayerFields, Library, LinearFields
+from blockdraft.cpu.compiled_decoder import EVERYWHERE, CompiledDecoder, CompiledLayers, address, numbers
+from blockdraft.cpu.library import CallFields, LayerFields, Library, LinearFields
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.packed import PackedLinear, fits_bfloat16, lay_out
 from blockdraft.nn.quantized import PIECE, QuantizedWeight, best_group
@@ -23,13 +22,14 @@ from blockdraft.nn.rounding import QUICK, rounded
 
 @dataclass(frozen=True)
 class Beside:
-    """A compiled target, as the runners of draft networks use it.
+    """Parts of a compiled target that runners of draft networks use.
 
     Attributes:
-        embed, head: The target's, with its own names for tokens and hidden states.
-        head_dim: Of the target's attention.
-        dtype: Of the target, in which drafters compute too.
-        bits: To which weights of drafters are rounded; None leaves them as they are.
+        decoder: The target's compiled forward.
+        embed, head: The target's `embed` and `head`.
+        head_dim: Size of the target's attention heads.
+        dtype: Dtype of the target, in which drafters compute too.
+        bits: Bits to which weights of drafters are rounded; None leaves them as they are.
     """
 
     decoder: CompiledDecoder
@@ -45,23 +45,18 @@ class Beside:
         return torch.int8 if self.decoder.library.store_dtype == torch.int8 else self.dtype
 
 
-def why_not_compiled(weight: Tensor, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why no draft network is compiled that has such weights and heads; None where one may be."""
-    if weight.device.type != "cpu":
-        return f"it is for CPUs, and the device is {weight.device}"
-    if dtype not in KINDS:
-        return f"it knows float32 and bfloat16, and the dtype is {str(dtype).removeprefix('torch.')}"
-    return f"heads of {head_dim} are no multiple of 4" if head_dim % 4 else None
-
-
 def library_for(
     weights: Iterable[Tensor], dtype: torch.dtype, store: torch.dtype, head_dim: int
 ) -> tuple[Library | None, str | None]:
-    """A library for a network's weights, or why there is none, which is also logged. Weights in float32 that bfloat16
-    holds as well are kept in it, for the same numbers in half of the memory.
+    """A library for a network's weights, and the reason where there is none, which is also logged.
+
+    Weights in float32 that bfloat16 represents exactly are stored in it: the same numbers in half of the memory.
 
     Args:
+        weights: All weights of the network.
+        dtype: Dtype of the arithmetic.
         store: Dtype of keys and values.
+        head_dim: Size of an attention head.
     """
     halved = dtype == torch.float32 and all(fits_bfloat16(each) for each in weights if each.ndim == 2)
     made = build(torch.bfloat16 if halved else dtype, store, head_dim)
@@ -72,22 +67,27 @@ def library_for(
 
 
 class PartOfPacked(nn.Module):
-    """Stands in a network for an `nn.Linear` whose weight is kept laid out, some rows of a larger one; it takes no
-    memory of its own, and is slow. A deep copy is an `nn.Linear`."""
+    """Substitute for an `nn.Linear` whose weight is part of a packed one. It takes no memory of its own and is slow;
+    a deep copy is an `nn.Linear` again.
 
-    def __init__(self, whole: PackedLinear, rows: slice) -> None:
+    Args:
+        whole: The packed layer.
+        outputs: Output channels of `whole` that are this layer's.
+    """
+
+    def __init__(self, whole: PackedLinear, outputs: slice) -> None:
         super().__init__()
-        self._whole, self._rows = [whole], rows  # in a list, so that it is no module of the network
-        self.in_features, self.out_features = whole.in_features, rows.stop - rows.start
+        self._whole, self._outputs = [whole], outputs  # the list keeps `whole` from becoming a module of the network
+        self.in_features, self.out_features = whole.in_features, outputs.stop - outputs.start
 
     @property
     def weight(self) -> Tensor:
-        return self._whole[0].weight[self._rows]
+        return self._whole[0].weight[self._outputs]
 
     @property
     def bias(self) -> Tensor | None:
         bias = self._whole[0].bias
-        return None if bias is None else bias[self._rows]
+        return None if bias is None else bias[self._outputs]
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
@@ -111,10 +111,10 @@ def laid_out(
     bits: int | None = None,
     owned: bool = False,
 ) -> PackedLinear:
-    """Some projections as one, side by side.
+    """Several projections packed as one, their output channels one behind the other.
 
     Args:
-        places: Each an `nn.Linear`, by its module and name.
+        places: Module and attribute name of each projection, an `nn.Linear`.
         dtype, bits, owned: As in `CompiledNetwork`.
     """
     projections = [cast(nn.Linear, getattr(module, name)) for module, name in places]
@@ -134,13 +134,14 @@ def laid_out(
 
 
 class CompiledNetwork(CompiledLayers):
-    """Layers of a draft network. Arithmetic is float32, whatever the dtype.
+    """Compiled layers of a draft network. Arithmetic is float32, whatever the dtype.
 
     Args:
-        library: Built for the dtype of the weights, and the head size.
-        config: With the shape of the layers.
-        dtype: Of the arithmetic that is compared with, to which weights are rounded first.
-        bits: To which weights are rounded, if they are.
+        library: Library built for the dtype of the weights and the head size.
+        config: The network's configuration, which holds the shape of the layers.
+        count: Number of layers.
+        dtype: Dtype of the uncompiled network, to which weights are rounded first.
+        bits: Bits to which weights are rounded then; None leaves them.
         owned: As in `Target.runner`.
     """
 
@@ -163,10 +164,10 @@ class CompiledNetwork(CompiledLayers):
         return 2 * len(self._layers) * int(heads) * slot * self.library.store_dtype.itemsize * batch * capacity
 
     def weight_bytes(self) -> int:
-        return sum(each.nbytes for each in self._packed) + sum(each.nbytes for each in self._alive)
+        return sum(each.nbytes for each in self._packed) + sum(each.nbytes for each in self._owners)
 
     def _lay_out(self, own: LayerFields, layer: Any) -> None:
-        """A layer's projections and norms, as draft layers name them."""
+        """Pack projections and norms of a draft layer, as `nn/draft_layer.py` names them."""
         attention, mlp = layer.self_attn, layer.mlp
         own.qkv = self._pack(attention, "q_proj", "k_proj", "v_proj")
         own.output = self._pack(attention, "o_proj")
@@ -178,27 +179,36 @@ class CompiledNetwork(CompiledLayers):
             own.query_norm = self._pointer(attention.q_norm.weight)
             own.key_norm = self._pointer(attention.k_norm.weight)
 
-    def _call(
-        self, state: KVCache, batch: int, count: int, lengths: array[int], starts: array[int], done: int = 0
-    ) -> tuple[CallFields, int]:
-        """A call about N nodes behind each row's committed tokens and `done` earlier nodes; and the slots that it
-        reaches."""
+    def _call(self, state: KVCache, batch: int, count: int, done: int = 0) -> tuple[CallFields, int]:
+        """A call on `count` nodes behind each row's committed tokens and `done` earlier nodes, and how many slots its
+        rows reach."""
         config, end = self.config, state.check_room(done + count)
         size = self.library.slot_size(config.head_dim)
         shape = (len(self._layers), 2 * config.num_key_value_heads, size)
         memory = state.memory(*shape, torch.empty(0, dtype=self.library.store_dtype))
+        lengths, starts = numbers(state.lengths), numbers(state.rows)
         assert len(lengths) == batch, (state.lengths, batch)
-        call = CallFields(lengths=address(lengths), starts=address(starts), batch=batch, nodes=count, done=done)
-        call.store, call.threads, call.slots = memory.data_ptr(), torch.get_num_threads(), memory.size(2)
-        call.layer_stride, call.head_stride = memory.stride()[:2]
+        call = CallFields(
+            lengths=address(lengths),
+            starts=address(starts),
+            batch=batch,
+            nodes=count,
+            done=done,
+            threads=torch.get_num_threads(),
+            slots=memory.size(2),
+            store=memory.data_ptr(),
+            layer_stride=memory.stride(0),
+            head_stride=memory.stride(1),
+        )
+        call.owners = lengths, starts
         return call, end
 
     def _pointer(self, weight: Tensor) -> int:
         return super()._pointer(weight.to(self._dtype))
 
     def _pack(self, module: nn.Module, *names: str, rounds: bool = True) -> LinearFields:
-        """Lay some projections of a module out as one, rounded if weights are and `rounds`."""
+        """Pack projections of a module as one, rounded to `bits` unless `rounds` is False."""
         places = [(module, name) for name in names]
         packed = laid_out(places, self.library, self._dtype, self._bits if rounds else None, self._owned)
-        self._packed.append(packed)  # which owns the memory
+        self._packed.append(packed)  # it owns the memory
         return self.library.linear(packed)

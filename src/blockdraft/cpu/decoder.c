@@ -3,7 +3,7 @@
 
    Each number of a row is computed by the same operations in the same order, however many rows there are and wherever
    its ancestors lie: a token gets the same bits alone, in a block and in a tree. Weights are float32 or bfloat16, and
-   arithmetic is float32; or they are integers of 8 or 4 bits (integers.h). cpu/compiled.py fills the structs of calls.h, and
+   arithmetic is float32; or they are integers of 8 or 4 bits (integers.h). cpu/compiled_decoder.py fills the structs of calls.h, and
    drafters/dflash/compiled.py. Functions that can be called check what they are given, and return what is wrong with it. */
 #include "kernels.h"
 

@@ -1,4 +1,4 @@
-"""`decoder.c` once it is compiled: its structs, compared with C's own description of them, its functions and errors."""
+"""The compiled `decoder.c`: its structs, compared with C's own description of them, its functions and its errors."""
 
 from __future__ import annotations
 
@@ -16,16 +16,25 @@ from torch import Tensor
 from blockdraft.nn.packed import PackedLinear
 from blockdraft.nn.quantized import InterleavedWeight
 
-KINDS = {torch.float32: 0, torch.bfloat16: 1}  # of weights and stores, as in kernels.h
-INTEGERS = {8: 2, 4: 3}  # by their bits
+KINDS = {torch.float32: 0, torch.bfloat16: 1}  # numbers of kernels.h for dtypes of weights and stores
+INTEGERS = {8: 2, 4: 3}  # its numbers for integers, by their bits
 STORES = KINDS | {torch.int8: INTEGERS[8]}
 DTYPES = {number: dtype for dtype, number in STORES.items()}
-FACTOR = 4  # numbers of int8 that hold the factor of a key or a value, behind it
+FACTOR = 4  # int8 numbers behind a key or a value, which hold its factor
 PROJECTIONS = ("qkv", "output", "gate_up", "down")
 NORMS = ("before_attention", "before_mlp", "after_attention", "after_mlp")
 
 
-class LinearFields(ctypes.Structure):
+class Fields(ctypes.Structure):
+    """A struct of calls.h, filled by keyword; fields that are not named are zero or null."""
+
+    def __init__(self, **values: Any) -> None:
+        unknown = values.keys() - type(self).__dict__.keys()
+        assert not unknown, f"{type(self).__name__} has no fields {sorted(unknown)}"
+        super().__init__(**values)
+
+
+class LinearFields(Fields):
     """`Linear` of calls.h."""
 
     _fields_ = [
@@ -34,13 +43,13 @@ class LinearFields(ctypes.Structure):
     ]
 
 
-class ConvolutionFields(ctypes.Structure):
+class ConvolutionFields(Fields):
     """`Convolution` of calls.h."""
 
     _fields_ = [("projection", LinearFields), ("base", c_void_p), ("taps", c_int64), ("groups", c_int64)]
 
 
-class LayerFields(ctypes.Structure):
+class LayerFields(Fields):
     """`Layer` of calls.h."""
 
     _fields_ = [
@@ -53,7 +62,7 @@ class LayerFields(ctypes.Structure):
     ]
 
 
-class ModelFields(ctypes.Structure):
+class ModelFields(Fields):
     """`Model` of calls.h."""
 
     _fields_ = [
@@ -70,8 +79,14 @@ class ModelFields(ctypes.Structure):
     ]
 
 
-class CallFields(ctypes.Structure):
-    """`Call` of calls.h."""
+class CallFields(Fields):
+    """`Call` of calls.h.
+
+    Attributes:
+        owners: Objects whose memory the pointers lead to, where nobody else keeps them alive.
+    """
+
+    owners: tuple[object, ...] = ()
 
     _fields_ = [
         *((name, c_void_p) for name in ("tokens", "parents", "lengths", "taps", "logits_at", "embedded")),
@@ -85,12 +100,12 @@ class CallFields(ctypes.Structure):
 
 
 class Described(ctypes.Structure):
-    """`Field` of calls.h: one line of C's description. What stands for a struct's own size has no name."""
+    """`Field` of calls.h: one line of C's description. The line with a struct's own size has no name."""
 
     _fields_ = [("structure", c_char_p), ("name", c_char_p), ("offset", c_int64), ("size", c_int64)]
 
 
-STRUCTS: Mapping[str, type[ctypes.Structure]] = {
+STRUCTS: Mapping[str, type[Fields]] = {
     "Linear": LinearFields,
     "Convolution": ConvolutionFields,
     "Layer": LayerFields,
@@ -99,8 +114,8 @@ STRUCTS: Mapping[str, type[ctypes.Structure]] = {
 }
 
 
-def check_structs(library: ctypes.CDLL, structs: Mapping[str, type[ctypes.Structure]] = STRUCTS) -> None:
-    """Raise an AssertionError for the first field that is not at the same place under the same name in C."""
+def check_structs(library: ctypes.CDLL, structs: Mapping[str, type[Fields]] = STRUCTS) -> None:
+    """Raise an AssertionError for the first field whose name, offset or size differs in C."""
     library.fields.restype = POINTER(Described)
     described, at = defaultdict(list), 0
     while (line := library.fields()[at]).structure:
@@ -114,7 +129,11 @@ def check_structs(library: ctypes.CDLL, structs: Mapping[str, type[ctypes.Struct
 
 
 class Product:
-    """Multiplies with one weight that lies as a library wants it."""
+    """A weight that lies as a library reads it, to multiply with.
+
+    Attributes:
+        fields: The weight as functions of the library take it; valid as long as this object lives.
+    """
 
     def __init__(
         self,
@@ -125,37 +144,36 @@ class Product:
         outputs: int,
     ) -> None:
         self._library = library
-        self._alive = weight, bias
-        shift = None if bias is None else bias.data_ptr()
+        self._owners = weight, bias
+        self.fields = LinearFields(bias=None if bias is None else bias.data_ptr(), inputs=inputs, outputs=outputs)
         if isinstance(weight, Tensor):
-            kind = KINDS[weight.dtype]
-            self.fields = LinearFields(weight.data_ptr(), None, None, shift, inputs, outputs, kind)
-            return
-        offset = None if weight.offset is None else weight.offset.data_ptr()
-        pointers = weight.codes.data_ptr(), weight.scale.data_ptr(), offset, shift
-        half = weight.scale.dtype == torch.float16
-        self.fields = LinearFields(*pointers, inputs, outputs, INTEGERS[weight.bits], weight.group, half)
+            self.fields.weight, self.fields.kind = weight.data_ptr(), KINDS[weight.dtype]
+        else:
+            self.fields.weight, self.fields.kind = weight.codes.data_ptr(), INTEGERS[weight.bits]
+            self.fields.scale, self.fields.half_scales = weight.scale.data_ptr(), weight.scale.dtype == torch.float16
+            self.fields.offset = None if weight.offset is None else weight.offset.data_ptr()
+            self.fields.group = weight.group
 
-    def __call__(self, rows: Tensor, out: Tensor) -> None:
-        self._library.multiply(self.fields, rows, out)
+    def __call__(self, x: Tensor, out: Tensor) -> None:
+        self._library.multiply(self.fields, x, out)
 
 
 class Library:
-    """A compiled `decoder.c`. Its methods raise an AssertionError, in C's words, for arguments that C refuses.
+    """A compiled `decoder.c`. Its methods raise an AssertionError with C's message for arguments that C refuses.
 
     Args:
-        path: Of the file.
+        path: File of the library.
 
     Attributes:
         lanes: Output channels of a weight that lie side by side.
-        weights_dtype: Of the weights that it takes.
-        has_integers: Whether it takes weights of few bits, too.
-        store_dtype: Of keys and values: float32, bfloat16, or int8 with a factor for each head and token.
+        weights_dtype: Dtype of weights that are not integers: float32 or bfloat16.
+        has_integers: Whether weights of 8 and 4 bits are accepted, too.
+        store_dtype: Dtype of keys and values: float32, bfloat16, or int8 with a factor for each head and token.
 
     Raises:
         OSError: The file is no library.
-        AttributeError: It lacks a function.
-        AssertionError: Its structs are not those of this module.
+        AttributeError: The library lacks a function.
+        AssertionError: Structs of the library differ from those of this module.
     """
 
     def __init__(self, path: Path) -> None:
@@ -175,23 +193,28 @@ class Library:
         self.has_integers = bool(_function(library, "has_integer_kernels")())
 
     def slot_size(self, head_dim: int) -> int:
-        """Numbers of `store_dtype` in a slot."""
+        """Numbers of `store_dtype` that hold the key or the value of one head and token."""
         return head_dim + (FACTOR if self.store_dtype == torch.int8 else 0)
 
     def decoder_workspace(self, model: ModelFields, batch: int, nodes: int, slots: int, threads: int) -> int:
-        """Numbers of float32 that `decoder_forward` needs for rows that reach so many slots, their nodes' included."""
+        """Numbers of float32 in the workspace of `decoder_forward`.
+
+        Args:
+            slots: Slots that a row reaches, those of its `nodes` included.
+        """
         return self._checked(self._decoder_workspace(byref(model), batch, nodes, slots, threads))
 
     def decoder_forward(self, model: ModelFields, call: CallFields) -> int:
-        """0; or, having done nothing, the numbers of float32 that the call needs room for, where it has less."""
+        """Run the layers. Returns 0, or where the call's workspace is too small the numbers of float32 that it needs;
+        then nothing has been done."""
         return self._checked(self._decoder_forward(byref(model), byref(call)))
 
     def draft_context_workspace(self, model: ModelFields, batch: int, nodes: int, inputs: int) -> int:
-        """Numbers of float32 that `draft_context` needs for features of so many inputs."""
+        """Numbers of float32 in the workspace of `draft_context`, for features of `inputs` numbers a node."""
         return self._checked(self._draft_context_workspace(byref(model), batch, nodes, inputs))
 
     def draft_context(self, model: ModelFields, call: CallFields, features: LinearFields, norm: int) -> int:
-        """As `decoder_forward`."""
+        """Write keys and values of projected features. Returns as `decoder_forward` does."""
         return self._checked(self._draft_context(byref(model), byref(call), byref(features), norm))
 
     def product(self, weight: Tensor | InterleavedWeight, bias: Tensor | None, inputs: int, outputs: int) -> Product:
@@ -199,16 +222,17 @@ class Library:
         return Product(self, weight, bias, inputs, outputs)
 
     def linear(self, layer: PackedLinear) -> LinearFields:
-        """A layer's weight, packed for this library, as its functions take it; valid as long as the layer lives."""
+        """A layer's weight, packed for this library; valid as long as the layer lives."""
         product = layer.pack(self)
         assert isinstance(product, Product)
         return product.fields
 
-    def multiply(self, weight: LinearFields, rows: Tensor, out: Tensor) -> None:
-        """`rows @ weight.T + bias` into `out`, all float32; each row is contiguous, and so is `out`."""
+    def multiply(self, weight: LinearFields, x: Tensor, out: Tensor) -> None:
+        """Write `x @ weight.T + bias` to `out`. Both are float32 and two-dimensional; `out` is contiguous, and so are
+        the entries `x[i]`."""
         threads = torch.get_num_threads()
-        at = rows.data_ptr(), rows.stride(0), len(rows), out.data_ptr()
-        self._checked(self._packed_linear(byref(weight), *at, threads))
+        count, stride = len(x), x.stride(0)
+        self._checked(self._packed_linear(byref(weight), x.data_ptr(), stride, count, out.data_ptr(), threads))
 
     def _checked(self, result: int) -> int:
         assert result >= 0, self._problem(-result).decode()

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from blockdraft.cpu.build import Build
-from blockdraft.cpu.compiled import CompiledDecoder
+from blockdraft.cpu.compiled_decoder import CompiledDecoder
 from blockdraft.cpu.threads import use_best_threads
 from blockdraft.cuda.graphs import CudaRecorder
 from blockdraft.decode.proposal import chain_parents

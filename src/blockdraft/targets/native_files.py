@@ -13,9 +13,9 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from blockdraft.cpu.build import Build, build
-from blockdraft.cpu.compiled import why_not
-from blockdraft.cpu.kept import Origin, kept_weights
+from blockdraft.cpu.compiled_decoder import why_not
 from blockdraft.cpu.library import Library
+from blockdraft.cpu.weight_cache import Origin, cached_weights
 from blockdraft.cuda.rounded import round_weights, why_not_rounded
 from blockdraft.errors import UsageError
 from blockdraft.formats.quantized import NotRead, read_quantized
@@ -146,8 +146,8 @@ def make_decoder(wanted: DecoderConfig, read: Read, library: Library | None, ori
     def make(names: Sequence[str]) -> LaidOut:
         return lay_out([read(name) for name in names], library)
 
-    kept = None if origin is None else kept_weights(origin, library, wanted.products(), make)
-    decoder = Decoder(wanted, read, make if kept is None else kept.matrix)
+    cached = None if origin is None else cached_weights(origin, library, wanted.products(), make)
+    decoder = Decoder(wanted, read, make if cached is None else cached.matrix)
     return_freed()
     return decoder
 

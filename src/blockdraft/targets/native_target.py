@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from blockdraft.cpu.compiled import CompiledDecoder
+from blockdraft.cpu.compiled_decoder import CompiledDecoder
 from blockdraft.cpu.compiled_network import Beside
 from blockdraft.cuda.graphs import MOST_NODES, CapturedDecoder, Recorder, room
 from blockdraft.decode.proposal import chain_parents, depths, is_chain, tree_mask

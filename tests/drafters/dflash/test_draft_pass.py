@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.cpu.build import begun, build
-from blockdraft.cpu.compiled import CompiledDecoder
+from blockdraft.cpu.compiled_decoder import CompiledDecoder
 from blockdraft.cpu.compiled_network import Beside
 from blockdraft.drafters.dflash import compiled as dflash_compiled
 from blockdraft.drafters.dflash.compiled import CompiledDraftPass

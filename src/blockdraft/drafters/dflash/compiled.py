@@ -1,4 +1,4 @@
-"""The draft pass, and the context that it reads, each as one call of the library that `build` compiles."""
+"""The draft pass, and the context that it reads, each as one call of the library compiled from `decoder.c`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from blockdraft.cpu.compiled import EVERYWHERE, CompiledDecoder, address, chain_parents, numbers
-from blockdraft.cpu.compiled_network import Beside, CompiledNetwork, library_for, why_not_compiled
+from blockdraft.cpu.compiled_decoder import (
+    EVERYWHERE,
+    CompiledDecoder,
+    address,
+    chain_parents,
+    numbers,
+    why_not_compiled,
+)
+from blockdraft.cpu.compiled_network import Beside, CompiledNetwork, library_for
 from blockdraft.cpu.library import CallFields, Library, LinearFields, ModelFields
 from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.machine import return_freed
@@ -28,46 +35,53 @@ def compiled(
     owned: bool,
     kind: type[CompiledDraftPass] | None = None,
 ) -> CompiledDraftPass | str:
-    """The compiled runner of a network, or why there is none. Weights are rounded as the target's layers are, unless
-    rows are not of whole groups, or the target's library has no vectors for the heads.
+    """The compiled runner of a network, or the reason why there is none.
+
+    Weights are rounded as the target's layers are, where inputs are a multiple of the group size and heads one of the
+    target library's lanes.
 
     Args:
-        head: Its own; None is the target's.
+        beside: The target.
+        head: Head of the network's own; None is the target's.
         owned: As in `Target.runner`.
-        kind: What runs layers of the network's class; None is `CompiledDraftPass`.
+        kind: Runner for layers of the network's class; None is `CompiledDraftPass`.
     """
     kind = kind or CompiledDraftPass
     if network.layer_class is not kind.layer_class:
         return f"it does not know layers of the kind {network.layer_class.__name__}"
     target, dtype = beside.decoder, beside.dtype
-    reason = why_not_compiled(network.fc.weight, dtype, network.config.head_dim)
+    reason = why_not_compiled(dtype, network.fc.weight.device, network.config.head_dim)
     if reason is not None:
         return reason
     inputs = {module.in_features for module in network.modules() if isinstance(module, torch.nn.Linear)}
     fits = all(size % LEAST_GROUP == 0 for size in inputs)
     heads = network.config.head_dim % target.library.lanes == 0
     if beside.bits is not None and fits and heads and target.library.store_dtype == beside.store:
-        return kind(network, target.library, beside, head, None if head else target, beside.bits, owned)
+        lender = None if head else target
+        return kind(network, target.library, beside, head=head, target=lender, bits=beside.bits, owned=owned)
     library, reason = library_for(network.state_dict().values(), dtype, beside.store, network.config.head_dim)
     if library is None:
         return reason or ""
-    lends = target.library is library and head is None
-    return kind(network, library, beside, head, target if lends else None, None, owned)
+    lender = target if target.library is library and head is None else None
+    return kind(network, library, beside, head=head, target=lender, bits=None, owned=owned)
 
 
 class CompiledDraftPass(CompiledNetwork):
-    """`DraftPass` in one call each of its two methods. Arithmetic is float32, whatever the dtype.
+    """A `DraftPass` whose methods are one call of the library each. Arithmetic is float32, whatever the dtype.
 
     Args:
-        network: Of any dtype. Its weights are copied into the library's layout and must not be changed afterwards.
-        library: Built for its dtype and head size.
-        head: Its own; None is the target's.
-        target: Lends its embedding and head, where it uses the same library: then a pass with its head is one call.
-        bits: To which weights are rounded, if they are.
+        network: Network of any dtype, whose weights are copied into the library's layout and must not be changed
+            afterwards.
+        library: Library built for its dtype and head size.
+        beside: The target.
+        head: Head of the network's own; None is the target's.
+        target: The target's forward where it uses the same library and lends its embedding and head, so that a pass
+            with its head is one call.
+        bits: Bits to which weights are rounded; None leaves them.
         owned: As in `Target.runner`.
 
     Attributes:
-        layer_class: What the layers of its networks are.
+        layer_class: Class of the network's layers.
     """
 
     layer_class: ClassVar[type[DraftLayer]] = DraftLayer
@@ -78,6 +92,7 @@ class CompiledDraftPass(CompiledNetwork):
         network: DFlashNetwork,
         library: Library,
         beside: Beside,
+        *,
         head: Callable[[Tensor], Tensor] | None,
         target: CompiledDecoder | None,
         bits: int | None,
@@ -104,10 +119,9 @@ class CompiledDraftPass(CompiledNetwork):
             attention_scale=config.head_dim**-0.5,
         )
         self._features, self._hidden_norm = self._pack(network, "fc"), self._pointer(network.hidden_norm.weight)
-        self._target = target  # which owns the memory of its tables
+        self._target = target  # it owns the memory of its tables
         return_freed()
-        # The one output that is wanted is that of the final norm.
-        self._taps = numbers([config.num_hidden_layers])
+        self._taps = numbers([config.num_hidden_layers])  # the output of the final norm
 
     def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
         observed = 4 * self.library.draft_context_workspace(self._model, batch, nodes, self._features.inputs)
@@ -115,16 +129,19 @@ class CompiledDraftPass(CompiledNetwork):
 
     def observe(self, state: KVCache, features: Tensor) -> None:
         """As `DraftPass.observe`."""
-        rows, places = features.float().contiguous(), (numbers(state.lengths), numbers(state.rows))
-        call, end = self._call(state, rows.size(0), rows.size(1), *places)
-        call.embedded = rows.data_ptr()
-        self._in_workspace(self.library.draft_context, call, end, self._features, self._hidden_norm)
+        features = features.float().contiguous()
+        call, end = self._call(state, features.size(0), features.size(1))
+        call.embedded = features.data_ptr()
+        self._in_workspace(self._observed, call, end)
+
+    def _observed(self, model: ModelFields, call: CallFields) -> int:
+        return self.library.draft_context(model, call, self._features, self._hidden_norm)
 
     def __call__(self, state: KVCache, block: Tensor, window: int | None = None) -> Tensor:
         """As `DraftPass.__call__`."""
-        rows, places = block.float().contiguous(), (numbers(state.lengths), numbers(state.rows))
-        call, end = self._call(state, rows.size(0), rows.size(1), *places)
-        call.embedded = rows.data_ptr()
+        embedded = block.float().contiguous()
+        call, end = self._call(state, embedded.size(0), embedded.size(1))
+        call.embedded = embedded.data_ptr()
         return self._pass(call, end, None, window).to(block.dtype)
 
     def guesses(self, state: KVCache, tokens: Tensor, first: int, window: int | None = None) -> tuple[Tensor, Tensor]:
@@ -133,10 +150,10 @@ class CompiledDraftPass(CompiledNetwork):
             hidden = self(state, self._embed(tokens), window)[:, first:]
             mark(PASS)
             return hidden, self._head(hidden)
-        tokens, places = tokens.contiguous(), (numbers(state.lengths), numbers(state.rows))
-        call, end = self._call(state, tokens.size(0), tokens.size(1), *places)
+        tokens = tokens.contiguous()
+        call, end = self._call(state, tokens.size(0), tokens.size(1))
         call.tokens = tokens.data_ptr()
-        wanted = _slots_from(first, *tokens.shape)
+        wanted = _nodes_from(first, *tokens.shape)
         logits = torch.empty(len(tokens), tokens.size(1) - first, self._model.head.outputs)
         call.logits, call.logits_at, call.num_logits = logits.data_ptr(), address(wanted), len(wanted)
         hidden = self._pass(call, end, tokens, window)[:, first:].to(self._dtype)
@@ -144,7 +161,7 @@ class CompiledDraftPass(CompiledNetwork):
         return hidden, logits
 
     def _pass(self, call: CallFields, end: int, tokens: Tensor | None, window: int | None) -> Tensor:
-        """`[B, N, H]` behind the final norm."""
+        """Hidden states `[B, N, H]` behind the final norm."""
         parents = chain_parents(call.batch, call.nodes)
         hidden = torch.empty(call.batch, call.nodes, self.config.hidden_size)
         call.parents, call.taps, call.num_taps = address(parents), address(self._taps), 1
@@ -159,8 +176,8 @@ class CompiledDraftPass(CompiledNetwork):
 
 
 @lru_cache(maxsize=256)
-def _slots_from(first: int, batch: int, count: int) -> array[int]:
-    """The nodes of all rows, counted through, that are slot `first` or later of their row."""
+def _nodes_from(first: int, batch: int, count: int) -> array[int]:
+    """Numbers of the nodes, counted through all rows, that are node `first` or later of their row."""
     return numbers(node for node in range(batch * count) if node % count >= first)
 
 

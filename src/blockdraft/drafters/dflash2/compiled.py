@@ -20,7 +20,7 @@ class CompiledConvolvedPass(CompiledDraftPass):
 
     def _convolution(self, module: DynamicConv) -> ConvolutionFields:
         _, taps, groups = module.corrections
-        # Not rounded to few bits: it is small, and what it corrects is near the identity.
+        # Rounding it to few bits would save little, since it is small.
         projection = self._pack(module, "kernel_projection", rounds=False)
         base = self._pointer(module.base_kernel)
         return ConvolutionFields(projection=projection, base=base, taps=taps, groups=groups)

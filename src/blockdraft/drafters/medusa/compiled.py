@@ -1,4 +1,4 @@
-"""Medusa's heads by the kernels of the library that `build` compiles: what all of them read is multiplied at once."""
+"""Compiled Medusa heads: the first blocks of all heads, which read the same input, are one product."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blockdraft.cpu.compiled_network import Beside, laid_out, library_for, why_not_compiled
+from blockdraft.cpu.compiled_decoder import why_not_compiled
+from blockdraft.cpu.compiled_network import Beside, laid_out, library_for
 from blockdraft.cpu.library import Library
 from blockdraft.drafters.medusa.network import MedusaNetwork, ResidualBlock
 from blockdraft.machine import return_freed
@@ -20,15 +21,16 @@ from blockdraft.timing import HEAD, PASS, mark
 def compiled(
     network: MedusaNetwork, beside: Beside, head: Callable[[Tensor], Tensor] | None, owned: bool
 ) -> CompiledHeads | str:
-    """The compiled runner of heads that are in the target's dtype, or why there is none.
+    """The compiled runner of heads in the target's dtype, or the reason why there is none.
 
     Args:
-        head: What the heads share; None is the target's.
+        beside: The target.
+        head: Output head that the heads share; None is the target's.
         owned: As in `Target.runner`.
     """
-    weights = list(network.state_dict().values())  # of a network whose weights are laid out, too
+    weights = list(network.state_dict().values())  # which holds weights that are packed already, too
     dtype = weights[0].dtype
-    reason = why_not_compiled(weights[0], dtype, beside.head_dim)
+    reason = why_not_compiled(dtype, weights[0].device, beside.head_dim)
     if reason is not None:
         return reason
     library, reason = library_for(weights, dtype, beside.decoder.library.store_dtype, beside.head_dim)
@@ -36,11 +38,12 @@ def compiled(
 
 
 class CompiledHeads:
-    """`HeadPass`; arithmetic is float32, whatever the dtype.
+    """A compiled `HeadPass`. Arithmetic is float32, whatever the dtype.
 
     Args:
-        network: Its weights are copied into the library's layout and must not be changed afterwards.
-        head: The target's.
+        network: Network whose weights are copied into the library's layout and must not be changed afterwards.
+        library: Library built for its dtype.
+        head: Output head that the heads share.
         owned: As in `Target.runner`.
     """
 
@@ -70,13 +73,13 @@ class CompiledHeads:
 
     def __call__(self, hidden: Tensor, count: int) -> Tensor:
         """As `HeadPass.__call__`."""
-        rows, (batch, size) = hidden.float().contiguous(), hidden.shape
+        hidden, (batch, size) = hidden.float().contiguous(), hidden.shape
         fields = self._library.linear(self._first)
         fields = type(fields).from_buffer_copy(fields)
-        fields.outputs = count * size  # of the first heads
+        fields.outputs = count * size  # of the first `count` heads
         raised = torch.empty(batch, count, size)
-        self._library.multiply(fields, rows, raised)
-        states = rows[:, None] + F.silu(raised)
+        self._library.multiply(fields, hidden, raised)
+        states = hidden[:, None] + F.silu(raised)
         for each, others in zip(states.unbind(1), self._others, strict=False):
             for linear in others:
                 each += F.silu(self._product(linear, each.contiguous()))
@@ -89,9 +92,9 @@ class CompiledHeads:
         mark(HEAD)
         return logits
 
-    def _product(self, linear: PackedLinear, rows: Tensor) -> Tensor:
-        out = torch.empty(len(rows), linear.out_features)
-        self._library.multiply(self._library.linear(linear), rows, out)
+    def _product(self, linear: PackedLinear, x: Tensor) -> Tensor:
+        out = torch.empty(len(x), linear.out_features)
+        self._library.multiply(self._library.linear(linear), x, out)
         return out
 
 

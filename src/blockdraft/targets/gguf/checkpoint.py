@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from blockdraft.cpu.build import build
-from blockdraft.cpu.compiled import why_not
-from blockdraft.cpu.kept import Origin
+from blockdraft.cpu.compiled_decoder import why_not
+from blockdraft.cpu.weight_cache import Origin
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import FLOATS, GGUFFile, open_gguf
 from blockdraft.nn.quantized import QuantizedWeight

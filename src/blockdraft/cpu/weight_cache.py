@@ -1,8 +1,8 @@
-"""Weights as compiled kernels read them, kept in the cache folder: they are laid out once and mapped from there later.
+"""Cache of packed weights: files in the layout that compiled kernels read, written once and mapped into memory later.
 
-A file holds the matrices of one checkpoint, loaded in one way, one behind the other; then, as JSON, what it was made
-from and where each of them lies; then the length of the JSON and its digest. It is written under another name and
-renamed when it is whole. Mapped memory is read when it is used, and processes that map the same file share it.
+A file holds the matrices of one checkpoint, loaded in one way, one behind the other; then a JSON header with the facts
+that it was made from and the place of each matrix; then the header's length and digest. It is written under another
+name and renamed when complete. Mapped memory is read when it is used, and processes that map the same file share it.
 """
 
 from __future__ import annotations
@@ -28,44 +28,45 @@ from blockdraft.machine import cache_folder
 from blockdraft.nn.packed import Kernels, LaidOut
 from blockdraft.nn.quantized import InterleavedWeight
 
-LAYOUT = 1  # of these files; change it with whatever changes the numbers in them and is in none of `MAKERS`
-MAKERS = ("packed.py", "quantized.py", "rounding.py")  # of the package nn
-SWITCH = "BLOCKDRAFT_CACHE_WEIGHTS"  # 0: nothing is kept, and what is there is not used
-LEAST_BYTES = 64 << 20  # of a checkpoint, below which laying it out takes no time worth keeping a file for
+LAYOUT = 1  # version of these files; raise it when their numbers change by code outside `MAKERS`
+MAKERS = ("packed.py", "quantized.py", "rounding.py")  # modules of nn whose code decides the numbers
+SWITCH = "BLOCKDRAFT_CACHE_WEIGHTS"  # environment variable; 0 neither writes nor reads files
+LEAST_BYTES = 64 << 20  # size of the smallest checkpoint whose packing takes long enough to be worth a file
 ALIGNMENT = 64  # bytes
-PIECES, PIECE_BYTES = 64, 64  # of each matrix, and of each file of a checkpoint, that are looked at
+PIECES, PIECE_BYTES = 64, 64  # samples of each matrix, and of each file of a checkpoint, that are compared
 LENGTH_BYTES, DIGEST_BYTES = 8, 32
 DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.uint8)}
 
-# From the names of matrices that are computed at once to what they are when laid out.
+# Packs the matrices of these names, which are computed as one.
 Make = Callable[[Sequence[str]], LaidOut]
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What a file of kept weights is made from.
+    """Checkpoint that a cached file is made from.
 
     Args:
-        files: Of the checkpoint.
-        options: How it is loaded, as JSON can spell it.
+        files: Files of the checkpoint.
+        options: How it is loaded, as values that JSON can hold.
     """
 
     files: Sequence[Path]
     options: dict[str, Any]
 
     def is_worth_it(self) -> bool:
-        """Whether a file is to be kept at all."""
+        """Whether to cache the weights at all."""
         return os.environ.get(SWITCH) != "0" and sum(file.stat().st_size for file in self.files) >= LEAST_BYTES
 
     def path(self, kernels: Kernels) -> Path:
-        """One for each checkpoint and way of using it, so that a checkpoint that changes leaves no file behind."""
+        """Path of the cached file: one for each checkpoint and way of loading it, so that the file of a checkpoint that
+        changes is replaced."""
         facts = [[str(file.resolve()) for file in self.files], self.options, self._layout(kernels)]
         key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
         return cache_folder() / "weights" / f"{key}.weights"
 
     def facts(self, kernels: Kernels, products: Iterable[Sequence[str]]) -> Any:
-        """All that the numbers in the file follow from, as far as one can tell without reading the checkpoint whole."""
+        """Facts that decide the numbers in the file, as far as can be told without reading the whole checkpoint."""
         files = []
         for file in self.files:
             found = file.stat()
@@ -73,28 +74,29 @@ class Origin:
                 sample = _sample(opened, [(0, found.st_size)])
             files.append([str(file.resolve()), found.st_size, found.st_mtime_ns, sample])
         facts = [LAYOUT, _makers(), files, self.options, self._layout(kernels), list(map(_key, products))]
-        return json.loads(json.dumps(facts))  # as they come back from the file
+        return json.loads(json.dumps(facts))  # makes them equal to those that are read from the file
 
     @staticmethod
     def _layout(kernels: Kernels) -> list[Any]:
         return [kernels.lanes, str(kernels.weights_dtype)]
 
 
-class KeptWeights:
-    """A file of kept weights, mapped into memory.
+class CachedWeights:
+    """A file of packed weights, mapped into memory.
 
     Args:
-        file: Open; it may be closed, replaced and deleted afterwards.
-        matrices: As the file says where they lie, by their names.
+        file: The open file; it may be closed, replaced and deleted afterwards.
+        matrices: Place of each matrix, from the file's header.
+        kernels: Library whose layout the matrices have.
     """
 
     def __init__(self, file: BinaryIO, matrices: dict[str, Any], kernels: Kernels) -> None:
-        # A number that is changed by mistake is changed for this process alone.
+        # Copy on write, so that a number changed by mistake changes for this process alone.
         self._bytes = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
         self._matrices, self._kernels = matrices, kernels
 
     def matrix(self, names: Sequence[str]) -> LaidOut:
-        """The output channels of these matrices, one behind the other."""
+        """Output channels of the matrices of these names, one behind the other."""
         found = self._matrices[_key(names)]
         parts = [self._tensor(**part) for part in found["parts"]]
         outputs, bits = found["outputs"], found["bits"]
@@ -106,16 +108,20 @@ class KeptWeights:
         return self._bytes[begin:end].view(DTYPES[dtype]).view(shape)
 
 
-def kept_weights(origin: Origin, kernels: Kernels, products: Sequence[Sequence[str]], make: Make) -> KeptWeights | None:
-    """The laid out weights of a checkpoint, which are made and written at the first time.
+def cached_weights(
+    origin: Origin, kernels: Kernels, products: Sequence[Sequence[str]], make: Make
+) -> CachedWeights | None:
+    """Packed weights of a checkpoint from their file, which the first call writes.
 
     Args:
-        products: Names of all matrices; those that are computed at once stand together.
-        make: Lays some out.
+        origin: The checkpoint.
+        kernels: Library to pack for.
+        products: Names of all matrices, grouped by what is computed as one.
+        make: Packs one group.
 
     Returns:
-        None where nothing is kept: it is switched off or not worth a file, another process is writing the file, or the
-        file cannot be written, of which a warning tells once.
+        None where there is no file: caching is switched off, the checkpoint is too small, another process is writing
+        the file, or it cannot be written, which is logged once.
     """
     try:
         if not origin.is_worth_it():
@@ -128,7 +134,7 @@ def kept_weights(origin: Origin, kernels: Kernels, products: Sequence[Sequence[s
         lock = path.with_suffix(".lock")
         with FileLock(lock, timeout=0):
             try:
-                # Another process may have written it since. Ours has checked that what is there fits, or is no good.
+                # Another process may have written it before the lock was ours.
                 return _open(path, facts, kernels) or _write(path, facts, kernels, products, make)
             finally:
                 lock.unlink(missing_ok=True)
@@ -141,8 +147,8 @@ def kept_weights(origin: Origin, kernels: Kernels, products: Sequence[Sequence[s
 
 def _write(
     path: Path, facts: Any, kernels: Kernels, products: Iterable[Sequence[str]], make: Make
-) -> KeptWeights | None:
-    for left in path.parent.glob(f"{path.stem}.*.partial"):  # by a process that was ended, since we hold the lock
+) -> CachedWeights | None:
+    for left in path.parent.glob(f"{path.stem}.*.partial"):  # of processes that ended, since we hold the lock
         left.unlink(missing_ok=True)
     partial = path.with_suffix(f".{os.getpid()}.partial")
     try:
@@ -161,7 +167,7 @@ def _write(
 
 
 def _add(file: BinaryIO, laid: LaidOut) -> dict[str, Any]:
-    """Write a matrix at the end of a file; returns where it lies."""
+    """Write a matrix at the end of a file. Returns its entry for the header."""
     data, bits = laid.data, None
     tensors: Sequence[Tensor | None] = [data] if isinstance(data, Tensor) else [data.codes, data.scale, data.offset]
     if isinstance(data, InterleavedWeight):
@@ -176,8 +182,8 @@ def _add(file: BinaryIO, laid: LaidOut) -> dict[str, Any]:
     return {"parts": parts, "bits": bits, "outputs": laid.outputs, "inputs": laid.inputs}
 
 
-def _open(path: Path, facts: Any, kernels: Kernels) -> KeptWeights | None:
-    """The file, if it is there, whole, and made from this."""
+def _open(path: Path, facts: Any, kernels: Kernels) -> CachedWeights | None:
+    """The cached file, or None where it is missing, incomplete, or made from other facts."""
     with suppress(FileNotFoundError), path.open("rb") as file:
         end = file.seek(0, os.SEEK_END) - LENGTH_BYTES - DIGEST_BYTES
         file.seek(max(end, 0))
@@ -191,17 +197,17 @@ def _open(path: Path, facts: Any, kernels: Kernels) -> KeptWeights | None:
         header = json.loads(text)
         if header["facts"] != facts or header["sample"] != _sample(file, _places(header["matrices"])):
             return None
-        return KeptWeights(file, header["matrices"], kernels)
+        return CachedWeights(file, header["matrices"], kernels)
     return None
 
 
 def _places(matrices: dict[str, Any]) -> list[tuple[int, int]]:
-    """First byte, and the one behind the last, of all that a file holds."""
+    """Byte ranges `(begin, end)` of all tensors of a file."""
     return [(part["begin"], part["end"]) for matrix in matrices.values() for part in matrix["parts"]]
 
 
 def _sample(file: BinaryIO, places: Iterable[tuple[int, int]]) -> str:
-    """Digest of some bytes of each of these ranges, first and last ones included."""
+    """Digest of samples of each byte range, its first and last bytes included."""
     digest = hashlib.sha256()
     for begin, end in places:
         last = max(end - begin - PIECE_BYTES, 0)
@@ -224,7 +230,7 @@ def _makers() -> str:
 @cache
 def _tell_once(reason: str, folder: str) -> None:
     log.warning(
-        "Laid out weights cannot be kept in %s (%s), so that each start takes as long as this one; %s=0 does not try.",
+        "Packed weights cannot be cached in %s (%s), so each start takes as long as this one; set %s=0 to stop trying.",
         folder,
         reason,
         SWITCH,

@@ -210,7 +210,7 @@ def test_the_best_token_is_the_first_of_the_largest_logits_or_none(
 
 
 def test_texts_may_outgrow_the_tables_of_angles(tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("blockdraft.cpu.compiled.FIRST_POSITIONS", 8)
+    monkeypatch.setattr("blockdraft.cpu.compiled_decoder.FIRST_POSITIONS", 8)
     target = load_target(tiny_target_dir, compile="on")
     _, short = read(target, [PROMPTS[0][:3]])
     _, long = read(target, PROMPTS[:1])
@@ -222,7 +222,9 @@ def test_texts_may_outgrow_the_tables_of_angles(tiny_target_dir: Path, monkeypat
 def test_threads_may_call_at_once_and_get_the_bits_they_get_alone(
     tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("blockdraft.cpu.compiled.FIRST_POSITIONS", 8)  # so that tables grow while others read them
+    monkeypatch.setattr(
+        "blockdraft.cpu.compiled_decoder.FIRST_POSITIONS", 8
+    )  # so that tables grow while others read them
     target = load_target(tiny_target_dir, compile="on")
 
     def answer(number: int) -> list[torch.Tensor]:
@@ -248,7 +250,7 @@ def test_a_node_without_numbers_harms_none_that_do_not_see_it(target: Any, value
     cache, _ = read(target, PROMPTS[:2])
     right = target.forward(tokens, parents, cache, TAPS)
     cache, _ = read(target, PROMPTS[:2])
-    weight, _ = target.decoder.embedding.pack(target.compiled.library)._alive
+    weight, _ = target.decoder.embedding.pack(target.compiled.library)._owners
     place = weight if isinstance(weight, torch.Tensor) else weight.scale
     place[250 // place.size(2), :, 250 % place.size(2)] = value
     tokens[0, 1] = 250  # which node 3 sees, and no other

@@ -17,10 +17,10 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
-from blockdraft.cpu import kept
+from blockdraft.cpu import weight_cache
 from blockdraft.cpu.build import build
-from blockdraft.cpu.kept import KeptWeights, Origin, kept_weights
 from blockdraft.cpu.library import Library
+from blockdraft.cpu.weight_cache import CachedWeights, Origin, cached_weights
 from blockdraft.nn.packed import LaidOut, PackedLinear, lay_out
 from blockdraft.nn.quantized import QuantizedWeight
 from blockdraft.nn.rounding import rounded
@@ -60,9 +60,9 @@ class Maker:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     library()  # from the cache folder that the tests share
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv(kept.SWITCH, raising=False)
-    monkeypatch.setattr(kept, "LEAST_BYTES", 1)
-    kept._tell_once.cache_clear()
+    monkeypatch.delenv(weight_cache.SWITCH, raising=False)
+    monkeypatch.setattr(weight_cache, "LEAST_BYTES", 1)
+    weight_cache._tell_once.cache_clear()
     return tmp_path / "cache" / "weights"
 
 
@@ -74,11 +74,11 @@ def origin(tmp_path: Path) -> Origin:
     return Origin(files, {"dtype": "float32"})
 
 
-def open_kept(origin: Origin, maker: Callable[[Sequence[str]], LaidOut]) -> KeptWeights | None:
-    return kept_weights(origin, library(), PRODUCTS, maker)
+def open_kept(origin: Origin, maker: Callable[[Sequence[str]], LaidOut]) -> CachedWeights | None:
+    return cached_weights(origin, library(), PRODUCTS, maker)
 
 
-def assert_same_products(found: KeptWeights) -> None:
+def assert_same_products(found: CachedWeights) -> None:
     torch.manual_seed(0)
     for names in PRODUCTS:
         mine, own = found.matrix(names), Maker()(names)
@@ -157,17 +157,17 @@ def test_other_options_kernels_and_code_are_not_mixed_up(origin: Origin, monkeyp
     assert len({origin.path(each) for each in (library(), narrow, halved)}) == 3
     for name in ("LAYOUT", "_makers"):
         maker = Maker()
-        monkeypatch.setattr(kept, name, 99 if name == "LAYOUT" else lambda: "other code")
+        monkeypatch.setattr(weight_cache, name, 99 if name == "LAYOUT" else lambda: "other code")
         open_kept(origin, maker)
         assert maker.made == PRODUCTS, name
     maker = Maker()
-    kept_weights(origin, library(), PRODUCTS[:2], maker)
+    cached_weights(origin, library(), PRODUCTS[:2], maker)
     assert maker.made == PRODUCTS[:2]
 
 
 def header_of(content: bytes) -> dict[str, Any]:
-    end = len(content) - kept.LENGTH_BYTES - kept.DIGEST_BYTES
-    length = int.from_bytes(content[end : end + kept.LENGTH_BYTES], "little")
+    end = len(content) - weight_cache.LENGTH_BYTES - weight_cache.DIGEST_BYTES
+    length = int.from_bytes(content[end : end + weight_cache.LENGTH_BYTES], "little")
     found: dict[str, Any] = json.loads(content[end - length : end])
     return found
 
@@ -204,7 +204,7 @@ def test_each_matrix_is_looked_at(origin: Origin) -> None:
     content = path.read_bytes()
     for matrix in header_of(content)["matrices"].values():
         for part in matrix["parts"]:
-            assert part["begin"] % kept.ALIGNMENT == 0
+            assert part["begin"] % weight_cache.ALIGNMENT == 0
             at = part["end"] - 1
             path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
             maker = Maker()
@@ -215,21 +215,21 @@ def test_each_matrix_is_looked_at(origin: Origin) -> None:
 def test_small_checkpoints_and_those_that_are_not_to_be_kept_are_not(
     origin: Origin, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept, "LEAST_BYTES", (2 << 16) + 1)
+    monkeypatch.setattr(weight_cache, "LEAST_BYTES", (2 << 16) + 1)
     assert open_kept(origin, Maker()) is None
-    monkeypatch.setattr(kept, "LEAST_BYTES", 2 << 16)
-    monkeypatch.setenv(kept.SWITCH, "0")
+    monkeypatch.setattr(weight_cache, "LEAST_BYTES", 2 << 16)
+    monkeypatch.setenv(weight_cache.SWITCH, "0")
     assert open_kept(origin, Maker()) is None and not folder.exists()
-    monkeypatch.setenv(kept.SWITCH, "1")
+    monkeypatch.setenv(weight_cache.SWITCH, "1")
     assert open_kept(origin, Maker()) is not None
-    monkeypatch.setenv(kept.SWITCH, "0")
+    monkeypatch.setenv(weight_cache.SWITCH, "0")
     assert open_kept(origin, Maker()) is None
 
 
 def test_a_full_disk_is_told_of_once_and_leaves_nothing(
     origin: Origin, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    add, written = kept._add, []
+    add, written = weight_cache._add, []
 
     def until_full(file: BinaryIO, laid: LaidOut) -> dict[str, Any]:
         written.append(add(file, laid))
@@ -237,12 +237,12 @@ def test_a_full_disk_is_told_of_once_and_leaves_nothing(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return written[-1]
 
-    monkeypatch.setattr(kept, "_add", until_full)
+    monkeypatch.setattr(weight_cache, "_add", until_full)
     with caplog.at_level(logging.WARNING):
         assert open_kept(origin, Maker()) is None and open_kept(origin, Maker()) is None
     [record] = caplog.records
     assert "No space left on device" in record.message and str(folder) in record.message
-    assert kept.SWITCH in record.message and not list(folder.iterdir())
+    assert weight_cache.SWITCH in record.message and not list(folder.iterdir())
 
 
 def test_a_folder_that_cannot_be_made_is_told_of(
@@ -273,7 +273,7 @@ def test_while_another_process_writes_nothing_is_kept_here(
 
 
 def _write_in_parts(origin: Origin, ready: Any, go_on: Any) -> None:
-    kept.LEAST_BYTES = 1
+    weight_cache.LEAST_BYTES = 1
     made = Maker()
 
     def slowly(names: Sequence[str]) -> LaidOut:

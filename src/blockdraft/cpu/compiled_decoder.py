@@ -1,4 +1,4 @@
-"""The decoder's forward as one call of the library that `build` compiles from `decoder.c`."""
+"""The decoder's forward as one call of the library compiled from `decoder.c`."""
 
 from __future__ import annotations
 
@@ -12,69 +12,77 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockdraft.cpu.library import NORMS, PROJECTIONS, CallFields, LayerFields, Library, ModelFields
+from blockdraft.cpu.library import KINDS, NORMS, PROJECTIONS, CallFields, LayerFields, Library, ModelFields
 from blockdraft.nn.cache import KVCache
 from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.decoder_config import DecoderConfig
 from blockdraft.nn.decoder_layer import Norm
 from blockdraft.nn.packed import check_tokens
 
-FIRST_POSITIONS = 1024  # of the tables of angles, which grow as texts do
-EVERYWHERE = 1 << 40  # more tokens than there are
+FIRST_POSITIONS = 1024  # size of the first tables of angles, which grow with the texts
+EVERYWHERE = 1 << 40  # a window, or a number of positions, that limits nothing
 
 
 def why_not(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why a decoder has no compiled forward; None where it has one."""
-    if device.type != "cpu":
-        return f"it is for CPUs, and the device is {device}"
-    if dtype not in (torch.float32, torch.bfloat16):
-        return f"it knows float32 and bfloat16, and the dtype is {str(dtype).removeprefix('torch.')}"
+    """Reason that a decoder has no compiled forward, or None where it has one."""
     if config.activation not in ("silu", "gelu_pytorch_tanh"):
         return f"it does not know the activation {config.activation}"
-    return f"heads of {config.head_dim} are no multiple of 4" if config.head_dim % 4 else None
+    return why_not_compiled(dtype, device, config.head_dim)
+
+
+def why_not_compiled(dtype: torch.dtype, device: torch.device, head_dim: int) -> str | None:
+    """Reason that nothing is compiled for such a device, dtype and heads, or None where it is."""
+    if device.type != "cpu":
+        return f"it is for CPUs, and the device is {device}"
+    if dtype not in KINDS:
+        return f"it knows float32 and bfloat16, and the dtype is {str(dtype).removeprefix('torch.')}"
+    return f"heads of {head_dim} are no multiple of 4" if head_dim % 4 else None
 
 
 def numbers(values: Iterable[int]) -> array[int]:
-    """As int64 in a row; a tensor of them takes ten times as long to make."""
+    """Values as an int64 array, which takes a tenth of the time that a tensor takes."""
     return array("q", values)
 
 
 def address(values: array[int]) -> int:
+    """Pointer to the first value."""
     return values.buffer_info()[0]
 
 
 @lru_cache(maxsize=256)
 def chain_parents(batch: int, count: int) -> array[int]:
-    """Of nodes in a line, in each row."""
+    """Parents of `batch` chains of `count` nodes."""
     return numbers(list(range(-1, count - 1)) * batch)
 
 
 class CompiledLayers(ABC):
-    """Layers as `decoder.c` takes them, with all that its calls need besides.
+    """Layers as `decoder.c` takes them, with their tables of angles and the workspace of its calls.
 
-    Several threads may call at once. They wait for each other: one workspace suffices, which can be planned for, and
-    the threads of one call have the cores for themselves.
+    Threads may call at once and then wait for each other: one workspace suffices, whose size can be planned for, and
+    the OpenMP threads of one call have the cores to themselves.
 
     Args:
-        library: Built for the dtypes and head size of the layers.
-        max_positions: Positions from here on are clamped.
+        library: Library built for the dtypes and head size of the layers.
+        count: Number of layers.
+        max_positions: Positions from this one on are clamped to the last before it.
     """
 
     def __init__(self, library: Library, count: int, max_positions: int) -> None:
         self.library, self._max_positions = library, max_positions
         self._layers = (LayerFields * count)()
         self._model = ModelFields()
-        self._alive: list[Tensor] = []
-        self._lock = threading.Lock()  # for what follows, and `_model` and `_layers`, which `_reach` changes
+        self._owners: list[Tensor] = []
+        # `_reach` changes `_model` and `_layers`, so the lock guards these and what follows.
+        self._lock = threading.Lock()
         self._workspace = torch.empty(0)
         self._tables: list[tuple[Tensor, Tensor]] = []
 
     @abstractmethod
     def _angles(self, count: int) -> list[tuple[Tensor, Tensor]]:
-        """cos and sin of the first `count` positions for each layer, `[count, D / 2]` float32."""
+        """Cosines and sines of the first `count` positions for each layer, `[count, D / 2]` float32."""
 
     def _reach(self, end: int) -> None:
-        """Have tables of angles for so many positions."""
+        """Make tables of angles for positions below `end`."""
         if end <= self._model.max_positions or self._model.max_positions == self._max_positions:
             return
         count = min(max(FIRST_POSITIONS, 1 << (end - 1).bit_length()), self._max_positions)
@@ -84,35 +92,41 @@ class CompiledLayers(ABC):
         self._model.max_positions = count
 
     def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
-        """Memory that calls with so many rows, nodes a row, and slots that a row reaches, its nodes' included, take
-        beside their results. That of the largest call so far is kept."""
+        """Bytes that a call takes beside its results; those of the largest call so far stay allocated.
+
+        Args:
+            batch: Rows.
+            nodes: Nodes a row.
+            slots: Slots that a row reaches, those of its nodes included.
+        """
         return 4 * self.library.decoder_workspace(self._model, batch, nodes, slots, torch.get_num_threads())
 
-    def _in_workspace(self, function: Callable[..., int], call: CallFields, end: int, *more: object) -> None:
-        """Let a function of the library do what a call says, with at most `end` slots a row."""
+    def _in_workspace(self, function: Callable[[ModelFields, CallFields], int], call: CallFields, end: int) -> None:
+        """Let a function of the library do a call whose rows reach at most `end` slots."""
         with self._lock:
             self._reach(end)
             call.workspace, call.room = self._workspace.data_ptr(), self._workspace.numel()
-            needed = function(self._model, call, *more)
+            needed = function(self._model, call)
             if needed:
-                self._workspace = torch.empty(0)  # before there is a larger one
+                self._workspace = torch.empty(0)  # frees the old one first
                 self._workspace = torch.empty(needed)
                 call.workspace, call.room = self._workspace.data_ptr(), needed
-                function(self._model, call, *more)
+                function(self._model, call)
 
     def _run(self, call: CallFields, end: int, tokens: Tensor | None) -> None:
-        """Run the layers, with at most `end` slots a row."""
+        """Run the layers on rows that reach at most `end` slots."""
         try:
             self._in_workspace(self.library.decoder_forward, call, end)
         except AssertionError:
-            if tokens is not None:  # the one argument that is not ours
+            if tokens is not None:  # the one argument that comes from outside
                 check_tokens(tokens, self._model.embedding.outputs)
             raise
 
     def _pointer(self, weight: Tensor) -> int:
-        kept = weight.detach().float().contiguous()
-        self._alive.append(kept)
-        return kept.data_ptr()
+        """Pointer to a float32 copy, or to the weight itself where it is one; this object owns it."""
+        owned = weight.detach().float().contiguous()
+        self._owners.append(owned)
+        return owned.data_ptr()
 
 
 class CompiledDecoder(CompiledLayers):
@@ -121,13 +135,14 @@ class CompiledDecoder(CompiledLayers):
     A token gets the same bits alone, in a block, in a tree and in a batch.
 
     Args:
-        decoder: One for which `why_not` has no reason. Its weights are laid out anew, and its own forward uses them.
-        library: Built for its dtypes and head size.
-        max_context: Positions from here on are clamped; nodes that are never committed may lie there.
+        decoder: A decoder for which `why_not` returns None. Its weights are packed for the library, and its own
+            forward uses them from then on.
+        library: Library built for the decoder's dtypes and head size.
+        max_context: Positions from this one on are clamped; nodes there are never committed.
 
     Attributes:
         library: As given.
-        embedding, head: The tables, as the library takes them.
+        embedding, head: Embedding table and output head as the library takes them.
     """
 
     def __init__(self, decoder: Decoder, library: Library, max_context: int) -> None:
@@ -141,20 +156,28 @@ class CompiledDecoder(CompiledLayers):
             for name in NORMS:
                 norm: Norm | None = getattr(layer, name, None)
                 setattr(own, name, None if norm is None else self._pointer(norm.weight))
-            if config.qk_norm:  # one row a head, equal among queries and among keys
+            if config.qk_norm:  # a weight a head, equal among queries and among keys
                 own.query_norm = self._pointer(layer.qk_norm.weight[0])
                 own.key_norm = self._pointer(layer.qk_norm.weight[-1])
             own.window = config.layers[layer.number].window or 0
         self.embedding, self.head = library.linear(decoder.embedding), library.linear(decoder.head)
         self._model = ModelFields(
-            self._layers,
-            self.embedding,
-            self.head,
-            self._pointer(decoder.norm.weight),
-            *(len(config.layers), config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim),
-            *(config.intermediate_size, config.activation != "silu", 0),
-            *(config.norm_eps, decoder.embedding_scale, config.query_scale),
-            *(config.attention_softcap or 0.0, config.final_softcap or 0.0),
+            layers=self._layers,
+            embedding=self.embedding,
+            head=self.head,
+            norm=self._pointer(decoder.norm.weight),
+            num_layers=len(config.layers),
+            hidden=config.hidden_size,
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            inner=config.intermediate_size,
+            gelu=config.activation != "silu",
+            eps=config.norm_eps,
+            embedding_scale=decoder.embedding_scale,
+            attention_scale=config.query_scale,
+            attention_cap=config.attention_softcap or 0.0,
+            logit_cap=config.final_softcap or 0.0,
         )
 
     def forward(
@@ -170,13 +193,13 @@ class CompiledDecoder(CompiledLayers):
 
         Args:
             tokens, parents: `[B, N]` int64, as in `Proposal`.
-            cache: Its rows.
-            memory: Of the cache, `[layers, 2 * num_kv_heads, slots, D]`, keys before values.
+            cache: Cache of the B rows.
+            memory: The cache's memory, `[layers, 2 * num_kv_heads, slots, D]`, keys before values.
             taps, logits_at: As in `Decoder.forward`.
 
         Returns:
-            Logits `[B, N, V]` or `[B, 1, V]`; features `[B, N, m * H]` or None; both float32, whatever the weights. Of
-            each row of logits the argmax, int64, as in `TargetOutput`.
+            Logits `[B, N, V]` or `[B, 1, V]`, and features `[B, N, m * H]` or None, float32 whatever the weights; and
+            the argmax of the logits, int64, as in `TargetOutput`.
         """
         batch, count = tokens.shape
         config, threads, lengths = self._decoder.config, torch.get_num_threads(), cache.lengths
@@ -195,17 +218,24 @@ class CompiledDecoder(CompiledLayers):
         tokens, parents = tokens.contiguous(), parents.contiguous()
         committed, starts, tapped = numbers(lengths), numbers(cache.rows), numbers(taps)
         call = CallFields(
-            tokens.data_ptr(),
-            parents.data_ptr(),
-            address(committed),
-            address(tapped),
-            None if wanted is None else wanted.data_ptr(),
-            None,
-            *(batch, count, len(taps), batch * scored, EVERYWHERE, threads, slots, 0),
-            memory.data_ptr(),
-            *memory.stride()[:2],
-            address(starts),
-            *(None if features is None else features.data_ptr(), logits.data_ptr()),
+            tokens=tokens.data_ptr(),
+            parents=parents.data_ptr(),
+            lengths=address(committed),
+            taps=address(tapped),
+            logits_at=None if wanted is None else wanted.data_ptr(),
+            batch=batch,
+            nodes=count,
+            num_taps=len(taps),
+            num_logits=batch * scored,
+            reach=EVERYWHERE,
+            threads=threads,
+            slots=slots,
+            store=memory.data_ptr(),
+            layer_stride=memory.stride(0),
+            head_stride=memory.stride(1),
+            starts=address(starts),
+            features=None if features is None else features.data_ptr(),
+            logits=logits.data_ptr(),
             best=best.data_ptr(),
         )
         self._run(call, end, tokens)
