@@ -1,4 +1,4 @@
-"""The drafters that are compared: how large each is made, and which of its weights it reads for a draft."""
+"""Kinds of drafters: how large each is made, which weights it reads for a draft, and how it is loaded or widened."""
 
 from __future__ import annotations
 
@@ -13,9 +13,15 @@ import torch
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from benchmarks.rivals.records import NATIVE
+from benchmarks.sizes.widen import WIDTHS, widen
+from blockdraft import load_drafter, load_target
+from blockdraft.drafters import Drafter, entries
+from blockdraft.drafters.draft_lm import DraftLMDrafter
 from blockdraft.errors import UsageError
+from blockdraft.formats import read_config, read_drafter
 from blockdraft.settings import Count, settings
-from blockdraft.targets import Target
+from blockdraft.targets import BUNDLED, Target
 from blockdraft.training.recipe import Recipe
 from blockdraft.training.variant import find_variant
 
@@ -124,35 +130,23 @@ def parameters(kind: Kind, recipe: Recipe, target: Target) -> int:
     return sum(each.numel() for each in network.parameters())
 
 
-@dataclass(frozen=True)
-class Weights:
-    """How many weights are read.
+def weights_read(kind: Kind, network: nn.Module, guesses: int, target: Target) -> tuple[int, int]:
+    """Number of weights that are read by each draft pass of so many guesses, the target's head among them if it is
+    used, and once a cycle for the tokens that were committed."""
 
-    Attributes:
-        passed: By each draft pass of as many guesses as the drafter makes, the target's head among them if it is used.
-        observed: Once a cycle, for the tokens that were committed.
-    """
-
-    passed: int
-    observed: int
-
-
-def weights_read(kind: Kind, network: nn.Module, guesses: int, target: Target) -> Weights:
     def found(pattern: str) -> int:
-        named = network.named_parameters()
-        return sum(each.numel() for name, each in named if re.match(pattern, name))
+        return sum(each.numel() for name, each in network.named_parameters() if re.match(pattern, name))
 
     ends_in_target = kind.target_head and getattr(network.config, "shared_head", True)  # Medusa's may have their own
     head = target.vocab_size * target.hidden_size if ends_in_target else 0
-    return Weights(found(kind.passed) + guesses * found(kind.walked) + head, found(kind.observed))
+    return found(kind.passed) + guesses * found(kind.walked) + head, found(kind.observed)
 
 
 def target_weights_read(target: Target) -> int:
-    """Weights that a forward of the target reads: all but an embedding that is not its head too."""
-    table = (target.vocab_size, target.hidden_size)
-    shapes = [tuple(weight.shape) for _, weight in target.named_weights()]
-    numbers = sum(torch.Size(shape).numel() for shape in shapes)
-    return numbers - (table[0] * table[1] if shapes.count(table) > 1 else 0)
+    """Number of weights that a forward of the target reads: all but an embedding that is not its head too."""
+    shapes = [weight.shape for _, weight in target.named_weights()]
+    table = torch.Size((target.vocab_size, target.hidden_size))
+    return sum(shape.numel() for shape in shapes) - (table.numel() if shapes.count(table) > 1 else 0)
 
 
 def read_tables(file: Path) -> dict[str, dict[str, Any]]:
@@ -199,8 +193,8 @@ def fitted(kind: Kind, values: dict[str, Any], target: Target, budget: int) -> R
 
 
 def largest(holds: Callable[[int], bool], most: int | None = None) -> int:
-    """The largest whole number of at least 1, at most `most`, for which something holds that holds up to it and not
-    behind it; 1 where it never holds."""
+    """Largest whole number of at least 1, at most `most`, for which something holds that holds up to it and not behind
+    it; 1 where it never holds."""
     low, high = 1, 2
     while (most is None or high < most) and holds(high):
         low, high = high, 2 * high
@@ -209,3 +203,69 @@ def largest(holds: Callable[[int], bool], most: int | None = None) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if holds(middle) else (low, middle)
     return low
+
+
+def target_of(path: str | None, width: int, running: str, insist: bool, folder: Path) -> Target:
+    """Load the target, or the same made wider; it says the same words then.
+
+    Args:
+        insist: Refuse one that is not compiled where it is to run natively.
+        folder: For the wider one, which is written there and stays.
+
+    Raises:
+        UsageError: It is not compiled, or cannot be made wider.
+    """
+    source: str | Path | None = path
+    if width > 1:
+        source = Path(path or BUNDLED)
+        if not source.is_dir() or read_config(source).get("model_type") != "qwen3":
+            raise UsageError(f"{source} is no folder of a Qwen3 model, which alone can be made wider; use --widths 1.")
+        source = _widened(source, folder / f"target-{width}", width)
+    if running != NATIVE or not insist:
+        return load_target(source, compile="auto" if running == NATIVE else "off")
+    try:
+        return load_target(source, backend="native", compile="on")
+    except UsageError as error:
+        raise UsageError(f"{error} Or add --uncompiled, to measure it as it runs.") from error
+
+
+def _widened(source: Path, out: Path, width: int) -> Path:
+    """A wider twin, which an earlier run may have left."""
+    if not out.exists():
+        partial = out.with_name(f"{out.name}.partial")
+        widen(source, partial, width).replace(out)
+    return out
+
+
+def drafter_of(kind: str, path: Path | None, target: Target, width: int, running: str, folder: Path) -> Drafter:
+    """Load a drafter for a target of `target_of`. A wider one has random weights: its cycles cost what those of a
+    trained one cost, and its guesses are worth nothing.
+
+    Args:
+        path: Of the trained one; None where nothing is trained.
+    """
+    if path is None:
+        return load_drafter(kind, target=target)
+    if kind == SMALL_LM:
+        wide = path if width == 1 else _widened(path, folder / f"{kind}-{width}", width)
+        model = load_target(wide, target.dtype, target.device, compile="auto" if running == NATIVE else "off")
+        return DraftLMDrafter(model, target)
+    if width == 1:
+        return load_drafter(path, target=target)
+    vocabulary = target.tokenizer.get_vocab() if target.tokenizer else None
+    narrow = read_drafter(path, vocabulary, target.num_layers).config
+    wide_sizes = {name: width * getattr(narrow, name) for name in WIDTHS if hasattr(narrow, name)}
+    entry = entries()[KINDS[kind].name]
+    assert entry.network is not None and entry.drafter is not None
+    make: Any = entry.network
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        network = make(replace(narrow, **wide_sizes))
+    return entry.drafter(network.bfloat16().float(), target)  # so that they are kept in bfloat16, as a trained one's
+
+
+def check_compiled(kind: str, drafter: Drafter) -> None:
+    """Refuse a drafter that could be compiled and is not."""
+    reason = getattr(drafter, "compile_reason", None)
+    if reason is not None:
+        raise UsageError(f"{KINDS[kind].title} is not compiled: {reason}. Add --uncompiled to measure it all the same.")

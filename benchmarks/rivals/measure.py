@@ -1,10 +1,9 @@
-"""What is measured of a drafter: its answers, its cycles, and its speed beside others."""
+"""Measurements of a drafter: its answers, its cycles, and its speed beside others."""
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import median
 from typing import Any
@@ -12,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.harness.process import Progress
+from benchmarks.harness.turns import time_in_turns
 from benchmarks.rivals.kinds import KINDS
-from benchmarks.rivals.rows import PLAIN, Answers, Cycle, Forward, Speed
-from benchmarks.rivals.ways import Way, ways_of
+from benchmarks.rivals.records import PLAIN, Answers, Cycle, Forward, Speed, Way, ways_of
 from blockdraft.decode.proposal import Plan, Proposal, chain
 from blockdraft.drafters import Drafter
 from blockdraft.drafters.none import NoDrafter
@@ -33,8 +33,6 @@ from blockdraft.types import SamplingParams
 CONTEXT = 128  # committed tokens of each row while cycles are timed
 CYCLES = 4  # that a time is the mean of
 NODES = (1, 2, 4, 8, 16, 32, 64)
-
-Progress = Callable[[str, int, int], None]
 
 
 class CountedNodes:
@@ -77,8 +75,8 @@ class Watched:
 
     @contextmanager
     def _counting(self, plan: Plan) -> Iterator[None]:
-        """A drafter that counts its passes itself, as `counted`, is believed. Networks that guess a token at a time are
-        watched; the others have one pass for all guesses, or as many as their diffusion steps."""
+        """Count the passes within. A drafter that counts them itself, as `counted`, is believed. Networks that guess a
+        token at a time are watched; the others have one pass for all guesses, or as many as their diffusion steps."""
         inner: Any = self.inner
         network, model = getattr(inner, "network", None), getattr(inner, "model", None)
         if (counted := getattr(inner, "counted", None)) is not None:
@@ -106,16 +104,16 @@ class Watched:
 
 
 def answers(
-    kind: str,
-    seed: int,
     target: Target,
     drafter: Drafter,
     prompts: PromptSet,
-    temperature: float,
-    tokens: int,
-    wanted: Sequence[Way],
-    plain: dict[int, list[int]] | None,
-    tell: Progress,
+    kind: str,
+    seed: int = 0,
+    temperature: float = 0.0,
+    tokens: int = 128,
+    wanted: Sequence[Way] = (),
+    plain: Mapping[int, list[int]] | None = None,
+    tell: Progress = lambda stage, done, total: None,
 ) -> tuple[list[Answers], dict[int, list[int]]]:
     """Decode a prompt set in every way, a prompt at a time. Prompt i is decoded with the seed i.
 
@@ -131,24 +129,29 @@ def answers(
     found, said = list[Answers](), dict[int, list[int]]()
     for way in ways:
         watched: Any = Watched(drafter)
-        drafting = None if way is None else way.drafting(drafter.block_size)
-        name = PLAIN if way is None else way.name
+        drafting, name = (None, PLAIN) if way is None else (way.drafting(drafter.block_size), way.name)
         completions = {}
         with Engine(target, watched, 1, drafting) as engine:
-            for done, i in enumerate(chosen):
+            for done, i in enumerate(chosen, 1):
                 [one] = engine.generate([prompts.prompts[i]], SamplingParams(tokens, temperature, seed=i))
                 completions[i] = one.checked()
-                tell(f"{kind} seed {seed}, {prompts.name} at {temperature:g}, {name}", done + 1, len(chosen))
+                tell(f"{kind} seed {seed}, {prompts.name} at {temperature:g}, {name}", done, len(chosen))
         said = {i: one.token_ids for i, one in completions.items()}
         if plain is None:
             looping = {i for i, ids in said.items() if loops(ids)}
         stats = merge(one.stats for i, one in completions.items() if i not in looping)
-        cycles = max(len(stats.committed), 1)
-        proposed = max(watched.cycles, 1)
+        cycles, proposed = max(len(stats.committed), 1), max(watched.cycles, 1)
         found.append(
             Answers(
-                *(kind, seed, prompts.name, temperature, name),
-                *(len(chosen) - len(looping & said.keys()), len(looping), sum(stats.committed), len(stats.committed)),
+                kind=kind,
+                seed=seed,
+                set=prompts.name,
+                temperature=temperature,
+                way=name,
+                prompts=len(chosen) - len(looping & said.keys()),
+                looping=len(looping),
+                tokens=sum(stats.committed),
+                cycles=len(stats.committed),
                 accepted=" ".join(f"{share:.4f}" for share in stats.acceptance_by_position),
                 guesses=watched.guesses / proposed,
                 passes=" ".join(f"{size}:{count / proposed:.4f}" for size, count in sorted(watched.passes.items())),
@@ -161,37 +164,35 @@ def answers(
 
 
 @torch.no_grad()
-def forwards(target: Target, width: int, running: str, repeats: int, tell: Progress) -> list[Forward]:
-    """The target's forward by its nodes, of one row."""
+def forwards(target: Target, width: int, running: str, repeats: int) -> list[Forward]:
+    """Times of the target's forward of one row by its nodes."""
     context = min(CONTEXT, target.max_context // 4)
     sizes = [size for size in NODES if context + size < target.max_context]
     cache = target.new_cache(1, context + max(sizes))
     prompt = chain(torch.arange(context)[None] % target.vocab_size)
     target.forward(prompt.tokens, prompt.parents, cache)
     cache.commit([range(context)])
-    times: dict[int, list[float]] = {size: [] for size in sizes}
-    for repeat in range(repeats + 1):
-        for size in sizes:
-            nodes = chain(torch.arange(size)[None] % target.vocab_size)
-            began = time.perf_counter()
-            for _ in range(CYCLES):
-                target.forward(nodes.tokens, nodes.parents, cache)
-            if repeat:  # the first warms up
-                times[size].append((time.perf_counter() - began) / CYCLES)
-        tell(f"forwards, {width} times as wide, {running}", repeat + 1, repeats + 1)
-    return [Forward(width, running, size, median(each)) for size, each in times.items()]
+
+    def several(nodes: Proposal) -> None:
+        for _ in range(CYCLES):
+            target.forward(nodes.tokens, nodes.parents, cache)
+
+    nodes = {size: chain(torch.arange(size)[None] % target.vocab_size) for size in sizes}
+    calls = {size: lambda each=each: several(each) for size, each in nodes.items()}
+    times = time_in_turns(calls, repeats, warm_up=1)
+    return [Forward(width, running, size, median(each) / CYCLES) for size, each in times.items()]
 
 
 def cycles(
-    kind: str,
     target: Target,
     drafter: Drafter,
+    kind: str,
     width: int,
     running: str,
     batch: int,
     wanted: Sequence[Way],
     repeats: int,
-    tell: Progress,
+    tell: Progress = lambda stage, done, total: None,
 ) -> list[Cycle]:
     """Cycles of every way and of plain decoding, in turns."""
     plain, own = Probe(target, NoDrafter()), Probe(target, drafter)
@@ -205,12 +206,10 @@ def cycles(
         for way in ways:
             seconds, drafting = _timed(own, way.plan(drafter.block_size, batch))
             if repeat:  # the first warms up
-                found.append(
-                    Cycle(
-                        *(kind, width, running, batch, way.name, repeat, int(compiled)),
-                        *(seconds, drafting, plain_seconds, drafter.weight_bytes(), drafter.state_bytes(1, 1)),
-                    )
-                )
+                place = {"kind": kind, "width": width, "running": running, "batch": batch, "way": way.name}
+                times = {"seconds": seconds, "draft_seconds": drafting, "plain_seconds": plain_seconds}
+                memory = {"weight_bytes": drafter.weight_bytes(), "state_bytes": drafter.state_bytes(1, 1)}
+                found.append(Cycle(**place, repeat=repeat, compiled=int(compiled), **times, **memory))
         tell(f"cycles of {kind}, {width} times as wide, {running}, {batch} rows", repeat + 1, repeats + 1)
     return found
 
@@ -230,29 +229,32 @@ def _timed(probe: Probe, plan: Plan) -> tuple[float, float]:
 
 def speeds(
     target: Target,
-    chosen: dict[tuple[str, Way], Drafter],
+    chosen: Mapping[tuple[str, Way], Drafter],
     prompts: PromptSet,
     tokens: int,
     repeats: int,
     tell: Progress,
 ) -> list[Speed]:
-    """Greedy answers one after the other, all methods in turns.
+    """Speeds of greedy answers one after the other, all methods in turns.
 
     Args:
         chosen: Drafters by kind and way.
     """
+    names = {NONE: (PLAIN, PLAIN)} | {f"{kind} {way.name}": (kind, way.name) for kind, way in chosen}
     engines = {NONE: Engine(target, None, 1)}
-    named = {f"{kind} {way.name}": (kind, way) for kind, way in chosen}
     for (kind, way), drafter in chosen.items():
         engines[f"{kind} {way.name}"] = Engine(target, drafter, 1, way.drafting(drafter.block_size))
     trials = measure_speeds(engines, [prompts], SamplingParams(tokens), Settings(repeats=repeats), tell)
-    found = []
-    for name, one in figures(trials).items():
-        kind, way = named.get(name, (PLAIN, None))
-        if one.speedup is not None and one.tokens_per_second is not None:
-            ranges = min(one.speedup_by_repeat), max(one.speedup_by_repeat)
-            label = PLAIN if way is None else way.name
-            found.append(
-                Speed(kind, label, prompts.name, one.tokens_per_second, one.speedup, *ranges, tau=one.tau or 1.0)
-            )
-    return found
+    return [
+        Speed(
+            *names[name],
+            set=prompts.name,
+            tokens_per_second=one.tokens_per_second,
+            speedup=one.speedup,
+            lowest=min(one.speedup_by_repeat),
+            highest=max(one.speedup_by_repeat),
+            tau=one.tau or 1.0,
+        )
+        for name, one in figures(trials).items()
+        if one.speedup is not None and one.tokens_per_second is not None
+    ]

@@ -4,9 +4,8 @@ import pytest
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.rivals import measure
-from benchmarks.rivals.pairs import drafter_of
-from benchmarks.rivals.rows import NATIVE, PLAIN, TORCH, Answers
-from benchmarks.rivals.ways import parse
+from benchmarks.rivals.kinds import drafter_of
+from benchmarks.rivals.records import NATIVE, PLAIN, TORCH, Answers, parse
 from benchmarks.sizes.widen import widen
 from blockdraft.drafters import load_drafter
 from blockdraft.drafters.none import NoDrafter
@@ -17,8 +16,7 @@ PROMPTS = PromptSet("questions", ("What floats?", "Count to three."))
 WAYS = [parse("chain:3"), parse("chain:5"), parse("tree:12")]
 
 
-def silent(stage: str, done: int, total: int) -> None:
-    pass
+HOW = {"temperature": 1.0, "tokens": 16, "wanted": WAYS}
 
 
 @pytest.fixture(scope="module", params=["off", "on"])
@@ -40,7 +38,7 @@ def small_lm_dir(tiny_target_dir: Path, target: Target, tmp_path_factory: pytest
 
 @pytest.fixture(scope="module")
 def plain(target: Target) -> tuple[list[Answers], dict[int, list[int]]]:
-    return measure.answers(PLAIN, 0, target, NoDrafter(), PROMPTS, 1.0, 16, WAYS, None, silent)
+    return measure.answers(target, NoDrafter(), PROMPTS, PLAIN, **HOW)
 
 
 def test_plain_answers_are_the_reference(plain: tuple[list[Answers], dict[int, list[int]]]) -> None:
@@ -73,7 +71,7 @@ def test_draft_passes_and_guesses_are_counted(
 ) -> None:
     path = request.getfixturevalue(fixture) if fixture else None
     drafter = drafter_of(kind, path, target, 1, TORCH, Path())
-    found, said = measure.answers(kind, 0, target, drafter, PROMPTS, 1.0, 16, WAYS, plain[1], silent)
+    found, said = measure.answers(target, drafter, PROMPTS, kind, plain=plain[1], **HOW)
     assert said == plain[1] and all(row.same == 1 and row.seconds > row.draft_seconds > 0 for row in found)
     assert found[0].way == "chain:3"
     for row, largest, count in zip(found, tokens, passes, strict=True):
@@ -96,22 +94,22 @@ def test_answers_that_are_not_the_targets_are_told(
 ) -> None:
     drafter = load_drafter(tiny_drafter_dir, target=target)
     other = {0: plain[1][0], 1: [*plain[1][1][:-1], plain[1][1][-1] + 1]}
-    found, _ = measure.answers("dflash", 0, target, drafter, PROMPTS, 1.0, 16, WAYS[:1], other, silent)
+    found, _ = measure.answers(target, drafter, PROMPTS, "dflash", plain=other, **HOW | {"wanted": WAYS[:1]})
     assert found[0].same == 0.5
 
 
 def test_answers_that_loop_are_left_out(target: Target, tiny_drafter_dir: Path) -> None:
     drafter = load_drafter(tiny_drafter_dir, target=target)
     plain = {0: [7] * 40, 1: list(range(40))}
-    found, said = measure.answers("dflash", 0, target, drafter, PROMPTS, 0.0, 4, WAYS[:1], plain, silent)
+    found, said = measure.answers(target, drafter, PROMPTS, "dflash", tokens=4, wanted=WAYS[:1], plain=plain)
     assert list(said) == [1] and (found[0].prompts, found[0].looping) == (1, 1)
 
 
 def test_forwards_and_cycles_are_timed(target: Target, tiny_eagle3_dir: Path) -> None:
-    forwards = measure.forwards(target, 1, NATIVE, 1, silent)
+    forwards = measure.forwards(target, 1, NATIVE, 1)
     assert [row.nodes for row in forwards] == list(measure.NODES) and all(row.seconds > 0 for row in forwards)
     drafter = load_drafter(tiny_eagle3_dir, target=target)
-    found = measure.cycles("eagle3", target, drafter, 1, NATIVE, 2, WAYS, 2, silent)
+    found = measure.cycles(target, drafter, "eagle3", 1, NATIVE, batch=2, wanted=WAYS, repeats=2)
     assert [(row.way, row.repeat) for row in found] == [(way.name, repeat) for repeat in (1, 2) for way in WAYS]
     for row in found:
         assert row.seconds > row.draft_seconds > 0 and row.plain_seconds > 0
@@ -132,5 +130,5 @@ def test_wider_drafters_draft(kind: str, target: Target, request: pytest.Fixture
     drafter = drafter_of(kind, path, wide, 2, TORCH, folder)
     narrow = drafter_of(kind, path, target, 1, TORCH, folder)
     assert drafter.weight_bytes() > 1.7 * narrow.weight_bytes()
-    [row] = measure.cycles(kind, wide, drafter, 2, TORCH, 1, WAYS[:1], 1, silent)
+    [row] = measure.cycles(wide, drafter, kind, 2, TORCH, batch=1, wanted=WAYS[:1], repeats=1)
     assert row.seconds > 0

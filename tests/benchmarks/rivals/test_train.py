@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from benchmarks.rivals import small_lm
+from benchmarks.rivals import train
 from benchmarks.rivals.kinds import SmallLMRecipe, small_lm_config
 from blockdraft.data.documents import TokenData, read_data
 from blockdraft.targets import Target, load_target
@@ -29,8 +29,8 @@ def data(tiny_data_dir: Path) -> TokenData:
 def test_documents_of_a_row_do_not_see_each_other(target: Target, data: TokenData) -> None:
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(small_lm_config(RECIPE, target)).eval()
-    made = small_lm.batches(data, RECIPE)[0]
-    together = small_lm.loss(model, data, made.batch([(3, 5), (8,)], generator(0)))
+    made = train.batches(data, RECIPE)[0]
+    together = train.loss(model, data, made.batch([(3, 5), (8,)], generator(0)))
     losses = []
     for index in (3, 5, 8):
         document = data[index]
@@ -49,9 +49,9 @@ def test_it_learns_and_an_interrupted_run_goes_on(target: Target, data: TokenDat
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        small_lm.train(target, data, tmp_path / "cut", RECIPE, tell)
+        train.train_small_lm(target, data, tmp_path / "cut", RECIPE, tell)
     for name in ("cut", "whole"):
-        small_lm.train(target, data, tmp_path / name, RECIPE, lambda stage, done, total: told.append(stage))
+        train.train_small_lm(target, data, tmp_path / name, RECIPE, lambda stage, done, total: told.append(stage))
     assert [stage.partition(",")[0] for stage in told[3:7]] == [f"step {n} of 6" for n in (3, 4, 5, 6)]
     cut, whole = (Qwen3ForCausalLM.from_pretrained(tmp_path / name) for name in ("cut", "whole"))
     assert all(torch.equal(a, b) for a, b in zip(cut.parameters(), whole.parameters(), strict=True))
@@ -60,10 +60,10 @@ def test_it_learns_and_an_interrupted_run_goes_on(target: Target, data: TokenDat
 
 
 def test_equal_tokens_are_equal_rows_for_drafters_and_the_model(data: TokenData) -> None:
-    ours, tokens = small_lm.batches(data, RECIPE)
-    theirs, _ = small_lm.batches(data, replace(RECIPE, anchors=32), slots=7)
+    ours, tokens = train.batches(data, RECIPE)
+    theirs, _ = train.batches(data, replace(RECIPE, anchors=32), slots=7)
     for (_, one), (_, other), _ in zip(ours.run(0), theirs.run(0), range(5), strict=False):
         assert one.contents == other.contents
     assert tokens == sum(len(document.tokens) for document in data) - sum(
-        len(data[i].tokens) for i in small_lm.split(small_lm.Documents(data, 64), 4, 0)[1]
+        len(data[i].tokens) for i in train.split(train.Documents(data, 64), 4, 0)[1]
     )

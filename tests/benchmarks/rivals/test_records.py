@@ -1,6 +1,6 @@
 import pytest
 
-from benchmarks.rivals.ways import Way, parse, ways_of
+from benchmarks.rivals.records import Way, parse, ways_of
 from blockdraft.errors import UsageError
 from blockdraft.types import Drafting
 

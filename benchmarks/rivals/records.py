@@ -1,20 +1,58 @@
-"""What is measured: the lines of the CSV files."""
+"""What is measured, a line of a CSV file each, and the ways to draft."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from blockdraft.decode.proposal import Plan
+from blockdraft.errors import UsageError
+from blockdraft.types import Drafting, SamplingParams
 
 PLAIN = "plain"  # the kind and the way of decoding without a drafter
 NATIVE, TORCH = "native", "torch"  # as the target runs by itself, and by torch's operations alone
 
 
+class Way(NamedTuple):
+    """A chain or a tree of so many guesses."""
+
+    tree: bool
+    guesses: int
+
+    @property
+    def name(self) -> str:
+        return f"{'tree' if self.tree else 'chain'}:{self.guesses}"
+
+    def drafting(self, block_size: int) -> Drafting:
+        """For a drafter of these blocks, anchor included."""
+        return Drafting(block_size, self.guesses) if self.tree else Drafting(min(self.guesses + 1, block_size))
+
+    def plan(self, block_size: int, rows: int) -> Plan:
+        drafting = self.drafting(block_size)
+        return Plan(drafting.block_size, [SamplingParams()] * rows, drafting.tree_budget)
+
+
+def parse(name: str) -> Way:
+    """Raises UsageError for what is neither `chain:N` nor `tree:N`."""
+    kind, _, number = name.partition(":")
+    if kind not in ("chain", "tree") or not number.isdigit() or number == "0":
+        raise UsageError(f"Way {name!r} is unknown; a way is chain:N or tree:N with N guesses.")
+    return Way(kind == "tree", int(number))
+
+
+def ways_of(wanted: Sequence[Way], block_size: int, trees: bool) -> list[Way]:
+    """Ways that a drafter can do: chains are cut to its blocks, anchor included."""
+    cut = [way if way.tree else Way(False, min(way.guesses, block_size - 1)) for way in wanted if trees or not way.tree]
+    return list(dict.fromkeys(cut))
+
+
 @dataclass(frozen=True)
 class Unit:
-    """A piece of work that was done, as a whole.
+    """A piece of work that was done as a whole.
 
     Attributes:
-        stage: Train, answers, forwards, cycles or speed.
+        stage: train, answers, forwards, cycles or speeds.
         name: Which one of the stage.
     """
 
@@ -96,7 +134,7 @@ class Answers:
 
 @dataclass(frozen=True)
 class Forward:
-    """The target's forward over so many nodes of one row, the median of some."""
+    """Median time of the target's forward over so many nodes of one row."""
 
     KEY = ("width", "running", "nodes")
 

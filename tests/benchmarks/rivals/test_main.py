@@ -4,15 +4,12 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.rivals import bench as program
+from benchmarks.rivals import __main__ as program
 from benchmarks.rivals import train
-from benchmarks.rivals.__main__ import arguments
-from benchmarks.rivals.bench import Bench
-from blockdraft.errors import UsageError
+from benchmarks.rivals.__main__ import Bench, arguments
 
 RECIPE = """
 [all]
@@ -67,11 +64,11 @@ def test_a_run_writes_everything_and_goes_on(
     out = tmp_path / "out"
     made = Bench(arguments(words))
     assert made.left(made.steps()) == []
-    steps = {row.kind: (row.steps, row.tokens) for row in made.trained.all}
+    steps = {row.kind: (row.steps, row.tokens) for row in made.records["trained"].all}
     assert len(set(steps.values())) == 1 and list(steps) == ["dflash", "eagle3", "small_lm"]
-    assert {row.kind for row in made.cycles.all} == set(steps)
-    assert {row.kind for row in made.answers.all} == {*steps, "plain", "prompt_lookup"}
-    assert {row.kind for row in made.speeds.all} == {*steps, "plain", "prompt_lookup"}
+    assert {row.kind for row in made.records["cycles"].all} == set(steps)
+    assert {row.kind for row in made.records["answers"].all} == {*steps, "plain", "prompt_lookup"}
+    assert {row.kind for row in made.records["speeds"].all} == {*steps, "plain", "prompt_lookup"}
     text = (out / "rivals.md").read_text()
     assert "| DFlash | " in text and "## DFlash over EAGLE-3" in text and "QUICK" not in text
     assert (out / "rivals.png").read_bytes().startswith(b"\x89PNG")
@@ -81,21 +78,19 @@ def test_a_run_writes_everything_and_goes_on(
         Bench(arguments([*words, "--tokens", "600"]))
 
 
-def test_flags(words: list[str]) -> None:
+def test_flags(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     given = arguments([*words, "--quick"])
     assert given.widths == [1] and given.tokens == 500 and given.quick
     given = arguments(["--data", "d", "--prompts", "p", "--quick"])
     assert given.widths == [1, 2] and given.out.name == "rivals-quick" and given.seeds == 1
     assert arguments(["--data", "d", "--prompts", "p"]).out.name == "rivals"
-    with pytest.raises(UsageError, match="Kind 'eagle' is unknown"):
+    with pytest.raises(SystemExit):
         arguments([*words, "--kinds", "dflash,eagle"])
+    assert "argument --kinds: 'eagle' is unknown; there are dflash, " in capsys.readouterr().err
 
 
-def test_the_time_left_is_that_of_the_like(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    made = SimpleNamespace(units=SimpleNamespace(all=[]))
-    unit, step = program.Unit, program.Step
-    nothing = lambda tell: None  # noqa: E731
-    left = [step("train", "eagle3 1", nothing), step("train", "mtp 0", nothing)]
-    assert Bench.seconds_left(made, left) == (0, False)
-    made.units.all = [unit("train", "eagle3 0", 30.0), unit("train", "dflash 0", 10.0), unit("cycles", "mtp", 1.0)]
-    assert Bench.seconds_left(made, left) == (30 + 20, True)
+def test_the_time_left_is_that_of_the_like() -> None:
+    left = [program.Step("train", name, lambda tell: None) for name in ("eagle3 1", "mtp 0")]
+    assert program.seconds_left(left, []) == (0, False)
+    units = [("train", "eagle3 0", 30.0), ("train", "dflash 0", 10.0), ("cycles", "mtp", 1.0)]
+    assert program.seconds_left(left, [program.Unit(*each) for each in units]) == (30 + 20, True)
