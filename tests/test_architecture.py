@@ -209,6 +209,41 @@ def test_drafters_and_targets_are_not_imported_by_file_name() -> None:
     assert named_plugins(read_modules()) == []
 
 
+def kinds_asked_for(modules: Iterable[Module]) -> list[str]:
+    """Type checks on a class of one drafter's folder from outside of `drafters`, or from another drafter's folder."""
+    modules = list(modules)
+    owner = {
+        node.name: folder
+        for module in modules
+        if (folder := folder_of(module.name)) is not None and module.name.count(".") == 3
+        for node in ast.walk(ast.parse(module.source))
+        if isinstance(node, ast.ClassDef)
+    }
+    reports = []
+    for module in modules:
+        for node in ast.walk(ast.parse(module.source)):
+            if not isinstance(node, ast.Call) or getattr(node.func, "id", "") not in ("isinstance", "issubclass"):
+                continue
+            asked = {name.id for name in ast.walk(node.args[1]) if isinstance(name, ast.Name)}
+            asked |= {name.attr for name in ast.walk(node.args[1]) if isinstance(name, ast.Attribute)}
+            wrong = sorted(name for name in asked if owner.get(name, folder_of(module.name)) != folder_of(module.name))
+            reports += [f"{module.name} asks whether something is a {name} of {owner[name]}" for name in wrong]
+    return reports
+
+
+def test_kinds_of_drafters_are_not_asked_for_outside_of_their_folders() -> None:
+    assert kinds_asked_for(read_modules()) == []
+
+
+def test_a_kind_that_is_asked_for_is_reported() -> None:
+    kind = Module("blockdraft.drafters.dflash.network", "class DFlashNetwork: pass")
+    asking = "def f(x): return isinstance(x, (int, network.DFlashNetwork))"
+    [report] = kinds_asked_for([kind, Module("blockdraft.tools.inspect.look", asking)])
+    assert report.startswith("blockdraft.tools.inspect.look asks whether something is a DFlashNetwork of dflash")
+    assert len(kinds_asked_for([kind, Module("blockdraft.drafters.eagle3.layout", asking)])) == 1
+    assert kinds_asked_for([kind, Module("blockdraft.drafters.dflash.train", asking)]) == []
+
+
 def test_every_folder_with_modules_is_a_package() -> None:
     folders = {path.parent for path in SOURCE.rglob("*.py")}
     assert [str(folder) for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []

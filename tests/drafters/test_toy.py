@@ -15,6 +15,9 @@ from blockdraft import Engine, drafters, load_drafter, load_target
 from blockdraft.data.documents import read_data
 from blockdraft.formats import layouts
 from blockdraft.settings import read_settings
+from blockdraft.tools.deploy.doctor import examine
+from blockdraft.tools.deploy.settings import DoctorSettings
+from blockdraft.tools.inspect import inspect
 from blockdraft.training import checkpoints
 from blockdraft.training.devices import make_accelerator
 from blockdraft.training.export import Format, convert, export
@@ -126,3 +129,15 @@ def test_other_layouts_refuse_it_by_name(tmp_path: Path, tiny_target_dir: Path, 
             convert(tmp_path / "drafter", tmp_path / "other", Format(name), target)
     with pytest.raises(ValueError, match="is a DraftConfig; this layout holds toys"):
         convert(tiny_drafter_dir, tmp_path / "other", Format("toy"), target)
+
+
+def test_it_is_inspected_and_examined(tmp_path: Path, tiny_target_dir: Path) -> None:
+    target = load_target(tiny_target_dir)
+    written(tmp_path / "drafter", target)
+    report = inspect(tmp_path / "drafter", tiny_target_dir)
+    assert (report.layout, report.about["architecture"], report.conventions["guesses"]) == ("toy", "ToyModel", 4)
+    assert all(check.holds is not False for check in report.fits) and report.fits
+    assert report.starts["vLLM"].reason == "it runs no toys"
+    found = examine(target, tmp_path / "drafter", ["a b c", "d e f"], DoctorSettings(max_new_tokens=12))
+    assert found.alike == 1.0 and found.cycles > 0  # decoding accepts what the drafter guesses on the finished text
+    assert {one.fault for one in found.tried} == {"", "taps"}

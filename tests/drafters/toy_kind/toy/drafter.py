@@ -52,7 +52,7 @@ class ToyState:
 class ToyDrafter(Drafter):
     def __init__(self, network: ToyNetwork, target: Target, path: Path | None = None) -> None:
         self.network = network.to(target.device, target.dtype).eval()
-        self.path, self.taps, self.block_size = path, network.config.taps, network.config.guesses + 1
+        self.path, self.taps, self.block_size = path, network.config.taps, network.config.block_size
         self._target = target
 
     def new_state(self, batch: int, capacity: int) -> ToyState:

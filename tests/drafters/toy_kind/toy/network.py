@@ -15,7 +15,7 @@ class ToyConfig:
     vocab_size: int
     num_target_layers: int
     taps: tuple[int, ...]
-    guesses: int
+    block_size: int  # anchor included
 
 
 class ToyNetwork(nn.Module):

@@ -29,7 +29,7 @@ class ToyVariant(Variant[ToyRecipe, ToyNetwork, ToyConfig]):
 
     def config(self, target: Target) -> ToyConfig:
         sizes = target.hidden_size, target.vocab_size, target.num_layers
-        return ToyConfig(*sizes, self.recipe.taps, self.taught_slots)
+        return ToyConfig(*sizes, self.recipe.taps, self.recipe.block_size)
 
     def new_network(self, config: ToyConfig, vocabulary: Mapping[str, int] | None) -> ToyNetwork:
         return ToyNetwork(config)
