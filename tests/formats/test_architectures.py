@@ -12,8 +12,7 @@ from torch import Tensor
 
 from blockdraft.drafters.dflash2.network import DFlash2Config
 from blockdraft.formats.architectures import tensor_shapes
-from blockdraft.formats.zlab import read_checkpoint, write_checkpoint
-from blockdraft.formats.zlab_config import config_dict, parse_config
+from blockdraft.formats.zlab import config_dict, parse_config, read_checkpoint, write_checkpoint
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention
 
 CONFIG = DFlash2Config(

@@ -14,7 +14,7 @@ from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.drafters.dflash2.network import DFlash2Config, DFlash2Network
 from blockdraft.formats import read_drafter
 from blockdraft.formats.architectures import tensor_shapes
-from blockdraft.formats.zlab_config import parse_config
+from blockdraft.formats.zlab import parse_config
 from blockdraft.nn.draft_config import LayerAttention
 
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from blockdraft.errors import UsageError
-from blockdraft.formats.base import Borrowed, Checkpoint, Layout, check_fits
-from blockdraft.formats.find import find_layout, layout_of, layouts
+from blockdraft.formats.base import Borrowed, Checkpoint, Layout, check_fits, find_layout, layout_of, layouts
 from blockdraft.formats.folder import check_writable, clear_remains, read_config, trained_for
 from blockdraft.formats.gguf import is_gguf
 from blockdraft.formats.gguf.drafter import read_gguf_drafter

@@ -61,7 +61,7 @@ class Architecture:
         nested: Fields that are written in `dflash_config` and nowhere else.
         adapted: From tensors as other writers name and shape them to ours.
         marks: What `dflash_config` says of such a model besides.
-        inert: Values of further keys that go with this architecture, as in `zlab_config.INERT`.
+        inert: Values of further keys that go with this architecture, as in `zlab.INERT`.
         training: Keys of `dflash_config` that matter to training only.
         speculator: What it is in the speculators format; None where that has no word for it.
         llama_cpp: What it is in GGUF files; None where llama.cpp does not read it.

@@ -1,4 +1,4 @@
-"""What a layout is: one way to keep drafters on disk, one file of this package each."""
+"""Layouts, the ways to keep drafters on disk: their protocol, what they read, and which there are."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from blockdraft.errors import UsageError
 from blockdraft.formats.starting import Start
 from blockdraft.formats.stored import Stored
 from blockdraft.nn.draft_config import need
+from blockdraft.plugins import parts, plugins
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,10 @@ class Checkpoint:
 
 
 class Layout(Protocol):
-    """A module of this package's that defines `LAYOUT`, an object of this kind, is a layout and goes by its file name.
+    """A way to keep drafters on disk. A file of this package that defines `LAYOUT`, an object of this kind, holds a
+    layout for several kinds of drafters and names it. `layout.py` of a drafter's folder does so for that kind alone,
+    under the kind's name, and `speculators.py` there for the speculators format, under the kind's name with
+    `_speculators`.
 
     Attributes:
         borrows: Whether it holds copies of the target's embedding and head.
@@ -126,3 +131,26 @@ def check_fits(
     if max_context is not None:
         limit = config.max_position_embeddings
         need(max_context <= limit, "max_context", max_context, f"at most the drafter's positions, {limit}")
+
+
+def layouts() -> dict[str, Layout]:
+    """All layouts by name. Those of a single kind of drafter come first: they are asked first whether a folder is
+    theirs."""
+    found = {name: module.LAYOUT for name, module in parts("layout").items() if hasattr(module, "LAYOUT")}
+    found |= {f"{name}_speculators": module.LAYOUT for name, module in parts("speculators").items()}
+    shared = plugins("blockdraft.formats")
+    return found | {name: module.LAYOUT for name, module in shared.items() if hasattr(module, "LAYOUT")}
+
+
+def find_layout(name: str) -> Layout:
+    """The layout of this name. Raises ValueError where there is none."""
+    if name not in layouts():
+        raise UsageError(f"format is {name!r}; it must be one of {', '.join(sorted(layouts(), reverse=True))}.")
+    return layouts()[name]
+
+
+def layout_of(raw: Any) -> Layout | None:
+    """The layout of a parsed config.json; None where it is no drafter's."""
+    if not isinstance(raw, Mapping):
+        return None
+    return next((layout for layout in layouts().values() if layout.recognises(raw)), None)

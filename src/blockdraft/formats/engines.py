@@ -8,7 +8,7 @@ from typing import Any
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.architectures import architecture_of
-from blockdraft.formats.find import find_layout
+from blockdraft.formats.base import find_layout
 from blockdraft.formats.gguf.drafter import drafter_metadata
 from blockdraft.formats.gguf.kinds import kind_of
 from blockdraft.formats.starting import (

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from blockdraft.errors import UsageError
-from blockdraft.formats.find import layout_of
+from blockdraft.formats.base import layout_of
 from blockdraft.formats.stored import Stored, check_floats, open_tensors, stored
 from blockdraft.formats.vocabulary import MAPS
 from blockdraft.nn.draft_config import need

@@ -23,9 +23,9 @@ from blockdraft.formats.folder import PICKLED, blaming, check_tensors, read_conf
 from blockdraft.formats.speculators_config import ids_of, layer_config, named, taps_of
 from blockdraft.formats.stored import Stored
 from blockdraft.formats.vocabulary import kept_tokens, vocabulary_maps
+from blockdraft.formats.zlab import config_dict as zlab_config_dict
 from blockdraft.formats.zlab import one_dtype
-from blockdraft.formats.zlab_config import config_dict as zlab_config_dict
-from blockdraft.formats.zlab_config import parse_config as parse_zlab_config
+from blockdraft.formats.zlab import parse_config as parse_zlab_config
 from blockdraft.nn.draft_config import DraftConfig, need
 
 # Fields of a configuration that the format has no key for, so that only these values can be written.

@@ -1,8 +1,12 @@
-"""Draft models in z-lab's layout: a folder with config.json (`zlab_config.py`) and safetensors."""
+"""Draft models in z-lab's layout: a folder with config.json and safetensors.
+
+config.json is that of z-lab's `dflash` package (`dflash/model.py`), with the variants that SpecForge, ModelOpt, vLLM
+and SGLang write or read. They are resolved here once; what we cannot compute is refused by name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +18,142 @@ from blockdraft.formats.base import Checkpoint
 from blockdraft.formats.folder import PICKLED, blaming, check_tensors, read_tensors, write_folder
 from blockdraft.formats.folder import read_config as read_raw
 from blockdraft.formats.stored import Stored
-from blockdraft.formats.zlab_config import config_dict, parse_config
-from blockdraft.nn.draft_config import DraftConfig, need
+from blockdraft.nn.draft_config import MOST_LAYERS, DraftConfig, LayerAttention, default_taps, need, whole
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+# Keys of `dflash_config` that `parse_config` reads; each may as well stand at the top level.
+READ = {"block_size", "mask_token_id", "mask_token", "target_layer_ids", "num_target_layers", "is_causal", "causal"}
+READ |= {"use_swa", "swa_window_size", "input_embedding_scale", "output_multiplier", "final_logit_softcapping"}
+# Keys that change the forward pass, at any level, and the values under which they do not. Absent and null never do.
+INERT: dict[str, tuple[Any, ...]] = {"projector_type": ("dflash",), "attention_mode": ("gqa", "mha")}
+INERT |= {"use_aux_hidden_state": (True,), "attention_value_scale": (1,), "partial_rotary_factor": (1,)}
+INERT |= dict.fromkeys(("shift_label", "sample_from_anchor", "mrope_section", "quantization_config"), (False,))
+INERT |= dict.fromkeys(("attention_sink_bias", "add_swa_attention_sink_bias", "gru_hidden_dim", "emb_dim"), (False,))
+
+
+def parse_config(raw: Mapping[str, Any], vocabulary: Mapping[str, int] | None = None) -> DraftConfig:
+    """Resolve the contents of a config.json.
+
+    Args:
+        raw: The parsed file.
+        vocabulary: The target's tokens and their ids, for files that give the mask token as text.
+
+    Raises:
+        ValueError: The file is no draft model, lacks a value, contradicts itself, or asks for the unsupported.
+    """
+    foreign = _object("config.json", raw).get("speculators_model_type")
+    need(foreign is None, "speculators_model_type", foreign, "absent in z-lab's layout; see blockdraft export")
+    found = raw.get("architectures")
+    name = str(found[0]) if isinstance(found, list) and len(found) == 1 else ""
+    known = by_name()
+    need(name in known, "architectures", found, f"a list of one of {sorted(known)}, all that is supported")
+    architecture = known[name]
+    nested = _object("dflash_config", raw.get("dflash_config"))
+    theta, scaling = rope_of(raw)
+    inert = {**INERT, "target_hidden_size": (raw.get("hidden_size"),), "draft_vocab_size": (raw.get("vocab_size"),)}
+    inert |= architecture.inert
+    read = READ | architecture.own_keys() | {*architecture.training}
+    for level in (raw, nested, scaling or {}):
+        for key, value in level.items():
+            if value is not None and (key in inert or (level is nested and key not in read)):
+                need(value in inert.get(key, (False,)), key, value, "absent: this value is not supported")
+    named = {field.name: _pick(raw, field.name) for field in fields(architecture.config)}
+    heads, hidden = (whole(key, named[key]) for key in ("num_attention_heads", "hidden_size"))
+    depth = whole("num_hidden_layers", named["num_hidden_layers"], maximum=MOST_LAYERS)
+    if named["mask_token_id"] is None:
+        text = _pick(raw, "mask_token")
+        named["mask_token_id"] = (vocabulary or {}).get(text)
+        remedy = f"in config.json, since mask_token is {text!r} and no token of the target's tokenizer"
+        need(named["mask_token_id"] is not None, "mask_token_id", None, remedy)
+    taps = _pick(raw, "target_layer_ids")
+    taps = default_taps(named["num_target_layers"], depth) if taps is None else taps
+    need(isinstance(taps, list | tuple), "target_layer_ids", taps, "a list of target layers")
+    scaling = None if scaling is None or scaling["rope_type"] == "default" else scaling
+    named |= {"rope_theta": theta, "rope_scaling": scaling, "taps": tuple(taps), "layers": _layers(raw, depth)}
+    named["final_logit_softcapping"] = named["final_logit_softcapping"] or None  # 0 is no cap, as in z-lab's code
+    derived = {"num_key_value_heads": heads, "head_dim": hidden // heads}
+    defaults = {field.name: field.default for field in fields(architecture.config) if field.default is not MISSING}
+    named |= {name: default for name, default in (defaults | derived).items() if named[name] is None}
+    return architecture.config(**named)
+
+
+def config_dict(config: DraftConfig) -> dict[str, Any]:
+    """What config.json holds, for z-lab's `dflash` under transformers 5 and for readers of older layouts. Raises
+    ValueError where the layers differ in a way the format has no words for."""
+    architecture = architecture_of(config)
+    layers, slides = config.layers, [layer.window is not None for layer in config.layers]
+    windows, causal = {layer.window for layer in layers} - {None}, [layer.causal for layer in layers]
+    sayable = len(windows) <= 1 and (causal == slides or len({*causal}) == 1)
+    need(sayable, "layers", layers, "of one window, and all alike in causality or causal just where they slide")
+    raw = {name: value for name, value in asdict(config).items() if name not in ("mask_token_id", "taps", "layers")}
+    draft = {"block_size": config.block_size, "mask_token_id": config.mask_token_id, "target_layer_ids": [*config.taps]}
+    nested = {name: raw.pop(name) for name in architecture.nested}
+    draft |= {**architecture.marks, **{name: value for name, value in nested.items() if value is not None}}
+    if causal != slides:  # else the layer types imply it
+        raw["is_causal"] = draft["causal"] = causal[0]  # z-lab reads the former, vLLM the latter
+    rope = {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta}
+    return {
+        "architectures": [architecture.names[0]],
+        "model_type": "qwen3",
+        **raw,
+        "rope_parameters": rope,
+        "dflash_config": draft,
+        "layer_types": [SLIDING if sliding else FULL for sliding in slides],
+        "use_sliding_window": any(slides),
+        "sliding_window": [*windows, None][0],
+        "max_window_layers": len(layers),
+        "tie_word_embeddings": False,
+    }
+
+
+def _object(name: str, value: Any) -> Mapping[str, Any]:
+    need(value is None or isinstance(value, Mapping), name, value, "a JSON object")
+    return value or {}
+
+
+def _agree(places: Mapping[str, Any]) -> Any:
+    """The value that the places hold; a place that holds None has no say."""
+    held = {place: value for place, value in places.items() if value is not None}
+    told = " but ".join(f"{place} is {value!r}" for place, value in held.items())
+    if any(value != first for first in held.values() for value in held.values()):
+        raise UsageError(f"{told}; keep the one that the drafter was trained with.")
+    return next(iter(held.values()), None)
+
+
+def _pick(raw: Mapping[str, Any], name: str) -> Any:
+    return _agree({name: raw.get(name), f"dflash_config.{name}": (raw.get("dflash_config") or {}).get(name)})
+
+
+def rope_of(raw: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:
+    """Theta, and the scaling without it, from the three places of a config.json that may hold them."""
+    thetas, scalings = {"rope_theta": raw.get("rope_theta")}, {}
+    for place in ("rope_parameters", "rope_scaling"):
+        rope = _object(place, raw.get(place))
+        rope = _object(place, rope.get(SLIDING) or rope.get(FULL) or rope)  # some nest it by layer type
+        scaling = {"rope_type": rope.get("type") or "default", **{k: v for k, v in rope.items() if v is not None}}
+        scaling.pop("type", None)  # the older name of rope_type
+        thetas[f"{place}.rope_theta"] = scaling.pop("rope_theta", None)
+        scalings[place] = scaling if scaling != {"rope_type": "default"} else None
+    return _agree(thetas), _agree(scalings)
+
+
+def _layers(raw: Mapping[str, Any], depth: int) -> tuple[LayerAttention, ...]:
+    """What each layer attends to. Layer types, window and causality combine as in vLLM's `qwen3_dflash.py`."""
+    types, window, swa_window = raw.get("layer_types"), raw.get("sliding_window"), _pick(raw, "swa_window_size")
+    if types is None:  # the rule of Qwen3Config
+        first = raw.get("max_window_layers", 28) if raw.get("use_sliding_window") and window else depth
+        types = [SLIDING if i >= whole("max_window_layers", first, minimum=0) else FULL for i in range(depth)]
+    fit = isinstance(types, list) and len(types) == depth and all(kind in (FULL, SLIDING) for kind in types)
+    need(fit, "layer_types", types, f"a list of {depth}, each one {FULL} or {SLIDING}")
+    slides, use_swa = [kind == SLIDING for kind in types], _pick(raw, "use_swa")
+    need(not use_swa or len({*slides}) == 1, "layer_types", types, "all of one type where use_swa is true")
+    switched_off = any(slides) and raw.get("use_sliding_window") is False and swa_window is None
+    need(not switched_off, "use_sliding_window", False, f"true where layers slide, as in layer_types, {types}")
+    window = _agree({"sliding_window": window if any(slides) else None, "swa_window_size": swa_window})
+    need(window is not None or not (use_swa or any(slides)), "sliding_window", None, "given where layers slide")
+    causal = _pick(raw, "causal") if _pick(raw, "is_causal") is None else _pick(raw, "is_causal")
+    need(causal is None or type(causal) is bool, "is_causal or causal", causal, "true or false")
+    return tuple(LayerAttention(i if causal is None else causal, window if i or use_swa else None) for i in slides)
 
 
 def read_config(path: str | Path, vocabulary: Mapping[str, int] | None = None) -> DraftConfig:

@@ -19,8 +19,7 @@ from blockdraft.formats.folder import PICKLED, blaming, check_tensors, read_conf
 from blockdraft.formats.speculators_config import guesses_of, layer_config, named
 from blockdraft.formats.starting import LLAMA_CPP, SGLANG, TENSORRT_LLM, VLLM, Start, nowhere, vllm_alone
 from blockdraft.formats.stored import check_floats, stored
-from blockdraft.formats.zlab import one_dtype
-from blockdraft.formats.zlab_config import rope_of
+from blockdraft.formats.zlab import one_dtype, rope_of
 from blockdraft.nn.draft_config import need
 
 MODEL_TYPE, NAME = "mtp", "MTPDraftModel"
