@@ -1,4 +1,4 @@
-"""Ways in which the toy's checkpoints are read wrongly: taps that are one layer off."""
+"""Mistakes in the toy's checkpoints: taps that are one layer off."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Iterator
 
 from blockdraft.drafters.toy.network import ToyConfig, ToyNetwork  # type: ignore[import-not-found]
 
-from blockdraft.tools.deploy.checks import USUAL, Reading, TaughtBench, neighbours
+from blockdraft.tools.deploy.checks import Check, VariantChecker, neighbours
 
 
-class ToyBench(TaughtBench):
+class ToyChecker(VariantChecker):
     examines = ToyConfig
     network = ToyNetwork
 
-    def readings(self, longest: int) -> Iterator[Reading]:
-        yield Reading("", USUAL, "", self.config)
+    def checks(self, longest: int) -> Iterator[Check]:
+        yield Check(self.config)
         yield from neighbours(self.config)
 
 
-BENCH = ToyBench
+CHECKER = ToyChecker
