@@ -147,6 +147,13 @@ def test_a_paying_tree_keeps_to_its_budget_where_more_would_pay() -> None:
     assert found.tokens.shape == (1, 51)
 
 
+def test_a_larger_tree_is_not_grown_where_a_quarter_of_a_small_one_does_not_pay() -> None:
+    seconds = [1.0] * 17 + [9.0] * 20 + [0.1] * 463  # 16 guesses pay, and from 37 on far more would
+    log_probs = dists(6, 20, seed=7, spread=0.5)
+    assert paying_tree(ANCHOR, log_probs, 200, seconds).tokens.shape == (1, 17)
+    assert best_first(ANCHOR, *log_probs.topk(20), 200, seconds).tokens.shape == (1, 201)
+
+
 def lattice(depth: int, count: int, seed: int, batch: int = 1) -> tuple[Tensor, Tensor]:
     """Random log probabilities `[B, D, K, K]` and tokens `[B, D, K]`."""
     log_probs = dists(depth * count, count + 1, seed, batch=batch)[..., :count].unflatten(1, (depth, count))

@@ -354,6 +354,26 @@ def test_a_listener_that_fails_ends_its_request(target: Target, drafter: Drafter
     assert broken.result().error == "The listener failed: ZeroDivisionError: division by zero"
 
 
+def test_an_error_after_the_commit_is_undone(target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens that the request does not know of must not stay in its cache."""
+    engine = Engine(target, drafter)
+    expected = answers(engine)
+    requests = [engine.request(prompt, GREEDY) for prompt in PROMPTS]
+    extend, calls = requests[1].extend, 0
+
+    def broken(*args: Any) -> int:
+        nonlocal calls
+        calls += 1
+        if calls in (3, 6):
+            raise RuntimeError("a hiccup")
+        return extend(*args)
+
+    monkeypatch.setattr(requests[1], "extend", broken)
+    engine._begin(requests)
+    assert [request.result().token_ids for request in requests] == expected
+    assert calls > 6
+
+
 def test_an_interrupt_half_way_ends_the_rows_and_not_the_engine(
     target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,14 +1,13 @@
-"""How far sampled guesses are accepted, and what their rejection leaves of the target's distribution.
+"""Block verification: how far sampled guesses are accepted, and which distribution the next token then has.
 
 A guess sampled from q is offered too often where q is above p. The rule rejects just enough of these and then draws
-from a residual `max(p - c q, 0)`, normalised; with the factor c = 1 it is that of plain rejection sampling (arXiv
-2211.17192). Only the tokens that q can offer matter to the rule: p and q hold the K probabilities of these, and the
-rest of p is what is missing to 1. The rule runs on the CPU in float64; whole distributions stay on the target's device.
-Letters here: R rows, N nodes of a chain, C guesses after a node, K tokens that q can offer.
+from a residual `max(p - c q, 0)`, normalised; c = 1 is plain rejection sampling (arXiv 2211.17192). The rule needs p
+and q only of the K tokens that q can offer. It runs on the CPU in float64; whole distributions stay on the target's
+device. Letters here: R rows, N nodes of a chain, C guesses after a node, K tokens that q can offer.
 
-Rounding cannot hurt. A guess of p = 0 is never accepted, since its number in [0, 1) is never below 0. The chance that a
-residual is reached is its mass, so one that rounding has made up or emptied is about as rare as rounding is small; an
-empty one is replaced by p, so that even then no token of p = 0 is sampled.
+Rounding does no harm. A guess of p = 0 is never accepted, since its number in [0, 1) is never below 0. A residual is
+reached with a probability equal to its mass, so one that rounding creates or empties is as rare as rounding errors are
+small. An empty one is replaced by p, so that even then no token of p = 0 is sampled.
 """
 
 from __future__ import annotations
@@ -45,26 +44,26 @@ def block_chances(p_RNK: Tensor, q_RNK: Tensor, guess_p_RN: Tensor, guess_q_RN: 
 
     Args:
         p_RNK, q_RNK: Distributions after the N nodes of R chains.
-        guess_p_RN, guess_q_RN: p and q, at the node before, of the token of each node; both 0 at nodes that fill up
-            a row. Node 0 is the anchor, whose entries are not read.
+        guess_p_RN, guess_q_RN: p and q of each node's token, after the node before; both 0 for padding. Node 0 is the
+            anchor, whose entries are not read.
 
     Returns:
-        chances: `[R, N]`; the last node whose number is below its chance ends the path. That of the anchor is 1.
-        c: `[R, N]`, the factor of the residual where a path ends.
+        chances: `[R, N]`; the path ends with the last node whose number is below its chance. The anchor's is 1.
+        c: `[R, N]`, the factor of the residual if the path ends there.
     """
     factors = [torch.ones_like(guess_p_RN[:, 0])]
     for p, q in zip(guess_p_RN.unbind(1)[1:], guess_q_RN.unbind(1)[1:], strict=True):
         factors.append(torch.where(p > 0, factors[-1] * q / p, torch.inf).clamp(min=1))
     c = torch.stack(factors, dim=1)
     mass = residual_mass(p_RNK, q_RNK, c)
-    # With c = 1 the chance is 1, also where p equals q and no mass is left: whatever follows is then accepted later.
+    # With c = 1 the chance is 1, also where p equals q and the mass is 0.
     return torch.where(c == 1, 1.0, mass / (mass + c - 1)), c
 
 
 def accept_block(
     p_RNK: Tensor, q_RNK: Tensor, guess_p_RN: Tensor, guess_q_RN: Tensor, tests_RN: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Accept a prefix of each chain, given numbers in [0, 1) for its nodes.
+    """Accept the beginning of each chain, given numbers in [0, 1) for its nodes. Arguments as for `block_chances`.
 
     Returns:
         last: `[R]` int64, the last accepted node.
@@ -85,11 +84,11 @@ def judge_chains(
     uniforms_BN: Tensor,
     tests_BN: Tensor,
 ) -> tuple[list[list[int]], list[int]]:
-    """Paths and bonus tokens of these rows, after whose anchors there are distributions.
+    """Paths and bonus tokens of rows with sampled guesses; there must be a distribution after their anchors.
 
-    A chain ends with its first node after which there is no distribution, as if no more had been guessed. Where that
-    node is accepted its token is the bonus, and what comes after it is for the next cycle to find out. Chosen guesses
-    beside the chain are not looked at.
+    A chain ends with its first node without a distribution, as if no more had been guessed. If that node is accepted,
+    its token becomes the bonus, and the next cycle deals with what follows. Chosen guesses beside the chain are
+    ignored.
     """
     chains = []
     for row in rows:
@@ -102,8 +101,7 @@ def judge_chains(
             chain += following
         chains.append(chain)
     nodes_RN, is_node_RN = _padded(chains)
-    # At an end without a distribution any other will do, since nothing was sampled from what follows and no bonus is
-    # needed.
+    # Where the last node has no distribution, that of the anchor stands in: it is not used.
     known_RN, _ = _padded(
         [[n if distributions.exists(row, n) else 0 for n in c] for row, c in zip(rows, chains, strict=True)]
     )
@@ -114,7 +112,7 @@ def judge_chains(
     has_child_RN1 = pad(is_node_RN, (0, 1))[:, 1:, None]
     p_RNK, q_RNK = p_RNK * has_child_RN1, q_RNK * has_child_RN1
     guesses_RN = _at(proposal.tokens, rows, nodes_RN)
-    # The distribution of a guess is that of the node before; the anchor has none.
+    # A guess is sampled from the distribution of the node before.
     p_and_q = _of_guesses(
         ids_RNK[:, :-1], p_RNK[:, :-1], q_RNK[:, :-1], guesses_RN[:, 1:, None], is_node_RN[:, 1:, None]
     )
@@ -130,7 +128,7 @@ def judge_chains(
 
 
 def _padded(nodes: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """Lists of nodes as one tensor, and which of its entries are real; the others are node 0."""
+    """Lists of nodes as one tensor, padded with node 0, and a mask of the entries that are no padding."""
     longest = max(map(len, nodes))
     filled = [[*row, *[-1] * (longest - len(row))] for row in nodes]
     table = torch.tensor(filled, dtype=torch.int64).view(len(nodes), longest)
@@ -150,7 +148,7 @@ def _q_of(proposal: Proposal, row: int) -> SparseDistribution:
 
 def _dense_q(rows: list[int], proposal: Proposal) -> tuple[Tensor, Tensor]:
     """The tokens `[R, N, K]` that q can offer after each node of these rows, and their probabilities; 0 after nodes
-    behind the chain."""
+    that are not of the chain."""
     count = proposal.tokens.size(1)
     q = [_q_of(proposal, row) for row in rows]
     ids_RKN, q_RKN = (
@@ -158,13 +156,13 @@ def _dense_q(rows: list[int], proposal: Proposal) -> tuple[Tensor, Tensor]:
         for part in ([each.ids for each in q], [each.probs for each in q])
     )
     q_RKN = exact(q_RKN).cpu()
-    # A distribution that nothing was sampled from may be 0.
+    # A distribution that nothing was sampled from may sum to 0.
     q_RKN = q_RKN / q_RKN.sum(dim=1, keepdim=True).clamp(min=1e-300)
     return ids_RKN.cpu().mT, q_RKN.mT
 
 
 def _p_of(rows: list[int], nodes_RN: Tensor, ids_RNK: Tensor, q_RNK: Tensor, distributions: Distributions) -> Tensor:
-    """p `[R, N, K]` of the tokens that q can offer, 0 where q is: there an id only fills up."""
+    """p `[R, N, K]` of the tokens that q can offer; 0 where q is 0, since there the id is padding."""
     every_row = [row for row in rows for _ in range(nodes_RN.size(1))]
     p_MK = distributions.probs_of(every_row, nodes_RN.flatten().tolist(), ids_RNK.flatten(0, 1))
     return exact(p_MK).cpu().view_as(q_RNK) * (q_RNK > 0)
@@ -187,7 +185,7 @@ def _draw_residual(
     distributions: Distributions,
     uniforms_BN: Tensor,
 ) -> list[int]:
-    """Draw the token after the last node of each path from `max(p - c q, 0)`, or from p where nothing is left."""
+    """Sample the token after each path from `max(p - c q, 0)`, or from p where that is 0."""
     p_RV = exact(distributions.probs(rows, nodes_R.tolist()))
     taken = (c_R.unsqueeze(-1) * q_RK).to(p_RV.device)
     rest = p_RV.scatter_add(-1, ids_RK.to(p_RV.device), -taken).clamp(min=0)

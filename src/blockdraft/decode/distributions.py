@@ -1,4 +1,4 @@
-"""The distribution of the next token after each node of a proposal."""
+"""Target distributions: from logits to the probabilities of the next token after each node of a proposal."""
 
 from __future__ import annotations
 
@@ -12,39 +12,38 @@ from torch import Tensor
 from blockdraft.decode.sampling import best_and_own, best_tokens, draw
 from blockdraft.types import SamplingParams
 
-PART = 2**22  # probabilities that are computed at a time
+PART = 2**22  # probabilities computed at a time, to save memory
 
 
 class Rules(Protocol):
-    """What may be said in one answer, such as a grammar."""
+    """What restricts the tokens of one answer, such as a grammar."""
 
     def after(self, tokens: Sequence[int]) -> Tensor | None:
-        """The tokens that may follow the output and these, `[V]` bool on the CPU; None where there are none."""
+        """The tokens that may follow the output so far and these, `[V]` bool on the CPU; None if none may."""
 
 
 class Distributions:
-    """The target's distribution p after each node of a proposal, computed where it is asked for.
+    """The target's distributions p after the nodes of a proposal, each computed when it is asked for.
 
-    Which tokens are penalised depends on what comes before: after node i these are the prompt, the output, and the
-    tokens on the path from the anchor to node i. Each row's logits are adjusted in the order of vLLM (bias, repetition
-    penalty, then presence and frequency penalty); tokens that the row's rules forbid are left out, and the rest is cut
-    as in `probabilities`.
+    Penalties depend on the tokens before a node: the prompt, the output, and the path from the anchor to the node. Each
+    row's logits are adjusted in the order of vLLM (bias, repetition penalty, presence and frequency penalty), then
+    tokens that the row's rules forbid are masked, and the rest is cut as in `probabilities`.
 
     Args:
         logits_BNV: Logits `[B, N, V]` after each node, any float dtype.
-        params: One entry a row.
-        tokens_BN, parents_BN: The nodes, as in a proposal.
+        params: Of each row.
+        tokens_BN, parents_BN: The nodes, as in `Proposal`.
         prompts: Token ids of each row's prompt.
-        outputs: Token ids of each row's output so far. Node 0 is the last token of prompt and output.
-        best_BN: Argmax of the logits as in `TargetOutput`, where it is known.
-        rules: One entry a row, None where all may be said; None for no rules at all.
+        outputs: Token ids of each row's output so far, of which node 0 is the last.
+        best_BN: Argmax of the logits as in `TargetOutput`, if known.
+        rules: Of each row, None for a row without; None if no row has rules.
 
     Attributes:
-        tokens: The nodes' tokens, a list a row.
-        argmax: The token after each node where no row is sampled or adjusted; else None.
-        invalid_rows: Rows without a distribution at some node, see `exists`.
-        draws_ahead: Whether the first draw draws at all nodes. On a GPU, for there the host waits once for all of them
-            instead of once a level of the tree, and the nodes that no walk reaches cost little.
+        tokens: Tokens of the nodes, a list a row.
+        argmax: The token after each node, if no row is sampled or adjusted; else None.
+        invalid_rows: Rows with a node whose logits are not finite, see `exists`.
+        draws_ahead: Whether the first draw samples after all nodes. It does on a GPU, so that the host waits once and
+            not once a level of the tree.
     """
 
     _best: list[list[int]]
@@ -80,13 +79,12 @@ class Distributions:
         self.argmax = self._best if is_plain else None
 
     def exists(self, row: int, node: int) -> bool:
-        """Whether there is a distribution after a node. There is none where a logit is NaN or +inf, or all are -inf; a
-        single -inf is legal. Nor where the rules of a row leave no token that is possible, or forbid the node
-        itself."""
+        """Whether there is a distribution after a node. There is none if a logit is NaN or +inf or all are -inf (a
+        single -inf is legal), if the row's rules leave no token with a finite logit, or if they forbid the node."""
         return self._best[row][node] != -1 and (row not in self._rules or self._allowed_at(row, node) is not None)
 
     def _allowed_at(self, row: int, node: int) -> Tensor | None:
-        """The tokens `[V]` that the rules of a row allow after a node; None where none of them is possible."""
+        """The tokens `[V]` that a row's rules allow after a node; None if none of them has a finite logit."""
         if (row, node) not in self._allowed:
             allowed = self._rules[row].after(self._path(row, node)[::-1])
             if allowed is not None:
@@ -97,13 +95,12 @@ class Distributions:
         return self._allowed[row, node]
 
     def draw(self, rows: Sequence[int], nodes: Sequence[int], uniforms_BN: Tensor | None) -> list[int]:
-        """One token after each of these nodes, by the number of the node.
+        """Choose or sample one token after each of these nodes, with the node's own number.
 
-        A greedy row takes the argmax and needs no distribution; a sampled one costs a distribution for each node that
-        is asked for, and nothing for the others.
+        A greedy row takes the argmax. A sampled row computes the distributions after these nodes only.
 
         Args:
-            rows, nodes: Node `nodes[m]` of row `rows[m]`, for M nodes after which there are distributions.
+            rows, nodes: Node `nodes[m]` of row `rows[m]`, for M nodes for which `exists` holds.
             uniforms_BN: A number in [0, 1) for each node of the proposal, float64; None if all rows are greedy.
         """
         if not self.draws_ahead:
@@ -125,7 +122,7 @@ class Distributions:
             for m, token in zip(adjusted, scores.argmax(dim=-1).tolist(), strict=True):
                 tokens[m] = token
         if sampled:
-            assert uniforms_BN is not None, "sampled rows need numbers for their draws"
+            assert uniforms_BN is not None, "sampled rows need random numbers"
             taken = []
             for part in self._parts(sampled):
                 at = [rows[m] for m in part], [nodes[m] for m in part]
@@ -140,7 +137,7 @@ class Distributions:
         return probabilities(scores_MV.unsqueeze(1), [self._params[row] for row in rows]).squeeze(1)
 
     def probs_of(self, rows: Sequence[int], nodes: Sequence[int], ids_MK: Tensor) -> Tensor:
-        """p `[M, K]` float32 of a few tokens after each of these nodes, a handful of whole distributions at a time."""
+        """p `[M, K]` float32 of a few tokens after each of these nodes, computed some distributions at a time."""
         ids_MK = ids_MK.to(self._logits.device)
         return torch.cat(
             [
@@ -150,13 +147,13 @@ class Distributions:
         )
 
     def _parts(self, entries: list[int]) -> list[list[int]]:
-        """Entries in parts whose whole distributions do not take much memory."""
+        """Split entries so that the distributions of each part hold at most `PART` probabilities."""
         step = max(1, PART // self._logits.size(-1))
         return [entries[m : m + step] for m in range(0, len(entries), step)]
 
     def _scores(self, rows: Sequence[int], nodes: Sequence[int]) -> Tensor:
         """Adjusted logits `[M, V]` float32 after each of these nodes."""
-        # A single node is sliced out, which takes a fraction of the time of indexing.
+        # Slicing out a single node takes a fraction of the time of indexing.
         if len(rows) == 1:
             scores_MV = self._logits[rows[0], nodes[0]].unsqueeze(0).to(torch.float32, copy=self._adjusted[rows[0]])
         else:
@@ -180,19 +177,19 @@ class Distributions:
             scores = scores_MV[at]
             scores = torch.where(scores < 0, scores * amounts, scores / amounts)
             most = torch.finfo(scores.dtype).max
-            scores_MV[at] = scores.clamp(-most, most)  # tiny and huge penalties must not overflow
+            scores_MV[at] = scores.clamp(-most, most)  # penalties may overflow
         if said:
             at, amounts = _entries(said, scores_MV.device)
             scores_MV[at] -= amounts
         ruled = [m for m, row in enumerate(rows) if row in self._rules] if self._rules else ()
         for m in ruled:
             allowed = self._allowed_at(rows[m], nodes[m])
-            assert allowed is not None, "there is no distribution after this node"
+            assert allowed is not None, "the rules allow no token after this node"
             scores_MV[m].masked_fill_(~allowed, -torch.inf)
         return scores_MV
 
     def _path(self, row: int, node: int) -> list[int]:
-        """The tokens between the anchor and the end of this node, in reverse."""
+        """The tokens from this node up to the anchor, which is left out."""
         path = []
         while node > 0:
             path.append(self.tokens[row][node])
@@ -201,19 +198,19 @@ class Distributions:
 
 
 def _entries(entries: list[tuple[int, int, float]], device: torch.device) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Entries (m, token, amount) as an index and amounts."""
+    """Split entries (m, token, amount) into an index and amounts."""
     m, token, amount = zip(*entries, strict=True)
     at = torch.tensor([m, token], device=device)
     return (at[0], at[1]), torch.tensor(amount, dtype=torch.float32, device=device)
 
 
 def _adjusts(params: SamplingParams) -> bool:
-    """Whether the logits of a row depend on more than the model."""
+    """Whether biases or penalties change the logits of a row."""
     penalties = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
     return penalties or bool(params.logit_bias)
 
 
-# Best tokens that top-k and top-p look at first, and how many times as many next: to sort a whole vocabulary is slow.
+# Sorting a whole vocabulary is slow, so top-k and top-p look at the best HEAD tokens first, then at MORE times as many.
 HEAD, MORE = 128, 8
 
 
@@ -222,12 +219,12 @@ def probabilities(logits_BNV: Tensor, params: Sequence[SamplingParams]) -> Tenso
 
     Args:
         logits_BNV: Logits `[B, N, V]`, any float dtype.
-        params: One entry a row. Bias and penalties, which depend on the tokens before a node, are left to
-            `Distributions`.
+        params: Of each row. Biases and penalties, which depend on the tokens before a node, are ignored here;
+            `Distributions` applies them.
 
     Returns:
-        `[B, N, V]` float32, each row summing to 1; one-hot where the temperature is 0. Of equal logits the lowest
-        token id wins, and top-k and top-p keep the lower ids.
+        `[B, N, V]` float32, summing to 1 over V; one-hot where the temperature is 0. Of equal logits argmax takes the
+        lowest token id, and top-k and top-p keep the lowest.
     """
     groups: dict[tuple[float, int, float, float], list[int]] = {}
     for row, p in enumerate(params):
@@ -245,10 +242,10 @@ def _probabilities(logits_BNV: Tensor, temperature: float, top_k: int, top_p: fl
         best_BN1 = best_tokens(logits_BNV).unsqueeze(-1)
         return torch.zeros_like(logits_BNV, dtype=torch.float32).scatter_(-1, best_BN1, 1.0)
     logits_BNV = logits_BNV.float()
-    # The maximum goes first, so that no temperature, however low, overflows.
+    # The maximum is subtracted first, so that no temperature, however low, overflows.
     scores_BNV = (logits_BNV - logits_BNV.amax(dim=-1, keepdim=True)) / temperature
     if top_k >= logits_BNV.size(-1):
-        top_k = 0  # to sort the whole vocabulary would be slow
+        top_k = 0  # keeps all; sorting the whole vocabulary would be slow
     if top_k == 0 and top_p == 1:
         probs_BNV = scores_BNV.softmax(dim=-1)
     else:
@@ -261,10 +258,10 @@ def _probabilities(logits_BNV: Tensor, temperature: float, top_k: int, top_p: fl
 
 
 def _best_probabilities(scores_MV: Tensor, top_k: int, top_p: float, head: int) -> Tensor:
-    """Softmax `[M, V]` cut to top-k and top-p, which are looked for among the `head` best tokens if they suffice."""
+    """Softmax `[M, V]` cut to top-k and top-p, found among the `head` best tokens if these suffice."""
     vocabulary = scores_MV.size(-1)
     scores, ids = scores_MV.topk(min(head, vocabulary), dim=-1)
-    # topk leaves open which of equals comes first; here it is the lower id.
+    # The order of equals is undefined for topk; the lower id is to come first.
     ids, by_id = ids.sort(dim=-1)
     scores, order = scores.gather(-1, by_id).sort(dim=-1, descending=True, stable=True)
     ids = ids.gather(-1, order)
@@ -273,12 +270,12 @@ def _best_probabilities(scores_MV: Tensor, top_k: int, top_p: float, head: int) 
     if top_k:
         probs[:, top_k:] = 0.0
     if top_p < 1:
-        # A token stays if the tokens before it do not reach top_p yet; the first one always stays.
+        # A token stays if the tokens before it do not reach top_p; the first one always stays.
         probs = probs.masked_fill(probs.cumsum(dim=-1) - probs >= top_p, 0.0)
     probs_MV = torch.zeros_like(scores_MV).scatter_(-1, ids, probs / probs.sum(dim=-1, keepdim=True))
     if scores.size(-1) < vocabulary:
-        # What was not looked at scores no more than the last of the head. If that one and its equals are cut, so is
-        # the rest; where they are not, the row needs the whole vocabulary.
+        # All other tokens score at most as much as the last of the head. Rows that keep it, or an equal of it, may keep
+        # others as well, so more of the vocabulary must be looked at.
         cut_short = ((scores == scores[:, -1:]) & (probs > 0)).any(dim=-1)
         if cut_short.any():
             probs_MV[cut_short] = _best_probabilities(scores_MV[cut_short], top_k, top_p, MORE * head)

@@ -1,4 +1,7 @@
-"""What one cycle asks of a drafter, and what it proposes: a tree of guessed tokens rooted at the anchor."""
+"""The plan of a cycle, which a drafter gets, and its proposal: a tree of guessed tokens rooted at the anchor.
+
+A chain is a tree of width one.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,12 @@ from blockdraft.types import RequestDrafting, SamplingParams
 
 @dataclass(frozen=True)
 class SparseDistribution:
-    """Distributions over a few tokens each: node j of a row drew its children from `probs[j]` over `ids[j]`.
+    """Distributions over a few tokens each: the child of node j of a row was sampled from `probs[j]` over `ids[j]`.
 
     Attributes:
-        ids: `[M, K]` int64, distinct tokens after the first M nodes, of which the last one draws no more; of several
-            rows or depths before there is a proposal, `[..., K]`.
-        probs: Of the same shape, float32, each row summing to 1; every other token has probability 0.
+        ids: `[M, K]` int64, distinct tokens after the first M nodes, the last of which has no sampled child. Before
+            there is a proposal `[..., K]`, for several rows or depths.
+        probs: Of the same shape, float32, summing to 1 over K; all other tokens have probability 0.
     """
 
     ids: Tensor
@@ -34,18 +37,16 @@ class Proposal:
 
     Attributes:
         tokens: `[B, N]` int64; node 0 is the anchor, the last committed token, not yet in the target's cache.
-        parents: `[B, N]` int64 on the CPU, whatever the device of the tokens: what shape a tree has is known to the
-            host, and no one should have to wait for a GPU to ask. `parents[b, i] < i` for i > 0, and -1 for node 0. A
-            row with fewer guesses than the others is filled up with nodes whose parent is -1 too; nothing accepts them.
-        q: For each row the distributions that its guesses were sampled from at random, each from the distribution of
-            the node before; None for a row whose guesses were chosen (argmax, top-k, n-gram, ...). None instead of a
-            tuple where every row's guesses were chosen. The nodes that have distributions, from node 0 on, are a chain,
-            and how many they are must not depend on what was sampled. Nodes behind them were chosen; they may follow
-            any node and depend on all.
-        expected: For each row the number of guesses that the drafter's probabilities let expect to be accepted; None
-            where that was not computed.
-        chances: For each row the chance of each guess to be accepted with all before it on its path, in the order of
-            the nodes, without those that fill up; None where that was not computed.
+        parents: `[B, N]` int64 on the CPU, whatever the device of the tokens: the host makes the tree, and reading its
+            shape must not wait for a GPU. `parents[b, i] < i` for i > 0, and -1 for node 0. Rows with fewer guesses are
+            padded at the end with nodes whose parent is -1 too; these are never accepted.
+        q: For each row the distributions that its guesses were sampled from; None for a row whose guesses were chosen
+            (argmax, top-k, n-gram, ...), and None instead of a tuple if all were. The nodes with distributions, from
+            node 0 on, form a chain, whose length must not depend on what was sampled. Nodes after them were chosen;
+            they may follow any node and depend on all.
+        expected: For each row the expected number of accepted guesses by the drafter's probabilities; None if unknown.
+        chances: For each row and guess the probability that it is accepted together with all before it on its path, in
+            the order of the nodes, without padding; None if unknown.
     """
 
     tokens: Tensor
@@ -61,7 +62,7 @@ class Proposal:
 
     @cached_property
     def depth_lists(self) -> list[list[int]]:
-        """For each row the distance of each node from the anchor; 0 for nodes that fill up a row."""
+        """For each row the distance of each node from the anchor; 0 for padding."""
         return _depth_lists(self.parent_lists)
 
     def __post_init__(self) -> None:
@@ -71,13 +72,13 @@ class Proposal:
 
 
 def chain(tokens_BN: Tensor) -> Proposal:
-    """Propose each row's tokens one after the other; `tokens_BN[:, 0]` is the anchor."""
+    """The proposal of one chain a row; `tokens_BN[:, 0]` is the anchor."""
     return Proposal(tokens_BN, chain_parents(*tokens_BN.shape))
 
 
 @lru_cache(maxsize=256)
 def chain_parents(batch: int, count: int) -> Tensor:
-    """Parents `[B, N]` of chains; the same tensor each time, never to be written to."""
+    """Parents `[B, N]` of chains. The tensor is shared: do not write to it."""
     return torch.arange(-1, count - 1).expand(batch, count)
 
 
@@ -86,7 +87,7 @@ def is_chain(parents_BN: Tensor) -> bool:
 
 
 def depths(parents_BN: Tensor) -> Tensor:
-    """Distance of each node from the anchor, `[B, N]` int64 on the CPU; 0 for nodes that fill up a row."""
+    """Distance of each node from the anchor, `[B, N]` int64 on the CPU; 0 for padding."""
     if is_chain(parents_BN):
         return chain_parents(parents_BN.size(0), parents_BN.size(1) + 1)[:, 1:]  # 0, 1, 2, ...
     return torch.from_numpy(np.array(_depth_lists(parents_BN.tolist())))
@@ -102,16 +103,15 @@ def _depth_lists(parents: list[list[int]]) -> list[list[int]]:
 
 
 def tree_mask(parents_BN: Tensor) -> Tensor:
-    """Who may attend to whom inside a proposal.
+    """Attention mask inside a proposal, `[B, N, N]` bool on the CPU.
 
-    Returns:
-        `[B, N, N]` bool on the CPU; `[b, i, j]` is True where node j is node i or one of its ancestors.
+    `[b, i, j]` is True where node i attends to node j, that is, where j is i or one of its ancestors.
     """
     batch, count = parents_BN.shape
     if is_chain(parents_BN):
         return torch.ones(count, count, dtype=torch.bool).tril().expand(batch, count, count)
-    # A row of the mask is one number whose bits are the nodes: a few operations on numbers take less time than one on
-    # tensors.
+    # Each line of the mask is one integer with a bit for each node: some operations on integers take less time than one
+    # on tensors.
     size = (count + 7) // 8
     data = bytearray()
     for parents in parents_BN.tolist():
@@ -125,19 +125,19 @@ def tree_mask(parents_BN: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Plan:
-    """How far to draft in one cycle, and in which way.
+    """How far to draft in one cycle, and how.
 
     Attributes:
-        block_size: Most tokens on a path, anchor included; a drafter may return fewer.
-        params: Of each row; a guess is best chosen or sampled under the distribution that the target will follow.
-        tree_budget: Most guesses of each row's tree; 0 asks for chains. A drafter that has no trees returns chains.
-        cycle_seconds: Time of a whole cycle with 0, 1, 2, ... guesses a row. With it only as many guesses are worth
-            returning as maximise the expected tokens over this time; None asks for as many as the rest allows.
-        trust: Accepted guesses over those that the drafter expected, as far as is known; with `cycle_seconds`, expected
-            acceptance is multiplied by it.
+        block_size: Most tokens on a path, anchor included. A drafter may return fewer.
+        params: Of each row. A guess is best chosen or sampled from the distribution that these make of its logits.
+        tree_budget: Most guesses of each row's tree; 0 asks for chains. Drafters without trees return chains.
+        cycle_seconds: Time of a whole cycle with 0, 1, 2, ... guesses a row. The drafter then returns as many guesses
+            as maximise the expected tokens over this time; None asks for as many as the other limits allow.
+        trust: Ratio of accepted guesses to those that the drafter expected, so far. With `cycle_seconds` it scales the
+            expected acceptance.
         draws: `[B, block_size - 1]` float64 in [0, 1): asks for a chain of guesses sampled with these numbers, one a
-            depth, whatever the tree budget. None asks for chosen guesses. A drafter that cannot draw ignores them and
-            returns q None.
+            depth, whatever the tree budget. None asks for chosen guesses. A drafter that cannot sample ignores it and
+            returns a proposal without q.
         draft_window, draft_passes: As in `Drafting`.
     """
 
@@ -151,11 +151,11 @@ class Plan:
     draft_passes: int | None = None
 
 
-SPARSE_SIZE = 64  # most probable tokens among which a guess is sampled
+SPARSE_SIZE = 64  # tokens that a guess is sampled from, the most probable ones
 
 
 def sparsify(probs: Tensor) -> SparseDistribution:
-    """Distributions `[..., V]` cut to their `SPARSE_SIZE` most probable tokens, `[..., K]`."""
+    """Distributions `[..., V]` cut to their `SPARSE_SIZE` most probable tokens and normalised, `[..., K]`."""
     top = probs.topk(min(SPARSE_SIZE, probs.size(-1)), dim=-1)
     return SparseDistribution(top.indices, top.values / top.values.sum(dim=-1, keepdim=True))
 
@@ -163,13 +163,13 @@ def sparsify(probs: Tensor) -> SparseDistribution:
 def chain_q(
     q_BDK: SparseDistribution, count: int, params: Sequence[SamplingParams]
 ) -> tuple[SparseDistribution | None, ...]:
-    """q of chains of `count` guesses that were sampled from one distribution a depth.
+    """The q of a proposal of chains whose `count` guesses were sampled from one distribution a depth.
 
     Args:
         q_BDK: `[B, D, K]`, D at least `count`.
-        params: Of each row; one at temperature 0 draws nothing and has no distributions.
+        params: Of each row. Rows at temperature 0 have no q, since their guesses are chosen.
     """
-    # Node j's distribution draws node j + 1. The last node draws none, so any distribution will do.
+    # Node j + 1 is sampled from the distribution of node j. For the last node, which has no child, any will do.
     nodes = [min(node, q_BDK.ids.size(1) - 1) for node in range(1 + count)]
     return tuple(
         SparseDistribution(q_BDK.ids[row, nodes], q_BDK.probs[row, nodes]) if p.temperature > 0 else None
@@ -178,10 +178,10 @@ def chain_q(
 
 
 def cut(proposal: Proposal, bounds: Sequence[RequestDrafting | None]) -> Proposal:
-    """The proposal with as many guesses as the request of each row allows; None allows all.
+    """The proposal without guesses beyond the bounds of each row; None bounds nothing.
 
-    What is cut depends on the shape of a tree and never on its tokens, and sampled guesses come first, so they keep
-    their distributions.
+    Which guesses are cut depends on the shape of the tree alone, not on its tokens, so sampled guesses keep their
+    distributions.
     """
     rows = [
         _kept(parents, depths, bound)
@@ -194,7 +194,7 @@ def cut(proposal: Proposal, bounds: Sequence[RequestDrafting | None]) -> Proposa
         parents.append([*(places[before[node]] for node in kept), *[-1] * (count - len(kept))])
     index = torch.tensor([[*kept, *[0] * (count - len(kept))] for kept in rows])
     q = None
-    if proposal.q is not None:  # of sampled chains the first nodes stay; one without guesses has no distribution
+    if proposal.q is not None:  # sampled nodes come first; a row of which none is left has no q
         q = tuple(dist and _cut_q(dist, kept) for dist, kept in zip(proposal.q, rows, strict=True))
     tokens = proposal.tokens.gather(1, send(index, proposal.tokens.device))
     return Proposal(tokens, torch.tensor(parents), q if q and any(q) else None, proposal.expected)
@@ -206,7 +206,7 @@ def _cut_q(dist: SparseDistribution, kept: Sequence[int]) -> SparseDistribution 
 
 
 def _kept(parents: Sequence[int], depths: Sequence[int], bound: RequestDrafting | None) -> list[int]:
-    """The nodes of a row that stay, in order; with each its ancestors."""
+    """The nodes of a row that stay, in order, each with its ancestors."""
     nodes = [0, *(node for node, parent in enumerate(parents) if parent >= 0)]
     if bound is None:
         return nodes
@@ -214,7 +214,7 @@ def _kept(parents: Sequence[int], depths: Sequence[int], bound: RequestDrafting 
         return nodes[:1]
     if bound.block_size is not None:
         nodes = [node for node in nodes if depths[node] < bound.block_size]
-    if bound.tree_budget == 0:  # the path of first children, which are the likeliest
+    if bound.tree_budget == 0:  # first children are the likeliest
         path = [0]
         for node in nodes[1:]:
             if parents[node] == path[-1]:

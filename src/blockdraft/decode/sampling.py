@@ -1,4 +1,4 @@
-"""The only place where tokens are chosen or sampled, and the random numbers that decide."""
+"""The only place where tokens are chosen or sampled, and the random numbers that decide between them."""
 
 from __future__ import annotations
 
@@ -12,21 +12,19 @@ from torch import Tensor
 
 
 def best_tokens(logits: Tensor) -> Tensor:
-    """The argmax of the last dimension, int64; of equal logits the lowest token id, of NaNs the first one.
-
-    On a CPU by numpy, whose argmax takes a tenth of the time of torch's.
-    """
+    """The argmax of the last dimension, int64; of equal logits the lowest token id, of NaNs the first one."""
     if logits.device.type != "cpu":
         return logits.max(dim=-1).indices
+    # numpy's argmax takes a tenth of the time of torch's.
     return torch.from_numpy(np.asarray(_as_numpy(logits).argmax(axis=-1)))
 
 
 def best_and_own(logits_BNV: Tensor, tokens_BN: Tensor) -> tuple[list[list[int]], list[list[int]]]:
-    """The best token after each node and the node's own. The former is -1 where there is no distribution: the maximum
-    is NaN if there is one, and -inf if no token is possible."""
+    """The best token after each node, and the node's own. The former is -1 where the largest logit is not finite: it is
+    NaN if any logit is, and -inf if no token is possible."""
     if logits_BNV.device.type != "cpu":
         highest, best = logits_BNV.max(dim=-1)
-        # The one time in a greedy cycle that the host waits for a GPU.
+        # In a greedy cycle the host waits for a GPU only here.
         best_BN, own_BN = torch.stack([best.masked_fill(~highest.isfinite(), -1), tokens_BN]).tolist()
         return best_BN, own_BN
     scores_MV = _as_numpy(logits_BNV.flatten(0, 1))
@@ -40,37 +38,37 @@ def _as_numpy(values: Tensor) -> NDArray[Any]:
 
 
 def draw(probs_BNV: Tensor, uniforms_BN: Tensor) -> Tensor:
-    """Draw one token from each distribution by inverting its cumulative sum.
+    """Sample one token from each distribution by inverting its cumulative sum.
 
     Args:
-        probs_BNV: Distributions `[B, N, V]`; any positive multiple of one will do.
+        probs_BNV: Distributions `[B, N, V]`, which need not be normalised.
         uniforms_BN: Numbers in [0, 1), float64, one a distribution. The same number always gives the same token, so
-            that the caller decides which draws are coupled.
+            the caller decides which draws are coupled.
 
     Returns:
         Token ids `[B, N]`, int64; never a token of probability 0.
     """
     cumulative = exact(probs_BNV).cumsum(dim=-1)
-    # Rounding could push the threshold up to the total, hence past the last token that has mass.
+    # Rounding could push the threshold up to the total, beyond the last token that has mass.
     share = uniforms_BN.to(cumulative.device).clamp(max=1 - 1e-15).unsqueeze(-1)
     return torch.searchsorted(cumulative, cumulative[..., -1:] * share, right=True).squeeze(-1)
 
 
 def exact(values: Tensor) -> Tensor:
-    """The same in float64, moved to the CPU from a device that has none."""
+    """The values in float64, on the CPU if their device has no float64."""
     return (values.cpu() if values.device.type == "mps" else values).double()
 
 
 class RandomNumbers:
-    """The uniform numbers of one request: number i decides output token i, whoever asks and how often.
+    """The uniform numbers of one request: number i decides output token i, however often it is asked for.
 
-    Because a number belongs to a position and not to a moment, the same seed gives the same tokens with any drafter
-    that chooses its guesses, any block size and any neighbours. Sampled guesses, and the tests whether to accept them,
-    need numbers of their own (`fresh`), so there the tokens of a seed depend on the drafter and only their distribution
-    does not.
+    Since a number belongs to a position of the output and not to a moment, the same seed gives the same tokens with any
+    drafter that chooses its guesses, any block size and any neighbours in the batch. Sampled guesses, and the tests
+    whether to accept them, need numbers of their own (`fresh`). With these the tokens of a seed depend on the drafter,
+    and only their distribution does not.
     """
 
-    CHUNK = 256  # numbers drawn at once; part of what a seed means
+    CHUNK = 256  # numbers generated at once; another size would change what a seed gives
 
     def __init__(self, seed: int | None) -> None:
         self._seed = int(torch.randint(2**62, ())) if seed is None else seed
@@ -86,12 +84,12 @@ class RandomNumbers:
         return torch.from_numpy(self._numbers[list(positions)])
 
     def fresh(self, start: int, count: int) -> Tensor:
-        """Numbers in [0, 1) for what one cycle draws besides the output tokens, `[count]` float64.
+        """Numbers in [0, 1) for what one cycle samples besides the output tokens, `[count]` float64.
 
-        They are independent of those of `at` and of every other start. A longer answer begins like a shorter one.
+        They are independent of those of `at` and of every other start. More numbers begin with the same ones as fewer.
 
         Args:
-            start: Output tokens committed before the cycle. Each cycle commits one at least, so none recurs.
+            start: Output tokens committed before the cycle. Each cycle commits at least one, so no start recurs.
         """
         bits = np.random.PCG64(np.random.SeedSequence(self._seed, spawn_key=(start,)))
         return torch.from_numpy(np.random.Generator(bits).random(count))

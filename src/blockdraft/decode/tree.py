@@ -1,4 +1,4 @@
-"""Draft trees: of all guesses that the draft passes make possible, those that are most likely to be accepted."""
+"""Draft trees of the guesses that are most likely to be accepted, and how many of them pay."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from torch.nn.functional import pad
 from blockdraft.decode.proposal import Proposal
 from blockdraft.machine import send
 
-FIRST_SIZE = 32  # guesses of the first tree that `paying_tree` grows
+FIRST_SIZE = 32  # guesses of the first tree that is grown where the number that pays is unknown
+GROWTH = 4  # ratio of the next tree's size, where nearly all guesses of one pay
+NEARLY_ALL = 0.75  # share of the guesses
 
 
 def best_first(
@@ -27,24 +29,24 @@ def best_first(
 ) -> Proposal:
     """The tree with the largest expected accepted length (DDTree, arXiv 2604.12989).
 
-    The guess at a depth does not depend on the guesses before it, so the chance that a node is accepted is taken to be
-    the product of the probabilities on its path, and the expected length of a tree is the sum of these over its nodes.
-    Nodes are added best first. A path is never likelier than its beginnings, hence the first n nodes added are the
-    best tree of n nodes. With K = 1 the tree is a chain.
+    The distribution of a guess does not depend on the guesses before it. So a node is accepted with the product of the
+    probabilities on its path, and the expected length of a tree is the sum of these over its nodes. Nodes are added
+    best first. No path is likelier than its beginnings, hence the first n nodes added are the best tree of n nodes.
+    With K = 1 the tree is a chain.
 
     Args:
         anchor_B: `[B]` int64.
         log_probs_BDK: The K best log probabilities at each of D depths, descending, float; -inf is no candidate. A
-            node comes after its better siblings, so no tree has use for more than K = `budget` ranks.
+            node is added after its better siblings, so more than K = `budget` are of no use.
         ids_BDK: Their tokens, int64, distinct at each depth.
         budget: Most guesses of a row.
-        cycle_seconds, trust: As in `Plan`; where given, all rows are cut to the count of guesses that pays best.
+        cycle_seconds, trust: As in `Plan`; where given, all rows are cut to the number of guesses that pays best.
 
     Returns:
-        A proposal of at most 1 + budget nodes a row, in the order in which they were added. A row that has fewer
-        candidates than others is filled up.
+        A proposal of at most 1 + budget nodes a row, in the order in which they were added; rows with fewer candidates
+        are padded.
     """
-    # One more rank and one more depth, both impossible, spare the loop its bounds checks.
+    # One more rank and one more depth, both of probability 0, spare the loop its bounds checks.
     ranks = log_probs_BDK.size(2) + 1
     flat = pad(log_probs_BDK, (0, 1, 0, 1), value=-inf).flatten(1).tolist()
     rows = [_grow(log_probs, ranks, budget) for log_probs in flat]
@@ -59,23 +61,20 @@ def lattice_tree(
     cycle_seconds: Sequence[float] | None = None,
     trust: float = 1.0,
 ) -> Proposal:
-    """The tree with the largest expected accepted length where the distribution of a guess depends on the guess before
-    it.
-
-    It grows like that of `best_first`; a node's children are scored given the node's own token.
+    """As `best_first`, for guesses whose distribution depends on the guess before: a node's children are scored given
+    the node's own token.
 
     Args:
         anchor_B: `[B]` int64.
         log_probs_BDKK: `[b, d, p, k]` is the log probability of candidate k at depth d after candidate p of the depth
-            before; at the first depth, where it follows the anchor, the same for every p. -inf is no candidate.
+            before; at the first depth, where all follow the anchor, the same for every p. -inf is no candidate.
         ids_BDK: The candidates, int64, distinct at each depth.
-        budget: Most guesses of a row.
-        cycle_seconds, trust: As in `Plan`; where given, all rows are cut to the count of guesses that pays best.
+        budget, cycle_seconds, trust: As for `best_first`.
     """
     depth, count = ids_BDK.shape[1:]
     ranks = count + 1
     log_probs, order = log_probs_BDKK.sort(dim=-1, descending=True)
-    # Candidate k's own children are those listed after it at the next depth.
+    # The children of candidate k are listed as those after p = k at the next depth.
     next_depth = torch.arange(1, depth + 1, device=order.device)[:, None, None] * count
     over = (0, 1, 0, 0, 0, 1)  # as in `best_first`
     flat = pad(log_probs, over, value=-inf).flatten(1).tolist()
@@ -98,12 +97,12 @@ def best_of(
     cycle_seconds: Sequence[float] | None = None,
     trust: float = 1.0,
 ) -> Proposal:
-    """The best of the guesses of a tree that has been grown level by level (EAGLE-2, arXiv 2406.16858).
+    """The best guesses of a tree that was grown level by level (EAGLE-2, arXiv 2406.16858).
 
     Args:
         anchor_B: `[B]` int64.
-        log_probs_BG: Of each guess's whole path, so that none is likelier than its parent; -inf is no guess.
-        parents_BG: Int64, the place of the guess before, which is a smaller one; -1 for those behind the anchor.
+        log_probs_BG: Float, of each guess's whole path, so that none is likelier than its parent; -inf is no guess.
+        parents_BG: Int64, index of the guess before, always a smaller one; -1 for guesses that follow the anchor.
         tokens_BG: Int64.
         budget, cycle_seconds, trust: As for `best_first`.
     """
@@ -129,7 +128,7 @@ def _proposal(
     cycle_seconds: Sequence[float] | None,
     trust: float,
 ) -> Proposal:
-    """The trees of nodes as `_grow` makes them, cut to the count that pays best; guess g of a row has the token
+    """The proposal of nodes as `_grow` returns them, cut to the number that pays best. Guess g of a row has the token
     `tokens_BG[row, g]`."""
     count = max(len(nodes) for nodes in rows)
     expected = chances = None
@@ -151,10 +150,6 @@ def paying_tree(
 ) -> Proposal:
     """The best-first tree of as many guesses as pay, at most `budget`.
 
-    Growing a tree takes time too, so a small one comes first, and a larger one only where most of that one pays.
-    Guesses are added in the order of their worth, so where a quarter of them does not pay, those beyond would have to
-    cost far less a node.
-
     Args:
         log_probs_BDV: Log probabilities `[B, D, V]` of the guesses at each depth.
         cycle_seconds, trust: As in `Plan`.
@@ -168,25 +163,31 @@ def paying_tree(
 
 
 def _paying(build: Callable[[int], Proposal], budget: int) -> Proposal:
+    """Grow a small tree, and a larger one as long as nearly all guesses pay.
+
+    Growing takes time too. Guesses are added in the order of their worth, so where a quarter of them does not pay, more
+    would pay only if they cost far less each.
+    """
     size = min(FIRST_SIZE, budget)
     while True:
         proposal = build(size)
-        if size == budget or proposal.tokens.size(1) - 1 < 0.75 * size:
+        if size == budget or proposal.tokens.size(1) - 1 < NEARLY_ALL * size:
             return proposal
-        size = min(4 * size, budget)
+        size = min(GROWTH * size, budget)
 
 
 def _grow(
     log_probs: list[float], ranks: int, budget: int, children: Sequence[int] = ()
 ) -> list[tuple[float, int, int]]:
-    """Nodes `(cost, parent, guess)`: minus the log probability of the path, the parent's index and the guess.
+    """Nodes `(cost, parent, guess)` in the order of their worth: minus the log probability of the path, the parent's
+    index, and the guess.
 
     Args:
         log_probs: Of each guess; guess d * ranks + r has rank r at depth d + 1.
-        children: The best guess after each guess; without it, that of the next depth.
+        children: The best guess after each guess; by default that of the next depth.
     """
     nodes: list[tuple[float, int, int]] = []
-    # What may be added next: of each family the best sibling that is not in the tree.
+    # Nodes that may be added next: of each set of siblings the best that is not in the tree.
     heap = [(-log_probs[0], 0, 0)]
     while len(nodes) < budget and heap[0][0] < inf:
         cost, parent, guess = best = heap[0]
@@ -198,20 +199,20 @@ def _grow(
 
 
 def best_count(path_probs: Sequence[Sequence[float]], cycle_seconds: Sequence[float], trust: float = 1.0) -> int:
-    """The number of guesses a row with which a cycle yields the most tokens a second.
+    """The number of guesses a row with which a cycle yields the most tokens a second (CaDDTree, arXiv 2606.01813).
 
     With n guesses a row is expected to commit 1 + trust * (sum of its first n path probabilities) tokens, the bonus
-    included. All rows go through one forward, so they share n. Every n is tried: measured times need not be convex.
+    included. All rows share n, since they go through one forward. Every n is tried: measured times need not be convex.
 
     Args:
-        path_probs: For each row the chance that each guess is accepted together with all guesses before it on its
-            path, in the order in which guesses are added. Rows may have different numbers of guesses.
-        cycle_seconds: Time of a cycle with 0, 1, 2, ... guesses a row. More guesses than it has times for are not
+        path_probs: For each row and guess the probability that it is accepted together with all before it on its path,
+            in the order in which guesses are added. Rows may have different numbers of guesses.
+        cycle_seconds: Time of a cycle with 0, 1, 2, ... guesses a row. Only numbers that it has times for are
             considered.
         trust: As in `Plan`.
 
     Returns:
-        The count, 0 included; of equally good ones the smallest.
+        The number, from 0 on; of equally good ones the smallest.
     """
     assert len(cycle_seconds) > 0 and min(cycle_seconds) > 0, "every cycle takes time"
     tokens = np.zeros(min(len(cycle_seconds), 1 + max(len(row) for row in path_probs)))
@@ -225,13 +226,11 @@ def best_count(path_probs: Sequence[Sequence[float]], cycle_seconds: Sequence[fl
 def next_pays(
     expected_B: Tensor, survival_B: Tensor, count: int, cycle_seconds: Sequence[float], trust: float = 1.0
 ) -> bool:
-    """Whether one more guess a row pays, behind chains of `count` guesses that are made one after the other.
-
-    It is taken to be as likely as the last one.
+    """Whether one more guess a row pays after chains of `count` guesses, if it is as likely as the last one.
 
     Args:
-        expected_B: Guesses of each row that are expected to be accepted.
-        survival_B: The chance that all of them are; 0 for a row that gets no more.
+        expected_B: Float, the number of guesses of each row that are expected to be accepted.
+        survival_B: Float, the probability that all of them are; 0 for a row that gets no more guesses.
         cycle_seconds, trust: As in `Plan`.
     """
     now, more = (len(found) + trust * float(found.sum()) for found in (expected_B, expected_B + survival_B))

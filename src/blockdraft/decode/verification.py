@@ -1,4 +1,4 @@
-"""Verification: a pure function of the proposal, the target's distributions and random numbers."""
+"""Verification: which guesses are accepted, as a pure function of proposal, target distributions and random numbers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from blockdraft.decode.proposal import Proposal
 
 @dataclass(frozen=True)
 class Verdict:
-    """Attributes:
-    path: For each row the accepted nodes from the anchor on, so it begins with 0; empty for a row whose walk met a
-        node without a distribution.
-    bonus: For each row the token sampled at the end of the path, which becomes the next anchor; -1 where the path is
-        empty.
+    """Outcome of a verification.
+
+    Attributes:
+        path: For each row the accepted nodes, beginning with the anchor, node 0; empty where the walk reached a node
+            without a distribution.
+        bonus: For each row the target's token after the path, which becomes the next anchor; -1 where the path is
+            empty.
     """
 
     path: list[list[int]]
@@ -28,29 +30,26 @@ class Verdict:
 def verify(
     proposal: Proposal, distributions: Distributions, uniforms_BN: Tensor | None, tests_BN: Tensor | None = None
 ) -> Verdict:
-    """Accept as many guesses as can stand without changing the distribution of the output.
+    """Accept guesses so that the output has the target's distribution.
 
-    How a row is judged follows from how its guesses came about:
+    - Chosen guesses (`q` None): after each node a token is sampled from the target's p, and the walk descends while a
+      child holds it. So every output token is sampled from p, and a guess x is accepted with probability p(x). At
+      temperature 0 this accepts the longest path of argmax tokens (DFlash, arXiv 2602.06036; for trees DDTree, arXiv
+      2604.12989).
+    - Sampled guesses, always a chain: block verification (`accept_block`), which accepts at least as many in
+      expectation as testing token by token. The token after the accepted part is then decided; if a chosen guess beside
+      the chain holds it, the walk goes on from there as above. So chosen guesses beside a chain may depend on it.
 
-    - Chosen (`q` None): at each node the target draws from its own p, and the walk descends while a child holds the
-      sampled token. Every token that comes out is the target's own draw; a guess x is accepted with probability p(x).
-      At temperature 0 this accepts the longest path of argmax tokens (DFlash, arXiv 2602.06036; DDTree, arXiv
-      2604.12989, for trees).
-    - Sampled, always a chain: block verification (`rules.accept_block`), which accepts at least as many in expectation
-      as testing token by token. Where a chain ends, the token after it is settled; if a chosen guess beside the chain
-      holds it, the walk goes on from there as above. So what stands beside may depend on what was sampled.
-
-    A row whose walk meets a node without a distribution gets an empty path and the bonus -1; the others do not notice,
-    nor does a row that has such nodes where no walk comes by. A chain of sampled guesses is cut before what follows
-    such a node.
+    A row whose walk reaches a node without a distribution gets an empty path and the bonus -1. Such nodes are ignored
+    where no walk reaches them, and never affect other rows. A chain of sampled guesses ends with such a node.
 
     Args:
         proposal: Trees of B rows and N nodes.
         distributions: p after each of these nodes.
-        uniforms_BN: A number in [0, 1) for each node, float64, for the token sampled there. Nodes of one depth may
-            share a number, because a path holds one node of each depth. None if every row is greedy.
-        tests_BN: A number in [0, 1) for each node, float64, for its acceptance, independent of all other numbers,
-            those that drew the guesses included. None if no row has sampled guesses.
+        uniforms_BN: A number in [0, 1) for each node, float64, for the token after it. Nodes of one depth may share a
+            number, since a path holds one of them at most. None if every row is greedy.
+        tests_BN: A number in [0, 1) for each node, float64, for its acceptance; independent of all other numbers, those
+            that the guesses were sampled with included. None if no row has sampled guesses.
     """
     if distributions.argmax is not None and proposal.q is None:
         return _follow(proposal.parent_lists, distributions.tokens, distributions.argmax)
@@ -67,8 +66,8 @@ def verify(
             paths[row], bonus[row] = path, token
 
     def goes_on(row: int) -> bool:
-        """Descend to the child that holds the token after the path, if there is one. A row of sampled guesses does not
-        fail for lack of a distribution: its path ends before, and what follows is for the next cycle to find out."""
+        """Descend to the child that holds the token after the path, if there is one. Rows of sampled guesses stop
+        before a node without a distribution, and the next cycle deals with it."""
         following = children[row].get(paths[row][-1], ())
         matching = [child for child in following if tokens[row][child] == bonus[row]]
         if not matching or (q[row] is not None and not distributions.exists(row, matching[0])):
@@ -76,7 +75,7 @@ def verify(
         paths[row].append(matching[0])
         return True
 
-    # All rows a level at a time.
+    # All rows walk together, a level at a time.
     walking = [row for row in range(len(tokens)) if q[row] is None or (paths[row] and goes_on(row))]
     while walking:
         for row in [row for row in walking if not distributions.exists(row, paths[row][-1])]:
@@ -90,10 +89,10 @@ def verify(
 
 
 def _follow(parents: list[list[int]], tokens: list[list[int]], argmax: list[list[int]]) -> Verdict:
-    """The verdict where the token after each node is known, without a draw; -1 after a node is no distribution."""
+    """The verdict where the token after each node is known; -1 stands for no distribution."""
     paths, bonus = [], []
     for above, own, following in zip(parents, tokens, argmax, strict=True):
-        # Of two children with the same token the first is taken, hence the reverse order.
+        # In reverse order, so that of two children with the same token the first is taken.
         children = {(above[node], own[node]): node for node in range(len(own) - 1, 0, -1)}
         path, node = [0], children.get((0, following[0]))
         while node is not None:
@@ -105,7 +104,7 @@ def _follow(parents: list[list[int]], tokens: list[list[int]], argmax: list[list
 
 
 def children_of(parents: Sequence[int]) -> dict[int, list[int]]:
-    """The children of each node that has any. What fills up a row is no one's child."""
+    """The children of each node that has any. Padding nodes are nobody's children."""
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(parents):
         if parent >= 0:
