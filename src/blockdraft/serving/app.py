@@ -51,8 +51,8 @@ def make_app(service: Service, settings: ServeSettings) -> FastAPI:
         if isinstance(error, HTTPException) and error.status_code == 404:
             error = ApiError(
                 404,
-                f"{request.url.path[:80]} is no path of this server; /openapi.json lists its paths. The base URL must "
-                f"end in /v1 for clients of OpenAI's API, and before /v1 for those of Anthropic's.",
+                f"The path {request.url.path[:80]} does not exist; /openapi.json lists all paths. Base URLs end in /v1 "
+                f"for clients of OpenAI's API, and omit /v1 for those of Anthropic's.",
             )
         return as_api_error(error).response(request.url.path)
 

@@ -1,1 +1,1 @@
-"""Tools around decoding, each a package of its own with a command of the same name or several."""
+"""Tools around decoding, each a package of its own behind one or more commands."""

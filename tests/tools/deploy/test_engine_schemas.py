@@ -120,9 +120,9 @@ def test_kinds_that_no_engine_runs_are_refused_by_name(drafters: dict[str, Path]
         ("medusa", "sglang", "SGLang cannot be started .* it runs no Medusa heads"),
         ("medusa", "vllm", "vLLM cannot be started .* it reads Medusa's heads in a layout of its own"),
         ("mtp", "trtllm", "TensorRT-LLM cannot be started .* it runs MTP heads that lie in the target's own"),
-        ("mtp", "vllm", "in the speculators format only. Write it anew: .* --format mtp_speculators"),
+        ("mtp", "vllm", "in the speculators format only. Export it first: .* --format mtp_speculators"),
         ("dflash2", "trtllm", "how it is started with DFlash2DraftModel is not known here"),
-        ("dspark", "vllm", "it reads no DSparkDraftModel in this format. Write it anew: .* --format speculators"),
+        ("dspark", "vllm", "it reads no DSparkDraftModel in this format. Export it first: .* --format speculators"),
     ):
         with pytest.raises(UsageError, match=told):
             command(engine, target, str(drafters[kind]), 8000)

@@ -106,12 +106,12 @@ def test_pairs_that_do_not_fit(tmp_path: Path, tiny_target_dir: Path, tiny_draft
     target = str(tiny_target_dir)
     config, tensors = zlab.read_checkpoint(tiny_drafter_dir)
     zlab.write_checkpoint(tmp_path / "deep", replace(config, num_target_layers=9), tensors)
-    with pytest.raises(UsageError, match=r"does not go with .*: layers \(9 here, 3 in the target\)"):
+    with pytest.raises(UsageError, match=r"does not fit .*: layers \(9 here, 3 in the target\)"):
         command("vllm", target, str(tmp_path / "deep"), 8000)
     zlab.write_checkpoint(tmp_path / "other", config, tensors, trained_for="0123456789abcdef")
     notes = list[str]()
     assert command("vllm", target, str(tmp_path / "other"), 8000, note=notes.append)
-    assert len(notes) == 1 and "may not be for" in notes[0] and "fingerprint (0123456789abcdef here" in notes[0]
+    assert len(notes) == 1 and "may not fit" in notes[0] and "fingerprint (0123456789abcdef here" in notes[0]
     loaded = load_target(tiny_target_dir, device="cpu")
     convert(tiny_drafter_dir, tmp_path / "speculators", format_for("speculators", loaded, target), loaded)
     assert command("vllm", target, str(tmp_path / "speculators"), 1).line[:3] == [
@@ -119,7 +119,7 @@ def test_pairs_that_do_not_fit(tmp_path: Path, tiny_target_dir: Path, tiny_draft
         "serve",
         str(tmp_path / "speculators"),
     ]
-    with pytest.raises(UsageError, match="SGLang cannot be started .* Write it anew: blockdraft export"):
+    with pytest.raises(UsageError, match="SGLang cannot be started .* Export it first: blockdraft export"):
         command("sglang", target, str(tmp_path / "speculators"), 8000)
     with pytest.raises(UsageError, match="is a target itself"):
         command("vllm", target, target, 8000)
@@ -142,7 +142,7 @@ def test_engines_that_do_not_come_up(program: Callable[[str], Path], monkeypatch
     with socket.socket() as other:
         other.bind(("127.0.0.1", port))
         other.listen()
-        with pytest.raises(UsageError, match=f"port is {port}, where something listens"):
+        with pytest.raises(UsageError, match=f"port is {port}, which is in use"):
             Running([str(file)], port, 5)
 
 

@@ -187,9 +187,9 @@ def test_what_lies_beside_a_drafter_is_found(tmp_path: Path) -> None:
 def test_what_is_none_of_ours_is_refused(tmp_path: Path, tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
     target = str(tiny_target_dir)
     for wrong, message in (
-        (Known({"mine": 1}, (), None), "results.json is not as `blockdraft bench --out` writes it"),
-        (Known({**BENCH, "methods": {"none": {}}}, (), None), "results.json is not"),
-        (Known(None, (), {"counts": []}), "data.json is not as `blockdraft data --out` writes it"),
+        (Known({"mine": 1}, (), None), "results.json was not written by `blockdraft bench --out`"),
+        (Known({**BENCH, "methods": {"none": {}}}, (), None), "results.json was not written"),
+        (Known(None, (), {"counts": []}), "data.json was not written by `blockdraft data --out`"),
     ):
         with pytest.raises(UsageError, match=message):
             prepare(tiny_drafter_dir, target, tmp_path / "out", None, wrong)
@@ -207,8 +207,8 @@ def test_refused(tmp_path: Path, tiny_target_dir: Path, tiny_drafter_dir: Path) 
     config, tensors = zlab.read_checkpoint(tiny_drafter_dir)
     zlab.write_checkpoint(tmp_path / "deep", replace(config, num_target_layers=9), tensors)
     for drafter, repo, message in (
-        (tmp_path / "deep", None, "does not go with"),
-        (tiny_drafter_dir, "just-a-name", "it must be OWNER/NAME"),
+        (tmp_path / "deep", None, "does not fit"),
+        (tiny_drafter_dir, "just-a-name", "it must have the form OWNER/NAME"),
         (tmp_path / "nowhere", None, "nowhere"),
     ):
         with pytest.raises(UsageError, match=message):

@@ -1,2 +1,2 @@
-"""A pair on its way to where it works: faults in how a drafter is read, other engines started with it, its folder on
-the hub."""
+"""A pair on its way to users: faults in a drafter's checkpoint (`blockdraft doctor`), other engines started with a pair
+(`blockdraft launch`), and a drafter's repository on the hub (`blockdraft push`)."""

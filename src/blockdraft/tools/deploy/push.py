@@ -1,4 +1,4 @@
-"""A drafter's repository on the hub: its files, a model card, and what transformers' `custom_generate` takes."""
+"""`blockdraft push`: a drafter's repository on the hub, with its files, a model card, and code for transformers."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from blockdraft.tools.inspect import Report
 from blockdraft.training.progress import read_log, run_folder
 
 CARD = "README.md"
-LOCAL = "DRAFTER"  # where the card has people fetch it to
+LOCAL = "DRAFTER"  # folder into which the commands of the card fetch the drafter
 
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of how a drafter came about and how well it does, from folders beside it or as it was named.
+    """Records of a drafter's training and measurements.
 
     Attributes:
-        bench: What `blockdraft bench --out` wrote.
-        log: Lines of its training run.
-        data: The manifest of its training data.
+        bench: Results that `blockdraft bench --out` wrote; None if there are none.
+        log: Lines of the log of its training run.
+        data: Manifest of its training data; None if there is none.
     """
 
     bench: Mapping[str, Any] | None
@@ -45,28 +45,28 @@ class Known:
 
     @property
     def taus(self) -> list[float]:
-        """Of the training run, from first to last."""
+        """tau in the log of the training run, from first to last."""
         return [line["tau"] for line in self.log if line.get("tau") is not None]
 
     def lacking(self) -> Iterator[tuple[str, str]]:
-        """What a card will not say, and what to do about it."""
+        """What the card will lack, each with a remedy."""
         if self.bench is None:
             yield (
                 "how fast it is" if self.taus else "how well it guesses",
                 "add --bench DIR of `blockdraft bench --out`",
             )
         if self.data is None:
-            yield "what it was trained on", "add --data DIR, its training data"
+            yield "what it was trained on", "add --data DIR, the folder of its training data"
 
 
 def known_of(drafter: Path, bench: Path | None = None, data: Path | None = None) -> Known:
-    """Look for what `blockdraft fit` and `blockdraft train` leave beside a drafter.
+    """Read the records that `blockdraft fit` and `blockdraft train` leave beside a drafter.
 
     Args:
-        bench, data: Folders of results and of training data, in place of those.
+        bench, data: Folders of results and of training data in the place of those beside the drafter.
 
     Raises:
-        ValueError: A folder that is named lacks its file, or a file is broken.
+        UsageError: `bench` or `data` lacks its file, or a file is broken.
     """
     fitted = Where(drafter, None).folder
     return Known(
@@ -83,7 +83,7 @@ def _json(folder: Path, name: str, needed: bool) -> Mapping[str, Any] | None:
     try:
         found: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UsageError(f"{file} cannot be read ({describe(error)}); give the folder that holds it.") from error
+        raise UsageError(f"{file} cannot be read ({describe(error)}); give the folder that holds the file.") from error
     return found
 
 
@@ -101,16 +101,18 @@ def prepare(
     Args:
         drafter: Folder of a drafter.
         target: Folder or hub name of its target, which must fit.
-        out: New or empty.
-        repo: Name on the hub, such as "me/my-drafter", where it is known.
-        licence: For the card, as the hub names it.
-        note: As in `checked_pair`.
+        out: New or empty folder.
+        repo: Name on the hub, such as "me/my-drafter"; None if it has none yet.
+        known: Records for the card.
+        licence: Licence for the card, in the hub's spelling.
+        note: Called with each warning; see `checked_pair`.
 
     Raises:
-        ValueError: It is no drafter, does not fit the target, or `out` is taken or cannot be written.
+        UsageError: The folder holds no drafter, the drafter does not fit the target, or `out` holds files or cannot be
+            written.
     """
     if repo is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
-        raise UsageError(f"repo is {repo!r}; it must be OWNER/NAME.")
+        raise UsageError(f"repo is {repo!r}; it must have the form OWNER/NAME.")
     report = checked_pair(drafter, target, note)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} holds other files; choose a new or empty folder.")
@@ -129,21 +131,22 @@ def prepare(
                     out.rmdir()
                 new.rename(out)
     except OSError as error:
-        raise UsageError(f"{out} cannot be written ({describe(error)}).") from error
+        raise UsageError(f"{out} cannot be written ({describe(error)}); choose another folder.") from error
 
 
 def upload(folder: Path, repo: str, private: bool) -> str:
-    """Push a folder to a model repository, which is made where there is none; returns its address. Raises ValueError
-    where the hub refuses or cannot be reached."""
+    """Push a folder to a model repository, which is made if it does not exist. Returns its URL.
+
+    Raises:
+        UsageError: The hub refuses or cannot be reached.
+    """
     hub = import_module("huggingface_hub")
     try:
         api = hub.HfApi()
         url = str(api.create_repo(repo, private=private, exist_ok=True))
         api.upload_folder(repo_id=repo, folder_path=folder, commit_message="A drafter for blockdraft")
-    except (OSError, ValueError) as error:  # what the hub's client and its transport raise
-        raise UsageError(
-            f"{repo} could not be pushed ({describe(error)}); `hf auth login` tells the hub who you are."
-        ) from error
+    except (OSError, ValueError) as error:  # raised by the hub's client and its transport
+        raise UsageError(f"{repo} could not be pushed ({describe(error)}); log in with `hf auth login`.") from error
     return url
 
 
@@ -159,8 +162,8 @@ def model_card(report: Report, target: str, repo: str | None, known: Known, lice
         *head,
         f"# A drafter for {target if is_hub_name else Path(target).name}",
         "",
-        "It guesses what its target will say, which then says the same in fewer steps: greedy answers are the target's "
-        "own, token by token, and sampled ones have its distribution.",
+        "It guesses the next tokens of its target, which then needs fewer steps for the same text: greedy answers are "
+        "the target's own, token by token, and sampled answers have its distribution.",
         "",
         f"{architecture} with {counted(report.about['layers'], 'layer')} and "
         f"{report.about['parameters'] / 1e6:,.1f} M parameters, in the {report.layout} layout. It guesses up to "
@@ -176,7 +179,7 @@ def model_card(report: Report, target: str, repo: str | None, known: Known, lice
         "",
         "## Use",
         "",
-        *([] if is_hub_name else ["TARGET stands for the folder of its target.", ""]),
+        *([] if is_hub_name else ["TARGET stands for the folder of the target.", ""]),
         *_use(report, target if is_hub_name else "TARGET", repo or "OWNER/NAME"),
     ]
     return "\n".join(lines) + "\n"
@@ -189,11 +192,13 @@ def _read(taps: Mapping[str, Any] | str) -> str:
 
 
 def _told(lines: Iterator[str], name: str, command: str) -> list[str]:
-    """Raises a UsageError where the file that the lines are made of is none that this command wrote."""
+    """The lines. Raises a UsageError if the file that they are made of was not written by this command."""
     try:
         return [*lines]
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise UsageError(f"{name} is not as `{command}` writes it ({describe(error)}); give its folder.") from error
+        raise UsageError(
+            f"{name} was not written by `{command}` ({describe(error)}); give a folder that this command wrote."
+        ) from error
 
 
 def _measured(known: Known) -> Iterator[str]:
@@ -211,13 +216,13 @@ def _measured(known: Known) -> Iterator[str]:
         yield ""
         yield (
             f"By `blockdraft bench`, temperature {how['temperature']:g}, answers of up to {how['max_new_tokens']} "
-            f"tokens, {how['running']}, {machine}. tau: tokens of a cycle."
+            f"tokens, {how['running']}, {machine}. tau: tokens per cycle."
         )
         return
     if known.taus:
-        yield f"tau {known.taus[-1]:.2f} on held-out prompts at the end of training: tokens of a cycle, greedily."
+        yield f"tau {known.taus[-1]:.2f} on held-out prompts after training: tokens per cycle, decoded greedily."
     else:
-        yield "Not measured yet: `blockdraft bench` measures it."
+        yield "Not measured yet; `blockdraft bench` measures it."
 
 
 def _data(known: Known) -> Iterator[str]:
@@ -229,8 +234,8 @@ def _data(known: Known) -> Iterator[str]:
     writer = {"target": "the target's own answers", "server": "answers of a server"}.get(who)
     sources = ", ".join(Path(str(source)).name for source in (known.data.get("arguments") or {}).get("sources") or ())
     yield (
-        f"{counts['documents']:,} documents of {counts['tokens']:,} tokens, {counts['supervised']:,} of them learned "
-        f"from: {writer or 'texts as they were'}{f', from {sources}' if sources else ''}."
+        f"{counts['documents']:,} documents of {counts['tokens']:,} tokens, of which {counts['supervised']:,} were "
+        f"trained on: {writer or 'texts as they were'}{f', from {sources}' if sources else ''}."
     )
 
 
@@ -240,7 +245,7 @@ def _use(report: Report, target: str, repo: str) -> Iterator[str]:
     lines = starts(report.config, report.layout, repo, target, given)
     ours = starts(report.config, report.layout, LOCAL, target, given)["blockdraft"].line or ""
     yield from _block(f"hf download {repo} --local-dir {LOCAL}", ours)
-    yield "With transformers, where blockdraft is installed:"
+    yield "With transformers, if blockdraft is installed:"
     yield from _block(
         f'model.generate(**inputs, custom_generate="{repo}", trust_remote_code=True, max_new_tokens=256)', kind="python"
     )
