@@ -21,15 +21,16 @@ LAYERS = [
     {"cpu", "cuda"},
     {"formats"},
     {"targets"},
-    {"denoisers"},
+    {"diffusion.model"},
+    {"diffusion.folder"},
     {"drafters"},
     {"engine"},
     {"data"},
     {"training", "evaluation"},
-    {"compat", "fit", "tools.inspect"},
-    {"quantize"},
-    {"diffusion"},
-    {"serving", "tools", "tools.deploy", "inspection"},
+    {"compat", "tools.inspect"},
+    {"tools", "tools.fit"},
+    {"tools.quantize", "diffusion"},
+    {"serving", "tools.deploy", "inspection", "quantize"},
     {"cli"},
 ]
 HEIGHT = {name: height for height, group in enumerate(LAYERS) for name in group}
@@ -86,11 +87,13 @@ def unit_of(name: str) -> str:
 
 
 def layer_of(name: str) -> str:
-    """The unit with which a module stands in LAYERS: a tool by itself, a drafter's file by its part."""
+    """The unit with which a module stands in LAYERS: a tool and files named there by
+    themselves, a drafter's file by its part."""
     _, *path = name.split(".")
     if path[:1] == ["drafters"] and len(path) == 3:
         return PARTS.get(path[2], f"a part {path[2]} of drafters")
-    return ".".join(path[:2]) if path[:1] == ["tools"] else unit_of(name)
+    two = ".".join(path[:2])
+    return two if path[:1] == ["tools"] or two in HEIGHT else unit_of(name)
 
 
 def folder_of(name: str) -> str | None:

@@ -45,7 +45,7 @@ ASKS = "asks running servers; tests/cli/test_bench_server.py has such"
 SUITE = "takes datasets of the hub; tests/cli/test_bench_suite.py has a few rows of some"
 SERVE = "serves until it is told to end; tests/serving/test_run.py does that"
 TWO_DEVICES = "takes a second GPU; tests/cli/test_bench.py does that on a CPU"
-FIT = "takes hours; tests/fit/test_run.py runs the steps"
+FIT = "takes hours; tests/tools/fit/test_run.py runs the steps"
 NOT_RUN = {
     "blockdraft fit --target MODEL --data prompts.jsonl --hours 2 --out drafter": FIT,
     'blockdraft generate --target MODEL --drafter drafter "..."': FIT,

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from blockdraft.fit.steps import done_steps
+from blockdraft.tools.fit.steps import done_steps
 
 WEIGHTS = "model.safetensors"
 FIRST, LAST = 1 / 6, 1 / 2  # moments to kill at, over the time of a fit; before the first it only imports

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from blockdraft import cli, targets
-from blockdraft.fit import run as fit_run
+from blockdraft.tools.fit import run as fit_run
 
 
 class Result(NamedTuple):

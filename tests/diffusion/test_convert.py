@@ -164,7 +164,7 @@ def test_a_failing_disk_leaves_what_was_there(folder: Path, monkeypatch: pytest.
     model = load_model(folder, "cpu")
     with monkeypatch.context() as patch, pytest.raises(UsageError, match="cannot be written .*no space"):
         patch.setattr(
-            "blockdraft.quantize.folder.save_file", lambda *_, **__: (_ for _ in ()).throw(OSError("no space"))
+            "blockdraft.formats.model_folder.save_file", lambda *_, **__: (_ for _ in ()).throw(OSError("no space"))
         )
         write_model(model, model.network.state_dict(), folder)
     with monkeypatch.context() as patch, pytest.raises(UsageError, match="cannot be written .*no more"):

@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from blockdraft.decode.proposal import chain
-from blockdraft.quantize.run import quantize
-from blockdraft.quantize.settings import QuantizeSettings
 from blockdraft.targets import load_target, target_fingerprint
+from blockdraft.tools.quantize.run import quantize
+from blockdraft.tools.quantize.settings import QuantizeSettings
 
 peft: Any = pytest.importorskip("peft")
 

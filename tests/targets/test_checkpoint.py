@@ -9,7 +9,7 @@ from threading import Thread
 import huggingface_hub
 import pytest
 
-from blockdraft.denoisers.folder import FAMILY_OF
+from blockdraft.diffusion.folder import FAMILY_OF
 from blockdraft.errors import UsageError
 from blockdraft.targets import checkpoint, load_target, load_target_text
 from blockdraft.types import Backend

@@ -9,10 +9,10 @@ from transformers import AutoModelForCausalLM
 
 from blockdraft.drafters import bundled, load_drafter
 from blockdraft.formats import read_config, read_drafter, trained_for
-from blockdraft.quantize.run import quantize
-from blockdraft.quantize.settings import QuantizeSettings
 from blockdraft.targets import as_target, load_target, target_fingerprint
 from blockdraft.targets.fingerprint import other_target_warning, weights_fingerprint
+from blockdraft.tools.quantize.run import quantize
+from blockdraft.tools.quantize.settings import QuantizeSettings
 from blockdraft.training.export import convert, export, format_for
 
 

@@ -9,10 +9,10 @@ from transformers import AutoModelForCausalLM, TorchAoConfig
 
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
-from blockdraft.quantize.run import quantize
-from blockdraft.quantize.settings import QuantizeSettings
 from blockdraft.targets import load_target
 from blockdraft.targets.hf import HFTarget
+from blockdraft.tools.quantize.run import quantize
+from blockdraft.tools.quantize.settings import QuantizeSettings
 from blockdraft.types import Drafting, SamplingParams
 
 PROMPTS = [[5, 9, 3, 5, 9], [4, 60, 33, 12, 9, 4, 60]]

@@ -20,8 +20,8 @@ from blockdraft.cli.compare import RUNS, Comparison
 from blockdraft.drafters import Drafter, hits
 from blockdraft.engine import Chunk, Completion, Costs, Engine, Stats
 from blockdraft.engine.text import AnswerText
-from blockdraft.quantize.run import Perplexity
 from blockdraft.targets import Target
+from blockdraft.tools.quantize.run import Perplexity
 from blockdraft.types import SamplingParams
 
 DRAFTED = "green"

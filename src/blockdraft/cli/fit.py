@@ -19,7 +19,7 @@ from blockdraft.cli.options import (
     with_options,
 )
 from blockdraft.errors import UsageError
-from blockdraft.fit.settings import FitSettings
+from blockdraft.tools.fit.settings import FitSettings
 from blockdraft.types import DEFAULT_BACKEND
 
 
@@ -59,10 +59,10 @@ def fit(
     The first start measures target and machine and writes a plan; every later one follows it. Each step is one of the
     other commands and is printed, so it can be run alone.
     """
-    from blockdraft.fit.steps import Where
+    from blockdraft.tools.fit.steps import Where
 
     try:
-        from blockdraft.fit.run import Fit, run_fit
+        from blockdraft.tools.fit.run import Fit, run_fit
     except ModuleNotFoundError as error:
         raise UsageError(f"Fitting takes {error.name}; run pip install 'blockdraft[train]'.") from error
 

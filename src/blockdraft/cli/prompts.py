@@ -22,7 +22,7 @@ from blockdraft.cli.options import (
 )
 from blockdraft.data.settings import DataSettings
 from blockdraft.errors import Complaints, counted
-from blockdraft.fit.settings import PromptSettings
+from blockdraft.tools.fit.settings import PromptSettings
 from blockdraft.types import DEFAULT_BACKEND
 
 
@@ -58,8 +58,8 @@ def prompts(
     from blockdraft.data.rows import check_sources
     from blockdraft.drafters import load_drafter
     from blockdraft.engine import Engine
-    from blockdraft.fit.prompts import read_prompts, store, write_prompts
     from blockdraft.targets import load_target_text
+    from blockdraft.tools.fit.prompts import read_prompts, store, write_prompts
 
     loading.quiet()
     rows = chosen.rows(settings.pool)

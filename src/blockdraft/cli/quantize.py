@@ -10,7 +10,7 @@ import typer
 
 from blockdraft.cli import loading
 from blockdraft.cli.options import Adapter, FieldOptions, Revision, with_options
-from blockdraft.quantize.settings import CalibrationSettings, QuantizeSettings
+from blockdraft.tools.quantize.settings import CalibrationSettings, QuantizeSettings
 
 OWN = "own"  # text that the target writes itself
 OWN_BATCH = 16
@@ -49,10 +49,10 @@ def quantize(
     from blockdraft.cli import display
     from blockdraft.drafters import load_drafter
     from blockdraft.engine import Engine
-    from blockdraft.quantize.folder import check_free
-    from blockdraft.quantize.run import quantize as round_checkpoint
-    from blockdraft.quantize.text import own_text, read_text
+    from blockdraft.formats.model_folder import check_free
     from blockdraft.targets import BUNDLED, load_target_text
+    from blockdraft.tools.quantize.run import quantize as round_checkpoint
+    from blockdraft.tools.quantize.text import own_text, read_text
 
     loading.quiet()
     check_free(out)

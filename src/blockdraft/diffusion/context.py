@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from blockdraft.diffusion.losses import shifted
 from blockdraft.diffusion.mask import block_causal
-from blockdraft.diffusion.model import DiffusionModel, shifted
+from blockdraft.diffusion.model import DiffusionModel
 from blockdraft.nn.attention import visible_slots
 from blockdraft.nn.cache import KVCache
 

@@ -11,14 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from blockdraft.denoisers.folder import PREFIX
-from blockdraft.diffusion.folder import write_model
+from blockdraft.diffusion.folder import PREFIX, write_model
 from blockdraft.diffusion.model import DiffusionModel
 from blockdraft.diffusion.settings import ConvertSettings, DiffusionConfig
 from blockdraft.errors import UsageError
 from blockdraft.folders import held
+from blockdraft.formats.model_folder import check_free
 from blockdraft.nn.denoiser import CausalDenoiser, why_not_denoiser
-from blockdraft.quantize.folder import check_free
 from blockdraft.targets import BUNDLED, HEAD, TABLE, OpenCheckpoint, TargetText, load_target_text, open_checkpoint
 
 MASK_TOKEN = "<|mask|>"  # as in dllm

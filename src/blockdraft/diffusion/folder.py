@@ -1,21 +1,137 @@
-"""The folder of a block-diffusion model, written."""
+"""Block-diffusion models on disk.
+
+Converted models: the folder of the causal language model, with a few more keys in its config.json, and `a2d-` before
+the `model_type`, as in dllm, so that nobody takes it for a causal language model. SDAR's folders (`model_type` sdar)
+are read as well. The paper's own models: `model_type` bd3lm.
+"""
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig
 
-from blockdraft.denoisers.folder import load_model
-from blockdraft.denoisers.model import DiffusionModel
+from blockdraft.diffusion.model import DiffusionConfig, DiffusionModel
 from blockdraft.errors import UsageError
-from blockdraft.quantize.folder import ModelWriter
+from blockdraft.formats.folder import check_tensors
+from blockdraft.formats.model_folder import ModelWriter
+from blockdraft.formats.stored import check_floats, open_tensors
+from blockdraft.nn.denoiser import CausalDenoiser, Denoiser, why_not_denoiser
+from blockdraft.nn.dit import DiT, DiTConfig
+from blockdraft.targets import FAMILIES, HEAD, NotCovered, decoder_config, device_and_dtype, load_text_with
 
-__all__ = ["load_model", "write_model"]
+PREFIX, PAPER = "a2d-", "bd3lm"
+FAMILY_OF = {PAPER: PAPER, "sdar": "qwen3"} | {f"{PREFIX}{family}": family for family in FAMILIES}
+
+
+def load_model(
+    path: str | Path,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    block_size: int | None = None,
+) -> DiffusionModel:
+    """Load a block-diffusion model from its folder.
+
+    Args:
+        device, dtype: As for `load_target`.
+        block_size: None is what the folder says.
+
+    Raises:
+        UsageError: There is no such folder, it holds another kind of model, or not just the weights that belong there;
+            or device or dtype are none.
+    """
+    folder = Path(path)
+    try:
+        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        family = FAMILY_OF.get(raw["model_type"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UsageError(f"{folder} has no config.json of a model ({error}); give a block-diffusion model.") from error
+    if family is None:
+        raise UsageError(
+            f"{folder} holds a model of the type {raw['model_type']!r}, which is no block-diffusion model; make one of "
+            "it by blockdraft diffusion convert."
+        )
+    placed, kind = device_and_dtype(device, dtype)
+    network, described = _paper(raw, folder) if family == PAPER else _converted(raw, family, folder)
+    text = load_text_with(described, folder)
+    if text.tokenizer is None:
+        remedy = "that of GPT-2" if family == PAPER else "that of the model it was made of"
+        raise UsageError(f"{folder} has no tokenizer; copy {remedy} there.")
+    given = {**raw, "block_size": raw.get("block_size") if block_size is None else block_size}
+    given.setdefault("token_shift", False)  # which others do not write
+    given.setdefault("mask_token_id", network.vocab_size - 1 if family == PAPER else text.tokenizer.mask_token_id)
+    for name, remedy in (("block_size", "write it there, or give --block-size"), ("mask_token_id", "write it there")):
+        if given[name] is None:
+            raise UsageError(f"{folder / 'config.json'} lacks {name}; {remedy}.")
+    config = DiffusionConfig(**{each.name: given[each.name] for each in fields(DiffusionConfig)})
+    if config.mask_token_id >= network.vocab_size:
+        raise UsageError(
+            f"mask_token_id is {config.mask_token_id} in {folder}, and the model has {network.vocab_size} tokens; "
+            "use the config.json that belongs to these weights."
+        )
+    _load_weights(network, folder)
+    network.to(placed, kind).eval().requires_grad_(False)
+    return DiffusionModel(network, config, text, raw, other_files(folder))
+
+
+def other_files(folder: Path) -> dict[str, bytes]:
+    """`DiffusionModel.files` of a folder, which need not exist."""
+    return {file.name: file.read_bytes() for file in [folder / "generation_config.json"] if file.is_file()}
+
+
+def _converted(raw: Mapping[str, Any], family: str, folder: Path) -> tuple[Denoiser, PretrainedConfig]:
+    try:
+        config = AutoConfig.for_model(family, **{key: value for key, value in raw.items() if key != "model_type"})
+    except Exception as error:  # transformers has many kinds
+        told = " ".join(str(error).split())
+        raise UsageError(f"{folder / 'config.json'} cannot be used: {told}; use the one of these weights.") from error
+    try:
+        wanted = decoder_config(config)
+        if refused := why_not_denoiser(wanted):
+            raise NotCovered(refused)
+    except NotCovered as refused_too:
+        raise UsageError(f"{folder} cannot be loaded: {refused_too}.") from refused_too
+    with torch.device("meta"):
+        return CausalDenoiser(wanted), config
+
+
+def _paper(raw: Mapping[str, Any], folder: Path) -> tuple[Denoiser, PretrainedConfig]:
+    others = {"time_conditioning": False, "causal": False, "adaln": True}
+    if wrong := [name for name, usual in others.items() if raw.get(name, usual) != usual]:
+        raise UsageError(f"{folder} cannot be loaded: {wrong[0]} is {raw[wrong[0]]}, which this network does not know.")
+    config = DiTConfig(**{each.name: raw[each.name] for each in fields(DiTConfig) if each.name in raw})
+    with torch.device("meta"):
+        network = DiT(config)
+    described = PretrainedConfig()
+    described.max_position_embeddings = config.model_length
+    return network, described
+
+
+def _load_weights(network: Denoiser, folder: Path) -> None:
+    """Raises a UsageError unless just the weights of this network are there."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UsageError(f"{folder} has no *.safetensors; copy the model's weights there.")
+    try:
+        stored = open_tensors(list(map(str, files)))
+        check_floats(stored)
+        # Copied, so that nothing depends on files that may be written anew.
+        tensors = {name: each.tensor().to(torch.float32, copy=True) for name, each in stored.items()}
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"The weights in {folder} are corrupt or cut short ({error}); copy them again.") from error
+    expected = {name: tuple(weight.shape) for name, weight in network.state_dict().items()}
+    if HEAD not in expected:
+        tensors.pop(HEAD, None)  # a tied one that was written all the same
+    check_tensors(expected, tensors)
+    network.load_state_dict(tensors, assign=True)
 
 
 def write_model(model: DiffusionModel, tensors: Mapping[str, Tensor], folder: Path) -> None:

@@ -9,7 +9,8 @@ from statistics import NormalDist, fmean, stdev
 
 import torch
 
-from blockdraft.diffusion.model import DiffusionModel, losses
+from blockdraft.diffusion.losses import losses
+from blockdraft.diffusion.model import DiffusionModel
 from blockdraft.diffusion.noise import Noise, counted_noise
 from blockdraft.diffusion.settings import LikelihoodSettings
 from blockdraft.diffusion.text import Tokens, row_length

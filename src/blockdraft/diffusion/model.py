@@ -1,70 +1,87 @@
-"""What a block-diffusion model thinks of a noisy text."""
+"""A block-diffusion model: network, configuration and tokenizer."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from blockdraft.denoisers.model import DiffusionModel, hide_mask_token
-from blockdraft.diffusion.mask import flex_mask, training_mask
-from blockdraft.diffusion.noise import Noise
-from blockdraft.nn.attention import Visible
+from blockdraft.errors import NumbersError, UsageError
 from blockdraft.nn.denoiser import Denoiser
-
-__all__ = ["DiffusionModel", "hide_mask_token", "losses", "shifted", "states_about"]
-
-CHUNK = 2048  # masked tokens whose logits exist at once
+from blockdraft.settings import Count, Natural, settings
+from blockdraft.targets import TargetText
 
 
-def shifted(states_BLH: Tensor, before_BKH: Tensor, block_size: int) -> Tensor:
-    """States by the token that they are about, from those by the token that they were said at, where each is about the
-    next one.
+@settings
+class DiffusionConfig:
+    """What the network itself does not show.
 
-    Args:
-        states_BLH: Of whole blocks, of which the last may be shorter.
-        before_BKH: Of the clean tokens right before each of the K blocks.
+    Attributes:
+        block_size: Tokens of a block. At 1 the model is autoregressive.
+        mask_token_id: Stands for a token that is not known yet.
+        token_shift: Whether what the network says at a token is about the next one, as in causal language models. What
+            is said about the first token of a block is then said at the last one of the block before.
     """
-    moved = torch.cat([before_BKH[:, :1], states_BLH[:, :-1]], dim=1)
-    moved[:, ::block_size] = before_BKH
-    return moved
+
+    block_size: Count
+    mask_token_id: Natural
+    token_shift: bool
 
 
-def states_about(model: DiffusionModel, noisy_BL: Tensor, clean_BL: Tensor) -> Tensor:
-    """What the network thinks of each token `[B, L, H]`, given its noisy block and the clean blocks before it. With a
-    token shift there is nothing to be had about the first token of a row, and what stands there means nothing."""
-    length, size = clean_BL.size(1), model.config.block_size
-    positions = torch.arange(length, device=clean_BL.device).repeat(2)[None]
-    visible: Visible
-    if clean_BL.is_cuda:
-        visible = flex_mask(length, size, clean_BL.device)
-    else:
-        visible = training_mask(length, size, clean_BL.device)[None]
-    states = model.network.hidden(torch.cat([noisy_BL, clean_BL], dim=1), positions, visible)
-    noisy, clean = states[:, :length], states[:, length:]
-    if not model.config.token_shift:
-        return noisy
-    before = torch.cat([clean[:, :1], clean[:, size - 1 : -1 : size]], dim=1)
-    return shifted(noisy, before, size)
+@dataclass(frozen=True)
+class DiffusionModel:
+    """Attributes:
+    text: Tokenizer, context and end tokens; the tokenizer is there.
+    raw: What config.json holds besides `config`.
+    files: Content of other files of its folder by their names, which belong into every folder that it is written to.
+    """
+
+    network: Denoiser
+    config: DiffusionConfig
+    text: TargetText
+    raw: dict[str, Any]
+    files: Mapping[str, bytes] = field(default_factory=dict)
+
+    def check_tokens(self, ids: Sequence[int], place: str) -> None:
+        """Raise a UsageError for tokens that no text may hold.
+
+        Args:
+            place: Where they come from, as the beginning of a sentence.
+        """
+        mask, size = self.config.mask_token_id, self.network.vocab_size
+        wrong = next((token for token in ids if not 0 <= token < size), None)
+        if wrong is not None:
+            raise UsageError(f"{place} holds the token id {wrong}, and the model has those from 0 to {size - 1} only.")
+        if mask in ids:
+            raise UsageError(
+                f"{place} holds the mask token (id {mask}), which stands for tokens that are not known; take it out."
+            )
+
+    def check_weights(self) -> None:
+        """Raise a NumbersError where a weight is not finite."""
+        for name, weight in self.network.named_parameters():
+            if not weight.isfinite().all():
+                raise NumbersError(f"The model's weight {name} is not finite; copy its files again, or make it anew.")
+
+    def check_finite(self, numbers: Tensor) -> None:
+        """Raise a NumbersError that says what can be done where the model has computed NaN or infinity.
+
+        Args:
+            numbers: What it has computed.
+        """
+        if numbers.isfinite().all():
+            return
+        self.check_weights()
+        is_float32 = next(self.network.parameters()).dtype == torch.float32
+        remedy = "its weights are too large, so make it anew" if is_float32 else "load it as float32"
+        raise NumbersError(f"The model computes numbers that are not finite; {remedy}.")
 
 
-def losses(model: DiffusionModel, clean_BL: Tensor, noise: Noise) -> Tensor:
-    """-log p of each masked token given its noisy block and the clean blocks before it, times its weight, `[B, L]`
-    float32; 0 for tokens that are not masked, of which the model is told (SUBS, arXiv 2406.07524)."""
-    mask = model.config.mask_token_id
-    masked, weights = (each.to(clean_BL.device) for each in noise)
-    states_MH = states_about(model, clean_BL.masked_fill(masked, mask), clean_BL)[masked]
-    found = []
-    for states, tokens in zip(states_MH.split(CHUNK), clean_BL[masked].split(CHUNK), strict=True):
-        if torch.is_grad_enabled():  # logits are computed again in the backward pass, rather than kept
-            found.append(checkpoint(_nlls, model.network, mask, states, tokens, use_reentrant=False))
-        else:
-            found.append(_nlls(model.network, mask, states, tokens))
-    nlls = torch.cat(found) if found else states_MH.sum(dim=-1).float()
-    return torch.zeros_like(weights).masked_scatter(masked, nlls * weights[masked])
-
-
-def _nlls(network: Denoiser, mask_token_id: int, states_MH: Tensor, tokens_M: Tensor) -> Tensor:
-    logits = hide_mask_token(network.logits(states_MH), mask_token_id)
-    return F.cross_entropy(logits, tokens_M, reduction="none")
+def hide_mask_token(logits: Tensor, mask_token_id: int) -> Tensor:
+    """Logits `[..., V]` float32 of which the mask token has -inf: it is never what a place holds."""
+    hidden = torch.zeros(logits.size(-1), dtype=torch.bool, device=logits.device)
+    hidden[mask_token_id] = True
+    return logits.float().masked_fill(hidden, -torch.inf)

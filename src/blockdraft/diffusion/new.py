@@ -9,16 +9,15 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, Qwen3Config
 
-from blockdraft.denoisers.folder import PAPER, PREFIX, other_files
 from blockdraft.diffusion.convert import Converted, mask_token
-from blockdraft.diffusion.folder import write_model
+from blockdraft.diffusion.folder import PAPER, PREFIX, other_files, write_model
 from blockdraft.diffusion.model import DiffusionModel
 from blockdraft.diffusion.settings import DiffusionConfig, NewSettings
 from blockdraft.errors import UsageError
 from blockdraft.folders import held
+from blockdraft.formats.model_folder import check_free
 from blockdraft.nn.denoiser import CausalDenoiser, Denoiser
 from blockdraft.nn.dit import DiT, DiTConfig
-from blockdraft.quantize.folder import check_free
 from blockdraft.targets import BUNDLED, decoder_config, load_text_with
 
 SPREAD = 0.02  # standard deviation of the first weights of a causal shape, as usual

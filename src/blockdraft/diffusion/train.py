@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from blockdraft.diffusion.folder import write_model
 from blockdraft.diffusion.intervals import steadiest_of
 from blockdraft.diffusion.likelihood import likelihood
+from blockdraft.diffusion.losses import losses
 from blockdraft.diffusion.mean import RunningMean
-from blockdraft.diffusion.model import DiffusionModel, losses
+from blockdraft.diffusion.model import DiffusionModel
 from blockdraft.diffusion.noise import Noise, training_noise
 from blockdraft.diffusion.rows import Rows, seed_of
 from blockdraft.diffusion.settings import DiffusionRecipe, LikelihoodSettings

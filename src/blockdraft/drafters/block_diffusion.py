@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from blockdraft.decode.proposal import Plan, Proposal, chain, cut
-from blockdraft.denoisers.folder import FAMILY_OF, load_model
-from blockdraft.denoisers.model import DiffusionModel, hide_mask_token
+from blockdraft.diffusion.folder import FAMILY_OF, load_model
+from blockdraft.diffusion.model import DiffusionModel, hide_mask_token
 from blockdraft.drafters.base import DIFFUSION_STEPS, NOISE_SCHEDULE, NOISE_SCHEDULES, Drafter, Entry, check_same_tokens
 from blockdraft.drafters.dflash.drafter import independent_guesses
 from blockdraft.nn.cache import KVCache

@@ -78,7 +78,7 @@ def load_target(
             forwards of few nodes as CUDA graphs, and "auto" does not.
         quantize: "int8" and "int4" round weights to 8 or 4 bits, with a scale for each group of inputs, and embedding
             and head to 8; what enters a product is rounded to int8 as it comes. The target is then the rounded model;
-            `blockdraft.quantize` writes one that loses less. Of a checkpoint that is quantised already, "int8" rounds
+            `blockdraft quantize` writes one that loses less. Of a checkpoint that is quantised already, "int8" rounds
             what is not. On an NVIDIA GPU "int8" and "fp8" use torchao and bfloat16 arithmetic.
         threads: Of torch and the compiled forward, from now on, on a CPU. None leaves torch's number. "auto" measures
             once which number is fastest for a compiled target, unless `OMP_NUM_THREADS` is set.

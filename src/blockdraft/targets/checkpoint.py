@@ -27,7 +27,7 @@ from blockdraft.targets.fingerprint import weights_fingerprint
 INCIDENTAL = {"dtype", "torch_dtype", "transformers_version", "_name_or_path"}
 
 
-# Beginnings of the `model_type` of models that `blockdraft.denoisers` reads.
+# Beginnings of the `model_type` of models that `blockdraft.diffusion` reads.
 BLOCK_DIFFUSION = ("a2d-", "bd3lm", "sdar")
 HUB_SECONDS = 10.0  # in which the hub answers, as its own client has it
 

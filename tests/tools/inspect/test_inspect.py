@@ -179,8 +179,8 @@ def test_a_target(tiny_target_dir: Path) -> None:
 
 
 def test_a_quantised_target(tiny_target_dir: Path, tmp_path: Path) -> None:
-    from blockdraft.quantize.run import quantize
-    from blockdraft.quantize.settings import QuantizeSettings
+    from blockdraft.tools.quantize.run import quantize
+    from blockdraft.tools.quantize.settings import QuantizeSettings
 
     quantize(tiny_target_dir, tmp_path / "q", QuantizeSettings(bits=4))
     found = inspect(tmp_path / "q")

@@ -16,12 +16,12 @@ from blockdraft.compat.generate import write_custom_generate
 from blockdraft.drafters import entries
 from blockdraft.errors import UsageError, counted, describe
 from blockdraft.evaluation.methods import shape_name
-from blockdraft.fit.steps import Where
 from blockdraft.folders import held
 from blockdraft.formats import clear_remains, find_layout
 from blockdraft.formats.engines import starts
 from blockdraft.formats.folder import weight_files
 from blockdraft.tools.deploy.pair import checked_pair
+from blockdraft.tools.fit.steps import Where
 from blockdraft.tools.inspect import Report
 from blockdraft.training.progress import read_log, run_folder
 

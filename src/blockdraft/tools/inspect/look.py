@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from blockdraft.denoisers.folder import FAMILY_OF
+from blockdraft.diffusion.folder import FAMILY_OF
 from blockdraft.drafters import bundled
 from blockdraft.errors import UsageError
 from blockdraft.formats import layout_of, layouts, read_config

@@ -14,12 +14,12 @@ from typing import Any
 from blockdraft.data.folder import write_file
 from blockdraft.errors import UsageError, counted
 from blockdraft.evaluation.methods import shape_name
-from blockdraft.fit.plan import Plan
-from blockdraft.fit.prompts import HELD_OUT
-from blockdraft.fit.steps import Step, Where
 from blockdraft.formats import find_layout, read_drafter
 from blockdraft.formats.engines import OURS, starts
 from blockdraft.formats.gguf import is_gguf
+from blockdraft.tools.fit.plan import Plan
+from blockdraft.tools.fit.prompts import HELD_OUT
+from blockdraft.tools.fit.steps import Step, Where
 from blockdraft.training.progress import run_folder
 
 README, PICTURE = "README.md", "fit.png"

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from blockdraft.data.settings import RowSettings
-from blockdraft.fit import run
-from blockdraft.fit.plan import Plan
-from blockdraft.fit.run import FORMAT, Fit, run_fit
-from blockdraft.fit.settings import FitSettings
-from blockdraft.fit.steps import Where
+from blockdraft.tools.fit import run
+from blockdraft.tools.fit.plan import Plan
+from blockdraft.tools.fit.run import FORMAT, Fit, run_fit
+from blockdraft.tools.fit.settings import FitSettings
+from blockdraft.tools.fit.steps import Where
 from blockdraft.types import SamplingParams
 
 SILENT: Callable[[str], None] = lambda text: None  # noqa: E731

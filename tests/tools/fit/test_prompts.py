@@ -9,10 +9,10 @@ import pytest
 from blockdraft.data.settings import RowSettings
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
-from blockdraft.fit import prompts
-from blockdraft.fit.prompts import HELD_OUT, PROMPTS, beginnings, read_prompts, store, write_prompts
-from blockdraft.fit.settings import PromptSettings
 from blockdraft.targets import Target, load_target
+from blockdraft.tools.fit import prompts
+from blockdraft.tools.fit.prompts import HELD_OUT, PROMPTS, beginnings, read_prompts, store, write_prompts
+from blockdraft.tools.fit.settings import PromptSettings
 
 SETTINGS = PromptSettings(count=100, held_out=2, prompt_tokens=8)
 

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from blockdraft.data.folder import write_file
 from blockdraft.errors import BlockdraftError
-from blockdraft.fit.plan import Plan, duration
-from blockdraft.fit.prompts import HELD_OUT, PROMPTS
+from blockdraft.tools.fit.plan import Plan, duration
+from blockdraft.tools.fit.prompts import HELD_OUT, PROMPTS
 from blockdraft.training.progress import run_folder
 from blockdraft.types import Backend
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from blockdraft.diffusion.losses import losses, states_about
 from blockdraft.diffusion.mask import block_causal
-from blockdraft.diffusion.model import DiffusionModel, hide_mask_token, losses, states_about
+from blockdraft.diffusion.model import DiffusionModel, hide_mask_token
 from blockdraft.diffusion.noise import Noise, counted_noise
 from blockdraft.errors import UsageError
 

@@ -15,10 +15,10 @@ from blockdraft.data.settings import RowSettings
 from blockdraft.engine import Engine
 from blockdraft.engine.text import encode
 from blockdraft.errors import UsageError
-from blockdraft.fit.prompts import write_prompts
-from blockdraft.fit.settings import PromptSettings
-from blockdraft.quantize.settings import CalibrationSettings
 from blockdraft.targets import TargetText, without_tokenizer
+from blockdraft.tools.fit.prompts import write_prompts
+from blockdraft.tools.fit.settings import PromptSettings
+from blockdraft.tools.quantize.settings import CalibrationSettings
 from blockdraft.types import SamplingParams
 
 MOST_ROWS = 100_000  # of the sources

@@ -25,10 +25,9 @@ from blockdraft.drafters import load_drafter
 from blockdraft.engine import Completion, Engine, loops
 from blockdraft.engine.adaptive.calibrate import Probe
 from blockdraft.engine.text import encode
-from blockdraft.fit.facts import Machine, Measured, Speeds, TargetFacts
-from blockdraft.fit.recipe import anchors, reference
 from blockdraft.machine import free_bytes, wait_for
 from blockdraft.targets import Target
+from blockdraft.tools.fit.plan import Machine, Measured, Speeds, TargetFacts, anchors, reference
 from blockdraft.training.devices import make_accelerator
 from blockdraft.training.progress import Progress, run_folder
 from blockdraft.training.trainer import train

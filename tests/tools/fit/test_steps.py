@@ -14,9 +14,9 @@ from typer.main import get_command
 
 from blockdraft.cli import app
 from blockdraft.errors import BlockdraftError
-from blockdraft.fit import steps
-from blockdraft.fit.plan import Plan
-from blockdraft.fit.steps import Step, Where, done_steps, make_steps, run_steps
+from blockdraft.tools.fit import steps
+from blockdraft.tools.fit.plan import Plan
+from blockdraft.tools.fit.steps import Step, Where, done_steps, make_steps, run_steps
 
 MakePlan = Callable[..., Plan]
 WHERE = Where(Path("out"), "some/model", "bfloat16", "cpu", "hf")
@@ -107,7 +107,7 @@ def test_a_failing_command_is_told(tmp_path: Path) -> None:
 def test_no_command_outlives_the_fit(tmp_path: Path) -> None:
     """Killed, the fit takes its command along."""
     code = (
-        "from blockdraft.fit import steps\n"
+        "from blockdraft.tools.fit import steps\n"
         "import sys\n"
         f"sys.executable = {str(tmp_path / 'sleep.sh')!r}\n"
         "steps._run(['x'], None)\n"

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from blockdraft.data.features import size
 from blockdraft.data.settings import LONGEST
 from blockdraft.errors import Complaints, counted
-from blockdraft.fit.facts import Machine, Measured, TargetFacts
-from blockdraft.fit.recipe import LONG_BLOCK, SHORT_BLOCK, Fields, anchors, expected_speedup, reference
-from blockdraft.fit.settings import FitSettings
+from blockdraft.nn.draft_config import default_taps
+from blockdraft.tools.fit.settings import FitSettings
+
+Fields: TypeAlias = dict[str, Any]
+
+VARIANTS = ("dflash", "dflash2")
+GAIN = {"dflash": 1.0, "dflash2": 1.26}  # accepted tokens against those of DFlash, on equal training
+EXPECTED_TAU = 2.3  # of a DFlash drafter after some hundred steps
+RATE_POWER = 0.25  # four times the training makes 1.43 times the tau
+MOST_LAYERS = 5  # the paper's (arXiv 2602.06036)
+SHORT_BLOCK, LONG_BLOCK = 8, 16
 
 SAFETY = 0.8  # share of the hours that is planned; machines have other things to do at times
 EPOCHS, MOST_EPOCHS = 3, 15  # passes over the answers that are aimed at, and after which there is little to learn
@@ -36,6 +44,84 @@ KEPT_STATES = {
     "memory": "computed once, kept in memory",
     "disk": "computed once, kept on disk",
 }
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """Attributes:
+    context: Tokens of a row at most.
+    chats: Whether it has a chat template.
+    weight_bytes: As it is loaded.
+    running: How it is run, in words.
+    best_block_size: See `Target`.
+    """
+
+    layers: int
+    hidden_size: int
+    vocab_size: int
+    context: int
+    chats: bool
+    weight_bytes: int
+    running: str
+    best_block_size: int | None = None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Attributes:
+    device: "cpu", "cuda" or "mps".
+    memory, device_memory, disk: Bytes that are free.
+    """
+
+    device: str
+    cpus: int
+    memory: int
+    device_memory: int
+    disk: int
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Of one variant, in the shape that `reference` gives it.
+
+    Attributes:
+        tokens, seconds: Two sizes of training steps and what they take.
+        cycles: What a cycle takes, in plain ones, by block size.
+        parameters: Of the drafter.
+    """
+
+    tokens: tuple[int, ...]
+    seconds: tuple[float, ...]
+    cycles: Mapping[int, float]
+    parameters: int
+
+    def step(self, tokens: int) -> float:
+        """Seconds of a training step of so many tokens: a fixed part and one that grows."""
+        slope = max((self.seconds[-1] - self.seconds[0]) / (self.tokens[-1] - self.tokens[0]), 0.0)
+        slope = max(slope, 0.5 * self.seconds[-1] / self.tokens[-1])  # two times that are alike say little
+        return max(self.seconds[-1] + slope * (tokens - self.tokens[-1]), 0.2 * self.seconds[0])
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Attributes:
+    prompt_tokens, answer_tokens: Of a prompt and an answer on average.
+    long_document: Tokens of a prompt with its answer that few have more than.
+    looping: Share of greedy answers that run in circles.
+    answer_rate: Tokens/s that the target writes, many answers at a time.
+    plain_seconds: Of a token of one answer alone.
+    read_rate: Tokens/s of which the target makes features.
+    speeds: By variant.
+    """
+
+    prompt_tokens: float
+    long_document: int
+    answer_tokens: float
+    looping: float
+    answer_rate: float
+    plain_seconds: float
+    read_rate: float
+    speeds: Mapping[str, Speeds]
 
 
 @dataclass(frozen=True)
@@ -67,6 +153,53 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def taps(layers: int) -> tuple[int, ...]:
+    """Target layers that a drafter reads: up to five as in z-lab's drafters, and all of a target of few."""
+    if layers < 4:
+        return tuple(range(layers))
+    return tuple(sorted({*default_taps(layers, min(5, max(layers - 3, 2)))}))
+
+
+def reference(variant: str, target: TargetFacts, block_size: int = SHORT_BLOCK) -> Fields:
+    """The drafter's shape and how it learns, whatever the time."""
+    small, middling = target.hidden_size <= 512, target.hidden_size <= 2048
+    fields: Fields = {
+        "layers": min(max(round(target.layers / 4), 1), MOST_LAYERS),
+        "taps": taps(target.layers),
+        "block_size": block_size,
+        "objective": {"dpace": 1.0},
+        "optimizer": "muon",
+        "learning_rate": 3e-3 if small else 1e-3 if middling else 6e-4,
+        "muon_learning_rate": 0.02,
+        "schedule": "wsd",
+        "warmup": 0.03,
+    }
+    if variant == "dflash2":
+        fields["selector_rank"] = min(256, max(16, target.hidden_size // 16))
+        fields["conv_group_size"] = math.gcd(16, target.hidden_size)
+    return fields
+
+
+def anchors(length: int, block_size: int) -> int:
+    """Blocks of a row that teach each of its tokens about twice."""
+    return max(2 * length // block_size, 1)
+
+
+def expected_speedup(variant: str, speeds: Mapping[str, Speeds]) -> float:
+    """Tau over the cost of a cycle, in the block size that is best for it.
+
+    Guesses are taken to be right independently of each other, and what is trained faster to learn more.
+    """
+
+    def pace(name: str) -> float:
+        return speeds[name].tokens[-1] / speeds[name].seconds[-1]
+
+    learned = (pace(variant) / max(map(pace, speeds))) ** RATE_POWER
+    tau = max(EXPECTED_TAU * GAIN[variant] * float(learned), 1.01)
+    right = 1 - 1 / tau
+    return max((1 - right**size) / (1 - right) / cost for size, cost in speeds[variant].cycles.items())
 
 
 def answer_length(settings: FitSettings, context: int) -> int:

@@ -20,15 +20,14 @@ from blockdraft.data.settings import DataSettings, RowSettings
 from blockdraft.drafters import load_drafter
 from blockdraft.engine import Engine
 from blockdraft.errors import Complaints, UsageError
-from blockdraft.fit import survey
-from blockdraft.fit.card import engines, usage, write_card
-from blockdraft.fit.plan import EVAL_TOKENS, Plan, answer_length, make_plan, show
-from blockdraft.fit.prompts import read_prompts, write_prompts
-from blockdraft.fit.recipe import VARIANTS, reference
-from blockdraft.fit.settings import FitSettings, PromptSettings
-from blockdraft.fit.steps import Where, done_steps, make_steps, run_steps
 from blockdraft.folders import held
 from blockdraft.targets import Target, checked_folder, load_target, without_tokenizer
+from blockdraft.tools.fit import survey
+from blockdraft.tools.fit.card import engines, usage, write_card
+from blockdraft.tools.fit.plan import EVAL_TOKENS, VARIANTS, Plan, answer_length, make_plan, reference, show
+from blockdraft.tools.fit.prompts import read_prompts, write_prompts
+from blockdraft.tools.fit.settings import FitSettings, PromptSettings
+from blockdraft.tools.fit.steps import Where, done_steps, make_steps, run_steps
 from blockdraft.training.progress import run_folder
 from blockdraft.training.variant import find_variant
 from blockdraft.types import DEFAULT_BACKEND

@@ -18,13 +18,14 @@ from torch import Tensor
 
 from blockdraft.decode.proposal import chain_parents
 from blockdraft.errors import UsageError
+from blockdraft.formats import model_folder
 from blockdraft.nn.quantized import QuantizedWeight
 from blockdraft.nn.rounding import rounded
-from blockdraft.quantize import folder, run
-from blockdraft.quantize.run import quantize
-from blockdraft.quantize.settings import CalibrationSettings, QuantizeSettings
-from blockdraft.quantize.text import Text, cut_text
 from blockdraft.targets import Target, load_target
+from blockdraft.tools.quantize import run
+from blockdraft.tools.quantize.run import quantize
+from blockdraft.tools.quantize.settings import CalibrationSettings, QuantizeSettings
+from blockdraft.tools.quantize.text import Text, cut_text
 
 TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 QUICK = {"device": "cpu", "compile": "off"}
@@ -165,7 +166,7 @@ def test_what_calibration_makes_worse_is_not_taken(
     plain = quantize(models["llama"], tmp_path / "plain")
     monkeypatch.setattr(run, "compensated", spoilt)
     monkeypatch.setattr(run, "moments", watched)
-    monkeypatch.setattr(folder, "SHARD", 4000)  # some were written before that was known
+    monkeypatch.setattr(model_folder, "SHARD", 4000)  # some were written before that was known
     done = quantize(models["llama"], tmp_path / "few", text=text_of(models["llama"]))
     assert done.perplexity is not None and not done.is_calibrated
     assert done.perplexity.source < done.perplexity.nearest < done.perplexity.calibrated
@@ -180,7 +181,7 @@ def test_files_of_large_models_are_several(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quantize(models["qwen2"], tmp_path / "one")
-    monkeypatch.setattr(folder, "SHARD", 4000)
+    monkeypatch.setattr(model_folder, "SHARD", 4000)
     quantize(models["qwen2"], tmp_path / "several")
     files = sorted(path.name for path in (tmp_path / "several").glob("*.safetensors"))
     assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05}.safetensors"
@@ -236,8 +237,8 @@ def test_what_cannot_be_rounded(models: dict[str, Path], tmp_path: Path) -> None
 
 
 def test_a_full_disk_leaves_nothing(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder, "SHARD", 4000)
-    save, calls = folder.save_file, []
+    monkeypatch.setattr(model_folder, "SHARD", 4000)
+    save, calls = model_folder.save_file, []
 
     def fill(tensors: Any, path: Path, **others: Any) -> None:
         calls.append(path)
@@ -246,11 +247,11 @@ def test_a_full_disk_leaves_nothing(models: dict[str, Path], tmp_path: Path, mon
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         save(tensors, path, **others)
 
-    monkeypatch.setattr(folder, "save_file", fill)
+    monkeypatch.setattr(model_folder, "save_file", fill)
     with pytest.raises(ValueError, match="few cannot be written .*No space left on device.; nothing of it is left"):
         quantize(models["qwen2"], tmp_path / "few")
     assert len(calls) == 3 and not list(tmp_path.iterdir())
-    monkeypatch.setattr(folder.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 100}))
+    monkeypatch.setattr(model_folder.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 100}))
     with pytest.raises(ValueError, match="few needs 0.00 GB and its disk has 0.00 GB free"):
         quantize(models["qwen2"], tmp_path / "few")
     assert not list(tmp_path.iterdir())
@@ -258,17 +259,17 @@ def test_a_full_disk_leaves_nothing(models: dict[str, Path], tmp_path: Path, mon
 
 KILLED = """
 import os, signal, sys
-from blockdraft.quantize import folder
-from blockdraft.quantize.run import quantize
-folder.SHARD = 4000
-save, count = folder.save_file, 0
+from blockdraft.formats import model_folder
+from blockdraft.tools.quantize.run import quantize
+model_folder.SHARD = 4000
+save, count = model_folder.save_file, 0
 def die(*args, **named):
     global count
     count += 1
     save(*args, **named)
     if count == 3:
         os.kill(os.getpid(), signal.SIGKILL)
-folder.save_file = die
+model_folder.save_file = die
 quantize(sys.argv[1], sys.argv[2])
 """
 

@@ -5,9 +5,7 @@ from typing import Any
 
 import pytest
 
-from blockdraft.fit.facts import TargetFacts
-from blockdraft.fit.plan import Plan
-from blockdraft.fit.recipe import reference
+from blockdraft.tools.fit.plan import Plan, TargetFacts, reference
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from blockdraft.data.settings import RowSettings
 from blockdraft.engine import Engine, loops
 from blockdraft.engine.text import encode
 from blockdraft.errors import UsageError
-from blockdraft.fit.settings import PromptSettings
 from blockdraft.targets import Target, TargetText, without_tokenizer
+from blockdraft.tools.fit.settings import PromptSettings
 from blockdraft.types import SamplingParams
 
 PROMPTS, HELD_OUT = "prompts.jsonl", "held-out.jsonl"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from blockdraft.fit.card import engines, usage
-from blockdraft.fit.steps import Where
+from blockdraft.tools.fit.card import engines, usage
+from blockdraft.tools.fit.steps import Where
 
 
 @pytest.mark.parametrize("last", [False, True])

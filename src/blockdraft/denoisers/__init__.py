@@ -1,1 +1,0 @@
-"""Block-diffusion language models as their folders hold them: network, configuration, tokenizer."""
