@@ -77,7 +77,7 @@ def test_the_bundled_dflash_drafter_is_what_other_engines_get(
     export: Run, tmp_path: Path, two_kinds: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert export("bundled", "--out", tmp_path / "out") == 0
-    assert "bundled is bundled-dflash for other engines" in capsys.readouterr().err
+    assert "bundled means bundled-dflash for other engines" in capsys.readouterr().err
     assert zlab.read_config(tmp_path / "out") == zlab.read_config(two_kinds[0])
 
 
@@ -185,7 +185,7 @@ def test_a_checkpoint_of_another_target_is_told(
         ("lm_head", Borrowed(embedding, -head, None)),
     ):
         speculators.write_checkpoint(tmp_path / name, config, tensors, own, "another", [])
-        with pytest.raises(ValueError, match=f"{name}.weight of .* is not the target's; use the target"):
+        with pytest.raises(ValueError, match=f"{name}.weight of .* differs from the target's; use the target"):
             load_drafter(tmp_path / name, target=target)
 
 

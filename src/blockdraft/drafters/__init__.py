@@ -1,5 +1,8 @@
-"""Drafters: a folder for each kind that has a network, a file for the others. Each registers itself as `DRAFTER`, an
-`Entry`. `plugins.parts` finds the parts of the folders: layouts, training, checks and faster runners."""
+"""Drafters. A kind with a network is a folder of this package, any other kind a file.
+
+Each registers itself as `DRAFTER`, an `Entry`. `plugins.parts` finds the parts of the folders: layouts, training,
+checks and faster runners.
+"""
 
 from __future__ import annotations
 
@@ -38,34 +41,37 @@ BUNDLED_DFLASH = "bundled-dflash"
 
 
 def bundled() -> dict[str, Path]:
-    """The bundled drafters' folders by name: "bundled" is the one that drafts by default, "bundled-dflash" the DFlash
-    drafter, which other engines read as well. They are the same where none of another kind lies beside that."""
+    """Folders of the bundled drafters by name.
+
+    "bundled" is the default drafter; "bundled-dflash" is the DFlash drafter, which other engines read as well. Both
+    name the same folder if no other drafter is bundled.
+    """
     dflash = PAIR / "drafter"
     others = sorted(config.parent for config in PAIR.glob("drafter-*/config.json"))
-    assert len(others) <= 1, f"{PAIR} has {len(others)} drafters beside {dflash.name}; one can be the default"
+    assert len(others) <= 1, f"{PAIR} has {len(others)} drafters beside {dflash.name}; only one can be the default"
     return {"bundled": others[0] if others else dflash, BUNDLED_DFLASH: dflash}
 
 
 def for_others(drafter: str | Path, note: Callable[[str], None]) -> str | Path:
-    """A drafter as engines other than ours are to read it: of the bundled ones the DFlash drafter.
+    """Drafter for engines other than this one: the bundled DFlash drafter for any bundled name, else as given.
 
     Args:
-        drafter: "bundled", "bundled-dflash", or any other, which is returned as it is.
-        note: Told, where "bundled" is another drafter here, that the DFlash one is taken.
+        drafter: "bundled", "bundled-dflash", or any other drafter, which is returned unchanged.
+        note: Function called with a message where the bundled DFlash drafter takes the place of another bundled one.
     """
     folders = bundled()
     if str(drafter) not in folders:
         return drafter
     if folders[str(drafter)] != folders[BUNDLED_DFLASH]:
         note(
-            f"{drafter} is {BUNDLED_DFLASH} for other engines, since all of them read DFlash; the one that drafts by "
-            f"default here is {folders[str(drafter)]}"
+            f"{drafter} means {BUNDLED_DFLASH} for other engines, because all of them read DFlash; the default drafter "
+            f"here is {folders[str(drafter)]}"
         )
     return folders[BUNDLED_DFLASH]
 
 
 def entries() -> dict[str, Entry]:
-    """Every kind of drafter, by the name of its file or folder."""
+    """All kinds of drafters, by the name of their file or folder."""
     found = {name: module.DRAFTER for name, module in plugins(__name__).items() if hasattr(module, "DRAFTER")}
     return dict(sorted({**found, **{name: module.DRAFTER for name, module in parts("drafter").items()}}.items()))
 
@@ -80,21 +86,22 @@ def load_drafter(
     """Load the drafter of a target.
 
     Args:
-        path: The folder or GGUF file of a drafter, the folder of a smaller language model with the target's tokens, or
-            the name of a drafter that needs no folder ("none" decodes plainly, "mtp" is the MTP head in the target's
-            own folder). None or "bundled" is the bundled drafter, which fits the bundled target and what was made of
-            it; "bundled-dflash" is the bundled one of the kind DFlash, if another kind drafts by default. Several of
-            these with a + between them, such as "prompt_lookup+bundled", draft together.
-        target: The target that it will draft for; dtype and device are taken from it. Where the drafter says that it
-            was trained for another one of the same shape, a warning is logged.
-        device: Where a smaller language model drafts, such as "cuda:1", or "cpu" beside a GPU; None is the target's
-            device. Of a combination, it is that of its language models.
-        ahead: Outcomes of each verification for which such a model drafts meanwhile; 0 is none. It takes a device of
-            its own.
+        path: Folder or GGUF file of a drafter, folder of a smaller language model with the target's tokens, or name of
+            a drafter that needs no folder ("none" decodes without drafts, "mtp" is the MTP head in the target's own
+            folder). None or "bundled" is the bundled drafter, which fits the bundled target and models made from it;
+            "bundled-dflash" is the bundled DFlash drafter, even if the default is of another kind. Several drafters
+            joined by +, such as "prompt_lookup+bundled", draft together.
+        target: Target to draft for, whose dtype and device the drafter gets. A warning is logged if the drafter was
+            trained for another target of the same shape.
+        device: Device of a smaller language model, such as "cuda:1", or "cpu" beside a GPU; None is the target's
+            device. In a combination, it applies to the language models only.
+        ahead: Number of possible outcomes of a verification for which such a model drafts while the verification runs;
+            0 is none. Needs `device`.
 
     Raises:
-        ValueError: Unknown folder or architecture, unreadable weights, a drafter of another target, a combination
-            with one that is named twice or guesses nothing, or a device of its own for what has no use for it.
+        ValueError: Unknown folder or architecture, unreadable weights, a drafter for another target, a combination
+            that names a drafter twice or holds one that guesses nothing, or a `device` for a drafter that cannot use
+            one.
     """
     placed = on_its_own(device, ahead, target)
     try:
@@ -103,7 +110,7 @@ def load_drafter(
         if placed is not None and not any(movable for _, movable in parts):
             raise UsageError(
                 f"The drafter {path or 'bundled'} cannot run on {placed} beside a target on {target.device}: only a "
-                "smaller language model has a device of its own, since it reads tokens alone. Name one, or leave the "
+                "smaller language model can, because it reads nothing but tokens. Name such a model, or leave the "
                 "device out."
             )
         drafters = [drafter for drafter, _ in parts]
@@ -115,24 +122,24 @@ def load_drafter(
         if placed is not None or (path is not None and str(path) not in bundled()):
             raise
         raise UsageError(
-            f"The bundled drafter does not fit this target; name a drafter that was made for it, or none. ({error})"
+            f'The bundled drafter does not fit this target; name a drafter made for it, or "none". ({error})'
         ) from error
     finally:
         let_team_go()
 
 
 def names() -> set[str]:
-    """What `load_drafter` takes in place of a folder."""
+    """Names that `load_drafter` accepts in the place of a folder."""
     return {*bundled(), *(name for name, entry in entries().items() if entry.by_name)}
 
 
 def as_given(folder: str | Path) -> str:
-    """A drafter's folder as `load_drafter` takes it for a folder, whatever its name."""
+    """Path of a drafter's folder that `load_drafter` cannot confuse with a drafter's name."""
     return f"./{folder}" if str(folder) in names() else str(folder)
 
 
 def joined(path: str | Path) -> list[str]:
-    """The names that a combination joins; the path itself where it is none. A folder may have a + in its name."""
+    """Drafters that a combination joins; the path alone if it joins none. A folder may have a + in its name."""
     pieces, names = str(path).split(JOINT), list[str]()
     while pieces:
         count = next((n for n in range(len(pieces), 1, -1) if Path(JOINT.join(pieces[:n])).exists()), 1)
@@ -147,7 +154,7 @@ def joined(path: str | Path) -> list[str]:
 
 
 def _load(path: str | Path | None, target: Target, device: torch.device | None, ahead: int) -> tuple[Drafter, bool]:
-    """One drafter, and whether it can have a device of its own."""
+    """Load one drafter, and tell whether it runs on the given device instead of the target's."""
     folder = bundled().get("bundled" if path is None else str(path))
     known = entries()
     if folder is None and str(path) in names():
@@ -170,11 +177,11 @@ def _load(path: str | Path | None, target: Target, device: torch.device | None, 
             logging.getLogger(__name__).warning(told)
         return drafter, own
     others = ", ".join(f"{name} ({_few(entry.architectures)})" for name, entry in known.items() if entry.architectures)
-    raise UsageError(f"{folder} holds the architecture {found}; the drafters known here are {others}.")
+    raise UsageError(f"{folder} has the architectures {found}; use a drafter of one of the known kinds: {others}.")
 
 
 def _said(file: Path, target: Target) -> tuple[dict[str, Any], str | None]:
-    """What a GGUF file says, as a config.json would, and which target it was trained for."""
+    """Architecture of a GGUF file, as in a config.json, and the target that it was trained for."""
     header = open_gguf(file)
     found = type(drafter_config(header, target.num_layers))
     return {"architectures": [kind_in(header).configs()[found]]}, gguf_trained_for(header)
@@ -185,23 +192,23 @@ def _said_by_folder(folder: Path, path: str) -> tuple[dict[str, Any], str | None
         of_hub = re.fullmatch(r"[\w-]+/[\w.-]+", path) and not folder.exists()
         fetch = f" If it is on the hub, fetch it: hf download {path} --local-dir DIR." if of_hub else ""
         raise UsageError(
-            f"{folder} is no drafter: a folder with config.json or one of the names {', '.join(sorted(names()))} is "
-            f"needed.{fetch}"
+            f"{folder} is no drafter; give a folder with config.json or one of the names {', '.join(sorted(names()))}."
+            f"{fetch}"
         )
     raw = read_config(folder)
     if not isinstance(raw, dict):
-        raise UsageError(f"{folder / 'config.json'} is no JSON object; fetch or copy it again.")
+        raise UsageError(f"{folder / 'config.json'} is not a JSON object; fetch or copy it again.")
     return raw, trained_for(raw)
 
 
 def drafter_of(network: nn.Module, target: Target) -> NetworkDrafter:
-    """A drafter that runs this network, which moves to the target's device and dtype.
+    """Drafter that runs this network, which is moved to the target's device and dtype.
 
     Raises:
         UsageError: No drafter runs networks of this class.
     """
     kinds = {entry.network: entry.drafter for entry in entries().values() if entry.network and entry.drafter}
-    for ancestor in type(network).__mro__:  # the closest one that a drafter runs
+    for ancestor in type(network).__mro__:  # the closest ancestor that a drafter runs wins
         if ancestor in kinds:
             return cast(NetworkDrafter, kinds[ancestor](network, target))
     known = sorted(kind.__name__ for kind in kinds)
@@ -209,7 +216,7 @@ def drafter_of(network: nn.Module, target: Target) -> NetworkDrafter:
 
 
 def _few(names: Sequence[str]) -> str:
-    """The names, or the first of them and how many there are where they would fill the screen."""
+    """Up to five names in full; of more, the first and the number of the others."""
     return ", ".join(names) if len(names) <= 5 else f"{names[0]} and {len(names) - 1} more"
 
 

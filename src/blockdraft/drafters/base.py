@@ -1,4 +1,4 @@
-"""Protocol by which the engine uses a drafter, and the entry by which a kind of drafter is registered."""
+"""Protocol between the engine and a drafter, and the entry that registers a kind of drafter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from blockdraft.nn.draft_config import DraftConfig
 from blockdraft.targets import Target
 from blockdraft.targets.base import Rows
 
-# Share of the guesses that is settled after the fraction t of the draft passes.
+# Share of the guesses that are final after the fraction t of the draft passes.
 NOISE_SCHEDULES: dict[str, Callable[[float], float]] = {
     "linear": lambda t: t,
     "cosine": lambda t: 1 - math.cos(math.pi / 2 * t),
@@ -36,23 +36,24 @@ def check_refinement(diffusion_steps: int, noise_schedule: str) -> None:
         raise UsageError(f"noise_schedule is {noise_schedule!r}; it must be one of {sorted(NOISE_SCHEDULES)}.")
 
 
-# A drafter's memory of the rows of a batch: the same rows as the target's cache has, on slots of its own.
+# A drafter's cache. It has the same rows as the target's cache, but slots of its own.
 State: TypeAlias = Rows
 
 
 class Drafter(Protocol):
-    """Guesses the next tokens of a target. It is told what was committed, never what was rejected.
+    """Guesses the next tokens of a target. It sees committed tokens only, never rejected ones.
 
     Attributes:
-        taps: Target layers whose outputs `observe` wants, 0-based; empty for a drafter that reads tokens only.
-        path: Where it was loaded from; None for one that needs no files.
-        block_size: Most tokens of a path, anchor included.
-        knows_probabilities: Whether it heeds `plan.cycle_seconds`.
-        knows_lengths: Whether it does so for chains in the best way, since it was trained to say how far they will be
-            accepted, or saves time by ending early. Else "auto" sets their length by what was accepted so far.
-        device: Where it drafts; None is the target's device.
-        compile_reason: Why its network is not compiled for a CPU, in words; None where it is, or where there is none.
-        slots_beside: Most slots behind a row's text that a draft takes.
+        taps: Target layers whose outputs `observe` needs, 0-based; empty for a drafter that reads tokens only.
+        path: Folder or file that it was loaded from; None for a drafter without files.
+        block_size: Most tokens of a path through a draft, anchor included.
+        knows_probabilities: Whether it chooses how far to draft from `plan.cycle_seconds`.
+        knows_lengths: Whether its own choice of a chain's length is the best one, because it was trained to predict
+            how far a chain is accepted, or because it saves time by ending early. If False, "auto" chooses the length
+            from what was accepted so far.
+        device: Device that it drafts on; None is the target's device.
+        compile_reason: Reason why its network is not compiled for a CPU; None where it is, or without a network.
+        slots_beside: Most slots behind a row's text that a draft uses.
     """
 
     path: Path | None
@@ -75,62 +76,64 @@ class Drafter(Protocol):
 
     @property
     def parts(self) -> Sequence[Drafter]:
-        """The drafters that it is made of; itself where it is no combination."""
+        """Drafters that a combination is made of; any other drafter is its own only part."""
         return (self,)
 
     def new_state(self, batch: int, capacity: int) -> Any:
-        """An empty `State` of `batch` rows with up to `capacity` tokens each."""
+        """Empty `State` for `batch` rows of up to `capacity` tokens each."""
 
     def state_bytes(self, batch: int, capacity: int) -> int:
-        """Memory that such a state takes, in bytes."""
+        """Memory of such a state, in bytes."""
 
     def weight_bytes(self) -> int:
-        """Memory that weights of its own take."""
+        """Memory of its own weights, in bytes; weights borrowed from the target do not count."""
 
     def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
-        """Memory that is kept from call to call, beside results, in bytes.
+        """Working memory that is kept between calls, results excluded, in bytes.
 
         Args:
             batch: Rows of a call.
-            nodes: Tokens of each.
-            slots: Slots that a row reaches, these tokens' included.
+            nodes: Tokens of each row.
+            slots: Slots that a row uses, those of these tokens included.
         """
         return 0
 
     def propose(self, state: Any, anchor: Tensor, plan: Plan) -> Proposal:
-        """Guess what follows the anchors.
+        """Guess the tokens behind the anchors.
 
         Args:
             anchor: `[B]` int64, each row's last committed token.
-            plan: How far to draft; `plan.block_size` is at most `self.block_size`. A drafter can be combined with
-                others if trees come with their `chances` where there is `plan.cycle_seconds`.
+            plan: How far to draft; `plan.block_size` is at most `self.block_size`. To be combined with others, a
+                drafter must return trees with their `chances` whenever `plan.cycle_seconds` is set.
         """
 
     def observe(self, state: Any, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
-        """Learn what was committed since the last call; the newest anchor is not part of it.
+        """Add the tokens committed since the last call to the state, the newest anchor excluded.
 
         Args:
-            tokens: `[B, N]` int64, filled up at the end of shorter rows.
-            features: `[B, N, m * H]`, the tapped outputs at these tokens; None without taps.
+            tokens: `[B, N]` int64, shorter rows padded at their end.
+            features: `[B, N, m * H]`, outputs of the m tapped layers at these tokens; None without taps.
             lengths: Valid tokens of each row.
         """
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A kind of drafter: the `DRAFTER` of a file of this package, or of `drafter.py` in a folder of it.
+    """Kind of drafter: the value of `DRAFTER` in a file of this package, or in the `drafter.py` of a folder.
 
     Attributes:
-        load: Makes the drafter of a folder for a target; called with None where there is no folder. One that `joins`
-            others gets these.
-        architectures: Names in config.json that it reads.
-        by_name: Whether it needs no folder, or not always, and then goes by the name of its file or folder here.
-        claims: Whether a parsed config.json is its own whatever name is there; asked before the names.
-        network: Class of its network, as training makes it; None without one.
-        layouts: Names of the layouts that hold it, the one that training writes first.
+        load: Function that loads a drafter from a folder, or None without a folder, for a target. For a kind that
+            `joins` others, the first argument is the list of these drafters.
+        architectures: Architecture names in config.json that this kind loads.
+        by_name: Whether it can be loaded without a folder, by the name of its file or folder in this package.
+        claims: Whether a parsed config.json belongs to this kind, whatever architecture it names; asked before
+            `architectures`.
+        network: Class of its network, as training makes it; None without a network.
+        layouts: Names of the layouts that can hold it; training writes the first.
         drafter: Class that drafts with a network for a target, called with both; None without a network.
-        joins: Whether it is made of other drafters; it has no name of its own.
-        load_on: Loads it onto a device of its own; None for one that reads the target's features, or has no model.
+        joins: Whether it is made of other drafters; such a kind has no name of its own.
+        load_on: Function that loads it onto another device than the target's; None for a kind that reads the target's
+            features or has no model.
     """
 
     load: Callable[[Any, Target], Drafter]
@@ -145,18 +148,18 @@ class Entry:
 
 
 def slots_behind(drafter: Drafter, nodes: int) -> int:
-    """Slots that each row needs behind its text: for the nodes of a cycle, and for what drafters write there."""
+    """Slots that each row needs behind its text, for the nodes of a cycle and for what its drafters write there."""
     return max(nodes, *(part.slots_beside for part in drafter.parts))
 
 
 def check_same_tokens(
     tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, target: Target, own: Collection[int] = ()
 ) -> None:
-    """Raise a UsageError unless a draft model gives the same ids to the same tokens as the target.
+    """Raise a UsageError unless the draft model and the target give the same ids to the same tokens.
 
     Args:
-        tokenizer, vocab_size: The draft model's.
-        own: Its tokens that the target need not have.
+        tokenizer, vocab_size: Tokenizer and vocabulary size of the draft model.
+        own: Token ids of the draft model that the target need not have.
     """
     if tokenizer is None or target.tokenizer is None:
         if vocab_size - len(own) > target.vocab_size or vocab_size < target.vocab_size:
@@ -170,8 +173,8 @@ def check_same_tokens(
     if differing:
         token = min(differing)
         raise UsageError(
-            f"The token {token!r} has the id {ours.get(token)} for the draft model, of {len(ours)} tokens, and "
-            f"{theirs.get(token)} for the target, of {len(theirs)}; use a draft model with the target's tokenizer."
+            f"The token {token!r} has the id {ours.get(token)} in the draft model ({len(ours)} tokens) and "
+            f"{theirs.get(token)} in the target ({len(theirs)} tokens); use a draft model with the target's tokenizer."
         )
 
 
@@ -179,13 +182,13 @@ N = TypeVar("N", bound=nn.Module)
 
 
 def read_network(path: Path, target: Target, kind: Callable[[Any], N]) -> N:
-    """The network of a folder, in the target's dtype and on its device.
+    """Load the network of a drafter's folder, in the target's dtype and on its device.
 
     Args:
-        kind: Makes it of the configuration that the folder holds.
+        kind: Function that makes the network from the configuration in the folder.
 
     Raises:
-        ValueError: The folder cannot be read, or its drafter is not for this target.
+        ValueError: The folder cannot be read, or its drafter does not fit this target.
     """
     found = read_drafter(path, target.tokenizer.get_vocab() if target.tokenizer else None, target.num_layers)
     sizes = {"hidden_size": target.hidden_size, "num_layers": target.num_layers, "vocab_size": target.vocab_size}
@@ -198,11 +201,11 @@ def read_network(path: Path, target: Target, kind: Callable[[Any], N]) -> N:
 
 @runtime_checkable
 class NetworkDrafter(Drafter, Protocol):
-    """A drafter that runs a draft network, in one or several passes a block.
+    """Drafter that runs a draft network, in one or several passes per block.
 
     Attributes:
-        network: On the target's device and in its dtype.
-        config: The network's.
+        network: Draft network, already on the target's device and in its dtype.
+        config: Configuration of the network.
     """
 
     network: nn.Module
@@ -211,5 +214,5 @@ class NetworkDrafter(Drafter, Protocol):
     def adapted(
         self, target: Target, diffusion_steps: int | None = None, noise_schedule: str | None = None
     ) -> NetworkDrafter:
-        """The same drafter for this target and with these draft passes; None keeps the present ones. This one stays as
-        it is."""
+        """Copy of this drafter for a target, with the given number and schedule of draft passes; None keeps the
+        present value."""

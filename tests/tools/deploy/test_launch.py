@@ -202,7 +202,7 @@ def test_other_engines_get_the_bundled_dflash_drafter(
         assert run(monkeypatch, "vllm", "--target", tiny_target_dir, "--drafter", name, "--dry-run") == 0
         said = capsys.readouterr()
         assert f'"{dflash}"' in said.out
-        assert ("bundled is bundled-dflash for other engines" in said.err and str(dspark) in said.err) == told
+        assert ("bundled means bundled-dflash for other engines" in said.err and str(dspark) in said.err) == told
 
 
 @pytest.mark.parametrize("keep", [True, False])

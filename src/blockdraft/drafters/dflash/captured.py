@@ -14,11 +14,11 @@ from blockdraft.nn.cache import KVCache, slot_bucket
 
 
 class CapturedDraftPass(DraftPass):
-    """A draft pass with its head, as graphs; the keys and values of the context are written without.
+    """Draft pass with its head, as CUDA graphs. The keys and values of the context are written without graphs.
 
     Args:
         network, embed, head: As in `DraftPass`.
-        recorder: Of the target.
+        recorder: Recorder of the target.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class CapturedDraftPass(DraftPass):
         self._graphs = Graphs(recorder, network.fc.weight.device)
 
     def guesses(self, state: KVCache, tokens: Tensor, first: int, window: int | None = None) -> tuple[Tensor, Tensor]:
-        """As `DraftPass.guesses`. A pass with a window reads other slots each time, and is not captured."""
+        """As `DraftPass.guesses`. A pass with a window is not captured, because it reads other slots each time."""
         config, (batch, count) = self.config, tokens.shape
         slots = slot_bucket(max(state.lengths) + count)
         if window is not None or slots > state.capacity:

@@ -1,4 +1,4 @@
-"""The DFlash family: taps and slots off by one, windows, causality, rotary base, precision."""
+"""Checks of the DFlash family: taps and slots off by one, windows, causality, rotary base, precision."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from blockdraft.tools.deploy.checks import CHUNK, Check, Checker, Text, neighbou
 from blockdraft.training.objectives import Slots
 from blockdraft.training.variant import find_variant
 
-WINDOWS = (32, 128, 512, 1024, 2048, 4096)  # tried where they are shorter than the texts
+WINDOWS = (32, 128, 512, 1024, 2048, 4096)  # those shorter than the texts are tried
 
 
 class DFlashChecker(Checker):
@@ -43,7 +43,7 @@ class DFlashChecker(Checker):
 
     @torch.no_grad()
     def right(self, check: Check, texts: Sequence[Text]) -> Tensor:
-        """The guesses are the best tokens of each slot by itself."""
+        """Whether each slot's most probable token, taken by itself, is right."""
         count = max(1, self.block_size - 2)
         first = self._first_slot - check.shift
         network = self._network(check)
@@ -75,8 +75,10 @@ class DFlashChecker(Checker):
     def _passes(
         self, network: DFlashNetwork, check: Check, tokens: Tensor, anchors: Sequence[int], count: int
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """For some anchors at a time hidden states `[C, N, H]`, logits `[C, N, V]`, and the anchors' tokens with the
-        `count` tokens behind them, `[C, 1 + count]`, -1 behind the end of the text."""
+        """Hidden states `[C, N, H]`, logits `[C, N, V]` and tokens `[C, 1 + count]` of up to C anchors at a time.
+
+        The tokens are the anchor and the `count` tokens behind it, -1 behind the end of the text.
+        """
         target = self.target
         dtype, device = next(network.parameters()).dtype, target.device
         features = self.features(check.taps or self.config.taps, tokens).to(dtype)[None]
@@ -94,10 +96,10 @@ class DFlashChecker(Checker):
 def checks(
     config: DraftConfig, first_slot: int, shape: Mapping[str, Any], dtype: torch.dtype, longest: int
 ) -> Iterator[Check]:
-    """All checks. The first follows the configuration.
+    """All checks, the first of them with the drafter's own configuration.
 
     Args:
-        first_slot: The slot that guesses the token behind the anchor.
+        first_slot: Slot that guesses the token behind the anchor.
         shape: `Target.shape`.
         dtype: Dtype of the target.
         longest: Tokens of the longest text.
@@ -117,15 +119,15 @@ def checks(
 
 
 def _attention(config: DraftConfig, longest: int) -> Iterator[Check]:
-    """Other windows and causalities."""
+    """Checks with other windows and other causality."""
     windows = {layer.window for layer in config.layers} - {None}
     seen = {config.layers}
     for window in (None, *(each for each in WINDOWS if each < longest)):
         for causal in (False, True, None):
             if window is None and causal is None:
                 continue
-            # None is vLLM's rule where nothing else is said: sliding layers are causal, full ones are not. With a
-            # window of their own, only the layers that slide keep one.
+            # None is vLLM's default: sliding layers are causal, full ones are not. If the configuration has
+            # windows, only its sliding layers get one here.
             slides = [layer.window is not None or not windows for layer in config.layers]
             layers = tuple(
                 LayerAttention(slide if causal is None else causal, window if slide else None) for slide in slides

@@ -1,4 +1,4 @@
-"""The draft pass, and the context that it reads, each as one call of the library compiled from `decoder.c`."""
+"""Draft pass, and the context that it reads, each as one call of the library compiled from `decoder.c`."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def compiled(
     owned: bool,
     kind: type[CompiledDraftPass] | None = None,
 ) -> CompiledDraftPass | str:
-    """The compiled runner of a network, or the reason why there is none.
+    """Compiled runner of a network, or the reason why there is none.
 
-    Weights are rounded as the target's layers are, where inputs are a multiple of the group size and heads one of the
-    target library's lanes.
+    Weights are rounded like those of the target's layers if input sizes are multiples of the group size, and the head
+    size is a multiple of the target library's lanes.
 
     Args:
         beside: The target.
-        head: Head of the network's own; None is the target's.
-        owned: As in `Target.runner`.
-        kind: Runner for layers of the network's class; None is `CompiledDraftPass`.
+        head: The network's own head; None is the target's.
+            owned: As in `Target.runner`.
+            kind: Runner for layers of the network's class; None is `CompiledDraftPass`.
     """
     kind = kind or CompiledDraftPass
     if network.layer_class is not kind.layer_class:
@@ -67,17 +67,17 @@ def compiled(
 
 
 class CompiledDraftPass(CompiledNetwork):
-    """A `DraftPass` whose methods are one call of the library each. Arithmetic is float32, whatever the dtype.
+    """`DraftPass` whose methods are one call of the library each. Arithmetic is float32, whatever the dtype.
 
     Args:
         network: Network of any dtype, whose weights are copied into the library's layout and must not be changed
             afterwards.
         library: Library built for its dtype and head size.
         beside: The target.
-        head: Head of the network's own; None is the target's.
-        target: The target's forward where it uses the same library and lends its embedding and head, so that a pass
-            with its head is one call.
-        bits: Bits to which weights are rounded; None leaves them.
+        head: The network's own head; None is the target's.
+            target: The target's forward, if it uses the same library and lends its embedding and head; a pass with its
+                head then is one call. Else None.
+            bits: Bits to which weights are rounded; None keeps them unrounded.
         owned: As in `Target.runner`.
 
     Attributes:
@@ -119,9 +119,9 @@ class CompiledDraftPass(CompiledNetwork):
             attention_scale=config.head_dim**-0.5,
         )
         self._features, self._hidden_norm = self._pack(network, "fc"), self._pointer(network.hidden_norm.weight)
-        self._target = target  # it owns the memory of its tables
+        self._target = target  # keeps alive the memory that the model's fields point to
         return_freed()
-        self._taps = numbers([config.num_hidden_layers])  # the output of the final norm
+        self._taps = numbers([config.num_hidden_layers])  # the output of the final norm is the only one to return
 
     def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
         observed = 4 * self.library.draft_context_workspace(self._model, batch, nodes, self._features.inputs)
@@ -161,7 +161,7 @@ class CompiledDraftPass(CompiledNetwork):
         return hidden, logits
 
     def _pass(self, call: CallFields, end: int, tokens: Tensor | None, window: int | None) -> Tensor:
-        """Hidden states `[B, N, H]` behind the final norm."""
+        """Run a pass; returns hidden states `[B, N, H]` after the final norm."""
         parents = chain_parents(call.batch, call.nodes)
         hidden = torch.empty(call.batch, call.nodes, self.config.hidden_size)
         call.parents, call.taps, call.num_taps = address(parents), address(self._taps), 1
@@ -177,7 +177,7 @@ class CompiledDraftPass(CompiledNetwork):
 
 @lru_cache(maxsize=256)
 def _nodes_from(first: int, batch: int, count: int) -> array[int]:
-    """Numbers of the nodes, counted through all rows, that are node `first` or later of their row."""
+    """Indices, counted through all rows, of the nodes that are node `first` or later of their row."""
     return numbers(node for node in range(batch * count) if node % count >= first)
 
 

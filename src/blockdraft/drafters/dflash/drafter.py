@@ -1,4 +1,4 @@
-"""DFlash v1: a block of tokens in one bidirectional pass over the target's own hidden states (arXiv 2602.06036)."""
+"""DFlash v1 (arXiv 2602.06036): guesses a block of tokens in one bidirectional pass over the target's hidden states."""
 
 from __future__ import annotations
 
@@ -26,19 +26,18 @@ from blockdraft.types import SamplingParams
 
 
 class DFlashDrafter(Drafter):
-    """Drafts with a DFlash network; embedding and, mostly, head are the target's own.
+    """Drafts with a DFlash network. Embedding and, unless there is a `reduced_head`, head are the target's.
 
-    Drafters that extend it set `network_class` and override `_guess`, which makes a proposal of a draft pass.
+    Drafters that extend it set `network_class` and override `_guess`, which turns a draft pass into a proposal.
 
     Args:
-        network: The draft network, which moves to the target's device and dtype.
-        target: The target that it was trained for.
-        diffusion_steps: Draft passes a block; None is `usual_steps`. With more than one, each pass settles the most
-            confident positions and the next one sees them; with one, all guesses come from the same pass, as DFlash
-            does it.
-        noise_schedule: Share of the positions settled after each pass, "cosine" or "linear".
-        path: Where the network was read from.
-        reduced_head: A head of its own, for a drafter that guesses among part of the vocabulary.
+        network: Draft network, which is moved to the target's device and dtype.
+        target: Target that the network was trained for.
+        diffusion_steps: Draft passes per block; None is `usual_steps`. With one, as in DFlash, all guesses come from
+            the same pass. With more, each pass fixes the positions that it is surest of, and the next pass sees them.
+        noise_schedule: Share of the positions that are fixed after each pass, "cosine" or "linear".
+        path: Folder or file that the network was read from.
+        reduced_head: Head of its own, for a drafter that guesses among part of the vocabulary only.
         owned: As in `Target.runner`; only for a network that was read from `path`.
     """
 
@@ -73,17 +72,17 @@ class DFlashDrafter(Drafter):
         self._masks = torch.full((1, self.block_size), self.config.mask_token_id, device=target.device)
 
     def check_steps(self, diffusion_steps: int, noise_schedule: str) -> None:
-        """Raise a UsageError for draft passes that this kind of drafter cannot make."""
+        """Raise a UsageError for a number or schedule of draft passes that this kind of drafter does not support."""
         check_refinement(diffusion_steps, noise_schedule)
 
     @property
     def usual_steps(self) -> int:
-        """Draft passes a block where nothing else is asked for."""
+        """Default number of draft passes per block."""
         return DIFFUSION_STEPS
 
     @property
     def compile_reason(self) -> str | None:
-        """Why the network is not compiled for a CPU, in words; None where it is, or runs as CUDA graphs."""
+        """Reason why the network is not compiled for a CPU; None where it is, or where it runs as CUDA graphs."""
         return self._run.compile_reason
 
     def new_state(self, batch: int, capacity: int) -> KVCache:
@@ -115,7 +114,7 @@ class DFlashDrafter(Drafter):
         steps = self.diffusion_steps if diffusion_steps is None else diffusion_steps
         schedule = self.noise_schedule if noise_schedule is None else noise_schedule
         network, owned = self.network, self._owned
-        if target is self._target and owned:  # whoever runs the network has all that is left of it
+        if target is self._target and owned:  # the runner holds all weights that are still needed
             self.check_steps(steps, schedule)
             found = copy.copy(self)
             found.diffusion_steps, found.noise_schedule = steps, schedule
@@ -124,7 +123,7 @@ class DFlashDrafter(Drafter):
             assert self.path is not None
             return load(self.path, target, type(self), steps, schedule)
         if (target.device, target.dtype) != (self._target.device, self._target.dtype):
-            network = copy.deepcopy(network)  # this drafter goes on working for its own target
+            network = copy.deepcopy(network)  # because this drafter keeps its own target and network
         return type(self)(network, target, steps, schedule, self.path, self.reduced_head)
 
     @torch.no_grad()
@@ -134,13 +133,14 @@ class DFlashDrafter(Drafter):
         return self._guess(anchor, *self._refined_pass(state, anchor, plan), plan)
 
     def _guess(self, anchor: Tensor, hidden: Tensor, logits: Tensor, plan: Plan) -> Proposal:
-        """A proposal from the D slots behind the anchors: their hidden states `[B, D, H]` and logits `[B, D, V]`."""
+        """Make a proposal from the hidden states `[B, D, H]` and logits `[B, D, V]` of the D positions behind the
+        anchors."""
         return independent_guesses(anchor, logits, plan)
 
     def _refined_pass(self, state: KVCache, anchor: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
         """Hidden states `[B, D, H]` and logits `[B, D, V]` of the D = block_size - 1 guesses after the last draft pass.
 
-        A position that an earlier pass has settled has one possible token.
+        At a position that an earlier pass has fixed, only one token is possible.
         """
         block_size, window = plan.block_size, plan.draft_window
         tokens = torch.cat([anchor[:, None], self._masks[:, 1:block_size].expand(len(anchor), -1)], dim=1)
@@ -168,8 +168,8 @@ class DFlashDrafter(Drafter):
     def _draft_pass(
         self, state: KVCache, tokens: Tensor, first: int = 0, window: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Hidden states and logits, `[B, N - first, ...]`, of a block whose unknown slots hold the mask token, from the
-        slot `first` on; slot 0 of a DFlash drafter is meaningless."""
+        """Hidden states and logits, `[B, N - first, ...]`, of a block from its position `first` on. Unknown positions
+        hold the mask token. The output of a DFlash drafter at position 0 has no meaning."""
         hidden, logits = self._run.guesses(state, tokens, first, window)
         logits = self.network.adjust_logits(logits)
         mark(HEAD)
@@ -177,11 +177,11 @@ class DFlashDrafter(Drafter):
 
 
 def independent_guesses(anchor: Tensor, logits: Tensor, plan: Plan) -> Proposal:
-    """A proposal of guesses whose distributions do not depend on each other: as many as the plan asks for.
+    """Proposal of as many guesses as the plan asks for, where no guess's distribution depends on another guess.
 
     Args:
         anchor: `[B]` int64.
-        logits: `[B, D, V]` of the D places behind the anchors.
+        logits: `[B, D, V]` of the D positions behind the anchors.
     """
     if plan.draws is not None and any(params.temperature > 0 for params in plan.params):
         return sampled_chain(anchor, logits, plan)
@@ -197,11 +197,11 @@ def independent_guesses(anchor: Tensor, logits: Tensor, plan: Plan) -> Proposal:
 
 
 def sampled_chain(anchor: Tensor, logits: Tensor, plan: Plan) -> Proposal:
-    """Guesses sampled with `plan.draws` from one distribution a position.
+    """Guesses sampled with `plan.draws`, each from the distribution of its position.
 
-    A row at temperature 0 has the argmax for its guesses and no distributions. The length that `plan.cycle_seconds`
-    asks for must not depend on what was sampled, or the output would lose its distribution; it is that of a chain of
-    chosen guesses.
+    A row at temperature 0 gets the argmax as guesses, and no distributions. With `plan.cycle_seconds`, the length is
+    that of the chain of the most probable guesses: if it depended on what was sampled, the output's distribution would
+    change.
 
     Args:
         anchor: `[B]` int64.
@@ -219,11 +219,11 @@ def sampled_chain(anchor: Tensor, logits: Tensor, plan: Plan) -> Proposal:
 
 
 def log_probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Log probabilities `[B, ..., V]` at each row's temperature, at 1 where it is 0."""
+    """Log probabilities `[B, ..., V]` at each row's temperature; for a row at temperature 0, at temperature 1."""
     scores = logits.float()
     temperatures = [p.temperature or 1.0 for p in params]
     if any(temperature != 1 for temperature in temperatures):
-        scores = scores - scores.amax(dim=-1, keepdim=True)  # so that no temperature overflows
+        scores = scores - scores.amax(dim=-1, keepdim=True)  # keeps small temperatures from overflowing
         scores = scores / torch.tensor(temperatures, device=scores.device).view(-1, *[1] * (scores.ndim - 1))
     return scores.log_softmax(dim=-1)
 
@@ -235,7 +235,7 @@ def load(
     diffusion_steps: int | None = None,
     noise_schedule: str = NOISE_SCHEDULE,
 ) -> DFlashDrafter:
-    """Load a folder of any layout."""
+    """Load the drafter of a folder of any layout, or of a GGUF file."""
     found = read_drafter(path, target.tokenizer.get_vocab() if target.tokenizer else None, target.num_layers)
     config, borrowed, head = found.config, found.borrowed, None
     check_fits(config, hidden_size=target.hidden_size, num_layers=target.num_layers, vocab_size=target.vocab_size)
@@ -246,13 +246,15 @@ def load(
     with torch.device("meta"):
         network = kind.network_class(config)
     network.load_state_dict(found.tensors, assign=True)
-    del found, borrowed  # the tensors are the network's now
+    del found, borrowed  # the network holds the tensors now
     return kind(network, target, diffusion_steps, noise_schedule, path, head, owned=True)
 
 
 def check_borrowed(path: Path, borrowed: Borrowed, target: Target) -> None:
-    """Raise a ValueError where a checkpoint's copies of the target's weights are those of another model. Some rows of
-    the embedding and some columns of the head are enough to tell; a cut head may have been trained."""
+    """Raise a ValueError if a checkpoint's copies of the target's weights come from another model.
+
+    A sample of the embedding's matrix rows and of the head's columns is compared. A head cut to part of the vocabulary
+    is not compared, because it may have been trained."""
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
     if borrowed.embedding is not None:
         rows = torch.linspace(0, target.vocab_size - 1, 256).long()
@@ -261,8 +263,10 @@ def check_borrowed(path: Path, borrowed: Borrowed, target: Target) -> None:
         few = torch.eye(8, target.hidden_size, dtype=target.dtype, device=target.device)
         pairs["lm_head.weight"] = borrowed.head[:, :8].T, target.head(few)
     for name, (ours, theirs) in pairs.items():
-        if not torch.allclose(ours.float(), theirs.cpu().float(), rtol=0.02, atol=1e-3):  # dtypes may differ
-            raise UsageError(f"{name} of {path} is not the target's; use the target that it was exported with.")
+        if not torch.allclose(ours.float(), theirs.cpu().float(), rtol=0.02, atol=1e-3):  # allows for different dtypes
+            raise UsageError(
+                f"{name} of {path} differs from the target's; use the target that the drafter was exported with."
+            )
 
 
 DRAFTER = Entry(

@@ -1,4 +1,5 @@
-"""DFlash, DFlash2 and DSpark, all of the architecture `dflash`. Embedding and head are the target's."""
+"""GGUF files of DFlash, DFlash2 and DSpark, all of llama.cpp's architecture `dflash`. Embedding and head are the
+target's."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ NAMES = {
     "self_attn.q_norm.weight": "attn_q_norm.weight",
     "self_attn.k_norm.weight": "attn_k_norm.weight",
 }
-# Fields of a configuration, by their keys without the architecture.
+# Fields of a configuration, by their GGUF keys without the architecture.
 FIELDS = {"block_count": "num_hidden_layers", "block_size": "block_size"}
 SCALES = {
     "embedding_scale": "input_embedding_scale",
@@ -65,12 +66,12 @@ class DFlash:
         found["layers"] = tuple(LayerAttention(causal, window if slid else None) for slid in slides)
         found["mask_token_id"] = file.metadata.get(MASK)
         shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
-        for one in sorted(_known(), key=lambda one: -len(one.own_keys())):  # the last one takes what is left
+        for one in sorted(_known(), key=lambda one: -len(one.own_keys())):  # the last one accepts any file
             assert one.llama_cpp is not None
             own = one.llama_cpp.read(values, shapes)
             if own is not None:
                 return one.config, found | own
-        raise AssertionError("DFlash v1 has no marks")
+        raise AssertionError("DFlash v1 accepts any file")
 
     def names(self, config: DraftConfig) -> dict[str, str]:
         return their_names(tensor_shapes(config), {**NAMES, **_of_llama_cpp(config).names})
@@ -99,7 +100,7 @@ class DFlash:
 
 
 def _known() -> list[Architecture]:
-    """Each architecture once that llama.cpp has."""
+    """Architectures that llama.cpp knows, each once."""
     return list({one.config: one for one in by_name().values() if one.llama_cpp is not None}.values())
 
 
@@ -110,7 +111,7 @@ def _of_llama_cpp(config: DraftConfig) -> LlamaCpp:
 
 
 def _rows(config: DraftConfig) -> tuple[str, ...]:
-    """The drafter's own tensors with a row for each token that it can guess."""
+    """Names of the drafter's own tensors with a matrix row for each token that it can guess."""
     kind = architecture_of(config).speculator
     return () if kind is None else kind.rows
 

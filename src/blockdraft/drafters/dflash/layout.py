@@ -1,4 +1,4 @@
-"""DFlash v1."""
+"""Layout of DFlash v1's checkpoints: its architecture and tensor shapes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from blockdraft.nn.draft_config import DraftConfig
 
 
 def dflash_shapes(config: DraftConfig) -> Shapes:
-    """DFlash v1: 11 tensors a layer (15 with biases) and 3 more."""
+    """Tensor shapes of DFlash v1: 11 tensors per layer (15 with biases) and 3 more."""
     hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
     query, key = config.num_attention_heads * head, config.num_key_value_heads * head
     layer: Shapes = {

@@ -1,10 +1,10 @@
 """The DFlash draft network (arXiv 2602.06036): a few layers that read a target's features as context keys and values.
 
-`DFlashNetwork` is the network as training runs it. `DraftPass` is the network as decoding runs it: the same weights in
-fewer and larger operations. On a CPU an operation on a few rows costs more than its arithmetic, and so does its launch
-on a GPU. So queries, keys and values come from one product, gate and up from another, queries and keys are normed and
-rotated together where they lie, and the keys and values of all layers stand in one tensor of the cache. A test holds
-the two together."""
+Training runs `DFlashNetwork`. Decoding runs `DraftPass`, which has the same weights but fewer and larger operations:
+for a few tokens, the fixed cost of an operation on a CPU, and of its launch on a GPU, exceeds that of its arithmetic.
+So `DraftPass` computes queries, keys and values in one product, and gate and up in another. It norms and rotates
+queries and keys together and in place, and keeps the keys and values of all layers in one tensor of the cache. A test
+checks that both give the same results."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ from blockdraft.nn.packed import PackedLinear
 from blockdraft.nn.rotary import Rotary
 from blockdraft.timing import PASS, mark
 
-ANGLES = 1024  # positions whose angles are computed at least
+ANGLES = 1024  # fewest positions whose angles are computed at once
 
 
 class DFlashNetwork(nn.Module):
-    """The draft layers, `fc` and norms; embedding and head are the target's.
+    """Draft layers, `fc` and norms. The target lends its embedding and head.
 
     Parameter names equal the tensor names of z-lab's checkpoints, so `state_dict` is the checkpoint.
 
     Attributes:
-        config_class: What it is built from; `layer_class`: what its layers are. Networks that extend this one set both.
+        config_class: Class of its configuration. Networks that extend this one set it.
+            layer_class: Class of its layers, likewise.
     """
 
     config_class: type[DraftConfig] = DraftConfig
@@ -60,7 +61,7 @@ class DFlashNetwork(nn.Module):
         return DraftPass(self, embed, head, compile_reason)
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin of the positions `[B, N]`, each `[B, N, D]`."""
+        """Cosines and sines of the positions `[B, N]`, each `[B, N, D]`."""
         return self._rotary(positions, dtype)
 
     def context_weights(self) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -73,10 +74,10 @@ class DFlashNetwork(nn.Module):
     def context(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of all layers for committed tokens, in one product.
 
-        Context rows go through `fc` and `hidden_norm` only: no input norm, no query, no MLP.
+        Features of context tokens pass through `fc` and `hidden_norm` only: no input norm, no query, no MLP.
 
         Args:
-            features: `[B, N, m * H]` of the tapped target layers.
+            features: `[B, N, m * H]`, outputs of the m tapped target layers.
             positions: `[B, N]`, absolute.
 
         Returns:
@@ -93,20 +94,21 @@ class DFlashNetwork(nn.Module):
         return keys.permute(2, 0, 3, 1, 4), values.permute(2, 0, 3, 1, 4)
 
     def forward(self, block: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """One parallel pass over blocks.
+        """Run all layers over blocks, all positions of a block in parallel.
 
         Args:
             block: `[B, N, H]`, embedded `[anchor, mask, mask, ...]`.
             positions: `[B, N]`, absolute.
-            attend: Attention of a layer's block rows over context and block.
+            attend: Attention of a layer's block over context and block.
 
-        Returns:
-            `[B, N, H]` after the final norm; slot j stands for the token at anchor + j, slot 0 for nothing.
+            Returns:
+                `[B, N, H]` after the final norm; position j belongs to the token at anchor + j, and position 0 is
+                unused.
         """
         return self.through_layers(block, *self.angles(positions, block.dtype), attend)
 
     def through_layers(self, block: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """`forward` with the angles as its layers take them."""
+        """Run all layers as `forward` does, given the angles in the form that the layers take."""
         scale = self.config.input_embedding_scale
         x = block if scale == 1 else block * scale
         for index, layer in enumerate(self.layers):
@@ -115,7 +117,7 @@ class DFlashNetwork(nn.Module):
         return out
 
     def adjust_logits(self, logits: Tensor) -> Tensor:
-        """The scale and soft-cap that some checkpoints ask for, on top of the target's output projection."""
+        """Logits of the target's head, with the scale and soft-cap of the checkpoint, if it has these."""
         factor = self.config.output_multiplier
         logits = logits if factor == 1 else logits * factor
         cap = self.config.final_logit_softcapping
@@ -123,10 +125,10 @@ class DFlashNetwork(nn.Module):
 
 
 class DraftRunner(Protocol):
-    """Runs a draft network that reads the target's features, in the target's way of computing.
+    """Runs a draft network that reads the target's features, by the same means as the target's forward.
 
     Attributes:
-        compile_reason: Why it is not compiled, where it might have been; else None.
+        compile_reason: Reason why a network that could have been compiled is not; else None.
     """
 
     compile_reason: str | None
@@ -138,26 +140,26 @@ class DraftRunner(Protocol):
         """As `Drafter.state_bytes`."""
 
     def weight_bytes(self) -> int:
-        """Memory of weights that it keeps beside the network's own."""
+        """Memory of weights that it keeps in addition to the network's own, in bytes."""
 
     def workspace_bytes(self, batch: int, nodes: int, slots: int) -> int:
-        """Memory that is kept from call to call, beside results: for so many rows, tokens of each, and slots that a
-        row reaches, these tokens' included. 0 of torch's operations, which give theirs back."""
+        """Working memory in bytes, as `Drafter.workspace_bytes`; 0 for torch's operations, which free theirs."""
 
     def observe(self, state: Any, features: Tensor) -> None:
-        """Write what the network keeps of tokens `[B, N, m * H]` behind each row's own, for `state.commit` to keep."""
+        """Write the keys and values of features `[B, N, m * H]` behind those of each row; `state.commit` then keeps
+        them."""
 
     def __call__(self, state: Any, block: Tensor, window: int | None = None) -> Tensor:
-        """One pass over blocks of embeddings `[B, N, H]`, in the dtype of the target: `[B, N, H]` after the final norm.
-        It leaves no trace."""
+        """Run one pass over blocks of embeddings `[B, N, H]` in the target's dtype; returns `[B, N, H]` after the final
+        norm. The state stays as it was."""
 
     def guesses(self, state: Any, tokens: Tensor, first: int, window: int | None = None) -> tuple[Tensor, Tensor]:
-        """One pass over blocks of tokens, with the head behind it.
+        """Run one pass over blocks of tokens, and the head on its output.
 
         Args:
             tokens: `[B, N]` int64, `[anchor, mask, mask, ...]`.
-            first: Slot of each block from which on logits are wanted.
-            window: Committed tokens of each row that are looked at, the last ones; None is all of them.
+            first: First position of a block whose logits are needed.
+            window: Number of each row's last committed tokens that attention reads; None is all of them.
 
         Returns:
             Hidden states `[B, N - first, H]` and logits `[B, N - first, V]`.
@@ -165,7 +167,7 @@ class DraftRunner(Protocol):
 
 
 class FusedAttention(nn.Module):
-    """A `DraftAttention` whose `attend` gets the block's heads as `[B, N, heads, D]`, keys before values."""
+    """`DraftAttention` that gives `attend` the block's heads as `[B, N, heads, D]`, keys before values."""
 
     def __init__(self, plain: DraftAttention, config: DraftConfig) -> None:
         super().__init__()
@@ -198,14 +200,14 @@ class FusedMLP(nn.Module):
 
 
 class DraftPass:
-    """Draft passes over a cache, and the context that they read.
+    """Runs draft passes over a cache, and writes the context that they read.
 
     Args:
-        network: Of any kind of the family, on its device and in its dtype. Its projections become views of the joined
-            ones, so that their memory is not taken twice; its weights must not be replaced afterwards.
-        embed: Of tokens `[B, N]`.
-        head: Of hidden states.
-        compile_reason: Why it is not compiled, where it might have been.
+        network: Network of any kind of the DFlash family, already on its device and in its dtype. Its projections
+            become views of the joined ones, to hold them in memory once; its weights must not be replaced afterwards.
+        embed: Embedding of tokens `[B, N]`.
+        head: Logits of hidden states.
+        compile_reason: Reason why a network that could have been compiled is not; else None.
     """
 
     @torch.no_grad()
@@ -230,7 +232,7 @@ class DraftPass:
         self._key_scales = torch.stack([each.k_norm.weight for each in attentions]).unsqueeze(1)
         self._features = PackedLinear(network.fc.weight)
         self._group = config.num_attention_heads // config.num_key_value_heads
-        self._cos = self._sin = torch.empty(0)  # by position, of as many as a cache has needed so far
+        self._cos = self._sin = torch.empty(0)  # by position, for as many positions as caches have needed so far
 
     def new_state(self, batch: int, capacity: int) -> KVCache:
         return KVCache(batch, capacity)
@@ -245,12 +247,12 @@ class DraftPass:
         return 0
 
     def observe(self, state: KVCache, features: Tensor) -> None:
-        """Write the keys and values of committed tokens, as nodes that are yet to be committed.
+        """Write the keys and values of committed tokens, as nodes for `state.commit` to keep.
 
-        Context rows go through `fc` and `hidden_norm` only: no input norm, no query, no MLP.
+        Features of context tokens pass through `fc` and `hidden_norm` only: no input norm, no query, no MLP.
 
         Args:
-            features: `[B, N, m * H]` of the tapped target layers.
+            features: `[B, N, m * H]`, outputs of the m tapped target layers.
         """
         config, count = self.config, features.size(1)
         features = features.to(self._features.dtype)
@@ -269,27 +271,29 @@ class DraftPass:
             memory[:, :, first : first + count] = nodes_BNLKD[0].permute(1, 2, 0, 3)
         else:
             starts = send(torch.tensor(state.rows), slots.device)[:, None]
-            # Index first, so that dimension comes first: [B, N, layers, heads, D].
+            # The index puts its own dimension first: [B, N, layers, heads, D].
             memory.permute(2, 0, 1, 3)[starts + slots] = nodes_BNLKD
 
     def guesses(self, state: KVCache, tokens: Tensor, first: int, window: int | None = None) -> tuple[Tensor, Tensor]:
-        """As `DraftRunner.guesses` of a target."""
+        """As `DraftRunner.guesses`."""
         hidden = self(state, self._embed(tokens), window)[:, first:]
         mark(PASS)
         return hidden, self._head(hidden)
 
     def __call__(self, state: KVCache, block: Tensor, window: int | None = None) -> Tensor:
-        """One parallel pass over a block behind each row's context; it leaves no trace.
+        """Run one pass over a block behind each row's context. The state stays as it was.
 
         Args:
             block: `[B, N, H]`, embedded `[anchor, mask, mask, ...]`.
-            window: Committed tokens of each row that are looked at, the last ones; None is all of them.
+            window: Number of each row's last committed tokens that attention reads; None is all of them.
 
         Returns:
             `[B, N, H]`, as `DFlashNetwork.forward`.
         """
         count = block.size(1)
-        store, _ = state.view(self._memory(state), count)  # of a copy nothing has to be kept: a pass leaves no trace
+        store, _ = state.view(
+            self._memory(state), count
+        )  # a pass keeps nothing, so a copy of the cache need not be written back
         first = 0 if window is None else max(min(state.lengths) - window, 0)
         slots = self._slots(state, count, block.device)
         masks = {kind: self._mask(state, count, kind, window, first, block) for kind in set(self.config.layers)}
@@ -305,7 +309,7 @@ class DraftPass:
         store: Tensor,
         seen: slice,
     ) -> Tensor:
-        """The layers over a block that is written to these slots; attention reads the slots `seen`."""
+        """Run the layers over a block, writing its keys and values to `slots`; attention reads the slots `seen`."""
         config, scale = self.config, self.config.head_dim**-0.5
 
         def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -322,7 +326,7 @@ class DraftPass:
         )
 
     def _slots(self, state: KVCache, count: int, device: torch.device) -> Tensor:
-        """Slots of the next nodes, which are their positions: `[N]` where the rows share them, else `[B, N]`."""
+        """Slots of the next nodes, equal to their positions: `[N]` if all rows have the same, else `[B, N]`."""
         start = state.lengths[0]
         if all(length == start for length in state.lengths):
             return torch.arange(start, start + count, device=device)
@@ -331,7 +335,7 @@ class DraftPass:
     def _mask(
         self, state: KVCache, count: int, kind: LayerAttention, window: int | None, first: int, like: Tensor
     ) -> Tensor | None:
-        """Who sees whom, from the slot `first` on; None where everyone sees everything from there on."""
+        """Attention mask over the slots from `first` on; None where nothing has to be masked."""
         lengths, device = state.lengths, like.device
         if min(lengths) == max(lengths) and not kind.causal and kind.window is None:
             return None
@@ -344,12 +348,12 @@ class DraftPass:
     def _visible(
         self, lengths: Sequence[int] | Tensor, slots: Tensor, kind: LayerAttention, total: int | None = None
     ) -> Tensor:
-        """Who sees whom, `[B, N, total]`, as in `visible_slots`, of blocks at these slots `[B, N]`."""
+        """Attention mask `[B, N, total]` of blocks at the slots `[B, N]`, as in `visible_slots`."""
         within = torch.ones(*slots.shape, slots.size(1), dtype=torch.bool, device=slots.device)
         return visible_slots(lengths, within.tril() if kind.causal else within, slots, kind.window, total)
 
     def _rotary(self, state: KVCache, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and signed sin of the slots, each `[N, 1, D]` or `[B, N, 1, D]`."""
+        """Cosines and signed sines of the slots, each `[N, 1, D]` or `[B, N, 1, D]`."""
         if len(self._cos) < state.capacity:
             self._cos, self._sin = self._angles(torch.arange(max(state.capacity, ANGLES), device=slots.device))
         if slots.ndim == 1:
@@ -358,22 +362,22 @@ class DraftPass:
         return self._cos[slots], self._sin[slots]
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and signed sin of positions `[..., N]`, each `[..., N, 1, D]`."""
+        """Cosines and signed sines of positions `[..., N]`, each `[..., N, 1, D]`."""
         cos, sin = self.network.angles(positions, self._features.weight.dtype)
         sin[..., : sin.size(-1) // 2].neg_()
         return cos.unsqueeze(-2), sin.unsqueeze(-2)
 
 
 def cached_bytes(config: DraftConfig, slots: int, dtype: torch.dtype) -> int:
-    """Memory of keys and values of all layers of a draft network."""
+    """Memory of the keys and values of all layers of a draft network, in bytes."""
     return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * slots * dtype.itemsize
 
 
 def joined(projections: Sequence[nn.Linear], views: bool = True) -> PackedLinear:
-    """One projection to the outputs of several, side by side.
+    """Join several projections into one, whose outputs are theirs side by side.
 
     Args:
-        views: Make the weights of the several ones views of the one's.
+        views: Whether to make the weights of the given projections views of the joined weights.
     """
     weight = torch.cat([projection.weight.detach() for projection in projections])
     bias = torch.cat([p.bias.detach() for p in projections]) if projections[0].bias is not None else None

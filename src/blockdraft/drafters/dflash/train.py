@@ -1,4 +1,4 @@
-"""DFlash v1 (arXiv 2602.06036): slots 1, 2, ... of a block of masks, each taught the token at its own place.
+"""DFlash v1 (arXiv 2602.06036): each position 1, 2, ... of a block of masks learns the token at its own position.
 
 Variants that extend it state their network, their own recipe fields and their own losses:
 
@@ -9,8 +9,8 @@ Variants that extend it state their network, their own recipe fields and their o
 
         def own_config(self, target): return {"selector_rank": self.recipe.selector_rank}
 
-`first_slot` settles the labels. With `first_slot = 1` (DFlash) slot 0, the anchor's own, is not taught and K =
-block_size - 1; with `first_slot = 0` (DSpark, "shifted labels") it is, and K = block_size.
+`first_slot` decides the labels. With `first_slot = 1` (DFlash), slot 0, the anchor's own, is not taught, and K =
+block_size - 1. With `first_slot = 0` (DSpark, "shifted labels"), slot 0 is taught as well, and K = block_size.
 """
 
 from __future__ import annotations
@@ -42,29 +42,32 @@ from blockdraft.training.recipe import Recipe
 from blockdraft.training.variant import Choice, Variant
 
 DEFAULT_LAYERS = 5
-LARGE_SPREAD = 2.0  # of the logits of random hidden states of size 1; the usual heads have about 1
-INIT_STD = 0.02  # of new matrices, except `fc`, which keeps the size of what it reads
+LARGE_SPREAD = 2.0  # standard deviation of the logits of random hidden states of size 1; the usual heads have about 1
+INIT_STD = 0.02  # standard deviation of new matrices, except `fc`, which preserves the size of its input
 
 
 @settings
 class DFlashRecipe(Recipe):
-    """Layers and taps are those of arXiv 2602.06036.
+    """Recipe of DFlash, with the layers and taps of arXiv 2602.06036.
 
     Attributes:
-        layers: Draft layers; None is 5, or as many as the drafter has that `init` names.
-        taps: Target layers that the drafter reads: how many, spread over the target (`5`), or a list of 0-based layers
-            (`1,9,17`; one alone is `9,`). None is 5, or fewer in a target that has fewer layers, or those of `init`.
-        causal: Whether a slot sees only the slots up to its own; otherwise it sees its whole block.
+        layers: Number of draft layers; None is 5, or that of the drafter in `init`.
+        taps: Target layers that the drafter reads: their number, spread over the target (`5`), or a list of 0-based
+            layers (`1,9,17`; a single one is `9,`). None is 5, or fewer if the target has fewer layers, or those of
+            `init`.
+        causal: Whether a position of a block sees only positions up to its own; otherwise it sees the whole block.
         window: Sliding window of every draft layer in tokens; 0 is full attention.
         intermediate_size: Inner size of the draft layers' MLP; None is the target's, or three times its hidden size.
         heads: Query heads of the draft layers; None is the target's.
         kv_heads: Key/value heads of the draft layers; None is the target's.
         head_dim: Size of a head; None is the target's.
-        mask_token_id: Token that stands for an unknown one; None is that of `init`, the tokenizer's mask token, a
-            row of the embedding that no token has, a reserved token, or one that the data do not hold, in this order.
-        init: Folder of a drafter whose weights training begins with, of as many layers or fewer; None begins at random.
+        mask_token_id: Token that stands for an unknown one. None is the first of these that exists: the mask token of
+            `init`, the tokenizer's mask token, an id of the embedding without a token, a reserved token, a token that
+            the data lack.
+        init: Folder of a drafter with as many layers or fewer, whose weights training starts from; None starts from
+            random weights.
         checkpoint_activations: Recompute the draft layers' activations in the backward pass, to save memory.
-        attention: "flex" (FlexAttention), "dense" (a mask of booleans), or "auto": flex on a GPU.
+        attention: "flex" (FlexAttention), "dense" (a boolean mask), or "auto" (flex on a GPU, else dense).
     """
 
     layers: Count | None = None
@@ -86,21 +89,26 @@ N = TypeVar("N", bound=DFlashNetwork)
 
 
 def layer_shape(recipe: Any, target: Target) -> dict[str, Any]:
-    """Fields of a configuration that say how its layers are made: as the recipe says, or as the target's are. Raises
-    ValueError where neither says it."""
+    """Fields of a configuration that describe the layers, from the recipe or, where it is silent, from the target.
+
+    Raises:
+        ValueError: A size is in neither of them.
+    """
     shape = {"intermediate_size": 3 * target.hidden_size, **target.shape}
     flags = {"intermediate_size": "intermediate_size", "num_attention_heads": "heads"}
     flags |= {"num_key_value_heads": "kv_heads", "head_dim": "head_dim"}
     sizes: dict[str, Any] = {name: getattr(recipe, flag) or shape.get(name) for name, flag in flags.items()}
     lacking = [f"--{flags[name].replace('_', '-')}" for name, value in sizes.items() if value is None]
     if lacking:
-        raise UsageError(f"The target does not say what heads it has; give the drafter's by {', '.join(lacking)}.")
+        raise UsageError(
+            f"The target does not tell the sizes of its layers; set the drafter's by {', '.join(lacking)}."
+        )
     shared: dict[str, Any] = {n: shape[n] for n in ("rope_theta", "rope_scaling", "rms_norm_eps") if n in shape}
     return {**sizes, "rope_theta": 10_000.0, **shared}
 
 
 def new_matrices(network: nn.Module, kept: Callable[[str], bool] = lambda name: False) -> None:
-    """Give a network random matrices, but for those that are to be `kept`."""
+    """Give a network random matrices. Parameters whose names are `kept` stay as they are."""
     for name, parameter in network.named_parameters():
         if parameter.ndim == 2 and not kept(name):
             nn.init.normal_(parameter, std=parameter.size(1) ** -0.5 if name == "fc.weight" else INIT_STD)
@@ -108,11 +116,10 @@ def new_matrices(network: nn.Module, kept: Callable[[str], bool] = lambda name: 
 
 @torch.no_grad()
 def calm(norm: Tensor, target: Target) -> None:
-    """Scale the norm in front of a head like the target's, so that a new network makes no firm guesses.
+    """Scale down the norm in front of the target's head where that head would make a new network overconfident.
 
-    A head of large rows makes firm guesses of any hidden states, and of those of a new network wrong ones: its loss is
-    many times that of even guessing, and the norm is slow to unlearn it.
-    """
+    A head with large weights gives confident guesses for any hidden states, and a new network's are wrong. Its loss
+    then is many times that of a uniform guess, and the norm is slow to unlearn this."""
     random = torch.randn(16, target.hidden_size, generator=torch.Generator().manual_seed(0))
     spread = float(target.head(random.to(target.device, target.dtype)).float().std())
     if spread > LARGE_SPREAD:
@@ -120,13 +127,13 @@ def calm(norm: Tensor, target: Target) -> None:
 
 
 class DFlashFamily(Variant[R, N, DraftConfig]):
-    """What all variants of the DFlash family do.
+    """Base of all variants of the DFlash family.
 
     Attributes:
-        network_class: Its network.
-        first_slot: The first slot that is taught, 1 or 0.
-        own_modules: Parts of the names of parameters that DFlash v1 lacks. The network initialises them itself, and a
-            warm start from a checkpoint without them is welcome.
+        network_class: Class of the network.
+        first_slot: First position of a block that is taught, 1 or 0.
+        own_modules: Substrings of the names of parameters that DFlash v1 lacks. The network initializes them itself,
+            and a checkpoint for a warm start may lack them.
     """
 
     recipe_class: ClassVar[type[Recipe]] = DFlashRecipe
@@ -196,9 +203,13 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
             calm(network.norm.weight, target)
 
     def warm_start(self, network: DFlashNetwork, path: Path, vocabulary: Mapping[str, int] | None) -> None:
-        """Load a checkpoint of this kind, or one of DFlash v1 into what of the network is DFlash v1. The block size may
-        differ, and the checkpoint may have fewer layers: those behind them change nothing to begin with. Raises
-        ValueError where anything else differs."""
+        """Load a checkpoint of this kind, or of DFlash v1 into the parameters that DFlash v1 has.
+
+        The block size may differ, and the checkpoint may have fewer layers. Further layers start as the identity.
+
+        Raises:
+            ValueError: Anything else differs.
+        """
         config, tensors = read_checkpoint(path, vocabulary)
         depth = config.num_hidden_layers
         for field in fields(config):
@@ -210,12 +221,12 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
                 same or field.name in ("block_size", "max_position_embeddings", "diffusion_steps"),
                 f"{field.name} of {path}",
                 theirs,
-                f"that of the recipe and target, {ours}; change the recipe, or begin without init",
+                f"that of the recipe and target, {ours}; change the recipe, or start without init",
             )
         missing, unknown = network.load_state_dict(tensors, strict=False)
         new = tuple(f"layers.{index}." for index in range(depth, network.config.num_hidden_layers))
         foreign = [*unknown, *(name for name in missing if not self._own(name) and not name.startswith(new))]
-        need(not foreign, f"what {path} holds", foreign[:5], "the tensors of this drafter; begin without init")
+        need(not foreign, f"the tensors of {path}", foreign[:5], "those of this drafter; start without init")
         for layer in cast("list[DraftLayer]", list(network.layers)[depth:]):
             nn.init.zeros_(layer.self_attn.o_proj.weight)
             nn.init.zeros_(layer.mlp.down_proj.weight)
@@ -239,8 +250,10 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
     def pass_over_blocks(
         self, network: N, target: Target, features_BSF: Tensor, rows: Rows
     ) -> Callable[[Tensor | float], Tensor]:
-        """What runs the layers over all blocks, of masks behind their anchors, as often as it is called: a function of
-        what is added to the masks' embeddings, `[B, A, N - 1, H]` or a number, to `[B, A, N, H]`."""
+        """Function that runs the layers over all blocks, each an anchor and masks, and can be called repeatedly.
+
+        Its argument, `[B, A, N - 1, H]` or a number, is added to the masks' embeddings; it returns `[B, A, N, H]`.
+        """
         flex = self.recipe.attention == "flex" or (self.recipe.attention == "auto" and target.device.type == "cuda")
         mask = torch.tensor(network.config.mask_token_id, device=target.device)
         anchors_BA1H = target.embed(rows.tokens_BAL[:, :, :1]).float()
@@ -253,7 +266,7 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
 
 
 class DFlashVariant(DFlashFamily[DFlashRecipe, DFlashNetwork]):
-    """All that the family does, and nothing else."""
+    """DFlash v1: the family without additions."""
 
 
 VARIANT = DFlashVariant

@@ -1,7 +1,7 @@
-"""The draft pass of training (arXiv 2602.06036): the blocks of many anchors at once, each blind to the others.
+"""The draft pass of training (arXiv 2602.06036): the blocks of many anchors at once, which do not see each other.
 
-A block at anchor p holds `[x_p, mask, ..., mask]` at positions p, p+1, ...; it sees the features of its own document's
-tokens strictly before p, because those of the anchor itself do not exist yet when a block is drafted.
+A block at anchor p holds `[x_p, mask, ..., mask]` at positions p, p+1, ... It sees the features of its own document's
+tokens strictly before p, because the anchor's own features do not exist yet when a block is drafted.
 
 Letters: B rows, S tokens of a row, A anchors of a row, N slots of a block, H hidden size, F = m * H.
 """
@@ -21,23 +21,23 @@ from blockdraft.nn.draft_layer import Attend
 
 
 def mask_rule(documents_BS: Tensor, anchors_BA: Tensor, block_size: int, kind: LayerAttention) -> Callable[..., Tensor]:
-    """Who may attend to whom, as a function of indices: the one statement of the block mask.
+    """The block mask: whether a query may attend to a key, as a function of their indices. All masks are made from it.
 
-    Query i is slot `i % N` of the row's block `i // N`. The first S keys are the row's tokens, and key S + i is query
-    i. A slot sees
+    Query i is slot `i % N` of the row's block `i // N`. The first S keys are the row's tokens, and key S + i belongs to
+    query i. A slot sees
 
-    - of the tokens, those of the anchor's document before the anchor, and with a window W only those less than W
-      positions away from itself;
-    - of the slots, those of its own block, up to its own where the layer is causal, and less than W slots away.
+    - tokens of the anchor's document before the anchor; with a window W only those less than W positions before the
+    slot; - slots of its own block; in a causal layer only those up to itself, and with a window W only those less than
+    W away.
 
     Args:
-        documents_BS: Int64; which document of the row a token belongs to, -1 where there is none.
-        anchors_BA: Int64; places in the row, -1 for no block. What stands for no block sees itself alone.
+        documents_BS: Int64, index of the document within the row that each token belongs to; -1 for none.
+        anchors_BA: Int64, index of each anchor within the row; -1 for no block, whose slots see nothing but each other.
         block_size: N.
 
     Returns:
-        A function of a row, a head (which does not matter), a query and a key, tensors of any shapes that broadcast;
-        what FlexAttention calls a `mask_mod`.
+        A function of a row, a head (ignored), a query and a key, each a tensor, whose shapes broadcast; a `mask_mod` of
+        FlexAttention.
     """
     length = documents_BS.size(1)
 
@@ -59,7 +59,7 @@ def mask_rule(documents_BS: Tensor, anchors_BA: Tensor, block_size: int, kind: L
 
 
 def dense_mask(documents_BS: Tensor, anchors_BA: Tensor, block_size: int, kind: LayerAttention) -> Tensor:
-    """`mask_rule` as a tensor, without the other blocks' slots: `[B * A, N, S + N]` bool."""
+    """`mask_rule` as a bool tensor `[B * A, N, S + N]`; the keys of a block are the tokens and its own slots."""
     (batch, length), count, device = documents_BS.shape, anchors_BA.size(1), documents_BS.device
     rows = torch.arange(batch, device=device)[:, None, None, None]
     queries = torch.arange(count * block_size, device=device).view(1, count, block_size, 1)
@@ -80,7 +80,7 @@ def draft_hidden(
     mask_embedding_H: Tensor,
     flex: bool = False,
 ) -> Tensor:
-    """The draft pass of every block at once.
+    """Run the draft pass over all blocks at once.
 
     Args:
         network, features_BSF, documents_BS, positions_BS, anchors_BA, flex: As in `draft_pass`.
@@ -103,18 +103,18 @@ def draft_pass(
     anchors_BA: Tensor,
     flex: bool = False,
 ) -> Callable[[Tensor], Tensor]:
-    """What runs the layers over every block at once, as often as it is called, on a context that is computed here.
+    """Compute the context, and return a function that runs the layers over all blocks and can be called repeatedly.
 
     Args:
         network: The draft network.
-        features_BSF: Tapped target outputs.
-        documents_BS: As in `mask_rule`.
-        positions_BS: Int64; each token's position in its document.
-        anchors_BA: Places in the row; a negative one gives a meaningless block.
-        flex: Attend by FlexAttention instead of a dense mask.
+        features_BSF: Outputs of the tapped target layers.
+            documents_BS: As in `mask_rule`.
+            positions_BS: Int64, each token's position in its document.
+            anchors_BA: Int64, index of each anchor within the row; a block with a negative one has no meaning.
+            flex: Use FlexAttention instead of a dense mask.
 
-    Returns:
-        A function of what enters each slot, `[B, A, N, H]`, to what comes out of it, in the same shape.
+        Returns:
+            A function from the inputs of the slots, `[B, A, N, H]`, to their outputs, in the same shape.
     """
     keys_LBKSD, values_LBKSD = network.context(features_BSF, positions_BS)
     first = positions_BS.gather(1, anchors_BA.clamp(min=0))
@@ -132,7 +132,8 @@ def draft_pass(
 def _dense(
     network: DFlashNetwork, keys_LBKSD: Tensor, values_LBKSD: Tensor, documents: Tensor, anchors: Tensor
 ) -> Attend:
-    """The blocks of a row attend together to its context and each to its own slots, under one softmax."""
+    """Attention with a dense mask: one softmax over a row's context, for all its blocks together, and each block's own
+    slots."""
     config, (batch, count), length = network.config, anchors.shape, documents.size(1)
     size, kv_heads = config.block_size, config.num_key_value_heads
     hidden = {
@@ -141,11 +142,11 @@ def _dense(
     }
 
     def attention(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        # Query heads of a group and blocks of a row are further rows of their key/value head: [B, K, G, A, N, D].
+        # All queries that share a key/value head, of its G query heads and A blocks, side by side: [B, K, G, A, N, D].
         grouped = (batch, count, kv_heads, -1, size, queries.size(-1))
         own_keys, own_values = (x.view(grouped).permute(0, 2, 3, 1, 4, 5) for x in (keys, values))
         rows = (queries * queries.size(-1) ** -0.5).view(grouped).permute(0, 2, 3, 1, 4, 5)
-        rows, own_keys = rows.to(values.dtype), own_keys.to(values.dtype)  # under autocast norms leave them in float32
+        rows, own_keys = rows.to(values.dtype), own_keys.to(values.dtype)  # under autocast, norms return float32
         to_context = rows.flatten(2, 4) @ keys_LBKSD[layer].to(values.dtype).mT
         to_own = (rows @ own_keys.mT).flatten(3, 4)
         scores = torch.cat([to_context.view(*to_own.shape[:4], length), to_own], dim=-1)
@@ -162,11 +163,11 @@ def _dense(
 def _flex(
     network: DFlashNetwork, keys_LBKSD: Tensor, values_LBKSD: Tensor, documents: Tensor, anchors: Tensor
 ) -> Attend:
-    """All blocks of a row attend together; FlexAttention skips what no block of a tile sees."""
+    """FlexAttention over all blocks of a row together; it skips tiles that no query sees."""
     config, (batch, count), device = network.config, anchors.shape, anchors.device
     queries_of_row = count * config.block_size
     keys_of_row = documents.size(1) + queries_of_row
-    # Inside a compiled step both are traced with it; on a CPU they run as they are, which is slow and meant for tests.
+    # A compiled step traces both with itself. On a CPU they run uncompiled, which is slow and meant for tests.
     alone = device.type != "cpu" and not torch.compiler.is_compiling()
     make, attend_flexibly = (_compiled(create_block_mask), _compiled(flex_attention)) if alone else _FLEX
     masks = {
