@@ -43,8 +43,8 @@ def compiled(
     Args:
         beside: The target.
         head: The network's own head; None is the target's.
-            owned: As in `Target.runner`.
-            kind: Runner for layers of the network's class; None is `CompiledDraftPass`.
+        owned: As in `Target.runner`.
+        kind: Runner for layers of the network's class; None is `CompiledDraftPass`.
     """
     kind = kind or CompiledDraftPass
     if network.layer_class is not kind.layer_class:
@@ -75,9 +75,9 @@ class CompiledDraftPass(CompiledNetwork):
         library: Library built for its dtype and head size.
         beside: The target.
         head: The network's own head; None is the target's.
-            target: The target's forward, if it uses the same library and lends its embedding and head; a pass with its
-                head then is one call. Else None.
-            bits: Bits to which weights are rounded; None keeps them unrounded.
+        target: The target's forward, if it uses the same library and lends its embedding and head; a pass with its head
+            then is one call. Else None.
+        bits: Bits to which weights are rounded; None keeps them unrounded.
         owned: As in `Target.runner`.
 
     Attributes:

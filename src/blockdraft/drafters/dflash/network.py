@@ -36,7 +36,7 @@ class DFlashNetwork(nn.Module):
 
     Attributes:
         config_class: Class of its configuration. Networks that extend this one set it.
-            layer_class: Class of its layers, likewise.
+        layer_class: Class of its layers, likewise.
     """
 
     config_class: type[DraftConfig] = DraftConfig
@@ -101,9 +101,8 @@ class DFlashNetwork(nn.Module):
             positions: `[B, N]`, absolute.
             attend: Attention of a layer's block over context and block.
 
-            Returns:
-                `[B, N, H]` after the final norm; position j belongs to the token at anchor + j, and position 0 is
-                unused.
+        Returns:
+            `[B, N, H]` after the final norm; position j belongs to the token at anchor + j, and position 0 is unused.
         """
         return self.through_layers(block, *self.angles(positions, block.dtype), attend)
 
@@ -291,9 +290,7 @@ class DraftPass:
             `[B, N, H]`, as `DFlashNetwork.forward`.
         """
         count = block.size(1)
-        store, _ = state.view(
-            self._memory(state), count
-        )  # a pass keeps nothing, so a copy of the cache need not be written back
+        store, _ = state.view(self._memory(state), count)  # a copy is not written back: a pass keeps nothing
         first = 0 if window is None else max(min(state.lengths) - window, 0)
         slots = self._slots(state, count, block.device)
         masks = {kind: self._mask(state, count, kind, window, first, block) for kind in set(self.config.layers)}

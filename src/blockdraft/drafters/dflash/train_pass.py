@@ -27,8 +27,9 @@ def mask_rule(documents_BS: Tensor, anchors_BA: Tensor, block_size: int, kind: L
     query i. A slot sees
 
     - tokens of the anchor's document before the anchor; with a window W only those less than W positions before the
-    slot; - slots of its own block; in a causal layer only those up to itself, and with a window W only those less than
-    W away.
+      slot;
+    - slots of its own block; in a causal layer only those up to itself, and with a window W only those less than W
+      away.
 
     Args:
         documents_BS: Int64, index of the document within the row that each token belongs to; -1 for none.
@@ -108,13 +109,13 @@ def draft_pass(
     Args:
         network: The draft network.
         features_BSF: Outputs of the tapped target layers.
-            documents_BS: As in `mask_rule`.
-            positions_BS: Int64, each token's position in its document.
-            anchors_BA: Int64, index of each anchor within the row; a block with a negative one has no meaning.
-            flex: Use FlexAttention instead of a dense mask.
+        documents_BS: As in `mask_rule`.
+        positions_BS: Int64, each token's position in its document.
+        anchors_BA: Int64, index of each anchor within the row; a block with a negative one has no meaning.
+        flex: Use FlexAttention instead of a dense mask.
 
-        Returns:
-            A function from the inputs of the slots, `[B, A, N, H]`, to their outputs, in the same shape.
+    Returns:
+        A function from the inputs of the slots, `[B, A, N, H]`, to their outputs, in the same shape.
     """
     keys_LBKSD, values_LBKSD = network.context(features_BSF, positions_BS)
     first = positions_BS.gather(1, anchors_BA.clamp(min=0))
