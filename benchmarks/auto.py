@@ -13,17 +13,20 @@ It fails where the pair does not run compiled. Written: auto.md and auto.json.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.command import Parser, in_words
+from benchmarks.harness.models import why_uncompiled
+from benchmarks.harness.report import number, table, write_files
 from benchmarks.sizes.widen import DRAFTER, TARGET, widen
 from blockdraft import Drafting, Engine, SamplingParams, load_drafter, load_target
 from blockdraft.engine.adaptive.calibrate import Probe
 from blockdraft.engine.adaptive.stored_costs import Costs, Points, measure
+from blockdraft.evaluation.prompts import read_prompt_sets
 
 SIZES = (1, 2, 3, 4, 5, 6, 8)
 STRETCHES = ((0, 100), (100, 500), (500, 1 << 30))  # cycles
@@ -86,76 +89,64 @@ def wrong_costs(costs: Costs, tree: bool, seed: int = 0) -> dict[str, Costs]:
     }
 
 
-def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    lines = arguments.prompts.read_text(encoding="utf-8").splitlines()[: arguments.limit]
-    prompts = [row["prompt"] if "prompt" in (row := json.loads(line)) else row["turns"][0] for line in lines]
+def run(given: argparse.Namespace) -> dict[str, Any]:
+    [prompts] = read_prompt_sets([given.prompts], given.limit)
     with tempfile.TemporaryDirectory() as folder:
-        wide = [widen(source, Path(folder) / source.name, arguments.width) for source in (TARGET, DRAFTER)]
-        target = load_target(wide[0], dtype=arguments.dtype, compile="on", quantize=arguments.quantize)
+        wide = [widen(source, Path(folder) / source.name, given.width) for source in (TARGET, DRAFTER)]
+        target = load_target(wide[0], dtype=given.dtype, compile="on", quantize=given.quantize)
         drafter, none = load_drafter(wide[1], target=target), load_drafter("none", target=target)
-    if "compiled" not in target.running:
-        raise RuntimeError(f"not measured, since the target runs {target.running}")
+    if reason := why_uncompiled(target, drafter):
+        raise ValueError(f"not measured, since {reason}")
     costs = measure(Probe(target, drafter), drafter.block_size, 1, target.max_context)
     room: dict[str, Any] = {"max_batch_size": 1, "cache_tokens": 1024}
-    drafting = Drafting(tree_budget="auto") if arguments.tree else Drafting("auto")
-    runs = {str(size): Run(Engine(target, drafter, drafting=Drafting(size), **room)) for size in SIZES[1:]}
-    runs = {"1": Run(Engine(target, none, **room)), **runs}
-    for name, wrong in {"none": None, **wrong_costs(costs, arguments.tree)}.items():
+    drafting = Drafting(tree_budget="auto") if given.tree else Drafting("auto")
+    runs = {"1": Run(Engine(target, none, **room))}
+    runs |= {str(size): Run(Engine(target, drafter, drafting=Drafting(size), **room)) for size in SIZES[1:]}
+    for name, wrong in {"none": None, **wrong_costs(costs, given.tree)}.items():
         engine = Engine(target, drafter, drafting=drafting, **room)
         engine.controller._costs = lambda wrong=wrong: wrong  # in the place of the file
         runs[name] = Run(engine)
-    for number, prompt in enumerate(prompts):
-        params = SamplingParams(arguments.tokens, arguments.temperature, seed=number)
+    for prompt_number, prompt in enumerate(prompts.prompts):
+        params = SamplingParams(given.tokens, given.temperature, seed=prompt_number)
         order = list(runs.values())
-        for one in order if number % 2 else order[::-1]:
+        for one in order if prompt_number % 2 else order[::-1]:
             one.answer(prompt, params)
-    return summary(runs, target.running, arguments)
-
-
-def summary(runs: dict[str, Run], running: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    every = list(range(len(next(iter(runs.values())).tokens)))
+    every = list(range(len(prompts.prompts)))
     fixed = {size: runs[str(size)].rate(every) for size in SIZES}
     best = max(fixed, key=lambda size: fixed[size])
     found: dict[str, Any] = {}
     for name, one in runs.items():
-        if name in map(str, SIZES):
-            continue
-        stretches = [one.during(*stretch) for stretch in STRETCHES]
-        found[name] = [one.rate(part) / runs[str(best)].rate(part) if part else None for part in stretches]
-    return {
-        "width": arguments.width,
-        "dtype": arguments.dtype,
-        "quantize": arguments.quantize,
-        "temperature": arguments.temperature,
-        "running": running,
-        "tree": arguments.tree,
-        "fixed": fixed,
-        "best": best,
-        "auto": found,
-        "cycles": {name: sum(one.cycles) for name, one in runs.items()},
-    }
+        if name not in map(str, SIZES):
+            stretches = [one.during(*stretch) for stretch in STRETCHES]
+            found[name] = [one.rate(part) / runs[str(best)].rate(part) if part else None for part in stretches]
+    asked = {name: getattr(given, name) for name in ("width", "dtype", "quantize", "temperature", "tree")}
+    cycles = {name: sum(one.cycles) for name, one in runs.items()}
+    return asked | {"running": target.running, "fixed": fixed, "best": best, "auto": found, "cycles": cycles}
 
 
-def table(result: dict[str, Any]) -> str:
-    def number(value: float | None) -> str:
-        return "" if value is None else f"{value:.3f}"
-
+def page(result: dict[str, Any]) -> str:
     rates = ", ".join(f"{size}: {rate:.1f}" for size, rate in result["fixed"].items())
-    lines = [
+    text = (
         f"The bundled pair {result['width']} times as wide ({result['running']}), temperature "
         f"{result['temperature']:g}, {'trees' if result['tree'] else 'chains'}. Tokens/s by fixed block size (1 is "
-        f"plain): {rates}.",
-        "",
-        f"| stored costs | first 100 cycles / blocks of {result['best']} | cycles 100 to 500 | after 500 | cycles |",
-        "|---|---|---|---|---|",
+        f"plain): {rates}.\n\n"
+    )
+    header = [
+        "stored costs",
+        f"first 100 cycles / blocks of {result['best']}",
+        "cycles 100 to 500",
+        "after 500",
+        "cycles",
     ]
-    for name, ratios in result["auto"].items():
-        lines.append(f"| {name} | {' | '.join(map(number, ratios))} | {result['cycles'][name]} |")
-    return "\n".join(lines)
+    lines = (
+        [name, *(number(ratio, ".3f") for ratio in ratios), str(result["cycles"][name])]
+        for name, ratios in result["auto"].items()
+    )
+    return text + table(header, lines) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__, out=Path("build/auto"))
     parser.add_argument("prompts", type=Path, help='JSON lines {"prompt": ...} or {"turns": [...]}')
     parser.add_argument("--width", type=int, default=4)
     parser.add_argument("--dtype", default="bfloat16")
@@ -164,13 +155,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--tree", action="store_true", help="trees in the place of chains")
-    parser.add_argument("--out", type=Path, default=Path("build/auto"))
-    arguments = parser.parse_args()
-    result = run(arguments)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "auto.json").write_text(json.dumps(result, indent=1))
-    (arguments.out / "auto.md").write_text(table(result) + "\n")
-    print(table(result))
+    given = parser.parse()
+    with in_words():
+        result = run(given)
+    write_files(given.out, {"auto.json": result, "auto.md": page(result)})
+    print(page(result))
 
 
 if __name__ == "__main__":

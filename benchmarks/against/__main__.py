@@ -10,56 +10,51 @@ It fails where a pair does not run compiled (unless `--backend hf`). Written: ag
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from itertools import cycle, islice
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from benchmarks.against.report import Cell, Sample, summary, table
+from benchmarks.harness import turns
+from benchmarks.harness.command import PROMPTS, ROOT, Parser, in_words, listed
+from benchmarks.harness.process import PeerProcess
+from benchmarks.harness.report import table, write_files
+from blockdraft.engine import loops
+from blockdraft.evaluation.prompts import read_prompt_sets
 
-ROOT = Path(__file__).parents[2]
-PROMPTS = ROOT / "benchmarks" / "peers" / "prompts.jsonl"
-METHODS, ROWS = "plain,chain,tree", "1,4,16"
+METHODS = ("plain", "chain", "tree")
 LEAST = 4  # prompts of a measurement, one after the other where the batch is smaller
+PATIENCE = 3600.0
+HEADER = (
+    "", "batch", "old, tokens/s", "new, tokens/s", "new / old (95 % interval)", "host, old", "host, new", "same tokens",
+)  # fmt: skip
 
 
-class Tree:
-    """The child process of one tree."""
+@dataclass(frozen=True)
+class Sample:
+    """One measurement of one tree, as its child answered."""
 
-    def __init__(self, root: Path, backend: str, threads: int | None) -> None:
-        environment = os.environ | {"PYTHONPATH": str(root / "src")}
-        if threads:
-            environment["OMP_NUM_THREADS"] = str(threads)
-        command = [sys.executable, str(Path(__file__).with_name("measure.py")), backend]
-        self._process = subprocess.Popen(
-            command, cwd=root, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self.running: str = self._answer()["running"]
+    seconds: float
+    host_seconds_per_forward: float | None
+    answers: list[list[int]]
+    cycles: int
 
-    def measure(self, **asked: Any) -> Sample:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(asked) + "\n")
-        self._process.stdin.flush()
-        return Sample(**self._answer())
+    @property
+    def speed(self) -> float:
+        return sum(map(len, self.answers)) / self.seconds
 
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self.close()
-            raise RuntimeError(f"The measurement ended with {self._process.returncode}; its message is above.")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
 
-    def close(self) -> None:
-        self._process.communicate()
+def child(root: Path, backend: str, threads: int | None, log: Path) -> PeerProcess:
+    """The process of one tree."""
+    command = [sys.executable, str(Path(__file__).with_name("child.py"))]
+    environment = {"PYTHONPATH": str(root / "src")}
+    return PeerProcess(command, {"backend": backend}, threads, log, PATIENCE, environment=environment, cwd=root)
 
 
 @contextmanager
@@ -75,56 +70,88 @@ def checked_out(commit: str, root: Path = ROOT) -> Iterator[Path]:
 
 
 def compare(
-    old: Tree, new: Tree, methods: Sequence[str], rows: Sequence[int], prompts: Sequence[str], tokens: int, rounds: int
-) -> Iterator[Cell]:
-    """Measure each method at each batch size."""
+    old: PeerProcess,
+    new: PeerProcess,
+    methods: Sequence[str],
+    sizes: Sequence[int],
+    prompts: Sequence[str],
+    tokens: int,
+    rounds: int,
+) -> Iterator[dict[str, Any]]:
+    """Summary of each method at each batch size."""
     for method in methods:
-        for size in rows:
+        for size in sizes:
             asked = {"method": method, "rows": size, "tokens": tokens}
             asked["prompts"] = list(islice(cycle(prompts), max(size, LEAST)))
             for tree in (old, new):  # the warm-up
-                tree.measure(**asked)
-            found: dict[Tree, list[Sample]] = {old: [], new: []}
-            for number in range(2 * rounds):
-                for tree in (old, new) if number % 2 == 0 else (new, old):
-                    found[tree].append(tree.measure(**asked))
-            yield Cell(method, size, found[old], found[new])
+                tree.ask("measure", asked)
+            samples: dict[int, list[Sample]] = {0: [], 1: []}
+            for _, _, which in turns.in_turns(["all"], [0, 1], 2 * rounds):
+                samples[which].append(Sample(**(old, new)[which].ask("measure", asked)))
+            yield summary(method, size, *samples.values())
+
+
+def summary(method: str, size: int, old: Sequence[Sample], new: Sequence[Sample]) -> dict[str, Any]:
+    """Medians and ratios of samples of which the i-th of one tree was taken beside the i-th of the other."""
+    ratios = [mine.speed / before.speed for before, mine in zip(old, new, strict=True)]
+    found: dict[str, Any] = {"method": method, "rows": size}
+    for name, own in (("old", old), ("new", new)):
+        hosts = [1e6 * s.host_seconds_per_forward for s in own if s.host_seconds_per_forward is not None]
+        found[f"{name}_tokens_per_second"] = median(sample.speed for sample in own)
+        found[f"{name}_host_microseconds"] = turns.median(hosts)
+    return found | {
+        "ratio": median(ratios),
+        "interval": list(turns.interval(ratios)),
+        "identical": all(sample.answers == old[0].answers for sample in [*old, *new]),
+        "looping": sum(map(loops, new[0].answers)),
+        "answers": len(new[0].answers),
+        "samples": [{k: v for k, v in asdict(s).items() if k != "answers"} for s in [*old, *new]],
+    }
+
+
+def line(found: dict[str, Any]) -> list[str]:
+    """Cells of a summary."""
+    speeds = [f"{found[f'{tree}_tokens_per_second']:.1f}" for tree in ("old", "new")]
+    # Where guesses are made the drafter's time is in it too, so that it says nothing of the host.
+    hosts = [found[f"{tree}_host_microseconds"] if found["method"] == "plain" else None for tree in ("old", "new")]
+    same = "yes" if found["identical"] else "NO"
+    same += f", {found['looping']} of {found['answers']} loop" if found["looping"] else ""
+    ratio = f"{found['ratio']:.3f} ({found['interval'][0]:.3f} to {found['interval'][1]:.3f})"
+    return [found["method"], str(found["rows"]), *speeds, ratio, *(f"{h:.0f} us" if h else "" for h in hosts), same]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("commit", help="what to compare with")
-    parser.add_argument("--backend", choices=("native", "hf"), default="native")
-    parser.add_argument("--methods", default=METHODS, help=f"of {METHODS}")
-    parser.add_argument("--rows", default=ROWS, help=f"batch sizes ({ROWS})")
-    parser.add_argument("--tokens", type=int, default=96, help="most new tokens of an answer (96)")
-    parser.add_argument("--rounds", type=int, default=8, help="turns old new new old (8)")
-    parser.add_argument("--threads", type=int, help="OMP_NUM_THREADS of both")
-    parser.add_argument("--prompts", type=Path, default=PROMPTS, help='JSON lines {"prompt": ...} or {"turns": [...]}')
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "against")
-    args = parser.parse_args()
-    methods, rows = args.methods.split(","), [int(size) for size in args.rows.split(",")]
-    if unknown := set(methods) - set(METHODS.split(",")):
-        parser.error(f"unknown methods {sorted(unknown)}; there are {METHODS}")
-    lines = [json.loads(line) for line in args.prompts.read_text(encoding="utf-8").splitlines()]
-    prompts = [line["prompt"] if "prompt" in line else line["turns"][0] for line in lines]
-    args.out.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as opened:
+    parser = Parser(__doc__, out=ROOT / "build" / "against")
+    add, known = parser.add_argument, ",".join(METHODS)
+    add("commit", help="what to compare with")
+    add("--backend", choices=("native", "hf"), default="native")
+    add("--methods", type=listed(known=METHODS), default=known, help=f"of {known}")
+    add("--rows", type=listed(int), default="1,4,16", help="batch sizes (1,4,16)")
+    add("--tokens", type=int, default=96, help="most new tokens of an answer (96)")
+    add("--rounds", type=int, default=8, help="turns old new new old (8)")
+    add("--threads", type=int, help="OMP_NUM_THREADS of both")
+    add("--prompts", type=Path, default=PROMPTS, help='JSON lines {"prompt": ...} or {"turns": [...]}')
+    args = parser.parse()
+    [given] = read_prompt_sets([args.prompts])
+    with in_words(), ExitStack() as opened:
         folder = opened.enter_context(checked_out(args.commit))
-        old = opened.enter_context(closing(Tree(folder, args.backend, args.threads)))
-        new = opened.enter_context(closing(Tree(ROOT, args.backend, args.threads)))
-        header = (
-            f"The bundled pair, old: {args.commit} ({old.running}); new: the working tree ({new.running}). Greedy "
-            f"answers of up to {args.tokens} tokens, {2 * args.rounds} pairs of measurements a row.\n\n"
+        old, new = (
+            opened.enter_context(child(root, args.backend, args.threads, args.out / f"{name}.log"))
+            for name, root in (("old", folder), ("new", ROOT))
         )
-        summaries = []
-        for cell in compare(old, new, methods, rows, prompts, args.tokens, args.rounds):
-            summaries.append(summary(cell))
-            print(table(summaries[-1:]).splitlines()[-1], flush=True)
-            (args.out / "against.json").write_text(json.dumps(summaries, indent=1) + "\n", encoding="utf-8")
-            (args.out / "against.md").write_text(header + table(summaries), encoding="utf-8")
-    print(f"\n{header}{table(summaries)}")
-    return 0 if all(s["identical"] for s in summaries) else 1
+        header = (
+            f"The bundled pair, old: {args.commit} ({old.about['running']}); new: the working tree "
+            f"({new.about['running']}). Greedy answers of up to {args.tokens} tokens, {2 * args.rounds} pairs of "
+            "measurements a row.\n\n"
+        )
+        found = list[dict[str, Any]]()
+        for one in compare(old, new, args.methods, args.rows, given.prompts, args.tokens, args.rounds):
+            found.append(one)
+            print(table(HEADER, [line(one)]).splitlines()[-1], flush=True)
+            page = header + table(HEADER, map(line, found)) + "\n"
+            write_files(args.out, {"against.json": found, "against.md": page})
+    print(f"\n{page}")
+    return 0 if all(one["identical"] for one in found) else 1
 
 
 if __name__ == "__main__":

@@ -1,8 +1,17 @@
-"""Models that are measured: whether they run compiled, and how long their forwards take."""
+"""Models that are measured: whether they run compiled, and calls of their forwards."""
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
+
+import torch
+
+from blockdraft.decode.proposal import chain
+
+CHUNK = 512  # tokens of a context that are read at a time
 
 
 def why_uncompiled(target: Any, *drafters: Any) -> str | None:
@@ -13,3 +22,22 @@ def why_uncompiled(target: Any, *drafters: Any) -> str | None:
         if reason := getattr(drafter, "compile_reason", None):  # of one that has a network
             return f"the drafter is not compiled: {reason}"
     return None
+
+
+def forward_calls(target: Any, context: int, nodes: Iterable[int]) -> dict[int, Callable[[], Any]]:
+    """Calls of the target's forward over chains of so many nodes behind random text, which gives keys and values of an
+    ordinary size."""
+    nodes, generator = list(nodes), torch.Generator().manual_seed(0)
+    cache = target.new_cache(1, context + max(nodes))
+    for begin in range(0, context, CHUNK):
+        count = min(CHUNK, context - begin)
+        text = chain(torch.randint(target.vocab_size, (1, count), generator=generator))
+        target.forward(text.tokens, text.parents, cache, (), torch.tensor([count - 1]))
+        cache.commit([range(count)])
+    chains = {count: chain(torch.arange(count)[None] % target.vocab_size) for count in nodes}
+    return {count: partial(target.forward, each.tokens, each.parents, cache) for count, each in chains.items()}
+
+
+def milliseconds(seconds: Sequence[float], form: str = "{:.2f}/{:.2f}") -> str:
+    """Least and median of some times."""
+    return form.format(1e3 * min(seconds), 1e3 * statistics.median(seconds))

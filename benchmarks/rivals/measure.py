@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.harness.models import forward_calls
 from benchmarks.harness.process import Progress
 from benchmarks.harness.turns import time_in_turns
 from benchmarks.rivals.kinds import KINDS
 from benchmarks.rivals.records import PLAIN, Answers, Cycle, Forward, Speed, Way, ways_of
-from blockdraft.decode.proposal import Plan, Proposal, chain
+from blockdraft.decode.proposal import Plan, Proposal
 from blockdraft.drafters import Drafter
 from blockdraft.drafters.none import NoDrafter
 from blockdraft.engine import Engine, loops, merge
@@ -168,17 +170,12 @@ def forwards(target: Target, width: int, running: str, repeats: int) -> list[For
     """Times of the target's forward of one row by its nodes."""
     context = min(CONTEXT, target.max_context // 4)
     sizes = [size for size in NODES if context + size < target.max_context]
-    cache = target.new_cache(1, context + max(sizes))
-    prompt = chain(torch.arange(context)[None] % target.vocab_size)
-    target.forward(prompt.tokens, prompt.parents, cache)
-    cache.commit([range(context)])
 
-    def several(nodes: Proposal) -> None:
+    def several(call: Any) -> None:
         for _ in range(CYCLES):
-            target.forward(nodes.tokens, nodes.parents, cache)
+            call()
 
-    nodes = {size: chain(torch.arange(size)[None] % target.vocab_size) for size in sizes}
-    calls = {size: lambda each=each: several(each) for size, each in nodes.items()}
+    calls = {size: partial(several, call) for size, call in forward_calls(target, context, sizes).items()}
     times = time_in_turns(calls, repeats, warm_up=1)
     return [Forward(width, running, size, median(each) / CYCLES) for size, each in times.items()]
 

@@ -1,7 +1,7 @@
-"""The child of `benchmarks.against`: runs in one tree and answers a line of JSON for each that it gets.
+"""The child of `benchmarks.against`, which runs in either tree and speaks the protocol of the peers.
 
-It must run in both trees, so it uses only names that stay: `load_target`, `load_drafter`, `Engine`, `Drafting`,
-`SamplingParams`, `generate`, and of completions `token_ids` and `stats.committed`.
+It uses only names that both trees have: `load_target`, `load_drafter`, `Engine`, `Drafting`, `SamplingParams`,
+`generate`, and of completions `token_ids` and `stats.committed`.
 """
 
 import json
@@ -20,7 +20,7 @@ METHODS = {
 ATTEMPTS, PAUSE_SECONDS = 40, 3.0  # the compiler may still be at work
 
 
-class Complaints(logging.Handler):
+class Warnings(logging.Handler):
     """What blockdraft warns of, such as a drafter that runs uncompiled."""
 
     def __init__(self) -> None:
@@ -47,30 +47,29 @@ class Timed:
 
 def load(backend: str) -> tuple[Any, dict[str | None, Any]]:
     """The bundled pair. Raises a RuntimeError where it is not compiled though it should be."""
-    complaints = Complaints()
-    logging.getLogger("blockdraft").addHandler(complaints)
+    warnings = Warnings()
+    logging.getLogger("blockdraft").addHandler(warnings)
     for _ in range(ATTEMPTS):
-        complaints.lines.clear()
+        warnings.lines.clear()
         target = load_target(backend=backend, device="cpu", compile="on" if backend == "native" else "auto")
         drafters = {name: load_drafter(name, target=target) for name in ("none", None)}
-        if not complaints.lines:
+        if not warnings.lines:
             break
         time.sleep(PAUSE_SECONDS)
-    if complaints.lines:
-        raise RuntimeError(f"not measured, since {complaints.lines[0]}")
+    if warnings.lines:
+        raise RuntimeError(f"not measured, since {warnings.lines[0]}")
     if backend == "native" and "compiled" not in target.running:
         raise RuntimeError(f"not measured, since the target runs {target.running}")
     return target, drafters
 
 
 def main() -> None:
-    backend = sys.argv[1]
-    target, drafters = load(backend)
+    target, drafters = load(json.loads(sys.argv[1])["backend"])
     forward = target.forward = Timed(target.forward)
     engines: dict[tuple[str, int], Any] = {}
-    print(json.dumps({"running": target.running}), flush=True)
+    print(json.dumps({"ready": {"running": target.running}}), flush=True)
     for line in sys.stdin:
-        asked = json.loads(line)
+        asked = json.loads(line)["measure"]
         cell = asked["method"], asked["rows"]
         if cell not in engines:
             name, drafting = METHODS[asked["method"]]
