@@ -77,7 +77,7 @@ def drafter_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="package")
 def wide_drafter_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A drafter of a target with another vocabulary."""
+    """A drafter for a target with another vocabulary."""
     folder = tmp_path_factory.mktemp("compat") / "wide"
     config = draft_config(vocab_size=VOCAB + 3)
     write_checkpoint(folder, config, dict(DFlashNetwork(config).state_dict()))
@@ -86,7 +86,7 @@ def wide_drafter_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def greedy(model: PreTrainedModel) -> Callable[[list[int], int], list[int]]:
-    """The answer of transformers' own greedy decoding."""
+    """Greedy decoding by transformers."""
 
     def answer(ids: list[int], count: int) -> list[int]:
         mask = torch.ones(1, len(ids), dtype=torch.long)
@@ -98,7 +98,7 @@ def greedy(model: PreTrainedModel) -> Callable[[list[int], int], list[int]]:
 
 @pytest.fixture
 def good_guesses(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafters guess what the target says after one token without context, which is often what it says with it."""
+    """Drafters guess the token that the target predicts from one token alone, which is often right in context too."""
     with torch.inference_mode():
         follower = model(torch.arange(VOCAB)[:, None]).logits[:, 0].argmax(dim=-1)
     draft = DFlashDrafter._draft_pass

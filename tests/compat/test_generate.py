@@ -1,4 +1,4 @@
-"""`model.generate(..., custom_generate=FOLDER, drafter=...)` of plain transformers gives its own tokens."""
+"""`model.generate(..., custom_generate=FOLDER, drafter=...)` gives the same tokens as without them."""
 
 import copy
 from collections.abc import Callable
@@ -24,7 +24,7 @@ MASK = (PROMPTS != PAD).long()
 def decode(
     model: PreTrainedModel, drafter_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Tensor]:
-    """`model.generate` with a folder of its own for each test."""
+    """`model.generate` with a new folder for each test."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
     custom.write_custom_generate(tmp_path / "folder")

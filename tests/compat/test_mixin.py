@@ -1,4 +1,4 @@
-"""`DFlashGenerationMixin.generate` gives what transformers' greedy `generate` gives, however it drafts."""
+"""`DFlashGenerationMixin.generate` gives the tokens of transformers' greedy `generate`, with any drafting."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -46,7 +46,7 @@ def mixin(model: PreTrainedModel, config: DFlashConfig) -> DFlashGenerationMixin
 
 
 def test_the_bundled_one_is_always_the_dflash_drafter(tiny_target_dir: Path, two_kinds: tuple[Path, Path]) -> None:
-    """Several passes over a block are not for every kind."""
+    """Only some kinds of drafters can refine a block in several passes."""
     drafter = DFlashGenerationMixin(load_target(tiny_target_dir), DFlashConfig(diffusion_steps=2)).drafter
     assert drafter.path == two_kinds[0] and drafter.diffusion_steps == 2
 
@@ -63,7 +63,7 @@ def test_equals_greedy_generate_for_padded_batches(mixin, good_guesses, greedy, 
 
 
 def test_equals_the_tensor_that_generate_returns(model, mixin):
-    """Ends, padding and layout too."""
+    """End tokens, padding and layout are the same too."""
     inputs = padded(PROMPTS, "left")
     answers = mixin.generate(**inputs, max_new_tokens=30)[:, 6:].tolist()
     ends = [answers[0][4], answers[2][14]]
@@ -241,7 +241,7 @@ def test_the_base_model_shows_through(model, mixin):
 
 
 def test_a_drafter_keeps_its_reduced_head(model, config, monkeypatch):
-    """It guesses among part of the vocabulary, and every other token has a logit of minus infinity."""
+    """The drafter guesses among part of the vocabulary; all other tokens have a logit of minus infinity."""
     kept, loaded = torch.arange(0, 97, 3), []
 
     def reduced(path: Path | None = None, *, target: HFTarget) -> object:

@@ -1,4 +1,4 @@
-"""z-lab's call gives what transformers' greedy decoding gives, and holds to z-lab's contract."""
+"""z-lab's interface gives the tokens of greedy decoding in transformers, and keeps z-lab's contract."""
 
 import copy
 from pathlib import Path

@@ -16,14 +16,14 @@ from blockdraft.serving.settings import ServeSettings
 from blockdraft.targets import load_target
 from blockdraft.types import Drafting
 
-sys.path.insert(0, str(Path(__file__).parent))  # for pages.py and scripted_server.py
+sys.path.insert(0, str(Path(__file__).parent))  # for pages.py, scripted_server.py and the like
 
 from serving_client import MODEL, Client  # noqa: E402
 
 
 @pytest.fixture(scope="session")
 def engine(tiny_target_dir: Path) -> Iterator[Engine]:
-    """Drafted for by the target itself, so that guesses are good, and not all of them where it samples."""
+    """An engine whose target is its own drafter: greedy guesses are right, and some sampled ones are wrong."""
     target = load_target(tiny_target_dir, backend="native")
     drafter = load_drafter(tiny_target_dir, target=target)
     with Engine(target, drafter, max_batch_size=4, drafting=Drafting(block_size=8), prefix_tokens=512) as made:
@@ -47,13 +47,13 @@ def client(make_client: Callable[..., Client]) -> Client:
 
 @pytest.fixture(scope="module")
 def shared_client(engine: Engine) -> Client:
-    """One for several tests, which saves making an application for each: for requests that leave nothing behind."""
+    """A client that several tests share, which saves time. Their requests must leave nothing behind."""
     return Client(Service(Backends(engine), ServeSettings(served_model_name=(MODEL,))))
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """A Chromium of this machine. While it is open, `asyncio.run` fails in this thread: other modules need it."""
+    """A Chromium of this machine. It is closed after each module, since `asyncio.run` fails while it is open."""
     from pages import CHROMIUM, chromium
 
     if CHROMIUM is None:
@@ -64,7 +64,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def app() -> FastAPI:
-    """The page before scripted answers."""
+    """The page with scripted answers."""
     from scripted_server import make_app
 
     return make_app()

@@ -30,7 +30,7 @@ def chromium() -> Iterator[Browser]:
 
 @contextmanager
 def serve(app: FastAPI) -> Iterator[str]:
-    """Its address, while it runs."""
+    """URL of the application while it runs."""
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -50,7 +50,7 @@ def wait_until(true: Callable[[], bool], seconds: float = 20) -> None:
 
 
 class Visit:
-    """A page that was opened, and what it did behind the scenes."""
+    """An open page, with its console messages and the hosts that it called."""
 
     def __init__(self, browser: Browser, url: str, **context: Any) -> None:
         self.page: Page = browser.new_context(**context).new_page()
@@ -80,7 +80,7 @@ class Visit:
             expect(self.get("start")).to_have_text("Race")
 
     def close(self) -> None:
-        """Nothing was asked of other machines, and the console is empty but for answers that are errors."""
+        """Assert that no other machine was called, and that the console holds nothing but failed requests."""
         self.page.context.close()
         assert self.hosts == {httpx.URL(self.url).netloc.decode()}
         assert [line for line in self.complaints if not line.startswith("Failed to load resource")] == []

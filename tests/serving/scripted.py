@@ -1,4 +1,4 @@
-"""A service whose answers are written down, for tests of what is made of them."""
+"""A service with scripted events, for tests of the answers that an API makes of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ScriptedService:
     """Answers every chat with `events`; an exception among them is raised in its place.
 
     Attributes:
-        jobs: Those that came.
+        jobs: Jobs received so far.
         closed: How many answers were closed before their end.
     """
 
@@ -67,7 +67,7 @@ class ScriptedService:
 
 
 def app_of(service: Any) -> FastAPI:
-    """The routes of the two other APIs, with errors told as `make_app` tells them."""
+    """The routes of /v1/responses and /v1/messages, with errors answered as in `make_app`."""
     app = FastAPI()
 
     async def fail(request: Request, error: Exception) -> Response:
@@ -81,7 +81,7 @@ def app_of(service: Any) -> FastAPI:
 
 
 def first_of(stream: Any) -> str:
-    """The first event of a stream, which is then closed."""
+    """The first event of a stream. The stream is then closed."""
 
     async def first() -> str:
         event: str = await anext(stream)

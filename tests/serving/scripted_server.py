@@ -1,4 +1,4 @@
-"""A server that answers as the API does, from a script: for what a real model does not do on demand.
+"""A server with scripted answers, for behaviour that a real model does not show on demand.
 
 The prompt chooses: `SLOW` waits between cycles, `PAUSE` does not draft, `BUSY` is a 429, `BAD` a 400, `BREAK` breaks
 off, `FAIL` ends with an error inside the stream, `DIFFER` answers otherwise without drafting, and `SAY text` says just
@@ -35,7 +35,7 @@ ACCEPTED = (3, 0, 1, 2, 5, 1, 0)  # guesses, cycle after cycle
 
 
 def make_app(key: str | None = None, has_chat_template: bool = True) -> FastAPI:
-    """The page before scripted answers.
+    """The page with scripted answers.
 
     `app.state.requests` holds the bodies that came, `app.state.running` how many answers are being streamed, and
     `app.state.most_running` how many there were at once.

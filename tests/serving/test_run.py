@@ -29,7 +29,7 @@ ENDLESS = {"model": "tiny", "prompt": "abc", "temperature": 0, "ignore_eos": Tru
 
 
 class Running:
-    """A server in a thread, whose signals are calls."""
+    """A server in a thread. Method calls stand in for signals."""
 
     def __init__(self, engine: Engine, **given: Any) -> None:
         settings = ServeSettings(port=0, served_model_name=("tiny",), **given)
@@ -46,7 +46,7 @@ class Running:
         self.server.handle_exit(signal.SIGTERM, None)
 
     def raw(self, body: Any) -> socket.socket:
-        """A connection that has sent a completion and reads what it wants to."""
+        """A connection that has sent a completion and reads only what the test reads."""
         sent = json.dumps(body).encode()
         connection = socket.create_connection(self.bound.getsockname())
         head = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
@@ -62,7 +62,7 @@ class Running:
 
 @pytest.fixture
 def slow_engine(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
-    """Its cycles take time, so that an answer is seen half done."""
+    """An engine with slow cycles, so that tests can see half an answer."""
     step = engine.scheduler.step
     monkeypatch.setattr(engine.scheduler, "step", lambda: (time.sleep(0.02), step())[1])
     return engine
@@ -168,7 +168,7 @@ def test_answers_that_do_not_end_in_time_are_told(start: Callable[..., Running],
 def test_a_client_that_takes_nothing_is_given_up(
     start: Callable[..., Running], slow_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its answer is far larger than the buffers between, for every token's likeliest neighbours are told."""
+    """The answer is far larger than the buffers of the connection, since each piece is padded."""
     monkeypatch.delattr(socket, "TCP_USER_TIMEOUT", raising=False)  # with which the system would see to it too
     server = start(stall_seconds=0.3)
     monkeypatch.setattr("blockdraft.serving.api.completions.data", lambda body: f"data: {'x' * 2**18}\n\n")
@@ -196,7 +196,7 @@ def test_a_port_in_use_is_told() -> None:
 
 
 def test_idle_connections_outlive_those_of_clients(start: Callable[..., Running]) -> None:
-    """aiohttp keeps them for 15 seconds, others for a minute."""
+    """aiohttp keeps idle connections for 15 seconds, others for a minute."""
     assert start().server.config.timeout_keep_alive > 60
 
 

@@ -1,4 +1,4 @@
-"""The other two APIs on a model: they answer what /v1/chat/completions answers."""
+"""All APIs on one model: they give the same answer as /v1/chat/completions."""
 
 import json
 import time
@@ -34,7 +34,7 @@ def with_tools(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def slow(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cycles take time, so that what they yield comes in pieces."""
+    """Slow cycles, so that an answer comes in pieces."""
     step = engine.scheduler.step
     monkeypatch.setattr(engine.scheduler, "step", lambda: (time.sleep(0.005), step())[1])
 
@@ -110,7 +110,7 @@ def test_more_tokens_than_the_context_has(client: Client) -> None:
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.usefixtures("with_tools")
 def test_a_model_is_made_to_call_a_tool(client: Client, enabled: bool) -> None:
-    """Even one that has learnt nothing."""
+    """A random model is forced to call a tool too."""
     how = {"speculation": {"enabled": enabled}}
     function = {"name": "paint", "description": "Paints.", "parameters": SCHEMA}
     chat = client.chat(tools=[{"type": "function", "function": function}], tool_choice="required", **how)
@@ -131,7 +131,7 @@ def test_a_model_is_made_to_call_a_tool(client: Client, enabled: bool) -> None:
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.usefixtures("with_tools")
 def test_an_answer_is_a_call_or_text_of_a_form(client: Client, engine: Engine, enabled: bool) -> None:
-    """As agents ask for: tools all along, and the form of the text with which they end."""
+    """Agents send tools with every request, together with the form of their final answer."""
     function = {"name": "paint", "parameters": SCHEMA}
     form = {"name": "sky", "schema": {**SCHEMA, "additionalProperties": False}}
     how: dict[str, Any] = {"speculation": {"enabled": enabled}, "max_tokens": 150}
@@ -165,10 +165,10 @@ def test_streams_are_not_silent_while_a_call_is_written(client: Client, monkeypa
 @pytest.mark.slow
 @pytest.mark.usefixtures("with_tools", "slow")
 def test_decoding_ends_with_the_only_call(client: Client, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def several(*given: Any) -> Any:
-        return grammar_of(*given[:3], True, *given[4:])
+    def several(*given: Any, **named: Any) -> Any:
+        return grammar_of(*given, **named | {"parallel": True})
 
-    monkeypatch.setattr(prepare, "grammar_of", several)  # what makes the model go on calling
+    monkeypatch.setattr(prepare, "grammar_of", several)  # makes the model call again and again
     assert engine.target.tokenizer is not None
     [token] = engine.target.tokenizer.encode("\n", add_special_tokens=False)
     tools = [{"type": "function", "function": {"name": "paint", "parameters": SCHEMA}}]

@@ -1,4 +1,4 @@
-"""/v1/messages: what a request means, and what is made of the events of its answer."""
+"""/v1/messages: requests to jobs, and events to answers."""
 
 import json
 from collections.abc import Sequence
@@ -64,7 +64,7 @@ def told(service: ScriptedService, **body: Any) -> list[dict[str, Any]]:
 
 
 def put_together(wires: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The blocks of a stream, as clients put them together."""
+    """The blocks of a stream, joined as clients join them."""
     blocks = list[dict[str, Any]]()
     open_block = False
     for wire in wires:
@@ -124,7 +124,7 @@ def test_silence_is_broken_by_pings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_answers_may_be_cut_by_the_context() -> None:
-    """Clients ask for more tokens than small models have, and the API cuts the answer then."""
+    """Clients ask for more tokens than small models have. The API then cuts the answer."""
     service = ScriptedService([Text("Hel"), finished("length")])
     for most, bound, reason in ((90, 90, "max_tokens"), (91, None, "model_context_window_exceeded")):
         assert ask(service, max_tokens=most).json()["stop_reason"] == reason
@@ -178,7 +178,7 @@ def test_the_form_of_an_answer_had_another_name() -> None:
 
 
 def test_what_differs_in_each_request_is_left_out() -> None:
-    """So that Claude Code's instructions are read once."""
+    """Claude Code's instructions can then stay in the prefix cache."""
     header = "x-anthropic-billing-header: cc_version=2.1.1; cch=1a2b3;"
     for system in (
         f"{header}\nBe brief.",

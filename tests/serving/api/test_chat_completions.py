@@ -1,4 +1,4 @@
-"""/v1/chat/completions: what clients get is what the engine says."""
+"""/v1/chat/completions: its answers are those of the engine."""
 
 import json
 from collections.abc import Callable
@@ -163,7 +163,7 @@ def test_developers_are_the_system(client: Any) -> None:
 
 
 def test_the_systems_first_messages_are_one(client: Any) -> None:
-    """Clients send several, and many templates take one."""
+    """Clients send several system messages, and many templates take only one."""
     rest = [*CHAT, {"role": "system", "content": "c"}]
     chats = [
         [{"role": "system", "content": "a"}, {"role": "developer", "content": "b"}, *rest],

@@ -1,4 +1,4 @@
-"""/v1/completions."""
+"""/v1/completions: its answers are those of the engine."""
 
 from typing import Any
 
@@ -66,7 +66,7 @@ def test_echo_gives_the_prompt_back(client: Any, engine: Engine) -> None:
 
 
 def test_echo_without_an_answer_scores_the_prompt(client: Any, engine: Engine) -> None:
-    """What lm-eval asks for."""
+    """The request that lm-eval sends."""
     ids = ids_of(engine, "the ant saw the ox")
     [completion] = engine.generate([ids], SamplingParams(max_new_tokens=1, prompt_logprobs=1))
     assert completion.prompt_logprobs is not None

@@ -1,4 +1,4 @@
-"""/v1/responses: what a request means, and what is made of the events of its answer."""
+"""/v1/responses: requests to jobs, and events to answers."""
 
 import json
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ def told(service: ScriptedService, **body: Any) -> list[dict[str, Any]]:
 
 
 def comparable(response: dict[str, Any]) -> dict[str, Any]:
-    """Without what no two responses have in common."""
+    """A response without its ids and times."""
     items = [{name: value for name, value in item.items() if name != "id"} for item in response["output"]]
     times = {"created_at": 0, "completed_at": response["completed_at"] is not None}
     return {**response, **times, "id": "", "output": items}
@@ -97,7 +97,7 @@ def test_a_response() -> None:
 
 
 def test_a_response_has_all_fields() -> None:
-    """Those that Open Responses demands, whatever the request had."""
+    """Fields that Open Responses requires in every response."""
     fields = {
         *("id", "object", "created_at", "completed_at", "status", "incomplete_details", "model", "instructions"),
         *("previous_response_id", "output", "error", "tools", "tool_choice", "truncation", "parallel_tool_calls"),

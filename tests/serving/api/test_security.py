@@ -1,4 +1,4 @@
-"""Who may call the server."""
+"""Checks on host, origin, key and body of a request."""
 
 import asyncio
 import json

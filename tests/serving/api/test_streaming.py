@@ -1,4 +1,4 @@
-"""Events on their way to clients, and clients that go away."""
+"""Server-sent events, and clients that disconnect."""
 
 import asyncio
 import json

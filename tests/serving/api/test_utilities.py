@@ -1,4 +1,4 @@
-"""Models, tokens, health, metrics, and the document of the API."""
+"""Routes for models, tokens, health and metrics, and the OpenAPI document."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Chunks on their way from the thread that decodes to the event loop."""
+"""Chunks from the decoding thread to the event loop."""
 
 import asyncio
 import time

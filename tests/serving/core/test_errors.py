@@ -1,4 +1,4 @@
-"""Bad requests: each is a 4xx in the shape of its API that names field and remedy, and never a 5xx."""
+"""Bad requests get a 4xx in the shape of their API, which names field and remedy, and never a 5xx."""
 
 import json
 import random
@@ -245,7 +245,7 @@ def test_neutral_values_of_what_we_lack_pass(shared_client: Any) -> None:
 
 
 def test_garbled_requests_are_never_our_fault(client: Any) -> None:
-    """Random values in random fields, with a seed."""
+    """Requests with random values in random fields, from a fixed seed."""
     draw = random.Random(0)
     values: list[Any] = [
         None,

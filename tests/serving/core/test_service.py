@@ -1,4 +1,4 @@
-"""Places, cancelled answers, failures, and what is counted."""
+"""Admission, cancellation, failures and metrics of the service."""
 
 import asyncio
 import threading
@@ -35,7 +35,7 @@ def service(engine: Engine, **given: Any) -> Service:
 
 
 async def settle(engine: Engine) -> None:
-    """Wait until the engine has nothing to do."""
+    """Wait until the engine is idle."""
     ends = time.monotonic() + 20
     while not engine.scheduler.idle:
         assert time.monotonic() < ends, "a row is still taken"
@@ -44,7 +44,7 @@ async def settle(engine: Engine) -> None:
 
 @pytest.fixture
 def submitted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Request]:
-    """Every request that comes to the engine."""
+    """All requests submitted to the engine."""
     found: list[Request] = []
     submit = engine.submit
 
@@ -296,7 +296,7 @@ def test_other_backends_are_loaded_when_they_are_named(engine: Engine) -> None:
 
 
 def test_who_waits_for_a_backend_is_in_nobodys_way(engine: Engine) -> None:
-    """Though there are more of them than threads."""
+    """More requests wait for the backend than there are threads."""
     loaded = threading.Event()
 
     def load() -> Engine:
@@ -358,7 +358,7 @@ def test_chunks_that_wait_are_taken_as_one(engine: Engine) -> None:
 
 
 def test_tokens_keep_their_spaces() -> None:
-    """Decoders like Llama 2's leave out the space at the beginning of a text."""
+    """Decoders like that of Llama 2 drop the space at the beginning of a text."""
     words = Tokenizer(models.WordLevel({"[UNK]": 0, "\u2581the": 1, "\u2581ant": 2, "s": 3}, "[UNK]"))
     words.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)

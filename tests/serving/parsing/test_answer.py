@@ -1,4 +1,4 @@
-"""What is read out of answers, and that it does not depend on where the pieces of their text end."""
+"""Parts of answers, however the text is cut into pieces."""
 
 import json
 import random
@@ -41,7 +41,7 @@ def parse(
 
 
 def joined(parts: list[Part]) -> list[tuple[str, ...]]:
-    """Parts with neighbours of one kind put together, calls without their random ids."""
+    """Parts, with consecutive ones of one kind joined, and without the random ids of calls."""
     result = list[tuple[str, ...]]()
     for part in parts:
         if isinstance(part, ToolCall):
@@ -148,7 +148,7 @@ CASES = [
 
 
 def splits_of(text: str, seed: int) -> list[list[str]]:
-    """Whole, by characters, in two at every place, and in pieces of random lengths."""
+    """A text whole, by characters, cut in two at every index, and in pieces of random lengths."""
     pieces = [[text], list(text)] + [[text[:at], text[at:]] for at in range(len(text))]
     generator = random.Random(seed)
     for _ in range(20):
@@ -167,7 +167,7 @@ def test_calls_in_pieces(
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_any_mixture_in_pieces(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
-    """Texts put together at random of markers, calls and broken calls: the same in one piece and in many."""
+    """Random texts of markers, calls and broken calls give the same parts in one piece and in many."""
     tokenizer_with(tokenizer, TEMPLATES[name] + "<think></think>")
     generator = random.Random(name)
     bits = (
@@ -243,7 +243,7 @@ def test_calls_have_ids_of_their_own(tokenizer: PreTrainedTokenizerFast) -> None
 
 
 def test_long_calls_of_deep_and_huge_values(tokenizer: PreTrainedTokenizerFast) -> None:
-    """What Python's reader of JSON refuses by other errors than its own."""
+    """JSON that makes Python's parser raise other errors than JSONDecodeError."""
     tokenizer_with(tokenizer, TEMPLATES["hermes"])
     for value in ('{"a":' * 50_000, "1" * 5000 + "}}"):
         text = '<tool_call>{"name": "f", "arguments": {"a": ' + value
@@ -296,7 +296,7 @@ def test_some_templates_take_one_call_a_message(tokenizer: PreTrainedTokenizerFa
 
 
 def test_a_bare_call_begins_a_line() -> None:
-    """As an expression says that takes the square of a text's length."""
+    """The result equals that of a plain expression, whose time grows with the square of the text."""
     begins = re.compile(r"\n(?=[\s;]*(?:\{|\Z))")
     draw = random.Random(0)
     for _ in range(5000):

@@ -1,4 +1,4 @@
-"""Grammars of forced calls, held to llguidance itself: what they accept is what the parser reads."""
+"""Grammars of forced calls, run by llguidance: they accept what the parser reads."""
 
 import json
 from typing import Any
@@ -70,7 +70,7 @@ def tokens(tokenizer: PreTrainedTokenizerFast, request: pytest.FixtureRequest) -
 
 
 def accepts(tokenizer: PreTrainedTokenizerFast, text: str, *args: Any, **more: Any) -> bool:
-    """Whether the grammar takes the text's tokens and may end there."""
+    """Whether the grammar accepts the tokens of a text and may end there."""
     grammar = grammar_of(tokenizer, *args, **more)
     assert grammar is not None and grammar.kind == "lark"
     matcher = llguidance.LLMatcher(

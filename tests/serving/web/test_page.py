@@ -1,4 +1,4 @@
-"""The page before scripted answers."""
+"""The page with scripted answers."""
 
 from __future__ import annotations
 

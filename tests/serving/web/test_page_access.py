@@ -1,4 +1,4 @@
-"""The page for everyone: by keyboard, by ear, in the dark, on small screens."""
+"""Accessibility of the page: keyboard, screen reader, dark colours, small screens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page before the server itself, with a tiny random model, whose answers are nonsense of any bytes."""
+"""The page with the real server and a tiny random model, whose answers are random bytes."""
 
 from __future__ import annotations
 

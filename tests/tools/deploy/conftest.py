@@ -1,4 +1,4 @@
-"""Lets the tests here import `engine_schemas`, and fake_server.py, which lies beside other tests."""
+"""Lets the tests here import `engine_schemas`, and `fake_server` from beside other tests."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What was recorded of other engines' options, and command lines held against it."""
+"""Recorded options of other engines, and checks of command lines against them."""
 
 import json
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ SCHEMAS = json.loads((Path(__file__).parent / "engine_schemas.json").read_text()
 
 
 def check_recorded(engine: str, line: list[str], files: Mapping[str, str]) -> dict[str, Any]:
-    """Every option is the engine's own. Returns the speculative configuration, whose keys are its own too."""
+    """Check that the engine has every option and every key of the speculative configuration, which is returned."""
     known = SCHEMAS[engine]
     own = line[line.index("-m") + 2 :] if line[0] == "python" else line
     assert [word for word in own if word.startswith("-") and word not in known["flags"]] == []

@@ -70,7 +70,7 @@ def test_a_good_pair(target: Target) -> None:
 def test_taps_off_by_one(
     target: Target, broken: Callable[..., Path], step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layers that speak in bases of their own. The bundled target's are so alike that a neighbour would do as well."""
+    """Signs flipped at random in each layer: layers of the bundled target are so alike that a neighbour would do."""
     size, taps = target.hidden_size, [1, 2, 3, 4, 5]
     random = torch.Generator().manual_seed(0)
     signs = torch.randint(0, 2, (target.num_layers, size), generator=random) * 2.0 - 1
@@ -135,7 +135,7 @@ def test_a_wrong_configuration(
 def test_attention_that_was_trained_otherwise(
     target: Target, monkeypatch: pytest.MonkeyPatch, is_wrong: Callable[[LayerAttention], bool], fault: str, told: str
 ) -> None:
-    """Networks that go wrong where their layers attend as the configuration has it."""
+    """Networks that compute wrong numbers if their layers attend as in the configuration."""
     through = DFlashNetwork.through_layers
 
     def spoilt(self: DFlashNetwork, *given: Any) -> Tensor:
@@ -148,7 +148,7 @@ def test_attention_that_was_trained_otherwise(
 
 @pytest.mark.slow
 def test_a_shift_by_one(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots that say what the slot before says in the bundled drafter: those of a DSpark drafter, read as DFlash."""
+    """Each slot guesses what the slot before it guesses in the bundled drafter, as when DSpark is read as DFlash."""
     through = DFlashNetwork.through_layers
 
     def late(self: DFlashNetwork, *given: Any) -> Tensor:
@@ -161,7 +161,7 @@ def test_a_shift_by_one(target: Target, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.slow
 def test_numbers_that_do_not_fit(broken: Callable[..., Path]) -> None:
-    """What `fc` makes is normed, so a factor changes nothing but how large the numbers are on the way."""
+    """The output of `fc` is normed, so a factor only makes the numbers before the norm larger."""
     folder = broken()
     tensors = load_file(folder / "model.safetensors")
     tensors["fc.weight"] = tensors["fc.weight"] * 65536

@@ -1,5 +1,5 @@
-"""EAGLE-3, Medusa's heads and MTP heads that learned a tiny target's answers by heart, in some convention; where the
-file says another, the doctor finds which."""
+"""EAGLE-3, Medusa and MTP drafters that learned a tiny target's answers by heart. Where the file names another
+convention than the one in training, the doctor finds it."""
 
 import shutil
 from collections.abc import Callable
@@ -37,7 +37,7 @@ Learn = Callable[..., Path]
 
 @pytest.fixture(scope="module")
 def target(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Target:
-    """With a last norm that does more than scale."""
+    """A target whose last norm does more than scale."""
     folder = shutil.copytree(tiny_target_dir, tmp_path_factory.mktemp("normed") / "target")
     torch.manual_seed(0)
 
@@ -49,7 +49,7 @@ def target(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> T
 
 @pytest.fixture(scope="module")
 def texts(target: Target) -> list[tuple[torch.Tensor, int]]:
-    """Prompts with their answers, and where these begin."""
+    """Prompts with their answers, and the indices where the answers begin."""
     prompts = [encode(prompt, target) for prompt in PROMPTS]
     with Engine(target, load_drafter("none", target=target)) as engine:
         answers = engine.generate(prompts, SamplingParams(max_new_tokens=HOW.max_new_tokens))
@@ -58,7 +58,7 @@ def texts(target: Target) -> list[tuple[torch.Tensor, int]]:
 
 @pytest.fixture(scope="module")
 def learned(target: Target, texts: list[tuple[torch.Tensor, int]]) -> Callable[..., Checkpoint]:
-    """Drafters in some convention.
+    """Drafters trained in a given convention.
 
     Args (of what it returns):
         lag: Of the features, as in `Check`.
@@ -111,7 +111,7 @@ def learned(target: Target, texts: list[tuple[torch.Tensor, int]]) -> Callable[.
 
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[..., Path]:
-    """A drafter's folder, with fields of its configuration that it did not learn in."""
+    """A drafter's folder, with fields in its configuration that differ from training."""
 
     def written(kind: str, found: Checkpoint, **changes: Any) -> Path:
         find_layout(kind).write(tmp_path / kind, replace(found, config=replace(found.config, **changes)), None, ())

@@ -1,5 +1,5 @@
-"""Every kind of drafter in every layout: what starts each engine is the engine's own language, and who does not run it
-is named with a reason."""
+"""For every kind of drafter in every layout, commands hold only options that the engines have, and engines that cannot
+run it are named with a reason."""
 
 import shlex
 from collections.abc import Callable
@@ -58,7 +58,7 @@ def drafters(
 def written(
     drafters: dict[str, Path], target: Target, tiny_target_dir: Path, tmp_path: Path
 ) -> Callable[[str, str], tuple[str, str]]:
-    """A drafter and its target in some layout."""
+    """A drafter in a layout, and its target."""
 
     def write(kind: str, layout: str) -> tuple[str, str]:
         folder, out = drafters[kind], tmp_path / layout

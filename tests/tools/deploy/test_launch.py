@@ -1,4 +1,4 @@
-"""Command lines against what was recorded of the engines, and an engine that stands in for them."""
+"""Command lines against recorded options of the engines, and a script that stands in for an engine."""
 
 import json
 import socket
@@ -38,7 +38,7 @@ uvicorn.run(FakeServer().app, port=port, log_level="error")
 
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
-    """Puts a script on the path under the name vllm."""
+    """Puts a script named vllm on the path."""
 
     def write(script: str) -> Path:
         file = tmp_path / "bin" / "vllm"
@@ -82,7 +82,7 @@ def test_sglang(tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
 
 
 def test_tensorrt_llm(tmp_path: Path, tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
-    """Its configuration is a file, in YAML, of which JSON is a part."""
+    """The configuration is a YAML file, and JSON is valid YAML."""
     found = command("trtllm", str(tiny_target_dir), str(tiny_drafter_dir), 8001)
     said = check_recorded("TensorRT-LLM", found.line, found.files)
     assert said == {"decoding_type": "DFlash", "speculative_model": str(tiny_drafter_dir), "max_draft_len": 7}

@@ -1,4 +1,4 @@
-"""Folders for the hub, and a client that stands in for its own."""
+"""Folders for the hub, and a stand-in for the hub's client."""
 
 import json
 import sys
@@ -90,7 +90,7 @@ def test_a_folder_and_its_card(tmp_path: Path, tiny_target_dir: Path, tiny_draft
 def test_other_kinds(
     tmp_path: Path, tiny_target_dir: Path, tiny_eagle3_dir: Path, tiny_medusa_dir: Path, tiny_mtp_dir: Path
 ) -> None:
-    """Their weights come along, whatever the file is called, and what the folder holds is a drafter still."""
+    """The weights are copied whatever the file is called, and the folder still holds a drafter."""
     for drafter, weights, told in (
         (tiny_eagle3_dir, "model.safetensors", "5 tokens at a time and reads the outputs of the target's layers 0, 1"),
         (tiny_medusa_dir, "medusa_lm_head.pt", "up to 3 tokens at a time and reads what the target's head reads"),

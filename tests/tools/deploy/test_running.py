@@ -1,4 +1,4 @@
-"""An engine that was started does not outlive the command."""
+"""A started engine does not outlive the command."""
 
 import signal
 import socket
@@ -16,7 +16,7 @@ from blockdraft.tools.deploy.launch import Running
 
 
 def engine(folder: Path) -> list[str]:
-    """A program that never answers, and leaves its number in a file."""
+    """A program that never answers, and writes its process id to a file."""
     script = folder / "engine"
     script.write_text(f"#!/bin/sh\necho $$ > {folder}/own.new\nmv {folder}/own.new {folder}/own\nexec sleep 60\n")
     script.chmod(script.stat().st_mode | stat.S_IEXEC)
@@ -24,7 +24,7 @@ def engine(folder: Path) -> list[str]:
 
 
 def test_an_engine_ends_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGTERM, which service managers send, would else leave it behind."""
+    """Without this, SIGTERM, which service managers send, would leave the engine running."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])

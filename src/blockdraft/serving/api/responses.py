@@ -41,7 +41,7 @@ def router(service: Service) -> APIRouter:
         said = [*before, *messages_of(body.input)]
         job = job_of(body, said, settings.temperature)
         most_guesses = service.most_guesses if job.speculation.statistics else None
-        answer = Answer(body, name, settings.temperature, most_guesses)
+        answer = Answer(body, model=name, temperature=settings.temperature, most_guesses=most_guesses)
 
         def keep() -> None:
             if body.store is not False:

@@ -139,7 +139,7 @@ def answers_differ(engine: Engine, count: int) -> int:
         block_size=None if size == "auto" else size,
         tree_budget=CHECK_TREE_BUDGET if budget == "auto" else budget,
     )
-    with Engine(engine.target, engine.drafter, CHECK_ROWS, always) as drafting:
+    with Engine(engine.target, engine.drafter, max_batch_size=CHECK_ROWS, drafting=always) as drafting:
         drafted, plain = (
             [drafting.submit(prompt, params, drafting=RequestDrafting(enabled)) for prompt in prompts]
             for enabled in (True, False)
