@@ -1,7 +1,7 @@
-"""Settings: dataclasses that check their values, and are read from TOML files and flags.
+"""Settings: frozen dataclasses that check their values and are read from TOML files and flags.
 
-A class made by `settings` is a frozen dataclass of pydantic. Types and ranges stand in its annotations; values are
-taken strictly, so that `true` is no number. Whatever is wrong is a `UsageError` that names field, value and limit.
+The decorator `settings` makes them with pydantic. Types and ranges stand in the annotations and are checked strictly,
+so that `true` is no number. Errors are `UsageError`s that name field, value and limit.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ T = TypeVar("T")
 
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
-Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]  # what torch takes
+Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]  # torch's range
 Amount = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
-# Lists are welcome, as TOML has no tuples; what they hold is still taken strictly.
+# Lists are accepted for tuples, which TOML lacks; their elements are still checked strictly.
 Layers = Annotated[tuple[Natural, ...], Strict(False), Field(min_length=1)]
 Texts = Annotated[tuple[str, ...], Strict(False)]
 
-# What must be, by pydantic's names of errors; other errors are told in its own words.
+# What a value must be, by pydantic's type of error. Other errors keep pydantic's message.
 LIMITS = {
     "int": "a whole number",
     "float": "a number",
@@ -59,8 +59,10 @@ LIMITS = {
 
 
 class SettingsError(UsageError):
-    """Attributes:
-    complaints: A sentence for each field that is wrong; what concerns no single one has the name "".
+    """Wrong settings.
+
+    Attributes:
+        complaints: A sentence for each wrong field, by its name; "" is the name for errors of several fields together.
     """
 
     def __init__(self, complaints: Mapping[str, str]) -> None:
@@ -70,7 +72,7 @@ class SettingsError(UsageError):
 
 @dataclass_transform(frozen_default=True)
 def settings(kind: type[T]) -> type[T]:
-    """Make a class a frozen dataclass whose values are checked; `__post_init__` may check how they fit together.
+    """Make a class a frozen dataclass that checks its values. Its `__post_init__` may check how they fit together.
 
     The class raises `SettingsError`, a ValueError, for unknown names and for values of a wrong type or out of range.
     """
@@ -85,7 +87,7 @@ def settings(kind: type[T]) -> type[T]:
         except ValidationError as error:
             names, groups = [field.name for field in fields(made)], dict[str, list[Any]]()
             for one in error.errors(include_url=False):
-                place = one["loc"][0] if one["loc"] else ""  # of a positional argument its number
+                place = one["loc"][0] if one["loc"] else ""  # the index of a positional argument
                 name = place if isinstance(place, str) else names[place] if place < len(names) else "an argument"
                 groups.setdefault(name, []).append(one)
             raise SettingsError({name: _sentence(made, name, group) for name, group in groups.items()}) from None
@@ -95,7 +97,7 @@ def settings(kind: type[T]) -> type[T]:
 
 
 def _sentence(kind: Any, name: str, errors: Sequence[Any]) -> str:
-    """What is wrong with one field."""
+    """One sentence that says what is wrong with a field."""
     if errors[0]["type"] == "unexpected_keyword_argument":
         near = difflib.get_close_matches(name, [field.name for field in fields(kind)], n=3, cutoff=0.5)
         return f"{name!r} is unknown; " + (f"did you mean {' or '.join(near)}?" if near else "leave it out.")
@@ -107,9 +109,9 @@ def _sentence(kind: Any, name: str, errors: Sequence[Any]) -> str:
         return str(errors[0]["ctx"]["error"])
     hint = get_type_hints(kind).get(name)
     united = get_origin(hint) in (Union, types.UnionType) and len({*get_args(hint)} - {type(None)}) > 1
-    # Where a field may have several types, the second part of a place says which one was tried.
+    # For a union of types, the second part of a location names the type that was tried.
     places = ["".join(f"[{part}]" for part in one["loc"][1 + united :]) for one in errors]
-    # And the one that came furthest says what is wrong inside.
+    # The error deepest inside the value is the most specific.
     place = max(places, key=len)
     furthest = [one for one, other in zip(errors, places, strict=True) if other == place]
     limits = " or ".join(dict.fromkeys(map(limit_of, furthest)))
@@ -117,7 +119,7 @@ def _sentence(kind: Any, name: str, errors: Sequence[Any]) -> str:
 
 
 def limit_of(error: Any) -> str:
-    """What a value must be that pydantic refused, by one of its errors."""
+    """What a refused value must be, from pydantic's error."""
     kind = error["type"]
     known = LIMITS.get(kind) or LIMITS.get(kind.split("_")[0])
     told: str = error["msg"].removeprefix("Input should be ")
@@ -125,10 +127,10 @@ def limit_of(error: Any) -> str:
 
 
 def from_text(kind: type, name: str, text: str) -> Any:
-    """The value of a field that a flag's text means: "5", "true", "none"; lists are "1,9,17", tables "decay=1,dpace=2".
+    """A field's value from the text of a flag: "5", "true", "none"; a list is "1,9,17", a table "decay=1,dpace=2".
 
     Raises:
-        ValueError: The text is none of the field's type.
+        ValueError: The text stands for no value of the field's type.
     """
     hint = get_type_hints(kind, include_extras=True)[name]
     adapter: TypeAdapter[Any] = TypeAdapter(hint)
@@ -137,22 +139,22 @@ def from_text(kind: type, name: str, text: str) -> Any:
     wrong: list[Any] = []
     readings: list[Any] = [None if text.lower() == "none" else text, parts, table]
     if text.strip().isdecimal() and any(get_args(one)[:1] == (int,) for one in get_args(hint)):
-        del readings[1:]  # where a number may stand, a list of one has a comma or brackets
+        del readings[1:]  # if the field takes numbers too, a list of one needs a comma or brackets
     for value in readings:
         try:
             return adapter.validate_python(value)
         except ValidationError as error:
             wrong.append(error.errors(include_url=False))
-    # The reading that came furthest was meant; of equals, the plain one.
+    # Report the reading whose error is deepest inside the value; of equals, the plain text.
     meant = max(wrong, key=lambda errors: max(len(one["loc"]) for one in errors))
     raise UsageError(f"{name} is {text!r}; it must be {' or '.join(dict.fromkeys(map(limit_of, meant)))}.")
 
 
 def read_settings(kind: type[T], file: Path | None = None, flags: Mapping[str, str] | None = None) -> T:
-    """Settings of a TOML file, with what the flags say in place of what it says.
+    """Settings from a TOML file and flags; flags override the file.
 
     Args:
-        kind: Made by `settings`.
+        kind: A class made by `settings`.
         file: None takes the defaults.
         flags: Values as texts, see `from_text`.
 
@@ -173,7 +175,7 @@ def read_settings(kind: type[T], file: Path | None = None, flags: Mapping[str, s
             values[name] = from_text(kind, name, text) if name in known else text
         except UsageError as error:
             wrong[name] = str(error)
-            values.pop(name, None)  # what the file says does not matter
+            values.pop(name, None)  # the flag overrides the file's value
     try:
         made = kind(**values)
     except SettingsError as error:
@@ -187,7 +189,7 @@ def read_settings(kind: type[T], file: Path | None = None, flags: Mapping[str, s
 
 
 def explain(kind: type, name: str) -> str:
-    """What a field means, from the docstring of the class that brought it."""
+    """Description of a field, from the docstring of the class that defines it."""
     for owner in kind.__mro__:
         found = re.search(rf"^( *){name}: (.+?)(?=\n\1\S|\Z)", inspect.getdoc(owner) or "", re.S | re.M)
         if found:
@@ -196,13 +198,13 @@ def explain(kind: type, name: str) -> str:
 
 
 def explain_option(kind: type, name: str) -> str:
-    """The same for people who write no Python: None is what holds where nothing is given."""
+    """Description of a field for `--help`, in which None reads as the default."""
     text = re.sub(r"(^|\. )None\b", r"\1The default", explain(kind, name))
     return re.sub(r"\bNone\b", "the default", text)
 
 
 def as_toml(values: Any, explained: bool = False) -> str:
-    """Settings as a TOML file, every field of them; those that are None as comments."""
+    """All settings as a TOML file. Fields that are None become comments."""
     lines = []
     for name, value in asdict(values).items():
         if explained:

@@ -1,7 +1,7 @@
-"""The values that pass between users and the engine, and the shape legend of the code.
+"""Values that pass between users and the engine, and the letters of tensor shapes.
 
-Letters in names and docstrings: B rows of the batch, N nodes of a proposal, V vocabulary, H hidden size, T cached
-tokens, D head size, m taps. A tensor named `logits_BNV` has that shape.
+Letters in names and docstrings: B rows of the batch, N nodes of a proposal, V vocabulary size, H hidden size, T cached
+tokens, D head size, m number of taps. A tensor named `logits_BNV` has the shape `[B, N, V]`.
 """
 
 from __future__ import annotations
@@ -18,38 +18,37 @@ from blockdraft.errors import UsageError
 T = TypeVar("T")
 
 Message: TypeAlias = dict[str, str]
-# A text, a chat (a list of {"role", "content"}) or token ids.
+# A text, a chat (a list of {"role", "content"}), or token ids.
 Prompt: TypeAlias = "str | Sequence[Message] | Sequence[int]"
-# What runs a target: the name of a file of `targets`, such as "native", our own decoder, or "hf", transformers; "auto"
-# asks them in turn.
+# Name of the file of `targets` that runs a target: "native" is our own decoder, "hf" is transformers. "auto" tries them
+# in turn.
 Backend: TypeAlias = str
 DEFAULT_BACKEND: Backend = "auto"
-JOINT = "+"  # between the names of drafters that draft together
-# Of a target's forward: compiled where that is possible, always, or never.
+JOINT = "+"  # joins the names of drafters that draft together
+# Whether a target's forward is compiled: where possible, always (else an error), or never.
 Compile: TypeAlias = Literal["auto", "on", "off"]
 DEFAULT_COMPILE: Compile = "auto"
-# Largest block that a CPU computes for little more than one token where the target is compiled.
+# Largest block that costs a CPU little more than one token, where the target is compiled.
 CPU_BLOCK_SIZE = 4
-# Of a target's weights.
-Quantize: TypeAlias = Literal["int8", "int4", "fp8"]
-KVDtype: TypeAlias = Literal["int8"]
-# What matrices of GGUF files are rounded to; by default no number of a model in bfloat16 changes.
+Quantize: TypeAlias = Literal["int8", "int4", "fp8"]  # what a target's weights are rounded to
+KVDtype: TypeAlias = Literal["int8"]  # what its keys and values are rounded to
+# What matrices of GGUF files are rounded to. The default changes no number of a model in bfloat16.
 GGUFWeights: TypeAlias = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
 DEFAULT_GGUF_WEIGHTS: GGUFWeights = "bf16"
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "error"]
 GrammarKind: TypeAlias = Literal["json_schema", "json_object", "regex", "lark"]
-LEAST, MOST = 1e-30, 1e30  # of temperature, top-p and penalty: much further out float32 makes 0 or infinity of them
-MOST_LOGPROBS = 20  # likely tokens that are reported beside the chosen one
+LEAST, MOST = 1e-30, 1e30  # of temperature, top-p and penalty; far beyond, float32 rounds them to 0 or infinity
+MOST_LOGPROBS = 20  # likeliest tokens that may be reported beside each token of the answer
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """What the text of an answer has to look like. `Engine.submit` checks it, which needs the package llguidance.
+    """A grammar that the text of an answer follows. It needs the package llguidance; `Engine.submit` checks the text.
 
     Attributes:
-        kind: "json_schema", "json_object" (any object, without a text), "regex" (of the whole answer), or "lark" (the
-            dialect of Lark that llguidance reads).
-        text: The schema as JSON, the regular expression or the grammar.
+        kind: "json_schema", "json_object" (any JSON object; takes no text), "regex" (matches the whole answer), or
+            "lark" (in llguidance's dialect of Lark).
+        text: The schema as JSON, the regular expression, or the grammar.
     """
 
     kind: GrammarKind
@@ -69,30 +68,32 @@ class Grammar:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is decoded. A `UsageError` refuses what is out of range or of another kind.
+    """How one request is decoded. Values out of range or of a wrong type raise a `UsageError`.
 
     Attributes:
-        max_new_tokens: Number of tokens after which the answer is cut, exact to the token.
-        temperature: 0 decodes greedily; otherwise the divisor of the logits, 1e-30 to 1e30.
+        max_new_tokens: Most tokens of the answer.
+        temperature: Divisor of the logits, 1e-30 to 1e30; 0 decodes greedily.
         top_k: Keep the k most probable tokens; 0 keeps all.
         top_p: Keep the most probable tokens that together reach this probability; 1 keeps all.
         min_p: Keep tokens of at least this share of the best token's probability; 0 keeps all. The order is that of
             transformers: temperature, top-k, top-p, min-p.
-        logit_bias: Added to the logits of these token ids, -100 to 100, before anything else, as in OpenAI's API. Kept
+        logit_bias: Added to the logits of these token ids before anything else, -100 to 100, as in OpenAI's API. Stored
             as pairs.
         repetition_penalty: Divides the positive and multiplies the negative logits of tokens that occur in prompt or
-            output (arXiv 1909.05858); 1 is none. This and the next two shape greedy decoding too.
+            output (arXiv 1909.05858); 1 is none. This and the next two change greedy answers too.
         presence_penalty: Subtracted from the logits of tokens that occur in the output, -2 to 2, as in OpenAI's API.
-        frequency_penalty: Subtracted once for each time that a token occurs in the output, -2 to 2, likewise.
-        seed: Same seed, same tokens, whichever drafter and block size; None draws one.
-        stop_token_ids: Tokens that end the answer besides the target's own end tokens.
-        stop: Texts that end the answer, which is cut before them. A single one may be given as it is.
+        frequency_penalty: Subtracted for each time that a token occurs in the output, -2 to 2, as in OpenAI's API.
+        seed: The same seed gives the same tokens, with any drafter and block size; None takes a random one.
+        stop_token_ids: Tokens that end the answer, besides the target's own end tokens.
+        stop: Texts that end the answer, which is cut before them. One may be given without a list.
         ignore_eos: Go on past the target's end tokens, to `max_new_tokens`.
-        logprobs: Report how likely each token of the answer was, and this many of the likeliest, 0 to 20; None reports
-            nothing. It is the log-softmax of the target's logits, before biases, penalties, temperature and cuts.
-        prompt_logprobs: The same of the prompt's tokens. The prompt is then read whole, whatever is remembered of it.
-        grammar: What the text of the answer has to look like. Once it is complete, the target's end tokens alone are
-            possible.
+        logprobs: Report the log probability of each token of the answer and of this many of the likeliest, 0 to 20;
+            None reports nothing. It is the log-softmax of the target's logits, before biases, penalties, temperature
+            and cuts.
+        prompt_logprobs: The same for the prompt's tokens. The prompt is then read whole, even if its beginning is in
+            memory.
+        grammar: A grammar that the text of the answer follows. Once the text is complete, only the target's end tokens
+            are allowed.
     """
 
     max_new_tokens: int = 256
@@ -168,7 +169,7 @@ class SamplingParams:
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise UsageError(f"grammar is {self.grammar!r}; it must be a Grammar or None.")
         if self.grammar is not None and self.ignore_eos:
-            raise UsageError("ignore_eos goes on past the end, where a grammar allows nothing; leave out one of them.")
+            raise UsageError("ignore_eos goes on past the end, where a grammar allows no token; leave out one of them.")
 
 
 def _renamed(old: str, new: str) -> Callable[[type[T]], type[T]]:
@@ -199,19 +200,18 @@ class Drafting:
     """How far an engine drafts. It changes the speed and never the distribution of the output.
 
     Attributes:
-        block_size: Tokens of a block, anchor included; None is the drafter's trained size. "auto" lets each cycle use
-            as many of them as pay, or none.
-        tree_budget: Most guesses of a draft tree; 0, the usual, drafts chains. "auto" lets each cycle use as many as
-            pay, or none.
+        block_size: Most tokens of a block, anchor included; None is the drafter's trained size. "auto" uses as many in
+            each cycle as pay, or none.
+        tree_budget: Most guesses of a draft tree; 0 drafts chains. "auto" uses as many in each cycle as pay, or none.
         sampled: Sample the guesses of requests with a temperature from the drafter's distribution, in chains, instead
             of taking the likeliest. The distribution of the output stays the same, but which tokens a seed gives then
             depends on the drafter. With a tree budget, likeliest guesses of the other drafters of a combination stand
             beside the chain. Its name before was `drawn`, which still works.
-        draft_window: Latest tokens of the text that a draft pass looks at, so that it costs no more in long contexts;
-            None is all of them. Drafters without such a pass ignore it.
-        draft_passes: Passes over a block of which each settles the surest guesses, so that the next one sees them, or
-            of a flow map the jumps from noise to tokens; None is what the drafter was made with, 1 as a rule. Drafters
-            that guess one token after the other, or cannot take several, ignore it.
+        draft_window: Number of latest tokens that a draft pass attends to, so that it costs no more in long contexts;
+            None is all. Drafters without such a pass ignore it.
+        draft_passes: Passes over a block; each settles the surest guesses, so that the next one sees them. For a flow
+            map, the number of jumps from noise to tokens. None is what the drafter was made with, usually 1. Drafters
+            that guess one token after the other, or take one pass only, ignore it.
     """
 
     block_size: int | Literal["auto"] | None = None
@@ -242,12 +242,13 @@ class Drafting:
 
 @dataclass(frozen=True)
 class DraftModel:
-    """Where a smaller language model drafts, and what it does while the target verifies; see `load_drafter`.
+    """Where a smaller language model drafts, and whether it drafts ahead; see `load_drafter`.
 
     Attributes:
-        drafter_device: A device of its own for a language model that drafts, such as cuda:1, or cpu beside a GPU; None
-            is the target's.
-        draft_ahead: How many outcomes of each verification it drafts for meanwhile, on a device of its own; 0 is none.
+        drafter_device: Device of a language model that drafts, such as cuda:1, or cpu beside a GPU; None is the
+            target's.
+        draft_ahead: Number of outcomes of a verification that it drafts for while the target verifies, on a device of
+            its own; 0 drafts none ahead.
     """
 
     drafter_device: str | None = None
@@ -256,13 +257,14 @@ class DraftModel:
 
 @dataclass(frozen=True)
 class RequestDrafting:
-    """How far one request is drafted for: bounds inside of those of its engine. As `Drafting`, it changes the speed and
-    never the distribution of the output.
+    """Bounds on drafting for one request, within those of its engine. Like `Drafting`, it changes the speed and never
+    the distribution of the output.
 
     Attributes:
         enabled: False decodes this request plainly.
-        block_size: Most tokens of a block, anchor included; None is what the engine drafts.
-        tree_budget: Most guesses of a draft tree, 0 for a chain; None is what the engine drafts. It bounds trees only.
+        block_size: Most tokens of a block, anchor included; None is the engine's.
+        tree_budget: Most guesses of a draft tree, 0 for a chain; None is the engine's. It has no effect on an engine
+            that drafts chains.
     """
 
     enabled: bool = True
@@ -280,11 +282,11 @@ class RequestDrafting:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """How likely a token was.
+    """Log probability of one token.
 
     Attributes:
-        logprob: Log-softmax of the target's own logits.
-        top: The likeliest tokens with theirs, the likeliest first.
+        logprob: Log-softmax of the target's logits, before biases, penalties, temperature and cuts.
+        top: The likeliest tokens at its place with their log probabilities, the likeliest first.
     """
 
     token_id: int
@@ -298,10 +300,10 @@ class CycleTrace:
 
     Attributes:
         tokens: The anchor, which is the last token before the cycle, and the guesses.
-        parents: The place in `tokens` of the one that each follows; -1 for the anchor.
-        path: Places of those that were accepted, from the anchor, 0, on. What the target says after them is the last
+        parents: For each token the index in `tokens` of the one that it follows; -1 for the anchor.
+        path: Indices of the accepted tokens, beginning with the anchor, 0. The bonus, which follows them, is the last
             of the cycle's new tokens.
-        seconds: Of the cycle, which other requests may have been part of.
+        seconds: Time of the cycle, in which other requests may have taken part.
     """
 
     tokens: tuple[int, ...]

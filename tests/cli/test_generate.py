@@ -452,7 +452,7 @@ def test_help_takes_texts_and_defaults_from_the_parameters(run: Run) -> None:
         "draft-window",
     ):
         assert f"--{name}" in words
-    assert "0 decodes greedily; otherwise the divisor of the logits, 1e-30 to 1e30." in words
+    assert "Divisor of the logits, 1e-30 to 1e30; 0 decodes greedily." in words
     assert "None" not in words
 
 

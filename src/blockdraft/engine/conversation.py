@@ -1,4 +1,4 @@
-"""A conversation: turns that an engine answers one after another, each on top of what was said before."""
+"""Conversations: an engine answers one message after another, each with all messages before it."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from blockdraft.errors import UsageError, describe
 from blockdraft.targets import Target, without_tokenizer
 from blockdraft.types import Drafting, Message, Prompt, SamplingParams
 
-ROWS = 2  # that the memory has room for, so that an answer never drives out the remembered turns before it
+ROWS = 2  # room in the cache, so that an answer never evicts the remembered turns before it
 
 
 class ContextFull(UsageError):
-    """What was said, with the new message, leaves no room for an answer."""
+    """The messages leave no room for an answer."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A message that is being answered. The conversation knows nothing of it until `Conversation.keep`.
+    """A message that is being answered. It becomes part of the conversation with `Conversation.keep`.
 
     Attributes:
         text: The message.
-        request: Of the engine; `request.cancel()` ends the answer early.
+        request: The engine's request; `request.cancel()` ends the answer early.
     """
 
     text: str
@@ -36,23 +36,23 @@ class Turn:
 
 
 class Conversation:
-    """What was said so far, and an engine that answers what comes next.
+    """The messages so far, and an engine that answers the next one.
 
-    Each answer is what `Engine.generate` gives for the same messages: all of them go through the chat template anew,
-    and the engine finds out which beginning of them is still in memory. A template that changes earlier turns, as
-    where it drops their reasoning, makes that beginning shorter and nothing else.
+    Each answer is that of `Engine.generate` for the same messages: all of them pass through the chat template anew, and
+    the engine finds which beginning of the tokens is still in memory. A template that changes earlier turns, for
+    instance by dropping their reasoning, only makes that beginning shorter.
 
-    A target without chat template continues raw text: what was said so far, joined as it is.
+    A target without a chat template continues raw text: all messages, joined.
 
     Args:
-        engine: With `prefix_tokens`, or nothing is remembered; see `chat_engine`.
-        system: Text that the conversation begins with, as the system's message.
+        engine: Remembers turns if it has `prefix_tokens`; see `chat_engine`.
+        system: Text of the system message; None for none.
 
     Raises:
-        UsageError: The target has no tokenizer, or its template takes no system's message.
+        UsageError: The target has no tokenizer, or its template allows no system message.
 
     Attributes:
-        messages: Those of system, user and assistant so far.
+        messages: The messages of system, user and assistant so far.
         has_template: Whether the target has a chat template.
     """
 
@@ -69,12 +69,12 @@ class Conversation:
 
     @property
     def said(self) -> list[Message]:
-        """The messages without the system's."""
+        """The messages without the system message."""
         return [message for message in self.messages if message["role"] != "system"]
 
     @property
     def limit(self) -> int:
-        """Tokens that prompt and answer may have together: the target's context, or what the memory has room for."""
+        """Most tokens of prompt and answer together, by the target's context and the engine's cache."""
         engine = self.engine
         return min(engine.target.max_context, engine.cache_tokens - engine.slots_behind)
 
@@ -83,8 +83,8 @@ class Conversation:
     ) -> Turn:
         """Begin to answer a message, and return at once.
 
-        The answer has at most `params.max_new_tokens` tokens, and fewer where the context ends before. `listener` is
-        called as in `Engine.submit`.
+        The answer has at most `params.max_new_tokens` tokens, or as many as there is room for. `listener` is called as
+        in `Engine.submit`.
 
         Raises:
             ContextFull: There is no room for an answer.
@@ -94,19 +94,19 @@ class Conversation:
         room = self.limit - len(ids)
         if room < 1:
             raise ContextFull(
-                f"The conversation has {len(ids)} tokens with this message, and there is room for {self.limit}, answer "
-                f"included; forget its oldest turns, begin anew, or shorten the message."
+                f"The conversation has {len(ids)} tokens with this message, and there is room for {self.limit}, the "
+                f"answer included; forget its oldest turns, begin anew, or shorten the message."
             )
         params = params or SamplingParams()
         params = replace(params, max_new_tokens=min(params.max_new_tokens, room))
         return Turn(text, self.engine.submit(ids, params, listener))
 
     def keep(self, turn: Turn) -> Completion:
-        """Wait for the answer and go on from it. One that was cancelled counts as far as it came; where it has no text
-        at all, the conversation stays as it was.
+        """Wait for the answer, and add message and answer to the conversation. A cancelled answer is added as far as it
+        came; one without text is not.
 
         Raises:
-            NumbersError, RequestError: It failed; the conversation stays as it was.
+            NumbersError, RequestError: The answer failed; the conversation stays as it was.
         """
         completion = turn.request.result().checked()
         if completion.text:
@@ -117,26 +117,26 @@ class Conversation:
         return completion
 
     def set_system(self, text: str) -> None:
-        """Replace the system's message; an empty text removes it.
+        """Replace the system message; an empty text removes it.
 
         Raises:
-            UsageError: There is no chat template, or it takes none.
+            UsageError: There is no chat template, or it allows no system message.
         """
         if not self.has_template:
-            raise UsageError("The target has no chat template, so there is no system's message; say it in the text.")
+            raise UsageError("The target has no chat template, so it takes no system message; say it in the text.")
         messages = [{"role": "system", "content": text}] * bool(text) + self.said
         encode([*messages, {"role": "user", "content": "?"}], self.engine.target)
         self.messages = messages
 
     def undo(self) -> str | None:
-        """Take back the last message and its answer. Returns the message, or None where there is none."""
+        """Remove the last message and its answer. Returns the message; None if there is none."""
         if not self.said:
             return None
         *self.messages, question, _ = self.messages
         return question["content"]
 
     def forget_oldest(self) -> str | None:
-        """Forget the oldest message and its answer. Returns the message, or None where there is none."""
+        """Remove the oldest message and its answer. Returns the message; None if there is none."""
         said = self.said
         if not said:
             return None
@@ -144,14 +144,14 @@ class Conversation:
         return said[0]["content"]
 
     def reset(self) -> None:
-        """Begin anew, with the same system's message."""
+        """Remove all messages but the system message."""
         self.messages = [message for message in self.messages if message["role"] == "system"]
 
     def save(self, path: str | Path) -> None:
-        """Write the conversation as a JSON line, which `blockdraft data` reads; raw text as {"text"}.
+        """Write the conversation as a JSON line that `blockdraft data` reads; raw text as {"text"}.
 
         Raises:
-            UsageError: There is nothing to save, there is a file that this conversation has not written, or it cannot
+            UsageError: There is nothing to save, the file exists and was not written by this conversation, or it cannot
                 be written.
         """
         path = Path(path).resolve()
@@ -175,5 +175,5 @@ class Conversation:
 
 
 def chat_engine(target: Target, drafter: Drafter, drafting: Drafting | None = None) -> Engine:
-    """An engine that remembers as much of a conversation as the target's context holds."""
-    return Engine(target, drafter, ROWS, drafting, prefix_tokens=target.max_context)
+    """An engine that remembers a conversation of up to the target's context."""
+    return Engine(target, drafter, max_batch_size=ROWS, drafting=drafting, prefix_tokens=target.max_context)

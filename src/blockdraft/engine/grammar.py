@@ -1,4 +1,4 @@
-"""Which tokens a grammar lets follow in an answer, by llguidance."""
+"""Grammars of answers: which tokens may follow, computed by llguidance."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from blockdraft.types import Grammar
 if TYPE_CHECKING:  # an optional package, loaded by the first request that has a grammar
     from llguidance import LLMatcher, LLTokenizer
 
-# Between the parts of JSON: a space, or a new line with its indent. Were more allowed, some models would go on with it.
-# What llguidance cannot express is left out and told, for `compile_schema` to judge.
+# Between the parts of JSON a space is allowed, or a line break with its indent; with more, some models never stop
+# adding whitespace. "lenient" turns what llguidance does not support into warnings, which `compile_schema` judges.
 JSON_STYLE: Any = {"whitespace_pattern": r" |\r?\n[ \t]{0,40}", "lenient": True}
 ERROR_LENGTH = 300
 
@@ -29,7 +29,11 @@ _lock = threading.Lock()
 
 
 class AnswerGrammar:
-    """How far one answer has come in its grammar. Raises as `Engine.submit` does where the answer cannot begin."""
+    """State of a grammar after the tokens of an answer so far.
+
+    Raises:
+        UsageError: The grammar is wrong or allows no answer, or the target's tokenizer does not suit it.
+    """
 
     def __init__(self, grammar: Grammar, target: Target) -> None:
         library = _llguidance()
@@ -47,13 +51,13 @@ class AnswerGrammar:
             raise UsageError(f"The grammar of kind {grammar.kind} is refused: {why}.")
 
     def advance(self, token: int) -> bool:
-        """The answer goes on with this token. Returns whether it may."""
+        """Add a token to the answer. Returns whether the grammar allows it."""
         return self._matcher.consume_token(token)
 
     def after(self, tokens: Sequence[int]) -> Tensor | None:
-        """The tokens that may follow the answer and these, `[V]` bool on the CPU; None where these may not follow it,
-        or nothing them. After an end token there are only such."""
-        matcher = self._matcher.deep_copy()  # what goes wrong with a guess must not concern the answer
+        """The tokens that may follow the answer and these, `[V]` bool on the CPU; None if these may not follow it, or
+        no token may follow them. Only end tokens follow an end token."""
+        matcher = self._matcher.deep_copy()  # an error at a guess must not end the answer
         for token in tokens:
             if self._ends[token]:
                 return self._ends
@@ -62,16 +66,16 @@ class AnswerGrammar:
         return self._mask(matcher)
 
     def dead_end(self) -> str | None:
-        """Why nothing can follow the answer; None if something can."""
+        """Why no token can follow the answer; None if one can."""
         matcher = self._matcher.deep_copy()
         if self._mask(matcher) is not None:
             return None
         why = " ".join(matcher.get_error().removesuffix("<non-verbose/>").split())
-        return why[:ERROR_LENGTH] or "no token of the target's goes on as it asks for"
+        return why[:ERROR_LENGTH] or "no token of the target continues it"
 
     def _mask(self, matcher: LLMatcher) -> Tensor | None:
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-        if matcher.is_error():  # its mask then holds the end tokens
+        if matcher.is_error():  # the mask then holds the end tokens, which are not allowed
             return None
         allowed = torch.from_numpy(np.unpackbits(bits, bitorder="little")[: self._vocab_size].view(bool))
         return allowed if allowed.any() else None
@@ -81,7 +85,7 @@ def _llguidance() -> Any:
     try:
         import llguidance
     except ImportError as error:
-        raise UsageError("Grammars take llguidance; run pip install 'blockdraft[server]'.") from error
+        raise UsageError("Grammars need llguidance; run pip install 'blockdraft[server]'.") from error
     return llguidance
 
 
@@ -95,11 +99,11 @@ def _compile(grammar: Grammar) -> str:
 
 
 def compile_schema(schema: str) -> str:
-    """A JSON schema as llguidance reads it.
+    """A JSON schema in llguidance's own form.
 
     Raises:
-        ValueError: It is none, or holds what cannot be kept to. A format that is unknown says nothing, as the standard
-            has it.
+        ValueError: The schema is wrong, or has keywords that llguidance cannot enforce. Unknown formats are ignored, as
+            in the standard.
     """
     matcher: type[LLMatcher] = _llguidance().LLMatcher
     compiled = matcher.grammar_from_json_schema(schema, defaults=JSON_STYLE)
@@ -111,7 +115,7 @@ def compile_schema(schema: str) -> str:
 
 
 def _tokenizer(target: Target) -> LLTokenizer:
-    """The target's tokens as llguidance knows them; made once, since that takes long."""
+    """llguidance's tokenizer of a target; made once, since that takes long."""
     from llguidance.hf import from_tokenizer
 
     with _lock:
@@ -120,10 +124,10 @@ def _tokenizer(target: Target) -> LLTokenizer:
             if tokenizer is None:
                 raise UsageError(f"{without_tokenizer(target)}, so it cannot follow a grammar.")
             if not isinstance(tokenizer, PreTrainedTokenizerFast):
-                raise UsageError(f"Grammars take a fast tokenizer, and the target's is a {type(tokenizer).__name__}.")
+                raise UsageError(f"Grammars need a fast tokenizer, and the target's is a {type(tokenizer).__name__}.")
             known = 1 + max(tokenizer.get_vocab().values())
             ends: Any = sorted(token for token in target.eos_token_ids if token < min(known, target.vocab_size))
             if not ends:
-                raise UsageError("The target has no end token, with which an answer under a grammar could end.")
+                raise UsageError("The target has no end token, so an answer under a grammar could not end.")
             _tokenizers[target] = from_tokenizer(tokenizer, max(known, target.vocab_size), ends)
         return _tokenizers[target]

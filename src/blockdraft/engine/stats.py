@@ -11,19 +11,18 @@ LOOP_SIZE, LOOP_TIMES = 8, 4
 
 @dataclass
 class Stats:
-    """What one request did.
+    """Counts and times of one request.
 
-    The prompt's forward, which yields the first token, is no cycle: it is counted in `prefill_seconds` alone.
+    The forward over the prompt, which yields the first token, is no cycle; it counts in `prefill_seconds` only.
 
     Attributes:
         committed: Tokens committed by each cycle, bonus included, after cutting at a stop token or the length limit.
         drafted: Guesses on the longest path of each cycle's proposal.
-        remembered: Tokens of the prompt that were in memory, of this or an earlier request, and were not read.
+        remembered: Tokens of the prompt that were copied from the cache of another request instead of being read.
         prefill_seconds: From the request's start to its first token.
-        draft_seconds, verify_seconds: Time in the drafter (propose and observe) and in the target's forward, summed
-            over cycles; shared in full by all rows of a batch. It is the host's time: where a GPU works on while the
-            host goes ahead, waiting for it counts where the host has to wait. `blockdraft bench --profile` waits after
-            each part.
+        draft_seconds, verify_seconds: Time of all cycles in the drafter (propose and observe) and in the target's
+            forward; each row of a batch counts the whole time. It is the host's time: work of a GPU counts where the
+            host waits for it. `blockdraft bench --profile` waits after each part.
         total_seconds: From the first token to the last.
     """
 
@@ -53,14 +52,14 @@ class Stats:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens after the first one over the time they took; 0 where there was none."""
+        """Tokens after the first one a second; 0 if there are none."""
         return sum(self.committed) / self.total_seconds if self.total_seconds else 0.0
 
 
 def merge(stats: Iterable[Stats]) -> Stats:
-    """Several requests as one, cycle after cycle and with their times added up, so that every cycle weighs alike.
+    """Statistics of several requests as if they were one: their cycles in a row, their times added up.
 
-    Rows of one batch share their times in full, hence the times of a batch count once for each of its rows.
+    Each row of a batch counts the whole time, so the time of a batch counts once for each of its rows.
     """
     merged = Stats()
     for one in stats:
@@ -80,9 +79,9 @@ def mean_tau(stats: list[Stats]) -> float:
 
 
 def loops(token_ids: Sequence[int], size: int = LOOP_SIZE, times: int = LOOP_TIMES) -> bool:
-    """Whether some run of `size` tokens occurs `times` times or more; occurrences may overlap.
+    """Whether some sequence of `size` tokens occurs `times` times or more, overlapping ones included.
 
-    Such answers are easy to guess, so a mean over them says little about a drafter.
+    Such answers are easy to guess, so they say little about a drafter.
     """
     runs = Counter(tuple(token_ids[i : i + size]) for i in range(len(token_ids) - size + 1))
     return max(runs.values(), default=0) >= times
