@@ -251,7 +251,7 @@ def test_folders_may_have_the_sign_in_their_names(tmp_path: Path, target: Target
     [
         ("prompt_lookup+", r"drafter is 'prompt_lookup\+'; put a folder or a name on each side of \+"),
         ("prompt_lookup+prompt_lookup", "names prompt_lookup twice"),
-        ("prompt_lookup+none", "guesses nothing, as none does; leave it out"),
+        ("prompt_lookup+none", "guesses nothing .as the drafter none.; leave it out"),
         ("prompt_lookup+nowhere", "nowhere is no drafter"),
         ("combined", "combined is no drafter"),
     ],

@@ -1,7 +1,7 @@
-"""Several drafters that guess for the same target: what the text repeats beside what a model guesses.
+"""Several drafters that draft together for one target, such as prompt lookup and a draft model.
 
-They do not know of each other. A tree takes the guesses that are likeliest to be accepted, whoever made them; a chain
-is the one of which most is expected.
+The drafters do not know of each other. A tree takes the guesses that are likeliest to be accepted, from any drafter.
+For a chain, the drafter with the highest expected number of accepted guesses is chosen.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from blockdraft.drafters.base import Drafter, Entry, State
 from blockdraft.errors import UsageError
 from blockdraft.timing import GUESSES, mark
 
-FIRST_YIELD = 1.0  # guesses of a chain taken to be accepted where its drafter does not say and none was tried
-NEWEST = 0.1  # weight of the newest chain in their mean
+FIRST_YIELD = 1.0  # assumed accepted guesses of a chain, until a chain of its drafter has been verified
+NEWEST = 0.1  # weight of the newest chain in the running mean of accepted guesses
 
 
 @dataclass
 class Yields:
-    """What one row knows of chains whose drafters do not say how much they expect.
+    """Accepted guesses of a row so far, used for drafters that do not state how many they expect.
 
     Attributes:
-        accepted: By drafter the mean of the guesses that were accepted.
-        last: Whose chain was proposed last; None where that has been learned from.
+        accepted: For each drafter, the running mean of the accepted guesses of its chains.
+        last: Index of the drafter whose chain was proposed last; None once its outcome has been counted.
     """
 
     accepted: list[float]
@@ -38,7 +38,7 @@ class Yields:
 
 
 class CombinedState:
-    """The states of the drafters, of the same rows."""
+    """States of all drafters of a combination, for the same rows."""
 
     def __init__(self, inner: Sequence[State], rows: Sequence[int], of_rows: dict[int, Yields]) -> None:
         self.inner = list(inner)
@@ -76,23 +76,23 @@ class CombinedState:
             state.wipe(row, whole)
 
     def _begin(self, row: int) -> None:
-        """A request begins, and must not depend on the one before in this row."""
+        """Forget what was learned in this row, since a new request must not depend on the one before."""
         self._of_rows[row] = Yields([FIRST_YIELD] * len(self.inner))
 
 
 class CombinedDrafter(Drafter):
     """Drafts with several drafters at once.
 
-    A tree merges theirs: guesses of one path and token are one node. Given its parent, a node is as likely as the
-    surest of the drafters that guess it says, and the likeliest nodes are taken. A chain is, in each row, that of the
-    drafter that expects most of its guesses to be accepted.
+    A tree merges the drafters' trees: guesses with the same path and token are one node. The probability of a node,
+    given its parent, is the highest that any drafter states, and the likeliest nodes are taken. A chain comes, in each
+    row, from the drafter with the most expected accepted guesses.
 
-    Where guesses are sampled, the first drafter that can draw does so. A tree has its chain whole, and guesses of the
-    others beside it. For a choice between chains, what it is expected to yield is what its chains have yielded in the
-    row so far: a choice by what was sampled would shift the distribution of the output.
+    If guesses are sampled, the first drafter that can sample does so. A tree then holds its whole chain, and guesses of
+    the others beside it. In a choice between chains, the expected guesses of a sampled one are the mean of what was
+    accepted in the row so far, because a choice that depends on the sample would change the output's distribution.
 
     Args:
-        parts: Two or more, each of another kind or folder. Ties go to the first.
+        parts: Two or more drafters, each of another kind or folder. Ties go to the first.
     """
 
     knows_probabilities = True
@@ -103,7 +103,7 @@ class CombinedDrafter(Drafter):
             raise UsageError(f"A combination has {len(parts)} drafters; join two or more, as in prompt_lookup+bundled.")
         for part in parts:
             if part.block_size == 1:
-                raise UsageError("A drafter of a combination guesses nothing, as none does; leave it out.")
+                raise UsageError("A drafter of a combination guesses nothing (as the drafter none); leave it out.")
         self._parts = tuple(parts)
         self.path: Path | None = next((part.path for part in parts if part.path is not None), None)
         self.taps = tuple(sorted({tap for part in parts for tap in part.taps}))
@@ -126,10 +126,11 @@ class CombinedDrafter(Drafter):
 
     def observe(self, state: CombinedState, tokens: Tensor, features: Tensor | None, lengths: Sequence[int]) -> None:
         for yields, length in zip(state.yields, lengths, strict=True):
-            if yields.last is not None and length:  # the anchor and what was accepted of the chain
+            if yields.last is not None and length:  # length counts the anchor and the accepted guesses
                 yields.accepted[yields.last] += NEWEST * (length - 1 - yields.accepted[yields.last])
                 yields.last = None
-        # What may fail comes first: where it does, rows are told again one by one, and no one may hear twice.
+        # Drafters with a model come first, because they may fail. The rows are then observed again, one by one, and no
+        # drafter may observe the same tokens twice.
         for part, inner in sorted(zip(self.parts, state.inner, strict=True), key=lambda each: each[0].path is None):
             part.observe(inner, tokens, self._features_of(part, features), lengths)
 
@@ -173,8 +174,8 @@ class CombinedDrafter(Drafter):
 
 
 def _asked(part: Drafter, plan: Plan) -> Plan:
-    """What is asked of one drafter. Without times it is given some by which every guess pays, so that it says how
-    likely its guesses are."""
+    """Plan for one drafter of a combination. If the plan has no cycle times, it gets equal ones, with which every guess
+    pays, because a drafter states how likely its guesses are only if it gets times."""
     block_size = min(plan.block_size, part.block_size)
     draws = None if plan.draws is None else plan.draws[:, : block_size - 1]
     seconds, trust = (plan.cycle_seconds, plan.trust) if plan.tree_budget else (None, 1.0)
@@ -184,7 +185,7 @@ def _asked(part: Drafter, plan: Plan) -> Plan:
 
 
 def _hope(proposal: Proposal, row: int, known: float) -> float:
-    """Guesses of a chain that are expected to be accepted; `known` is how many were so far."""
+    """Expected number of accepted guesses of a chain; `known` is the mean of its drafter so far."""
     if proposal.q is not None:
         return known
     if proposal.chances is not None:
@@ -193,12 +194,12 @@ def _hope(proposal: Proposal, row: int, known: float) -> float:
 
 
 def merged(anchor: Tensor, proposals: Sequence[Proposal], plan: Plan) -> Proposal:
-    """The tree of the guesses that are likeliest to be accepted, whoever made them.
+    """Tree of the guesses that are likeliest to be accepted, from any of the proposals.
 
     Args:
         anchor: `[B]` int64.
-        proposals: Trees behind these anchors, of chosen guesses, with the chance of each.
-        plan: Says how many nodes a row may have, and by which times they have to pay.
+        proposals: Trees behind these anchors, of guesses that were not sampled, each with its probability.
+        plan: Gives the most nodes of a row, and the cycle times that decide how many of them pay.
     """
     texts = [proposal.tokens.tolist() for proposal in proposals]
     rows = [
@@ -222,13 +223,15 @@ def merged(anchor: Tensor, proposals: Sequence[Proposal], plan: Plan) -> Proposa
 
 
 def beside(anchor: Tensor, sampled: Proposal, others: Sequence[Proposal], budget: int) -> Proposal:
-    """A chain whose guesses were sampled, whole, and as many of the others' likeliest guesses as the budget leaves.
+    """Tree of a whole sampled chain, and of as many of the others' likeliest guesses as the budget leaves.
 
-    What stands beside the chain may depend on what was sampled, the chain itself may not.
+    Nodes beside the chain may depend on what was sampled. The chain's length must not.
 
     Args:
         anchor: `[B]` int64.
-        others: As in `merged`.
+        sampled: Chain whose guesses were sampled.
+        others: As `proposals` of `merged`.
+        budget: Most guesses of a row.
     """
     chains, texts = sampled.tokens.tolist(), [proposal.tokens.tolist() for proposal in others]
     rows, above, dists = list[list[int]](), list[list[int]](), list[SparseDistribution | None]()
@@ -241,7 +244,7 @@ def beside(anchor: Tensor, sampled: Proposal, others: Sequence[Proposal], budget
             (said[row], proposal.parent_lists[row], _chances(proposal, row))
             for said, proposal in zip(texts, others, strict=True)
         ]
-        places = [0]  # here, of the others' nodes
+        places = [0]  # indices of the others' nodes in this tree
         for _, parent, token in _likeliest(trees, budget):
             at = places[parent], token
             if at not in nodes:
@@ -257,20 +260,20 @@ def beside(anchor: Tensor, sampled: Proposal, others: Sequence[Proposal], budget
 
 
 def _chances(proposal: Proposal, row: int) -> Sequence[float]:
-    assert proposal.chances is not None or proposal.tokens.size(1) == 1, "a drafter says how likely its guesses are"
+    assert proposal.chances is not None or proposal.tokens.size(1) == 1, "a combined drafter must state its chances"
     return () if proposal.chances is None else proposal.chances[row]
 
 
 def _likeliest(
     trees: Sequence[tuple[Sequence[int], Sequence[int], Sequence[float]]], budget: int
 ) -> list[tuple[float, int, int]]:
-    """Nodes `(chance, parent, token)` behind the anchor, the likeliest first, so that a parent comes before its
-    children.
+    """Nodes `(chance, parent, token)` behind the anchor, the likeliest first, so parents come before their children.
 
     Args:
-        trees: Tokens, parents and chances of some drafters' trees of one row; the chances from the first guess on.
+        trees: Tokens, parents and chances of several trees of one row; chances begin with the first guess.
+        budget: Most nodes.
     """
-    # By place and token of a child: its place, and the chance that it is accepted if its parent is.
+    # children[node][token] is the index of a child, and the chance that it is accepted if its parent is.
     children: list[dict[int, tuple[int, float]]] = [{}]
     for tokens, parents, guessed in trees:
         places, chances = [0], [1.0, *guessed]
@@ -296,7 +299,7 @@ def _likeliest(
 
 
 def _filled(anchor: Tensor, tokens: list[list[int]], parents: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """Rows of nodes as tokens on the anchor's device and parents, filled up to one length."""
+    """Tokens, on the anchor's device, and parents of all rows, padded to one length."""
     count = max(map(len, tokens))
     filled = torch.tensor([[*row, *[0] * (count - len(row))] for row in tokens]).to(anchor.device)
     filled[:, 0] = anchor

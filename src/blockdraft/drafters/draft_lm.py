@@ -1,5 +1,5 @@
-"""A smaller language model with the target's tokens guesses one token after the other: speculative decoding as it
-began (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318)."""
+"""Speculative decoding in its original form: a smaller language model with the target's tokens guesses one token after
+the other (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318)."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ BLOCK_SIZE = 8
 
 
 class DraftState:
-    """What the draft model knows of some rows.
+    """State of the draft model for some rows.
 
     Attributes:
-        cache: Its keys and values of `held`.
-        rows: Of a batch, by the first of their slots.
+        cache: Keys and values of the tokens `held`.
+        rows: Rows of a batch, each given by its first slot.
     """
 
     def __init__(
@@ -41,17 +41,17 @@ class DraftState:
     ) -> None:
         self.cache = cache
         self.rows = list(rows)
-        self._of_rows = of_rows  # text and held of each row
+        self._of_rows = of_rows  # `texts` and `held` of each row
         self._capacities = capacities
 
     @property
     def capacity(self) -> int:
-        """Slots of the shortest row."""
+        """Slots of the row that has the fewest."""
         return min(self._capacities[row] for row in self.rows)
 
     @property
     def room(self) -> int:
-        """Slots behind what the cache holds, of the row that has the fewest."""
+        """Free slots of the row that has the fewest."""
         return min(self._capacities[row] - held for row, held in zip(self.rows, self.cache.lengths, strict=True))
 
     @property
@@ -61,18 +61,18 @@ class DraftState:
 
     @property
     def held(self) -> list[list[int]]:
-        """Tokens of each row that the cache holds: the beginning of its text or, between `propose` and `observe`, all
-        of it with anchor and guesses behind."""
-        # What was cut off by an exception has not been committed, or has not been noted.
+        """Tokens of each row that the cache holds: the beginning of its text or, between `propose` and `observe`, the
+        whole text, the anchor and the guesses."""
+        # After an exception, the cache may hold fewer or more tokens than noted.
         both = zip(self.rows, self.cache.lengths, strict=True)
         return [self._of_rows[row][1][:length] for row, length in both]
 
     def note(self, texts: Sequence[list[int]], held: Sequence[list[int]]) -> None:
-        """Set what belongs to each row."""
+        """Set the texts of the rows, and the tokens that the cache holds."""
         self._of_rows.update(zip(self.rows, zip(texts, held, strict=True), strict=True))
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Keep so many of each row's tokens in the cache."""
+        """Keep the given number of each row's tokens in the cache."""
         self.cache.truncate([min(new, old) for new, old in zip(lengths, self.cache.lengths, strict=True)])
 
     def of(self, rows: Sequence[int]) -> DraftState:
@@ -105,23 +105,24 @@ class DraftState:
 class DraftLMDrafter(Drafter):
     """Drafts chains with a causal language model.
 
-    A guess is the model's most probable token or, where `plan.draws` is set, sampled from its distribution under the
-    row's sampling parameters, cut to the `SPARSE_SIZE` most probable tokens. A row that has reached the model's context
-    gets fewer guesses, in the end none.
+    A guess is the model's most probable token or, if `plan.draws` is set, sampled from its distribution under the row's
+    sampling parameters, cut to the `SPARSE_SIZE` most probable tokens. A row near the end of the model's context gets
+    fewer guesses, at its end none.
 
-    With `plan.cycle_seconds` drafting ends once even a guess as likely as the last one would not pay; the model's
-    probabilities stand for the target's. Where guesses are sampled it is ignored: each distribution depends on the
-    guesses before it, and the length of a sampled chain must not depend on what was sampled.
+    With `plan.cycle_seconds` drafting ends as soon as a further guess, even one as likely as the last, would not save
+    time; the model's probabilities are taken for the target's. If guesses are sampled, `plan.cycle_seconds` is ignored:
+    each distribution depends on the guesses before it, and the length of a sampled chain must not depend on what was
+    sampled.
 
     Args:
-        model: The draft model.
-        target: What it drafts for.
+        model: Draft model.
+        target: Target that it drafts for.
         block_size: Most tokens of a block, anchor included.
 
     Raises:
-        ValueError: The model has recurrent layers, or its tokens are not the target's. Only the sizes of the
-            vocabularies are compared where one of the two has no tokenizer; where both have one, the embeddings may be
-            padded to different sizes.
+        ValueError: The model has recurrent layers, or other tokens than the target. If both have a tokenizer, tokens
+            are compared, and the embeddings may be padded to different sizes. Else only the sizes of the vocabularies
+            are compared.
     """
 
     taps: tuple[int, ...] = ()
@@ -130,8 +131,8 @@ class DraftLMDrafter(Drafter):
     def __init__(self, model: Target, target: Target, block_size: int = BLOCK_SIZE) -> None:
         if not model.can_truncate:
             raise UsageError(
-                f"The draft model ({model.path}) has recurrent layers, whose states cannot be cut back to what is "
-                "accepted; use one whose layers all attend."
+                f"The draft model ({model.path}) has recurrent layers, whose states cannot be cut back to the accepted "
+                "tokens; use a model with attention layers only."
             )
         check_same_tokens(model.tokenizer, model.vocab_size, target)
         self.model = model
@@ -166,8 +167,8 @@ class DraftLMDrafter(Drafter):
             ]
         )
         state.note([text + committed for text, committed in zip(state.texts, new, strict=True)], state.held)
-        # A few tokens are read together with the next anchor. A prompt is read at once, before its rows join others
-        # that would have to wait for it.
+        # A few tokens are read later, together with the next anchor. A prompt is read now, before its rows join others,
+        # which would have to wait for it.
         if max(lengths) > self.block_size:
             self._read(state, [text if len(text) <= self.model.max_context else [] for text in state.texts])
 
@@ -178,8 +179,8 @@ class DraftLMDrafter(Drafter):
         """As in `Drafter`.
 
         Args:
-            foreseen: The first guesses and the model's probabilities of them, `[B]` each, where they are known already.
-                No forward is spent on them. Not where guesses are sampled.
+            foreseen: First guesses and the model's probabilities of them, `[B]` each, if they are known already. They
+                cost no forward pass. Not supported if guesses are sampled.
         """
         wanted_on, anchor = anchor.device, send(anchor, self.model.device)
         room = [max(0, min(plan.block_size - 1, self.model.max_context - len(text))) for text in state.texts]
@@ -187,7 +188,7 @@ class DraftLMDrafter(Drafter):
         seconds = plan.cycle_seconds if draws is None else None
         known = [[*t, a] if free else [] for t, a, free in zip(state.texts, anchor.tolist(), room, strict=True)]
         guesses, dists = [anchor], list[SparseDistribution]()
-        expected = torch.zeros(len(room), device=anchor.device)  # guesses of each row, times their survival
+        expected = torch.zeros(len(room), device=anchor.device)  # expected accepted guesses of each row
         survival = torch.tensor([float(free > 0) for free in room], device=anchor.device)
         survivals = list[list[float]]()
         for depth in range(max(room) if seconds is None else min(max(room), len(seconds) - 1)):
@@ -222,7 +223,7 @@ class DraftLMDrafter(Drafter):
             guesses.append(guess)
         made = len(guesses) - 1
         tokens = torch.stack(guesses, dim=1)
-        if made:  # the last guess has not been read
+        if made:  # the model has not read the last guess
             read = [ids[: min(free, made)] for ids, free in zip(tokens.tolist(), room, strict=True)]
             state.note(state.texts, [text[:-1] + ids for text, ids in zip(known, read, strict=True)])
         tokens = tokens.to(wanted_on)
@@ -241,18 +242,19 @@ class DraftLMDrafter(Drafter):
 
     @torch.no_grad()
     def _read(self, state: DraftState, texts: Sequence[list[int]]) -> Tensor:
-        """Make the cache hold these texts, each of which begins with what is held of it, or is empty.
+        """Make the cache hold these texts. Each text begins with the tokens that its row holds already, or is empty.
 
-        A row that lacks fewer tokens than others reads some of its last ones again instead of padding. This costs the
-        same, and so no row needs slots beyond its text.
+        A row that lacks fewer tokens than others reads some of its last tokens again instead of padding. This costs the
+        same, and no row needs slots beyond its text.
 
         Returns:
             Logits `[B, V]` after each row's last token.
         """
         state.truncate([min(len(text), len(held)) for text, held in zip(texts, state.held, strict=True)])
-        # At least one, also where no text is left that is read: all have outgrown the model's context.
+        # At least one, even if no text has to be read because all have outgrown the model's context.
         count = max(1, *(len(text) - len(held) for text, held in zip(texts, state.held, strict=True)))
-        if count > state.capacity:  # of another row, which must not write over what follows the shortest one
+        # The longest text does not fit the row with the fewest slots: padding would overwrite what follows that row.
+        if count > state.capacity:
             alone = [
                 self._read(state.of([row]), [text])
                 if text
@@ -264,7 +266,7 @@ class DraftLMDrafter(Drafter):
         new = [text[len(held) :] for text, held in zip(texts, state.held, strict=True)]
         tokens = torch.tensor([[*ids, *[0] * (count - len(ids))] for ids in new], device=self.model.device)
         last = torch.tensor([max(len(ids) - 1, 0) for ids in new], device=self.model.device)
-        # The target computes the logits that it is asked for in every row.
+        # With `logits_at`, logits of len(new) positions are computed in every row, else of all `count`.
         logits = self.forward(tokens, state.cache, logits_at=last if count > len(new) else None)
         state.cache.commit([range(len(ids)) for ids in new])
         state.note(state.texts, [list(text) for text in texts])
@@ -273,9 +275,9 @@ class DraftLMDrafter(Drafter):
     def forward(
         self, tokens: Tensor, cache: Cache, parents: Tensor | None = None, logits_at: Tensor | None = None
     ) -> Tensor:
-        """Logits of a tree, or of a chain where there are no parents, over the target's vocabulary. Where the two
-        models' embeddings are padded to different sizes, a token that this one lacks is read as its last one: no text
-        of the tokenizer holds it."""
+        """Logits of a tree, or of a chain if `parents` is None, over the target's vocabulary. If the two models'
+        embeddings are padded to different sizes, a token that the draft model lacks is read as its last one; no text of
+        the tokenizer contains such a token."""
         mark(GUESSES)
         known = tokens.clamp(max=self.model.vocab_size - 1)
         parents = chain(known).parents if parents is None else parents
@@ -285,12 +287,12 @@ class DraftLMDrafter(Drafter):
 
 
 def chances_of(logits: Tensor, guesses: Tensor) -> Tensor:
-    """The probability `[...]` that logits `[..., V]` give to guesses `[...]`."""
+    """Probabilities `[...]` of guesses `[...]` under logits `[..., V]`."""
     return logits.float().softmax(dim=-1).gather(-1, guesses.unsqueeze(-1)).squeeze(-1)
 
 
 def load(path: Path, target: Target, device: torch.device | None = None) -> DraftLMDrafter:
-    """On the target's device, or another one in the dtype that is usual there."""
+    """Load a draft model onto the target's device, or onto another one in that device's default dtype."""
     device = target.device if device is None else device
     dtype = target.dtype if device.type == target.device.type else None
     return DraftLMDrafter(load_target(path, dtype, device, threads=torch.get_num_threads()), target)

@@ -1,5 +1,5 @@
-"""Prompt lookup: what followed the same tokens earlier in the text is guessed to follow again (A. Saxena, "Prompt
-Lookup Decoding", 2023). It needs no model, and pays where an answer repeats its prompt or itself."""
+"""Prompt lookup (A. Saxena, "Prompt Lookup Decoding", 2023): guesses that what followed the same tokens earlier in the
+text follows again. It needs no model, and saves time where an answer repeats its prompt or itself."""
 
 from __future__ import annotations
 
@@ -14,34 +14,36 @@ from blockdraft.decode.proposal import Plan, Proposal
 from blockdraft.drafters.base import Drafter, Entry
 
 BLOCK_SIZE = 16
-LONGEST = 4  # most tokens that are matched; longer matches rarely tell places apart that these do not
-GUESSES_A_TOKEN = 4  # for each matched token, since what a single one is followed by soon turns out otherwise
-START = (0.2, 0.4, 0.6, 0.75)  # share of the guesses after matches of 1, 2, ... tokens that come true, to begin with
-NEWEST = 0.05  # weight of the newest one in that share
-RECENT = 8  # most occurrences of one n-gram that a tree looks at
-BYTES_PER_TOKEN = 800  # of the text and its index on the host; measured on text that repeats nothing
+LONGEST = 4  # most tokens of a match; longer ones rarely find better places
+GUESSES_A_TOKEN = 4  # most guesses per matched token, since guesses behind a short match soon fail
+START = (0.2, 0.4, 0.6, 0.75)  # first estimate of the share of right guesses after matches of 1, 2, ... tokens
+NEWEST = 0.05  # weight of the newest guess in that share
+RECENT = 8  # most occurrences of one n-gram that a tree uses
+BYTES_PER_TOKEN = 800  # host memory of the text and its index; measured on text without repetitions
 
 
 class Text:
-    """The committed tokens of one row, with an index of their n-grams that grows with them.
+    """Committed tokens of one row, with an index of their n-grams that grows with them.
 
     Attributes:
-        rates: How often a match of 1, 2, ... tokens was followed by the same token again, lately more than long ago.
-            It is learned at each token of the text, whether or not anyone guessed there, so it depends on nothing else.
+        rates: Share of the matches of 1, 2, ... tokens that were followed by the same token again, where recent matches
+            count more. It is updated at each token of the text, even where nothing was guessed, so it depends on the
+            text alone.
     """
 
     def __init__(self, tokens: Sequence[int] = ()) -> None:
         self.tokens = list(tokens)
         self.rates = list(START)
-        self._foretold: tuple[int, int] | None = None  # of the indexed text: tokens of the longest match, what followed
-        self._ends: dict[tuple[int, ...], list[int]] = {}  # of each n-gram, the positions right behind it
+        # Length of the longest match at the end of the indexed text, and the token that followed it.
+        self._foretold: tuple[int, int] | None = None
+        self._ends: dict[tuple[int, ...], list[int]] = {}  # for each n-gram, the positions right behind it
         self._indexed = 0
 
     def continuations(self, anchor: int, most: int) -> Iterator[tuple[int, list[int]]]:
-        """How many of the last tokens matched earlier ones, and what followed these: at most `most` tokens each time.
+        """Matches of the last tokens with earlier ones: the length of each, and up to `most` tokens that followed it.
 
-        Longer matches come first, and of equally long ones the most recent. Where a continuation runs into the end of
-        the text it goes on with itself, as the text would if it repeated this passage.
+        Longer matches come first, and among equally long ones the most recent. A continuation that reaches the end of
+        the text is repeated from its start, as the text would be if it repeated this passage.
         """
         self._index()
         last = (*self.tokens[-(LONGEST - 1) :], anchor)
@@ -65,10 +67,10 @@ class Text:
 
 
 class Texts:
-    """The texts of some rows.
+    """Texts of some rows.
 
     Attributes:
-        rows: Of a batch, by the first of their slots.
+        rows: Rows of a batch, each given by its first slot.
     """
 
     def __init__(self, rows: Sequence[int], of_rows: dict[int, Text]) -> None:
@@ -100,11 +102,11 @@ class Texts:
 
 
 class PromptLookupDrafter(Drafter):
-    """Guesses by looking up the longest match of the last tokens, anchor included, in prompt and answer so far.
+    """Guesses by finding the longest match of the last tokens, anchor included, in the prompt and the answer so far.
 
-    A chain is the continuation of the most recent among the longest matches; a tree merges the continuations of several
-    matches. A row without a match gets no guesses. How likely guesses are is learned from the text; no decision is made
-    by it here, so `plan.cycle_seconds` is ignored, as are `plan.params` and `plan.draws`.
+    A chain is the continuation of the most recent among the longest matches. A tree merges the continuations of several
+    matches. A row without a match gets no guesses. The probability of a guess is learned from the text, but not used to
+    choose how far to draft: `plan.cycle_seconds` is ignored, as are `plan.params` and `plan.draws`.
     """
 
     path: Path | None = None
@@ -138,11 +140,11 @@ class PromptLookupDrafter(Drafter):
 def _tree(text: Text, anchor: int, plan: Plan) -> tuple[list[int], list[int], list[float]]:
     """Tokens, parents and chances of one row: its first continuation, or as many as the tree's budget holds.
 
-    A guess that comes true makes the match longer by a token, so its child has the rate of that length, of what its
-    likelier siblings have left.
+    A right guess makes the match one token longer, so the chance of a child is the rate of matches of that length,
+    times the chance that none of its likelier siblings is right.
     """
     tokens, parents, chances = [anchor], [-1], list[float]()
-    left = [1.0]  # of each node: the chance that it is accepted and none of its children so far
+    left = [1.0]  # for each node, the chance that it is accepted and none of its children so far is
     nodes: dict[tuple[int, int], int] = {}  # by parent and token
     budget = plan.tree_budget or plan.block_size - 1
     for length, guesses in text.continuations(anchor, plan.block_size - 1):

@@ -160,7 +160,7 @@ def test_files_of_other_programs(tmp_path: Path) -> None:
         ({"eagle3.target_hidden_size": 64}, {}, "eagle3.target_hidden_size is 64; it must be 32"),
         ({"eagle3.target_layers": [0, 5, 7]}, {}, "a tap is -1"),
         ({}, {"output.weight": None}, "output.weight is absent; it must be in the file"),
-        ({}, {"d2t": None}, "d2t is absent; it must be there, since draft_vocab_size is not vocab_size, 64"),
+        ({}, {"d2t": None}, "d2t is absent; it must be given, since draft_vocab_size is not vocab_size, 64"),
         ({}, {"d2t": KEPT.flip(0)}, "offsets to tokens below 64 in ascending order"),
         ({}, {"blk.0.attn_q.bias": torch.ones(32)}, "a tensor is .*attn_q.bias.* must be one that is known here"),
         ({}, {"fc.weight": None}, "fc.weight"),

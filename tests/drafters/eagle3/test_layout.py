@@ -218,7 +218,7 @@ def test_maps_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         ([[0], [2], [2], [6], [57]], None, r"d2t: expected \(5,\), found \(5, 1\)"),
         (0, None, r"d2t: expected \(5,\), found \(\)"),
         (0, tensors["t2d"], "d2t"),
-        (None, None, "d2t is absent; it must be there, since draft_vocab_size"),
+        (None, None, "d2t is absent; it must be given, since draft_vocab_size"),
     ):
         maps = {"d2t": None if d2t is None else torch.tensor(d2t), "t2d": t2d}
         found = {**tensors, **maps}

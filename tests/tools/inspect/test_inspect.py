@@ -392,7 +392,9 @@ def test_taps_that_only_the_target_tells(tiny_eagle3_dir: Path, tmp_path: Path) 
     file = tmp_path / "usual" / "config.json"
     raw = {name: value for name, value in json.loads(file.read_text()).items() if name != "eagle_config"}
     file.write_text(json.dumps(raw))
-    with pytest.raises(UsageError, match="eagle_aux_hidden_state_layer_ids is absent; it must be there, or the target"):
+    with pytest.raises(
+        UsageError, match="eagle_aux_hidden_state_layer_ids is absent; it must be given; or name the target"
+    ):
         inspect(tmp_path / "usual")
 
 

@@ -1,5 +1,5 @@
-"""EAGLE-3: layers counted from 1, features of the wrong token, a wrong draft vocabulary, halves of a row in the other
-order, and where the norms stand."""
+"""Checks of EAGLE-3: layers counted from 1, features of the wrong token, a wrong draft vocabulary, halves of an entry
+in the other order, and norms in the wrong place."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ class Eagle3Checker(VariantChecker):
         yield from precision(config, self.target.dtype)
 
     def _usual_taps(self) -> Iterator[Check]:
-        """Those that SafeAILab's code reads whatever a file says."""
+        """Checks with the taps that SafeAILab's code reads, whatever a file says."""
         try:
             taps = default_taps(self.config.num_target_layers)
-        except UsageError:  # of a small target
+        except UsageError:  # the target is too small for them
             return
         if taps not in {self.config.taps, *(check.taps for check in neighbour_taps(self.config))}:
             told = f"the usual taps, {list(taps)}, in place of {list(self.config.taps)}"
@@ -72,7 +72,7 @@ class Eagle3Checker(VariantChecker):
             yield Check(self.config, fault="taps", told=told, remedy=remedy, taps=taps)
 
     def _vocabularies(self) -> Iterator[Check]:
-        """Other meanings of `d2t`, of those that name tokens of the target."""
+        """Checks with other meanings of `d2t`, those that name tokens of the target."""
         size, whole = self.config.draft_vocab_size, self.config.vocab_size
         if size == whole:
             return

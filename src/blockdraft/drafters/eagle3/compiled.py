@@ -1,4 +1,4 @@
-"""EAGLE-3 on a compiled target."""
+"""Compiled runner of EAGLE-3's network."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from blockdraft.drafters.eagle3.network import Eagle3Network
 
 def compiled(network: Eagle3Network, beside: Beside, head: Any, owned: bool) -> CompiledAutoregressive | str:
     """As `compiled_runner`; the head is the network's own."""
-    if type(network) is not Eagle3Network:  # it may compute otherwise
+    if type(network) is not Eagle3Network:  # a subclass may compute something else
         return f"it does not know networks of the kind {type(network).__name__}"
     layer = network.midlayer
     parts = Parts(

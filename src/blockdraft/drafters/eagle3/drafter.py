@@ -1,5 +1,7 @@
-"""EAGLE-3: one small layer that guesses a token after the other, from the target's features and then from its own state
-(arXiv 2503.01840), as a chain or as a tree that grows where its guesses are likely (arXiv 2406.16858).
+"""EAGLE-3 (arXiv 2503.01840): one small layer guesses one token after the other.
+
+The first guess is made from the target's features, the next ones from the layer's own states. The draft is a chain, or
+a tree that grows where guesses are likely (arXiv 2406.16858).
 """
 
 from __future__ import annotations
@@ -23,27 +25,27 @@ from blockdraft.nn.cache import KVCache
 from blockdraft.targets import Target
 from blockdraft.timing import CONTEXT, GUESSES, OBSERVE, mark
 
-WIDTH = 10  # guesses of a level that a tree goes on from, and children of each
+WIDTH = 10  # guesses per level that a tree is continued from, and children of each
 
 
 class Eagle3Drafter(Drafter):
-    """Drafts with an EAGLE-3 network; the embedding is the target's.
+    """Drafts with an EAGLE-3 network. The target lends its embedding.
 
-    What it knows of a text lies in the slots of its tokens: slot s has the keys and values of the entry of token s,
-    which takes the target's feature at s - 1, and the feature at s, which the entry of the next token will take. Slot 0
-    has no feature before it and is seen by nobody. Entries of guesses are made of the network's own states; they are
-    dropped at the end of a cycle, and what was accepted is observed with the target's features like any other token.
+    The cache has a slot for each token of a text. Slot s holds the keys and values of the entry of token s, which reads
+    the target's feature at s - 1. It also holds the feature at s, which the entry of token s + 1 will read. Slot 0 has
+    no feature before it, so no entry attends to it. Entries of guesses read the network's own states. They are dropped
+    at the end of a cycle, and accepted tokens are observed with the target's features like any other token.
 
-    A chain takes the most probable guess or, where `plan.draws` is set, one sampled from the network's distribution
-    under the row's sampling parameters, cut to the `SPARSE_SIZE` most probable tokens. With `plan.cycle_seconds` it
-    ends once even a guess as likely as the last one would not pay; a sampled chain does not, since its length must not
-    depend on what was sampled. A tree takes the `WIDTH` likeliest guesses of each level one further, with as many
-    children each, and of all guesses the likeliest are proposed.
+    In a chain, each guess is the most probable token or, if `plan.draws` is set, sampled from the network's
+    distribution under the row's sampling parameters, cut to the `SPARSE_SIZE` most probable tokens. With
+    `plan.cycle_seconds` the chain ends as soon as a further guess, even one as likely as the last, would not save time.
+    This does not hold for a sampled chain, whose length must not depend on what was sampled. A tree continues the
+    `WIDTH` likeliest guesses of each level with `WIDTH` children each, and proposes the likeliest of all guesses.
 
     Args:
-        network: Moves to the target's device and dtype.
-        target: What it was trained for.
-        path: Where the network was read from.
+        network: Draft network, which is moved to the target's device and dtype.
+        target: Target that the network was trained for.
+        path: Folder or file that the network was read from.
         owned: As in `Target.runner`.
     """
 
@@ -60,12 +62,12 @@ class Eagle3Drafter(Drafter):
 
     @property
     def compile_reason(self) -> str | None:
-        """Why the network is not compiled for a CPU, in words; None where it is."""
+        """Reason why the network is not compiled for a CPU; None where it is."""
         return self._run.compile_reason
 
     @property
     def slots_beside(self) -> int:
-        """Most slots behind a text that a draft takes."""
+        """Most slots behind a row's text that a draft uses."""
         return self._run.slots_beside(self.block_size, WIDTH)
 
     def new_state(self, batch: int, capacity: int) -> KVCache:
@@ -103,7 +105,7 @@ class Eagle3Drafter(Drafter):
         draws = plan.draws if any(params.temperature > 0 for params in plan.params) else None
         seconds = plan.cycle_seconds if draws is None else None
         guesses, dists = [anchor], list[SparseDistribution]()
-        expected = torch.zeros(len(anchor), device=anchor.device)  # guesses of each row, times their survival
+        expected = torch.zeros(len(anchor), device=anchor.device)  # expected accepted guesses of each row
         survival = torch.ones_like(expected)
         for depth in range(plan.block_size - 1 if seconds is None else min(plan.block_size, len(seconds)) - 1):
             if seconds and not next_pays(expected, survival, depth, seconds, plan.trust):
@@ -130,11 +132,11 @@ class Eagle3Drafter(Drafter):
         return Proposal(tokens, chain(tokens).parents, chain_q(sampled_from, len(dists), plan.params))
 
     def _tree(self, nodes: DraftNodes, anchor: Tensor, plan: Plan, width: int) -> Proposal:
-        # How likely the paths of the nodes are that were gone on from last, and which guesses they are.
+        # Of the nodes continued last: log probabilities of their paths, and their indices among all guesses.
         likely = torch.zeros(len(anchor), 1, device=anchor.device)
         tokens, places = anchor[:, None], torch.full((len(anchor), 1), -1, device=anchor.device)
-        above = None  # their places in the level above
-        levels: list[tuple[Tensor, Tensor, Tensor]] = []  # of each guess its path's log probability, parent and token
+        above = None  # indices of their parents in the level above
+        levels: list[tuple[Tensor, Tensor, Tensor]] = []  # per guess: log probability of its path, parent, token
         for depth in range(plan.block_size - 1):
             mark(GUESSES)
             best = log_probabilities(nodes(tokens, above), plan.params).topk(width, dim=-1)
@@ -152,7 +154,7 @@ class Eagle3Drafter(Drafter):
 
 
 def _enough(levels: Sequence[Tensor], budget: int) -> bool:
-    """Whether all that may follow the last level is less likely than as many guesses as are wanted."""
+    """Whether no guess behind the last level can be among the `budget` likeliest guesses of any row."""
     so_far = torch.cat([*levels], dim=1)
     if so_far.size(1) < budget:
         return False

@@ -1,5 +1,5 @@
-"""EAGLE-3. The head is the drafter's own, and `d2t` holds the target's ids of the tokens that it guesses, where these
-are not all; the embedding is the target's."""
+"""GGUF files of EAGLE-3. The drafter has its own head; if it covers part of the vocabulary, `d2t` holds the target's
+ids of its tokens. The embedding is the target's."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Eagle3:
 
 
 def _interleaved(config: Eagle3Config) -> dict[str, int]:
-    """Heads of the tensors whose rows lie in pairs."""
+    """Number of heads of each tensor whose matrix rows llama.cpp orders in rotary pairs."""
     return {"blk.0.attn_q.weight": config.num_attention_heads, "blk.0.attn_k.weight": config.num_key_value_heads}
 
 

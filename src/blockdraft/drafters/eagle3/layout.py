@@ -1,8 +1,9 @@
-"""EAGLE-3 drafters as SafeAILab and SpecForge write them, and SGLang and others read them.
+"""Layout of EAGLE-3 drafters that SafeAILab and SpecForge write and that SGLang and others read.
 
-A folder of config.json and pytorch_model.bin or safetensors. Taps are numbered by the layer that they leave, as here;
-a file that names none reads what enters the layers 2, T // 2 and T - 3 of the target's T. The head is the drafter's
-own, for the tokens that `t2d` and `d2t` keep; the embedding is the target's, though some files hold a copy.
+A folder holds config.json and pytorch_model.bin or safetensors. Tap x is the output of the 0-based target layer x, as
+everywhere in this package. A file without taps reads the inputs of the layers 2, T // 2 and T - 3 of a target with T
+layers. The drafter has its own head, for the tokens that `t2d` and `d2t` keep. The embedding is the target's, though
+some files hold a copy.
 """
 
 from __future__ import annotations
@@ -25,21 +26,22 @@ from blockdraft.formats.zlab import one_dtype, rope_of
 from blockdraft.nn.draft_config import need, whole
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
-PLAIN = "LlamaForCausalLM"  # what early files say; their draft vocabulary gives them away
+PLAIN = "LlamaForCausalLM"  # name in early files, which are recognised by their draft vocabulary
 IDS = "eagle_aux_hidden_state_layer_ids"
 TABLE = "embed_tokens.weight"
-# Fields that are keys of config.json.
+# Fields of the configuration whose names are keys of config.json.
 SIZES: tuple[str, ...] = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 SIZES += ("vocab_size", "draft_vocab_size", "rms_norm_eps", "max_position_embeddings", "attention_bias", "hidden_act")
 FLAGS = ("norm_before_residual", "norm_output")
-NORMS = {"fc_norm": "fc_norm.0.weight", "norm_before_fc": "input_norm.weight"}  # keys, and what tells of them
-# Values of further keys; what has another is no model that is known here.
+# Keys, and the tensors that come with them.
+NORMS = {"fc_norm": "fc_norm.0.weight", "norm_before_fc": "input_norm.weight"}
+# Supported values of further keys; a file with any other value is refused.
 INERT: dict[str, tuple[Any, ...]] = {"mlp_bias": (False,), "parallel_drafting": (False,)}
 INERT |= {"quantization_config": (), "partial_rotary_factor": (1, 1.0), "pretraining_tp": (1,)}
 EAGLE: dict[str, tuple[Any, ...]] = {"use_aux_hidden_state": (True,), "use_input_layernorm_in_first_layer": (True,)}
 EAGLE |= {"use_last_layernorm": (True,), "use_mtp_layernorm": (False,), "parallel_draft_step": (1,)}
 T = TypeVar("T")
-UNUSED = ("verifier_lm_head.weight", "verifier_norm.weight")  # they serve training
+UNUSED = ("verifier_lm_head.weight", "verifier_norm.weight")  # used in training only
 
 C = TypeVar("C", bound=Eagle3Config)
 
@@ -53,12 +55,12 @@ def network_config(
     depth: int = 1,
     **more: Any,
 ) -> C:
-    """The configuration, from keys as transformers' Llama has them, and from the tensors' names as `renamed` has
-    them. Raises ValueError where a value is lacking or unsupported.
+    """Configuration of a network, from the keys of transformers' Llama and the tensor names that `renamed` gives.
+    Raises ValueError if a value is missing or unsupported.
 
     Args:
-        kind: Its class.
-        depth: Layers that are supported.
+        kind: Class of the configuration.
+        depth: Most layers that are supported.
         more: Further fields.
     """
     for key, values in (INERT | {"num_hidden_layers": (depth,)}).items():
@@ -89,20 +91,20 @@ def network_config(
 
 
 def renamed(tensors: Mapping[str, T]) -> dict[str, T]:
-    """A checkpoint's tensors by the names of the network's, without what it has no use for."""
+    """Tensors of a checkpoint under the network's names, without those that the network does not use."""
     found = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()}
     return {n: t for n, t in found.items() if n not in UNUSED and not n.endswith("rotary_emb.inv_freq")}
 
 
 def checkpoint_of(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> Checkpoint:
-    """Tensors from `renamed` as the network takes them. Raises ValueError where they do not fit the configuration."""
+    """Checkpoint made from the tensors of `renamed`. Raises ValueError if they do not fit the configuration."""
     found, size, shapes = dict(tensors), config.vocab_size, tensor_shapes(config)
     t2d, d2t = (found.pop(name, None) for name in ("t2d", "d2t"))
     embedding = None if TABLE in shapes else found.pop(TABLE, None)
     if t2d is not None:
         check_tensors({"t2d": (size,)}, {"t2d": t2d})
     if d2t is None:
-        need(config.draft_vocab_size == size, "d2t", None, f"there, since draft_vocab_size is not vocab_size, {size}")
+        need(config.draft_vocab_size == size, "d2t", None, f"given, since draft_vocab_size is not vocab_size, {size}")
         d2t = torch.zeros(size, dtype=torch.int64)
     elif t2d is not None:
         kept_tokens(t2d, d2t)
@@ -119,21 +121,22 @@ def checkpoint_of(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> Checkp
 
 
 def least_layers(ids: Sequence[Any]) -> int:
-    """So many layers a target has at least that has these."""
+    """Fewest layers of a target that has the layers `ids`."""
     return 1 + max((i for i in ids if type(i) is int), default=0)
 
 
 def tensor_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of the network."""
+    """Names and shapes of all tensors of the network."""
     with torch.device("meta"):
         network = config.network()
     return {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
 
 
 def written_tensors(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str]:
-    """The network's tensors as files hold them: with `t2d`, or without maps where all tokens are kept. And their dtype.
+    """Tensors of the network in the form of a file, and their dtype. `t2d` is added; if all tokens are kept, both maps
+    are left out.
 
-    Raises ValueError where they do not fit the configuration, or are not of one dtype.
+    Raises ValueError if they do not fit the configuration or have several dtypes.
     """
     check_tensors(tensor_shapes(config), tensors)
     found = dict(tensors)
@@ -143,13 +146,13 @@ def written_tensors(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> tupl
 
 
 def check_kind(config: Any, kind: type[Eagle3Config] = Eagle3Config) -> None:
-    """Raise a ValueError unless this is a configuration of just this kind."""
+    """Raise a ValueError unless the configuration's class is exactly `kind`."""
     found = type(config)
-    need(found is kind, "the configuration", found.__name__, f"{kind.__name__}, all that this layout holds")
+    need(found is kind, "the configuration", found.__name__, f"{kind.__name__}, the only one that this layout can hold")
 
 
 def layer_keys(config: Eagle3Config) -> dict[str, Any]:
-    """Keys of the layers, as transformers' Llama has them."""
+    """Keys of config.json for the layers, named as in transformers' Llama."""
     values = asdict(config)
     return {
         **{key: values[key] for key in SIZES if key != "draft_vocab_size"},
@@ -161,9 +164,9 @@ def layer_keys(config: Eagle3Config) -> dict[str, Any]:
 
 
 def config_dict(config: Any) -> dict[str, Any]:
-    """What config.json holds. Raises ValueError where the layout has no words for the configuration."""
+    """Content of config.json. Raises ValueError if the layout cannot express the configuration."""
     check_kind(config)
-    need(not config.qk_norm, "qk_norm", True, "false, since this layout cannot say it; export to eagle3_speculators")
+    need(not config.qk_norm, "qk_norm", True, "false in this layout; export to eagle3_speculators")
     return {
         "architectures": [ARCHITECTURES[0]],
         "model_type": "llama",
@@ -177,7 +180,7 @@ def config_dict(config: Any) -> dict[str, Any]:
 
 
 class EagleLayout(ABC):
-    """What the layouts of such networks share."""
+    """Base of the layouts of EAGLE-3 and related networks."""
 
     pickle = PICKLED
 
@@ -220,10 +223,15 @@ class Eagle3(EagleLayout):
             need(known, key, eagle.get(key), "absent: this value is not supported")
         ids, layers = eagle.get(IDS), num_target_layers
         if not ids:
-            need(layers is not None, IDS, None, "there, or the target be named (--target): it reads the usual layers")
+            need(
+                layers is not None,
+                IDS,
+                None,
+                "given; or name the target (--target) for the default taps",
+            )
             ids = default_taps(layers or 0)
         need(isinstance(ids, list | tuple), IDS, ids, "a list of target layers")
-        layers = layers or least_layers(ids) + 1  # hardly any reads the output of the last one
+        layers = layers or least_layers(ids) + 1  # a guess: few drafters read the last layer's output
         block_size = raw.get("block_size") or BLOCK_SIZE
         config = network_config(raw, renamed(tensors), ids, layers or 0, Eagle3Config, block_size=block_size)
         return config, num_target_layers is not None

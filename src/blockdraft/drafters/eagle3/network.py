@@ -1,4 +1,4 @@
-"""The EAGLE-3 draft network (arXiv 2503.01840): one decoder layer that guesses a token at a time."""
+"""The EAGLE-3 draft network (arXiv 2503.01840): one decoder layer that guesses one token at a time."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from blockdraft.nn.draft_config import check_fields, check_shape, need
 from blockdraft.nn.layers import GatedMLP, RMSNorm, rotate
 from blockdraft.nn.rotary import Rotary
 
-BLOCK_SIZE = 8  # where a checkpoint says nothing: the anchor, and as many guesses as training usually unrolls
+BLOCK_SIZE = 8  # default for checkpoints without one: the anchor, and as many guesses as training usually unrolls
 
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Config:
-    """An EAGLE-3 draft model, resolved from any layout. Raises ValueError for what is out of range."""
+    """Configuration of an EAGLE-3 drafter, read from any layout. Raises ValueError for a value out of range."""
 
-    hidden_size: int  # also the target's
+    hidden_size: int  # same as the target's
     intermediate_size: int
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
     vocab_size: int  # of the target
-    draft_vocab_size: int  # tokens that it can guess
-    taps: tuple[int, ...]  # x is the output of 0-based target layer x; in the order of the columns of `fc`
+    draft_vocab_size: int  # number of tokens that the drafter can guess
+    taps: tuple[int, ...]  # 0-based target layers whose outputs are read, in the order of the columns of `fc`
     num_target_layers: int
     block_size: int = BLOCK_SIZE  # tokens of a path, anchor included
     rope_theta: float = 10_000.0
@@ -38,8 +38,8 @@ class Eagle3Config:
     attention_bias: bool = False
     hidden_act: str = "silu"
     qk_norm: bool = False  # norms on queries and keys, as Qwen3 has them
-    norm_before_residual: bool = False  # the residual stream begins with the normed feature
-    norm_output: bool = False  # the state that is fed on is behind the last norm
+    norm_before_residual: bool = False  # the residual stream starts from the normed feature
+    norm_output: bool = False  # the state that the next guess reads is the output of the last norm
     fc_norm: bool = False  # a norm on each tap before `fc`
     norm_before_fc: bool = False  # one norm on all taps together before `fc`
 
@@ -51,7 +51,7 @@ class Eagle3Config:
         need(not (self.fc_norm and self.norm_before_fc), "fc_norm", True, "false where norm_before_fc is true")
 
     def network(self) -> Eagle3Base:
-        """A new network of this configuration."""
+        """New network of this configuration."""
         return Eagle3Network(self)
 
 
@@ -69,7 +69,7 @@ class Eagle3Attention(nn.Module):
         return RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
     def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Of rows `[B, N, 2 * H]`, each `[B, kv_heads, N, D]`."""
+        """Keys and values of entries `[B, N, 2 * H]`, each `[B, kv_heads, N, D]`."""
         keys, values = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.k_proj, self.v_proj))
         return rotate(self.k_norm(keys), cos, sin).transpose(1, 2), values.transpose(1, 2)
 
@@ -89,16 +89,16 @@ class Eagle3Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def beside(self, embedded: Tensor, normed: Tensor) -> Tensor:
-        """Rows `[B, N, 2 * H]`: the normed embedding beside the normed feature."""
+        """Entries `[B, N, 2 * H]`: normed embeddings and normed features, concatenated."""
         first: Tensor = self.input_layernorm(embedded)
         return torch.cat([first, normed.to(first.dtype)], dim=-1)
 
 
 class Eagle3Base(nn.Module):
-    """`fc`, norms, the layer of rows beside each other, and a head.
+    """Base of EAGLE-3's networks: `fc`, norms, the layer that reads entries, and a head.
 
-    Names of parameters are the tensor names of the checkpoints of SafeAILab and SpecForge, so `state_dict` is the
-    checkpoint, but for `t2d`, which follows from `d2t`.
+    Parameter names equal the tensor names of SafeAILab's and SpecForge's checkpoints, so `state_dict` is the
+    checkpoint, except that `t2d`, which follows from `d2t`, is missing.
     """
 
     config: Eagle3Config
@@ -124,11 +124,11 @@ class Eagle3Base(nn.Module):
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def keep(self, tokens: Tensor) -> None:
-        """Let these tokens of the target, `[Vd]` int64, be the draft vocabulary."""
+        """Make these tokens of the target, `[Vd]` int64, the draft vocabulary."""
         self.d2t.copy_(tokens - torch.arange(len(tokens), device=tokens.device))
 
     def normed_taps(self, features: Tensor) -> Tensor:
-        """What `fc` reads of the tapped outputs `[..., m * H]`."""
+        """Input of `fc`, made from the tapped outputs `[..., m * H]`."""
         if self.config.fc_norm:
             taps = features.chunk(len(self.config.taps), dim=-1)
             return torch.cat([norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True)], dim=-1)
@@ -138,7 +138,7 @@ class Eagle3Base(nn.Module):
         return cast(Tensor, self.fc(self.normed_taps(features)))
 
     def first(self, embedded: Tensor, feature: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """What the layer makes of rows; arguments as in `AutoregressiveNetwork.forward`."""
+        """Output of the layer for entries; arguments as in `AutoregressiveNetwork.forward`."""
         layer = self.midlayer
         normed = layer.hidden_norm(feature)
         rows = layer.beside(embedded, normed)
@@ -151,7 +151,7 @@ class Eagle3Base(nn.Module):
 
 
 class Eagle3Network(Eagle3Base, AutoregressiveNetwork):
-    """The embedding is the target's."""
+    """EAGLE-3's network. The target lends its embedding."""
 
     def keys_values(self, embedded: Tensor, feature: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         layer = self.midlayer
@@ -166,8 +166,8 @@ class Eagle3Network(Eagle3Base, AutoregressiveNetwork):
 
 
 def default_taps(num_target_layers: int) -> tuple[int, ...]:
-    """What checkpoints that name no taps read: what enters the layers 2, T // 2 and T - 3 of T. Raises ValueError where
-    these are not three layers."""
+    """Taps of checkpoints that name none: the inputs of the layers 2, T // 2 and T - 3 of a target with T layers.
+    Raises ValueError if these are not three different layers."""
     taps = (1, num_target_layers // 2 - 1, num_target_layers - 4)
     need(taps[0] < taps[1] < taps[2], "num_target_layers", num_target_layers, "7 or more, or the taps be named")
     return taps

@@ -1,5 +1,5 @@
-"""EAGLE-3 drafters in the format of vllm-project/speculators, which `speculators.py` tells of. Its name sorts before
-that file's, so it is asked first which folders are its own."""
+"""EAGLE-3 drafters in the format of vllm-project/speculators, which `formats/speculators.py` describes. The name of
+this layout sorts before that one's, so this one is asked first whether a folder is its own."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MODEL_TYPE, NAME = "eagle3", "Eagle3Speculator"
 
 
 def config_dict(config: Any, target_name: str | None, target_architectures: Sequence[str]) -> dict[str, Any]:
-    """What config.json holds. Raises ValueError where the format has no words for the configuration."""
+    """Content of config.json. Raises ValueError if the format cannot express the configuration."""
     check_kind(config)
     return {
         **own_keys(config, MODEL_TYPE, NAME, target_name, target_architectures),
@@ -44,10 +44,10 @@ def config_dict(config: Any, target_name: str | None, target_architectures: Sequ
 def own_keys(
     config: Eagle3Config, model_type: str, architecture: str, target_name: str | None, architectures: Sequence[str]
 ) -> dict[str, Any]:
-    """What config.json holds of every such network.
+    """Keys of config.json that EAGLE-3 and related networks share.
 
     Args:
-        architectures: The target's.
+        architectures: Architecture names of the target.
     """
     return {
         "architectures": [architecture],
@@ -62,16 +62,18 @@ def own_keys(
 
 
 def network_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A parsed config.json as `network_config` wants it. Raises ValueError where the layer's part is none."""
+    """Keys for `network_config`, from a parsed config.json. Raises ValueError if the section of the layers is
+    missing."""
     own = {key: raw.get(key) for key in (*FLAGS, *NORMS, "draft_vocab_size", "target_hidden_size")}
     return {**layer_config(raw.get("transformer_layer_config")), **own}
 
 
 def said_taps(raw: Mapping[str, Any], num_target_layers: int | None) -> tuple[tuple[int, ...], int]:
-    """The taps of a parsed config.json, and the target's layers, of which None stands for as many as the taps need."""
+    """Taps of a parsed config.json, and the number of the target's layers; if that is None, as many as the taps
+    need."""
     ids, layers = raw.get(IDS), num_target_layers
     if ids is None:
-        need(layers is not None, IDS, None, "there, or the target be named (--target): it reads the usual layers")
+        need(layers is not None, IDS, None, "given; or name the target (--target) for the default taps")
         return default_taps(layers or 0), layers or 0
     layers = layers or least_layers(ids if isinstance(ids, list) else ())
     return taps_of(raw, IDS, layers), layers
@@ -114,8 +116,8 @@ class Eagle3Speculators(EagleLayout):
 
 
 def _block_size(raw: Mapping[str, Any]) -> int:
-    """The guesses that the file proposes, with the anchor. It says what paid in training, and no more than a few; the
-    drafter can always go on as far as EAGLE-3 does."""
+    """Block size: the anchor and the file's number of guesses, at least `BLOCK_SIZE`. The file states the few guesses
+    that paid in training, but the drafter can always guess as far as EAGLE-3 does."""
     guesses = guesses_said(raw)
     if guesses is not None and type(guesses) is not int:
         raise UsageError(f"speculative_tokens is {guesses!r}; it must be a whole number.")

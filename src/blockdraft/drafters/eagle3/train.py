@@ -1,10 +1,11 @@
-"""EAGLE-3 (arXiv 2503.01840), unrolled as it drafts: the k-th guess behind an anchor is taught on top of the network's
-own states of the k - 1 rows before it, which get the tokens of the data ("training-time test").
+"""Training of EAGLE-3 (arXiv 2503.01840), unrolled as it drafts ("training-time test").
 
-Each of these rows sees the rows of the text up to the anchor, which are made of the target's features, and of the
-unrolled ones those of its own chain. The loss is that of `forward_kl`, p being the target's distribution among the
-tokens that the drafter can guess; it counts where the target's most probable token is one of these, and step k weighs
-0.8^(k - 1).
+The k-th guess behind an anchor is made from the network's own states at the k - 1 entries before it; these entries hold
+the tokens of the data. Each of them sees the entries of the text up to the anchor, made from the target's features, and
+the unrolled entries of its own chain.
+
+The loss is `forward_kl`, where p is the target's distribution among the tokens that the drafter can guess. It counts
+only where the target's most probable token is one of these. Step k has the weight 0.8^(k - 1).
 """
 
 from __future__ import annotations
@@ -33,27 +34,28 @@ from blockdraft.training.recipe import Recipe
 from blockdraft.training.unrolled import unrolled
 from blockdraft.training.variant import Choice, Variant
 
-STEP_WEIGHT = 0.8  # of each step, over that of the step before
+STEP_WEIGHT = 0.8  # weight of a step over that of the step before
 DRAFT_VOCAB = 32_000
 
 
 @settings
 class Eagle3Recipe(Recipe):
-    """Steps, their weights and the size of the draft vocabulary are those of SafeAILab's training code, rate and
-    clipping those of SpecForge.
+    """Recipe of EAGLE-3. Steps, their weights and the size of the draft vocabulary are those of SafeAILab's training
+    code, learning rate and clipping those of SpecForge.
 
     Attributes:
-        block_size: Tokens of a chain, anchor included; one step of the unrolled training less.
-        taps: Target layers that the drafter reads: how many, spread over the target (`3`), or a list of 0-based layers.
-            None is what enters the layers 2, T // 2 and T - 3 of T, or those of `init`.
-        draft_vocab: Tokens that the drafter can guess, the most frequent supervised ones of the data; None is 32000, or
-            the whole vocabulary where that is less, or that of `init`.
+        block_size: Tokens of a chain, anchor included; training is unrolled for block_size - 1 steps.
+        taps: Target layers that the drafter reads: their number, spread over the target (`3`), or a list of 0-based
+            layers. None is the inputs of the layers 2, T // 2 and T - 3 of a target with T layers, or the taps of
+            `init`.
+        draft_vocab: Number of tokens that the drafter can guess, the most frequent supervised ones of the data. None is
+            32000, or the whole vocabulary if smaller, or that of `init`.
         intermediate_size: Inner size of the layer's MLP; None is the target's, or three times its hidden size.
         heads: Query heads of the layer; None is the target's.
         kv_heads: Key/value heads of the layer; None is the target's.
         head_dim: Size of a head; None is the target's.
-        init: Folder of an EAGLE-3 drafter of any layout that training begins with; None begins at random, with the
-            target's own head.
+        init: Folder of an EAGLE-3 drafter of any layout, whose weights training starts from. None starts from random
+            weights and the target's head.
     """
 
     block_size: Annotated[int, Field(ge=2)] = BLOCK_SIZE
@@ -70,7 +72,7 @@ class Eagle3Recipe(Recipe):
     init: str | None = None
 
 
-# Fields that say of what shape the network is, by their names in its configuration.
+# Recipe fields that decide the network's shape, by the configuration's names for them.
 SHAPE = {"taps": "taps", "draft_vocab_size": "draft_vocab", "intermediate_size": "intermediate_size"}
 SHAPE |= {"num_attention_heads": "heads", "num_key_value_heads": "kv_heads", "head_dim": "head_dim"}
 
@@ -103,7 +105,7 @@ class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
         )
 
     def usual_taps(self, layers: int) -> tuple[int, ...]:
-        """The taps where the recipe names none, for a target of so many layers."""
+        """Default taps for a target with this number of layers."""
         return default_taps(layers) if layers >= 7 else chosen_taps(min(3, layers), layers)
 
     def _config_of_init(self, target: Target) -> Eagle3Config:
@@ -131,7 +133,7 @@ class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
         return network
 
     def fit_data(self, network: Eagle3Network, data: TokenData) -> None:
-        """Choose the draft vocabulary; of equally frequent tokens those of lower ids."""
+        """Choose the draft vocabulary by frequency; between equally frequent tokens, lower ids win."""
         if self.recipe.init is not None:
             return
         counts = torch.zeros(network.config.vocab_size, dtype=torch.int64)
@@ -161,7 +163,7 @@ class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
         known_CK = {False: tokens[:, 1:] >= 0}
         if teacher is not None:
             known_CK[True], teacher = draft_ids[teacher.argmax(dim=-1)] >= 0, teacher[..., network.kept]
-        taught = slots.taught_CK & known_CK[False]  # what it cannot guess says nothing of the slots behind it
+        taught = slots.taught_CK & known_CK[False]  # skips tokens that the drafter cannot guess, not those behind them
         reduced = replace(slots, tokens_CL=tokens.clamp(min=0), taught_CK=taught, teacher_CKV=teacher)
         found = super().losses(network, reduced)
         return {n: loss.masked_fill(~known_CK[self.objectives[n].needs_teacher], 0) for n, loss in found.items()}
@@ -174,7 +176,7 @@ class Eagle3Variant(Variant[Eagle3Recipe, Eagle3Network, Eagle3Config]):
 
 
 def _draft_ids(network: Eagle3Network) -> Tensor:
-    """The place of each of the target's tokens in the draft vocabulary, `[V]`; -1 where it has none."""
+    """Index of each token of the target in the draft vocabulary, `[V]`; -1 for a token that is not in it."""
     kept = network.kept
     return kept.new_full((network.config.vocab_size,), -1).scatter(0, kept, torch.arange(len(kept), device=kept.device))
 
