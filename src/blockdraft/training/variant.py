@@ -112,12 +112,20 @@ class Variant(ABC, Generic[R, N, C]):
             run goes on.
         counted: What `counts` counts.
         needs_teacher: Whether `losses` reads `slots.teacher_CKV`, besides what the objectives need.
+        fit_gain: Accepted guesses over those of DFlash after equal training, by which `blockdraft fit` weighs a kind;
+            None if `fit` does not make it.
     """
 
     recipe_class: ClassVar[type[Recipe]] = Recipe
     free_fields: ClassVar[frozenset[str]] = frozenset()
     counted: tuple[str, ...] = ()
     needs_teacher: bool = False
+    fit_gain: ClassVar[float | None] = None
+
+    @classmethod
+    def fit_fields(cls, hidden_size: int) -> dict[str, Any]:
+        """Fields of its own recipe that `blockdraft fit` sets for a target of this hidden size."""
+        return {}
 
     def __init__(self, recipe: R) -> None:
         self.recipe = recipe
@@ -237,3 +245,9 @@ def find_variant(name: str) -> type[Variant[Any, Any, Any]]:
         raise UsageError(f"The variant {name!r} is unknown; there are {', '.join(variant_names())}.")
     found: type[Variant[Any, Any, Any]] = import_module(f"{DRAFTERS}.{name}.train").VARIANT
     return found
+
+
+def fit_gains() -> dict[str, float]:
+    """The kinds that `blockdraft fit` makes, each with its `Variant.fit_gain`."""
+    gains = {name: find_variant(name).fit_gain for name in variant_names()}
+    return {name: gain for name, gain in gains.items() if gain is not None}

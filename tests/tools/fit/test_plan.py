@@ -11,7 +11,6 @@ from blockdraft.tools.fit.plan import (
     EVALUATIONS,
     FEWEST_STEPS,
     SAFETY,
-    VARIANTS,
     Machine,
     Measured,
     Plan,
@@ -25,7 +24,7 @@ from blockdraft.tools.fit.plan import (
     taps,
 )
 from blockdraft.tools.fit.settings import FitSettings
-from blockdraft.training.variant import find_variant
+from blockdraft.training.variant import find_variant, fit_gains
 
 TARGET = TargetFacts(8, 224, 4096, 1024, True, 11_000_000, "native, compiled", 4)
 MACHINE = Machine("cpu", 2, 2**34, 2**34, 2**36)
@@ -210,7 +209,7 @@ def test_taps_of_usual_targets() -> None:
 
 @pytest.mark.parametrize("layers", [1, 2, 6, 28, 80])
 @pytest.mark.parametrize("hidden_size", [160, 200, 1024, 5120])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", fit_gains())
 def test_what_is_chosen_is_a_recipe(variant: str, layers: int, hidden_size: int) -> None:
     fields = reference(variant, replace(QWEN, layers=layers, hidden_size=hidden_size))
     recipe = find_variant(variant).recipe_class(**fields)

@@ -268,5 +268,7 @@ class DFlashFamily(Variant[R, N, DraftConfig]):
 class DFlashVariant(DFlashFamily[DFlashRecipe, DFlashNetwork]):
     """DFlash v1: the family without additions."""
 
+    fit_gain = 1.0
+
 
 VARIANT = DFlashVariant

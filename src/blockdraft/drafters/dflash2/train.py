@@ -52,6 +52,12 @@ class DFlash2Variant(DFlashFamily[DFlash2Recipe, DFlash2Network]):
     network_class: type[DFlashNetwork] = DFlash2Network
     own_modules = ("attention_conv", "mlp_conv", "candidate_selector")
     counted = ("candidate_recall", "base_accuracy", "selector_accuracy")
+    fit_gain = 1.26
+
+    @classmethod
+    def fit_fields(cls, hidden_size: int) -> dict[str, Any]:
+        rank = min(256, max(16, hidden_size // 16))
+        return {"selector_rank": rank, "conv_group_size": math.gcd(CONV_GROUP, hidden_size)}
 
     def own_config(self, target: Target) -> Mapping[str, Any]:
         names = ("conv_kernel_size", "selector_rank", "selector_top_k")

@@ -12,11 +12,10 @@ from blockdraft.data.settings import LONGEST
 from blockdraft.errors import Complaints, counted
 from blockdraft.nn.draft_config import default_taps
 from blockdraft.tools.fit.settings import FitSettings
+from blockdraft.training.variant import find_variant, fit_gains
 
 Fields: TypeAlias = dict[str, Any]
 
-VARIANTS = ("dflash", "dflash2")
-GAIN = {"dflash": 1.0, "dflash2": 1.26}  # accepted tokens against those of DFlash, on equal training
 EXPECTED_TAU = 2.3  # of a DFlash drafter after some hundred steps
 RATE_POWER = 0.25  # four times the training makes 1.43 times the tau
 MOST_LAYERS = 5  # the paper's (arXiv 2602.06036)
@@ -176,10 +175,7 @@ def reference(variant: str, target: TargetFacts, block_size: int = SHORT_BLOCK) 
         "schedule": "wsd",
         "warmup": 0.03,
     }
-    if variant == "dflash2":
-        fields["selector_rank"] = min(256, max(16, target.hidden_size // 16))
-        fields["conv_group_size"] = math.gcd(16, target.hidden_size)
-    return fields
+    return fields | find_variant(variant).fit_fields(target.hidden_size)
 
 
 def anchors(length: int, block_size: int) -> int:
@@ -197,7 +193,7 @@ def expected_speedup(variant: str, speeds: Mapping[str, Speeds]) -> float:
         return speeds[name].tokens[-1] / speeds[name].seconds[-1]
 
     learned = (pace(variant) / max(map(pace, speeds))) ** RATE_POWER
-    tau = max(EXPECTED_TAU * GAIN[variant] * float(learned), 1.01)
+    tau = max(EXPECTED_TAU * fit_gains()[variant] * float(learned), 1.01)
     right = 1 - 1 / tau
     return max((1 - right**size) / (1 - right) / cost for size, cost in speeds[variant].cycles.items())
 

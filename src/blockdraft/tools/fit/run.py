@@ -24,12 +24,12 @@ from blockdraft.folders import held
 from blockdraft.targets import Target, checked_folder, load_target, without_tokenizer
 from blockdraft.tools.fit import survey
 from blockdraft.tools.fit.card import engines, usage, write_card
-from blockdraft.tools.fit.plan import EVAL_TOKENS, VARIANTS, Plan, answer_length, make_plan, reference, show
+from blockdraft.tools.fit.plan import EVAL_TOKENS, Plan, answer_length, make_plan, reference, show
 from blockdraft.tools.fit.prompts import read_prompts, write_prompts
 from blockdraft.tools.fit.settings import FitSettings, PromptSettings
 from blockdraft.tools.fit.steps import Where, done_steps, make_steps, run_steps
 from blockdraft.training.progress import run_folder
-from blockdraft.training.variant import find_variant
+from blockdraft.training.variant import find_variant, fit_gains
 from blockdraft.types import DEFAULT_BACKEND
 
 FORMAT = 1
@@ -126,7 +126,7 @@ def _outcome(methods: dict[str, Any]) -> str:
 def _plan(fit: Fit, note: Callable[[str], None]) -> tuple[Plan, list[str]]:
     """Survey and plan. What can be refused is refused here."""
     settings, complaints = fit.settings, Complaints()
-    variants: list[str] = [settings.variant] if settings.variant else list(VARIANTS)
+    variants: list[str] = [settings.variant] if settings.variant else list(fit_gains())
     scratch = fit.where.folder / "survey"
     shutil.rmtree(scratch, ignore_errors=True)  # of a start that was killed
     with complaints.noting():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
+from blockdraft.errors import UsageError
 from blockdraft.settings import Amount, Count, Natural, settings
+from blockdraft.training.variant import fit_gains
 
 
 @settings
@@ -35,7 +37,7 @@ class FitSettings:
 
     Attributes:
         hours: Wall time of the whole command, what interruptions take not counted.
-        variant: The kind of drafter, "dflash" or "dflash2"; None weighs what each accepts and costs here.
+        variant: Kind of drafter, such as "dflash2"; None weighs what each kind accepts and costs here.
         answers: Answers that the target writes.
         steps: Training steps.
         max_new_tokens: Tokens after which an answer is cut; None is 512, and at most half of the target's context.
@@ -44,12 +46,16 @@ class FitSettings:
     """
 
     hours: Annotated[float, Field(gt=0)] = 1.0
-    variant: Literal["dflash", "dflash2"] | None = None
+    variant: str | None = None
     answers: Count | None = None
     steps: Count | None = None
     max_new_tokens: Count | None = None
     temperature: Amount | None = None
     seed: Natural = 0
+
+    def __post_init__(self) -> None:
+        if self.variant is not None and self.variant not in fit_gains():
+            raise UsageError(f"variant is {self.variant!r}; it must be one of {', '.join(fit_gains())}.")
 
     def asked(self) -> dict[str, Any]:
         """The settings as JSON can spell them."""
