@@ -24,7 +24,6 @@ Written: overlap.md, overlap.json and overlap.png.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -35,7 +34,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness.command import in_words
+from benchmarks.harness.command import Parser, in_words
+from benchmarks.harness.report import picture, table, write_files
 from blockdraft.decode.proposal import Plan, Proposal
 from blockdraft.drafters import Drafter, hits, load_drafter
 from blockdraft.engine import Engine
@@ -56,7 +56,7 @@ Outcome = tuple[int, int]  # guesses accepted, and the target's token after them
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds, medians.
+    """Median seconds.
 
     Attributes:
         rest: Of a cycle of one request, without its draft.
@@ -69,7 +69,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Figures:
-    """Of drafting ahead for `count` outcomes.
+    """Figures of drafting ahead for `count` outcomes.
 
     Attributes:
         hits: Share of the cycles whose outcome was foreseen.
@@ -149,28 +149,26 @@ def shares(cycles: Sequence[tuple[Sequence[Outcome], Outcome]]) -> dict[int, flo
 
 
 def figures(foreseen: Mapping[int, float], cycles: int, times: Times, handover: float) -> list[Figures]:
-    """Of each number of drafts that was timed.
+    """Figures of each number of drafts that was timed.
 
     Args:
         foreseen: As from `shares`.
         cycles: Of which these are the shares.
         handover: Seconds.
     """
-    found, draft = [], times.drafts[1]
-    for count, drafts in times.drafts.items():
-        share = foreseen[count]
-        found.append(
-            Figures(
-                count,
-                share,
-                NOISE * math.sqrt(share * (1 - share) / cycles),
-                drafts,
-                speedup(share, times.rest, draft, drafts, handover),
-                one_device(share, times.rest, draft, drafts),
-                pays_between(share, drafts / draft, handover / times.rest),
-            )
+    draft, rest = times.drafts[1], times.rest
+    return [
+        Figures(
+            count=count,
+            hits=(share := foreseen[count]),
+            noise=NOISE * math.sqrt(share * (1 - share) / cycles),
+            drafts=drafts,
+            speedup=speedup(share, rest, draft, drafts, handover),
+            one_device=one_device(share, rest, draft, drafts),
+            pays=pays_between(share, drafts / draft, handover / rest),
         )
-    return found
+        for count, drafts in times.drafts.items()
+    ]
 
 
 class Foreseer(Drafter):
@@ -180,12 +178,8 @@ class Foreseer(Drafter):
         self._drafter = drafter
         self.path, self.taps, self.block_size = drafter.path, drafter.taps, drafter.block_size
         self.knows_probabilities = self.knows_lengths = False
-        self.new_state, self.state_bytes, self.weight_bytes = (
-            drafter.new_state,
-            drafter.state_bytes,
-            drafter.weight_bytes,
-        )
-        self.observe = drafter.observe
+        for name in ("new_state", "state_bytes", "weight_bytes", "observe"):
+            setattr(self, name, getattr(drafter, name))
         self.foreseen: list[list[Outcome]] = []
 
     def propose(self, state: Any, anchor: Tensor, plan: Plan) -> Proposal:
@@ -247,68 +241,56 @@ def measure_times(target: Target, drafter: Drafter, block_size: int, context: in
     return Times(statistics.median(rests[1:]), drafts)
 
 
-def table(found: Sequence[Figures], times: Times, cycles: int) -> str:
+def page(found: Sequence[Figures], times: Times, cycles: int) -> str:
     draft, rest = times.drafts[1], times.rest
-    lines = [
+    text = (
         f"Of {cycles} cycles. A draft takes {1000 * draft:.2f} ms and the rest of a cycle {1000 * rest:.2f} ms: the "
         f"draft's share is {draft / (rest + draft):.1%}. With every outcome foreseen, the speed-up would be "
-        f"{speedup(1, rest, draft, draft):.3f}.",
-        "",
-        "| drafts ahead | outcomes foreseen | ms a batch | speed-up, own device | speed-up, one device | "
-        "own device pays where the draft's share is |",
-        "|---|---|---|---|---|---|",
-    ]
+        f"{speedup(1, rest, draft, draft):.3f}.\n\n"
+    )
+    header = ["drafts ahead", "outcomes foreseen", "ms a batch", "speed-up, own device", "speed-up, one device"]
+    lines = []
     for each in found:
         pays = "never" if each.pays is None else f"{each.pays[0]:.1%} to {each.pays[1]:.1%}"
-        lines.append(
-            f"| {each.count} | {each.hits:.1%} ± {each.noise:.1%} | {1000 * each.drafts:.2f} | {each.speedup:.3f} | "
-            f"{each.one_device:.3f} | {pays} |"
-        )
-    return "\n".join(lines)
+        speedups = (f"{each.speedup:.3f}", f"{each.one_device:.3f}")
+        hits = f"{each.hits:.1%} ± {each.noise:.1%}"
+        lines.append([str(each.count), hits, f"{1000 * each.drafts:.2f}", *speedups, pays])
+    return text + table([*header, "own device pays where the draft's share is"], lines) + "\n"
 
 
-def picture(found: Sequence[Figures], times: Times, handover: float, path: Path) -> None:
+def draw(found: Sequence[Figures], times: Times, handover: float, path: Path) -> None:
     """Outcomes foreseen, and the speed-up by the draft's share of a cycle, with that of this machine marked."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5))
-    counts = [str(each.count) for each in found]
-    left.bar(counts, [each.hits for each in found], yerr=[each.noise for each in found], capsize=4)
-    left.set(xlabel="drafts ahead", ylabel="share of outcomes foreseen", ylim=(0, 1))
-    draft = times.drafts[1]
-    parts = [n / 200 for n in range(1, 180)]
-    for each in found:
-        lengths = [times.rest * part / (1 - part) for part in parts]  # of a draft
-        growth = each.drafts / draft
-        gains = [speedup(each.hits, times.rest, length, growth * length, handover) for length in lengths]
-        right.plot(parts, gains, label=f"{each.count} ahead")
-    right.axhline(1, color="black", linewidth=0.8)
-    right.axvline(draft / (times.rest + draft), color="tab:gray", linestyle="--", label="this machine")
-    right.set(xlabel="draft's share of a usual cycle", ylabel="speed-up with a device of its own")
-    right.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    draft, parts = times.drafts[1], [n / 200 for n in range(1, 180)]
+    with picture(path, 1, 2, figsize=(11, 4.5)) as (_, [[left, right]]):
+        counts, hits = [str(each.count) for each in found], [each.hits for each in found]
+        left.bar(counts, hits, yerr=[each.noise for each in found], capsize=4)
+        left.set(xlabel="drafts ahead", ylabel="share of outcomes foreseen", ylim=(0, 1))
+        for each in found:
+            lengths = [times.rest * part / (1 - part) for part in parts]  # of a draft
+            growth = each.drafts / draft
+            gains = [speedup(each.hits, times.rest, length, growth * length, handover) for length in lengths]
+            right.plot(parts, gains, label=f"{each.count} ahead")
+        right.axhline(1, color="black", linewidth=0.8)
+        right.axvline(draft / (times.rest + draft), color="tab:gray", linestyle="--", label="this machine")
+        right.set(xlabel="draft's share of a usual cycle", ylabel="speed-up with a device of its own")
+        right.legend()
 
 
-def main(given: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=Path, action="append", required=True, help="prompt set; may be repeated")
-    parser.add_argument("--target", help="by default the bundled pair's")
-    parser.add_argument("--drafter", help="one that grows trees, or a language model; by default the bundled one")
-    parser.add_argument("--drafter-device", help="where a language model, as --drafter, drafts ahead; needed for one")
-    parser.add_argument("--block-size", type=int, help="tokens verified, at most; by default the drafter's, less one")
-    parser.add_argument("--limit", type=int, default=16, help="prompts of each set")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--handover", type=float, default=0.05, help="milliseconds a cycle, from device to device")
-    parser.add_argument("--context", type=int, default=256, help="tokens of the text while times are measured")
-    parser.add_argument("--cycles", type=int, default=30, help="cycles that are timed, for each number of drafts")
-    parser.add_argument("--out", type=Path, default=Path("build/overlap"))
-    args = parser.parse_args(given)
+def main(words: Sequence[str] | None = None) -> None:
+    parser = Parser(__doc__, out=Path("build/overlap"))
+    add = parser.add_argument
+    add("--prompts", type=Path, action="append", required=True, help="prompt set; may be repeated")
+    add("--target", help="by default the bundled pair's")
+    add("--drafter", help="one that grows trees, or a language model; by default the bundled one")
+    add("--drafter-device", help="where a language model, as --drafter, drafts ahead; needed for one")
+    add("--block-size", type=int, help="tokens verified, at most; by default the drafter's, less one")
+    add("--limit", type=int, default=16, help="prompts of each set")
+    add("--max-new-tokens", type=int, default=128)
+    add("--temperature", type=float, default=0.0)
+    add("--handover", type=float, default=0.05, help="milliseconds a cycle, from device to device")
+    add("--context", type=int, default=256, help="tokens of the text while times are measured")
+    add("--cycles", type=int, default=30, help="cycles that are timed, for each number of drafts")
+    args = parser.parse(words)
     with in_words():
         run(args)
 
@@ -328,26 +310,24 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"{args.drafter} does not say how likely its guesses are; name another --drafter.")
     params = SamplingParams(args.max_new_tokens, args.temperature, seed=0)
     prompts = [prompt for one in sets for prompt in one.prompts]
+    how = {"prompts": prompts, "block_size": block_size, "params": params}
     if args.drafter_device is None:
-        outcomes = measure_outcomes(target, drafter, prompts, block_size, params)
+        outcomes = measure_outcomes(target, drafter, **how)
         foreseen, cycles = shares(outcomes) if outcomes else {}, len(outcomes)
     else:
-        how = prompts, block_size, params
-        foreseen, cycles = measure_ahead(target, args.drafter, args.drafter_device, *how)
+        foreseen, cycles = measure_ahead(target, args.drafter, args.drafter_device, **how)
     if not cycles:
         raise ValueError("No cycle drafted; raise --max-new-tokens or give other --prompts.")
     times = measure_times(target, drafter, block_size, args.context, args.cycles)
-    found = figures(foreseen, cycles, times, args.handover / 1000)
-    args.out.mkdir(parents=True, exist_ok=True)
-    text = table(found, times, cycles)
+    found, handover = figures(foreseen, cycles, times, args.handover / 1000), args.handover / 1000
     facts = {"running": target.running, "device": str(target.device)}
     facts |= {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
     facts |= {"prompts": [str(path) for path in args.prompts], "block_size": block_size, "outcomes": cycles}
     facts |= {"times": asdict(times), "figures": [asdict(each) for each in found]}
-    (args.out / "overlap.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    (args.out / "overlap.md").write_text(text + "\n", encoding="utf-8")
-    picture(found, times, args.handover / 1000, args.out / "overlap.png")
-    print(text)
+    text = page(found, times, cycles)
+    write_files(args.out, {"overlap.json": facts, "overlap.md": text})
+    draw(found, times, handover, args.out / "overlap.png")
+    print(text, end="")
 
 
 if __name__ == "__main__":

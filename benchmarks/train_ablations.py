@@ -16,7 +16,6 @@ on every prompt set, decoded in the first way asked for. Whether it pays that a 
     ... --arms base,DFlash2,DSpark --decoding chain,tree:32,path:32,draft:32
 """
 
-import argparse
 import json
 import re
 import statistics
@@ -32,6 +31,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.nn.functional import pad
 
+sys.path.append(str(Path(__file__).parents[1]))  # for those who start it as a script
+
+from benchmarks.harness.command import Parser, listed
+from benchmarks.harness.report import picture, table
 from blockdraft import Drafter, Drafting, Engine, SamplingParams, Target, load_drafter, load_target
 from blockdraft.decode.sampling import best_tokens
 from blockdraft.drafters.dflash.drafter import DFlashDrafter
@@ -45,10 +48,12 @@ BASE = "base"
 
 
 class Arm(NamedTuple):
-    """Attributes:
-    changes: What it changes of the base.
-    worse: Whether the base is expected to accept more than it; None where no direction is claimed.
-    warm: Whether it begins with a drafter of the base after half of the steps, and goes on for the other half.
+    """A drafter beside the base.
+
+    Attributes:
+        changes: What it changes of the base.
+        worse: Whether the base is expected to accept more than it; None where no direction is claimed.
+        warm: Whether it begins with a drafter of the base after half of the steps, and goes on for the other half.
     """
 
     changes: dict[str, str]
@@ -101,7 +106,7 @@ RENAMED = {"drawn": "sampled"}  # names before, which commands may use and resul
 
 
 def arguments(recipe: Path, data: dict[str, Path], features: Path | None, arm: str) -> list[str]:
-    """Those of `blockdraft train` for this arm."""
+    """Arguments of `blockdraft train` for an arm."""
     changes = dict(ARMS[arm].changes)
     variant, kind = changes.pop("variant", "dflash"), changes.pop("data", "written")
     stored = changes.pop("stored", changes.get("taps", "5"))
@@ -116,7 +121,7 @@ def arguments(recipe: Path, data: dict[str, Path], features: Path | None, arm: s
 def stages(
     arguments_of: Callable[[str], list[str]], arm: str, seed: int, steps: int, out: Path
 ) -> list[tuple[Path, list[str]]]:
-    """The runs that make the drafter of an arm, in order: their folders and all arguments of `blockdraft train`."""
+    """Runs that make the drafter of an arm, in order: their folders and all arguments of `blockdraft train`."""
 
     def stage(arm: str, folder: Path, seed: int, steps: int, *more: str) -> tuple[Path, list[str]]:
         options = ["--out", str(folder), "--seed", str(seed), "--steps", str(steps), *more]
@@ -192,77 +197,63 @@ def measure(drafter: str, target: Target, sets: Sequence[PromptSet], tokens: int
     return found
 
 
-def table(results: dict[str, dict[str, dict[str, float]]], names: Sequence[str]) -> str:
-    """A row for each arm: mean, lowest and highest tau of its seeds, and the ratio to the base on the same seeds."""
-    lines = [f"| | seeds | {' | '.join(f'{name}: tau | against base' for name in names)} | expected | found |"]
-    lines.append("|---" * (4 + 2 * len(names)) + "|")
+def taus_table(results: dict[str, dict[str, dict[str, float]]], names: Sequence[str]) -> str:
+    """A line for each arm: mean, lowest and highest tau of its seeds, and the ratio to the base on the same seeds."""
+    lines = []
     for arm, runs in results.items():
-        cells, ratios = [], []
+        cells, deciding = [], []
         for name in names:
             taus = [run[name] for run in runs.values()]
-            shared = [(run[name], results[BASE][seed][name]) for seed, run in runs.items() if seed in results[BASE]]
+            ratios = [run[name] / results[BASE][seed][name] for seed, run in runs.items() if seed in results[BASE]]
             if name.partition(", ")[2] == names[0].partition(", ")[2]:  # the first of the decodings decides
-                ratios += [mine / base for mine, base in shared]
-            ratio = statistics.mean(mine / base for mine, base in shared) if shared else float("nan")
+                deciding += ratios
+            ratio = statistics.mean(ratios) if ratios else float("nan")
             cells += [f"{statistics.mean(taus):.2f} ({min(taus):.2f} to {max(taus):.2f})", f"{ratio:.2f}"]
-        worse = ARMS[arm].worse
-        expected = {None: "", True: "less", False: "more"}[worse]
-        found = "less" if max(ratios, default=1) < 1 else "more" if min(ratios, default=1) > 1 else "neither"
-        found = "" if arm == BASE else found
-        lines.append(f"| {arm} | {len(runs)} | {' | '.join(cells)} | {expected} | {found} |")
-    return "\n".join(lines) + "\n"
+        expected = {None: "", True: "less", False: "more"}[ARMS[arm].worse]
+        found = "less" if max(deciding, default=1) < 1 else "more" if min(deciding, default=1) > 1 else "neither"
+        lines.append([arm, str(len(runs)), *cells, expected, "" if arm == BASE else found])
+    columns = [column for name in names for column in (f"{name}: tau", "against base")]
+    return table(["", "seeds", *columns, "expected", "found"], lines) + "\n"
 
 
-def picture(results: dict[str, dict[str, dict[str, float]]], names: Sequence[str], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    size = 5 * len(names), 0.375 * max(12, len(results))
-    figure, axes = plt.subplots(1, len(names), figsize=size, sharey=True, squeeze=False)
-    arms = list(results)[::-1]
-    for axis, name in zip(axes[0], names, strict=True):
-        for place, arm in enumerate(arms):
-            taus = [run[name] for run in results[arm].values()]
-            axis.barh(place, statistics.mean(taus), color="tab:gray" if arm == BASE else "tab:blue", alpha=0.6)
-            axis.plot(taus, [place] * len(taus), "k.", markersize=5)
-        axis.set_yticks(range(len(arms)), arms)
-        axis.set_xlim(left=1)
-        axis.set_xlabel("tau (tokens per target forward)")
-        axis.set_title(name)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
+def draw(results: dict[str, dict[str, dict[str, float]]], names: Sequence[str], path: Path) -> None:
+    size, arms = (5 * len(names), 0.375 * max(12, len(results))), list(results)[::-1]
+    with picture(path, 1, len(names), figsize=size, sharey=True) as (_, panels):
+        for axes, name in zip(panels[0], names, strict=True):
+            for place, arm in enumerate(arms):
+                taus = [run[name] for run in results[arm].values()]
+                axes.barh(place, statistics.mean(taus), color="tab:gray" if arm == BASE else "tab:blue", alpha=0.6)
+                axes.plot(taus, [place] * len(taus), "k.", markersize=5)
+            axes.set_yticks(range(len(arms)), arms)
+            axes.set(xlabel="tau (tokens per target forward)", title=name)
+            axes.set_xlim(left=1)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", type=Path, help="the base recipe")
-    parser.add_argument("--written", type=Path, required=True, help="token data that the target wrote")
-    parser.add_argument("--original", type=Path, required=True, help="token data of the same prompts, original text")
-    parser.add_argument("--features", type=Path, help="stored features, DATA-TAPS each, instead of the target")
-    parser.add_argument("--prompts", type=Path, action="append", required=True, help="prompt set; may be repeated")
-    parser.add_argument("--steps", type=int, help="of each run, instead of the recipe's")
-    parser.add_argument("--limit", type=int, default=32, help="prompts of each set")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--arms", default=",".join(ARMS), help=f"of: {', '.join(ARMS)}")
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("recipe", type=Path, help="the base recipe")
+    add("--written", type=Path, required=True, help="token data that the target wrote")
+    add("--original", type=Path, required=True, help="token data of the same prompts, original text")
+    add("--features", type=Path, help="stored features, DATA-TAPS each, instead of the target")
+    add("--prompts", type=Path, action="append", required=True, help="prompt set; may be repeated")
+    add("--steps", type=int, help="of each run, instead of the recipe's")
+    add("--limit", type=int, default=32, help="prompts of each set")
+    add("--max-new-tokens", type=int, default=128)
+    add("--out", type=Path, required=True)
+    add("--seeds", type=int, default=3)
+    add("--arms", type=listed(known=ARMS), default=",".join(ARMS), help=f"of: {', '.join(ARMS)}")
     ways = "; ".join(f"{name}, {meaning}" for name, meaning in DECODINGS.items())
-    parser.add_argument("--decoding", default="chain", help=f"chain, tree:N, path:N, draft:N, sampled; {ways}")
-    args = parser.parse_args()
-    arms = [arm.strip() for arm in args.arms.split(",")]
-    if unknown := [arm for arm in arms if arm not in ARMS]:
-        parser.error(f"unknown arms {unknown}; there are {', '.join(ARMS)}")
-    decodings = [RENAMED.get(decoding.strip(), decoding.strip()) for decoding in args.decoding.split(",")]
-    try:
-        kinds = [read_decoding(decoding)[0] for decoding in decodings]
-    except ValueError as error:
-        parser.error(str(error))
-
-    sets = read_prompt_sets(args.prompts, args.limit)
-    names = [name_of(one.name, decoding) for decoding in decodings for one in sets]
-    target = load_target()
+    wanted = f"chain, tree:N, path:N, draft:N, sampled; {ways}"
+    add(
+        "--decoding",
+        type=listed(lambda text: read_decoding(text) and RENAMED.get(text, text)),
+        default="chain",
+        help=wanted,
+    )
+    args = parser.parse()
+    sets, target = read_prompt_sets(args.prompts, args.limit), load_target()
+    names = [name_of(one.name, decoding) for decoding in args.decoding for one in sets]
     steps = args.steps or read_settings(DFlashRecipe, args.recipe).steps
     args.out.mkdir(parents=True, exist_ok=True)
     header = (
@@ -270,17 +261,18 @@ def main() -> None:
         f"those that loop left out, after {steps} steps: mean of the seeds (lowest to highest). Written by "
         "benchmarks/train_ablations.py.\n\n"
     )
-    if decodings != ["chain"]:
-        header += "".join(f"- {kind}: {DECODINGS[kind]}\n" for kind in dict.fromkeys(kinds)) + "\n"
+    if args.decoding != ["chain"]:
+        kinds = dict.fromkeys(read_decoding(decoding)[0] for decoding in args.decoding)
+        header += "".join(f"- {kind}: {DECODINGS[kind]}\n" for kind in kinds) + "\n"
     options_of = partial(arguments, args.recipe, {"written": args.written, "original": args.original}, args.features)
     # Seed after seed, so that an interrupted comparison has seen every arm equally often.
     for seed in range(args.seeds):
-        for arm in arms:
+        for arm in args.arms:
             runs = stages(options_of, arm, seed, steps, args.out)
             folder = runs[-1][0]
             file = folder.with_suffix(".tau.json")
             found = read_taus(file) if file.exists() else {}
-            for decoding in decodings:
+            for decoding in args.decoding:
                 if all(name_of(one.name, decoding) in found for one in sets):
                     continue
                 print(f"seed {seed}: {arm}, {decoding}", flush=True)
@@ -293,7 +285,7 @@ def main() -> None:
 
 
 def write(out: Path, names: Sequence[str], header: str) -> None:
-    """The results of all runs that have been measured in all these ways."""
+    """Write the results of all runs that have been measured in all these ways."""
     results: dict[str, dict[str, Any]] = {}
     for arm in ARMS:
         for file in sorted(out.glob(f"{arm.replace(' ', '_')}-*.tau.json")):
@@ -303,8 +295,8 @@ def write(out: Path, names: Sequence[str], header: str) -> None:
                 results.setdefault(arm, {})[seed] = {name: found[name] for name in names}
     if BASE in results:
         (out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
-        (out / "results.md").write_text(header + table(results, names))
-        picture(results, names, out / "results.png")
+        (out / "results.md").write_text(header + taus_table(results, names))
+        draw(results, names, out / "results.png")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.overlap import COUNTS, Times, figures, main, one_device, pays_between, ranked, shares, speedup, table
+from benchmarks.overlap import COUNTS, Times, figures, main, one_device, page, pays_between, ranked, shares, speedup
 from blockdraft.decode.proposal import Proposal
 from blockdraft.targets import BUNDLED
 
@@ -55,7 +55,7 @@ def test_hits_are_counted_among_as_many_as_are_drafted() -> None:
     assert found[2].speedup == pytest.approx(10 / (0.75 * 8 + 0.25 * 10))
     assert found[2].pays == (0.0, pytest.approx(2 / 3))  # three drafts take half as long again as one
     assert found[0].noise == pytest.approx(1.96 * (0.25 * 0.75 / 4) ** 0.5)
-    text = table(found, Times(8.0, {1: 2.0}), 4)
+    text = page(found, Times(8.0, {1: 2.0}), 4)
     assert "draft's share is 20.0%" in text and "would be 1.250" in text and "0.0% to 66.7%" in text
 
 

@@ -13,12 +13,12 @@ from benchmarks.train_ablations import (
     ARMS,
     BASE,
     arguments,
+    draw,
     forget_pairs,
-    picture,
     read_decoding,
     read_taus,
     stages,
-    table,
+    taus_table,
 )
 from blockdraft.decode.proposal import Plan, Proposal
 from blockdraft.drafters import load_drafter
@@ -105,7 +105,7 @@ def test_what_is_measured_is_kept_and_only_what_is_not_yet_is_measured(
     monkeypatch.setattr(train_ablations, "train", lambda *options: trained.append(flags_of([*options[2:]])["out"]))
     monkeypatch.setattr(train_ablations, "measure", measure)
     monkeypatch.setattr(train_ablations, "load_target", lambda: None)
-    monkeypatch.setattr(train_ablations, "picture", lambda *args: None)
+    monkeypatch.setattr(train_ablations, "draw", lambda *args: None)
 
     def run(*more: str) -> None:
         command = ["x", str(RECIPE), "--written", "w", "--original", "o", "--prompts", str(prompts)]
@@ -206,7 +206,7 @@ def test_a_direction_is_found_where_every_seed_has_it(tmp_path: Path) -> None:
 
     results = {BASE: runs(2.0, 3.0), "1 tap": runs(1.9, 2.7), "3 layers": runs(2.2, 3.3, 9.0)}
     results |= {"D-PACE": runs(1.9, 3.3), "1 layer": runs(1.2, 3.1)}  # means above and below 1, seeds on both sides
-    lines = table(results, ["a", "b"]).splitlines()
+    lines = taus_table(results, ["a", "b"]).splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
     assert cells[0] == [BASE, "2", "2.50 (2.00 to 3.00)", "1.00", "5.00 (4.00 to 6.00)", "1.00", "", ""]
     assert [row[-2:] for row in cells[1:]] == [
@@ -217,5 +217,5 @@ def test_a_direction_is_found_where_every_seed_has_it(tmp_path: Path) -> None:
     ]
     assert cells[1][3] == "0.93"  # mean of 1.9 / 2 and 2.7 / 3
     assert cells[2][1:4] == ["3", "4.83 (2.20 to 9.00)", "1.10"]  # a seed that the base lacks has no ratio
-    picture(results, ["a", "b"], tmp_path / "picture.png")
+    draw(results, ["a", "b"], tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
