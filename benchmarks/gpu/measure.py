@@ -1,4 +1,4 @@
-"""The measurements, each of one row."""
+"""Measurements of cycles, each of one row."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.harness.turns import time_in_turns
 from blockdraft.decode.proposal import Plan, Proposal
 from blockdraft.drafters import Drafter
 from blockdraft.drafters.dflash.drafter import DFlashDrafter
@@ -83,13 +84,8 @@ def copy_bandwidth(device: torch.device, repeats: int) -> float:
     size = COPIED_BYTES.get(device.type, COPIED_BYTES["cpu"])
     source = torch.ones(size, dtype=torch.uint8, device=device)
     copy = torch.empty_like(source)
-    now = clock(device)
-    times = []
-    for _ in range(repeats + 1):
-        began = now()
-        copy.copy_(source)
-        times.append(now() - began)
-    return 2 * size / min(times[1:])
+    times = time_in_turns({"copy": lambda: copy.copy_(source)}, repeats, warm_up=1, clock=clock(device))
+    return 2 * size / min(times["copy"])
 
 
 def clock(device: torch.device) -> Callable[[], float]:
@@ -111,22 +107,18 @@ def room(probe: Probe, plan: Plan, cycles: int) -> int:
 def cycle(probe: Probe, context: int, plan: Plan, repeats: int) -> Cycle:
     """Cycles of this plan behind a context."""
     runner, rows = probe.rows(1, context, room(probe, plan, 2 * repeats + 2))
-    now, totals = clock(probe.target.device), []
-    for _ in range(repeats + 2):
-        began = now()
-        runner.step(rows, plan)
-        totals.append(now() - began)
-    del totals[:2]  # warming up
-    drafter = NETWORKS - {FORWARD}
+    now = clock(probe.target.device)
+    totals = time_in_turns({"step": lambda: runner.step(rows, plan)}, repeats, warm_up=2, clock=now)["step"]
     parts = []
     for _ in range(repeats):
         with listening(now) as heard:
             runner.step(rows, plan)
-        draft, verify = sum(heard[part] for part in drafter), heard[FORWARD]
+        draft, verify = sum(heard[part] for part in NETWORKS - {FORWARD}), heard[FORWARD]
         parts.append((draft, verify, sum(heard.values()) - draft - verify))
     committed = rows[0].request.stats.committed[2:]
-    each = (median(part) for part in zip(*parts, strict=True))
-    return Cycle(median(totals), *each, sum(committed) / len(committed))
+    draft, verify, host = (median(part) for part in zip(*parts, strict=True))
+    tokens = sum(committed) / len(committed)
+    return Cycle(total=median(totals), draft=draft, verify=verify, host=host, tokens=tokens)
 
 
 def forced_rate(target: Target, drafter: DFlashDrafter, context: int, tau: float, cycles: int) -> tuple[float, float]:
@@ -154,7 +146,7 @@ def forced_rate(target: Target, drafter: DFlashDrafter, context: int, tau: float
 
 
 def idle_share(probe: Probe, context: int, plan: Plan) -> float | None:
-    """Share of the time of some cycles in which no kernel ran on the device; None where there is no GPU."""
+    """Share of the time of some cycles in which no kernel ran on the device; None without a GPU."""
     if probe.target.device.type != "cuda":
         return None
     runner, rows = probe.rows(1, context, room(probe, plan, PROFILED_CYCLES + 2))

@@ -77,8 +77,7 @@ def test_one_command_measures_and_writes(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["gpu"])
     with pytest.raises(SystemExit) as ended:
-        program.arguments()
+        program.arguments([])
     assert ended.value.code == 2
     assert "--device cpu --shapes tiny" in capsys.readouterr().err
