@@ -1,4 +1,4 @@
-"""What users may give as settings, and how the rest is refused."""
+"""Values that are accepted, and how others are refused."""
 
 from dataclasses import fields, replace
 from typing import Any

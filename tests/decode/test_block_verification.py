@@ -27,7 +27,7 @@ def random_distributions(seed: int) -> tuple[Tensor, Tensor]:
 
 
 def chains(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], Tensor]:
-    """All chains of guesses that q can draw after token 0: tokens, their probability, chances and factors, q."""
+    """All chains that q can offer after token 0: their tokens and probability, chances and factors, and q."""
     tokens = torch.tensor([(0, *rest) for rest in product(range(V), repeat=GUESSES)])
     tokens = tokens[(q[tokens[:, :-1], tokens[:, 1:]] > 0).all(1)]
     before, after = tokens[:, :-1], tokens[:, 1:]
@@ -41,7 +41,7 @@ def chains(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor],
 
 
 def ends(chances: Tensor) -> Tensor:
-    """The chance that a path ends at each node: its test holds and none behind it."""
+    """Probability that the path ends at each node: its test is passed, and none after it."""
     fails_behind = torch.cat([(1 - chances).flip(1).cumprod(1).flip(1)[:, 1:], torch.ones_like(chances[:, :1])], 1)
     return chances * fails_behind
 
@@ -126,7 +126,7 @@ V, K, COUNT, ROWS = 5, 3, 9, 60
 
 
 def random_parents(generator: torch.Generator) -> list[int]:
-    """A chain, perhaps filled up."""
+    """A chain, perhaps padded."""
     real = int(torch.randint(3, COUNT + 1, (), generator=generator))
     return [*range(-1, real - 1), *[-1] * (COUNT - real)]
 
@@ -195,7 +195,9 @@ def test_a_node_without_a_distribution_changes_no_distribution_before_it() -> No
     assert all(0 not in output[:-1] for output in outputs)
     first = torch.tensor([output[0] for output in outputs]).bincount(minlength=3) / count
     assert torch.allclose(first, p[0], atol=0.015), first
-    after = torch.multinomial(p[1], count, True, generator=generator).tolist()  # by the next cycle, where there is none
+    after = torch.multinomial(
+        p[1], count, True, generator=generator
+    ).tolist()  # sampled by the next cycle where there is no bonus
     seconds = [[*output, then][1] for output, then in zip(outputs, after, strict=True) if output[0] != 0]
     second = torch.tensor(seconds).bincount(minlength=3) / len(seconds)
     assert torch.allclose(second, p[1], atol=0.015), second

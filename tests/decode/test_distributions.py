@@ -1,4 +1,4 @@
-"""Tests of the distribution after each node."""
+"""Distributions after each node, and probabilities, against transformers and by brute force."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ def distributions(*params: SamplingParams, logits: Tensor = NODE_LOGITS) -> Dist
 
 
 def said_after(row: int, node: int) -> list[int]:
-    """Output and path, by brute force: the nodes from which one gets to the anchor."""
+    """Output and path, by brute force: the nodes on the way to the anchor."""
     path: list[int] = []
     while node != 0:
         path.insert(0, int(TOKENS[row, node]))
@@ -109,9 +109,8 @@ def test_the_prompt_has_no_presence_and_rows_keep_their_own_penalties() -> None:
     torch.testing.assert_close(
         distributions(penalised, plain).probs([1, 1], [2, 5]), NODE_LOGITS[1, [2, 5]].softmax(-1)
     )
-    assert (
-        NODE_LOGITS[0, 0].tolist() == distributions(penalised, plain)._logits[0, 0].tolist()
-    )  # never adjusted in place
+    # Logits are never adjusted in place.
+    assert NODE_LOGITS[0, 0].tolist() == distributions(penalised, plain)._logits[0, 0].tolist()
 
 
 def test_an_extreme_penalty_does_not_overflow() -> None:
@@ -176,7 +175,7 @@ def test_looking_at_one_node_leaves_the_logits_alone() -> None:
 
 
 class OnlyLarger:
-    """A token may follow if it is larger than all tokens before it but the anchor."""
+    """Allows tokens larger than all before them, the anchor aside."""
 
     def after(self, tokens: Sequence[int]) -> Tensor | None:
         allowed = torch.arange(10) > max(tokens, default=-1)
@@ -216,10 +215,10 @@ def test_under_rules_p_is_masked_before_anything_is_cut(params: SamplingParams) 
 def test_where_rules_leave_nothing_there_is_no_distribution() -> None:
     logits = NODE_LOGITS.clone()
     logits[0, 0, :] = -torch.inf
-    logits[0, 0, 2] = 1.0  # which the rules allow
-    logits[0, 1, 2:] = -torch.inf  # all that they allow
+    logits[0, 0, 2] = 1.0  # allowed by the rules
+    logits[0, 1, 2:] = -torch.inf  # all allowed tokens
     tokens = TOKENS.clone()
-    tokens[0, 2] = 9  # after which nothing is larger
+    tokens[0, 2] = 9  # no token is larger
     found = Distributions(logits, [SamplingParams()] * 2, tokens, PARENTS, PROMPTS, OUTPUTS, rules=[OnlyLarger(), None])
     assert [found.exists(0, node) for node in range(6)] == [True, False, False, True, False, False]
     assert all(found.exists(1, node) for node in range(6)) and found.invalid_rows == []
@@ -292,7 +291,7 @@ def test_min_p_keeps_what_has_its_share_of_the_best() -> None:
         {"top_k": 20, "top_p": 0.8, "min_p": 0.3},
         {"min_p": 0.1},
         {"top_k": HEAD + 5},
-        {"top_p": 0.97},  # of the large vocabulary this keeps more than the head
+        {"top_p": 0.97},  # keeps more than the head of the large vocabulary
     ],
 )
 def test_filters_agree_with_transformers(vocabulary: int, fields: dict[str, float]) -> None:

@@ -8,12 +8,12 @@ from blockdraft.types import RequestDrafting
 
 
 def ancestors(parents: list[int], node: int) -> list[int]:
-    """The readable twin: the node and all above it."""
+    """The readable twin: the node and its ancestors."""
     return [node] if parents[node] < 0 else [node, *ancestors(parents, parents[node])]
 
 
 def random_parents(count: int, seed: int) -> list[int]:
-    """A tree in random order, with nodes at its end that fill up the row."""
+    """A tree in random order, with padding at its end."""
     generator = random.Random(seed)
     nodes = generator.randint(1, count)
     return [-1, *(generator.randrange(max(0, i - 6), i) for i in range(1, nodes)), *[-1] * (count - nodes)]
@@ -38,7 +38,7 @@ def test_mask_and_depths_are_those_of_the_ancestors(count: int) -> None:
             assert depth[row, node] == len(above) - 1
 
 
-#   0 - 1 - 3 - 5        the row below is filled up with two nodes
+#   0 - 1 - 3 - 5        the row below is padded with two nodes
 #     \ 2 - 4
 TREE = [-1, 0, 0, 1, 2, 3]
 SHORT = [-1, 0, 1, 2, -1, -1]

@@ -1,4 +1,4 @@
-"""Tests of choosing and drawing."""
+"""Choosing and sampling tokens, and random numbers."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Best-first trees against the definition: the best of all sets of paths that hold their own beginnings."""
+"""Best-first trees against their definition, the best of all sets of paths that contain their own beginnings."""
 
 import random
 from itertools import combinations, product
@@ -27,7 +27,7 @@ def build(log_probs: Tensor, budget: int, cycle_seconds: list[float] | None = No
 
 
 def path_probs(proposal: Proposal, log_probs: Tensor, row: int = 0) -> list[float]:
-    """The surrogate's probability of each guess, without the anchor and the nodes that fill up a row."""
+    """Probability of the path of each guess, without anchor and padding."""
     parents, tokens = proposal.parents[row].tolist(), proposal.tokens[row].tolist()
     scores, depth = [1.0], depths(proposal.parents)[row].tolist()
     for node in range(1, len(tokens)):
@@ -37,7 +37,7 @@ def path_probs(proposal: Proposal, log_probs: Tensor, row: int = 0) -> list[floa
 
 
 def best_expected_length(log_probs: Tensor, budget: int) -> float:
-    """The readable twin: try every set of `budget` paths and keep those sets that are trees."""
+    """The readable twin: the best of all sets of `budget` paths that are trees."""
     probs = log_probs[0].exp().tolist()
     depth, vocabulary = len(probs), len(probs[0])
     paths = [path for length in range(1, depth + 1) for path in product(range(vocabulary), repeat=length)]
@@ -133,7 +133,7 @@ def test_as_many_ranks_as_the_budget_are_enough(spread: float, budget: int) -> N
 @pytest.mark.parametrize("cost", [1e-5, 0.003, 0.03, 0.3, 10.0])
 @pytest.mark.parametrize("spread", [0.5, 3.0])
 def test_a_tree_that_pays_is_the_one_cut_from_the_whole_budget(cost: float, spread: float) -> None:
-    """However far it has to grow: from no guess at all to the whole budget."""
+    """From no guess at all to the whole budget."""
     log_probs = dists(depth=9, vocabulary=60, seed=3, spread=spread, batch=2)
     seconds = [1 + cost * guesses for guesses in range(301)]
     expected = build(log_probs, 300, seconds)

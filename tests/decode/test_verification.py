@@ -1,4 +1,4 @@
-"""Losslessness on exactly known small distributions, and proof that the same test catches broken rules."""
+"""Losslessness on small distributions that are known exactly, and proof that the same test catches broken rules."""
 
 import math
 from collections import Counter
@@ -20,14 +20,14 @@ from blockdraft.decode.verification import Verdict, verify
 from blockdraft.types import SamplingParams
 
 V, ROWS, LENGTH = 3, 2000, 3
-# Two small languages: the logits of the next token given the last two, for the target and for a drafter. Of many seeds
-# this one gives the subtlest of the broken rules below away with the fewest rows.
+# Two small languages: the logits of the next token given the last two, for the target and for a drafter. With this seed
+# the subtlest of the broken rules below is caught with the fewest rows.
 TARGET, DRAFTER = 1.5 * torch.randn(2, V, V, V, generator=torch.Generator().manual_seed(39))
 CHAIN = [-1, 0, 1, 2]
 TREE = [-1, 0, 0, 0, 1, 1, 2]
 WARM = SamplingParams(temperature=1.0)
 Judge = Callable[[Proposal, Distributions, Tensor, Tensor], Verdict]
-# Anchors and the tokens before them, and numbers for the draws, to a proposal.
+# From the tokens before the anchors, the anchors, and random numbers to a proposal.
 Drafter = Callable[[Tensor, Tensor, Tensor], Proposal]
 
 
@@ -93,7 +93,7 @@ def only_the_likeliest(earlier: Tensor, anchor: Tensor, numbers: Tensor) -> Prop
 
 
 def decode(drafter: Drafter, params: SamplingParams, judge: Judge = verify) -> list[list[int]]:
-    """The first tokens of many rows after the prompt [0, 0], over as many cycles as it takes."""
+    """The first tokens of many rows after the prompt [0, 0], over as many cycles as are needed."""
     generator = torch.Generator().manual_seed(1)
     numbers = torch.rand(ROWS, 3 * LENGTH, generator=generator, dtype=torch.float64)  # number i decides token i
     outputs: list[list[int]] = [[] for _ in range(ROWS)]
@@ -305,8 +305,7 @@ def test_greedy_rows_are_judged_alike_with_and_without_sampled_ones_beside_them(
 
     alone, beside = judged(SamplingParams()), judged(WARM)
     assert (alone.path[:-1], alone.bonus[:-1]) == (beside.path[:-1], beside.bonus[:-1])
-    # Row 3 has no distribution after the anchor. Rows 5 and 8 have none after a later node: it counts where the walk
-    # comes by.
+    # Row 3 has no distribution after the anchor, rows 5 and 8 none after a later node, which matters if it is reached.
     lost = {row for row, path in enumerate(alone.path) if not path}
     assert 3 in lost and lost <= {3, 5, 8} and 7 not in lost
     assert max(map(len, alone.path)) > 2
@@ -353,7 +352,7 @@ def test_the_walk_goes_on_beside_a_sampled_chain() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_node_without_a_distribution_counts_where_the_walk_comes_by_only(temperature: float) -> None:
-    """Two guesses after the anchor; the distribution after one of them is no distribution."""
+    """Two guesses follow the anchor, one of which has no distribution."""
     proposal = Proposal(torch.tensor([[0, 1, 2]]), torch.tensor([[-1, 0, 0]]))
     logits = torch.full((1, 3, V), -20.0)
     logits[0, 0, 1] = logits[0, 1, 0] = logits[0, 2, 0] = 20.0  # the target goes to token 1, which node 1 holds

@@ -30,7 +30,7 @@ def residual(p: Distribution, q: Distribution) -> list[float] | None:
 
 
 def verify_chosen(tokens: Sequence[int], parents: Sequence[int], draw_at: Callable[[int], int]) -> Accepted:
-    """Walk the tree from the anchor; `draw_at(node)` draws the target's token after a node."""
+    """Walk the tree from the anchor; `draw_at(node)` samples the target's token after a node."""
     path, node = [0], 0
     while True:
         token = draw_at(node)
@@ -50,7 +50,7 @@ def block_ratios(tokens: Sequence[int], p: Sequence[Distribution], q: Sequence[D
 
 
 def block_chance(i: int, ratios: Sequence[float], p: Sequence[Distribution], q: Sequence[Distribution]) -> float:
-    """`h_i` of arXiv 2403.10444: the chance that guess i stands, whatever becomes of the later ones."""
+    """`h_i` of arXiv 2403.10444: the probability that guess i is accepted, whatever happens to later ones."""
     ratio = ratios[i]
     if i == len(ratios) - 1 or ratio == 1:
         return ratio

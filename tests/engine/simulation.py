@@ -159,13 +159,13 @@ TEXTS = {"even": constant(0.8), "fading": constant(0.85, 0.93), "middling": cons
 
 
 class Lookup(Drafter):
-    """A drafter that knows no probabilities."""
+    """A drafter without probabilities."""
 
     block_size, taps, knows_probabilities, knows_lengths = BLOCK_SIZE, (), False, False
 
 
 class Knowing(Lookup):
-    """One that does."""
+    """A drafter with probabilities."""
 
     knows_probabilities = knows_lengths = True
 

@@ -1,4 +1,4 @@
-"""Whatever goes wrong in one request ends that request, and the others are token for token what they are alone."""
+"""An error in one request ends that request, and the others have the tokens that they have alone."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ Forward = Callable[..., TargetOutput]
 
 @pytest.fixture(params=["compiled", *(pytest.param(way, marks=pytest.mark.slow) for way in ("off", "hf"))])
 def target(tiny_target_dir: Path, request: pytest.FixtureRequest) -> Target:
-    """One of its own, since tests break it."""
+    """A target for one test, since tests break it."""
     if request.param == "hf":
         return load_target(tiny_target_dir, backend="hf")
     return load_target(tiny_target_dir, backend="native", compile="on" if request.param == "compiled" else "off")
@@ -41,7 +41,7 @@ def answers(engine: Engine) -> list[list[int]]:
 
 
 def poison(target: Target, token: int) -> None:
-    """Make the embedding of a token NaN: a forward over it yields no numbers, and neither do those that see it."""
+    """Make the embedding of a token NaN, and so all logits of nodes that attend to it."""
     for name, weight in target.named_weights():
         if name == "model.embed_tokens.weight":
             compiled = getattr(target, "compiled", None)
@@ -56,7 +56,7 @@ def poison(target: Target, token: int) -> None:
 
 def break_forward(target: Target, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[int, Tensor, Any], None]) -> None:
     """Call `spoil(number of the forward, tokens, cache)` before each forward; it may raise."""
-    target.cache_bytes(1, 1)  # which a target of transformers learns by a forward
+    target.cache_bytes(1, 1)  # measured with a forward by targets of transformers
     forward, calls = target.forward, 0
 
     def broken(tokens: Tensor, parents: Tensor, cache: Any, *args: Any, **kwargs: Any) -> TargetOutput:
@@ -96,7 +96,8 @@ def test_log_probabilities_for_which_there_is_no_memory_cost_nothing(
 
 @pytest.mark.parametrize("drafting", [Drafting(1), Drafting(), Drafting(tree_budget=6)], ids=["plain", "chain", "tree"])
 def test_a_request_whose_numbers_break_ends_alone(target: Target, drafter: Drafter, drafting: Drafting) -> None:
-    """Its prompt holds a token without an embedding. Those beside it, and those that get its slots, do not notice."""
+    """Its prompt holds a token whose embedding is NaN. Rows beside it, and those on its slots later, are as they
+    were."""
     engine = Engine(target, drafter, 3, drafting)
     expected = answers(engine)
     poison(target, 99)
@@ -129,7 +130,7 @@ class Guesser:
 
 
 def test_a_guess_that_breaks_the_numbers_hurts_no_one(target: Target) -> None:
-    """No walk ever meets it, though its keys and values lie beside those of the others."""
+    """It is never reached, though its keys and values lie beside those of other rows."""
     none = load_drafter("none", target=target)
     expected = answers(Engine(target, none))
     never = next(token for token in range(50, 200) if all(token not in answer for answer in expected))
@@ -201,7 +202,7 @@ def test_a_prompt_that_could_not_be_read_is_not_tried_for_ever(
 
 
 def spoil_slots(cache: Any) -> None:
-    """Leave numbers that are none behind the committed tokens of these rows."""
+    """Write NaN behind the committed tokens of these rows."""
     for store in cache._stores():
         for row, length in zip(cache.rows, cache.lengths, strict=True):
             store[..., row + length : row + length + 8, :] = torch.nan
@@ -276,7 +277,7 @@ def test_sampled_guesses_without_numbers_end_no_request(target: Target, drafter:
 def test_a_drafter_without_numbers_is_told_of_once(
     target: Target, drafter: Drafter, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It can draw no guesses in any cycle, and the answers are those of the target alone."""
+    """It can sample no guess in any cycle, and the answers are those of the target alone."""
     warm = SamplingParams(30, 1.0, seed=3, ignore_eos=True)
     none = load_drafter("none", target=target)
     expected = [completion.token_ids for completion in Engine(target, none).generate(PROMPTS, warm)]
@@ -314,7 +315,7 @@ def test_a_drafter_that_fails_costs_its_drafts_or_its_requests(
     assert answers(engine) == expected
     monkeypatch.setattr(drafter, method, lambda *args: 1 / 0)
     found = engine.generate(PROMPTS, GREEDY)
-    if method == "propose":  # the target goes on without
+    if method == "propose":  # the target goes on without drafts
         assert [completion.token_ids for completion in found] == expected
     else:
         error = "The drafter failed: ZeroDivisionError: division by zero"
@@ -433,7 +434,7 @@ def test_what_a_drafter_could_not_be_told_of_is_not_remembered(
 
     def fail_late(self: Drafter, state: Any, tokens: Tensor, *more: Any) -> None:
         calls.append(tokens.size(1))
-        if len(calls) == 2:  # behind the prompt: what cycles without a draft have committed
+        if len(calls) == 2:  # after the prompt: what plain cycles have committed
             raise ArithmeticError("no memory")
         observe(self, state, tokens, *more)
 

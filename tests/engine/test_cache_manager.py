@@ -7,7 +7,7 @@ from blockdraft.engine.cache_manager import BLOCK, FreeSlots, PrefixIndex, Remem
 
 
 def text(*parts: tuple[int, int]) -> list[int]:
-    """Parts of one token each: (token, how often)."""
+    """Tokens from parts (token, count)."""
     return [token for token, count in parts for _ in range(count)]
 
 
@@ -24,7 +24,7 @@ def test_the_longest_beginning_is_found_against_reading_all_texts() -> None:
     choose, index, texts = random.Random(1), PrefixIndex(), dict[int, list[int]]()
 
     def made() -> list[int]:
-        """Of few tokens, in which beginnings often agree."""
+        """A text of few different tokens, so that beginnings often agree."""
         parts = [(choose.randint(0, 1), BLOCK // 2) for _ in range(choose.randint(0, 9))]
         return text(*parts, (2, choose.randint(0, 3)))
 
@@ -77,7 +77,7 @@ def test_the_least_recently_used_goes_and_not_the_oldest() -> None:
     remembered = Remembered(100)
     assert [remembered.add(row, text((row, 30))) for row in (1, 2, 3)] == [[]] * 3
     remembered.use(1)
-    remembered.use(9)  # which is not remembered, such as a row that runs
+    remembered.use(9)  # not remembered, as a running row
     assert remembered.add(4, text((4, 60))) == [2, 3]
     assert list(remembered.texts) == [1, 4]
     assert (remembered.forget(), remembered.forget()) == (1, 4) and not remembered.texts
@@ -102,7 +102,7 @@ def test_a_row_that_another_holds_as_a_whole_goes() -> None:
 
 
 def first_fit(free: list[bool], count: int) -> int | None:
-    """The first slot from which on so many are free."""
+    """First of so many free slots side by side."""
     return next((at for at in range(len(free) - count + 1) if all(free[at : at + count])), None)
 
 
@@ -114,7 +114,7 @@ def test_random_takes_and_gives_against_a_list_of_slots(seed: int) -> None:
     for _ in range(2000):
         if taken and choose.random() < 0.5:
             first, count = taken.pop(choose.randrange(len(taken)))
-            if choose.random() < 0.3:  # only the end of it, as a row does that shrinks
+            if choose.random() < 0.3:  # only its end, as when a row shrinks
                 kept = choose.randint(0, count)
                 taken += [(first, kept)] if kept else []
                 first, count = first + kept, count - kept

@@ -1,4 +1,4 @@
-"""A chat's answers are those of plain decoding of the same messages, whatever is remembered."""
+"""Answers of a chat are those of plain decoding of the same messages, whatever is in memory."""
 
 import json
 import random
@@ -18,7 +18,7 @@ from blockdraft.targets import Target, load_target
 from blockdraft.types import Drafting, SamplingParams
 
 TEXTS = ["hello there, who are you?", "and what then?", "why"]
-# As those that drop the reasoning of earlier turns: of an answer only its end is repeated.
+# Repeats only the end of an answer, as templates that drop the reasoning of earlier turns.
 FORGETFUL = (
     "{% for message in messages %}{% set said = message['content'] %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + (said[-5:] if message['role'] == 'assistant' else said) }}"
@@ -41,7 +41,7 @@ def engine(target: Target, tiny_drafter_dir: Path) -> Iterator[Engine]:
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens of prompts that the target has read, an entry a call."""
+    """Number of prompt tokens that each call of the target has read."""
     counts: list[int] = []
     read = Runner.read
 
@@ -96,7 +96,7 @@ def test_what_is_remembered_is_not_read(engine: Engine, counted: list[int], forg
 
 
 def test_room_stays_for_what_is_remembered(engine: Engine, counted: list[int]) -> None:
-    """However a conversation goes, the count of what is remembered is true and memory never drives it out."""
+    """In random conversations the count of remembered tokens is right, and they are never evicted."""
     talk, chooser = Conversation(engine), random.Random(1)
     for _ in range(25):
         step = chooser.random()

@@ -1,4 +1,4 @@
-"""What a drafter is told, by one that takes notes."""
+"""What a drafter observes, with one that records it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -41,7 +41,7 @@ def made(count: int = 2) -> tuple[DraftContext, Drafter, list[Row]]:
 
 
 def node(*tokens: int) -> tuple[Tensor, Tensor]:
-    """A token of each row, and features that are its own."""
+    """One token a row, with features made from it."""
     ids = torch.tensor(tokens)[:, None]
     return ids, ids[:, :, None].expand(-1, -1, 3) + 0.5
 

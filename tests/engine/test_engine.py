@@ -105,7 +105,7 @@ def test_oracle_is_accepted_up_to_its_error(target: Target, wrong_after: int, fo
     assert completion.token_ids == answer
     assert completion.stats.committed[0] == min(wrong_after, 7) + 1
     assert completion.tau == pytest.approx(40 / len(completion.stats.committed))
-    assert oracle.seen == PROMPTS[0] + answer[:-1]  # told all that was committed, once, in order
+    assert oracle.seen == PROMPTS[0] + answer[:-1]  # observed all that was committed, once, in order
 
 
 @pytest.mark.parametrize("params", [SamplingParams(50, 0.8, seed=3), SamplingParams(50, 1.0, 20, 0.9, seed=4)])
@@ -241,7 +241,7 @@ def test_what_earlier_cycles_left_to_do_does_not_count_as_this_ones_time(
     plans = [Plan(size, [request.params]) for size in (1, 1, 1, 8)]  # a pause, and a draft after it
     outcomes = [runner.step(rows, plan) for plan in plans]
     assert len(late) == 1 and [outcome.seconds for outcome in outcomes] == [0.0] * 4
-    assert request.stats.total_seconds == 1000.0  # it did take the time
+    assert request.stats.total_seconds == 1000.0  # includes the pause
 
 
 @pytest.mark.parametrize("params", [SamplingParams(60, ignore_eos=True), SamplingParams(60, 0.9, seed=2)])

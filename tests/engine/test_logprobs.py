@@ -1,4 +1,4 @@
-"""How likely tokens were, against transformers, with drafting of any kind and in batches."""
+"""Logprobs against transformers, with all ways to draft and in batches."""
 
 from pathlib import Path
 
@@ -88,7 +88,7 @@ def test_accepted_guesses_have_theirs_and_an_end_cuts_them(target: Target, refer
 def test_a_prompt_is_read_whole_in_parts_beside_others(
     target: Target, reference: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, scored_tokens: int
 ) -> None:
-    """Even where its beginning is remembered, or held by another row."""
+    """Even if its beginning is remembered, or held by another row."""
     monkeypatch.setattr("blockdraft.engine.scheduler.SCORED_TOKENS", scored_tokens)
     prompt = [7 + i % 50 for i in range(40)]
     with Engine(target, prefix_tokens=200) as engine:

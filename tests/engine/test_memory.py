@@ -1,4 +1,4 @@
-"""What an engine says that it takes."""
+"""Planned memory of engines."""
 
 import copy
 from dataclasses import replace

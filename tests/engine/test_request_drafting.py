@@ -1,4 +1,4 @@
-"""Bounds of single requests change how far they are drafted for, and no token of theirs or of others."""
+"""Bounds on drafting of single requests change no token, of theirs or of others."""
 
 from pathlib import Path
 
@@ -96,7 +96,7 @@ class Knowing(Drafter):
 
 @pytest.mark.parametrize("drafting", [Drafting("auto"), Drafting(tree_budget="auto")])
 def test_the_controller_learns_nothing_of_what_was_cut(drafting: Drafting) -> None:
-    """Rows without drafting beside a free one leave what it plans for the free one alone as it was."""
+    """Rows without drafting do not change the plan for a row beside them."""
 
     def planned(others: list[RequestDrafting]) -> tuple[object, ...]:
         controller = Controller(Knowing(), drafting, lambda: None)  # type: ignore[arg-type]

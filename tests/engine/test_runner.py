@@ -1,4 +1,4 @@
-"""What becomes of rows and of the drafter's memory, where no answer would tell."""
+"""Rows and the drafter's context, where no answer would show an error."""
 
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,8 @@ def read(runner: Runner, rows: list[Row]) -> None:
 def test_prompts_are_filled_up_with_tokens_of_their_own(
     target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another token's numbers may not be finite, and would lie in the row's slots."""
+    """Prompts are padded with a token of their own: another's values might be NaN, and would stay in the row's
+    slots."""
     forward, seen = target.forward, list[list[int]]()
 
     def spy(tokens: Tensor, *args: Any, **kwargs: Any) -> TargetOutput:

@@ -1,4 +1,4 @@
-"""Continuous batching: who runs, who waits, who leaves, and that no one notices the others."""
+"""Continuous batching: who runs, waits and leaves, and that no answer depends on the others."""
 
 from pathlib import Path
 
@@ -36,7 +36,7 @@ class ByHand:
     """An engine whose steps a test makes, in its own thread."""
 
     def __init__(self, engine: Engine) -> None:
-        engine._worker.join()  # which has nothing to do any more
+        engine._worker.join()  # has nothing to do any more
         self.engine, self.scheduler = engine, engine.scheduler
         self.seen: list[list[int]] = []  # nodes a row of the target's forwards, by forward: for each row of the batch
         forward = engine.target.forward
@@ -86,13 +86,13 @@ def test_who_cancels_all_sees_a_request_that_is_just_let_in(
     opened = runner.open
     monkeypatch.setattr(runner, "open", lambda *args: [seen.append(scheduler.cancel()), opened(*args)])
     first = hand.submit(PROMPTS[0], greedy(9))
-    scheduler.step()  # is let in while all are cancelled
+    scheduler.step()  # is admitted while all are cancelled
     assert seen == [[first]] and first.cancelled
     scheduler.step()
     second = hand.submit(PROMPTS[1], greedy(9))
 
     def then_let_in(name: str) -> property:
-        """The property of the scheduler; behind the first look at one of them the request is let in."""
+        """The scheduler's property; after the first look at one of them the request is admitted."""
         read = getattr(Scheduler, name).fget
 
         def look(self: Scheduler) -> list[Request]:
@@ -192,7 +192,7 @@ def test_short_prompts_are_read_together(target: Target, drafter: Drafter) -> No
 
 
 def test_prompts_that_are_read_together_keep_to_the_limit(target: Target, drafter: Drafter) -> None:
-    """What fills up the shorter ones counts."""
+    """Padding counts."""
     hand = ByHand(Engine(target, drafter, prefill_tokens=20))
     for prompt in PROMPTS:
         hand.submit(prompt, greedy(20))
@@ -223,7 +223,7 @@ def test_prompts_that_begin_at_different_lengths_are_read_together(tiny_target_d
         assert completion.token_ids == alone(own, load_drafter("none", target=own), turn, greedy(40))
 
 
-# Beginnings that are known.
+# Prefixes.
 
 
 @pytest.mark.parametrize("shared", [16, 17, 40])
@@ -251,7 +251,7 @@ def test_a_beginning_below_a_block_is_read_again(target: Target, drafter: Drafte
 
 
 def test_what_running_requests_have_in_common_is_read_once(target: Target, drafter: Drafter) -> None:
-    """Sixteen requests with one system prompt, without any memory of ended ones."""
+    """Sixteen requests with one system prompt, and no finished ones remembered."""
     hand = ByHand(Engine(target, drafter, max_batch_size=16, prefill_tokens=32))
     prompts = [LONG[:100] + [10 + i, 3] for i in range(16)]
     requests = [hand.submit(prompt, greedy(20)) for prompt in prompts]
@@ -302,7 +302,7 @@ def test_the_memory_of_prefixes_is_bounded(target: Target, drafter: Drafter) -> 
 
 
 def test_the_beginning_that_was_used_last_is_kept(target: Target, drafter: Drafter) -> None:
-    """Two are remembered; a third request begins as the older one does, and what it leaves drives one of them out."""
+    """Two are remembered; a third request begins like the older one, and remembering it evicts one of them."""
     engine = Engine(target, drafter, prefix_tokens=110)
     older, newer = LONG[:40], LONG[:40:-1][:40]
     for prompt in (older, newer, [*older[:32], *newer[:8]]):
@@ -312,7 +312,7 @@ def test_the_beginning_that_was_used_last_is_kept(target: Target, drafter: Draft
 
 
 def test_what_is_remembered_makes_room_for_who_runs(target: Target, drafter: Drafter) -> None:
-    """One after the other, in a store that holds one request and what is left of another at most."""
+    """One after the other, in a cache for one request and the rest of another."""
     probe = Engine(target, drafter)
     size = probe.request(LONG, greedy(20)).slots
     engine = Engine(target, drafter, prefix_tokens=400, cache_tokens=size + 60)
@@ -337,7 +337,7 @@ def test_what_is_remembered_stays_where_its_slots_would_not_suffice(target: Targ
 
 @pytest.mark.parametrize("drafting", [Drafting(), Drafting(tree_budget=6), Drafting("auto")])
 def test_rows_come_and_go_and_nothing_is_left(target: Target, drafter: Drafter, drafting: Drafting) -> None:
-    """Rows of many sizes in a small store: every slot is free in the end, and every answer is its own."""
+    """Rows of many sizes in a small cache: in the end all slots are free, and all answers are right."""
     engine = Engine(target, drafter, 4, drafting, cache_tokens=900, prefix_tokens=0)
     prompts = [LONG[i : i + 5 + 13 * (i % 7)] for i in range(24)]
     params = [greedy(5 + 11 * (i % 5)) for i in range(24)]

@@ -24,7 +24,7 @@ def test_mean_tau_weighs_cycles_alike() -> None:
 
 
 def test_merge_weighs_cycles_alike_and_adds_up_everything() -> None:
-    """Also a field that is added one day."""
+    """Including fields that are added later."""
     one = Stats(**{f.name: [2, 3] if f.type == "list[int]" else 1.0 for f in fields(Stats)})
     assert astuple(merge([one, one])) == tuple(value * 2 for value in astuple(one))
     assert one.committed == [2, 3]

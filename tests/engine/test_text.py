@@ -104,7 +104,7 @@ def test_as_much_is_held_back_as_may_begin_a_stop_string() -> None:
 
 
 def test_a_long_stop_string_is_not_cut_into_all_its_beginnings() -> None:
-    """With a piece for each of them a token would take seconds."""
+    """Looking at a piece for each of them would take seconds a token."""
 
     class Counted(str):
         slices = 0
@@ -180,7 +180,7 @@ def test_a_run_of_bytes_stops_at_the_byte_that_completes_the_stop_string() -> No
 
 
 def test_what_was_taken_cannot_change(spelling: Spelling) -> None:
-    """With "c" this tokenizer changes text long past, which no one can foresee: an error, and never another text."""
+    """With "c" this tokenizer changes text that was sent: an error, and never another text."""
     ids = [4, *[3] * 9]
     assert read(spelling, [*ids, 2]) == ("axxxxxxxxxc", None)  # nothing was taken
     answer = AnswerText(spelling)
@@ -492,7 +492,7 @@ def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerBase:
 
 
 def some_ids(rng: random.Random, size: int, count: int) -> list[int]:
-    """Random ids; some stretches repeat a few of them, as random models do."""
+    """Random ids, with parts that repeat a few of them, as random models do."""
     ids: list[int] = []
     while len(ids) < count:
         few = [rng.randrange(size) for _ in range(rng.randint(1, 4))]
@@ -501,7 +501,7 @@ def some_ids(rng: random.Random, size: int, count: int) -> list[int]:
 
 
 def id_count(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Ids that a model may yield: fast tokenizers take ids without an entry, as of a padded vocabulary."""
+    """Ids that a model may yield; fast tokenizers also take ids beyond the vocabulary, since models pad it."""
     return len(tokenizer) + 5 * tokenizer.is_fast
 
 
@@ -538,7 +538,7 @@ def test_pieces_of_many_answers_are_the_text_of_all_tokens(tokenizer: PreTrained
 
 
 def test_what_follows_the_settled_text_is_known(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Settled text and tail are what the answer would be if it ended here, unfinished characters aside."""
+    """Settled text and tail are the answer if it ended here, without unfinished characters."""
     rng = random.Random(1)
     for _ in range(10):
         ids = some_ids(rng, id_count(tokenizer), 60)

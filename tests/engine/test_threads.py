@@ -38,7 +38,7 @@ def expected(target: Target, drafter: Drafter) -> list[list[int]]:
 
 
 def in_threads(*work: object) -> None:
-    """Run these functions at once; what one of them raises is raised."""
+    """Run functions at the same time, and raise what one of them raises."""
     failed: list[BaseException] = []
 
     def run(function) -> None:  # type: ignore[no-untyped-def]

@@ -20,7 +20,7 @@ BLOCK_SIZE, RANKS = 8, 4
 
 
 class Oracle(Drafter):
-    """Asks the target what it would say and hides that at each depth at a random rank among wrong guesses."""
+    """Asks the target for its next tokens, and hides each at a random rank among wrong guesses of its depth."""
 
     taps: tuple[int, ...] = ()
     block_size = BLOCK_SIZE
