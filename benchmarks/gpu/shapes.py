@@ -15,10 +15,9 @@ from blockdraft.drafters.dflash.drafter import DFlashDrafter
 from blockdraft.drafters.dflash.network import DFlashNetwork
 from blockdraft.nn.decoder import Decoder
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention
-from blockdraft.targets import Target
-from blockdraft.targets.families import NotCovered, decoder_config
+from blockdraft.targets import NotCovered, Target, decoder_config
 from blockdraft.targets.hf import HFTarget
-from blockdraft.targets.native_target import NativeTarget
+from blockdraft.targets.native import NativeTarget
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from tiny_families import ATTENTION, FAMILIES
 
 from blockdraft.targets import FAMILIES as NATIVE
-from blockdraft.targets.hf_kinds import REFUSED_FAMILIES
+from blockdraft.targets.hf import REFUSED_FAMILIES
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "compatibility.md"
 TESTED, REFUSED, UNTESTED = "tested", "refused", "untested"

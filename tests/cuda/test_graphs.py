@@ -21,7 +21,7 @@ from blockdraft.nn.cache import bucket, slot_bucket
 from blockdraft.nn.decoder import Decoder
 from blockdraft.targets import load_target
 from blockdraft.targets.families import decoder_config
-from blockdraft.targets.native_target import NativeTarget
+from blockdraft.targets.native import NativeTarget
 from blockdraft.types import Drafting, SamplingParams
 
 SMALL = {
@@ -188,7 +188,7 @@ def test_prompts_and_large_trees_stay_eager(monkeypatch: pytest.MonkeyPatch) -> 
     target.capture(recorder)
     before, cache = recorder.captures, target.new_cache(1, room(70))
     target.forward(torch.zeros(1, 9, dtype=torch.int64), chain_parents(1, 9), cache, TAPS, torch.tensor([8]))
-    monkeypatch.setattr("blockdraft.targets.native_target.MOST_NODES", 16)
+    monkeypatch.setattr("blockdraft.targets.native.MOST_NODES", 16)
     target.forward(torch.zeros(1, 17, dtype=torch.int64), chain_parents(1, 17), cache, TAPS)
     assert recorder.captures == before
 

@@ -245,7 +245,9 @@ def test_a_target_compiled_for_a_cpu_is_exact_already(tiny_target_dir: Path) -> 
 
 def test_captured_forwards_are_refused(tiny_target_dir: Path) -> None:
     with pytest.raises(ValueError, match="exact and compile 'on' do not go together on a GPU"):
-        native.load(tiny_target_dir, LoadOptions(torch.bfloat16, torch.device("cuda"), "on", exact=True))
+        native.load(
+            tiny_target_dir, LoadOptions(dtype=torch.bfloat16, device=torch.device("cuda"), compile="on", exact=True)
+        )
 
 
 class Fake:

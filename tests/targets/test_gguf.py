@@ -226,7 +226,7 @@ def test_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     from blockdraft.targets.native import load
 
     with pytest.raises(UsageError, match="runs on a CPU only, and the device is cuda:0; use the device cpu"):
-        load(tmp_path / "m.gguf", LoadOptions(torch.bfloat16, torch.device("cuda:0")))
+        load(tmp_path / "m.gguf", LoadOptions(dtype=torch.bfloat16, device=torch.device("cuda:0")))
 
 
 def test_random_blocks_are_finite() -> None:

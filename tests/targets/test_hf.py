@@ -11,8 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from blockdraft.decode.proposal import chain
 from blockdraft.targets import load_target
-from blockdraft.targets.hf import HFTarget
-from blockdraft.targets.hf_kinds import REFUSED_FAMILIES
+from blockdraft.targets.hf import REFUSED_FAMILIES, HFTarget
 
 SMALL = {
     "vocab_size": 61,

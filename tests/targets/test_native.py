@@ -12,8 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from blockdraft.decode.proposal import chain
-from blockdraft.targets import Target, embedding_and_head, load_target, open_checkpoint
-from blockdraft.targets.families import FAMILIES
+from blockdraft.targets import FAMILIES, Target, embedding_and_head, load_target, open_checkpoint
 
 SMALL = {
     "vocab_size": 61,

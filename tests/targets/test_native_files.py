@@ -16,7 +16,7 @@ from blockdraft.cpu import weight_cache
 from blockdraft.cpu.build import build
 from blockdraft.decode.proposal import chain
 from blockdraft.formats.stored import Stored
-from blockdraft.targets import Target, load_target, native_files, target_fingerprint
+from blockdraft.targets import Target, load_target, native_files, target_fingerprint, weights
 
 WAYS: list[dict[str, Any]] = [
     {"dtype": "float32"},
@@ -92,7 +92,7 @@ def test_no_tensor_of_the_checkpoint_outlives_its_reading(
     tiny_target_dir: Path, keeping: Path, monkeypatch: pytest.MonkeyPatch, way: dict[str, Any], keep: bool
 ) -> None:
     monkeypatch.setenv(weight_cache.SWITCH, str(int(keep)))
-    matrices, most, kind = [], [0], native_files.open_tensors
+    matrices, most, kind = [], [0], weights.open_tensors
 
     def watched(files: Any) -> dict[str, Stored]:
         def read(one: Stored) -> Tensor:
@@ -107,7 +107,7 @@ def test_no_tensor_of_the_checkpoint_outlives_its_reading(
             for name, one in kind(files).items()
         }
 
-    monkeypatch.setattr(native_files, "open_tensors", watched)
+    monkeypatch.setattr(weights, "open_tensors", watched)
     target = load(tiny_target_dir, **way)
     gc.collect()
     assert matrices and not any(ref() is not None for ref in matrices)

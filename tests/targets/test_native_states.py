@@ -14,7 +14,7 @@ from blockdraft.decode.proposal import chain, chain_parents
 from blockdraft.drafters.draft_lm import DraftLMDrafter
 from blockdraft.nn.delta_net import CHUNK
 from blockdraft.targets import Target, describe_target, load_target
-from blockdraft.targets.native_target import NativeTarget
+from blockdraft.targets.native import NativeTarget
 
 FAMILY = "qwen3_5_text"
 HOW = pytest.mark.parametrize("exact", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from blockdraft import targets
 from blockdraft.errors import UsageError
-from blockdraft.targets import LoadOptions, NotCovered, as_target, load_target, transformers_model
+from blockdraft.targets import LoadOptions, NotCovered, as_target, load_target
 from blockdraft.targets.hf import HFTarget
-from blockdraft.targets.native_target import NativeTarget
+from blockdraft.targets.native import NativeTarget
 
 
 def use(monkeypatch: pytest.MonkeyPatch, **ranks: int | None) -> list[tuple[str, LoadOptions]]:
@@ -51,7 +51,7 @@ def test_a_backend_that_was_asked_for_runs_it_or_nobody(monkeypatch: pytest.Monk
     with pytest.raises(ValueError, match="The odd backend cannot run .*: odd does not know it. Use another backend"):
         load_target(tiny_target_dir, "float16", "cpu", "odd", "off", "int8")  # type: ignore[arg-type]
     [(_, options)] = asked
-    assert options == LoadOptions(torch.float16, torch.device("cpu"), "off", "int8")
+    assert options == LoadOptions(dtype=torch.float16, device=torch.device("cpu"), compile="off", quantize="int8")
     with pytest.raises(ValueError, match=r"backend is 'even'; use one of \['auto', 'hf', 'native', 'odd'\]"):
         load_target(tiny_target_dir, backend="even")  # type: ignore[arg-type]
 
@@ -69,8 +69,8 @@ def test_models_of_transformers_and_targets_are_targets(tiny_target_dir: Path) -
     model = AutoModelForCausalLM.from_pretrained(tiny_target_dir).train()
     target = as_target(model)
     assert target.vocab_size == model.config.vocab_size and not model.training
-    assert transformers_model(target) is model
+    assert target.model is model
     native = load_target(tiny_target_dir, backend="native")
-    assert as_target(native) is native and transformers_model(native) is None
+    assert as_target(native) is native and native.model is None
     with pytest.raises(UsageError, match="The target is a str; give a model of transformers or use load_target"):
         as_target("folder")  # type: ignore[arg-type]

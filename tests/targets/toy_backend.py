@@ -7,8 +7,7 @@ is rolled back is the vector. The tests put this file among those of `blockdraft
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blockdraft.targets.base import LoadOptions, R, Runnable, TargetOutput
-from blockdraft.targets.families import NotCovered
+from blockdraft.targets.base import Cache, LoadOptions, NotCovered, Target, TargetOutput
 
 RANK = 5
 MODEL_TYPE = "toy-recurrent"
 
 
-class Cache:
+class ToyCache(Cache):
     """The state of each row after its committed tokens, and those of the nodes of the last forward."""
 
     def __init__(
@@ -35,19 +33,14 @@ class Cache:
     def lengths(self) -> list[int]:
         return [self.counts[row] for row in self.rows]
 
-    def of(self, rows: Sequence[int]) -> Cache:
-        return Cache(rows, self.states, self.counts, self.nodes)
+    def of(self, rows: Sequence[int]) -> ToyCache:
+        return ToyCache(rows, self.states, self.counts, self.nodes)
 
     def open(self, row: int, capacity: int) -> None:
         self.states[row], self.counts[row] = None, 0
 
     def close(self, row: int) -> None:
         del self.states[row], self.counts[row]
-
-    def shrink(self, row: int, capacity: int) -> None:
-        raise AssertionError("a state cannot be cut")
-
-    copy = shrink
 
     def wipe(self, row: int, whole: bool = False) -> None:
         self.nodes.pop(row, None)
@@ -62,17 +55,14 @@ class Cache:
         assert list(lengths) == self.lengths, "a state cannot be cut"
 
 
-class ToyTarget:
-    backend, backend_reason, running, tokenizer = "toy_backend", None, "toy_backend", None
-    tokenizer_reason = None
-    has_trees, can_truncate, best_block_size, source_fingerprint = True, False, None, None
-    dtype, device, shape = torch.float32, torch.device("cpu"), {}
-    num_layers, max_context, eos_token_ids = 3, 256, frozenset[int]()
+class ToyTarget(Target):
+    backend = "toy_backend"
+    dtype, device = torch.float32, torch.device("cpu")
+    num_layers, max_context, can_truncate = 3, 256, False
 
     def __init__(self, path: Path, seed: int, vocab_size: int, hidden_size: int) -> None:
         self.path, self.vocab_size, self.hidden_size = path, vocab_size, hidden_size
         self.architecture = {"model_type": MODEL_TYPE}
-        self.lock = threading.RLock()
         random = np.random.default_rng(seed)
         self.table = random.normal(size=(vocab_size, hidden_size)).astype(np.float32)
         self.turn = random.normal(size=(hidden_size, hidden_size)).astype(np.float32) * 2 / hidden_size**0.5
@@ -81,24 +71,15 @@ class ToyTarget:
     def named_weights(self) -> list[tuple[str, Tensor]]:
         return [(name, torch.from_numpy(getattr(self, name))) for name in ("table", "turn", "out")]
 
-    def new_cache(self, batch: int, capacity: int) -> Cache:
+    def new_cache(self, batch: int, capacity: int) -> ToyCache:
         rows = range(0, batch * capacity, max(capacity, 1))
-        return Cache(rows, dict.fromkeys(rows), dict.fromkeys(rows, 0), {})
+        return ToyCache(rows, dict.fromkeys(rows), dict.fromkeys(rows, 0), {})
 
     def cache_bytes(self, batch: int, capacity: int) -> int:
         return 4 * batch * self.hidden_size
 
-    def weight_bytes(self) -> int:
-        return sum(weight.nbytes for _, weight in self.named_weights())
-
-    def row_slots(self, tokens: int) -> int:
-        return tokens
-
     def forward_bytes(self, batch: int, nodes: int, slots: int) -> int:
         return 4 * batch * nodes * self.hidden_size
-
-    def runner(self, network: Runnable[R], head: Callable[[Tensor], Tensor] | None = None, owned: bool = False) -> R:
-        return network.runner(self.embed, head or self.head)
 
     def forward(
         self, tokens: Tensor, parents: Tensor, cache: Any, taps: Sequence[int] = (), logits_at: Tensor | None = None

@@ -23,7 +23,7 @@ from blockdraft.drafters import (
 )
 from blockdraft.engine import Stats
 from blockdraft.errors import UsageError
-from blockdraft.targets import Target, as_target, transformers_model
+from blockdraft.targets import Target, as_target
 from blockdraft.types import SamplingParams
 
 
@@ -87,7 +87,7 @@ class DFlashGenerationMixin:
         Raises:
             AttributeError: The target is not run by transformers.
         """
-        model = transformers_model(self.target)
+        model = self.target.model
         if model is None:
             raise AttributeError(f"The target is a {type(self.target).__name__}, which has no model of transformers.")
         return model
@@ -174,7 +174,7 @@ class DFlashGenerationMixin:
 
     def _pad_token(self, stops: list[int]) -> int:
         """The model's pad token, or else an end token. Without end tokens no row needs filling, so 0 will do."""
-        model = transformers_model(self.target)
+        model = self.target.model
         own = None if model is None else self.generation_config.pad_token_id
         if own is None and self.target.tokenizer is not None:
             own = self.target.tokenizer.pad_token_id

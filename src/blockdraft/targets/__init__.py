@@ -1,7 +1,7 @@
-"""Targets: language models whose output must not change, run by backends, one a file.
+"""Targets: language models whose output must not change. Each backend that runs them is a file.
 
-A file that defines `load(path, options)` and `RANK` is a backend and goes by its file name. `load` raises `NotCovered`
-where the backend does not know the model. "auto" asks those that have a rank, the lowest first.
+A file that defines `load(path, options)` and `RANK` is a backend of the file's name. `load` raises `NotCovered` where
+the backend cannot run the model. "auto" asks the backends whose rank is not None, the lowest first.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from blockdraft.formats.gguf import is_gguf
 from blockdraft.targets.base import (
     Cache,
     LoadOptions,
+    NotCovered,
     Rows,
     Target,
     TargetOutput,
@@ -31,11 +32,10 @@ from blockdraft.targets.base import (
 from blockdraft.targets.checkpoint import checked_folder, load_text, load_text_with
 from blockdraft.targets.describe import Description, describe_target
 from blockdraft.targets.exact import check_exact
-from blockdraft.targets.families import FAMILIES, NotCovered, decoder_config
+from blockdraft.targets.families import FAMILIES, decoder_config
 from blockdraft.targets.fingerprint import other_target_warning, target_fingerprint, weights_fingerprint
 from blockdraft.targets.gguf import gguf_architecture, load_gguf_text, tokenizer_metadata, write_gguf_target
-from blockdraft.targets.native_files import HEAD, SOURCE, TABLE
-from blockdraft.targets.opened import OpenCheckpoint, open_checkpoint
+from blockdraft.targets.weights import HEAD, SOURCE, TABLE, OpenCheckpoint, open_checkpoint
 from blockdraft.types import DEFAULT_BACKEND, DEFAULT_COMPILE, Backend, Compile, KVDtype, Quantize
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -43,7 +43,7 @@ BUNDLED = Path(__file__).parents[1] / "pair" / "target"
 
 
 def backends() -> dict[str, ModuleType]:
-    """The files that are backends, by name."""
+    """Modules of the backends by name."""
     found = {module.name: import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)}
     return {name: module for name, module in found.items() if hasattr(module, "RANK")}
 
@@ -65,38 +65,37 @@ def load_target(
     """Load a target.
 
     Args:
-        path: A Hugging Face model folder or hub name, or a GGUF file, any one of its parts where it is split; None or
-            "bundled" is the bundled model. A GGUF file is run by the native backend on a CPU, and its weights stay of
-            few bits.
-        dtype: Of weights and arithmetic, such as `torch.bfloat16` or "bfloat16"; None is float32 on a CPU, where
+        path: A Hugging Face model folder or hub name, or a GGUF file, of a split one any part; None or "bundled" is the
+            bundled model. The native backend runs GGUF files, on a CPU, and leaves their weights in few bits.
+        dtype: Dtype of weights and arithmetic, such as `torch.bfloat16` or "bfloat16"; None is float32 on a CPU, where
             greedy output is exact, and bfloat16 elsewhere.
-        device: None is the first GPU if there is one, else the CPU.
+        device: Device to run on; None is the first GPU if there is one, else the CPU.
         backend: "native" is our own decoder, for the families that it knows; "hf" is transformers; "auto" is the
             former where it knows the model, else the latter. `Target.backend` says which it is.
-        compile: Of the native decoder's forward. On a CPU by the C compiler of this machine: "auto" compiles where that
-            is possible, in a few seconds of the first run; "on" fails where it is not. On an NVIDIA GPU "on" captures
-            forwards of few nodes as CUDA graphs, and "auto" does not.
-        quantize: "int8" and "int4" round weights to 8 or 4 bits, with a scale for each group of inputs, and embedding
-            and head to 8; what enters a product is rounded to int8 as it comes. The target is then the rounded model;
-            `blockdraft quantize` writes one that loses less. Of a checkpoint that is quantised already, "int8" rounds
-            what is not. On an NVIDIA GPU "int8" and "fp8" use torchao and bfloat16 arithmetic.
-        threads: Of torch and the compiled forward, from now on, on a CPU. None leaves torch's number. "auto" measures
-            once which number is fastest for a compiled target, unless `OMP_NUM_THREADS` is set.
-        exact: Let no bit of a token's logits depend on what is computed beside it, so that greedy answers are those of
-            plain decoding whatever is drafted, in any batch, near ties included. A target that is compiled for a CPU is
-            so already. Others compute pieces of one size, with attention in float64, which costs time. It is checked on
-            the model, with the threads that there are now.
-        kv_dtype: "int8" keeps keys and values in 8 bits with a factor for each head and token, on a CPU where the
-            forward is compiled; None keeps them in `dtype`.
-        round_drafters: Whether the weights of drafters that are loaded for it are rounded to as few bits as its layers'
-            are. It changes no answer; guesses get faster and a little worse.
+        compile: How to compile the native decoder's forward. On a CPU this machine's C compiler does it: "auto"
+            compiles where that is possible, in a few seconds of the first run; "on" fails where it is not. On an NVIDIA
+            GPU "on" captures forwards of few nodes as CUDA graphs, and "auto" does not.
+        quantize: "int8" and "int4" round weights to 8 or 4 bits, with a scale for each group of inputs, embedding and
+            head always to 8; inputs of products are rounded to int8 in each forward. The target is then the rounded
+            model; `blockdraft quantize` writes one that loses less. For a checkpoint that is quantised already, "int8"
+            rounds the rest of it. On an NVIDIA GPU "int8" and "fp8" use torchao and bfloat16 arithmetic.
+        threads: Number of threads of torch and the compiled forward on a CPU, from now on. None leaves torch's number.
+            "auto" measures once which number is fastest for a compiled target, unless `OMP_NUM_THREADS` is set.
+        exact: Make the bits of a token's logits independent of what is computed beside it, so that greedy answers are
+            those of plain decoding whatever is drafted, in any batch, near ties included. A target compiled for a CPU
+            is exact already. Others compute pieces of one size, with attention in float64, which costs time. Loading
+            checks it on the model, with the present number of threads.
+        kv_dtype: "int8" stores keys and values in 8 bits with a factor for each head and token, on a CPU where the
+            forward is compiled; None stores them in `dtype`.
+        round_drafters: Whether to round the weights of drafters that are loaded for this target to the few bits of its
+            layers. No answer changes; guesses get faster and a little worse.
         revision: Branch, tag or commit of a hub name; None is the newest of its main branch.
         adapter: Folder or hub name of an adapter of PEFT, such as a LoRA, which is merged into the weights in the dtype
             of the arithmetic. It takes the package peft (`blockdraft[adapter]`).
 
     Raises:
-        UsageError: Unknown folder, unreadable weights, unknown dtype or device, a model that is no decoder-only LM, or
-            none that the native decoder knows where that was asked for; or exact was asked for and does not hold.
+        UsageError: The folder, dtype or device is unknown, weights cannot be read, the model is no decoder-only
+            language model or not known to the backend that was asked for, or `exact` does not hold.
     """
     known = backends()
     if backend != "auto" and backend not in known:
@@ -115,8 +114,18 @@ def load_target(
         raise UsageError("exact needs float64, and the device mps has none; use the device cpu, or do without exact.")
     if kv_dtype not in (None, *get_args(KVDtype)):
         raise UsageError(f"kv_dtype is {kv_dtype!r}; use one of {sorted(get_args(KVDtype))}, or None.")
-    how = compile, quantize, threads == "auto", exact, revision, adapter, kv_dtype, round_drafters
-    options = LoadOptions(kind, placed, *how)
+    options = LoadOptions(
+        dtype=kind,
+        device=placed,
+        compile=compile,
+        quantize=quantize,
+        best_threads=threads == "auto",
+        exact=exact,
+        revision=revision,
+        adapter=adapter,
+        kv_dtype=kv_dtype,
+        round_drafters=round_drafters,
+    )
     ranked = sorted((module.RANK, name) for name, module in known.items() if module.RANK is not None)
     reason: NotCovered | None = None
     for name in [backend] if backend != "auto" else [name for _, name in ranked]:
@@ -144,7 +153,7 @@ def load_target(
 def device_and_dtype(
     device: torch.device | str | None, dtype: torch.dtype | str | None
 ) -> tuple[torch.device, torch.dtype]:
-    """Where a model runs and in which arithmetic, given what was asked for; see `load_target`."""
+    """Device and dtype of a model, from those of `load_target`, where None stands for the default."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
@@ -162,10 +171,10 @@ def device_and_dtype(
 
 
 def as_target(model: PreTrainedModel | Target) -> Target:
-    """A model of transformers behind the `Target` protocol, in evaluation mode; a target as it is.
+    """A model of transformers as a target, in evaluation mode; a target is returned as it is.
 
     Raises:
-        UsageError: It is neither.
+        UsageError: The model is neither.
     """
     if isinstance(model, PreTrainedModel):
         target: Target = backends()["hf"].HFTarget(model)
@@ -175,14 +184,8 @@ def as_target(model: PreTrainedModel | Target) -> Target:
     return model
 
 
-def transformers_model(target: Target) -> PreTrainedModel | None:
-    """The model of transformers that a target runs; None where it runs none."""
-    model = getattr(target, "model", None)
-    return model if isinstance(model, PreTrainedModel) else None
-
-
 def load_target_text(path: str | Path | None = None, revision: str | None = None) -> TargetText:
-    """Load what is known of a target without its weights. For arguments and errors see `load_target`."""
+    """Load tokenizer and limits of a target, without its weights. Arguments and errors as in `load_target`."""
     path = BUNDLED if path is None or str(path) == "bundled" else path
     return load_gguf_text(path, revision) if is_gguf(path) else load_text(path, revision)
 
@@ -215,7 +218,6 @@ __all__ = [
     "target_fingerprint",
     "other_target_warning",
     "tokenizer_metadata",
-    "transformers_model",
     "weights_fingerprint",
     "without_tokenizer",
     "write_gguf_target",

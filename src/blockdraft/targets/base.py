@@ -1,4 +1,4 @@
-"""What the engine and the drafters know of a target."""
+"""Protocols that engine and drafters use to talk to a target, and what a backend is given to load one."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from threading import RLock
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from blockdraft.errors import UsageError
 from blockdraft.types import DEFAULT_COMPILE, Compile, KVDtype, Quantize
@@ -18,54 +19,67 @@ from blockdraft.types import DEFAULT_COMPILE, Compile, KVDtype, Quantize
 R = TypeVar("R", covariant=True)
 
 
-class Rows(Protocol):
-    """Memory of the tokens of some rows: a target's cache, or what a drafter knows of the same rows.
+class NotCovered(ValueError):
+    """A model that a backend cannot run; the message completes "it cannot run the model because ..."."""
 
-    The memory is a line of slots, one a token. A row is a range of them and goes by its first slot. Who calls decides
+
+class Rows(Protocol):
+    """Memory of the rows of a batch: a target's cache, or a drafter's state for the same rows.
+
+    The memory is a line of slots, one a token. A row is a range of them, named by its first slot. The caller decides
     where rows lie; a row never moves.
     """
 
     def of(self, rows: Sequence[int]) -> Any:
-        """These rows alone, in this order, over the same memory: what a forward or a draft pass takes."""
+        """View of these rows alone, in this order, over the same memory; forwards and draft passes take one."""
 
     def open(self, row: int, capacity: int) -> None:
-        """Begin an empty row on the slots from `row` on, which no open row holds."""
+        """Begin an empty row on `capacity` slots from slot `row` on, which belong to no open row."""
 
     def close(self, row: int) -> None:
         """Forget a row."""
 
     def shrink(self, row: int, capacity: int) -> None:
-        """Give up a row's slots beyond these, with the tokens on them."""
+        """Free a row's slots from the `capacity`th on, and the tokens on them. Never called if rows cannot be cut."""
+        raise NotImplementedError
 
     def copy(self, source: int, row: int, length: int) -> None:
-        """Make the first `length` tokens of one row the first of another, which is empty."""
+        """Copy the first `length` tokens of row `source` to the empty row `row`. Never called if rows cannot be cut."""
+        raise NotImplementedError
 
     def wipe(self, row: int, whole: bool = False) -> None:
-        """Let no number stay that a forward has left behind the row's committed tokens; with `whole` none at all, which
-        is due before a row is closed whose numbers may not be finite."""
+        """Remove all numbers that a forward has left behind the row's committed tokens.
+
+        Args:
+            whole: Remove those of the committed tokens, too. The engine does so before it closes a row whose numbers
+                may not be finite.
+        """
 
 
 class Cache(Rows, Protocol):
-    """The target's memory of committed tokens. It owns rollback: what is not committed is gone."""
+    """A target's memory of committed tokens. It owns rollback: nodes that are not committed leave no trace."""
 
     @property
     def lengths(self) -> list[int]:
-        """Committed tokens of each row."""
+        """Number of committed tokens of each row."""
 
     def commit(self, path: Sequence[Sequence[int]]) -> None:
-        """Keep these nodes of the last forward, for each row in order, and drop its other nodes."""
+        """Keep nodes of the last forward, for each row the given ones in order, and drop its other nodes."""
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Keep the first `lengths[i]` committed tokens of row i, at most as many as it has."""
+        """Keep the first `lengths[i]` committed tokens of row i, at most as many as it has; all or none of them if rows
+        cannot be cut."""
 
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """Attributes:
-    logits: `[B, N, V]`, or `[B, 1, V]` where only one node's logits were asked for.
-    features: `[B, N, m * H]`, the outputs of the tapped layers side by side; None without taps.
-    best: Argmax of the logits, int64, the lowest of equals; -1 where a logit is NaN or the largest is infinite.
-        None where the backend has not computed it.
+    """Result of a forward.
+
+    Attributes:
+        logits: `[B, N, V]`, or `[B, 1, V]` where the logits of one node were asked for.
+        features: `[B, N, m * H]`, the outputs of the tapped layers side by side; None without taps.
+        best: Argmax of the logits, int64, the lowest of equals; -1 where a logit is NaN or the largest is infinite.
+            None where the backend has not computed it.
     """
 
     logits: Tensor
@@ -73,15 +87,13 @@ class TargetOutput:
     best: Tensor | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """How a backend is to load a model; see `load_target`.
+    """Options of `load_target` for a backend.
 
     Attributes:
         best_threads: Measure which number of threads is fastest, and use it.
-        revision, adapter: As in `load_target`.
         exact: A node's logits and features must not depend on what else is computed; the caller checks it.
-        kv_dtype, round_drafters: As in `load_target`.
     """
 
     dtype: torch.dtype
@@ -98,7 +110,7 @@ class LoadOptions:
 
 @dataclass(frozen=True)
 class TargetText:
-    """What is known of a target without its weights; see `Target`."""
+    """Tokenizer and limits of a target, which are known without its weights; see `Target`."""
 
     path: Path | None
     tokenizer: PreTrainedTokenizerBase | None
@@ -108,10 +120,10 @@ class TargetText:
 
 
 class Runnable(Protocol[R]):
-    """A draft network that brings its runner, whose class says what can be asked of it."""
+    """A draft network that makes its runner, whose class decides what can be asked of it."""
 
     def to(self, *, device: torch.device = ..., dtype: torch.dtype = ...) -> Any:
-        """As of `nn.Module`."""
+        """Move it, as `nn.Module.to` does."""
 
     def runner(
         self,
@@ -119,97 +131,110 @@ class Runnable(Protocol[R]):
         head: Callable[[Tensor], Tensor],
         compile_reason: str | None = None,
     ) -> R:
-        """Run it by torch's operations.
+        """A runner that uses torch's operations.
 
         Args:
-            embed: Rows of the target's embedding table, tokens `[...]` to `[..., H]`.
-            head: The output projection, hidden states `[..., H]` to logits.
-            compile_reason: Why it is not compiled, where it might have been.
+            embed: The target's `embed`, tokens `[...]` to `[..., H]`.
+            head: Output projection, hidden states `[..., H]` to logits.
+            compile_reason: Reason why the network is not compiled, where it might have been.
         """
 
 
 class Target(Protocol):
     """The language model whose output must not change.
 
+    A backend's class may inherit from this one; then it implements what has no default here.
+
     Attributes:
-        path: Where it was loaded from.
-        backend: How it is run, "native" or "hf".
-        running: How it is run, in words for people: the backend, and whether compiled, exact, or with int8 weights.
-        backend_reason: Why it is not run natively, where that was not asked for; else None.
-        lock: Held by whoever computes with it, so that several engines and threads can share it.
-        best_block_size: Largest block whose scoring costs little more than that of one token, where that is known.
-        has_trees: Whether `forward` takes trees; else chains only.
-        can_truncate: Whether rows may be copied and cut at any of their tokens; else only as a whole.
-        tokenizer: None where the folder has none; then prompts are token ids.
-        tokenizer_reason: Why there is none, where more is known than that the folder has none.
+        backend: Name of the backend, such as "native" or "hf".
+        architecture: The model's configuration as values of JSON, without the dtype.
         max_context: Tokens that a row may hold, prompt and answer together.
+        path: Where the target was loaded from.
+        backend_reason: Reason why the native backend does not run it, where that was not asked for; else None.
+        tokenizer: None where the folder has none; then prompts are token ids.
+        tokenizer_reason: Reason for having no tokenizer, where it is another than that the folder has none.
         eos_token_ids: Tokens that end an answer.
-        shape: What a new drafter may take over from it, where the model has it: intermediate_size, num_attention_heads,
-            num_key_value_heads, head_dim, rms_norm_eps, rope_theta, rope_scaling (as in `DraftConfig`).
-        architecture: What its configuration says, as JSON can spell it, without the dtype.
+        model: The model of transformers that runs it, where there is one.
+        has_trees: Whether `forward` takes trees; else it takes chains only.
+        can_truncate: Whether rows may be cut and copied at any of their tokens; else only as a whole.
     """
 
-    path: Path | None
     backend: str
-    backend_reason: str | None
     dtype: torch.dtype
     device: torch.device
-    tokenizer: PreTrainedTokenizerBase | None
-    tokenizer_reason: str | None
     hidden_size: int
     num_layers: int
     vocab_size: int
     max_context: int
-    eos_token_ids: frozenset[int]
     architecture: dict[str, Any]
-    has_trees: bool
-    can_truncate: bool
-
-    def named_weights(self) -> Iterable[tuple[str, Tensor]]:
-        """Every weight, by its name in the checkpoint, whichever the backend; a tied head is not named again."""
+    path: Path | None = None
+    backend_reason: str | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    tokenizer_reason: str | None = None
+    eos_token_ids: frozenset[int] = frozenset()
+    model: PreTrainedModel | None = None
+    has_trees: bool = True
+    can_truncate: bool = True
 
     @property
-    def running(self) -> str: ...
+    def running(self) -> str:
+        """How the target is run, for people: the backend, and whether compiled, exact, or with int8 weights."""
+        return self.backend
 
     @property
     def source_fingerprint(self) -> str | None:
-        """Fingerprint of the weights before they were rounded, and of the adapter that was merged into them: what its
-        drafters carry. None where it is not known."""
+        """Fingerprint that drafters of this target carry: of the weights before they were rounded, and of the adapter
+        that was merged into them. None where it is not known."""
+        return None
 
     @property
-    def lock(self) -> AbstractContextManager[Any]: ...
+    def best_block_size(self) -> int | None:
+        """Largest block whose scoring costs little more than that of one token; None where it is not known."""
+        return None
 
     @property
-    def best_block_size(self) -> int | None: ...
+    def shape(self) -> Mapping[str, Any]:
+        """Sizes that a new drafter may take over, where the model has them: intermediate_size, num_attention_heads,
+        num_key_value_heads, head_dim, rms_norm_eps, rope_theta, rope_scaling (as in `DraftConfig`)."""
+        return {}
 
     @property
-    def shape(self) -> Mapping[str, Any]: ...
+    def lock(self) -> AbstractContextManager[Any]:
+        """Lock that a caller holds while it computes, so that several engines and threads can share the target."""
+        return cast("AbstractContextManager[Any]", self.__dict__.setdefault("_lock", RLock()))
+
+    def named_weights(self) -> Iterable[tuple[str, Tensor]]:
+        """Every weight by its name in the checkpoint, whatever the backend; a tied head is not named again."""
 
     def new_cache(self, batch: int, capacity: int) -> Cache:
         """An empty cache of `batch` rows with `capacity` slots each, nodes included."""
 
     def cache_bytes(self, batch: int, capacity: int) -> int:
-        """Memory that such a cache takes, in bytes."""
+        """Bytes of such a cache."""
 
     def weight_bytes(self) -> int:
-        """Memory that the weights take."""
+        """Bytes of the weights."""
+        return sum(weight.nbytes for _, weight in self.named_weights())
 
     def row_slots(self, tokens: int) -> int:
-        """Slots that a row of up to so many tokens and nodes should have."""
+        """Slots that a row for up to `tokens` tokens and nodes should have."""
+        return tokens
 
     def forward_bytes(self, batch: int, nodes: int, slots: int) -> int:
-        """Memory that a forward takes meanwhile, its logits and features not counted, with so many slots a row."""
+        """Bytes that a forward takes meanwhile, beside its logits and features, on rows that reach `slots` slots."""
 
     def runner(self, network: Runnable[R], head: Callable[[Tensor], Tensor] | None = None, owned: bool = False) -> R:
-        """What runs a draft network beside this target: the network's own runner of torch's operations, or a faster one
-        that this backend has.
+        """A runner of a draft network beside this target: the network's own, which uses torch's operations, or a faster
+        one that the backend has.
 
         Args:
-            network: Of any device and dtype.
+            network: Draft network of any device and dtype; it is moved to those of the target.
             head: The network's output projection, hidden states `[..., H]` to logits; None is the target's.
-            owned: Whether nobody else uses the network, so that layers may be exchanged for slow ones that take no
-                memory of their own, and whose weights may be rounded. What is left is moved to the target's dtype.
+            owned: Whether nobody else uses the network. Then its layers may be replaced by slow ones that take no
+                memory of their own, and its weights may be rounded.
         """
+        network.to(device=self.device, dtype=self.dtype)
+        return network.runner(self.embed, head or self.head)
 
     def forward(
         self,
@@ -223,30 +248,33 @@ class Target(Protocol):
 
         Args:
             tokens: `[B, N]` int64.
-            parents: `[B, N]` int64 on the CPU, as in `Proposal`; node i attends to the committed tokens, its ancestors,
-                itself.
-            cache: Holds the nodes afterwards; `cache.commit` decides which stay.
-            taps: Layers whose output is wanted, 0-based; `num_layers` stands for the input of `head`.
-            logits_at: `[B]`, the one node of each row whose logits are wanted; None wants all.
+            parents: `[B, N]` int64 on the CPU, as in `Proposal`. A node attends to the committed tokens, its ancestors
+                and itself.
+            cache: Cache of the B rows. It holds the nodes afterwards; `cache.commit` decides which stay.
+            taps: Layers whose outputs are returned as features, 0-based; `num_layers` is the input of `head`.
+            logits_at: `[B]`, the one node of each row whose logits are returned; None is all nodes.
         """
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Raw rows of the embedding table, `[..., H]`, without the scale that some families apply."""
+        """Entries of the embedding table, `[...]` to `[..., H]`, without the scale that some families apply."""
 
     def head(self, hidden: Tensor) -> Tensor:
-        """The output projection alone, `[..., H]` to `[..., V]`, without soft-caps."""
+        """Output projection alone, `[..., H]` to `[..., V]`, without soft-caps."""
 
 
 def without_tokenizer(target: Target | TargetText) -> str:
-    """How a message begins that tells of a target without a tokenizer."""
+    """Beginning of a message about a target without a tokenizer."""
     why = target.tokenizer_reason
     return "The target has no tokenizer" if why is None else f"The target has no tokenizer ({why})"
 
 
 def embedding_and_head(target: Target) -> tuple[Tensor, Tensor]:
-    """The weights that drafters borrow, each `[V, H]`: the embedding table and the output projection. Raises ValueError
-    where the projection has a bias, which is no part of it."""
-    rows = torch.eye(target.hidden_size, dtype=target.dtype, device=target.device)
-    if target.head(torch.zeros_like(rows[:1])).any():
+    """Embedding table and output projection of a target, `[V, H]` each, for drafters that borrow them.
+
+    Raises:
+        UsageError: The projection has a bias, which no format of drafters holds.
+    """
+    units = torch.eye(target.hidden_size, dtype=target.dtype, device=target.device)
+    if target.head(torch.zeros_like(units[:1])).any():
         raise UsageError(f"The output projection of {target.path or 'the target'} has a bias, which no format holds.")
-    return target.embed(torch.arange(target.vocab_size, device=target.device)), target.head(rows).T
+    return target.embed(torch.arange(target.vocab_size, device=target.device)), target.head(units).T

@@ -1,50 +1,48 @@
-"""What every way of running a Hugging Face checkpoint reads of it besides the weights."""
+"""Hugging Face checkpoints but for their weights: where they are, their configuration, limits and tokenizer."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from threading import RLock
 from typing import Any
 
 import huggingface_hub
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import is_gguf
-from blockdraft.nn.cache import KVCache
-from blockdraft.targets.base import TargetText
+from blockdraft.targets.base import Target, TargetText
 from blockdraft.targets.fingerprint import weights_fingerprint
 
-# What a configuration says about how and by what it was saved, not about the model.
+# Keys of a configuration that say how it was saved, and nothing of the model.
 INCIDENTAL = {"dtype", "torch_dtype", "transformers_version", "_name_or_path"}
-
-
 # Beginnings of the `model_type` of models that `blockdraft.diffusion` reads.
 BLOCK_DIFFUSION = ("a2d-", "bd3lm", "sdar")
-HUB_SECONDS = 10.0  # in which the hub answers, as its own client has it
+HUB_SECONDS = 10.0  # that the hub has to answer, as in its own client
 
 
-class CheckpointTarget:
-    """What targets have in common that are made of a Hugging Face checkpoint; see `Target`.
+class CheckpointTarget(Target):
+    """A target that is made of a Hugging Face checkpoint, but for its forward.
 
     Args:
-        source_fingerprint: None where the weights are still the checkpoint's own; "" where it is not known.
+        config: The checkpoint's configuration.
+        tokenizer: Its tokenizer, if there is one.
+        path: Folder that it was loaded from.
+        generation_config: The checkpoint's generation configuration, which may name end tokens.
+        source_fingerprint: As in `Target`; None where the weights are the checkpoint's own, so that it can be computed;
+            "" where it is not known.
     """
-
-    has_trees = can_truncate = True
-    dtype: torch.dtype
 
     def __init__(
         self,
         config: PretrainedConfig,
+        *,
         tokenizer: PreTrainedTokenizerBase | None,
         path: Path | None,
         generation_config: Any,
@@ -52,12 +50,9 @@ class CheckpointTarget:
     ) -> None:
         self.tokenizer = tokenizer
         self.path = path
-        self.backend_reason: str | None = None
-        self.tokenizer_reason: str | None = None
         self.max_context = max_context(config)
         self.eos_token_ids = end_tokens(generation_config, config, tokenizer)
         self.architecture = architecture(config)
-        self.lock = RLock()
         self._config = config.get_text_config()
         self._source = source_fingerprint
 
@@ -68,21 +63,18 @@ class CheckpointTarget:
     @property
     def source_fingerprint(self) -> str | None:
         if self._source is None:
-            # Numbers that float16 has no place for come out otherwise than in the other dtypes.
+            # Numbers outside the range of float16 differ from those of the other dtypes.
             unknown = self.dtype == torch.float16 or self.architecture.get("quantization_config")
             self._source = "" if unknown else weights_fingerprint(self.named_weights())
         return self._source or None
 
-    def new_cache(self, batch: int, capacity: int) -> KVCache:
-        return KVCache(batch, capacity)
-
-    def named_weights(self) -> Iterable[tuple[str, Tensor]]:
-        raise NotImplementedError
-
 
 def checked_folder(path: str | Path, revision: str | None = None) -> Path:
-    """The path. Raises ValueError where it is neither a model folder nor the form of a hub name, or a folder with a
-    revision."""
+    """The path of a model folder, or a hub name.
+
+    Raises:
+        UsageError: The path is neither, the hub cannot be reached, or a folder is given with a revision.
+    """
     folder = Path(path)
     if is_gguf(path):
         raise UsageError(f"{path} is a GGUF file, where a Hugging Face model folder or a hub name is wanted.")
@@ -105,7 +97,7 @@ def checked_folder(path: str | Path, revision: str | None = None) -> Path:
 
 
 def _model_type(folder: Path) -> str:
-    """As config.json has it; empty where that cannot be read, which is told when it is loaded."""
+    """The `model_type` of config.json; empty where it cannot be read, of which loading will tell."""
     try:
         return str(json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"])
     except (OSError, ValueError, LookupError, TypeError):
@@ -113,13 +105,13 @@ def _model_type(folder: Path) -> str:
 
 
 def is_hub_name(name: str | Path) -> bool:
-    """Whether it has the form owner/name, which ./folder and ../folder have not."""
+    """Whether a name has the form owner/name; ./folder and ../folder have not."""
     return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(name)) is not None
 
 
 def check_hub(name: str, file: str, revision: str | None = None) -> None:
-    """Raise a ValueError where this file of a repository is not on this machine and the hub does not answer, which its
-    client would find out much later."""
+    """Raise a UsageError if a repository's file is not on this machine and the hub does not answer. The hub's client
+    would find out much later."""
     known = huggingface_hub.try_to_load_from_cache(name, file, revision=revision)
     if isinstance(known, str) or huggingface_hub.constants.HF_HUB_OFFLINE:
         return
@@ -134,13 +126,13 @@ def check_hub(name: str, file: str, revision: str | None = None) -> None:
 
 @cache
 def _ask(address: str) -> None:
-    """Any answer will do. One that was given is not asked for again."""
+    """Ask the hub for any answer, once in a process."""
     huggingface_hub.get_session().head(address, timeout=HUB_SECONDS)
 
 
 @contextmanager
 def loading(path: str | Path, device: torch.device | str = "cpu") -> Iterator[None]:
-    """Turn whatever goes wrong while files of this model are read into a ValueError that names it."""
+    """Turn all errors of reading a model's files into a UsageError that names the model."""
     try:
         yield
     except UsageError as error:
@@ -154,10 +146,10 @@ def loading(path: str | Path, device: torch.device | str = "cpu") -> Iterator[No
 
 
 def load_text(path: str | Path, revision: str | None = None) -> TargetText:
-    """Load tokenizer and configuration alone.
+    """Load tokenizer and configuration of a target.
 
     Raises:
-        ValueError: No such folder or hub name, or files that cannot be read.
+        UsageError: There is no such folder or hub name, or a file cannot be read.
     """
     checked_folder(path, revision)
     with loading(path):
@@ -166,8 +158,7 @@ def load_text(path: str | Path, revision: str | None = None) -> TargetText:
 
 
 def load_text_with(config: PretrainedConfig, path: str | Path, revision: str | None = None) -> TargetText:
-    """`load_text` for a configuration that is known, such as that of a folder whose `model_type` transformers does not
-    know."""
+    """`load_text` with a given configuration, for folders whose `model_type` transformers does not know."""
     folder = Path(path)
     with loading(path):
         tokenizer = load_tokenizer(path, revision, config)
@@ -203,12 +194,12 @@ def end_tokens(*sources: Any) -> frozenset[int]:
 
 
 def architecture(config: PretrainedConfig) -> dict[str, Any]:
-    """`Target.architecture`."""
+    """`Target.architecture` of a configuration."""
     return {name: value for name, value in json.loads(config.to_json_string()).items() if name not in INCIDENTAL}
 
 
 def drafter_shape(config: PretrainedConfig) -> dict[str, Any]:
-    """`Target.shape`, from a model's text configuration."""
+    """`Target.shape` of a model's text configuration."""
     names = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps")
     found: dict[str, Any] = {
         name: value for name in names if isinstance(value := getattr(config, name, None), int | float)

@@ -1,4 +1,4 @@
-"""What can be said of a target without loading it."""
+"""Facts about a target that headers and small files tell, without its weights."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import is_gguf, open_gguf
 from blockdraft.formats.stored import open_tensors
 from blockdraft.nn.decoder_config import DecoderConfig
-from blockdraft.targets.base import TargetText
+from blockdraft.targets.base import NotCovered, TargetText
 from blockdraft.targets.checkpoint import checked_folder, load_text, loading
-from blockdraft.targets.families import NotCovered, decoder_config
+from blockdraft.targets.families import decoder_config
 from blockdraft.targets.gguf import load_gguf_text
 from blockdraft.targets.gguf.checkpoint import understanding
 from blockdraft.targets.gguf.config import gguf_config
-from blockdraft.targets.native_files import SOURCE, weight_files
-from blockdraft.targets.opened import READ, open_checkpoint
+from blockdraft.targets.weights import READ, SOURCE, open_checkpoint, weight_files
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Description:
-    """A target.
+    """Facts about a target.
 
     Attributes:
         path: Folder, hub name or file.
-        config: Of its text model, as transformers has it.
-        few_bits: What its configuration says of how it was quantised; None where it was not.
-        kinds: Types of its tensors, with the number of values in each.
-        bytes: Of its files of weights; 0 where they are not in safetensors.
-        wanted: Its decoder, where the native one runs it.
-        reason: Why the native decoder does not run it; None where it does.
-        fingerprint: Reads the weights and gives what drafters carry; None where that is not known.
+        config: Configuration of its text model in transformers.
+        text: Its tokenizer and limits.
+        few_bits: Settings of its quantisation from its configuration; None where it is not quantised.
+        kinds: Number of values by the type of the tensors.
+        bytes: Size of its files of weights; 0 where they are not in safetensors.
+        wanted: Configuration of the native decoder for it, where that runs it.
+        reason: Reason why the native decoder does not run it; None where it does.
+        fingerprint: Function that reads the weights and returns the fingerprint that drafters carry, or None where it
+            is not known.
     """
 
     path: str
@@ -51,13 +52,13 @@ class Description:
 
 
 def describe_target(path: str | Path, revision: str | None = None) -> Description:
-    """Read headers and small files alone.
+    """Describe a target by its headers and small files.
 
     Args:
         path: A model folder, hub name or GGUF file.
 
     Raises:
-        UsageError: No such place, or files that cannot be read.
+        UsageError: There is no such folder, hub name or file, or a file cannot be read.
     """
     if is_gguf(path):
         text = load_gguf_text(path, revision)
@@ -91,7 +92,17 @@ def describe_target(path: str | Path, revision: str | None = None) -> Descriptio
         except UsageError:  # its tensors have other names
             return None
 
-    return Description(str(path), config.get_text_config(), text, few, kinds, size, wanted, reason, fingerprint)
+    return Description(
+        path=str(path),
+        config=config.get_text_config(),
+        text=text,
+        few_bits=few,
+        kinds=kinds,
+        bytes=size,
+        wanted=wanted,
+        reason=reason,
+        fingerprint=fingerprint,
+    )
 
 
 def _counted(tensors: Any) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""What tells targets apart: fingerprints of their weights, by names, shapes and a sample of the numbers."""
+"""Fingerprints that tell targets apart, by names, shapes and a sample of the numbers of their weights."""
 
 from __future__ import annotations
 
@@ -12,33 +12,35 @@ from torch import Tensor
 
 from blockdraft.targets.base import Target
 
-SAMPLE = 32  # numbers of each weight that are looked at
+SAMPLE = 32  # numbers of each weight that count
 
 
 def target_fingerprint(target: Target) -> str:
-    """Of the configuration and a sample of each weight, 16 hexadecimal digits; the same in float32 and bfloat16.
+    """Fingerprint of the configuration and weights, 16 hexadecimal digits; the same in float32 and bfloat16.
 
-    Features and data are this model's and no other's: rounding its weights or merging an adapter changes it.
+    Features and data carry it: they belong to exactly this model, so rounding its weights or merging an adapter changes
+    it.
     """
     return _digest(_hash(json.dumps(target.architecture, sort_keys=True).encode()), target.named_weights())
 
 
 def weights_fingerprint(weights: Iterable[tuple[str, Tensor]], base: str = "") -> str:
-    """As `target_fingerprint`, of the weights alone, since a configuration is spelled differently by each release of
-    transformers. This is what drafters carry.
+    """Fingerprint of weights alone, 16 hexadecimal digits, which drafters carry. The configuration is left out, since
+    each release of transformers writes it differently.
 
     Args:
-        base: Of the model that these weights of an adapter are merged into. The sums would differ with the arithmetic.
+        base: Fingerprint of the model that these weights of an adapter are merged into. Their sums would depend on the
+            dtype of the arithmetic.
     """
     return _digest(base, weights)
 
 
 def other_target_warning(drafter: str | Path, trained_for: str | None, target: Target) -> str | None:
-    """What to say of a drafter that was trained for another target of the same shape; None where it was not, or where
+    """Warning about a drafter that was trained for another target of the same shape; None where it was not, or where
     one of the two fingerprints is not known.
 
     Args:
-        trained_for: `Target.source_fingerprint` of the target that it was trained for.
+        trained_for: `Target.source_fingerprint` of the target that the drafter was trained for.
     """
     if trained_for is None or target.source_fingerprint in (None, trained_for):
         return None
@@ -51,9 +53,9 @@ def other_target_warning(drafter: str | Path, trained_for: str | None, target: T
 
 def _digest(prefix: str, weights: Iterable[tuple[str, Tensor]]) -> str:
     lines = {}
-    for name, weight in weights:  # which need not all be in memory at once
+    for name, weight in weights:  # one at a time, since they may not fit into memory together
         at = torch.linspace(0, weight.numel() - 1, min(SAMPLE, weight.numel()), dtype=torch.float64).long()
-        places = torch.unravel_index(at.to(weight.device), weight.shape)  # a flattened copy may take long
+        places = torch.unravel_index(at.to(weight.device), weight.shape)  # flattening may copy, which takes long
         values = weight.detach()[places].to("cpu", torch.bfloat16).tolist()
         lines[name] = json.dumps([name, list(weight.shape), values])
     return _hash("".join([prefix, *(lines[name] for name in sorted(lines))]).encode())

@@ -1,9 +1,9 @@
-"""Any decoder-only causal language model of transformers as a target."""
+"""Causal language models of transformers as targets."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -14,27 +14,77 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache as TransformersCache
 
 from blockdraft.decode.proposal import chain_parents, depths, tree_mask
+from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import is_gguf
 from blockdraft.nn.attention import additive_mask, visible_slots
 from blockdraft.nn.cache import KVCache, slot_bucket
 from blockdraft.nn.exact import EXACT_NODES, ExactAttention, attention_bytes
 from blockdraft.nn.states import StatesCache
-from blockdraft.targets.adapter import load_model
-from blockdraft.targets.base import Cache, LoadOptions, R, Runnable, TargetOutput
+from blockdraft.targets.base import Cache, LoadOptions, NotCovered, TargetOutput
 from blockdraft.targets.checkpoint import CheckpointTarget, checked_folder, load_tokenizer, loading
 from blockdraft.targets.exact import forward_in_pieces
-from blockdraft.targets.families import NotCovered
 from blockdraft.targets.hf_exact import ExactCache, use_exact_attention
-from blockdraft.targets.hf_hooks import heading, listening, tappable
-from blockdraft.targets.hf_kinds import ATTENTION_KINDS, layer_kinds, window_of
-from blockdraft.targets.hf_states import over_trees, recurrent_layers
+from blockdraft.targets.hf_states import RECURRENT_FAMILIES, over_trees, recurrent_layers
+from blockdraft.targets.weights import load_model
 
-RANK = 1  # it runs every model, and others run some faster
-MOST_PATHS = 64  # of trees, for which memory is planned; more nodes are those of prompts, which are lines
+RANK = 1  # it runs every model, and other backends run some faster
+MOST_PATHS = 64  # paths of the largest tree that memory is planned for; more nodes are chains of a prompt
+ATTENTION_KINDS = {"full_attention", "sliding_attention"}
+WITHOUT_MEMORY = {"moe", "mlp"}  # kinds of layers that remember nothing
+ALIBI = "its attention is biased by distance (ALiBi), which transformers counts along one text and not along a tree"
+# Families that would answer wrongly, though their layers attend or are recurrent.
+REFUSED_FAMILIES = {
+    "bloom": ALIBI,
+    "gpt_neo": "its windows are counted from the last key, which in a batch belongs to the longest row",
+    "jamba": "its Mamba layers in transformers begin anew wherever several tokens are read at once",
+    "mpt": ALIBI,
+}
+
+
+def load(path: str | Path, options: LoadOptions) -> HFTarget:
+    """Load a causal language model and, where there is one, its tokenizer, from a local folder or by hub name.
+
+    Raises:
+        NotCovered: Weights, keys or values are to be rounded, or the weights are in a GGUF file.
+        UsageError: There is no such folder or hub name, or as in `load_model`.
+    """
+    if is_gguf(path):
+        raise NotCovered("it reads no GGUF files")
+    if options.quantize is not None:
+        raise NotCovered("it does not round weights")
+    if options.kv_dtype is not None:
+        raise NotCovered("it does not round keys and values")
+    folder = checked_folder(path, options.revision)
+    if _has_rounded_tables(path, options.revision):
+        raise NotCovered(
+            "transformers reads no embedding of 8 bits, which this checkpoint has; let the native backend run it, or "
+            "make it anew with blockdraft quantize --tables keep"
+        )
+    model, source = load_model(path, options)
+    with loading(path):
+        tokenizer = load_tokenizer(path, options.revision)
+    with loading(path, options.device):
+        placed: Any = model.to(options.device)  # type: ignore[arg-type]
+        placed.requires_grad_(False)
+    return HFTarget(
+        placed,
+        tokenizer,
+        path=folder if folder.exists() else None,
+        exact=options.exact,
+        source_fingerprint=source,
+    )
+
+
+def _has_rounded_tables(path: str | Path, revision: str | None) -> bool:
+    """Whether a checkpoint has a rounded embedding, as `blockdraft quantize` writes it."""
+    with loading(path):
+        config = AutoConfig.from_pretrained(path, revision=revision)
+    groups = (getattr(config, "quantization_config", None) or {}).get("config_groups") or {}
+    return any("embed_tokens" in pattern for group in groups.values() for pattern in group.get("targets") or ())
 
 
 class HFCache(TransformersCache):
-    """A `KVCache` in the shape in which transformers' models write to a cache."""
+    """A `KVCache` with the interface of a cache of transformers."""
 
     def __init__(self, rows: KVCache) -> None:
         super().__init__(layers=[])
@@ -50,32 +100,38 @@ class HFCache(TransformersCache):
 
 
 class HFTarget(CheckpointTarget):
-    """A causal LM of transformers behind the `Target` protocol. Tapped layers are read by forward hooks.
+    """A causal language model of transformers behind the `Target` protocol. Forward hooks read the tapped layers.
 
     Args:
-        model: A decoder-only model; it is put into evaluation mode.
+        model: Decoder-only model, which is put into evaluation mode.
         tokenizer: Its tokenizer, if there is one.
         exact: Compute in pieces of one size, with attention in float64, so that a node's numbers do not depend on what
-            else is computed. The model is changed: it cannot be used without this target any more.
-        source_fingerprint: As in `CheckpointTarget`.
+            else is computed. This changes the model: it cannot be used without the target any more.
+        path, source_fingerprint: As in `CheckpointTarget`.
 
     Raises:
-        UsageError: The model is no decoder-only one of attention and of recurrent layers that are known, or it cannot
-            be exact.
+        UsageError: The model has an encoder or layers of unknown kinds, or it cannot be exact.
     """
 
     backend = "hf"
-    best_block_size = None
+    model: PreTrainedModel
 
     def __init__(
         self,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
         path: Path | None = None,
         exact: bool = False,
         source_fingerprint: str | None = None,
     ) -> None:
-        super().__init__(model.config, tokenizer, path, model.generation_config, source_fingerprint)
+        super().__init__(
+            model.config,
+            tokenizer=tokenizer,
+            path=path,
+            generation_config=model.generation_config,
+            source_fingerprint=source_fingerprint,
+        )
         config: Any = self._config
         self.model = model.eval()
         self.dtype: torch.dtype = model.dtype
@@ -85,14 +141,13 @@ class HFTarget(CheckpointTarget):
         self.vocab_size: int = model.get_output_embeddings().weight.size(0)
         self.exact = exact
         self._recurrent = recurrent_layers(model)
-        # A state cannot be cut.
-        self.can_truncate = not self._recurrent
-        kinds = layer_kinds(model, bool(self._recurrent))
+        self.can_truncate = not self._recurrent  # a recurrent state cannot be cut
+        kinds = _layer_kinds(model, bool(self._recurrent))
         self._kinds = set(kinds) & ATTENTION_KINDS or {"full_attention"}
-        self._tappable = tappable(model, self.num_layers)
+        self._tappable = _tappable(model, self.num_layers)
         if exact:
             use_exact_attention(model)
-            self._windows = [window_of(config) if kind == "sliding_attention" else None for kind in kinds]
+            self._windows = [_window_of(config) if kind == "sliding_attention" else None for kind in kinds]
 
     @property
     def running(self) -> str:
@@ -107,8 +162,8 @@ class HFTarget(CheckpointTarget):
 
     @cached_property
     def _cache_sizes(self) -> tuple[int, int]:
-        """Bytes that a cache takes for a token, and for a row besides. Families keep so different things that a
-        token is read to see."""
+        """Bytes that a cache takes for a token, and for a row besides: what families keep differs so much that a token
+        is read to measure it."""
         cache, token = self.new_cache(1, 1), torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         self.forward(token, chain_parents(1, 1), cache)
         cache.commit([[0]])
@@ -118,29 +173,25 @@ class HFTarget(CheckpointTarget):
         return sum(weight.nbytes for weight in self.model.parameters())
 
     def row_slots(self, tokens: int) -> int:
-        return slot_bucket(tokens)  # rows of few different sizes lie at equal distances, which spares a copy
+        return slot_bucket(tokens)  # rows of few different sizes lie at equal distances, which spares torch a copy
 
     def forward_bytes(self, batch: int, nodes: int, slots: int) -> int:
-        heads, rows = self._config.num_attention_heads, EXACT_NODES if self.exact else batch * nodes
+        heads, scored = self._config.num_attention_heads, EXACT_NODES if self.exact else batch * nodes
         inner = getattr(self._config, "intermediate_size", None) or 4 * self.hidden_size
         if self.exact:
             kv_heads = getattr(self._config, "num_key_value_heads", None) or heads
             head_dim = getattr(self._config, "head_dim", None) or self.hidden_size // heads
             masks = len(self._kinds) * nodes * slots
             attention = attention_bytes(heads, kv_heads, head_dim, slots)
-            return int(rows * (6 * self.hidden_size + 3 * inner) * self.dtype.itemsize + masks + attention)
-        masks_and_scores = rows * slots * (len(self._kinds) + 2 * heads)
+            return int(scored * (6 * self.hidden_size + 3 * inner) * self.dtype.itemsize + masks + attention)
+        masks_and_scores = scored * slots * (len(self._kinds) + 2 * heads)
         copied = self.cache_bytes(batch, slots) // self.num_layers
-        working = (rows * (6 * self.hidden_size + 3 * inner) + masks_and_scores) * self.dtype.itemsize + copied
-        if self._recurrent:  # what entered each waits for `commit`; the paths of a tree begin with copies of a state
+        working = (scored * (6 * self.hidden_size + 3 * inner) + masks_and_scores) * self.dtype.itemsize + copied
+        if self._recurrent:  # inputs of each layer wait for `commit`; each path of a tree begins with a copy of a state
             layers, a_row = len(self._recurrent), self._cache_sizes[1]
-            working += layers * rows * self.hidden_size * self.dtype.itemsize
+            working += layers * scored * self.hidden_size * self.dtype.itemsize
             working += batch * a_row + 2 * batch * min(nodes, MOST_PATHS) * a_row // layers
         return int(working)
-
-    def runner(self, network: Runnable[R], head: Callable[[Tensor], Tensor] | None = None, owned: bool = False) -> R:
-        network.to(device=self.device, dtype=self.dtype)
-        return network.runner(self.embed, head or self.head)
 
     @torch.no_grad()
     def forward(
@@ -163,7 +214,7 @@ class HFTarget(CheckpointTarget):
         masks = {
             kind: additive_mask(
                 visible_slots(
-                    cache.lengths, within, positions, window_of(self._config) if kind == "sliding_attention" else None
+                    cache.lengths, within, positions, _window_of(self._config) if kind == "sliding_attention" else None
                 ),
                 self.dtype,
             )
@@ -173,7 +224,7 @@ class HFTarget(CheckpointTarget):
         over_nodes = (
             over_trees(cache, self._recurrent, past, parents) if isinstance(cache, StatesCache) else nullcontext()
         )
-        with self.lock, self._listening(taps) as tapped, heading(self.model, logits_at), over_nodes:
+        with self.lock, self._tapping(taps) as tapped, _scoring(self.model, logits_at), over_nodes:
             output = self.model(
                 input_ids=tokens,
                 position_ids=positions,
@@ -194,14 +245,14 @@ class HFTarget(CheckpointTarget):
         has_logits: bool,
     ) -> tuple[Tensor, Tensor | None]:
         layers = [attention[window] for window in self._windows]
-        with self._listening(taps) as tapped, heading(self.model, None if has_logits else tokens.new_empty(0)):
+        with self._tapping(taps) as tapped, _scoring(self.model, None if has_logits else tokens.new_empty(0)):
             output = self.model(
                 input_ids=tokens, position_ids=positions, past_key_values=ExactCache(cache, layers), use_cache=True
             )
         return output.logits, torch.cat([tapped[tap] for tap in taps], dim=-1) if taps else None
 
-    def _listening(self, taps: Sequence[int]) -> AbstractContextManager[dict[int, Tensor]]:
-        return listening({tap: self._tappable[tap] for tap in taps})
+    def _tapping(self, taps: Sequence[int]) -> AbstractContextManager[dict[int, Tensor]]:
+        return _outputs({tap: self._tappable[tap] for tap in taps})
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
         for name, weight in self.model.named_parameters():
@@ -211,7 +262,8 @@ class HFTarget(CheckpointTarget):
                 yield name, weight
 
     def embed(self, tokens: Tensor) -> Tensor:
-        return nn.functional.embedding(tokens, self.model.get_input_embeddings().weight)
+        table: Any = self.model.get_input_embeddings()
+        return nn.functional.embedding(tokens, table.weight)
 
     def head(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.model.get_output_embeddings()(hidden)
@@ -219,7 +271,7 @@ class HFTarget(CheckpointTarget):
 
 
 def _experts_alone(name: str, weight_EOI: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The experts of a layer, which transformers keeps in one tensor and checkpoints one by one."""
+    """Weights of a layer's experts one by one, as checkpoints have them; transformers keeps them in one tensor."""
     place, _, kind = name.rpartition(".")
     parts = ["gate_proj", "up_proj"] if kind == "gate_up_proj" else [kind]
     for expert, weight in enumerate(weight_EOI):
@@ -227,37 +279,95 @@ def _experts_alone(name: str, weight_EOI: Tensor) -> Iterator[tuple[str, Tensor]
             yield f"{place}.{expert}.{part}.weight", own
 
 
-def load(path: str | Path, options: LoadOptions) -> HFTarget:
-    """Load a causal LM and, where there is one, its tokenizer, from a local folder or by hub name.
+# Which models can be targets.
+
+
+def _layer_kinds(model: PreTrainedModel, has_states: bool) -> list[str]:
+    """Kind of each layer.
+
+    Args:
+        has_states: Whether `recurrent_layers` finds layers of the model.
 
     Raises:
-        NotCovered: Weights are to be rounded, or are in a GGUF file.
-        ValueError: No such folder or hub name, or as in `load_model`.
+        UsageError: The model cannot be a target, since the state of some layers may not be restored after a forward.
     """
-    if is_gguf(path):
-        raise NotCovered("it reads no GGUF files")
-    if options.quantize is not None:
-        raise NotCovered("it does not round weights")
-    if options.kv_dtype is not None:
-        raise NotCovered("it does not round keys and values")
-    folder = checked_folder(path, options.revision)
-    if _has_rounded_tables(path, options.revision):
-        raise NotCovered(
-            "transformers reads no embedding of 8 bits, which this checkpoint has; let the native backend run it, or "
-            "make it anew with blockdraft quantize --tables keep"
+    config, name = model.config.get_text_config(), type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise UsageError(f"{name} has an encoder; only decoder-only models can be targets.")
+    refused = ALIBI if getattr(config, "alibi", False) else REFUSED_FAMILIES.get(config.model_type)
+    if refused:
+        raise UsageError(f"{name} ({config.model_type}) cannot be a target: {refused}.")
+    default = "sliding_attention" if _window_of(config) else "full_attention"
+    said = getattr(config, "layer_types", None)
+    kinds = list(said or [default] * config.num_hidden_layers)
+    # A model of a recurrent family may have no recurrent layer.
+    stateful = not {*kinds} <= ATTENTION_KINDS | WITHOUT_MEMORY if said else model._is_stateful
+    if has_states != stateful or (stateful and config.model_type not in RECURRENT_FAMILIES):
+        raise UsageError(
+            f"{name} ({config.model_type}) has layers of the kinds {sorted({*kinds})}, whose state is not known to be "
+            f"brought back to what is accepted. Targets have layers of {sorted(ATTENTION_KINDS)}, or recurrent ones of "
+            f"the families {', '.join(RECURRENT_FAMILIES)}."
         )
-    model, source = load_model(path, options)
-    with loading(path):
-        tokenizer = load_tokenizer(path, options.revision)
-    with loading(path, options.device):
-        placed: Any = model.to(options.device)  # type: ignore[arg-type]
-        placed.requires_grad_(False)
-    return HFTarget(placed, tokenizer, folder if folder.exists() else None, options.exact, source)
+    return kinds
 
 
-def _has_rounded_tables(path: str | Path, revision: str | None) -> bool:
-    """Whether a checkpoint has a rounded embedding, as `blockdraft quantize` writes it."""
-    with loading(path):
-        config = AutoConfig.from_pretrained(path, revision=revision)
-    groups = (getattr(config, "quantization_config", None) or {}).get("config_groups") or {}
-    return any("embed_tokens" in pattern for group in groups.values() for pattern in group.get("targets") or ())
+def _window_of(config: Any) -> int | None:
+    """Sliding window of a model's configuration in tokens; None is full attention."""
+    if getattr(config, "use_sliding_window", True) is False:
+        return None
+    window: int | None = getattr(config, "sliding_window", None)
+    return window
+
+
+# Hooks, which are removed after each forward: the model may be used without the target.
+
+
+def _tappable(model: PreTrainedModel, num_layers: int) -> dict[int, nn.Module]:
+    """Modules whose outputs are those of the layers and, at `num_layers`, the input of the head.
+
+    Raises:
+        UsageError: The model has no list of its layers.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            return {**dict(enumerate(module)), num_layers: model.base_model}
+    raise UsageError(f"{type(model).__name__} has no list of {num_layers} layers, so none can be tapped.")
+
+
+@contextmanager
+def _outputs(modules: Mapping[int, nn.Module]) -> Iterator[dict[int, Tensor]]:
+    """Dictionary that forwards inside of this context fill with the outputs of modules."""
+    tapped: dict[int, Tensor] = {}
+    hooks = []
+    for tap, module in modules.items():
+
+        def keep(module: nn.Module, args: Any, output: Any, tap: int = tap) -> None:
+            tapped[tap] = output if isinstance(output, Tensor) else output[0]
+
+        hooks.append(module.register_forward_hook(keep))
+    try:
+        yield tapped
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def _scoring(model: PreTrainedModel, logits_at: Tensor | None) -> Iterator[None]:
+    """Context in which the head computes the logits of one node of each row only, of none where `logits_at` is empty,
+    of all where it is None. Transformers' `logits_to_keep` would compute the same nodes in all rows."""
+    if logits_at is None:
+        yield
+        return
+
+    def pick(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        hidden = args[0]
+        if len(logits_at) == 0:
+            return (hidden[:, :0], *args[1:])
+        return (hidden[torch.arange(len(hidden), device=hidden.device), logits_at].unsqueeze(1), *args[1:])
+
+    hook = model.get_output_embeddings().register_forward_pre_hook(pick)
+    try:
+        yield
+    finally:
+        hook.remove()

@@ -1,4 +1,4 @@
-"""Exact attention for models of transformers: through its attention interface, in place of the model's own."""
+"""Exact attention for models of transformers, by way of its attention interface."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from blockdraft.nn.exact import ExactAttention
 from blockdraft.targets.hf_states import recurrent_layers
 
 NAME = "blockdraft_exact"
-HARMLESS = {"position_ids", "cache_position"}  # tensors that attention is told and need not use
+HARMLESS = {"position_ids", "cache_position"}  # tensors given to attention that it need not use
 
 
 @dataclass(frozen=True)
 class Stored:
-    """What a layer hands to its attention function instead of keys and values: all slots of the layer, and who sees
+    """Argument of an attention function in the place of keys and values: all slots of the layer, and which node sees
     which of them."""
 
     keys: Tensor
@@ -30,10 +30,11 @@ class Stored:
 
 
 class ExactCache(TransformersCache):
-    """A `KVCache` as a cache of transformers, for one piece.
+    """A `KVCache` with the interface of a cache of transformers, for one piece.
 
     Args:
-        attention: Of each layer.
+        rows: Cache of the rows.
+        attention: Attention of each layer.
     """
 
     def __init__(self, rows: KVCache, attention: Sequence[ExactAttention]) -> None:
@@ -61,7 +62,7 @@ def attend(
     softcap: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """An attention function of transformers. Queries `[1, heads, EXACT_NODES, D]` to `[1, EXACT_NODES, heads, D]`."""
+    """Attention function for transformers: queries `[1, heads, EXACT_NODES, D]` to `[1, EXACT_NODES, heads, D]`."""
     unknown = [name for name, value in others.items() if isinstance(value, Tensor) and name not in HARMLESS]
     if unknown:
         raise UsageError(f"{type(module).__name__} attends with {unknown[0]}, which exact does not know; do without.")
@@ -73,11 +74,11 @@ AttentionInterface.register(NAME, attend)
 
 
 def use_exact_attention(model: PreTrainedModel) -> None:
-    """Let a model attend by `attend`.
+    """Make a model use `attend`.
 
     Raises:
-        UsageError: It does not go by the attention interface, keeps something else than keys and values, or the angles
-            of its positions change with the longest position that is computed together.
+        UsageError: The model does not use the attention interface, keeps more than keys and values, or its rotary
+            angles change with the longest position of a forward.
     """
     config = model.config.get_text_config()
     if recurrent_layers(model) or getattr(config, "kv_lora_rank", None):
@@ -86,17 +87,17 @@ def use_exact_attention(model: PreTrainedModel) -> None:
             "attention), which exact does not know; do without."
         )
     parameters = dict(getattr(config, "rope_parameters", None) or {})
-    for each in (parameters, *parameters.values()):  # some nest them by the kind of layer
+    for each in (parameters, *parameters.values()):  # some models nest them by the kind of layer
         if not isinstance(each, dict) or each.get("rope_type") != "longrope":
             continue
         if each["original_max_position_embeddings"] >= config.max_position_embeddings:
-            continue  # the longest position is none of the long ones
+            continue  # no position is beyond the original context
         raise UsageError("exact is refused: the model's position embeddings (longrope) change with the length.")
-    # Where transformers cannot, it only logs a warning.
+    # Where transformers cannot, `set_attn_implementation` only logs a warning.
     if model._can_set_attn_implementation():
         model.set_attn_implementation(NAME)
     if config._attn_implementation != NAME:
         raise UsageError(
             f"exact is refused: {type(model).__name__} has attention of its own; use the backend native if it knows "
-            f"the model, or do without exact."
+            "the model, or do without exact."
         )

@@ -1,7 +1,7 @@
 """Recurrent layers of transformers' models (Mamba-2, gated delta nets) over a `StatesCache`.
 
-A forward runs them from the states after the committed tokens, over a line at once or over each path of a tree, and
-leaves behind what entered them. `commit` runs these layers alone once more, over the nodes that are kept.
+A forward runs them from the states after the committed tokens, over a chain at once or over each path of a tree, and
+stores their inputs. `commit` runs these layers alone once more, over the accepted nodes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from blockdraft.decode.proposal import is_chain
 from blockdraft.nn.states import State, StatesCache, joined
 
-# Families whose recurrent layers are tested to keep nothing but what `State` holds.
+# Families whose recurrent layers keep no more than `State` holds, by our tests.
 RECURRENT_FAMILIES = (
     "bamba",
     "falcon_h1",
@@ -33,7 +33,7 @@ RECURRENT_FAMILIES = (
 
 
 def recurrent_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers of a model that keep a state, in the order in which they run."""
+    """Layers of a model that keep a state, in the order in which they run."""
     return [
         module
         for module in model.modules()
@@ -42,8 +42,11 @@ def recurrent_layers(model: nn.Module) -> list[nn.Module]:
 
 
 class OnePast:
-    """The state of one layer, in the shape in which transformers' recurrent layers ask a cache for it. They change some
-    of it in place, so it is given a copy."""
+    """State of one layer, with the interface that transformers' recurrent layers ask of a cache.
+
+    Args:
+        state: A copy, since the layers change parts of it in place.
+    """
 
     def __init__(self, state: State | None) -> None:
         self._convolution = None if state is None else state.convolution
@@ -76,13 +79,13 @@ class OnePast:
 
 
 class _Paths:
-    """The paths of some trees from root to leaf, side by side.
+    """Paths of trees from root to leaf, side by side.
 
     Attributes:
-        rows: `[P]`, to which row each belongs.
-        nodes: `[P, depth]`, shorter ones filled up with node 0.
-        of_node: `[B, N]`, a path that each node is on.
-        depth: `[B, N]`, its place there.
+        rows: `[P]`, the row of each path.
+        nodes: `[P, depth]`, the nodes of each path; shorter paths are filled up with node 0.
+        of_node: `[B, N]`, a path that holds each node.
+        depth: `[B, N]`, the node's place in that path.
     """
 
     def __init__(self, parents: Tensor) -> None:
@@ -104,10 +107,12 @@ class _Paths:
 
 @contextmanager
 def over_trees(cache: StatesCache, layers: Sequence[Any], past: object, parents: Tensor) -> Iterator[None]:
-    """Let recurrent layers run over these trees while a model is given `past` for its cache.
+    """Context in which recurrent layers run over trees, in forwards that use `past` as their cache.
 
     Args:
-        layers: From `recurrent_layers`.
+        cache: Cache whose states the forward begins with, and which is told how to get the states after a path.
+        layers: Result of `recurrent_layers`.
+        past: The cache that the model is given.
         parents: `[B, N]`, as in `Target.forward`.
     """
     paths = None if is_chain(parents) else _Paths(parents)
@@ -115,7 +120,7 @@ def over_trees(cache: StatesCache, layers: Sequence[Any], past: object, parents:
     inputs, after = dict[int, Tensor](), dict[int, State]()
 
     def run(number: int, forward: Any, hidden_states: Tensor, cache_params: object = None, **others: Any) -> Tensor:
-        if cache_params is not past:  # the model is used elsewhere, too
+        if cache_params is not past:  # a forward of another user of the model
             found: Tensor = forward(hidden_states, cache_params=cache_params, **others)
             return found
         states, given = known[number], hidden_states
@@ -130,14 +135,14 @@ def over_trees(cache: StatesCache, layers: Sequence[Any], past: object, parents:
         after[number] = own.state
         return found
 
-    def states_after(place: int, nodes: list[int]) -> list[State]:
+    def states_after(row: int, nodes: list[int]) -> list[State]:
         found = []
         for number, layer in enumerate(layers):
             if number in after and len(nodes) == parents.size(1):
-                found.append(State(*(part[place : place + 1] for part in after[number])))
+                found.append(State(*(part[row : row + 1] for part in after[number])))
                 continue
-            own = OnePast(joined([known[number][place]]))
-            layer.forward(inputs[number][place : place + 1, nodes], cache_params=own)
+            own = OnePast(joined([known[number][row]]))
+            layer.forward(inputs[number][row : row + 1, nodes], cache_params=own)
             found.append(own.state)
         return found
 

@@ -1,52 +1,58 @@
-"""Our own decoder, for the families that it knows: how a checkpoint becomes a target, compiled, captured or neither."""
+"""Our own decoder as a target: its checkpoint made ready, its memory, and the ways in which it runs a forward."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from blockdraft.cpu.build import Build
 from blockdraft.cpu.compiled_decoder import CompiledDecoder
+from blockdraft.cpu.compiled_network import Beside
 from blockdraft.cpu.threads import use_best_threads
-from blockdraft.cuda.graphs import CudaRecorder
-from blockdraft.decode.proposal import chain_parents
+from blockdraft.cuda.graphs import MOST_NODES, CapturedDecoder, CudaRecorder, Recorder, room
+from blockdraft.decode.proposal import chain_parents, depths, is_chain, tree_mask
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import is_gguf
-from blockdraft.targets.base import LoadOptions
+from blockdraft.machine import send
+from blockdraft.nn.attention import grouped_mask, visible_slots
+from blockdraft.nn.cache import KVCache, bucket, slot_bucket
+from blockdraft.nn.decoder import Decoder
+from blockdraft.nn.decoder_config import DecoderConfig
+from blockdraft.nn.decoder_layer import DecoderLayer
+from blockdraft.nn.delta_net import CHUNK, Ancestry, DeltaRecurrence, ExactRecurrence, TreeRecurrence
+from blockdraft.nn.exact import EXACT_NODES, ExactAttention, attention_bytes
+from blockdraft.nn.states import StatesCache, joined
+from blockdraft.plugins import parts
+from blockdraft.targets.base import Cache, LoadOptions, R, Runnable, TargetOutput
+from blockdraft.targets.checkpoint import CheckpointTarget
+from blockdraft.targets.exact import forward_in_pieces
 from blockdraft.targets.gguf import read_gguf
 from blockdraft.targets.native_files import read_checkpoint
-from blockdraft.targets.native_target import NativeTarget
-from blockdraft.types import Compile
+from blockdraft.types import CPU_BLOCK_SIZE, Compile
 
 RANK = 0
-PROBED_CONTEXT = 256  # slots
+PROBED_CONTEXT = 256  # slots of the row on which numbers of threads are tried
 PROBED_NODES = (1, 16)
-
-
-def use_best_threads_for(target: NativeTarget) -> None:
-    """Use as many threads as are best for forwards of one node and of some."""
-    cache = target.new_cache(1, min(PROBED_CONTEXT, target.max_context))
-    cache.commit([range(cache.capacity - max(PROBED_NODES))])  # as if so many tokens had been read
-
-    def score() -> None:
-        for count in PROBED_NODES:
-            tokens = torch.zeros(1, count, dtype=torch.long)
-            target.forward(tokens, chain_parents(1, count), cache)
-
-    facts = (target.decoder.config, target.dtype, target.bits)
-    use_best_threads(score, facts)
+MOST_TREE = 256  # nodes of the largest tree that memory is planned for; more nodes are chains of a prompt
 
 
 def load(path: str | Path, options: LoadOptions) -> NativeTarget:
-    """Load a checkpoint; see `read_checkpoint` and `read_gguf` for what is read, and for errors.
+    """Load a checkpoint as `read_checkpoint` and `read_gguf` read it.
 
-    The compiler is waited for, however long it takes. What runs the forward once it is loaded goes on running it: an
-    answer is never begun one way and ended the other.
+    A compiler is waited for, however long it takes: a target that is once loaded always runs its forward in the same
+    way, so that no answer begins one way and ends the other.
 
     Raises:
-        UsageError: It is to be compiled and cannot be.
+        NotCovered, UsageError: As in `read_checkpoint` and `read_gguf`.
+        UsageError: The options ask for a compiled or captured forward, and there can be none.
     """
     captured = options.device.type == "cuda" and options.compile == "on"
     if options.kv_dtype is not None and options.device.type != "cpu":
@@ -54,11 +60,17 @@ def load(path: str | Path, options: LoadOptions) -> NativeTarget:
     if captured and options.exact:
         raise UsageError("exact and compile 'on' do not go together on a GPU; use compile auto or off.")
     read = read_gguf(path, options) if is_gguf(path) else read_checkpoint(path, options)
-    known = read.tokenizer, read.folder, read.generation_config, read.source_fingerprint
     special = read.decoder.config.torch_only
     if captured and special:
         raise UsageError(f"compile 'on' captures CUDA graphs, which know no {special}; use compile auto or off.")
-    target = NativeTarget(read.decoder, read.config, *known)
+    target = NativeTarget(
+        read.decoder,
+        read.config,
+        tokenizer=read.tokenizer,
+        path=read.folder,
+        generation_config=read.generation_config,
+        source_fingerprint=read.source_fingerprint,
+    )
     target.round_drafters = options.round_drafters
     target.tokenizer_reason = read.tokenizer_reason
     if captured:
@@ -72,14 +84,14 @@ def load(path: str | Path, options: LoadOptions) -> NativeTarget:
         )
     if options.compile == "on" and target.compiled is None:
         raise UsageError(f"{path} has no compiled forward: {target.compile_reason}. Use compile auto or off.")
-    target.exact = options.exact and target.compiled is None  # compiled, it is so in any case
+    target.exact = options.exact and target.compiled is None  # a compiled forward is exact in any case
     if options.best_threads and target.compiled is not None:
-        use_best_threads_for(target)
+        _use_best_threads(target)
     return target
 
 
 def _compile(target: NativeTarget, library: Build, compile: Compile) -> str | None:
-    """Let the target use this library. Returns why it does not."""
+    """Let the target use a library. Returns the reason where it does not."""
     found = library.library()
     if found is None:
         if compile == "auto":
@@ -87,3 +99,334 @@ def _compile(target: NativeTarget, library: Build, compile: Compile) -> str | No
         return library.reason
     target.compiled = CompiledDecoder(target.decoder, found, target.max_context)
     return None
+
+
+def _use_best_threads(target: NativeTarget) -> None:
+    """Use the number of threads that is fastest for forwards of one node and of a block."""
+    cache = target.new_cache(1, min(PROBED_CONTEXT, target.max_context))
+    cache.commit([range(cache.capacity - max(PROBED_NODES))])  # as if so many tokens had been read
+
+    def score() -> None:
+        for count in PROBED_NODES:
+            tokens = torch.zeros(1, count, dtype=torch.long)
+            target.forward(tokens, chain_parents(1, count), cache)
+
+    facts = (target.decoder.config, target.dtype, target.bits)
+    use_best_threads(score, facts)
+
+
+class NativeTarget(CheckpointTarget):
+    """Our decoder behind the `Target` protocol.
+
+    Args:
+        decoder: Decoder on the device and in the dtype of the target.
+        config, tokenizer, path, generation_config, source_fingerprint: As in `CheckpointTarget`.
+
+    Attributes:
+        compiled: The decoder's forward compiled for this machine, or None.
+        captured: The decoder's forwards of few nodes captured as CUDA graphs, or None.
+        compile_reason: Reason why it is neither, where it might have been; torch's operations then run one by one.
+        exact: Whether torch's operations run in pieces of one size, so that a node's numbers do not depend on what else
+            is computed.
+        round_drafters: Whether drafters' weights are rounded as the layers' are.
+    """
+
+    backend = "native"
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        config: PretrainedConfig,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        path: Path | None = None,
+        generation_config: Any = None,
+        source_fingerprint: str | None = None,
+    ) -> None:
+        super().__init__(
+            config,
+            tokenizer=tokenizer,
+            path=path,
+            generation_config=generation_config,
+            source_fingerprint=source_fingerprint,
+        )
+        self.decoder = decoder.eval()
+        self.dtype: torch.dtype = decoder.dtype
+        self.device: torch.device = decoder.device
+        self.hidden_size = decoder.config.hidden_size
+        self.num_layers = len(decoder.config.layers)
+        self.vocab_size = decoder.config.vocab_size
+        self.compiled: CompiledDecoder | None = None
+        self.captured: CapturedDecoder | None = None
+        self.compile_reason: str | None = None
+        self.exact = False
+        self.round_drafters = True
+        self.can_truncate = decoder.config.delta_net is None  # a recurrent state cannot be cut
+        self._group = decoder.config.num_heads // decoder.config.num_kv_heads
+
+    @property
+    def running(self) -> str:
+        parts = ["native"]
+        if self.compiled is not None:
+            parts.append("compiled")
+            if not self.bits and self.dtype == torch.float32 and self.compiled.library.weights_dtype == torch.bfloat16:
+                parts.append("weights kept in bfloat16")
+            if self.compiled.library.store_dtype == torch.int8:
+                parts.append("int8 keys and values")
+        if self.captured is not None:
+            parts.append("captured")
+        if self.exact:
+            parts.append("exact")
+        bits = self.bits
+        kind = f"int{bits}" if bits else self.decoder.rounded
+        return ", ".join([*parts, *([f"{kind} weights"] if kind else [])])
+
+    @property
+    def bits(self) -> int | None:
+        """Bits of the layers' weights, where these are few, as a CPU uses them."""
+        return self.decoder.bits
+
+    @property
+    def best_block_size(self) -> int | None:
+        return None if self.compiled is None else CPU_BLOCK_SIZE
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        return KVCache(batch, capacity) if self.can_truncate else StatesCache(batch, capacity)
+
+    def cache_bytes(self, batch: int, capacity: int) -> int:
+        config, slot = self.decoder.config, self.decoder.config.head_dim * self.dtype.itemsize
+        if self.compiled is not None:
+            library = self.compiled.library
+            slot = library.slot_size(config.head_dim) * library.store_dtype.itemsize
+        a_token = 2 * config.attention_layers * config.num_kv_heads * slot
+        return batch * (capacity * a_token + _state_bytes(config, self.dtype))
+
+    def weight_bytes(self) -> int:
+        return self.decoder.nbytes
+
+    def row_slots(self, tokens: int) -> int:
+        # Rows of few different sizes lie at equal distances, which spares torch's operations a copy.
+        return tokens if self.compiled is not None else room(tokens)
+
+    def forward_bytes(self, batch: int, nodes: int, slots: int) -> int:
+        if self.compiled is not None:
+            return self.compiled.workspace_bytes(batch, nodes, slots)
+        config, scored = self.decoder.config, EXACT_NODES if self.exact else batch * nodes
+        attention_widths = (5 if config.gated else 3) * config.num_heads * config.head_dim
+        widths = 4 * config.hidden_size + 3 * config.intermediate_size + attention_widths
+        recurrent = _recurrent_bytes(config, self.dtype, batch, nodes)
+        if self.exact:
+            attention = attention_bytes(config.num_heads, config.num_kv_heads, config.head_dim, slots)
+            return scored * widths * self.dtype.itemsize + len(config.windows) * nodes * slots + attention + recurrent
+        masks = len(config.windows) * scored * self._group * slots
+        scores = scored * config.num_heads * slots
+        # Rows at unequal distances are copied side by side, in all layers.
+        return (scored * widths + masks + scores) * self.dtype.itemsize + self.cache_bytes(batch, slots) + recurrent
+
+    def runner(self, network: Runnable[R], head: Callable[[Tensor], Tensor] | None = None, owned: bool = False) -> R:
+        network.to(device=self.device)
+        reason = "its target is not compiled"
+        if self.captured is not None and (capture := _faster("captured", network)):
+            network.to(dtype=self.dtype)
+            return cast(R, capture(network, self.captured.recorder, self.embed, head or self.head))
+        if self.compiled is not None:
+            compiled = _faster("compiled", network)
+            beside = Beside(
+                decoder=self.compiled,
+                embed=self.embed,
+                head=self.head,
+                head_dim=self.decoder.config.head_dim,
+                dtype=self.dtype,
+                bits=self.bits if self.round_drafters else None,
+            )
+            reason = f"it does not know networks of the kind {type(network).__name__}"
+            made = compiled(network, beside, head, owned) if compiled else reason
+            if not isinstance(made, str):
+                return cast(R, made)
+            reason = made
+        network.to(dtype=self.dtype)
+        return network.runner(self.embed, head or self.head, reason)
+
+    def capture(self, recorder: Recorder) -> None:
+        """Run forwards over few nodes as graphs from now on. Call it before the first cache and drafter are made.
+
+        Raises:
+            UsageError: The recorder cannot capture one.
+        """
+        self.captured = CapturedDecoder(self.decoder, recorder)
+        node = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        self.forward(node, chain_parents(1, 1), self.new_cache(1, room(1)))  # raises the error here rather than later
+
+    @torch.no_grad()
+    def forward(
+        self,
+        tokens: Tensor,
+        parents: Tensor,
+        cache: Cache,
+        taps: Sequence[int] = (),
+        logits_at: Tensor | None = None,
+    ) -> TargetOutput:
+        assert isinstance(cache, KVCache)
+        config, count = self.decoder.config, tokens.size(1)
+        size, like = config.head_dim, self.decoder.norm.given[0]
+        if self.compiled is not None:
+            size, like = self.compiled.library.slot_size(size), torch.empty(0, dtype=self.compiled.library.store_dtype)
+        memory = cache.memory(config.attention_layers, 2 * config.num_kv_heads, size, like)
+        with self.lock:
+            if self.compiled is not None:
+                return TargetOutput(*self.compiled.forward(tokens, parents, cache, memory, taps, logits_at))
+            recurrent: dict[int, DeltaRecurrence] = {}
+            if isinstance(cache, StatesCache):
+                recurrent = _recurrences(self.decoder, cache, parents, self.exact)
+                cache.leave(lambda row, nodes: [each.after(row, nodes) for each in recurrent.values()])
+            if self.exact:
+                run = partial(self._run_piece, memory, recurrent, taps)
+                windows = self.decoder.config.windows
+                return forward_in_pieces(run, tokens, parents, cache, windows, self.max_context - 1, logits_at)
+            if self.captured is not None and logits_at is None and bucket(count) <= MOST_NODES:
+                end = slot_bucket(max(cache.lengths) + bucket(count))
+                if end <= cache.capacity:
+                    store, is_memory = cache.view(memory, count, end)
+                    if is_memory:
+                        filled = F.pad(parents, (0, bucket(count) - count), value=-1)  # with nodes without ancestors
+                        seen = tree_mask(filled)
+                        found = self.captured.forward(tokens, depths(filled), seen, cache.lengths, store, taps)
+                        return TargetOutput(*found)
+            store, is_memory = cache.view(memory, count)
+            positions, slots, masks = self._layout(parents, cache.lengths)
+            stores = self._memories(store, recurrent)
+            output = TargetOutput(*self.decoder(tokens, positions, slots, masks, stores, taps, logits_at))
+            if not is_memory:
+                cache.put(memory, store, count)
+            return output
+
+    def _run_piece(
+        self,
+        memory: Tensor,
+        recurrent: Mapping[int, DeltaRecurrence],
+        taps: Sequence[int],
+        tokens: Tensor,
+        positions: Tensor,
+        attention: Mapping[int | None, ExactAttention],
+        has_logits: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        masks = [attention[window] for window in self.decoder.config.windows]
+        none = None if has_logits else tokens.new_empty(0)
+        stores = self._memories(memory.unsqueeze(1), recurrent)
+        found: tuple[Tensor, Tensor | None] = self.decoder(tokens, positions, positions, masks, stores, taps, none)
+        return found
+
+    def _memories(self, store: Tensor, recurrent: Mapping[int, DeltaRecurrence]) -> Sequence[Tensor | DeltaRecurrence]:
+        """Memory of each layer: its part of the store, or its recurrence."""
+        stores = iter(store.unbind(0))
+        return [recurrent[layer] if layer in recurrent else next(stores) for layer in range(self.num_layers)]
+
+    def _layout(self, parents: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+        """Positions, slots and masks of the nodes as `Decoder.forward` takes them."""
+        config, count, starts = self.decoder.config, parents.size(1), set(lengths)
+        end, is_line = max(starts) + count, count == 1 or is_chain(parents)
+        slots = torch.arange(end - count, end, device=self.device)
+        if len(starts) > 1:
+            slots = send(torch.tensor(lengths), self.device)[:, None] + torch.arange(count, device=self.device)
+        positions = slots if slots.ndim == 2 else slots[None]
+        if not is_line:
+            positions = positions[:, :1] + send(depths(parents), self.device)
+        # Without a window, a single node on rows of one length, or a chain on empty rows, needs no mask.
+        unmasked = len(starts) == 1 and (count == 1 or (is_line and end == count and config.attention_softcap is None))
+        masks: dict[int | None, Tensor | None] = {}  # by window; None is full attention
+        for window in config.windows:
+            reached = window if window is not None and window < end else None
+            if reached not in masks:
+                alone = reached is None and unmasked
+                masks[reached] = None if alone else self._mask(parents, positions, lengths, reached)
+            masks[window] = masks[reached]
+        return positions, slots, [masks[window] for window in config.windows]
+
+    def _mask(self, parents: Tensor, positions: Tensor, lengths: Sequence[int], window: int | None) -> Tensor:
+        within = send(tree_mask(parents), self.device)
+        if window is None and len(set(lengths)) == 1:  # all nodes see the same committed tokens
+            return F.pad(grouped_mask(within, self._group, self.dtype), (lengths[0], 0))
+        visible = visible_slots(lengths, within, positions.expand(parents.shape), window)
+        return grouped_mask(visible, self._group, self.dtype)
+
+    def named_weights(self) -> Iterable[tuple[str, Tensor]]:
+        return self.decoder.named_weights()
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.decoder.embedding.rows(tokens)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        head = self.decoder.head
+        if torch.is_grad_enabled() and hidden.requires_grad:  # a drafter is in training, and ours has no gradients
+            return F.linear(hidden, head.weight)
+        logits: Tensor = head(hidden)
+        return logits
+
+
+def _faster(how: str, network: object) -> Callable[..., Any] | None:
+    """Maker of a faster runner for a draft network, from `RUNNERS` of the files `compiled.py` or `captured.py` in the
+    drafters' folders, by the network's class or its nearest ancestor; None where there is none."""
+    known = {kind: make for module in parts(how).values() for kind, make in module.RUNNERS.items()}
+    return next((known[kind] for kind in type(network).__mro__ if kind in known), None)
+
+
+# Recurrent layers.
+
+
+def _recurrences(decoder: Decoder, cache: StatesCache, parents: Tensor, exact: bool) -> dict[int, DeltaRecurrence]:
+    """Recurrences of a forward, by the numbers of their layers.
+
+    Args:
+        parents: `[B, N]`, as in `Target.forward`.
+        exact: Whether the nodes come in pieces.
+    """
+    found: dict[int, DeltaRecurrence] = {}
+    layers = [cast(DecoderLayer, layer) for layer in decoder.layers]
+    family, above = None if exact else _ancestry(parents, decoder), parents.tolist() if exact else []
+    for layer in layers:
+        net = layer.delta_net
+        if net is None:
+            continue
+        states = cache.states(len(found))
+        alone = states[0] if len(states) == 1 else joined(states)
+        state = net.empty(len(states)) if alone is None else alone
+        found[layer.number] = ExactRecurrence(state, above) if family is None else TreeRecurrence(state, family)
+    return found
+
+
+def _ancestry(parents: Tensor, decoder: Decoder) -> Ancestry:
+    assert decoder.config.delta_net is not None
+    (batch, count), kernel = parents.shape, decoder.config.delta_net.kernel
+    shown = parents[:1, :CHUNK] if is_chain(parents) else parents
+    before = torch.arange(-1, kernel - 2).expand(batch, -1)
+    previous = torch.cat([before, parents + kernel - 1], dim=1)
+    places = [torch.arange(kernel - 1, kernel - 1 + count).expand(batch, -1)]
+    for _ in range(kernel - 1):
+        places.append(previous.gather(1, places[-1]))
+    within = send(tree_mask(shown).unsqueeze(1), decoder.device)
+    return Ancestry(within, send(torch.stack(places), decoder.device))
+
+
+def _state_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
+    """Bytes of a row's recurrent states."""
+    net = config.delta_net
+    if net is None:
+        return 0
+    inputs, wide = (net.kernel - 1) * net.channels, torch.promote_types(dtype, torch.float32).itemsize
+    return (len(config.layers) - config.attention_layers) * (
+        inputs * dtype.itemsize + net.value_heads * net.key_dim * net.value_dim * wide
+    )
+
+
+def _recurrent_bytes(config: DecoderConfig, dtype: torch.dtype, batch: int, nodes: int) -> int:
+    """Bytes that recurrent layers take for a forward, and leave for `commit`."""
+    net = config.delta_net
+    if net is None:
+        return 0
+    wide, scored = torch.promote_types(dtype, torch.float32).itemsize, batch * nodes
+    entering = net.value_heads * (2 * net.key_dim + net.value_dim)
+    left = scored * (sum(net.inputs.values()) * dtype.itemsize + (entering + net.values) * wide)
+    # One layer at a time has the window of the convolution, and some tensors of pairs of nodes of the same row.
+    pairs = 6 * scored * net.value_heads * min(nodes, MOST_TREE)
+    working = (2 * scored * net.channels + 2 * scored * entering + pairs) * wide
+    return (len(config.layers) - config.attention_layers) * left + working + 2 * batch * _state_bytes(config, dtype)

@@ -26,7 +26,7 @@ from blockdraft.nn.cache import KVCache
 from blockdraft.nn.draft_config import DraftConfig, LayerAttention
 from blockdraft.nn.draft_layer import DraftLayer
 from blockdraft.targets import Target, load_target
-from blockdraft.targets.native_target import NativeTarget
+from blockdraft.targets.native import NativeTarget
 
 Run: TypeAlias = DraftPass | CompiledDraftPass
 

@@ -1,4 +1,4 @@
-"""A GGUF file as the checkpoint of a target, or its texts alone."""
+"""GGUF files read into our own decoder, and their tokenizers and limits alone."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from blockdraft.cpu.weight_cache import Origin
 from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import FLOATS, GGUFFile, open_gguf
 from blockdraft.nn.quantized import QuantizedWeight
-from blockdraft.targets.base import LoadOptions, TargetText
+from blockdraft.targets.base import LoadOptions, NotCovered, TargetText
 from blockdraft.targets.checkpoint import end_tokens, loading, max_context
-from blockdraft.targets.families import NotCovered, decoder_config
+from blockdraft.targets.families import decoder_config
 from blockdraft.targets.gguf.config import gguf_config
 from blockdraft.targets.gguf.tensors import decoder_weights, fitted
 from blockdraft.targets.gguf.tokenizer import UnknownTokenizer, end_ids, gguf_tokenizer
 from blockdraft.targets.native_files import Checkpoint, make_decoder
 
-AS_STORED = {"F32", "BF16"}  # tensors of which hold the numbers that a model's own folder has
+AS_STORED = {"F32", "BF16"}  # types whose tensors hold the numbers of the model's own folder
 
 
 def read_gguf(path: str | Path, options: LoadOptions) -> Checkpoint:
     """Read a decoder from a GGUF file. Its matrices of few bits stay as they are.
 
     Raises:
-        UsageError: A file that cannot be read, is of an architecture, type or setting that the decoder does not know,
-            or is to be rounded, adapted, or run elsewhere than on a CPU.
+        UsageError: The file cannot be read, the decoder does not know its architecture, types or settings, or the
+            options ask to round or adapt it, or to run it elsewhere than on a CPU.
     """
     check_options(path, options)
     file = open_gguf(path)
@@ -58,16 +58,24 @@ def read_gguf(path: str | Path, options: LoadOptions) -> Checkpoint:
 
     with loading(path), torch.no_grad():
         decoder = make_decoder(wanted, read, library, Origin(file.parts, {"dtype": str(dtype)}))
-    # Norms of Gemma have one added, which moves their last bits.
+    # Norms of Gemma have one added in GGUF files, which changes their last bits.
     known = weights.kinds <= AS_STORED and not config.model_type.startswith("gemma") and dtype != torch.float16
-    generation = GenerationConfig(eos_token_id=ends)
-    source = None if known else ""
-    return Checkpoint(decoder, config, tokenizer, generation, file.path, made, reason, source, missing)
+    return Checkpoint(
+        decoder=decoder,
+        config=config,
+        tokenizer=tokenizer,
+        generation_config=GenerationConfig(eos_token_id=ends),
+        folder=file.path,
+        build=made,
+        reason=reason,
+        source_fingerprint=None if known else "",
+        tokenizer_reason=missing,
+    )
 
 
 @contextmanager
 def understanding(path: str | Path) -> Iterator[None]:
-    """Turn whatever goes wrong while sense is made of a file's metadata into a UsageError that names it."""
+    """Turn all errors of interpreting a file's metadata into a UsageError that names the file."""
     try:
         yield
     except NotCovered as refused:
@@ -84,7 +92,7 @@ def understanding(path: str | Path) -> Iterator[None]:
 
 
 def check_options(path: str | Path, options: LoadOptions) -> None:
-    """Raise a UsageError for what is not done with GGUF files."""
+    """Raise a UsageError for options that GGUF files do not take."""
     if options.device.type != "cpu":
         raise UsageError(
             f"{path} is a GGUF file, which runs on a CPU only, and the device is {options.device}; use the device cpu, "
@@ -99,7 +107,7 @@ def check_options(path: str | Path, options: LoadOptions) -> None:
 
 
 def refuse(path: str | Path, **options: object) -> None:
-    """Raise a UsageError for options that are given, and which a GGUF file does not go with."""
+    """Raise a UsageError for options that only a model folder or hub name takes, where they are given."""
     for name, given in options.items():
         if given is not None:
             raise UsageError(
@@ -108,7 +116,7 @@ def refuse(path: str | Path, **options: object) -> None:
 
 
 def load_gguf_text(path: str | Path, revision: str | None = None) -> TargetText:
-    """Load tokenizer and configuration alone. Errors as in `read_gguf`."""
+    """Load tokenizer and limits of a GGUF file. Errors as in `read_gguf`."""
     refuse(path, revision=revision)
     file = open_gguf(path)
     with understanding(path):
@@ -119,7 +127,7 @@ def load_gguf_text(path: str | Path, revision: str | None = None) -> TargetText:
 
 
 def find_tokenizer(file: GGUFFile) -> tuple[PreTrainedTokenizerBase | None, str | None]:
-    """The tokenizer of a file, or why there is none."""
+    """The tokenizer of a file, or the reason for having none."""
     try:
         return gguf_tokenizer(file.metadata), None
     except UnknownTokenizer as unknown:

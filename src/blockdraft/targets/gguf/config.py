@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from blockdraft.formats.gguf import GGUFFile
 from blockdraft.formats.gguf.rope import ROPE_BASE, rope_metadata
 from blockdraft.nn.decoder_config import DecoderConfig
-from blockdraft.targets.families import NotCovered
+from blockdraft.targets.base import NotCovered
 
 # From an architecture of llama.cpp to a family of ours.
 FAMILIES = {

@@ -16,7 +16,7 @@ from blockdraft.formats.gguf.rope import ROPE_FACTORS, paired, rope_factors
 from blockdraft.formats.stored import Stored, stored
 from blockdraft.nn.decoder_config import DecoderConfig, LayerKind, Rope
 from blockdraft.nn.quantized import QuantizedWeight
-from blockdraft.targets.families import NotCovered
+from blockdraft.targets.base import NotCovered
 
 LLAMA_QUANTIZE = "make another with llama-quantize, from the model in F16 or BF16: Q4_0, Q8_0, Q4_K_M or Q6_K"
 

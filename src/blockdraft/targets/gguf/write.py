@@ -12,10 +12,11 @@ from blockdraft.errors import UsageError
 from blockdraft.formats.gguf import open_gguf, write_gguf
 from blockdraft.formats.gguf.rope import IN_FACTORS
 from blockdraft.nn.decoder_config import DecoderConfig, LayerKind
-from blockdraft.targets.families import NotCovered, decoder_config
+from blockdraft.targets.base import NotCovered
+from blockdraft.targets.families import decoder_config
 from blockdraft.targets.gguf.config import ARCHITECTURES, gguf_config, gguf_metadata
 from blockdraft.targets.gguf.tensors import fitted, gguf_tensors
-from blockdraft.targets.opened import OpenCheckpoint
+from blockdraft.targets.weights import OpenCheckpoint
 from blockdraft.types import GGUFWeights
 
 

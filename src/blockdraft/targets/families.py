@@ -1,0 +1,246 @@
+"""Families of models that the native decoder knows, in the table `FAMILIES` by the `model_type` of a configuration.
+
+To add a family, write its entry: how each layer attends, and in which fields of `DecoderConfig` it differs from Llama.
+What these cannot express raises `NotCovered`, and transformers runs the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from blockdraft.nn.decoder_config import DecoderConfig, DeltaNet, Experts, LayerKind, Rope
+from blockdraft.nn.decoder_layer import ACTIVATIONS
+from blockdraft.targets.base import NotCovered
+
+# Rotary scalings whose frequencies do not change with the length of the text, within the context.
+STATIC_ROPES = {"default", "linear", "dynamic", "yarn", "llama3", "longrope"}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of models. Its functions take a configuration of transformers.
+
+    Attributes:
+        layers: Kind of each layer.
+        differences: Fields of `DecoderConfig` that differ from those of Llama without biases.
+        rotates_all: Whether all channels of a head are rotated.
+        has_other_parts: Whether models of this `..._text` family come with other parts, such as one for pictures, that
+            transformers' causal language model leaves out.
+    """
+
+    layers: Callable[[PretrainedConfig], tuple[LayerKind, ...]]
+    differences: Callable[[PretrainedConfig], dict[str, Any]]
+    rotates_all: bool = True
+    has_other_parts: bool = False
+
+
+def text_part(config: PretrainedConfig) -> PretrainedConfig:
+    """Configuration of a model's text part, where it has other parts that are left out; else its own."""
+    family = FAMILIES.get(f"{config.model_type}_text")
+    return config.get_text_config() if family is not None and family.has_other_parts else config
+
+
+def decoder_config(config: PretrainedConfig) -> DecoderConfig:
+    """Configuration of the decoder that runs a model.
+
+    Raises:
+        NotCovered: The native decoder does not know the model's family, or one of its settings.
+    """
+    config = text_part(config)
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        raise NotCovered(f"{config.model_type} is none of its families: {', '.join(FAMILIES)}")
+    if getattr(config, "use_bidirectional_attention", None):
+        raise NotCovered("its attention is bidirectional")
+    layers, differences = family.layers(config), family.differences(config)
+    heads: int = config.num_attention_heads
+    head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
+    activation: str = differences.pop("activation", None) or config.hidden_act
+    if activation not in ACTIVATIONS:
+        raise NotCovered(f"its activation {activation} is none of {', '.join(ACTIVATIONS)}")
+    if family.rotates_all and any(2 * len(kind.rope.inverse_frequencies) != head_dim for kind in layers):
+        raise NotCovered("it rotates a part of each head only")
+    return DecoderConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_heads=heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=head_dim,
+        layers=layers,
+        norm_eps=config.rms_norm_eps,
+        activation=activation,
+        query_scale=differences.pop("query_scale", None) or head_dim**-0.5,
+        tied_head=config.tie_word_embeddings,
+        **differences,
+    )
+
+
+# Layers.
+
+
+def equal_layers(config: PretrainedConfig) -> tuple[LayerKind, ...]:
+    """Layers that all have full attention."""
+    return (LayerKind(rope(config)),) * int(config.num_hidden_layers)
+
+
+def windowed_layers(config: PretrainedConfig) -> tuple[LayerKind, ...]:
+    """Layers that all have the same sliding window, or none."""
+    return (LayerKind(rope(config), config.sliding_window),) * int(config.num_hidden_layers)
+
+
+def mixed_layers(config: PretrainedConfig) -> tuple[LayerKind, ...]:
+    """Layers with a sliding window or without, as `layer_types` says; each kind has its own rotary embeddings."""
+    return _by_type(
+        config,
+        full_attention=lambda: LayerKind(rope(config, "full_attention")),
+        sliding_attention=lambda: LayerKind(rope(config, "sliding_attention"), config.sliding_window),
+    )
+
+
+def routed_layers(config: PretrainedConfig) -> tuple[LayerKind, ...]:
+    """`windowed_layers` of which some have routed experts for an MLP."""
+    return tuple(
+        replace(
+            kind,
+            routed=number not in config.mlp_only_layers
+            and config.num_experts > 0
+            and (number + 1) % config.decoder_sparse_step == 0,
+        )
+        for number, kind in enumerate(windowed_layers(config))
+    )
+
+
+def recurrent_layers(config: PretrainedConfig) -> tuple[LayerKind, ...]:
+    """Layers of Qwen3.5: full attention, or a gated delta net."""
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
+
+    own = rope(config, default=Qwen3_5TextRotaryEmbedding)
+    return _by_type(
+        config,
+        full_attention=lambda: LayerKind(own),
+        linear_attention=lambda: LayerKind(own, recurrent=True),
+    )
+
+
+def _by_type(config: PretrainedConfig, **kinds: Callable[[], LayerKind]) -> tuple[LayerKind, ...]:
+    """Layers as `layer_types` names their kinds. Only kinds that occur are made."""
+    unknown = set(config.layer_types) - set(kinds)
+    if unknown:
+        raise NotCovered(f"it has layers of the kinds {', '.join(sorted(unknown))}")
+    made = {name: kinds[name]() for name in set(config.layer_types)}
+    return tuple(made[name] for name in config.layer_types)
+
+
+def rope(config: PretrainedConfig, layer_type: str | None = None, default: Any = LlamaRotaryEmbedding) -> Rope:
+    """Rotary embeddings as transformers computes them.
+
+    Args:
+        layer_type: Kind of layer, where kinds may differ.
+        default: Class of transformers that computes frequencies that are not scaled, where kinds do not differ.
+    """
+    parameters: dict[str, Any] = config.rope_parameters
+    nested = layer_type is not None and layer_type in parameters
+    of_kind: dict[str, Any] = parameters[layer_type] if nested and layer_type else parameters
+    name = of_kind.get("rope_type", "default")
+    longest = of_kind.get("original_max_position_embeddings") or config.max_position_embeddings
+    if str(name) not in STATIC_ROPES or (name == "longrope" and config.max_position_embeddings > longest):
+        raise NotCovered(f"its rotary embeddings ({name}) change with the length of the text")
+    compute: Any = ROPE_INIT_FUNCTIONS.get(name)
+    if compute is None:
+        compute = (Gemma3RotaryEmbedding if nested else default).compute_default_rope_parameters
+    try:
+        frequencies, scale = compute(config, **({"layer_type": layer_type} if nested else {}))
+    except Exception as error:  # values that are no numbers, sizes that no memory holds
+        raise NotCovered(f"its rotary embeddings cannot be computed ({error})") from error
+    return Rope(tuple(frequencies.float().tolist()), float(scale))
+
+
+# Differences from Llama without biases.
+
+
+def _biases(config: PretrainedConfig) -> dict[str, Any]:
+    return {"qkv_bias": bool(config.attention_bias), "output_bias": bool(config.attention_bias)}
+
+
+def _llama(config: PretrainedConfig) -> dict[str, Any]:
+    return _biases(config) | {"mlp_bias": bool(config.mlp_bias)}
+
+
+def _mistral(config: PretrainedConfig) -> dict[str, Any]:
+    return {}
+
+
+def _gemma(config: PretrainedConfig) -> dict[str, Any]:
+    """Scaled embeddings, and norms whose weights are offsets from one."""
+    return _biases(config) | {"norm_plus_one": True, "embedding_scale": config.hidden_size**0.5}
+
+
+def _later_gemma(config: PretrainedConfig) -> dict[str, Any]:
+    """Gemma with norms behind attention and MLP, and a soft-cap of the logits."""
+    return _gemma(config) | {
+        "activation": config.hidden_activation,
+        "post_norms": True,
+        "query_scale": config.query_pre_attn_scalar**-0.5,
+        "final_softcap": config.final_logit_softcapping,
+    }
+
+
+def _gemma2(config: PretrainedConfig) -> dict[str, Any]:
+    return _later_gemma(config) | {"attention_softcap": config.attn_logit_softcapping}
+
+
+def _gemma3(config: PretrainedConfig) -> dict[str, Any]:
+    return _later_gemma(config) | {"qk_norm": True}  # transformers reads no cap of attention here
+
+
+def _qwen2(config: PretrainedConfig) -> dict[str, Any]:
+    return {"qkv_bias": True}
+
+
+def _qwen3(config: PretrainedConfig) -> dict[str, Any]:
+    return _biases(config) | {"qk_norm": True}
+
+
+def _qwen3_moe(config: PretrainedConfig) -> dict[str, Any]:
+    experts = Experts(
+        count=config.num_experts,
+        chosen=config.num_experts_per_tok,
+        intermediate_size=config.moe_intermediate_size,
+        normed=bool(config.norm_topk_prob),
+    )
+    return _qwen3(config) | {"experts": experts}
+
+
+def _qwen3_5(config: PretrainedConfig) -> dict[str, Any]:
+    """Attention with a gate on its output, and gated delta nets."""
+    if config.hidden_act != "silu":
+        raise NotCovered(f"its activation {config.hidden_act} is not silu, the only one of its delta nets")
+    net = DeltaNet(
+        key_heads=config.linear_num_key_heads,
+        value_heads=config.linear_num_value_heads,
+        key_dim=config.linear_key_head_dim,
+        value_dim=config.linear_value_head_dim,
+        kernel=config.linear_conv_kernel_dim,
+    )
+    return _qwen3(config) | {"norm_plus_one": True, "gated": True, "delta_net": net}
+
+
+FAMILIES = {
+    "gemma": Family(equal_layers, _gemma),
+    "gemma2": Family(mixed_layers, _gemma2),
+    "gemma3_text": Family(mixed_layers, _gemma3),
+    "llama": Family(equal_layers, _llama),
+    "mistral": Family(windowed_layers, _mistral),
+    "qwen2": Family(mixed_layers, _qwen2),
+    "qwen3": Family(mixed_layers, _qwen3),
+    "qwen3_5_text": Family(recurrent_layers, _qwen3_5, rotates_all=False, has_other_parts=True),
+    "qwen3_moe": Family(routed_layers, _qwen3_moe),
+}

@@ -1,0 +1,228 @@
+"""Weights of Hugging Face checkpoints: their tensors, read one at a time, and adapters merged into them."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+
+from blockdraft.errors import UsageError, counted
+from blockdraft.formats.quantized import NotRead, read_quantized
+from blockdraft.formats.stored import Stored, open_tensors, stored
+from blockdraft.nn.decoder_config import DecoderConfig
+from blockdraft.targets.base import LoadOptions, NotCovered
+from blockdraft.targets.checkpoint import check_hub, checked_folder, is_hub_name, loading
+from blockdraft.targets.families import decoder_config, text_part
+from blockdraft.targets.fingerprint import weights_fingerprint
+
+SOURCE = "source_fingerprint"  # our key of quantization_config, which other programs ignore
+TEXT_PART = "model.language_model."  # beginning of the names of the text part beside other parts
+TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+COMPANIONS = (  # files of a checkpoint beside config.json and weights
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+READ = "read"  # `doing` of `open_checkpoint` that is possible with every checkpoint
+
+
+def weight_files(path: str | Path, revision: str | None = None) -> list[str]:
+    """Files of a checkpoint's weights in safetensors; empty where there are none."""
+    optional: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False, "revision": revision}
+    whole = cached_file(path, "model.safetensors", **optional)
+    if whole is not None:
+        return [whole]
+    index = cached_file(path, "model.safetensors.index.json", **optional)
+    return [] if index is None else list(get_checkpoint_shard_files(path, index, revision=revision)[0])
+
+
+def open_weights(
+    path: str | Path, wanted: DecoderConfig, config: PretrainedConfig, options: LoadOptions
+) -> tuple[dict[str, Stored], str | None]:
+    """Tensors of a checkpoint with the adapter merged into them, and their `source_fingerprint` for `CheckpointTarget`.
+
+    Raises:
+        NotCovered: The tensors are not those of this decoder.
+    """
+    source, few = None, getattr(config, "quantization_config", None)
+    if options.adapter is not None:
+        model, source = load_model(path, options)
+        tensors = {name: stored(tensor) for name, tensor in model.state_dict().items()}
+    else:
+        with loading(path):
+            found = open_tensors(weight_files(path, options.revision))
+        tensors = {name.replace(TEXT_PART, "model.", 1): tensor for name, tensor in found.items()}
+    if few:
+        try:
+            tensors, source = read_quantized(few, tensors), str(few.get(SOURCE) or "")
+        except NotRead as refused:
+            raise NotCovered(str(refused)) from refused
+    if wanted.tied_head and TABLE not in tensors and HEAD in tensors:
+        tensors[TABLE] = tensors[HEAD]
+    _check_tensors(wanted, tensors)
+    return tensors, source
+
+
+def _check_tensors(wanted: DecoderConfig, tensors: Mapping[str, Stored]) -> None:
+    """Raise `NotCovered` unless these are the tensors of this decoder."""
+    if not tensors:
+        raise NotCovered("it has no weights in safetensors")
+    for name, shape in wanted.tensor_shapes().items():
+        if name not in tensors:
+            raise NotCovered(f"its checkpoint lacks {name}")
+        found = tensors[name].shape
+        if found != shape:
+            raise NotCovered(f"{name} has the shape {list(found)} instead of {list(shape)}")
+    both = wanted.tied_head and HEAD in tensors and tensors[HEAD] is not tensors[TABLE]
+    if both and not torch.equal(tensors[TABLE].tensor(), tensors[HEAD].tensor()):
+        raise NotCovered("its configuration ties the head to the embeddings, and its checkpoint does not")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenCheckpoint:
+    """A checkpoint whose tensors are read one at a time.
+
+    Attributes:
+        wanted: Configuration of its decoder.
+        config: Configuration of its text part.
+        raw: Content of config.json.
+        tensors: Its tensors by name.
+        files: Its other files, such as those of the tokenizer.
+        source_fingerprint: Fingerprint of its weights; with an adapter, of the weights before and the adapter.
+    """
+
+    wanted: DecoderConfig
+    config: PretrainedConfig
+    raw: dict[str, Any]
+    tensors: Mapping[str, Stored]
+    files: Sequence[Path]
+    source_fingerprint: str
+
+
+@contextmanager
+def open_checkpoint(
+    path: str | Path, revision: str | None = None, adapter: str | Path | None = None, doing: str = "rounded"
+) -> Iterator[OpenCheckpoint]:
+    """Open a checkpoint of a family that the native decoder knows, on the CPU, without reading its weights whole.
+
+    Args:
+        path: Model folder or hub name.
+        revision, adapter: As in `load_target`.
+        doing: What will be done to the checkpoint, as a past participle, for messages.
+
+    Raises:
+        UsageError: The native decoder does not know the model, the model is quantised already, or as in `load_target`.
+    """
+    checked_folder(path, revision)
+    with loading(path):
+        config = AutoConfig.from_pretrained(path, revision=revision)
+        optional: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False, "revision": revision}
+        found = [cached_file(path, name, **optional) for name in ("config.json", *COMPANIONS)]
+    if few := getattr(config, "quantization_config", None):
+        raise UsageError(
+            f"{path} is quantised already ({few.get('quant_method')}); give the model that it was made of."
+        )
+    config = text_part(config)
+    options = LoadOptions(
+        dtype=torch.float32, device=torch.device("cpu"), compile="off", revision=revision, adapter=adapter
+    )
+    try:
+        wanted = decoder_config(config)
+        tensors, source = open_weights(path, wanted, config, options)
+    except NotCovered as refused:
+        raise UsageError(f"{path} cannot be {doing}, because the native decoder cannot run it: {refused}.") from refused
+    if wanted.torch_only and doing != READ:
+        raise UsageError(f"{path} cannot be {doing}: it has {wanted.torch_only}, which only decoding knows.")
+    raw = json.loads(Path(str(found[0])).read_text(encoding="utf-8"))
+    with loading(path):
+        if source is None:
+            source = weights_fingerprint((name, tensors[name].tensor()) for name in wanted.tensor_shapes())
+    yield OpenCheckpoint(
+        wanted=wanted,
+        config=config,
+        raw=raw,
+        tensors=tensors,
+        files=[Path(file) for file in found[1:] if file is not None],
+        source_fingerprint=source,
+    )
+
+
+def load_model(path: str | Path, options: LoadOptions) -> tuple[PreTrainedModel, str | None]:
+    """Load a causal language model of transformers on the CPU, with the adapter, if any, merged into it.
+
+    Returns:
+        The model, and its `source_fingerprint` for `CheckpointTarget`.
+
+    Raises:
+        UsageError: Files cannot be read, weights do not fill the model, or the adapter is missing, made for another
+            model, or of a kind that cannot be merged.
+    """
+    with loading(path):
+        few = getattr(AutoConfig.from_pretrained(path, revision=options.revision), "quantization_config", None)
+    if few and options.adapter is not None:
+        raise UsageError(
+            f"{path} is quantised ({few.get('quant_method')}), and no adapter can be merged with weights of few bits; "
+            "give the model that it was made of, and quantize to round it then."
+        )
+    with loading(path):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=options.dtype, revision=options.revision, output_loading_info=True
+        )
+    model, report = loaded
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise UsageError(
+            f"{path} lacks {counted(len(missing), 'tensor')} of {type(model).__name__}, such as {missing[0]}; is it a "
+            f"causal language model, and are all its files there?"
+        )
+    if options.adapter is None:
+        return model, None
+    source = "" if options.dtype == torch.float16 else weights_fingerprint(model.named_parameters())
+    merged, weights = _merged(model, path, options.adapter)
+    return merged, source and weights_fingerprint(weights.items(), source)
+
+
+def _merged(model: PreTrainedModel, path: str | Path, adapter: str | Path) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+    """A model with an adapter merged into its weights, and the adapter's weights. The given model is changed. Errors
+    as in `load_model`."""
+    try:
+        from peft import PeftModel, get_peft_model_state_dict
+    except ModuleNotFoundError as error:
+        raise UsageError(f"An adapter takes {error.name}; run pip install 'blockdraft[adapter]'.") from error
+    folder = Path(adapter)
+    if folder.exists() and not (folder / "adapter_config.json").is_file():
+        raise UsageError(f"{folder} has no adapter_config.json; give the folder or hub name of an adapter of PEFT.")
+    if not folder.exists() and not is_hub_name(adapter):
+        raise UsageError(f"There is no folder {adapter}, and it is no hub name of the form owner/name.")
+    if not folder.exists():
+        check_hub(str(adapter), "adapter_config.json")
+    try:
+        with warnings.catch_warnings():
+            # Peft uses an old name of transformers, which its users cannot change.
+            warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+            wrapped: Any = PeftModel.from_pretrained(model, str(adapter))
+            weights: dict[str, Tensor] = get_peft_model_state_dict(wrapped)
+            merged: PreTrainedModel = wrapped.merge_and_unload()
+    except Exception as error:  # peft raises many kinds
+        said = " ".join(map(str.strip, str(error).splitlines()[:2]))  # torch's errors go on with every single weight
+        raise UsageError(
+            f"The adapter {adapter} cannot be merged into {path} ({said}); give one that was made for this model, of "
+            "a kind that can be merged, such as a LoRA."
+        ) from error
+    return merged, weights
